@@ -80,12 +80,13 @@ def atomic_write_text(path: Path, content: str) -> None:
 
 
 @contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
+def atomic_directory(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """Fill a directory that appears under ``path`` only when the block ends without an error.
 
     The block fills the temporary directory that it is given, empty and beside ``path``. An existing
     ``path`` is replaced: for an instant there is none (see ``replaced_directory``), but never a
-    mixture. What an earlier, killed writer left is removed. Missing parents are created.
+    mixture. What an earlier, killed writer left is removed. Missing parents are created. One that
+    nobody needs after the machine has stopped need not be ``durable``: it is not flushed.
 
     Raises:
         OSError: The directory cannot be written; ``path`` is unchanged.
@@ -95,27 +96,29 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        publish_directory(temporary, path)
+        publish_directory(temporary, path, durable=durable)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def publish_directory(temporary: Path, path: Path) -> None:
-    """Flush everything under ``temporary`` to the disk and rename it to ``path``.
+def publish_directory(temporary: Path, path: Path, *, durable: bool = True) -> None:
+    """Rename ``temporary`` to ``path``, if ``durable`` with everything under it on the disk.
 
     Both have one parent. An existing ``path`` is replaced; in between it is whole under
     ``replaced_directory(path)``. For directories that several processes fill; where one does, use
     ``atomic_directory``.
     """
-    for folder, _, names in os.walk(temporary):
-        for name in (*names, ""):  # the folder itself last
-            _fsync(Path(folder) / name)
+    if durable:
+        for folder, _, names in os.walk(temporary):
+            for name in (*names, ""):  # the folder itself last
+                _fsync(Path(folder) / name)
     replaced = replaced_directory(path)
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():
         path.rename(replaced)
     temporary.rename(path)
-    _fsync(path.parent)
+    if durable:
+        _fsync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -206,13 +206,14 @@ def _groups(all_rows: Iterable[dict[str, Any]], name: str) -> tuple[Group, ...]:
         first = rows[0]
         # Copied: a view would keep the prompts of all rows, the same one for every row of a group.
         prompt = PromptTokens(first["prompt_id"], first["prompt_token_ids"].copy(), first["source"])
+        prompt_bytes = prompt.token_ids.tobytes()
         for row in rows:
             if row["prompt_id"] != prompt.prompt_id:
                 raise DumpError(
                     f"{name}: group {group_id} mixes prompts '{prompt.prompt_id}' and "
                     f"'{row['prompt_id']}'; {_REMEDY}"
                 )
-            if not np.array_equal(row["prompt_token_ids"], prompt.token_ids):
+            if row["prompt_token_ids"].tobytes() != prompt_bytes:
                 raise DumpError(
                     f"{name}: sample {row['index']} of group {group_id}: prompt_token_ids must be "
                     f"those of the group's first sample; {_REMEDY}"
@@ -267,6 +268,7 @@ def _check_batch(batch: RolloutBatch, name: str, vocab_size: int | None = None) 
     if not batch.groups:
         raise DumpError(f"{name}: the batch has no samples; collect at least one group")
     group_size = len(batch.groups[0].samples)
+    limit = _MAX_INT32 if vocab_size is None else vocab_size - 1
     if len({group.group_id for group in batch.groups}) != len(batch.groups):
         raise DumpError(f"{name}: a group_id occurs twice; its rows must stand together")
     for group in batch.groups:
@@ -277,8 +279,10 @@ def _check_batch(batch: RolloutBatch, name: str, vocab_size: int | None = None) 
                 f"{group_size - 1} as in the first group; {_REMEDY}"
             )
         for sample in group.samples:
-            problem = _problem_of_parts(sample) or _problem_of_values(
-                sample, batch.version, vocab_size
+            problem = (
+                _problem_of_parts(sample)
+                or _problem_of_values(sample, batch.version)
+                or _problem_of_tokens(sample, limit, checks_prompt=sample.index == 0)
             )
             if problem:
                 place = f"{name}: sample {sample.index} of group {sample.group_id}"
@@ -311,8 +315,8 @@ def _problem_of_parts(sample: Sample) -> str:
     return "" if len(sample.prompt.token_ids) else "the prompt has no tokens"
 
 
-def _problem_of_values(sample: Sample, version: int, vocab_size: int | None) -> str:
-    """Describe a value that no run writes, by its column; empty if there is none."""
+def _problem_of_values(sample: Sample, version: int) -> str:
+    """Describe a version or reward that no run writes; empty if there is none."""
     versions = [-1, *(span.version for span in sample.versions), version]
     if versions != sorted(versions) or -1 in versions[1:]:
         return (
@@ -324,11 +328,18 @@ def _problem_of_values(sample: Sample, version: int, vocab_size: int | None) -> 
         if not math.isfinite(reward):
             column = "reward" if name == "reward" else f"reward_components.{name}"
             return f"{column} must be finite, got {reward}"
-    limit = _MAX_INT32 if vocab_size is None else vocab_size - 1
-    for column, ids in (
-        ("prompt_token_ids", sample.prompt.token_ids),
-        ("response_token_ids", sample.response_token_ids),
-    ):
+    return ""
+
+
+def _problem_of_tokens(sample: Sample, limit: int, *, checks_prompt: bool) -> str:
+    """Describe a token that no run writes, by its column; empty if there is none.
+
+    A group has one prompt, so that of its first sample is enough.
+    """
+    columns = {"response_token_ids": sample.response_token_ids}
+    if checks_prompt:
+        columns["prompt_token_ids"] = sample.prompt.token_ids
+    for column, ids in columns.items():
         if len(ids) and not 0 <= ids.min() <= ids.max() <= limit:
             position = int(np.flatnonzero((ids < 0) | (ids > limit))[0])
             return (

@@ -86,7 +86,7 @@ def build_micro_batch(
         sample_T=per_token(index_S, np.int64),
         response_tokens_T=per_token(trained_S, np.float32),
         position_T=torch.from_numpy(position_T),
-        version_T=_tensor([token_versions(s.versions) for s in chosen], np.int64),
+        version_T=torch.from_numpy(token_versions([span for s in chosen for span in s.versions])),
     )
 
 
@@ -112,9 +112,9 @@ def _lay_out(
     return token_ids_N, slots_S, offset_S + prompt_S - 1
 
 
-def _tensor(parts: Sequence[ArrayLike], dtype: type) -> torch.Tensor:
+def _tensor(parts: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
     """Concatenate into one tensor; no parts give an empty one."""
-    flat = np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+    flat = np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="unsafe")
     return torch.from_numpy(flat)
 
 

@@ -126,11 +126,13 @@ def pack_update(
     # bisection is feasible.
     step = rules.data_size * rules.count_multiple
     lowest = -(-sum(slots for _, slots, _ in items) // (rules.budget * step))
-    rounds = range(lowest, -(-len(items) // step))
-    found = lowest + bisect_left(
-        rounds, True, key=lambda n: _fill_bins(items, n * step, rules.budget) is not None
-    )
-    bins = _fill_bins(items, found * step, rules.budget)
+    bins = _fill_bins(items, lowest * step, rules.budget)
+    if bins is None:
+        rounds = range(lowest + 1, -(-len(items) // step))
+        found = rounds.start + bisect_left(
+            rounds, True, key=lambda n: _fill_bins(items, n * step, rules.budget) is not None
+        )
+        bins = _fill_bins(items, found * step, rules.budget)
     assert bins is not None
     ranks = _assign_to_ranks(bins, rules.data_size)
     return UpdatePacking(

@@ -11,7 +11,7 @@ environment wrote have neither version nor age.
 Shape legend: Q = tokens of one response that the policy sampled.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -44,7 +44,7 @@ def num_spanned(spans: VersionSpans) -> int:
     return sum(span.num_tokens for span in spans)
 
 
-def token_versions(spans: VersionSpans) -> np.ndarray:
+def token_versions(spans: Sequence[VersionSpan]) -> np.ndarray:
     """Return the weights version of every sampled token, [Q] int64."""
     versions, counts = np.array(spans, dtype=np.int64).reshape(-1, 2).T
     return np.repeat(versions, counts)

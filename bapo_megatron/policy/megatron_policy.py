@@ -225,13 +225,18 @@ class MegatronPolicy:
         return OptimizerStep(True, grad_norm, counted, noted)
 
     def export_hf(
-        self, directory: Path, max_file_bytes: int = weight_export.MAX_FILE_BYTES
+        self,
+        directory: Path,
+        max_file_bytes: int = weight_export.MAX_FILE_BYTES,
+        *,
+        durable: bool = True,
     ) -> None:
         """Write the weights as a Hugging Face model that appears only when it is complete.
 
         Config, tokenizer and generation settings come from the directory the policy was built from.
         An existing ``directory`` is replaced; it is on a file system of rank 0. When this returns,
-        every rank may read the files.
+        every rank may read the files. Those of a push need not be
+        ``durable`` (``atomic_directory``).
 
         Raises:
             OSError: ``directory`` cannot be written; raised on every rank.
@@ -242,7 +247,7 @@ class MegatronPolicy:
         with fail_together(self.groups):
             try:
                 if self.groups.rank == 0:
-                    with atomic_directory(directory) as temporary:
+                    with atomic_directory(directory, durable=durable) as temporary:
                         files = weight_export.plan_files(self.hf, dtype, max_file_bytes)
                         weight_export.write_weights(weights, files, temporary)
                         weight_export.copy_companions(self.model_dir, temporary, dtype)

@@ -115,8 +115,11 @@ class MetricsSinks:
         if self._console is not None and metrics.step != BEFORE_TRAINING:
             self._console.print(self._line(metrics), highlight=False, soft_wrap=True)
         if self._tensorboard is not None:
-            for name, value in finite.items():
-                self._tensorboard.add_scalar(name, value, metrics.step)
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            # One event for all: each of its own wakes the thread that writes them.
+            values = [Summary.Value(tag=n, simple_value=value) for n, value in finite.items()]
+            self._tensorboard.file_writer.add_summary(Summary(value=values), metrics.step)
         if self._wandb is not None:
             self._wandb.log(finite, step=metrics.step)
 

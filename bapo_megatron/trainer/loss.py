@@ -103,12 +103,7 @@ class LossStage:
         A collective over the data-parallel group: one integer all-reduce.
         """
         assert self.predictor is not None
-        tokens = []
-        for _, safe in self._held(micro_batches, context):
-            behaviour_T = safe.micro_batch.behaviour_logprob_T
-            nothing_T = torch.zeros_like(behaviour_T)
-            tokens.append(safe.batch(behaviour_T, nothing_T, kernels=self._output.kernels))
-        total_K = self._total(tokens)
+        total_K = self._total(safe.as_sampled() for _, safe in self._held(micro_batches, context))
         reduce_over(self._data_group, total_K)
         return self.predictor.predict(total_K)
 
@@ -317,11 +312,14 @@ class _SafeTokens:
         self.context = context
         self._finite_T = self.trains_T & is_finite(own.behaviour_logprob_T + own.advantage_T)
         behaviour_T = torch.where(self._finite_T, own.behaviour_logprob_T, SAFE_LOGPROB)
-        has_rollout_T = self._finite_T & is_finite(own.rollout_logprob_T)
+        rollout_T = behaviour_T
+        if own.rollout_logprob_T is not own.behaviour_logprob_T:
+            has_rollout_T = self._finite_T & is_finite(own.rollout_logprob_T)
+            rollout_T = torch.where(has_rollout_T, own.rollout_logprob_T, behaviour_T)
         self._known = TokenBatch(
             logprob=behaviour_T,
             behaviour_logprob=behaviour_T,
-            rollout_logprob=torch.where(has_rollout_T, own.rollout_logprob_T, behaviour_T),
+            rollout_logprob=rollout_T,
             ratio=behaviour_T,
             advantage=own.advantage_T,
             reward=own.reward_T,
@@ -338,6 +336,18 @@ class _SafeTokens:
     def finite(self, logprob_T: Tensor, entropy_T: Tensor, part: slice = slice(None)) -> Tensor:
         """Return which tokens of ``part`` train and have finite values only."""
         return self._finite_T[part] & is_finite(logprob_T + entropy_T)
+
+    def as_sampled(self) -> TokenBatch:
+        """Return the tokens with ℓ = μ and H = 0."""
+        known, nothing_T = self._known, torch.zeros_like(self._known.logprob)
+        return replace(
+            known,
+            ratio=torch.ones_like(nothing_T),
+            advantage=torch.where(self._finite_T, known.advantage, 0.0),
+            mask=known.mask * self._finite_T,
+            entropy=nothing_T,
+            collected_entropy=nothing_T,
+        )
 
     def batch(
         self,

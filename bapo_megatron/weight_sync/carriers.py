@@ -90,7 +90,7 @@ class WeightBuckets:
     def export(self, directory: Path) -> None:
         """Write all weights to a Hugging Face directory, with the ranks that ``follow``."""
         broadcast_bytes(_EXPORT, self._policy.groups)
-        self._policy.export_hf(directory)
+        self._policy.export_hf(directory, durable=False)
 
     def end(self) -> None:
         """Tell the ranks that ``follow`` that no bucket is needed any more."""
@@ -101,7 +101,7 @@ class WeightBuckets:
         while (word := broadcast_bytes(None, self._policy.groups)) != _END:
             if word == _EXPORT:
                 with suppress(OSError):  # raised on all ranks; rank 0 decides what follows
-                    self._policy.export_hf(directory)
+                    self._policy.export_hf(directory, durable=False)
             elif self._policy.groups.is_first_replica:
                 for _ in self._iterate(int(word)):
                     pass

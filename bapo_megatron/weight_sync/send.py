@@ -137,7 +137,7 @@ class WeightSync:
         target = self._root / f"version_{version:08d}"
         if self._carrier is None:
             if version != self._version:
-                policy.export_hf(target)
+                policy.export_hf(target, durable=False)
             return 0 if collector is None else self._load(target, collector, version)
         policy.finish_weights()
         buckets = WeightBuckets(policy, self._config.bucket_mb * _BYTES_PER_MB)

@@ -50,7 +50,7 @@ def profile_steps(overrides: list[str], config: Path, exports: bool) -> dict[str
     def end_step(self: run_module.Run, *args: Any) -> None:
         nonlocal began
         if exports:
-            self.policy.export_hf(self.config.run_dir / "exported")
+            self.policy.export_hf(self.config.run_dir / "exported", durable=False)
         whole_s = time.perf_counter() - began
         seconds.append({**current, "whole": whole_s})
         current.clear()
