@@ -114,7 +114,7 @@ def _lay_out(
 
 def _tensor(parts: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
     """Concatenate into one tensor; no parts give an empty one."""
-    flat = np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="unsafe")
+    flat: np.ndarray = np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="unsafe")
     return torch.from_numpy(flat)
 
 

@@ -173,11 +173,13 @@ def simulate_32b(miss_share: float | None) -> float:
 
 
 def draw(report: dict[str, Any], out: Path) -> None:
-    """Hit rates of the predictors against the lag, one panel per learning rate."""
+    """Hit rates of the predictors, and times if any, against the lag; a column per rate."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(RATES), sharey=True)
+    num_rows = 1 + bool(report["rounds"])
+    figure = Figure(figsize=(11, 0.6 + 3.6 * num_rows), layout="constrained")
+    rows = figure.subplots(num_rows, len(RATES), sharey="row", sharex=True, squeeze=False)
+    panels = rows[0]
     for panel, rate in zip(panels, RATES, strict=True):
         for name in (*PREDICTORS, SHIPPED):
             hits = [report["cells"][rate][str(lag)]["hit_share"][name] for lag in LAGS]
@@ -186,8 +188,19 @@ def draw(report: dict[str, Any], out: Path) -> None:
         panel.axhline(1 - 1 / LOSS_SHARE, color="gray", linestyle=":", label="break-even")
         panel.set_xticks(range(len(LAGS)), [str(lag) for lag in LAGS])
         panel.set_title(f"learning rate {rate}")
-        panel.set_xlabel("lag (updates)")
         panel.grid(alpha=0.3)
+    for panel, rate in zip(rows[1] if report["rounds"] else [], RATES, strict=False):
+        seconds = [report["cells"][rate][str(lag)]["seconds"] for lag in LAGS]
+        for mode in MODES:
+            ratios = [found[mode] / found["never"] for found in seconds]
+            panel.plot(range(len(LAGS)), ratios, marker="o", label=mode)
+        panel.grid(alpha=0.3)
+    for panel in rows[-1]:
+        panel.set_xlabel("lag (updates)")
+    if report["rounds"]:
+        rows[1][0].set_ylabel("time of an update, plain order = 1")
+        rows[1][0].set_ylim(0, 1.05)
+        rows[1][0].legend(fontsize=8, loc="lower left")
     panels[0].set_ylabel("share of right predictions")
     panels[0].set_ylim(0, 1.02)
     panels[0].legend(fontsize=8, loc="lower left")

@@ -343,6 +343,7 @@ def write_report(out: Path | None, text: str, report: dict[str, Any]) -> None:
 
 def _markdown(title: str, where: dict[str, Any], sections: Sequence[Section]) -> str:
     packages = ", ".join(f"{k} {v}" for k, v in where["packages"].items() if v != "not installed")
+    has_memory = any(timing.peak_bytes for section in sections for timing in section.timings)
     lines = [
         f"# {title}",
         "",
@@ -352,22 +353,23 @@ def _markdown(title: str, where: dict[str, Any], sections: Sequence[Section]) ->
         "",
         f"    {where['command']}",
         "",
-        "Medians of interleaved rounds; the machine is shared, so ratios count and times do not. "
-        "Memory is what a run allocates beyond its inputs.",
+        "Medians of interleaved rounds; the machine is shared, so ratios count and times do not."
+        + " Memory is what a run allocates beyond its inputs." * has_memory,
     ]
     for section in sections:
         lines += ["", f"## {section.title}", ""]
         share = section.bandwidth is not None
-        head = ["", "median", "min – max", f"× {section.baseline}", "memory"]
+        head = ["", "median", "min – max", f"× {section.baseline}", *["memory"] * has_memory]
         head += [f"share of {section.bandwidth[0]}"] if section.bandwidth is not None else []
         lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
         for timing in section.timings:
+            factor, unit = (1.0, "s") if timing.max_s >= 1 else (1e3, "ms")
             cells = [
                 timing.name,
-                f"{timing.median_s * 1e3:.3g} ms",
-                f"{timing.min_s * 1e3:.3g} – {timing.max_s * 1e3:.3g}",
+                f"{timing.median_s * factor:.3g} {unit}",
+                f"{timing.min_s * factor:.3g} – {timing.max_s * factor:.3g}",
                 f"{section.ratio(timing.name):.2f}",
-                f"{timing.peak_bytes / 1e6:.1f} MB",
+                *[f"{timing.peak_bytes / 1e6:.1f} MB"] * has_memory,
             ]
             if share and section.bandwidth is not None:
                 value = timing.bytes_per_s / section.bandwidth[1]
