@@ -4,7 +4,8 @@ The output is logits [N, V] or hidden states [N, H] (``output``). With compiled 
 waits for the device.
 
 Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, T = response tokens,
-C = response tokens of a chunk, B = samples of the step's batch, D = entries of a decision.
+C = response tokens of a chunk, B = samples of the step's batch, U = its updates, K = entries of a
+statistic, D = entries of a decision.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.load_objective import load_objective
-from bapo_megatron.algorithm.loss import limit_weights, token_weights
+from bapo_megatron.algorithm.loss import token_weights
 from bapo_megatron.algorithm.objective import (
-    SAFE_LOGPROB,
     Objective,
     TokenBatch,
     add_over_responses,
@@ -27,16 +27,15 @@ from bapo_megatron.algorithm.objective import (
     is_finite,
     response_sums,
 )
-from bapo_megatron.algorithm.prediction import Prediction, Predictor
+from bapo_megatron.algorithm.prediction import Predictor
 from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.data.device_copy import on_device
 from bapo_megatron.distributed import ProcessGroups, reduce_over
 from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.chunked import LossGradient, apply_token_loss, chunked_loss
 from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.ops.ratio import importance_ratio
 from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.records import Numbers, TokenReport, TokenView
+from bapo_megatron.trainer.safe_tokens import SafeTokens, UpdateContext
 from bapo_megatron.trainer.split import ZeroAdvantage
 from bapo_megatron.types import MicroBatch
 
@@ -54,17 +53,6 @@ class Collected:
     faults: Tensor | None = None
     """[2] int64: tokens of this rank that train and whose collected values are not finite; and
     those to which the objective gave a statistic that is not."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateContext:
-    """What an update knows about its place in the run."""
-
-    num_updates: int
-    """Optimizer updates made before this one: the age of a token is this minus its version."""
-    rollout_version: int | None
-    """While the policy still has the weights that the engines held, their version: its tokens are
-    compared with the trainer's log-probs. None once the weights have moved."""
 
 
 class LossStage:
@@ -97,27 +85,39 @@ class LossStage:
         if self.collects and loaded.objective.decisive is not None:
             self.predictor = Predictor(loaded.objective)
 
-    def predict(self, micro_batches: Sequence[MicroBatch], context: UpdateContext) -> Prediction:
-        """Predict the decision of an update from what is known of these tokens of this rank.
+    def known_statistics(
+        self, updates: Sequence[Sequence[MicroBatch]], context: UpdateContext
+    ) -> Tensor:
+        """Return the statistics that the tokens of each update have with ℓ = μ, [U, K] int64.
 
         A collective over the data-parallel group: one integer all-reduce.
         """
-        assert self.predictor is not None
-        total_K = self._total(safe.as_sampled() for _, safe in self._held(micro_batches, context))
-        reduce_over(self._data_group, total_K)
-        return self.predictor.predict(total_K)
+        totals = []
+        for micro_batches in updates:
+            held = self._held(micro_batches, context)
+            totals.append(self._total(safe.as_sampled() for _, safe in held))
+        known_UK = torch.stack(totals)
+        reduce_over(self._data_group, known_UK)
+        return known_UK
 
-    def add_up(self, reports: Sequence[TokenReport]) -> Tensor:
-        """Return the statistics of all ranks that a loss pass has formed, [K] int64.
+    def add_up(
+        self, reports: Sequence[TokenReport], collected: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what a loss pass has formed over all ranks: statistics [K] and faults [4], int64.
 
-        A collective over the data-parallel group: one integer all-reduce.
+        Faults are tokens, then losses, of the loss pass that are not finite, and those of the
+        collection pass (``Collected.faults``), if there was one. Without ``adds_up`` K is 0. A
+        collective over the data-parallel group: one integer all-reduce.
         """
-        total_K = self._total([])
-        for report in reports:
-            assert report.statistics is not None, "the loss pass was asked for them"
-            total_K += report.statistics
-        reduce_over(self._data_group, total_K)
-        return total_K
+        found = torch.stack([report.sums[self.numbers.faults] for report in reports]).sum(dim=0)
+        parts = [found.to(torch.int64), torch.zeros_like(found, dtype=torch.int64)]
+        if collected is not None:
+            parts[1] = collected
+        statistics = [r.statistics for r in reports if r.statistics is not None]
+        parts += [torch.stack(statistics).sum(dim=0)] if statistics else []
+        added = torch.cat(parts)
+        reduce_over(self._data_group, added)
+        return added[4:], added[:4]
 
     def collect(
         self,
@@ -185,7 +185,7 @@ class LossStage:
             # chunks it takes one more pass over them.
             current = made.read(output, micro_batch) if policy is None else _detached(policy)
             decision = self.collect([current], [micro_batch], context, num_samples=0).decision
-        safe = _SafeTokens(self._config, micro_batch, decision, context, self._device)
+        safe = SafeTokens(self._config, micro_batch, decision, context, self._device)
         token_loss = _MicroBatchLoss(self.objective, safe, made.kernels)
         if policy is not None:
             loss = apply_token_loss(*policy, token_loss)
@@ -214,10 +214,10 @@ class LossStage:
 
     def _held(
         self, micro_batches: Sequence[MicroBatch], context: UpdateContext
-    ) -> list[tuple[int, _SafeTokens]]:
+    ) -> list[tuple[int, SafeTokens]]:
         """Return the micro-batches with tokens, and their indices; there may be none."""
         return [
-            (index, _SafeTokens(self._config, micro_batch, None, context, self._device))
+            (index, SafeTokens(self._config, micro_batch, None, context, self._device))
             for index, micro_batch in enumerate(micro_batches)
             if micro_batch.num_response_tokens
         ]
@@ -292,96 +292,10 @@ class LossStage:
         return self.numbers.measure(view, self.objective.report(tokens))
 
 
-class _SafeTokens:
-    """The tokens of a micro-batch for an objective, harmless where they do not train."""
-
-    def __init__(
-        self,
-        config: AlgorithmConfig,
-        micro_batch: MicroBatch,
-        decision: Tensor | None,
-        context: UpdateContext,
-        device: torch.device,
-    ) -> None:
-        self.micro_batch = own = on_device(micro_batch, device)
-        self.entropy_coefficient = config.entropy_coefficient
-        self.trains_T = own.mask_T > 0
-        self.correction_T: Tensor | None = None
-        if config.correction.kind != "none":
-            self.correction_T = limit_weights(own.importance_T, config.correction)
-        self.context = context
-        self._finite_T = self.trains_T & is_finite(own.behaviour_logprob_T + own.advantage_T)
-        behaviour_T = torch.where(self._finite_T, own.behaviour_logprob_T, SAFE_LOGPROB)
-        rollout_T = behaviour_T
-        if own.rollout_logprob_T is not own.behaviour_logprob_T:
-            has_rollout_T = self._finite_T & is_finite(own.rollout_logprob_T)
-            rollout_T = torch.where(has_rollout_T, own.rollout_logprob_T, behaviour_T)
-        self._known = TokenBatch(
-            logprob=behaviour_T,
-            behaviour_logprob=behaviour_T,
-            rollout_logprob=rollout_T,
-            ratio=behaviour_T,
-            advantage=own.advantage_T,
-            reward=own.reward_T,
-            mask=(self.trains_T if own.selected_T is None else own.selected_T).float(),
-            entropy=behaviour_T,
-            collected_entropy=behaviour_T if own.entropy_T is None else own.entropy_T,
-            response=own.sample_T,
-            response_tokens=own.response_tokens_T,
-            response_sums=None if own.response_sum_T is None else own.response_sum_T.float(),
-            decision=decision,
-            update=context.num_updates,
-        )
-
-    def finite(self, logprob_T: Tensor, entropy_T: Tensor, part: slice = slice(None)) -> Tensor:
-        """Return which tokens of ``part`` train and have finite values only."""
-        return self._finite_T[part] & is_finite(logprob_T + entropy_T)
-
-    def as_sampled(self) -> TokenBatch:
-        """Return the tokens with ℓ = μ and H = 0."""
-        known, nothing_T = self._known, torch.zeros_like(self._known.logprob)
-        return replace(
-            known,
-            ratio=torch.ones_like(nothing_T),
-            advantage=torch.where(self._finite_T, known.advantage, 0.0),
-            mask=known.mask * self._finite_T,
-            entropy=nothing_T,
-            collected_entropy=nothing_T,
-        )
-
-    def batch(
-        self,
-        logprob_T: Tensor,
-        entropy_T: Tensor,
-        part: slice = slice(None),
-        *,
-        kernels: Kernels | None,
-    ) -> TokenBatch:
-        """Return tokens with these ℓ and H; without kernels ``differentiate`` makes the ratio."""
-        is_whole = part.indices(len(logprob_T))[:2] == (0, len(self._known))
-        known = self._known if is_whole else self._known.select(part)
-        finite_T = self.finite(logprob_T, entropy_T, part)
-        logprob_T = torch.where(finite_T, logprob_T, known.behaviour_logprob)
-        entropy_T = torch.where(finite_T, entropy_T, 0.0)
-        ratio_T = known.ratio
-        if kernels is not None:
-            ratio_T = importance_ratio(logprob_T, known.behaviour_logprob, kernels)
-        collected_T = entropy_T if self.micro_batch.entropy_T is None else known.collected_entropy
-        return replace(
-            known,
-            logprob=logprob_T,
-            ratio=ratio_T,
-            advantage=torch.where(finite_T, known.advantage, 0.0),
-            mask=known.mask * finite_T,
-            entropy=entropy_T,
-            collected_entropy=collected_T,
-        )
-
-
 class _MicroBatchLoss:
     """A ``TokenLoss``: objective, weights and entropy bonus; keeps what is reported."""
 
-    def __init__(self, objective: Objective, safe: _SafeTokens, kernels: Kernels) -> None:
+    def __init__(self, objective: Objective, safe: SafeTokens, kernels: Kernels) -> None:
         self.safe = safe
         self.weight_T = safe.micro_batch.loss_weight_T
         if safe.correction_T is not None:

@@ -1,9 +1,10 @@
-"""What one update measured: summed over ranks, told to all stages, read at the end of the step.
+"""What updates measured: whether each may be made, at once, and all else at the end of the step.
 
-Shape legend: S = sums, M = maxima, K = decisions of the update, D = entries of a decision.
+Shape legend: S = sums, M = maxima, U = updates, K = decisions of an update, D = entries of a
+decision.
 """
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,102 +16,114 @@ from bapo_megatron.trainer.loss import LossStage
 from bapo_megatron.trainer.records import TokenReport
 from bapo_megatron.types import UpdateResult
 
+NUM_FAULTS = 5
+"""Counts at the beginning of a verdict that must be 0 before an optimizer step: those of
+``LossStage.add_up``, and refused decisions."""
+
+_NUM_REMARKS = 2
+"""What follows them, 1 where it is so: the decision is not the predicted one; the passes with and
+without gradients gave different statistics."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one update measured over all ranks, equal on all of them and still on the device."""
+    """What one update measured on this rank, on the device; zeros before the last stage."""
 
     sums: Tensor
     """[S] float64."""
     maxima: Tensor
     """[M] float64."""
-    collected: Tensor
-    """[2] float64: the faults of the collection pass (``Collected.faults``)."""
     decisions: Tensor
-    """[K, D] float64."""
-    remarks: Tensor
-    """[2] float64, 1 where it is so: the decision is not the predicted one; the passes with and
-    without gradients gave different statistics."""
+    """[K, D] float64, equal on the ranks of the last stage."""
 
 
-def reduce_reports(
-    reports: list[TokenReport],
-    collected: Tensor | None,
+def measure(
+    reports: Sequence[TokenReport], stage: LossStage, groups: ProcessGroups, num_decisions: int
+) -> Measurement:
+    """Add up this rank's reports of an update; there are none before the last stage.
+
+    With one decision all reports hold the same, else each has its own.
+    """
+    if not groups.is_last_stage:
+        shapes = (
+            (len(stage.numbers.sum_names),),
+            (len(stage.numbers.max_names),),
+            (num_decisions, stage.decision_size),
+        )
+        zeros = (torch.zeros(s, dtype=torch.float64, device=groups.device) for s in shapes)
+        return Measurement(*zeros)
+    return Measurement(
+        torch.stack([report.sums for report in reports]).sum(dim=0),
+        torch.stack([report.maxima for report in reports]).amax(dim=0),
+        torch.stack([report.decision for report in reports[:num_decisions]]),
+    )
+
+
+def judge(
+    measurement: Measurement,
+    faults: Tensor | None,
     remarks: Tensor | None,
     stage: LossStage,
     groups: ProcessGroups,
-    *,
-    num_decisions: int,
-) -> Measurement:
-    """Add up the reports over micro-batches and data-parallel ranks, and tell all stages.
+) -> Tensor:
+    """Return the verdict of an update, ``NUM_FAULTS`` + 2 float64 on the device, on all ranks.
 
-    A collective of all ranks: those of the last pipeline stage have a report of each micro-batch,
-    the others [], but must know of faults as well.
+    A collective over the pipeline.
 
     Args:
-        reports: This rank's.
-        collected: ``Collected.faults`` of this rank; None where there was no collection pass.
-        remarks: ``Measurement.remarks``, equal on all ranks of the last stage; None: both 0.
-        stage: Names what the reports hold.
+        measurement: This rank's.
+        faults: [4] int64 of ``LossStage.add_up``, given on the last stage.
+        remarks: [2] bool; None: both are not so.
+        stage: Knows the objective, which may refuse a decision.
         groups: This rank's groups.
-        num_decisions: K; with 1 all reports hold the same decision, else each has its own.
     """
-    num_sums, num_maxima = len(stage.numbers.sum_names), len(stage.numbers.max_names)
-    shapes = ((num_sums,), (num_maxima,), (2,), (num_decisions, stage.decision_size), (2,))
-    sizes = [math.prod(shape) for shape in shapes]
+    verdict = torch.zeros(NUM_FAULTS + _NUM_REMARKS, dtype=torch.float64, device=groups.device)
     if groups.is_last_stage:
-        sums = torch.stack([report.sums for report in reports]).sum(dim=0)
-        maxima = torch.stack([report.maxima for report in reports]).amax(dim=0)
-        found = torch.zeros(2, dtype=torch.float64, device=groups.device)
-        if collected is not None:
-            found += collected
-        counted = torch.cat([sums, found])
-        reduce_over(groups.data, counted)
-        reduce_over(groups.data, maxima, dist.ReduceOp.MAX)
-        decisions = torch.stack([report.decision for report in reports[:num_decisions]])
-        noted = torch.zeros_like(found) if remarks is None else remarks.double()
-        packed = torch.cat([counted[:-2], maxima, counted[-2:], decisions.flatten(), noted])
-    else:
-        packed = torch.empty(sum(sizes), dtype=torch.float64, device=groups.device)
-    if groups.pipeline_size > 1:
-        last = dist.get_global_rank(groups.pipeline, groups.pipeline_size - 1)
-        dist.broadcast(packed, src=last, group=groups.pipeline)
-    parts = torch.split_with_sizes(packed, sizes)
-    return Measurement(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+        assert faults is not None, "the last stage counts them"
+        verdict[: NUM_FAULTS - 1] = faults
+        for decision in measurement.decisions if stage.decision_size else ():
+            is_refused = stage.objective.refuses(decision)
+            if is_refused is not None:
+                verdict[NUM_FAULTS - 1] += is_refused
+        if remarks is not None:
+            verdict[NUM_FAULTS:] = remarks
+    _tell_stages(verdict, groups)
+    return verdict
 
 
-def find_faults(measurement: Measurement, stage: LossStage) -> Tensor:
-    """Return counts that must be 0 before an optimizer step, [3] float64, on the device.
+def read_measurements(
+    measurements: Sequence[Measurement], stage: LossStage, groups: ProcessGroups
+) -> list[UpdateResult]:
+    """Bring measurements to the host, over all data-parallel ranks, in one copy.
 
-    Tokens and losses that are not finite, and refused decisions.
+    A collective of all ranks.
     """
-    names = stage.numbers.sum_names
-    in_loss = measurement.sums[names.index("nonfinite_tokens")]
-    # A collection pass of its own saw other log-probs than the loss did.
-    tokens = torch.maximum(in_loss, measurement.collected[0])
-    losses = measurement.sums[names.index("nonfinite_losses")] + measurement.collected[1]
-    refused = torch.zeros_like(losses)
-    for decision in measurement.decisions:
-        is_refused = stage.objective.refuses(decision) if len(decision) else None
-        if is_refused is not None:
-            refused = refused + is_refused
-    return torch.stack([tokens, losses, refused])
-
-
-def read_measurements(measurements: list[Measurement], stage: LossStage) -> list[UpdateResult]:
-    """Bring measurements to the host, all in one copy."""
     if not measurements:
         return []
-    flat = [torch.cat([m.sums, m.maxima, m.decisions.flatten()]) for m in measurements]
-    values = iter(torch.cat(flat).tolist())
+    sums_US = torch.stack([measurement.sums for measurement in measurements])
+    maxima_UM = torch.stack([measurement.maxima for measurement in measurements])
+    if groups.is_last_stage:
+        reduce_over(groups.data, sums_US)
+        reduce_over(groups.data, maxima_UM, dist.ReduceOp.MAX)
+    decisions = [measurement.decisions.flatten() for measurement in measurements]
+    packed = torch.cat([sums_US.flatten(), maxima_UM.flatten(), *decisions])
+    _tell_stages(packed, groups)
+    values = iter(packed.tolist())
+    sums = [{name: next(values) for name in stage.numbers.sum_names} for _ in measurements]
+    maxima = [{name: next(values) for name in stage.numbers.max_names} for _ in measurements]
     results = []
-    for measurement in measurements:
-        sums = {name: next(values) for name in stage.numbers.sum_names}
-        maxima = {name: next(values) for name in stage.numbers.max_names}
+    for number, measurement in enumerate(measurements):
         num_decisions, size = measurement.decisions.shape
-        decisions = tuple(
+        found = tuple(
             dict(stage.objective.report_decision([next(values) for _ in range(size)]))
             for _ in range(num_decisions)
         )
-        results.append(UpdateResult(sums, maxima, decisions, grad_norm=0.0, skipped=False))
+        results.append(UpdateResult(sums[number], maxima[number], found, 0.0, skipped=False))
     return results
+
+
+def _tell_stages(values: Tensor, groups: ProcessGroups) -> None:
+    """Give all pipeline stages the values of the last one, in place."""
+    if groups.pipeline_size > 1:
+        last = dist.get_global_rank(groups.pipeline, groups.pipeline_size - 1)
+        dist.broadcast(values, src=last, group=groups.pipeline)

@@ -205,6 +205,9 @@ class Numbers:
         """[S]."""
         self.max_names = tuple(self._maxima)
         """[M]."""
+        first = self.sum_names.index("nonfinite_tokens")
+        self.faults = slice(first, self.sum_names.index("nonfinite_losses") + 1)
+        """Those of the sums that forbid an update, both of them."""
 
     def measure(self, view: TokenView, report: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sums [S] and maxima [M] of one token or more, float64 on the device."""

@@ -1,7 +1,7 @@
 """One training step: the updates that one batch is used for.
 
 split → (recompute μ) → for each epoch and update: collect what the objective must know →
-forward and backward → reduce the reports over all ranks → check → optimizer step
+forward and backward → count faults over all ranks → optimizer step; then reduce the reports
 
 Where a prediction may take the place of what the objective must know (``speculation``), forward and
 backward come first, and again where it was wrong.
@@ -25,16 +25,18 @@ from bapo_megatron.distributed import fail_together, first_message
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import OptimizerStep
-from bapo_megatron.trainer.loss import Collected, LossStage, UpdateContext
+from bapo_megatron.trainer.loss import Collected, LossStage
 from bapo_megatron.trainer.measurement import (
+    NUM_FAULTS,
     Measurement,
-    find_faults,
+    judge,
+    measure,
     read_measurements,
-    reduce_reports,
 )
 from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.recompute import with_recomputed_behaviour
 from bapo_megatron.trainer.records import TokenDump, TokenReport
+from bapo_megatron.trainer.safe_tokens import UpdateContext
 from bapo_megatron.trainer.speculation import Speculation
 from bapo_megatron.trainer.split import SplitShape, SplitUpdate, split_step
 from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch, UpdateResult
@@ -52,6 +54,18 @@ class _Outcome:
     measurement: Measurement | None = None
     """None where no update was made."""
     grad_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of an update before its own passes."""
+
+    policy: list[TokenLogprobs] | None = None
+    """Its ℓ and H, where a pass with these weights was made."""
+    num_passes: int = 0
+    """Passes without gradients that were made for it."""
+    statistics_K: Tensor | None = None
+    """Those that its tokens have with ℓ = μ, on the last stage where decisions are predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +134,10 @@ class BatchTrainer:
             updates = tuple(update for update, _ in passes)
             first_pass = passes[0][1]  # it ran with the weights of the first update
             del passes
+        known_UK = None
+        if self._speculation.predicts and self._groups.is_last_stage:
+            begins = UpdateContext(num_updates=batch.version, rollout_version=None)
+            known_UK = self._stage.known_statistics([u.micro_batches for u in updates], begins)
         outcomes = []
         for number in range(self.config.epochs * len(updates)):
             update = updates[number % len(updates)]
@@ -130,16 +148,19 @@ class BatchTrainer:
                 num_updates=batch.version + made,
                 rollout_version=batch.version if same_weights else None,
             )
-            policy = None if number else first_pass
-            num_passes = int(recomputes and number < len(updates))
-            outcome, tokens = self._update(batch, update, context, policy, num_passes)
+            known = _Known(
+                policy=None if number else first_pass,
+                num_passes=int(recomputes and number < len(updates)),
+                statistics_K=None if known_UK is None else known_UK[number % len(updates)],
+            )
+            outcome, tokens = self._update(batch, update, context, known)
             outcomes.append(outcome)
             if self.dump is not None and self.dump.is_due(batch.step):
                 with fail_together(self._groups):
                     self.dump.write(tokens, batch.step, number, self._groups)
         # One copy brings the measurements of the step to the host.
         measurements = [o.measurement for o in outcomes if o.measurement is not None]
-        measured = iter(read_measurements(measurements, self._stage))
+        measured = iter(read_measurements(measurements, self._stage, self._groups))
         results = []
         for outcome in outcomes:
             result = UpdateResult({}, {}, (), grad_norm=0.0, skipped=True)
@@ -170,29 +191,27 @@ class BatchTrainer:
         batch: RolloutBatch,
         update: SplitUpdate,
         context: UpdateContext,
-        policy: list[TokenLogprobs] | None,
-        num_passes: int,
+        known: _Known,
     ) -> tuple[_Outcome, Tokens]:
-        """Make one update.
-
-        ``policy`` has its ℓ and H where a pass with these weights was made. ``num_passes`` without
-        gradients were made for it before.
-        """
+        """Make one update."""
         stage, own = self._stage, update.micro_batches
         if not own:
             return _Outcome(update.counts), ()
         place, size = f"update {context.num_updates + 1}", len(batch.samples)
-        num_loss_passes, searches = 1, stage.collects and policy is None
+        num_passes, num_loss_passes = known.num_passes, 1
+        searches = stage.collects and known.policy is None
         predictions: dict[str, float] = {}
         if searches and self._speculation.predicts:
-            attempt, predictions = self._attempt_predicted(own, context, place, size)
+            attempt, predictions = self._attempt_predicted(
+                own, context, place, size, known.statistics_K
+            )
             num_passes += not predictions["relied"]
             num_loss_passes += predictions["relied"] > predictions["hits"]
         else:
             num_passes += searches
             collected = Collected(own)
             if stage.collects:
-                collected = self._collect(own, context, place, size, policy)
+                collected = self._collect(own, context, place, size, known.policy)
             attempt = self._attempt(collected, context, place)
         flops = update.packing["forward_flops"]
         work = {
@@ -230,6 +249,7 @@ class BatchTrainer:
         context: UpdateContext,
         place: str,
         num_samples: int,
+        known_K: Tensor | None,
     ) -> tuple[_Attempt, dict[str, float]]:
         """Predict the decision of an update and, where it pays, rely on that, twice if it misses.
 
@@ -239,8 +259,8 @@ class BatchTrainer:
         speculation, predictor = self._speculation, self._stage.predictor
         relies, is_trial = speculation.relies, speculation.is_trial
         prediction = None
-        if self._groups.is_last_stage:
-            prediction = self._stage.predict(micro_batches, context)
+        if predictor is not None and known_K is not None:
+            prediction = predictor.predict(known_K)
         began_s = speculation.clock_s()
         collected = Collected(micro_batches)
         if not relies:
@@ -289,34 +309,27 @@ class BatchTrainer:
         self.note(f"training, forward and backward of {place}")
         reports = self.policy.forward_backward(collected.micro_batches, loss_fn)
         self.note(f"training, optimizer step of {place}")
-        remarks = None
-        if prediction is not None:
-            differs = torch.zeros((), dtype=torch.bool, device=self._groups.device)
-            if adds_up:
-                total_K = stage.add_up(reports)
-                if relies:
-                    settled = stage.objective.decide(total_K)
-                    collected = replace(collected, decision=settled, total=total_K)
-                    reports = [replace(report, decision=settled) for report in reports]
-                else:
+        faults = remarks = None
+        if self._groups.is_last_stage:
+            total_K, faults = stage.add_up(reports, collected.faults)
+            if relies:
+                settled = stage.objective.decide(total_K)
+                collected = replace(collected, decision=settled, total=total_K)
+                reports = [replace(report, decision=settled) for report in reports]
+            if prediction is not None:
+                assert collected.decision is not None
+                missed = prediction.misses(collected.decision)
+                differs = torch.zeros_like(missed)
+                if compares:
                     assert collected.total is not None
                     differs = (total_K != collected.total).any()
-            assert collected.decision is not None
-            remarks = torch.stack([prediction.misses(collected.decision), differs])
-        measurement = reduce_reports(
-            reports,
-            collected.faults,
-            remarks,
-            stage,
-            self._groups,
-            num_decisions=len(collected.micro_batches)
-            if stage.objective.needs == "micro_batch"
-            else 1,
-        )
-        faults = find_faults(measurement, stage)
-        if relies:
-            faults = torch.cat([faults, measurement.remarks[:1]])
-        made = self.policy.optimizer_step(faults, measurement.remarks)
+                remarks = torch.stack([missed, differs])
+        is_local = stage.objective.needs == "micro_batch"
+        num_decisions = len(collected.micro_batches) if is_local else 1
+        measurement = measure(reports, stage, self._groups, num_decisions)
+        verdict = judge(measurement, faults, remarks, stage, self._groups)
+        # The first remark: with a wrong decision these are not the gradients of the update.
+        made = self.policy.optimizer_step(verdict[: NUM_FAULTS + relies], verdict[NUM_FAULTS:])
         return _Attempt(collected, reports, measurement, made)
 
     def _skip(
@@ -328,9 +341,12 @@ class BatchTrainer:
         made: OptimizerStep,
     ) -> dict[str, float]:
         """Return the sums of an update that was not made, or raise, as configured."""
-        nonfinite_tokens, nonfinite_losses, refused_decisions, *_ = made.faults
+        tokens, losses, collected, statistics, refused_decisions = made.faults[:NUM_FAULTS]
+        # A collection pass of its own saw other log-probs than the loss did.
+        nonfinite_tokens, nonfinite_losses = max(tokens, collected), losses + statistics
         if nonfinite_tokens == 0 and refused_decisions > 0:
-            raise ValueError(f"step {batch.step}: {_explain_refusal(measurement, self._stage)}")
+            reason = first_message(_explain_refusal(measurement, self._stage), self._groups)
+            raise ValueError(f"step {batch.step}: {reason}")
         if self.config.on_nonfinite == "skip_update":
             faults = {"nonfinite_tokens": nonfinite_tokens} if nonfinite_tokens > 0 else {}
             return update.counts | update.packing | faults
@@ -356,13 +372,16 @@ class BatchTrainer:
         )
 
 
-def _explain_refusal(measurement: Measurement, stage: LossStage) -> str:
-    """Say why the objective refused an update of finite tokens; reads the device."""
+def _explain_refusal(measurement: Measurement, stage: LossStage) -> str | None:
+    """Say why the objective refused an update of finite tokens; reads the device.
+
+    None before the last stage, which alone has the decisions.
+    """
     for decision in measurement.decisions:
         is_refused = stage.objective.refuses(decision)
         if is_refused is not None and bool(is_refused):
             return stage.objective.explain_refusal(decision.tolist())
-    raise AssertionError("no decision was refused")
+    return None
 
 
 def _describe_nonfinite(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from bapo_megatron.algorithm.prediction import Predictor
 from bapo_megatron.config.load import load_config
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.telemetry.sinks import MetricsSinks
@@ -25,9 +26,12 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "forward only": [(MegatronPolicy, "forward_only")],
     "forward and backward": [(MegatronPolicy, "forward_backward")],
     "predict bounds, search": [
-        *((LossStage, name) for name in ("predict", "collect", "add_up")),
+        *((LossStage, name) for name in ("known_statistics", "collect", "add_up")),
+        (Predictor, "predict"),
     ],
-    "reduce reports": [(step_module, "reduce_reports")],
+    "judge and measure updates": [
+        (step_module, name) for name in ("measure", "judge", "read_measurements")
+    ],
     "optimizer": [(MegatronPolicy, "optimizer_step")],
     "export weights (sync)": [(MegatronPolicy, "export_hf")],
     "write metrics": [(MetricsSinks, "write")],

@@ -18,8 +18,9 @@ from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.ops.ratio import importance_ratio
-from bapo_megatron.trainer.loss import LossStage, UpdateContext
+from bapo_megatron.trainer.loss import LossStage
 from bapo_megatron.trainer.output import PolicyOutput
+from bapo_megatron.trainer.safe_tokens import UpdateContext
 from bapo_megatron.types import MicroBatch
 
 if TYPE_CHECKING:

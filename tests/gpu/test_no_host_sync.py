@@ -18,9 +18,10 @@ from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.device_copy import on_device
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.ops.chunked import OutputHead
-from bapo_megatron.trainer.loss import LossStage, UpdateContext
-from bapo_megatron.trainer.measurement import find_faults, reduce_reports
+from bapo_megatron.trainer.loss import LossStage
+from bapo_megatron.trainer.measurement import NUM_FAULTS, judge, measure
 from bapo_megatron.trainer.output import PolicyOutput
+from bapo_megatron.trainer.safe_tokens import UpdateContext
 from bapo_megatron.trainer.split import SplitShape, split_step
 from tests.gpu.training import read_batch_arrays, write_batch_arrays
 
@@ -150,21 +151,23 @@ def test_search_and_loss_never_wait_for_the_device(
         loss, report = stage.loss(output(), micro_batch, decision=decision, context=context)
         loss.backward()
         remarks = None
+        _, faults = stage.add_up([report], nonfinite)
         if stage.predictor is not None and decision is not None:
             for _ in range(2):  # without earlier updates, and with one
-                prediction = stage.predict([micro_batch], context)
+                known_UK = stage.known_statistics([[micro_batch]], context)
+                prediction = stage.predictor.predict(known_UK[0])
                 given = prediction.decision
                 _, predicted = stage.loss(
                     output(), micro_batch, decision=given, context=context, adds_up=True
                 )
-                total = stage.add_up([predicted])
+                total, _ = stage.add_up([predicted], None)
                 stage.predictor.learn(total)
             differs = stage.objective.decide(total)[0] != decision[0]
             remarks = torch.stack([prediction.misses(decision), differs])
-        measurement = reduce_reports([report], nonfinite, remarks, stage, groups, num_decisions=1)
-        faults = find_faults(measurement, stage)
-    assert faults.tolist() == [0.0, 0.0, 0.0]
-    assert measurement.remarks[1] == 0.0  # the statistics of both passes are the same
+        measurement = measure([report], stage, groups, num_decisions=1)
+        verdict = judge(measurement, faults, remarks, stage, groups)
+    assert verdict[:NUM_FAULTS].tolist() == [0.0] * NUM_FAULTS
+    assert verdict[-1] == 0.0  # the statistics of both passes are the same
     assert torch.isfinite(loss)
     assert hidden_NH.grad is not None
     assert hidden_NH.grad.abs().max() > 0

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.schema import AlgorithmConfig
+from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, REFUSED
 from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.trainer.measurement import find_faults, read_measurements, reduce_reports
+from bapo_megatron.trainer.loss import LossStage
+from bapo_megatron.trainer.measurement import NUM_FAULTS, judge, measure, read_measurements
 from bapo_megatron.trainer.records import Numbers, TokenReport
 from tests.distributed_launch import joined
 
@@ -25,6 +28,10 @@ class _Stage:
         self.objective = loaded.objective
         self.decision_size = loaded.decision_size
         self.numbers = Numbers(loaded.report_names, corrects=False)
+
+    def add_up(self, reports: list[TokenReport], collected: Any, groups: ProcessGroups) -> Any:
+        self._data_group = groups.data
+        return LossStage.add_up(self, reports, collected)  # type: ignore[arg-type]
 
 
 STAGE: Any = _Stage()
@@ -46,27 +53,32 @@ def reduce_on_two_stages(
         reports = []
         if staged.is_last_stage:
             reports = [_report(1.0, nonfinite_tokens, False), _report(10.0, 0.0, refused)]
-        found = torch.tensor(collected) if staged.is_last_stage else None
-        return _read(reduce_reports(reports, found, None, STAGE, staged, num_decisions=2))
+        return _read(reports, torch.tensor(collected), staged, 2)
 
 
 def reduce_over_data_ranks() -> dict[str, Any]:
     """Two data-parallel ranks with one micro-batch each, and one search for both."""
     with joined() as groups:
         reports = [_report(1.0 + groups.rank, 0.0, False)]
-        found = torch.tensor([groups.rank + 1, 2])
-        return _read(reduce_reports(reports, found, None, STAGE, groups, num_decisions=1))
+        return _read(reports, torch.tensor([groups.rank + 1, 2]), groups, 1)
 
 
-def _read(measurement: Any) -> dict[str, Any]:
-    [measured] = read_measurements([measurement], STAGE)
+def _read(
+    reports: list[TokenReport], collected: Tensor, groups: ProcessGroups, num_decisions: int
+) -> dict[str, Any]:
+    """What two updates with these reports are found to be, which must be the same."""
+    measurement = measure(reports, STAGE, groups, num_decisions)
+    faults = STAGE.add_up(reports, collected, groups)[1] if groups.is_last_stage else None
+    remarks = torch.tensor([True, False]) if groups.is_last_stage else None
+    verdict = judge(measurement, faults, remarks, STAGE, groups).tolist()
+    first, second = read_measurements([measurement, measurement], STAGE, groups)
+    assert first == second
     return {
-        "sums": measured.sums,
-        "maxima": measured.maxima,
-        "decisions": [
-            dict(zip(BOUNDS_FIELDS, row, strict=True)) for row in measurement.decisions.tolist()
-        ],
-        "faults": find_faults(measurement, STAGE).tolist(),
+        "sums": first.sums,
+        "maxima": first.maxima,
+        "decisions": first.decisions,
+        "faults": verdict[:NUM_FAULTS],
+        "remarks": verdict[NUM_FAULTS:],
     }
 
 

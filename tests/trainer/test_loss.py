@@ -17,9 +17,10 @@ from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.trainer.loss import LossStage, UpdateContext
+from bapo_megatron.trainer.loss import LossStage
 from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.records import TokenReport
+from bapo_megatron.trainer.safe_tokens import UpdateContext
 from bapo_megatron.types import MicroBatch
 from tests.algorithm.batches import CLIP, DUAL_CLIP, oracle_bounds, random_batch, with_gradient
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_stage, one_rank

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from bapo_megatron.ops.contributions import EXIT_NAMES
 from tests.distributed_launch import run_ranks
 from tests.trainer.reduction_ranks import reduce_on_two_stages, reduce_over_data_ranks
 
@@ -16,25 +15,24 @@ def test_a_stage_without_logits_learns_sums_and_decisions_of_the_last_stage() ->
     assert first == last
     assert first["sums"]["tokens"] == 11.0
     assert first["maxima"]["rollout/staleness_max"] == 10.0
-    assert [decision["low"] for decision in first["decisions"]] == [1.0, 10.0]
-    assert first["faults"] == [0.0, 0.0, 0.0]
+    assert [decision["bapo/clip_low"] for decision in first["decisions"]] == [1.0, 10.0]
+    assert first["faults"] == [0, 0, 0, 0, 0]
+    assert first["remarks"] == [1, 0]
 
 
 def test_faults_of_the_last_stage_reach_the_other_stages() -> None:
     for rank in run_ranks(reduce_on_two_stages, 2, 3.0, True):
-        assert rank["faults"] == [3.0, 0.0, 1.0]
-        exits = [EXIT_NAMES[int(decision["exit"])] for decision in rank["decisions"]]
-        assert exits == ["start", "refused"]
+        assert rank["faults"] == [3, 0, 0, 0, 1]
 
 
-def test_non_finite_tokens_of_the_collection_pass_alone_are_a_fault() -> None:
+def test_what_the_collection_pass_found_is_a_fault_of_its_own() -> None:
     for rank in run_ranks(reduce_on_two_stages, 2, 3.0, False, (5, 7)):
-        assert rank["faults"] == [5.0, 7.0, 0.0]
+        assert rank["faults"] == [3, 0, 5, 7, 0]
 
 
 def test_sums_are_added_and_maxima_compared_over_data_parallel_ranks() -> None:
     for rank in run_ranks(reduce_over_data_ranks, 2):
         assert rank["sums"]["tokens"] == 3.0
         assert rank["maxima"]["rollout/staleness_max"] == 2.0
-        assert rank["faults"] == [3.0, 4.0, 0.0]
+        assert rank["faults"] == [0, 0, 3, 4, 0]
         assert len(rank["decisions"]) == 1

@@ -1,0 +1,115 @@
+"""The tokens of a micro-batch as objectives see them: without a value that is not finite.
+
+Shape legend: T = response tokens.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algorithm.loss import limit_weights
+from bapo_megatron.algorithm.objective import SAFE_LOGPROB, TokenBatch, is_finite
+from bapo_megatron.config.schema import AlgorithmConfig
+from bapo_megatron.data.device_copy import on_device
+from bapo_megatron.ops.backend import Kernels
+from bapo_megatron.ops.ratio import importance_ratio
+from bapo_megatron.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateContext:
+    """What an update knows about its place in the run."""
+
+    num_updates: int
+    """Optimizer updates made before this one: the age of a token is this minus its version."""
+    rollout_version: int | None
+    """While the policy still has the weights that the engines held, their version: its tokens are
+    compared with the trainer's log-probs. None once the weights have moved."""
+
+
+class SafeTokens:
+    """The tokens of a micro-batch for an objective, harmless where they do not train."""
+
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        micro_batch: MicroBatch,
+        decision: Tensor | None,
+        context: UpdateContext,
+        device: torch.device,
+    ) -> None:
+        """Bring what is known of them to the device."""
+        self.micro_batch = own = on_device(micro_batch, device)
+        self.entropy_coefficient = config.entropy_coefficient
+        self.trains_T = own.mask_T > 0
+        self.correction_T: Tensor | None = None
+        if config.correction.kind != "none":
+            self.correction_T = limit_weights(own.importance_T, config.correction)
+        self.context = context
+        self._finite_T = self.trains_T & is_finite(own.behaviour_logprob_T + own.advantage_T)
+        behaviour_T = torch.where(self._finite_T, own.behaviour_logprob_T, SAFE_LOGPROB)
+        rollout_T = behaviour_T
+        if own.rollout_logprob_T is not own.behaviour_logprob_T:
+            has_rollout_T = self._finite_T & is_finite(own.rollout_logprob_T)
+            rollout_T = torch.where(has_rollout_T, own.rollout_logprob_T, behaviour_T)
+        self._known = TokenBatch(
+            logprob=behaviour_T,
+            behaviour_logprob=behaviour_T,
+            rollout_logprob=rollout_T,
+            ratio=behaviour_T,
+            advantage=own.advantage_T,
+            reward=own.reward_T,
+            mask=(self.trains_T if own.selected_T is None else own.selected_T).float(),
+            entropy=behaviour_T,
+            collected_entropy=behaviour_T if own.entropy_T is None else own.entropy_T,
+            response=own.sample_T,
+            response_tokens=own.response_tokens_T,
+            response_sums=None if own.response_sum_T is None else own.response_sum_T.float(),
+            decision=decision,
+            update=context.num_updates,
+        )
+
+    def finite(self, logprob_T: Tensor, entropy_T: Tensor, part: slice = slice(None)) -> Tensor:
+        """Return which tokens of ``part`` train and have finite values only."""
+        return self._finite_T[part] & is_finite(logprob_T + entropy_T)
+
+    def as_sampled(self) -> TokenBatch:
+        """Return the tokens with ℓ = μ and H = 0."""
+        known, nothing_T = self._known, torch.zeros_like(self._known.logprob)
+        return replace(
+            known,
+            ratio=torch.ones_like(nothing_T),
+            advantage=torch.where(self._finite_T, known.advantage, 0.0),
+            mask=known.mask * self._finite_T,
+            entropy=nothing_T,
+            collected_entropy=nothing_T,
+        )
+
+    def batch(
+        self,
+        logprob_T: Tensor,
+        entropy_T: Tensor,
+        part: slice = slice(None),
+        *,
+        kernels: Kernels | None,
+    ) -> TokenBatch:
+        """Return tokens with these ℓ and H; without kernels ``differentiate`` makes the ratio."""
+        is_whole = part.indices(len(logprob_T))[:2] == (0, len(self._known))
+        known = self._known if is_whole else self._known.select(part)
+        finite_T = self.finite(logprob_T, entropy_T, part)
+        logprob_T = torch.where(finite_T, logprob_T, known.behaviour_logprob)
+        entropy_T = torch.where(finite_T, entropy_T, 0.0)
+        ratio_T = known.ratio
+        if kernels is not None:
+            ratio_T = importance_ratio(logprob_T, known.behaviour_logprob, kernels)
+        collected_T = entropy_T if self.micro_batch.entropy_T is None else known.collected_entropy
+        return replace(
+            known,
+            logprob=logprob_T,
+            ratio=ratio_T,
+            advantage=torch.where(finite_T, known.advantage, 0.0),
+            mask=known.mask * finite_T,
+            entropy=entropy_T,
+            collected_entropy=collected_T,
+        )
