@@ -147,12 +147,6 @@ def decode_batch(encoded: EncodedBatch, vocab_size: int | None = None) -> Rollou
     return batch
 
 
-def step_of(encoded: EncodedBatch) -> int:
-    """Return the step of a dump without reading its samples; raises as ``decode_batch``."""
-    step: int = _open(encoded)[0].step
-    return step
-
-
 def texts_path(path: Path) -> Path:
     """Return where the texts of a dump are."""
     return path.parent / "texts" / path.name

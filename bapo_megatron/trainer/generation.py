@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.distributed import (
     ProcessGroups,
@@ -86,11 +87,21 @@ class Generation:
             kind, name = self._ask(collect)
             if kind == _BATCH:
                 content = broadcast_buffer(None if own is None else own.content, self._groups)
-                encoded = EncodedBatch(name.decode(), content)
-                return decode_batch(encoded, self._policy.hf.vocab_size)
+                try:
+                    return self._decode(EncodedBatch(name.decode(), content), step)
+                except DumpError as error:  # on all ranks alike
+                    self.failure = RolloutError(str(error))
             if kind == _PUSH_WEIGHTS:
                 self.push_weights(again=True)
         return None
+
+    def _decode(self, encoded: EncodedBatch, step: int) -> RolloutBatch:
+        batch = decode_batch(encoded, self._policy.hf.vocab_size)
+        if batch.step != step:
+            raise DumpError(
+                f"{encoded.name}: holds step {batch.step}, not {step}; give the file its name back"
+            )
+        return batch
 
     def push_weights(self, *, again: bool = False) -> None:
         """Give the current weights to the servers, if there are any; see ``failure``.

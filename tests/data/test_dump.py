@@ -19,7 +19,6 @@ from bapo_megatron.data.dump import (
     read_batch,
     read_encoded,
     read_texts,
-    step_of,
     write_batch,
     write_texts,
 )
@@ -196,13 +195,6 @@ def test_a_response_without_tokens_comes_back():
         sample.versions = ()
 
     assert_equal_batches(decode(encode_batch(batch)), batch)
-
-
-def test_the_step_is_known_without_decoding_the_samples():
-    content = bytearray(encode_batch(make_batch(num_groups=40, group_size=8)))
-    content[len(content) // 3] ^= 1
-
-    assert step_of(EncodedBatch("x.parquet", content)) == 5
 
 
 def test_texts_are_beside_the_dump_and_joined_by_group_and_index(tmp_path):

@@ -18,6 +18,7 @@ from tests.trainer.dumps import MANY_STEPS
 
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.distributed
@@ -37,12 +38,28 @@ def _assert_no_rank_shows_a_traceback(stderr: str) -> None:
     assert not re.search(r'bapo_megatron/\w+\.py", line \d+', stderr)
 
 
-def test_a_dump_of_another_step_is_named_by_rank_0_alone(
-    replay_config: Path, mixed_dumps: Path, tmp_path: Path
+def _exchange(dump: Path) -> None:
+    shutil.copy(dump.with_name("step_000002.parquet"), dump)
+
+
+def _cut_short(dump: Path) -> None:
+    dump.write_bytes(dump.read_bytes()[:-20])
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [(_exchange, "holds step 2, not 3"), (_cut_short, "not a readable parquet file")],
+)
+def test_a_dump_that_cannot_be_used_is_named_when_the_steps_before_are_saved(
+    replay_config: Path,
+    mixed_dumps: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    problem: str,
 ) -> None:
     dumps = tmp_path / "dumps"
     shutil.copytree(mixed_dumps, dumps)
-    shutil.copy(dumps / "step_000002.parquet", dumps / "step_000003.parquet")
+    damage(dumps / "step_000003.parquet")
     result = torchrun(
         ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", f"replay={dumps}"], ranks=2
     )
@@ -53,9 +70,9 @@ def test_a_dump_of_another_step_is_named_by_rank_0_alone(
     way_on = "the same command with --resume continues from"
     assert last == f"{line}; {way_on} {tmp_path}/run/checkpoints/step_2"
     assert result.stderr.splitlines()[-1] == f"bapo-megatron: {last}"
-    assert "step_000003.parquet: holds step 2, not 3" in line
+    assert f"step_000003.parquet: {problem}" in line
     # torchrun may end rank 1 before it has said anything.
-    assert complaints[1] in ([], [f"rank 0: {line}"])
+    assert complaints[1] in ([], [line])
 
 
 def test_no_process_outlives_torchrun_that_is_interrupted(
