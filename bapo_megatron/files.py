@@ -85,8 +85,9 @@ def atomic_directory(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
     The block fills the temporary directory that it is given, empty and beside ``path``. An existing
     ``path`` is replaced: for an instant there is none (see ``replaced_directory``), but never a
-    mixture. What an earlier, killed writer left is removed. Missing parents are created. One that
-    nobody needs after the machine has stopped need not be ``durable``: it is not flushed.
+    mixture. What an earlier, killed writer left is removed. Missing parents are created. With
+    ``durable=False`` nothing is flushed: for directories that need not survive a crash of the
+    machine.
 
     Raises:
         OSError: The directory cannot be written; ``path`` is unchanged.

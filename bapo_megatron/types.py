@@ -152,7 +152,7 @@ class Sample:
     @property
     def num_sampled(self) -> int:
         """Q."""
-        return len(self.response_token_ids) - (self.num_written if self.written else 0)
+        return len(self.response_token_ids) - self.num_written
 
     @property
     def num_turns(self) -> int:

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bapo_megatron.calls import shown_value
 from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.objectives import BapoConfig
@@ -193,7 +194,7 @@ def _read_columns(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
             names = [name for name in wanted if name in found]
             return {name: table.read([name])[name].to_numpy() for name in names}, found
         except Exception as error:  # the parsers of zip, npy and parquet raise any
-            problem = " ".join(str(error).partition("\n")[0].split()) or type(error).__name__
+            problem = shown_value(str(error).partition("\n")[0] or type(error).__name__)
             raise ValueError(f"{path}: cannot be read ({problem}); write the file again") from error
 
 

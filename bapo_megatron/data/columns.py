@@ -18,6 +18,9 @@ from bapo_megatron.files import parse_json
 
 RecordT = TypeVar("RecordT")
 
+PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""What Arrow raises for a damaged file; names of columns are decoded when it is opened."""
+
 _KEY = "bapo_megatron.rollout"
 
 
@@ -80,7 +83,7 @@ class RowFile(Generic[RecordT]):
         """
         try:
             file = pq.ParquetFile(source, page_checksum_verification=True)
-        except (pa.ArrowException, OSError) as error:
+        except PARQUET_ERRORS as error:
             raise self._unreadable(name, error) from error
         metadata = (file.schema_arrow.metadata or {}).get(_KEY.encode())
         if metadata is None:
@@ -107,7 +110,7 @@ class RowFile(Generic[RecordT]):
                 # Without Arrow's threads: one that lets go of the content, a Python object, while
                 # the interpreter ends (a short command) aborts the process. They are no faster.
                 table = file.read_row_group(number, use_threads=False)
-            except (pa.ArrowException, OSError) as error:
+            except PARQUET_ERRORS as error:
                 raise self._unreadable(name, error) from error
             for column in self.columns:
                 if column not in table.column_names:

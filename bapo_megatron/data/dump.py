@@ -272,12 +272,16 @@ def _check_batch(batch: RolloutBatch, name: str, vocab_size: int | None = None) 
                 f"{name}: group {group.group_id} holds samples {indices}, expected 0 to "
                 f"{group_size - 1} as in the first group; {_REMEDY}"
             )
+        checked: PromptTokens | None = None
         for sample in group.samples:
             problem = (
                 _problem_of_parts(sample)
                 or _problem_of_values(sample, batch.version)
-                or _problem_of_tokens(sample, limit, checks_prompt=sample.index == 0)
+                or _problem_of_tokens("response_token_ids", sample.response_token_ids, limit)
             )
+            if not problem and sample.prompt is not checked:  # all samples of a group share it
+                checked = sample.prompt
+                problem = _problem_of_tokens("prompt_token_ids", checked.token_ids, limit)
             if problem:
                 place = f"{name}: sample {sample.index} of group {sample.group_id}"
                 raise DumpError(f"{place}: {problem}; {_REMEDY}")
@@ -325,19 +329,11 @@ def _problem_of_values(sample: Sample, version: int) -> str:
     return ""
 
 
-def _problem_of_tokens(sample: Sample, limit: int, *, checks_prompt: bool) -> str:
-    """Describe a token that no run writes, by its column; empty if there is none.
-
-    A group has one prompt, so that of its first sample is enough.
-    """
-    columns = {"response_token_ids": sample.response_token_ids}
-    if checks_prompt:
-        columns["prompt_token_ids"] = sample.prompt.token_ids
-    for column, ids in columns.items():
-        if len(ids) and not 0 <= ids.min() <= ids.max() <= limit:
-            position = int(np.flatnonzero((ids < 0) | (ids > limit))[0])
-            return (
-                f"{column}[{position}] must be a token of the model, from 0 to {limit}, got "
-                f"{ids[position]}"
-            )
-    return ""
+def _problem_of_tokens(column: str, ids: np.ndarray, limit: int) -> str:
+    """Describe a token that no run writes; empty if there is none."""
+    if not len(ids) or 0 <= ids.min() <= ids.max() <= limit:
+        return ""
+    position = int(np.flatnonzero((ids < 0) | (ids > limit))[0])
+    return (
+        f"{column}[{position}] must be a token of the model, from 0 to {limit}, got {ids[position]}"
+    )

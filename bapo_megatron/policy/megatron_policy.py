@@ -235,8 +235,7 @@ class MegatronPolicy:
 
         Config, tokenizer and generation settings come from the directory the policy was built from.
         An existing ``directory`` is replaced; it is on a file system of rank 0. When this returns,
-        every rank may read the files. Those of a push need not be
-        ``durable`` (``atomic_directory``).
+        every rank may read the files. With ``durable=False``, as for a push, nothing is flushed.
 
         Raises:
             OSError: ``directory`` cannot be written; raised on every rank.

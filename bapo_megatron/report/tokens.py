@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bapo_megatron.data.columns import DumpError
+from bapo_megatron.data.columns import PARQUET_ERRORS, DumpError
 from bapo_megatron.report.runs import Run
 
 _MAX_PENDING = 4
@@ -125,7 +124,7 @@ class TokenDumps:
                 continue
             try:
                 table = pq.read_table(path, columns=columns)
-            except (pa.ArrowException, OSError) as error:
+            except PARQUET_ERRORS as error:
                 reason = str(error).partition("\n")[0]
                 raise DumpError(f"{path}: not a token dump ({reason}); remove it") from error
             # Not ``to_numpy``: it imports pandas.

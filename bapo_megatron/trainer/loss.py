@@ -39,6 +39,9 @@ from bapo_megatron.trainer.safe_tokens import SafeTokens, UpdateContext
 from bapo_megatron.trainer.split import ZeroAdvantage
 from bapo_megatron.types import MicroBatch
 
+NUM_COUNTED = 4
+"""Faults that ``LossStage.add_up`` counts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collected:
@@ -90,20 +93,22 @@ class LossStage:
     ) -> Tensor:
         """Return the statistics that the tokens of each update have with ℓ = μ, [U, K] int64.
 
-        A collective over the data-parallel group: one integer all-reduce.
+        ``context`` is that of the first. A collective over the data-parallel group: one integer
+        all-reduce.
         """
         totals = []
-        for micro_batches in updates:
-            held = self._held(micro_batches, context)
+        for number, micro_batches in enumerate(updates):
+            own = replace(context, num_updates=context.num_updates + number)
+            held = self._held(micro_batches, own)
             totals.append(self._total(safe.as_sampled() for _, safe in held))
         known_UK = torch.stack(totals)
         reduce_over(self._data_group, known_UK)
         return known_UK
 
     def add_up(
-        self, reports: Sequence[TokenReport], collected: Tensor | None
+        self, reports: Sequence[TokenReport], collection_faults: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return what a loss pass has formed over all ranks: statistics [K] and faults [4], int64.
+        """Return statistics [K] and faults [4] of a loss pass, summed over all ranks, int64.
 
         Faults are tokens, then losses, of the loss pass that are not finite, and those of the
         collection pass (``Collected.faults``), if there was one. Without ``adds_up`` K is 0. A
@@ -111,13 +116,14 @@ class LossStage:
         """
         found = torch.stack([report.sums[self.numbers.faults] for report in reports]).sum(dim=0)
         parts = [found.to(torch.int64), torch.zeros_like(found, dtype=torch.int64)]
-        if collected is not None:
-            parts[1] = collected
+        if collection_faults is not None:
+            parts[1] = collection_faults
         statistics = [r.statistics for r in reports if r.statistics is not None]
+        assert len(statistics) in (0, len(reports)), "the loss pass was asked for them, or not"
         parts += [torch.stack(statistics).sum(dim=0)] if statistics else []
         added = torch.cat(parts)
         reduce_over(self._data_group, added)
-        return added[4:], added[:4]
+        return added[NUM_COUNTED:], added[:NUM_COUNTED]
 
     def collect(
         self,
@@ -253,9 +259,7 @@ class LossStage:
         """Sums and maxima over the tokens with mask 1, None where there is no token."""
         safe = token_loss.safe
         if tokens is None:
-            num_sums, num_maxima = len(self.numbers.sum_names), len(self.numbers.max_names)
-            zeros = torch.zeros(num_sums + num_maxima, dtype=torch.float64, device=self._device)
-            return zeros[:num_sums], zeros[num_sums:]
+            return self.numbers.zeros(self._device)
         own, context, correction = safe.micro_batch, safe.context, self._config.correction
         mismatch_T = (policy.logprob_T - own.rollout_logprob_T).abs_()
         if context.rollout_version is None:

@@ -1,6 +1,6 @@
-"""What updates measured: whether each may be made, at once, and all else at the end of the step.
+"""The check before each optimizer step, and measurements, which are reduced once per training step.
 
-Shape legend: S = sums, M = maxima, U = updates, K = decisions of an update, D = entries of a
+Shape legend: S = sums, M = maxima, U = updates, E = decisions of an update, D = entries of a
 decision.
 """
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.distributed import ProcessGroups, reduce_over
-from bapo_megatron.trainer.loss import LossStage
+from bapo_megatron.trainer.loss import NUM_COUNTED, LossStage
 from bapo_megatron.trainer.records import TokenReport
 from bapo_megatron.types import UpdateResult
 
-NUM_FAULTS = 5
+NUM_FAULTS = NUM_COUNTED + 1
 """Counts at the beginning of a verdict that must be 0 before an optimizer step: those of
 ``LossStage.add_up``, and refused decisions."""
 
@@ -34,7 +34,7 @@ class Measurement:
     maxima: Tensor
     """[M] float64."""
     decisions: Tensor
-    """[K, D] float64, equal on the ranks of the last stage."""
+    """[E, D] float64, equal on the ranks of the last stage."""
 
 
 def measure(
@@ -45,13 +45,9 @@ def measure(
     With one decision all reports hold the same, else each has its own.
     """
     if not groups.is_last_stage:
-        shapes = (
-            (len(stage.numbers.sum_names),),
-            (len(stage.numbers.max_names),),
-            (num_decisions, stage.decision_size),
-        )
-        zeros = (torch.zeros(s, dtype=torch.float64, device=groups.device) for s in shapes)
-        return Measurement(*zeros)
+        shape = (num_decisions, stage.decision_size)
+        decisions = torch.zeros(shape, dtype=torch.float64, device=groups.device)
+        return Measurement(*stage.numbers.zeros(groups.device), decisions)
     return Measurement(
         torch.stack([report.sums for report in reports]).sum(dim=0),
         torch.stack([report.maxima for report in reports]).amax(dim=0),
@@ -60,7 +56,7 @@ def measure(
 
 
 def judge(
-    measurement: Measurement,
+    decisions: Tensor,
     faults: Tensor | None,
     remarks: Tensor | None,
     stage: LossStage,
@@ -71,32 +67,33 @@ def judge(
     A collective over the pipeline.
 
     Args:
-        measurement: This rank's.
+        decisions: [E, D] of the update, on the last stage.
         faults: [4] int64 of ``LossStage.add_up``, given on the last stage.
-        remarks: [2] bool; None: both are not so.
+        remarks: [2] bool; None: neither holds.
         stage: Knows the objective, which may refuse a decision.
         groups: This rank's groups.
     """
     verdict = torch.zeros(NUM_FAULTS + _NUM_REMARKS, dtype=torch.float64, device=groups.device)
     if groups.is_last_stage:
         assert faults is not None, "the last stage counts them"
-        verdict[: NUM_FAULTS - 1] = faults
-        for decision in measurement.decisions if stage.decision_size else ():
+        verdict[:NUM_COUNTED] = faults
+        for decision in decisions if stage.decision_size else ():
             is_refused = stage.objective.refuses(decision)
             if is_refused is not None:
-                verdict[NUM_FAULTS - 1] += is_refused
+                verdict[NUM_COUNTED] += is_refused
         if remarks is not None:
             verdict[NUM_FAULTS:] = remarks
-    _tell_stages(verdict, groups)
+    _broadcast_from_last_stage(verdict, groups)
     return verdict
 
 
 def read_measurements(
     measurements: Sequence[Measurement], stage: LossStage, groups: ProcessGroups
 ) -> list[UpdateResult]:
-    """Bring measurements to the host, over all data-parallel ranks, in one copy.
+    """Reduce the measurements of a step over data-parallel ranks and copy them to the host at once.
 
-    A collective of all ranks.
+    A collective of all ranks: two all-reduces on the last stage, and one broadcast over the
+    pipeline.
     """
     if not measurements:
         return []
@@ -107,7 +104,7 @@ def read_measurements(
         reduce_over(groups.data, maxima_UM, dist.ReduceOp.MAX)
     decisions = [measurement.decisions.flatten() for measurement in measurements]
     packed = torch.cat([sums_US.flatten(), maxima_UM.flatten(), *decisions])
-    _tell_stages(packed, groups)
+    _broadcast_from_last_stage(packed, groups)
     values = iter(packed.tolist())
     sums = [{name: next(values) for name in stage.numbers.sum_names} for _ in measurements]
     maxima = [{name: next(values) for name in stage.numbers.max_names} for _ in measurements]
@@ -118,12 +115,13 @@ def read_measurements(
             dict(stage.objective.report_decision([next(values) for _ in range(size)]))
             for _ in range(num_decisions)
         )
-        results.append(UpdateResult(sums[number], maxima[number], found, 0.0, skipped=False))
+        own = sums[number], maxima[number]
+        results.append(UpdateResult(*own, found, grad_norm=0.0, skipped=False))
     return results
 
 
-def _tell_stages(values: Tensor, groups: ProcessGroups) -> None:
-    """Give all pipeline stages the values of the last one, in place."""
+def _broadcast_from_last_stage(values: Tensor, groups: ProcessGroups) -> None:
+    """Give all pipeline stages the last one's values, in place."""
     if groups.pipeline_size > 1:
         last = dist.get_global_rank(groups.pipeline, groups.pipeline_size - 1)
         dist.broadcast(values, src=last, group=groups.pipeline)

@@ -207,7 +207,14 @@ class Numbers:
         """[M]."""
         first = self.sum_names.index("nonfinite_tokens")
         self.faults = slice(first, self.sum_names.index("nonfinite_losses") + 1)
-        """Those of the sums that forbid an update, both of them."""
+        """The two adjacent sums that must be 0 before an optimizer step."""
+        assert self.faults.stop - self.faults.start == 2, "they are read as two"
+
+    def zeros(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the sums [S] and maxima [M] of no token."""
+        sizes = len(self.sum_names), len(self.max_names)
+        sums, maxima = (torch.zeros(n, dtype=torch.float64, device=device) for n in sizes)
+        return sums, maxima
 
     def measure(self, view: TokenView, report: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sums [S] and maxima [M] of one token or more, float64 on the device."""

@@ -1,4 +1,4 @@
-"""The tokens of a micro-batch as objectives see them: without a value that is not finite.
+"""A micro-batch's tokens as objectives see them: every value finite.
 
 Shape legend: T = response tokens.
 """
@@ -39,7 +39,7 @@ class SafeTokens:
         context: UpdateContext,
         device: torch.device,
     ) -> None:
-        """Bring what is known of them to the device."""
+        """Copy the micro-batch to the device; prepare all that does not depend on ℓ and H."""
         self.micro_batch = own = on_device(micro_batch, device)
         self.entropy_coefficient = config.entropy_coefficient
         self.trains_T = own.mask_T > 0
@@ -50,10 +50,10 @@ class SafeTokens:
         self._finite_T = self.trains_T & is_finite(own.behaviour_logprob_T + own.advantage_T)
         behaviour_T = torch.where(self._finite_T, own.behaviour_logprob_T, SAFE_LOGPROB)
         rollout_T = behaviour_T
-        if own.rollout_logprob_T is not own.behaviour_logprob_T:
+        if own.rollout_logprob_T is not own.behaviour_logprob_T:  # on the CPU it may be
             has_rollout_T = self._finite_T & is_finite(own.rollout_logprob_T)
             rollout_T = torch.where(has_rollout_T, own.rollout_logprob_T, behaviour_T)
-        self._known = TokenBatch(
+        self._fixed = TokenBatch(
             logprob=behaviour_T,
             behaviour_logprob=behaviour_T,
             rollout_logprob=rollout_T,
@@ -71,17 +71,17 @@ class SafeTokens:
         )
 
     def finite(self, logprob_T: Tensor, entropy_T: Tensor, part: slice = slice(None)) -> Tensor:
-        """Return which tokens of ``part`` train and have finite values only."""
+        """Return which tokens of ``part`` train and have finite values only, [T] bool."""
         return self._finite_T[part] & is_finite(logprob_T + entropy_T)
 
     def as_sampled(self) -> TokenBatch:
-        """Return the tokens with ℓ = μ and H = 0."""
-        known, nothing_T = self._known, torch.zeros_like(self._known.logprob)
+        """Return the tokens, [T], with ℓ = μ, r = 1 and H = 0."""
+        fixed, nothing_T = self._fixed, torch.zeros_like(self._fixed.logprob)
         return replace(
-            known,
+            fixed,
             ratio=torch.ones_like(nothing_T),
-            advantage=torch.where(self._finite_T, known.advantage, 0.0),
-            mask=known.mask * self._finite_T,
+            advantage=torch.where(self._finite_T, fixed.advantage, 0.0),
+            mask=fixed.mask * self._finite_T,
             entropy=nothing_T,
             collected_entropy=nothing_T,
         )
@@ -94,22 +94,25 @@ class SafeTokens:
         *,
         kernels: Kernels | None,
     ) -> TokenBatch:
-        """Return tokens with these ℓ and H; without kernels ``differentiate`` makes the ratio."""
-        is_whole = part.indices(len(logprob_T))[:2] == (0, len(self._known))
-        known = self._known if is_whole else self._known.select(part)
+        """Return tokens with these ℓ and H, [T] each.
+
+        Without kernels ``differentiate`` makes the ratio.
+        """
+        is_whole = part.indices(len(logprob_T))[:2] == (0, len(self._fixed))
+        fixed = self._fixed if is_whole else self._fixed.select(part)
         finite_T = self.finite(logprob_T, entropy_T, part)
-        logprob_T = torch.where(finite_T, logprob_T, known.behaviour_logprob)
+        logprob_T = torch.where(finite_T, logprob_T, fixed.behaviour_logprob)
         entropy_T = torch.where(finite_T, entropy_T, 0.0)
-        ratio_T = known.ratio
+        ratio_T = fixed.ratio
         if kernels is not None:
-            ratio_T = importance_ratio(logprob_T, known.behaviour_logprob, kernels)
-        collected_T = entropy_T if self.micro_batch.entropy_T is None else known.collected_entropy
+            ratio_T = importance_ratio(logprob_T, fixed.behaviour_logprob, kernels)
+        collected_T = entropy_T if self.micro_batch.entropy_T is None else fixed.collected_entropy
         return replace(
-            known,
+            fixed,
             logprob=logprob_T,
             ratio=ratio_T,
-            advantage=torch.where(finite_T, known.advantage, 0.0),
-            mask=known.mask * finite_T,
+            advantage=torch.where(finite_T, fixed.advantage, 0.0),
+            mask=fixed.mask * finite_T,
             entropy=entropy_T,
             collected_entropy=collected_T,
         )

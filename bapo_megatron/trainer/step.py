@@ -1,7 +1,8 @@
 """One training step: the updates that one batch is used for.
 
 split → (recompute μ) → for each epoch and update: collect what the objective must know →
-forward and backward → count faults over all ranks → optimizer step; then reduce the reports
+forward and backward → count faults over all ranks → optimizer step. At the end of the step the
+sums of all its updates are reduced.
 
 Where a prediction may take the place of what the objective must know (``speculation``), forward and
 backward come first, and again where it was wrong.
@@ -57,15 +58,15 @@ class _Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What is known of an update before its own passes."""
+class _Preparation:
+    """What was done for an update before its own passes."""
 
-    policy: list[TokenLogprobs] | None = None
+    policy: list[TokenLogprobs] | None
     """Its ℓ and H, where a pass with these weights was made."""
-    num_passes: int = 0
+    num_passes: int
     """Passes without gradients that were made for it."""
-    statistics_K: Tensor | None = None
-    """Those that its tokens have with ℓ = μ, on the last stage where decisions are predicted."""
+    known_K: Tensor | None
+    """Statistics of its tokens with ℓ = μ, on the last stage where decisions are predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +135,13 @@ class BatchTrainer:
             updates = tuple(update for update, _ in passes)
             first_pass = passes[0][1]  # it ran with the weights of the first update
             del passes
-        known_UK = None
-        if self._speculation.predicts and self._groups.is_last_stage:
+        num_updates, known_UK = self.config.epochs * len(updates), None
+        predicts = self._speculation.predicts and num_updates > (first_pass is not None)
+        if predicts and self._groups.is_last_stage:
             begins = UpdateContext(num_updates=batch.version, rollout_version=None)
             known_UK = self._stage.known_statistics([u.micro_batches for u in updates], begins)
         outcomes = []
-        for number in range(self.config.epochs * len(updates)):
+        for number in range(num_updates):
             update = updates[number % len(updates)]
             # Counted from the batch's version, so that ages are those of the run that made it.
             made = self.policy.num_updates - updates_before
@@ -148,12 +150,12 @@ class BatchTrainer:
                 num_updates=batch.version + made,
                 rollout_version=batch.version if same_weights else None,
             )
-            known = _Known(
+            preparation = _Preparation(
                 policy=None if number else first_pass,
                 num_passes=int(recomputes and number < len(updates)),
-                statistics_K=None if known_UK is None else known_UK[number % len(updates)],
+                known_K=None if known_UK is None else known_UK[number % len(updates)],
             )
-            outcome, tokens = self._update(batch, update, context, known)
+            outcome, tokens = self._update(batch, update, context, preparation)
             outcomes.append(outcome)
             if self.dump is not None and self.dump.is_due(batch.step):
                 with fail_together(self._groups):
@@ -191,19 +193,19 @@ class BatchTrainer:
         batch: RolloutBatch,
         update: SplitUpdate,
         context: UpdateContext,
-        known: _Known,
+        preparation: _Preparation,
     ) -> tuple[_Outcome, Tokens]:
         """Make one update."""
         stage, own = self._stage, update.micro_batches
         if not own:
             return _Outcome(update.counts), ()
         place, size = f"update {context.num_updates + 1}", len(batch.samples)
-        num_passes, num_loss_passes = known.num_passes, 1
-        searches = stage.collects and known.policy is None
+        num_passes, num_loss_passes = preparation.num_passes, 1
+        searches = stage.collects and preparation.policy is None
         predictions: dict[str, float] = {}
         if searches and self._speculation.predicts:
             attempt, predictions = self._attempt_predicted(
-                own, context, place, size, known.statistics_K
+                own, context, place, size, preparation.known_K
             )
             num_passes += not predictions["relied"]
             num_loss_passes += predictions["relied"] > predictions["hits"]
@@ -211,7 +213,7 @@ class BatchTrainer:
             num_passes += searches
             collected = Collected(own)
             if stage.collects:
-                collected = self._collect(own, context, place, size, known.policy)
+                collected = self._collect(own, context, place, size, preparation.policy)
             attempt = self._attempt(collected, context, place)
         flops = update.packing["forward_flops"]
         work = {
@@ -327,7 +329,7 @@ class BatchTrainer:
         is_local = stage.objective.needs == "micro_batch"
         num_decisions = len(collected.micro_batches) if is_local else 1
         measurement = measure(reports, stage, self._groups, num_decisions)
-        verdict = judge(measurement, faults, remarks, stage, self._groups)
+        verdict = judge(measurement.decisions, faults, remarks, stage, self._groups)
         # The first remark: with a wrong decision these are not the gradients of the update.
         made = self.policy.optimizer_step(verdict[: NUM_FAULTS + relies], verdict[NUM_FAULTS:])
         return _Attempt(collected, reports, measurement, made)
@@ -341,12 +343,15 @@ class BatchTrainer:
         made: OptimizerStep,
     ) -> dict[str, float]:
         """Return the sums of an update that was not made, or raise, as configured."""
-        tokens, losses, collected, statistics, refused_decisions = made.faults[:NUM_FAULTS]
+        loss_tokens, losses, collected_tokens, statistics, refused = made.faults[:NUM_FAULTS]
         # A collection pass of its own saw other log-probs than the loss did.
-        nonfinite_tokens, nonfinite_losses = max(tokens, collected), losses + statistics
-        if nonfinite_tokens == 0 and refused_decisions > 0:
-            reason = first_message(_explain_refusal(measurement, self._stage), self._groups)
-            raise ValueError(f"step {batch.step}: {reason}")
+        nonfinite_tokens = max(loss_tokens, collected_tokens)
+        nonfinite_losses = losses + statistics
+        if nonfinite_tokens == 0 and refused > 0:
+            # The last stage alone has the decisions.
+            is_last = self._groups.is_last_stage
+            own = _explain_refusal(measurement, self._stage) if is_last else None
+            raise ValueError(f"step {batch.step}: {first_message(own, self._groups)}")
         if self.config.on_nonfinite == "skip_update":
             faults = {"nonfinite_tokens": nonfinite_tokens} if nonfinite_tokens > 0 else {}
             return update.counts | update.packing | faults
@@ -372,16 +377,13 @@ class BatchTrainer:
         )
 
 
-def _explain_refusal(measurement: Measurement, stage: LossStage) -> str | None:
-    """Say why the objective refused an update of finite tokens; reads the device.
-
-    None before the last stage, which alone has the decisions.
-    """
+def _explain_refusal(measurement: Measurement, stage: LossStage) -> str:
+    """Say why the objective refused an update of finite tokens; reads the device."""
     for decision in measurement.decisions:
         is_refused = stage.objective.refuses(decision)
         if is_refused is not None and bool(is_refused):
             return stage.objective.explain_refusal(decision.tolist())
-    return None
+    raise AssertionError("no decision was refused")
 
 
 def _describe_nonfinite(

@@ -59,11 +59,11 @@ def metadata(intact: Path, files: Path, *, change: Any, place: str = METADATA.de
     return Case(case.arguments, (DUMP, place), is_wrong=True)
 
 
-def footer(intact: Path, files: Path) -> Case:
-    """A dump with a flipped bit in the length of its footer."""
+def flipped(intact: Path, files: Path, *, find: Callable[[bytes], int], bits: int) -> Case:
+    """A dump with flipped bits in one byte."""
     (files / "dumps").mkdir()
     content = bytearray((intact / "dumps" / DUMP).read_bytes())
-    content[-6] ^= 1
+    content[find(content)] ^= bits
     (files / "dumps" / DUMP).write_bytes(content)
     return Case([*SHOW, str(files / "dumps" / DUMP)], (DUMP,), is_wrong=True)
 
@@ -94,7 +94,10 @@ DUMPS: dict[str, Any] = {
     "unknown counter": partial(
         metadata, change=_put("stats", "lost", value=1), place="'stats.lost'"
     ),
-    "flipped footer": footer,
+    "flipped length of the footer": partial(flipped, find=lambda _: -6, bits=1),
+    "column name that is not UTF-8": partial(
+        flipped, find=lambda content: content.index(b"prompt_id") + 1, bits=0x9B
+    ),
 }
 
 
@@ -191,6 +194,14 @@ def content_of(intact: Path, files: Path, *, name: str, content: bytes) -> Case:
     return Case(["bounds", str(files / name)], (name,), is_wrong=True)
 
 
+def misnamed(intact: Path, files: Path) -> Case:
+    """An archive with a flipped bit in the name that precedes a column."""
+    content = bytearray((intact / "tokens.npz").read_bytes())
+    content[content.index(b"advantage.npy") + len("advantage")] ^= 1
+    (files / "tokens.npz").write_bytes(content)
+    return Case(["bounds", str(files / "tokens.npz")], ("tokens.npz",), is_wrong=True)
+
+
 def pickled(intact: Path, files: Path) -> Case:
     """An archive with objects, for which NumPy advises ``allow_pickle``."""
     columns = dict(np.load(intact / "tokens.npz"))
@@ -270,6 +281,7 @@ FILES: dict[str, Any] = {
     "npy under npz": partial(content_of, name="tokens.npz", content=harm.OTHER_FORMATS["npy"]),
     "pickle under npz": partial(content_of, name="t.npz", content=harm.OTHER_FORMATS["pickle"]),
     "npz of objects": pickled,
+    "npz with a flipped name": misnamed,
     "npy under parquet": partial(content_of, name="t.parquet", content=harm.OTHER_FORMATS["npy"]),
     "zip under jsonl": partial(prompts, name="p.jsonl", content=harm.OTHER_FORMATS["zip"]),
     "JSON nested deeply": partial(prompts, name="p.json", content=b"[" * harm.DEEP),

@@ -165,7 +165,7 @@ def test_search_and_loss_never_wait_for_the_device(
             differs = stage.objective.decide(total)[0] != decision[0]
             remarks = torch.stack([prediction.misses(decision), differs])
         measurement = measure([report], stage, groups, num_decisions=1)
-        verdict = judge(measurement, faults, remarks, stage, groups)
+        verdict = judge(measurement.decisions, faults, remarks, stage, groups)
     assert verdict[:NUM_FAULTS].tolist() == [0.0] * NUM_FAULTS
     assert verdict[-1] == 0.0  # the statistics of both passes are the same
     assert torch.isfinite(loss)

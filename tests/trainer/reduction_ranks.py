@@ -20,21 +20,15 @@ from bapo_megatron.trainer.records import Numbers, TokenReport
 from tests.distributed_launch import joined
 
 
-class _Stage:
-    """What the reduction asks of a ``LossStage``."""
+class _Stage(LossStage):
+    """A loss stage without a model's output."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: ProcessGroups) -> None:
         loaded = load_objective(AlgorithmConfig())
         self.objective = loaded.objective
         self.decision_size = loaded.decision_size
         self.numbers = Numbers(loaded.report_names, corrects=False)
-
-    def add_up(self, reports: list[TokenReport], collected: Any, groups: ProcessGroups) -> Any:
         self._data_group = groups.data
-        return LossStage.add_up(self, reports, collected)  # type: ignore[arg-type]
-
-
-STAGE: Any = _Stage()
 
 
 def reduce_on_two_stages(
@@ -50,49 +44,54 @@ def reduce_on_two_stages(
             pipeline_rank=groups.rank,
             pipeline_size=2,
         )
-        reports = []
-        if staged.is_last_stage:
-            reports = [_report(1.0, nonfinite_tokens, False), _report(10.0, 0.0, refused)]
-        return _read(reports, torch.tensor(collected), staged, 2)
+        stage = _Stage(staged)
+        updates = [
+            [_report(stage, scale, nonfinite_tokens, False), _report(stage, 10 * scale, 0, refused)]
+            for scale in (1.0, 2.0)
+        ]
+        return _read(stage, updates, torch.tensor(collected), staged, 2)
 
 
 def reduce_over_data_ranks() -> dict[str, Any]:
     """Two data-parallel ranks with one micro-batch each, and one search for both."""
     with joined() as groups:
-        reports = [_report(1.0 + groups.rank, 0.0, False)]
-        return _read(reports, torch.tensor([groups.rank + 1, 2]), groups, 1)
+        stage = _Stage(groups)
+        updates = [[_report(stage, scale + groups.rank, 0.0, False)] for scale in (1.0, 4.0)]
+        return _read(stage, updates, torch.tensor([groups.rank + 1, 2]), groups, 1)
 
 
 def _read(
-    reports: list[TokenReport], collected: Tensor, groups: ProcessGroups, num_decisions: int
+    stage: _Stage,
+    updates: list[list[TokenReport]],
+    collected: Tensor,
+    groups: ProcessGroups,
+    num_decisions: int,
 ) -> dict[str, Any]:
-    """What two updates with these reports are found to be, which must be the same."""
-    measurement = measure(reports, STAGE, groups, num_decisions)
-    faults = STAGE.add_up(reports, collected, groups)[1] if groups.is_last_stage else None
-    remarks = torch.tensor([True, False]) if groups.is_last_stage else None
-    verdict = judge(measurement, faults, remarks, STAGE, groups).tolist()
-    first, second = read_measurements([measurement, measurement], STAGE, groups)
-    assert first == second
+    """Return what a rank learns of updates, and of the first before it is made."""
+    faults = remarks = None
+    if groups.is_last_stage:
+        faults = stage.add_up(updates[0], collected)[1]
+        remarks = torch.tensor([True, False])
+    reports = updates if groups.is_last_stage else [[] for _ in updates]
+    measurements = [measure(own, stage, groups, num_decisions) for own in reports]
+    verdict = judge(measurements[0].decisions, faults, remarks, stage, groups).tolist()
+    results = read_measurements(measurements, stage, groups)
     return {
-        "sums": first.sums,
-        "maxima": first.maxima,
-        "decisions": first.decisions,
+        "tokens": [result.sums["tokens"] for result in results],
+        "oldest": [result.maxima["rollout/staleness_max"] for result in results],
+        "low": [[decision["bapo/clip_low"] for decision in r.decisions] for r in results],
         "faults": verdict[:NUM_FAULTS],
         "remarks": verdict[NUM_FAULTS:],
     }
 
 
-def _report(value: float, nonfinite_tokens: float, refused: bool) -> TokenReport:
-    names = STAGE.numbers.sum_names
-    sums = torch.full((len(names),), value, dtype=torch.float64)
+def _report(stage: _Stage, value: float, nonfinite_tokens: float, refused: bool) -> TokenReport:
+    sums, maxima = (zeros + value for zeros in stage.numbers.zeros(torch.device("cpu")))
+    names = stage.numbers.sum_names
     sums[names.index("nonfinite_tokens")] = nonfinite_tokens
     sums[names.index("nonfinite_losses")] = 0
     bounds = torch.zeros(len(BOUNDS_FIELDS), dtype=torch.float64)
     bounds[BOUNDS_FIELDS.index("low")] = value
     bounds[BOUNDS_FIELDS.index("exit")] = REFUSED if refused else 0
-    return TokenReport(
-        sums=sums,
-        maxima=torch.full((len(STAGE.numbers.max_names),), value, dtype=torch.float64),
-        decision=bounds,
-        policy=TokenLogprobs(torch.zeros(0), torch.zeros(0)),
-    )
+    policy = TokenLogprobs(torch.zeros(0), torch.zeros(0))
+    return TokenReport(sums=sums, maxima=maxima, decision=bounds, policy=policy)

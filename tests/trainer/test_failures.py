@@ -11,7 +11,7 @@ import pytest
 
 from bapo_megatron.data.dump import read_batch, write_batch
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.launch import run
+from tests.launch import run, torchrun
 from tests.trainer.dumps import write_dumps
 
 if TYPE_CHECKING:
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 
-def _first_line(arguments: list[str]) -> tuple[int, str]:
-    result = run(["train", *arguments])
-    lines = [line for line in result.stderr.splitlines() if line.startswith("bapo-megatron:")]
+def _first_line(arguments: list[str], ranks: int = 1) -> tuple[int, str]:
+    given = ["train", *arguments]
+    result = run(given) if ranks == 1 else torchrun(given, ranks=ranks)
+    found = (re.search("bapo-megatron: .*", line) for line in result.stderr.splitlines())
+    lines = [match[0] for match in found if match]
     assert lines, result.stderr
     assert "Traceback" not in result.stderr
     return result.returncode, lines[0]
@@ -155,10 +157,11 @@ def test_updates_with_nan_are_skipped_if_asked(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("scope", ["update", "micro_batch"])
+@pytest.mark.parametrize(("scope", "ranks"), [("update", 1), ("micro_batch", 1), ("update", 2)])
 def test_advantages_beyond_the_exact_sums_are_refused(
-    replay_config: Path, random_model: Path, tmp_path: Path, scope: str
+    replay_config: Path, random_model: Path, tmp_path: Path, scope: str, ranks: int
 ) -> None:
+    """Of two pipeline stages, the first one does not know why."""
     directory = write_dumps(tmp_path / "dumps", random_model, steps=1)
     path = directory / "step_000001.parquet"
     batch = read_batch(path)
@@ -177,7 +180,9 @@ def test_advantages_beyond_the_exact_sums_are_refused(
             "train.steps=1",
             "algorithm.advantage=grpo_no_std",
             f"algorithm.bapo.scope={scope}",
-        ]
+            f"parallel.pipeline={ranks}",
+        ],
+        ranks,
     )
     assert status == 1
     assert "step 1: " in line

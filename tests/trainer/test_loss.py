@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.ops import reference
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.trainer.loss import LossStage
 from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.records import TokenReport
-from bapo_megatron.trainer.safe_tokens import UpdateContext
+from bapo_megatron.trainer.safe_tokens import SafeTokens, UpdateContext
 from bapo_megatron.types import MicroBatch
 from tests.algorithm.batches import CLIP, DUAL_CLIP, oracle_bounds, random_batch, with_gradient
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_stage, one_rank
@@ -258,6 +261,28 @@ def test_the_collection_pass_counts_what_is_not_finite(
     kept_T = torch.where(torch.tensor([True, False, False, True, True, True]), 1.0, 0.0)
     expected_T = torch.where(kept_T > 0, batch["entropy_T"], 0.0)
     assert torch.equal(known.entropy_T, expected_T)
+
+
+def test_what_is_known_of_tokens_is_what_they_are_with_the_behaviour_log_probs(
+    groups: ProcessGroups,
+) -> None:
+    stage = make_stage(groups, {"objective": "bapo"})
+    batch = random_batch(num_tokens=6)
+    batch["mask_T"] = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    batch["behaviour_logprob_T"][1] = math.nan
+    batch["advantage_T"][3] = math.inf
+    micro_batch = micro_batch_of(batch)
+    safe = SafeTokens(stage._config, micro_batch, None, CONTEXT, groups.device)
+    behaviour_T = batch["behaviour_logprob_T"]
+    expected = safe.batch(behaviour_T, torch.zeros_like(behaviour_T), kernels=reference.KERNELS)
+    known = safe.as_sampled()
+    for field in fields(TokenBatch):
+        ours, theirs = getattr(known, field.name), getattr(expected, field.name)
+        assert ours is theirs or ours.equal(theirs), field.name
+    known_UK = stage.known_statistics([[micro_batch], [], [micro_batch]], CONTEXT)
+    (total_K,) = known_UK[:1]
+    assert known_UK.equal(torch.stack([total_K, torch.zeros_like(total_K), total_K]))
+    assert total_K.any()
 
 
 @both_backends

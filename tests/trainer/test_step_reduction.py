@@ -1,4 +1,4 @@
-"""Every rank learns what an update measured, and of its faults, before the optimizer step."""
+"""Every rank learns of faults before an optimizer step, and of sums at the end of the step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ pytestmark = pytest.mark.distributed
 def test_a_stage_without_logits_learns_sums_and_decisions_of_the_last_stage() -> None:
     first, last = run_ranks(reduce_on_two_stages, 2, 0.0, False)
     assert first == last
-    assert first["sums"]["tokens"] == 11.0
-    assert first["maxima"]["rollout/staleness_max"] == 10.0
-    assert [decision["bapo/clip_low"] for decision in first["decisions"]] == [1.0, 10.0]
+    assert first["tokens"] == [11, 22]
+    assert first["oldest"] == [10, 20]
+    assert first["low"] == [[1, 10], [2, 20]]
     assert first["faults"] == [0, 0, 0, 0, 0]
     assert first["remarks"] == [1, 0]
 
@@ -32,7 +32,7 @@ def test_what_the_collection_pass_found_is_a_fault_of_its_own() -> None:
 
 def test_sums_are_added_and_maxima_compared_over_data_parallel_ranks() -> None:
     for rank in run_ranks(reduce_over_data_ranks, 2):
-        assert rank["sums"]["tokens"] == 3.0
-        assert rank["maxima"]["rollout/staleness_max"] == 2.0
+        assert rank["tokens"] == [3, 9]
+        assert rank["oldest"] == [2, 5]
         assert rank["faults"] == [0, 0, 3, 4, 0]
-        assert len(rank["decisions"]) == 1
+        assert [len(low) for low in rank["low"]] == [1, 1]
