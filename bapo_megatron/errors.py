@@ -15,6 +15,11 @@ _REMEDIES = {
 }
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its kind where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class RolloutError(RuntimeError):
     """Generation failed and cannot go on; the message is one line that says what to do."""
 

@@ -22,6 +22,7 @@ from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.config.schema import AlgorithmConfig
+from bapo_megatron.errors import first_line
 from bapo_megatron.ops.contributions import BoundSearch, TokenCounts, count_tokens
 from bapo_megatron.ops.extension import SearchResult
 from bapo_megatron.telemetry.console import uncut_console
@@ -194,7 +195,7 @@ def _read_columns(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
             names = [name for name in wanted if name in found]
             return {name: table.read([name])[name].to_numpy() for name in names}, found
         except Exception as error:  # the parsers of zip, npy and parquet raise any
-            problem = shown_value(str(error).partition("\n")[0] or type(error).__name__)
+            problem = shown_value(first_line(error))
             raise ValueError(f"{path}: cannot be read ({problem}); write the file again") from error
 
 

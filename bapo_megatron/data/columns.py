@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bapo_megatron.calls import decode_json, shown_value
+from bapo_megatron.errors import first_line
 from bapo_megatron.files import parse_json
 
 RecordT = TypeVar("RecordT")
@@ -152,8 +153,9 @@ class RowFile(Generic[RecordT]):
         return [flat[start:end] for start, end in pairwise(edges)]
 
     def _unreadable(self, name: str, error: Exception) -> DumpError:
-        reason = str(error).partition("\n")[0]
-        return DumpError(f"{name}: not a readable parquet file ({reason}); {self.remedy}")
+        return DumpError(
+            f"{name}: not a readable parquet file ({first_line(error)}); {self.remedy}"
+        )
 
 
 def _has_null(value: Any) -> bool:

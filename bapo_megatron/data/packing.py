@@ -126,13 +126,15 @@ def pack_update(
     # bisection is feasible.
     step = rules.data_size * rules.count_multiple
     lowest = -(-sum(slots for _, slots, _ in items) // (rules.budget * step))
-    bins = _fill_bins(items, lowest * step, rules.budget)
+
+    def fill(num_rounds: int) -> list[_Bin] | None:
+        return _fill_bins(items, num_rounds * step, rules.budget)
+
+    bins = fill(lowest)
     if bins is None:
         rounds = range(lowest + 1, -(-len(items) // step))
-        found = rounds.start + bisect_left(
-            rounds, True, key=lambda n: _fill_bins(items, n * step, rules.budget) is not None
-        )
-        bins = _fill_bins(items, found * step, rules.budget)
+        more = bisect_left(rounds, True, key=lambda num_rounds: fill(num_rounds) is not None)
+        bins = fill(rounds.start + more)
     assert bins is not None
     ranks = _assign_to_ranks(bins, rules.data_size)
     return UpdatePacking(

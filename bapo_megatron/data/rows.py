@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from bapo_megatron.config.data import DatasetConfig
 from bapo_megatron.data.chat import Message
 from bapo_megatron.data.columns import PARQUET_ERRORS
+from bapo_megatron.errors import first_line
 from bapo_megatron.files import parse_json, read_lines
 
 _MAX_QUOTED = 60
@@ -91,9 +92,9 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             batches = pq.ParquetFile(stream).iter_batches(batch_size=_BATCH_ROWS)
             yield from _rows_of_batches(batches, path.name, str(path))
         except PARQUET_ERRORS as error:
-            reason = str(error).partition("\n")[0]
             raise DataError(
-                f"{path}: not a readable parquet file ({reason}); write or download it again"
+                f"{path}: not a readable parquet file ({first_line(error)}); write or download it "
+                "again"
             ) from error
 
 

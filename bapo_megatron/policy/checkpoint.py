@@ -33,6 +33,7 @@ from bapo_megatron.distributed import (
     gather_objects,
     is_peer_loss,
 )
+from bapo_megatron.errors import first_line
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.policy import checkpoint_files as files
 from bapo_megatron.policy.checkpoint_reader import (
@@ -328,7 +329,7 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    return files.first_line(cause or error)
+    return first_line(cause or error)
 
 
 def rng_layout(groups: ProcessGroups) -> dict[str, int]:

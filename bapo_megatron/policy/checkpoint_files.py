@@ -321,8 +321,3 @@ def _file_bytes(directory: Path) -> dict[str, int]:
         for path in sorted(directory.rglob("*"))
         if path.is_file() and path.name != STATE_NAME
     }
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its kind where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from bapo_megatron.errors import first_line
 from bapo_megatron.policy.checkpoint_files import (
     METADATA_NAME,
     DamagedError,
     checksum,
-    first_line,
     read_checksums,
     verify_small_files,
 )

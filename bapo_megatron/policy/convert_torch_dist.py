@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _write_item
 from torch.distributed.checkpoint.storage import WriteResult
 
+from bapo_megatron.errors import first_line
 from bapo_megatron.policy import hf_weights
 from bapo_megatron.policy.checkpoint_files import (
     damage_of,
-    first_line,
     write_checksums,
 )
 from bapo_megatron.policy.checkpoint_reader import open_checked

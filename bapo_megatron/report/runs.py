@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from bapo_megatron.errors import first_line
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.telemetry.sinks import read_metrics
 
@@ -121,7 +122,7 @@ def _read_run(path: Path, name: str) -> Run:
         try:
             loaded = yaml.safe_load(config.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            line = str(error).partition("\n")[0]
+            line = first_line(error)
             raise ValueError(f"{config}: not readable YAML ({line}); restore the file") from error
         settings = dict(_flattened(loaded if isinstance(loaded, dict) else {}, ""))
     return Run(path, name, tuple(rows), settings)

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from bapo_megatron.data.columns import PARQUET_ERRORS, DumpError
+from bapo_megatron.errors import first_line
 from bapo_megatron.report.runs import Run
 
 _MAX_PENDING = 4
@@ -125,7 +126,7 @@ class TokenDumps:
             try:
                 table = pq.read_table(path, columns=columns)
             except PARQUET_ERRORS as error:
-                reason = str(error).partition("\n")[0]
+                reason = first_line(error)
                 raise DumpError(f"{path}: not a token dump ({reason}); remove it") from error
             # Not ``to_numpy``: it imports pandas.
             logprob_T, behaviour_T = (

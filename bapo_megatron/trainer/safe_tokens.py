@@ -49,14 +49,11 @@ class SafeTokens:
         self.context = context
         self._finite_T = self.trains_T & is_finite(own.behaviour_logprob_T + own.advantage_T)
         behaviour_T = torch.where(self._finite_T, own.behaviour_logprob_T, SAFE_LOGPROB)
-        rollout_T = behaviour_T
-        if own.rollout_logprob_T is not own.behaviour_logprob_T:  # on the CPU it may be
-            has_rollout_T = self._finite_T & is_finite(own.rollout_logprob_T)
-            rollout_T = torch.where(has_rollout_T, own.rollout_logprob_T, behaviour_T)
+        has_rollout_T = self._finite_T & is_finite(own.rollout_logprob_T)
         self._fixed = TokenBatch(
             logprob=behaviour_T,
             behaviour_logprob=behaviour_T,
-            rollout_logprob=rollout_T,
+            rollout_logprob=torch.where(has_rollout_T, own.rollout_logprob_T, behaviour_T),
             ratio=behaviour_T,
             advantage=own.advantage_T,
             reward=own.reward_T,

@@ -189,15 +189,15 @@ def draw(report: dict[str, Any], out: Path) -> None:
         panel.set_xticks(range(len(LAGS)), [str(lag) for lag in LAGS])
         panel.set_title(f"learning rate {rate}")
         panel.grid(alpha=0.3)
-    for panel, rate in zip(rows[1] if report["rounds"] else [], RATES, strict=False):
-        seconds = [report["cells"][rate][str(lag)]["seconds"] for lag in LAGS]
-        for mode in MODES:
-            ratios = [found[mode] / found["never"] for found in seconds]
-            panel.plot(range(len(LAGS)), ratios, marker="o", label=mode)
-        panel.grid(alpha=0.3)
     for panel in rows[-1]:
         panel.set_xlabel("lag (updates)")
     if report["rounds"]:
+        for panel, rate in zip(rows[1], RATES, strict=True):
+            seconds = [report["cells"][rate][str(lag)]["seconds"] for lag in LAGS]
+            for mode in MODES:
+                ratios = [found[mode] / found["never"] for found in seconds]
+                panel.plot(range(len(LAGS)), ratios, marker="o", label=mode)
+            panel.grid(alpha=0.3)
         rows[1][0].set_ylabel("time of an update, plain order = 1")
         rows[1][0].set_ylim(0, 1.05)
         rows[1][0].legend(fontsize=8, loc="lower left")
