@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,8 +26,8 @@ from bapo_megatron.calls import decode_json, shown_value
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.files import atomic_write_text, parse_json, publish_directory, replaced_directory
 
-FORMAT = 4
-"""In format 3, state.json held what is in rollout.parquet."""
+FORMAT = 5
+"""In format 4, state.json had no checksum; in format 3, it held what is in rollout.parquet."""
 LATEST_NAME = "latest"
 BEST_NAME = "best"
 STATE_NAME = "state.json"
@@ -65,7 +65,7 @@ class Checksums:
     """Contents of checksums.json: XXH3 of 64 bits in hexadecimal digits."""
 
     files: dict[str, str]
-    """Of every small file; state.json is written later, rollout.parquet has its own."""
+    """Of every small file; state.json, which is written later, and rollout.parquet have their own."""
     pieces: dict[str, dict[str, str]]
     """Of each piece of a file of shards, by its first byte: ranks read pieces, not files."""
 
@@ -87,6 +87,8 @@ class CheckpointState:
     file_bytes: dict[str, int]
     """Size of every other file of the checkpoint."""
     format: int = FORMAT
+    checksum: str = ""
+    """Of the other fields, as ``encode_state`` computes it; '' before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,13 @@ def name_best(root: Path, best: BestCheckpoint) -> None:
     atomic_write_text(root / BEST_NAME, json.dumps(asdict(best)) + "\n")
 
 
+def encode_state(state: CheckpointState) -> str:
+    """Return the content of state.json, with its checksum."""
+    fields = asdict(replace(state, checksum=""))
+    fields["checksum"] = checksum(json.dumps(fields, sort_keys=True).encode())
+    return json.dumps(fields, indent=2) + "\n"
+
+
 def read_state(directory: Path) -> CheckpointState:
     """Read state.json; raise ``CheckpointError`` if it is missing, damaged or of another format."""
     path = directory / STATE_NAME
@@ -189,7 +198,10 @@ def read_state(directory: Path) -> CheckpointState:
         fields = parse_json(content)
         found = fields.get("format", FORMAT) if isinstance(fields, dict) else FORMAT
         if found == FORMAT:
-            return decode_json(CheckpointState, content)
+            state = decode_json(CheckpointState, content)
+            if encode_state(state).encode() != content:
+                raise ValueError("it has changed since it was written")
+            return state
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{directory}: not a complete checkpoint, {STATE_NAME} is missing; {OTHER_CHECKPOINT}"
@@ -285,7 +297,7 @@ def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[s
             "that all nodes share"
         )
     state = CheckpointState(**fields, file_bytes=file_bytes)
-    atomic_write_text(unfinished / STATE_NAME, json.dumps(asdict(state), indent=2) + "\n")
+    atomic_write_text(unfinished / STATE_NAME, encode_state(state))
     publish_directory(unfinished, step_directory(root, step))
     atomic_write_text(root / LATEST_NAME, f"{step_directory(root, step).name}\n")
 

@@ -10,6 +10,7 @@ import io
 import pickle
 import re
 from collections.abc import Iterator, Mapping
+from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, EnumType
 from pathlib import Path
@@ -82,6 +83,10 @@ class CheckedReader(FileSystemReader):
         super().__init__(directory)
         self._pieces = pieces
         self._metadata: Metadata | None = None
+        self._hasher = futures.ThreadPoolExecutor(
+            1, "checksums"
+        )  # while torch copies the same piece
+        self._unverified: futures.Future[None] | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read ``.metadata`` once.
@@ -111,7 +116,11 @@ class CheckedReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for; raise ``DamagedError`` for an object that is refused."""
+        """Read what a plan asks for.
+
+        Raises:
+            DamagedError: A piece has changed, or an object is refused.
+        """
         with only_weights():
             try:
                 return super().read_data(plan, planner)
@@ -119,19 +128,31 @@ class CheckedReader(FileSystemReader):
                 if refused := _REFUSED.search(str(error)):
                     raise DamagedError(_forbidden("a shard", refused[1])) from error
                 raise
+            finally:
+                self._await_verified()  # whatever damage has led to, its place is what helps
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         if self._pieces is None:
             return super()._slice_file(file, sinfo)
         file.seek(sinfo.offset)
         content = file.read(sinfo.length)
-        written = self._pieces.get(sinfo.relative_path, {}).get(str(sinfo.offset))
-        if checksum(content) != written:
+        self._await_verified()
+        self._unverified = self._hasher.submit(self._verify, content, sinfo)
+        return io.BytesIO(content)
+
+    def _verify(self, content: bytes, sinfo: Any) -> None:
+        assert self._pieces is not None
+        if checksum(content) != self._pieces.get(sinfo.relative_path, {}).get(str(sinfo.offset)):
             raise DamagedError(
                 f"{sinfo.relative_path} has changed since it was written, in the {sinfo.length} "
                 f"bytes from {sinfo.offset} on"
             )
-        return io.BytesIO(content)
+
+    def _await_verified(self) -> None:
+        """Raise ``DamagedError`` if the last piece that was read has changed."""
+        verified, self._unverified = self._unverified, None
+        if verified is not None:
+            verified.result()
 
 
 def open_checked(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from bapo_megatron.policy.checkpoint_files import encode_state, read_state
 from bapo_megatron.policy.checkpoint_shards import torch_bytes
 
 if TYPE_CHECKING:
@@ -52,11 +53,10 @@ def flip(directory: Path, *, verified: bool = True) -> None:
 def _forget_checksums(directory: Path) -> None:
     """As another tool or an attacker leaves it."""
     (directory / "checksums.json").unlink()
-    state = json.loads((directory / "state.json").read_text())
-    del state["file_bytes"]["checksums.json"]
-    names = state["file_bytes"]
-    state["file_bytes"] = {name: (directory / name).stat().st_size for name in names}
-    (directory / "state.json").write_text(json.dumps(state))
+    state = read_state(directory)
+    names = state.file_bytes.keys() - {"checksums.json"}
+    sizes = {name: (directory / name).stat().st_size for name in names}
+    (directory / "state.json").write_text(encode_state(replace(state, file_bytes=sizes)))
 
 
 class Crafted:
@@ -127,5 +127,6 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "unreadable state": lambda path: (path / "state.json").write_bytes(b"\xff\x00{"),
     "state of nothing": lambda path: (path / "state.json").write_text("[]"),
     "state without a field": lambda path: _change_state(path, '"num_updates"', '"updates"'),
-    "earlier format": lambda path: _change_state(path, '"format": 4', '"format": 3'),
+    "another number": lambda path: _change_state(path, '"num_updates": ', '"num_updates": 1'),
+    "earlier format": lambda path: _change_state(path, '"format": 5', '"format": 4'),
 }
