@@ -65,7 +65,7 @@ class Checksums:
     """Contents of checksums.json: XXH3 of 64 bits in hexadecimal digits."""
 
     files: dict[str, str]
-    """Of every small file; state.json, which is written later, and rollout.parquet have their own."""
+    """Of every small file; state.json and rollout.parquet have their own."""
     pieces: dict[str, dict[str, str]]
     """Of each piece of a file of shards, by its first byte: ranks read pieces, not files."""
 
