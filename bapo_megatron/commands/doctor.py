@@ -5,7 +5,6 @@
 
 import asyncio
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import platform
@@ -29,6 +28,7 @@ from bapo_megatron.engine.load import load_kind
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.processes import nccl_settings
 from bapo_megatron.telemetry.console import uncut_console
+from bapo_megatron.versions import installed_version
 
 MEGATRON_VERSION = "0.16.1"
 """The version that pyproject.toml asks for."""
@@ -129,7 +129,7 @@ def probe() -> Machine:
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
         gpus=tuple(Gpu(gpu.name, 10 * gpu.major + gpu.minor) for gpu in gpus),
-        packages={name: _version(name) for name in names},
+        packages={name: installed_version(name) for name in names},
         apex_has_kernels=importlib.util.find_spec("amp_C") is not None,
         transformer_engine_error=_import_error("transformer_engine.pytorch"),
         tools={"c++": _version_line("c++", 0), "nvcc": _version_line("nvcc", -1)},
@@ -325,13 +325,6 @@ def _judge_network(machine: Machine) -> Finding:
         "start ranks by python -m bapo_megatron.torchrun; close the network around their nodes "
         "(docs/security.md)",
     )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _import_error(module: str) -> str:

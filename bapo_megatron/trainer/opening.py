@@ -23,6 +23,7 @@ from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, Pulse
 from bapo_megatron.telemetry.prometheus import ShowRow, rows_served
 from bapo_megatron.trainer.check import check_training
 from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
+from bapo_megatron.versions import own_software
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ def claim_run_dir(config: RunConfig) -> None:
         )
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / STOPPED_NAME).unlink(missing_ok=True)
-    atomic_write_text(run_dir / "config.yaml", dump_yaml(config))
+    header = "".join(f"# {line}\n" for line in own_software().lines())
+    atomic_write_text(run_dir / "config.yaml", header + dump_yaml(config))
     if RUN_DIR_FILE in os.environ:
         Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir))
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +12,7 @@ from bapo_megatron.files import atomic_write_text
 from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.trainer.checkpointing import Progress
 from bapo_megatron.types import EvalResult
+from bapo_megatron.versions import own_software
 
 
 def report_run(config: RunConfig, progress: Progress, phase_s: dict[str, float]) -> None:
@@ -36,6 +38,7 @@ def report_run(config: RunConfig, progress: Progress, phase_s: dict[str, float])
         "generated_tokens_per_s": rate,
         "search_moved_share": moved_share,
         "phase_s": phase_s,
+        **asdict(own_software()),
     }
     atomic_write_text(config.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     if not config.log.console:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors.torch import load_file
 
+from bapo_megatron.config.load import load_config
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.launch import run
 from tests.trainer.dumps import write_dumps
@@ -144,4 +145,7 @@ def test_summary_and_resolved_configuration_are_written(uninterrupted: Path) -> 
     assert summary["seed"] == 0
     assert summary["accuracy_before"] is None
     assert summary["generated_tokens_per_s"] is None  # whatever the dumps say
-    assert "max_tokens_per_micro_batch: 128" in (uninterrupted / "config.yaml").read_text()
+    assert summary["versions"]["megatron-core"] == "0.16.1"
+    written = uninterrupted / "config.yaml"
+    assert written.read_text().startswith(f"# commit {summary['commit'] or 'unknown'}\n# bapo-")
+    assert load_config(written).train.max_tokens_per_micro_batch == 128

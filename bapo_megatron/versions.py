@@ -1,0 +1,90 @@
+"""What software a process runs: the commit of this package's checkout, and installed versions.
+
+Nothing is imported for it, since torch alone takes seconds.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from bapo_megatron import __version__
+
+_PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "transformer-engine")
+_ROOT = Path(__file__).parent.parent
+_GIT_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """What a process runs."""
+
+    commit: str | None
+    """Twelve digits of the commit that this package's files are checked out at, with ``-dirty``
+    where tracked files differ from it; None where they are no git checkout."""
+    versions: dict[str, str]
+    """By name: this project, Python, CUDA as torch was built with it, and the installed packages
+    that results depend on. Servers elsewhere may have others."""
+
+    def lines(self) -> list[str]:
+        """Return it for people: the commit, then the versions."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return [f"commit {self.commit or 'unknown'}", versions]
+
+
+@functools.cache
+def own_software() -> Software:
+    """Return what this process runs; looked up once."""
+    found = {
+        "bapo-megatron": __version__,
+        "python": platform.python_version(),
+        "cuda": _torch_cuda(),
+        **{name: installed_version(name) for name in _PACKAGES},
+    }
+    versions = {name: version for name, version in found.items() if version is not None}
+    return Software(_commit(_ROOT), versions)
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit(root: Path) -> str | None:
+    """Return the commit of a checkout, as in ``Software``.
+
+    ``root`` must be the checkout itself: an environment with this package may lie in another one.
+    """
+    if not (root / ".git").exists():
+        return None
+    where = [f"--git-dir={root / '.git'}", f"--work-tree={root}"]
+    # Without the optional lock, another git command in the checkout is never in its way.
+    command = ["git", "--no-optional-locks", *where, "describe", "--always", "--dirty"]
+    try:
+        answer = subprocess.run(
+            [*command, "--exclude=*", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_LIMIT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+def _torch_cuda() -> str | None:
+    """Return the CUDA that torch was built with, from the file that its build wrote."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    text = (Path(torch.origin).parent / "version.py").read_text()
+    found = re.search(r"^cuda\b.*= '(.+)'$", text, re.MULTILINE)
+    return found and found[1]
