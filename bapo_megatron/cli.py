@@ -135,6 +135,8 @@ def _report(error: Exception) -> int:
         line = error.format_message()
     elif isinstance(error, OSError) and error.filename is not None:
         line = f"{error.filename}: {describe_os_error(error)}"
+    elif isinstance(error, RolloutError):
+        line = str(error)  # may end with the last lines of a log
     is_usage = isinstance(error, typer.TyperException | ConfigError)
     is_users = isinstance(error, ValueError | OSError | RolloutError | RewardError)
     if os.environ.get("BAPO_TRACEBACK") == "1" or not (is_usage or is_users or lost_peer):

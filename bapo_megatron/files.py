@@ -51,6 +51,15 @@ def parse_json(content: bytes | str) -> Any:
         raise ValueError("not valid JSON (an integer of thousands of digits)") from error
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an ``OSError`` of an open stream, which knows no name, name its file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
+
+
 def atomic_write_bytes(path: Path, content: bytes) -> None:
     """Write ``content`` to ``path`` so that readers see the old file or the new one, never a part.
 

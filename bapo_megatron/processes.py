@@ -35,6 +35,7 @@ _NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0"}
 """What all members of an NCCL group must have in common, with the values that SGLang sets."""
 _KILL_GRACE_S = 10.0
 _POLL_S = 0.02
+_STARTED = "--- started"
 _TAIL_LINES = 12
 _TAIL_BYTES = 64 << 10
 # Set by torchrun for the trainer's ranks; a server that sees them joins the wrong rendezvous.
@@ -234,19 +235,22 @@ def open_log(path: Path) -> BinaryIO:
     """Open a child's log for appending, behind what an earlier run in the directory left there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("ab")
-    log.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S %z')} ---\n".encode())
+    log.write(f"{_STARTED} {time.strftime('%Y-%m-%d %H:%M:%S %z')} ---\n".encode())
     log.flush()
     return log
 
 
 def tail(path: Path) -> str:
-    """Return the last lines of a log, indented; of a progress bar only its last state."""
+    """Return a log's last lines since ``open_log``, indented; of a progress bar its last state."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             content = log.read().decode(errors="replace")
     except FileNotFoundError:
         return "    (no log)"
+    _, started, since = content.rpartition(_STARTED)
+    if started:
+        content = since.partition("\n")[2]
     states = (line.rstrip().rpartition("\r")[2] for line in content.split("\n"))
     lines = deque((line for line in states if line), _TAIL_LINES)
     return "\n".join(f"    {line}" for line in lines) or "    (empty log)"

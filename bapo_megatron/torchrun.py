@@ -173,10 +173,14 @@ def _describe_failure(failed: ChildFailedError, noted: Path) -> str:
         said: Any = failure.message  # a record by ``cli``, or torchrun's own text
         if isinstance(said, dict):
             place = f"rank {rank}: " if rank else ""
-            return f"{place}{said['message']}{_way_on(noted)}"
-    # Those that torchrun ended have a later time. Those that lost a peer have an exit status, and
-    # a signal's code is negative.
-    rank, first = min(failed.failures.items(), key=lambda of: (of[1].timestamp, of[1].exitcode))
+            first_line = said["message"].splitlines()[0].removesuffix(":")
+            return f"{place}{first_line}{_way_on(noted)}"
+    # torchrun ends the others by SIGTERM, and half a minute later by SIGKILL. Those that lost a
+    # peer have an exit status, and a signal's code is negative.
+    rank, first = min(
+        failed.failures.items(),
+        key=lambda of: (of[1].exitcode == -signal.SIGTERM, of[1].timestamp, of[1].exitcode),
+    )
     return f"rank {rank} ended by {describe_exit(first.exitcode)}{_way_on(noted) or _AGAIN}"
 
 

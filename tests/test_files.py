@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from bapo_megatron.files import (
     atomic_directory,
     atomic_write_bytes,
     atomic_write_text,
+    naming,
     read_lines,
 )
 
@@ -34,6 +36,15 @@ def test_a_full_disk_keeps_the_old_file_and_names_the_file_that_was_wanted(tmp_p
 
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_full_disk_below_an_open_stream_names_the_file(tmp_path):
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"),
+        naming(tmp_path / "metrics.jsonl"),
+        Path("/dev/full").open("wb", buffering=0) as stream,
+    ):
+        stream.write(b"row")
 
 
 def test_a_directory_appears_complete(tmp_path):

@@ -18,6 +18,7 @@ from bapo_megatron.processes import (
     child_environment,
     describe_exit,
     end_group,
+    open_log,
     own_compiler_cache,
     request_stacks,
     tail,
@@ -52,6 +53,9 @@ def test_the_last_lines_of_a_log_are_shown_without_progress_bars(tmp_path: Path)
     assert shown[-2:] == ["    done", "    \ufffd"]
     assert len(shown) == 12
     assert tail(tmp_path / "none.log") == "    (no log)"
+    with open_log(log) as again:
+        again.write(b"later\n")
+    assert tail(log) == "    later"
 
 
 def test_a_group_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from bapo_megatron.evaluation.settings import (
     settings_path,
     write_settings,
 )
-from bapo_megatron.files import parse_json, read_lines
+from bapo_megatron.files import naming, parse_json, read_lines
 from bapo_megatron.types import FinishReason
 
 _LOG = logging.getLogger(__name__)
@@ -166,8 +166,9 @@ class SampleJournal:
         assert sample.key not in self.samples, f"{sample.key} was sampled twice"
         line, end = sample.to_line(), os.fstat(self._file.fileno()).st_size
         try:
-            while line:
-                line = line[self._file.write(line) :]
+            with naming(self.path):
+                while line:
+                    line = line[self._file.write(line) :]
         except OSError:
             self._file.truncate(end)  # what follows a part of a line could not be read
             raise

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import Buffer
 
-from bapo_megatron.files import atomic_write_bytes
+from bapo_megatron.files import atomic_write_bytes, naming
 from bapo_megatron.policy.checkpoint_files import new_checksum
 
 BACKEND = CheckpointingConfig(sharded_backend="torch_dist", sharded_backend_version=1)
@@ -126,7 +126,7 @@ class ShardWriter:
         transforms = self._storage.transforms
         try:
             for path, name, (objects, tensors) in self._buckets:
-                with open(path, "wb") as stream:  # noqa: PTH123 - Megatron's paths are strings
+                with naming(Path(path)), Path(path).open("wb") as stream:
                     hashed = HashedFile(stream)
                     self.pieces[name] = hashed.pieces
                     for item, data in chain(objects, tensors):

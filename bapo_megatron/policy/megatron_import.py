@@ -4,6 +4,8 @@ import importlib.util
 import sys
 import types
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -32,8 +34,25 @@ def import_megatron() -> None:
         warnings.filterwarnings("ignore", message=message)
     if torch.cuda.is_available():
         stand_in_for_apex()
-    with uncompiled_imports():
+    with uncompiled_imports(), _absent("wandb"):
         import megatron.core  # noqa: F401
+
+
+@contextmanager
+def _absent(name: str) -> Iterator[None]:
+    """Have Megatron import W&B only where a run uses it.
+
+    Where it is installed, importing it makes directories for temporary files, which a killed rank
+    leaves behind.
+    """
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def stand_in_for_apex() -> None:

@@ -21,7 +21,7 @@ from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.columns import DumpError, RowFile
 from bapo_megatron.data.dump import SAMPLE_COLUMNS, sample_of
 from bapo_megatron.data.stream import MixturePosition
-from bapo_megatron.files import parse_json
+from bapo_megatron.files import naming, parse_json
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
 from bapo_megatron.types import Count, Prompt, Sample
 
@@ -170,7 +170,7 @@ def write_saved(path: Path, saved: SavedRollout) -> None:
         "dropped": dict(buffer.dropped),
         "num_earlier": len(buffer.earlier),
     }
-    with path.open("wb") as stream:
+    with naming(path), path.open("wb") as stream:
         _FILE.write(stream, _chunks(buffer), about)
         stream.flush()
         os.fsync(stream.fileno())

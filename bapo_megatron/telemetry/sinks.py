@@ -11,7 +11,7 @@ from rich.console import Console
 
 from bapo_megatron.calls import decode_json
 from bapo_megatron.config.schema import LogConfig
-from bapo_megatron.files import atomic_write_text
+from bapo_megatron.files import atomic_write_text, naming
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.telemetry.prometheus import ShowRow
 from bapo_megatron.types import StepMetrics
@@ -109,9 +109,10 @@ class MetricsSinks:
         row = {"step": metrics.step, **finite}
         if self._show_row is not None:
             self._show_row(row)
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(Path(self._file.name)):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
         if self._console is not None and metrics.step != BEFORE_TRAINING:
             self._console.print(self._line(metrics), highlight=False, soft_wrap=True)
         if self._tensorboard is not None:

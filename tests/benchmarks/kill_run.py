@@ -42,6 +42,8 @@ _WORDS = {
     "server": "bapo_megatron.engine.sglang.launcher",
 }
 """What the command line of a victim has after ``-m``."""
+_COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""torch sets it here, where the commands would take it for the user's."""
 _MAX_DELAY_S = 6.0
 _SECOND_SIGNAL_S = 1.0
 _LIMIT_S = 1800.0
@@ -198,7 +200,7 @@ class KilledRun:
             return subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
-                env=os.environ
+                env={k: v for k, v in os.environ.items() if k != _COMPILER_CACHE}
                 | KEYS
                 | {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1"}
                 | {"NO_COLOR": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -119,3 +122,19 @@ def test_the_module_of_apex_is_stood_in_for_on_a_gpu_where_there_is_no_apex(
     monkeypatch.setitem(sys.modules, APEX_PRODUCTS, apex)
     import_megatron()
     assert sys.modules[APEX_PRODUCTS] is apex
+
+
+def test_megatron_does_not_import_w_and_b(tmp_path: Path) -> None:
+    """It makes temporary directories, which a killed rank leaves."""
+    (tmp_path / "wandb.py").write_text("print('imported')")
+    script = "from bapo_megatron.policy.megatron_import import import_megatron as go; go()"
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    for added, said in (("", ""), ("; import wandb", "imported\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", script + added],
+            env=os.environ | {"PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == said

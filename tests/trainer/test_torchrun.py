@@ -145,11 +145,15 @@ def test_what_a_rank_says_counts_before_how_the_others_ended(tmp_path: Path) -> 
     killed = _failure(tmp_path, exitcode=-9, ended_s=102)
     lost = _failure(tmp_path, exitcode=1, ended_s=102)
     ended_by_torchrun = _failure(tmp_path, exitcode=-9, ended_s=132)
+    terminated = _failure(tmp_path, exitcode=-15, ended_s=102)
+    tells_more = _failure(tmp_path, exitcode=1, ended_s=102, said="it died; LOG says why:\n    x")
     said = _failure(tmp_path, exitcode=1, ended_s=101, said="data.jsonl: empty; add rows")
     noted, again = tmp_path / "run_dir", "; start all nodes of the run again"
     for failures, line in (
         ({0: lost, 1: killed}, f"rank 1 ended by SIGKILL{again}"),
         ({0: ended_by_torchrun, 1: lost}, f"rank 1 ended by exit status 1{again}"),
+        ({0: terminated, 1: killed}, f"rank 1 ended by SIGKILL{again}"),
+        ({0: tells_more, 1: terminated}, "it died; LOG says why"),
         ({0: killed, 1: said}, "rank 1: data.jsonl: empty; add rows"),
     ):
         assert _describe_failure(ChildFailedError("train", failures), noted) == line
