@@ -5,20 +5,32 @@ to find defects, not to rank runs.
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median
 
 from bapo_megatron.report.runs import FAULTS, Run
 
 _MAX_MISMATCH = 0.05
 """Mean |trainer's − engine's log-prob| of equal weights; float32 gives 1e-6, bfloat16 some 0.01."""
+_MISMATCH_GROWTH = 10.0
+"""Over its first value. An engine that computes differently does so from the start; one whose
+weights stay behind disagrees more with every update."""
+_MIN_GROWN_MISMATCH = 0.005
+_SET_LEFT = 0.25
+"""Reward of a data set over that of the best one, at the end."""
 _MAX_KL = 0.1
 """Nats per token between the policy and what sampled its tokens."""
+_MAX_YOUNG = 8.0
+"""Updates that a sound learning rate survives without such a distance."""
 _ENTROPY_LEFT = 0.1
 """Share of the first entropy."""
 _NORM_JUMP = 10.0
 """Gradient norm over the median of the run."""
+_MIN_JUMPS = 3
+"""Steps with such a norm. Single ones are common when most groups are solved."""
 _REWARD_LEFT = 0.6
 """Share of the best reward that a run may fall to."""
 _MAX_TRUNCATED = 0.2
@@ -79,18 +91,41 @@ def _zero_reward(run: Run) -> Iterator[Finding]:
             )
 
 
+def _weak_set(run: Run) -> Iterator[Finding]:
+    sets = run.matching("data/", "/reward_mean")
+    rewards = {name: run.values(f"data/{name}/reward_mean") for name in sets}
+    rewards = {name: values for name, values in rewards.items() if len(values) >= 2 * _MIN_STEPS}
+    ends = {name: fmean(values[-(len(values) // 3) :]) for name, values in rewards.items()}
+    best = max(ends, key=ends.__getitem__, default="")
+    for name, end in ends.items():
+        start = fmean(rewards[name][: len(rewards[name]) // 3])
+        if 0 < end < _SET_LEFT * ends[best] and end < 2 * start:
+            yield Finding(
+                "caution",
+                f"'{name}' stays at a reward of {end:.2f} while '{best}' reaches {ends[best]:.2f}: "
+                "its answers or its reward function may be wrong, or it is much harder. Group the "
+                "rollouts by data set, and compare extracted answers with the references.",
+            )
+
+
 def _unequal_weights(run: Run) -> Iterator[Finding]:
     for metric, what in (
         ("mismatch/logprob_abs_mean", "Engine and trainer disagree on tokens of the same weights"),
         ("weight_sync/logprob_difference", "After a push, engine and trainer disagree"),
     ):
-        steps = _steps_where(run, metric, lambda value: value > _MAX_MISMATCH)
+        first = next(iter(run.values(metric)), 0.0)
+        grown = max(_MISMATCH_GROWTH * first, _MIN_GROWN_MISMATCH)
+        limit = min(grown, _MAX_MISMATCH)
+        steps = _steps_where(run, metric, partial(operator.lt, limit))
         if steps:
             largest = max(run.values(metric))
+            cause = "it likely computes differently"
+            if largest > _MISMATCH_GROWTH * first:
+                cause = f"its weights are likely stale, since the first value was {first:.1g}"
             yield Finding(
                 "fault",
-                f"{what} by up to {largest:.3g} nats per token in {_count(steps, run)}: the "
-                "engine's weights are likely stale, or it computes differently.",
+                f"{what} by up to {largest:.3g} nats per token in {_count(steps, run)}. Look at "
+                f"the engine: {cause}.",
                 steps,
             )
     silent = [
@@ -111,8 +146,7 @@ def _far_policy(run: Run) -> Iterator[Finding]:
         yield Finding(
             "caution",
             f"The policy was up to {largest:.3g} nats per token away from what sampled its tokens "
-            f"({_count(steps, run)}): tokens are old, the learning rate is high, or the engine has "
-            "other weights.",
+            f"({_count(steps, run)}): {_why_far(run, steps)}.",
             steps,
         )
     stale = _steps_where(run, "rollout/masked_token_share", lambda value: value > 0.2)
@@ -132,12 +166,24 @@ def _far_policy(run: Run) -> Iterator[Finding]:
         )
 
 
+def _why_far(run: Run, steps: Sequence[int]) -> str:
+    """What may be the cause, where not all tokens were young."""
+    ages = {int(step): age for step, age in run.points("rollout/age_max") if int(step) in steps}
+    step = min(ages, key=ages.__getitem__, default=0)
+    if ages.get(step, math.inf) > _MAX_YOUNG:
+        return "tokens are old, the learning rate is high, or the engine has other weights"
+    return (
+        "the learning rate is likely too high, or the engine has other weights, since the batch of "
+        f"step {step} held no token older than {ages[step]:.0f} updates"
+    )
+
+
 def _gradients(run: Run) -> Iterator[Finding]:
     norms = [value for value in run.values("policy/grad_norm_max") if value > 0]
     if len(norms) >= _MIN_STEPS:
         usual = median(norms)
         steps = _steps_where(run, "policy/grad_norm_max", lambda value: value > _NORM_JUMP * usual)
-        if steps:
+        if len(steps) >= _MIN_JUMPS:
             yield Finding(
                 "caution",
                 f"The gradient norm rose to {max(norms):.3g}, {max(norms) / usual:.0f} times its "
@@ -195,7 +241,7 @@ def _faults(run: Run) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Check, ...] = (
-    *(_no_gradient, _zero_reward, _unequal_weights, _fallen_reward, _gradients),
+    *(_zero_reward, _weak_set, _unequal_weights, _fallen_reward, _no_gradient, _gradients),
     *(_far_policy, _entropy, _responses, _faults),
 )
 

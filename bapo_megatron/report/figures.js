@@ -118,15 +118,15 @@ const Figures = (() => {
     };
     return {
       uirevision: "kept", width: isPrinting ? PRINT_WIDTH.panel : undefined,
-      height: 230, margin: { l: 48, r: 8, t: 8, b: 28 }, showlegend: false, hovermode: "x unified",
+      height: 240, margin: { l: 48, r: 8, t: 8, b: 38 }, showlegend: false, hovermode: "x unified",
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: css("--raised"),
       font: { family: css("--sans"), color: css("--ink"), size: 12 },
       hoverlabel: { bgcolor: css("--raised"), bordercolor: css("--line"), font: { size: 11 } },
       xaxis: {
-        ...axis, showgrid: false, hoverformat: ".0f", tickformat: "d", range: stepRange(),
+        ...axis, showgrid: false, hoverformat: ".0f", title: { text: "step", standoff: 4, font: { size: 11 } }, tickformat: "d", range: stepRange(),
         spikecolor: css("--quiet"), spikethickness: 1, spikedash: "dot",
       },
-      yaxis: { ...axis, tickformat: ",.4~r", ...extra },
+      yaxis: { ...axis, tickformat: ",~g", ...extra },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     };
   }
@@ -136,7 +136,7 @@ const Figures = (() => {
   function key(label, style, kind) {
     const line = el("i", { class: `key ${kind}` });
     line.style.setProperty("--key", style.color);
-    line.style.borderTopStyle = { dash: "dashed", dot: "dotted", dashdot: "dashed" }[style.dash] || "solid";
+    if (kind === "curve") line.style.borderTopStyle = { dash: "dashed", dot: "dotted", dashdot: "dashed" }[style.dash] || "solid";
     return el("span", {}, line, label);
   }
 
@@ -153,7 +153,7 @@ const Figures = (() => {
 
   function draw(panel, plot) {
     const traces = [...eventTraces(), ...curveTraces(panel), ...pointTraces(panel)];
-    const layout = layoutOf(panel.log ? { type: "log", dtick: 1, tickformat: ",.2~r" } : {});
+    const layout = layoutOf(panel.log ? { type: "log" } : {});
     return Plotly.react(plot, traces, layout, OPTIONS);
   }
 
@@ -191,10 +191,10 @@ const Figures = (() => {
     ));
     const traces = run.phases.map((phase, number) => ({
       x: run.x, y: phase.y, name: phase.name, type: "scatter", mode: "lines", stackgroup: "time",
-      line: { width: 0.6, color: color(number) }, fillcolor: faded(color(number), 0.55),
+      line: { width: 0, shape: "hvh" }, fillcolor: faded(color(number), 0.75),
       hovertemplate: "%{y:.3~g} s<extra>%{fullData.name}</extra>",
     }));
-    const layout = { ...layoutOf({ ticksuffix: " s" }), height: 260, width: isPrinting ? PRINT_WIDTH.wide : undefined };
+    const layout = { ...layoutOf({ ticksuffix: " s" }), height: 270, width: isPrinting ? PRINT_WIDTH.wide : undefined };
     delete layout.yaxis2;
     return Plotly.react(byId("time-plot"), traces, layout, OPTIONS);
   }

@@ -4,8 +4,8 @@ Colours and axes are the page's own business (figures.js); here are numbers only
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -24,8 +24,10 @@ class Panel:
 
     title: str
     unit: str
-    metrics: dict[str, str]
+    metrics: Mapping[str, str] = field(default_factory=dict)
     """Metric of each curve, by its label."""
+    each: str = ""
+    """Pattern of metrics with a curve each: ``data/*/reward_mean``; drawn where there are two."""
     scores: bool = False
     """Whether held-out accuracies are drawn in it, with their intervals."""
     log: bool = False
@@ -33,7 +35,8 @@ class Panel:
 
 
 PANELS = (
-    Panel("Reward and held-out accuracy", "", {"mean reward": "reward/mean"}, scores=True),
+    Panel("Reward and held-out accuracy", "means", {"mean reward": "reward/mean"}, scores=True),
+    Panel("Reward by data set", "mean reward", each="data/*/reward_mean"),
     Panel("Entropy of the policy", "nats per token", {"entropy": "policy/entropy"}),
     Panel("Clip bounds", "ratio", {"upper": "bapo/clip_high", "lower": "bapo/clip_low"}),
     Panel(
@@ -52,6 +55,14 @@ PANELS = (
         {"mean": "rollout/age_mean", "90th percentile": "rollout/age_p90"},
     ),
     Panel("Distance from the sampling policy", "nats per token", {"KL": "policy/kl_behaviour"}),
+    Panel(
+        "Engine against trainer, equal weights",
+        "nats per token",
+        {
+            "in the batch": "mismatch/logprob_abs_mean",
+            "checked after pushes": "weight_sync/logprob_difference",
+        },
+    ),
     Panel(
         "Gradient norm before clipping",
         "",
@@ -92,7 +103,7 @@ def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
         curves = [
             {"group": number, "name": name, **curve}
             for number, group in enumerate(groups)
-            for name, metric in panel.metrics.items()
+            for name, metric in _metrics_of(panel, group).items()
             if (curve := _curve(group.runs, metric, limit))
         ]
         points = [
@@ -105,6 +116,14 @@ def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
             about = {"title": panel.title, "unit": panel.unit, "log": panel.log}
             found.append({**about, "curves": curves, "points": points})
     return found
+
+
+def _metrics_of(panel: Panel, group: RunGroup) -> Mapping[str, str]:
+    if not panel.each:
+        return panel.metrics
+    start, end = panel.each.split("*")
+    names = sorted({name for run in group.runs for name in run.matching(start, end)})
+    return {name: f"{start}{name}{end}" for name in names} if len(names) > 1 else {}
 
 
 def _curve(runs: Sequence[Run], metric: str, max_points: int) -> dict[str, list[float]]:

@@ -10,7 +10,7 @@ from typing import Any
 from bapo_megatron.evaluation.compare import compare_results
 from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.report.checks import findings_of
-from bapo_megatron.report.runs import Run, RunGroup, events_of, public_setting
+from bapo_megatron.report.runs import Row, Run, RunGroup, events_of, public_setting
 
 _RESAMPLES = 2000
 """Of the interval of a change; those of the scores themselves are the run's."""
@@ -19,16 +19,34 @@ _OBJECTIVES = {"bapo": "BAPO", "clip": "GRPO's fixed clip bounds", "none": "no c
 
 
 def describe(run: Run, group: int) -> dict[str, Any]:
-    """Return the overview of a run: sentences, headline figures, findings and events."""
+    """Return what figures and the reader of rollouts need to know of a run."""
     return {
         "name": run.name,
         "group": group,
-        "seed": run.seed,
-        "words": _words(run),
-        "figures": _figures(run),
-        "findings": [asdict(finding) for finding in findings_of(run)],
         "events": [asdict(event) for event in events_of(run)],
-        "rollouts": len(list((run.path / "rollouts").glob("step_*.parquet"))),
+    }
+
+
+def card_of(group: RunGroup) -> dict[str, Any]:
+    """Return the overview of a group: its settings in words, figures of every run, findings.
+
+    ``rows`` has a row per run under ``headings``; a finding names its run where there are several.
+    """
+    figures = [dict(_figures(run)) for run in group.runs]
+    headings = list(dict.fromkeys(label for own in figures for label in own))
+    return {
+        "label": group.label,
+        "words": _words(group.runs[0]),
+        "headings": ["run", "seed", *headings],
+        "rows": [
+            [run.name, run.seed, *(own.get(label, "") for label in headings)]
+            for run, own in zip(group.runs, figures, strict=True)
+        ],
+        "findings": [
+            {"run": run.name if len(group.runs) > 1 else "", **asdict(finding)}
+            for run in group.runs
+            for finding in findings_of(run)
+        ],
     }
 
 
@@ -43,11 +61,10 @@ def _words(run: Run) -> str:
     objective = shown("algorithm.objective")
     sets = [key for key in settings if re.fullmatch(r"data\.train(\.\d+)?\.(path|hub)", key)]
     data = [public_setting(key, settings[key]) for key in sets if settings[key]]
-    total = settings.get("train.steps")
     return (
         f"{_model(run)}, trained with {_OBJECTIVES.get(objective, objective)} on "
-        f"{' and '.join(data) or 'unknown data'}. {run.steps[-1] if run.steps else 0} of {total} "
-        f"steps are finished; a batch has {shown('rollout.groups_per_step')} groups of "
+        f"{' and '.join(data) or 'unknown data'}. A batch has "
+        f"{shown('rollout.groups_per_step')} groups of "
         f"{shown('rollout.samples_per_group')} responses of at most "
         f"{shown('rollout.max_response_tokens')} tokens and makes "
         f"{shown('algorithm.updates_per_batch')} updates at a learning rate of "
@@ -72,20 +89,19 @@ def _model(run: Run) -> str:
 
 def _figures(run: Run) -> list[tuple[str, str]]:
     """Labels and values of the headline figures."""
-    found = []
+    last_step = run.steps[-1] if run.steps else 0
+    total = run.settings.get("train.steps")
+    found = [("steps", f"{last_step}" + (f" of {total}" if total is not None else ""))]
     for name in run.matching("eval/", "/avg_at_k"):
-        start = f"eval/{name}/avg_at_k"
-        rows = [row for row in run.rows if start in row]
-        last = rows[-1]
-        text = f"{last[start]:.1%}"
-        if f"{start}_low" in last:
-            text += f" ({last[f'{start}_low']:.1%} … {last[f'{start}_high']:.1%})"
-        before = f", from {rows[0][start]:.1%}" if len(rows) > 1 else ""
-        found.append((f"{name}: accuracy at step {int(last['step'])}{before}", text))
+        metric = f"eval/{name}/avg_at_k"
+        scored = [row for row in run.rows if metric in row]
+        if len(scored) > 1:
+            found.append((f"{name} accuracy at first", _percent(scored[0][metric])))
+        found.append((f"{name} accuracy (95 % interval)", _score(scored[-1], metric)))
     for label, metric, form in (
-        ("last reward", "reward/mean", "{:.3f}"),
-        ("last entropy, nats per token", "policy/entropy", "{:.3f}"),
-        ("oldest tokens, updates", "rollout/age_max", "{:.0f}"),
+        ("reward", "reward/mean", "{:.3f}"),
+        ("entropy, nats", "policy/entropy", "{:.3f}"),
+        ("oldest token, updates", "rollout/age_max", "{:.0f}"),
     ):
         if values := run.values(metric):
             found.append((label, form.format(values[-1])))
@@ -118,38 +134,38 @@ def _distinct(key: str, values: Sequence[Any]) -> list[str]:
 def evaluation_table(runs: Sequence[Run]) -> dict[str, Any]:
     """Return every evaluation, a row per run, set and step; cells are texts or numbers."""
     headings = [
-        *("run", "set", "step", "avg@k", "95 % interval", "pass@k", "maj@k", "answer found"),
-        *("truncated", "tokens", "change since the first (95 % interval)"),
+        *("run", "set", "step", "avg@k (95 % interval)", "change since the first", "pass@k"),
+        *("maj@k", "answered", "truncated", "tokens"),
     ]
-    rows = []
+    rows: list[list[Any]] = []
     for run in runs:
         for name in run.matching("eval/", "/avg_at_k"):
             start = f"eval/{name}/"
             scored = [row for row in run.rows if f"{start}avg_at_k" in row]
             change = _change(run, name, int(scored[-1]["step"])) if len(scored) > 1 else ""
             for row in scored:
-                own = {
-                    key.removeprefix(start): v for key, v in row.items() if key.startswith(start)
-                }
-                low, high = own.get("avg_at_k_low"), own.get("avg_at_k_high")
+                shares = [
+                    _percent(row.get(f"{start}{metric}"))
+                    for metric in ("pass_at_k", "maj_at_k", "answer_found_share", "truncated_share")
+                ]
                 rows.append(
                     [
-                        run.name,
-                        name,
-                        int(row["step"]),
-                        _percent(own["avg_at_k"]),
-                        "" if low is None or high is None else f"{low:.1%} … {high:.1%}",
-                        _percent(own.get("pass_at_k")),
-                        _percent(own.get("maj_at_k")),
-                        _percent(own.get("answer_found_share")),
-                        _percent(own.get("truncated_share")),
-                        f"{own.get('response_tokens_mean', 0.0):,.1f}",
-                        change if row is scored[-1] else "",
+                        *(run.name, name, int(row["step"]), _score(row, f"{start}avg_at_k")),
+                        *(change if row is scored[-1] else "", *shares),
+                        f"{row.get(f'{start}response_tokens_mean', 0.0):,.1f}",
                     ]
                 )
-    if not any(row[-1] for row in rows):  # no run has two evaluations with their files
-        headings, rows = headings[:-1], [row[:-1] for row in rows]
+    if not any(row[4] for row in rows):  # no run has two evaluations with their files
+        headings, *rows = ([*each[:4], *each[5:]] for each in (headings, *rows))
     return {"headings": headings, "rows": rows}
+
+
+def _score(row: Row, metric: str) -> str:
+    """A score with its interval, if it has one."""
+    text = _percent(row[metric])
+    if f"{metric}_low" in row:
+        text += f" ({row[f'{metric}_low']:.1%} … {row[f'{metric}_high']:.1%})"
+    return text
 
 
 def _percent(value: float | None) -> str:

@@ -18,16 +18,20 @@ const THEMES = ["automatic", "light", "dark"];
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 let theme = "automatic";
 
-function card(run) {
-  const title = run.name + (run.seed === "" ? "" : ` · seed ${run.seed}`);
+function card(given, number) {
   const swatch = el("i", { class: "key point" });
-  swatch.style.setProperty("--key", Figures.variable(run.group));
-  const findings = run.findings.map((finding) => el(
-    "li", { class: `finding ${finding.level}` }, el("b", {}, finding.level === "fault" ? "Likely defect: " : "Look at: "), finding.text
+  swatch.style.setProperty("--key", Figures.variable(number));
+  const seed = given.rows.length === 1 && given.rows[0][1] !== "" ? ` · seed ${given.rows[0][1]}` : "";
+  const findings = given.findings.map((finding) => el(
+    "li", { class: `finding ${finding.level}` },
+    el("b", {}, finding.level === "fault" ? "Likely defect: " : "Look at: "),
+    finding.run ? `${finding.run}: ` : "", finding.text
+  ));
+  const figures = given.rows.length > 1 ? sortable(given) : el("dl", { class: "figures" }, ...given.headings.slice(2).map(
+    (label, at) => el("div", {}, el("dd", {}, given.rows[0][at + 2]), el("dt", {}, label))
   ));
   return el(
-    "article", { class: "card" }, el("h3", {}, swatch, title), el("p", {}, run.words),
-    el("dl", { class: "figures" }, ...run.figures.map(([label, value]) => el("div", {}, el("dd", {}, value), el("dt", {}, label)))),
+    "article", { class: "card" }, el("h3", {}, swatch, given.label + seed), el("p", {}, given.words), figures,
     el("ul", { class: "findings" }, ...(findings.length ? findings : [el("li", { class: "finding fine" }, "The checks found nothing unusual.")]))
   );
 }
@@ -84,12 +88,13 @@ function timeTable(phases) {
 function show(data) {
   const labels = data.groups.map((group) => group.label);
   byId("title").textContent = labels.length > 3 ? `${data.runs.length} runs` : labels.join(" · ");
-  byId("cards").replaceChildren(...data.runs.map(card));
   const seeds = data.groups.some((group) => group.seeds > 1);
+  byId("cards").className = seeds ? "full" : "";
+  byId("cards").replaceChildren(...data.cards.map(card));
   for (const part of document.querySelectorAll("#differences, [href='#differences']")) part.hidden = data.runs.length === 1;
   tableOr("difference-table", data.differences, "All runs have the same configuration, apart from their seeds.");
   tableOr("evaluation-table", data.evaluations, "No evaluation was made.");
-  byId("dynamics").querySelector("h2").textContent = `Training dynamics${seeds ? ": mean of the seeds, and their range as a band" : ""}`;
+  byId("seeds-note").hidden = !seeds;
   eventTable(data.runs);
   timeTable(data.phases);
   Reader.show(data.rollouts);

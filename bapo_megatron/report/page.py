@@ -16,7 +16,7 @@ from typing import Any
 
 from bapo_megatron import __version__
 from bapo_megatron.report.figures import panels_of, phases_of
-from bapo_megatron.report.overview import describe, difference_table, evaluation_table
+from bapo_megatron.report.overview import card_of, describe, difference_table, evaluation_table
 from bapo_megatron.report.rollouts import sample_rollouts
 from bapo_megatron.report.runs import group_runs, read_runs
 from bapo_megatron.report.tokens import find_tokenizer
@@ -51,10 +51,8 @@ def page_data(paths: Sequence[Path], tokenizer: Path | None = None) -> dict[str,
     numbers = {run.name: number for number, group in enumerate(groups) for run in group.runs}
     data: dict[str, Any] = {
         "version": __version__,
-        "groups": [
-            {"label": group.label, "seeds": len(group.runs), "runs": [r.name for r in group.runs]}
-            for group in groups
-        ],
+        "groups": [{"label": group.label, "seeds": len(group.runs)} for group in groups],
+        "cards": [card_of(group) for group in groups],
         "runs": [describe(run, numbers[run.name]) for run in runs],
         "differences": difference_table(groups, differing),
         "evaluations": evaluation_table(runs),

@@ -40,6 +40,7 @@ const Reader = (() => {
     length: (s) => powerOfTwo(s.tokens),
     age: (s) => [s.age, `Oldest token ${s.age} updates old`],
     exit: (s) => [s.exit, EXITS[s.exit] || s.exit],
+    source: (s) => [groupOf(s).source, `Set ${groupOf(s).source || "without a name"}`],
   };
   const SORTS = {
     order: () => 0, low: (a, b) => a.reward - b.reward, high: (a, b) => b.reward - a.reward,

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,7 +32,6 @@ FAULTS = {
     "rollout/environment_errors": "the environment failed in {:,.0f} episodes",
     "rollout/lost_requests": "{:,.0f} requests lost their engine and continued on another",
     "train/nonfinite_tokens": "{:,.0f} tokens had a value that is not finite",
-    "train/skipped_updates": "{:,.0f} updates were skipped",
 }
 """What a metric above 0 says of its step."""
 
@@ -178,37 +178,53 @@ def public_setting(key: str, value: Any) -> str:
 def group_runs(runs: Sequence[Run]) -> tuple[list[RunGroup], list[str]]:
     """Put seeds of one configuration together.
 
+    A key that one version of the project writes and another does not know makes no difference.
+
     Returns:
         The groups in the order of their first runs, and the keys in which they differ. Runs without
         a configuration are groups of their own.
     """
-    members: dict[Any, list[Run]] = {}
+    members: list[list[Run]] = []
+    known: list[dict[str, Any]] = []
     for run in runs:
-        own = frozenset((k, repr(v)) for k, v in run.settings.items() if k not in _OF_ONE_RUN)
-        members.setdefault(own or run.name, []).append(run)
-    firsts = [group[0] for group in members.values() if group[0].settings]
-    keys = list(dict.fromkeys(key for run in firsts for key in run.settings))
-    differing = [
-        key
-        for key in keys
-        if key not in _OF_ONE_RUN and len({repr(run.settings.get(key)) for run in firsts}) > 1
-    ]
-    groups = [
-        RunGroup(_group_label(tuple(group), differing), tuple(group)) for group in members.values()
-    ]
-    return groups, differing
+        own = {key: value for key, value in run.settings.items() if key not in _OF_ONE_RUN}
+        for group, settings in zip(members, known, strict=True):
+            if own and settings and not _differing(own, settings):
+                group.append(run)
+                settings |= own
+                break
+        else:
+            members.append([run])
+            known.append(own)
+    pairs = [(one, other) for n, one in enumerate(known) for other in known[:n] if one and other]
+    differing = {key for one, other in pairs for key in _differing(one, other)}
+    ordered = dict.fromkeys(key for each in known for key in each if key in differing)
+    labels = _labels([tuple(run.name for run in group) for group in members])
+    groups = [RunGroup(label, tuple(group)) for label, group in zip(labels, members, strict=True)]
+    return groups, list(ordered)
 
 
-def _group_label(runs: tuple[Run, ...], differing: Sequence[str]) -> str:
-    if len(runs) == 1:
-        return runs[0].name
-    settings = runs[0].settings
-    parts = [
-        f"{key.rpartition('.')[2]} {public_setting(key, settings.get(key))}"
-        for key in differing[:3]
-    ]
-    about = ", ".join(parts) or str(settings.get("name", runs[0].name))
-    return f"{about} ({len(runs)} seeds)"
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    """Keys by which two configurations differ, apart from settings that one version lacks.
+
+    A key of one alone counts if it is an entry of a list, or a section of the other.
+    """
+    unequal = {key for key in one.keys() & other.keys() if one[key] != other[key]}
+    alone = one.keys() ^ other.keys()
+    entries = {key for key in alone if re.search(r"\.\d+(\.|$)", key)}
+    sections = {key for key in alone if any(each.startswith(f"{key}.") for each in alone)}
+    return unequal | entries | sections
+
+
+def _labels(groups: Sequence[tuple[str, ...]]) -> list[str]:
+    """Say what the runs of each group are called: what their names share, without the seed."""
+    labels = []
+    for names in groups:
+        start = commonprefix(names)  # noqa: RUF071 — of names, not of paths
+        shared = re.sub(r"((^|[-_./])(seed|s)?[-_]*)?\d*$", "", start)
+        label = names[0] if len(names) == 1 else f"{shared or names[0]} ({len(names)} seeds)"
+        labels.append(label if label not in labels else f"{label}, {names[0]}")
+    return labels
 
 
 def events_of(run: Run) -> list[Event]:

@@ -126,13 +126,13 @@ def test_a_page_that_follows_a_run_shows_its_next_step(tmp_path: Path) -> None:
     async def follow() -> Tab:
         async with chromium_tab(tmp_path / "profile") as tab:
             await tab.open(address)
-            assert "4 of 4 steps" in await tab.run("document.body.textContent")
+            assert "4 of 4" in await tab.run("document.getElementById('cards').textContent")
             await tab.until(
                 "performance.getEntriesByName(new URL('data.json', location)).length > 0"
             )
             with (made / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": 5, "reward/mean": 0.5}) + "\n")
-            await tab.until("document.getElementById('cards').textContent.includes('5 of 4 steps')")
+            await tab.until("document.getElementById('cards').textContent.includes('5 of 4')")
             assert await tab.run(DRAWN)
         return tab
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,15 +21,11 @@ from bapo_megatron.report.runs import (
     read_runs,
 )
 from bapo_megatron.report.tokens import Pieces, find_tokenizer
+from tests.launch import REPOSITORY
 from tests.report.made_runs import RATIOS, SECRET, WORDS, make_run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def run_of(*rows: dict[str, float], **settings: object) -> Run:
-    from pathlib import Path
-
     return Run(Path("runs/a"), "a", tuple(rows), settings)
 
 
@@ -41,13 +37,50 @@ def test_seeds_of_a_configuration_are_one_band_with_mean_and_range(tmp_path: Pat
     assert "optimizer.lr" in differing
     assert not {"seed", "run_dir"} & set(differing)
     same = [
-        run_of({"step": 1, "reward/mean": value}, **{"seed": n})
+        run_of({"step": 1, "reward/mean": value}, **{"seed": n, "train.steps": 1})
         for n, value in enumerate((1, 2, 6))
     ]
     groups, differing = group_runs(same)
     assert (len(groups), differing) == (1, [])
     curve = panels_of(groups)[0]["curves"][0]
     assert (curve["y"], curve["low"], curve["high"]) == ([3.0], [1.0], [6.0])
+
+
+def test_a_setting_that_another_version_does_not_know_makes_no_group() -> None:
+    old = {"algorithm.objective": "bapo", "reward.overlong": None, "seed": 0}
+    new = {**old, "seed": 1, "checkpoint.verify": True}
+    clip = {**new, "algorithm.objective": "clip"}
+    shaped = {"algorithm.objective": "bapo", "reward.overlong.penalty": 1.0}
+    two_sets = {**old, "data.train.0.path": "a", "data.train.1.path": "b"}
+    one_set = {**old, "data.train.0.path": "a"}
+    names = ["bapo-0", "bapo-1", "clip-0", "shaped", "two", "one"]
+    settings = [old, new, clip, shaped, two_sets, one_set]
+    runs = [
+        Run(Path(name), name, ({"step": 1},), given)
+        for name, given in zip(names, settings, strict=True)
+    ]
+    groups, differing = group_runs(runs[:4])
+    assert [group.label for group in groups] == ["bapo (2 seeds)", "clip-0", "shaped"]
+    assert set(differing) == {"algorithm.objective", "reward.overlong"}
+    assert len(group_runs(runs[4:])[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (("a-seed0", "a-seed1"), "a (2 seeds)"),
+        (("b/s0", "b/s1"), "b (2 seeds)"),
+        (("tests10", "tests11"), "tests (2 seeds)"),
+        (("seed0", "seed1"), "seed0 (2 seeds)"),
+        (("x", "y"), "x (2 seeds)"),
+    ],
+)
+def test_a_group_is_called_what_the_names_of_its_runs_share(
+    names: tuple[str, str], label: str
+) -> None:
+    runs = [Run(Path(n), n, ({"step": 1},), {"train.steps": 1, "seed": n}) for n in names]
+    (group,) = group_runs(runs)[0]
+    assert group.label == label
 
 
 def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(tmp_path: Path) -> None:
@@ -103,14 +136,15 @@ def test_pushes_evaluations_faults_and_restarts_are_events() -> None:
     [
         ("train/updates", [1, 0, 1], "fault", "1 of 3 steps (step 2) made no update"),
         ("reward/mean", [0, 0, 0], "fault", "The mean reward was 0 in every step"),
-        ("mismatch/logprob_abs_mean", [1e-6, 0.4, 0.3], "fault", "stale"),
+        ("mismatch/logprob_abs_mean", [1e-6, 0.4, 0.3], "fault", "in 2 of 3 steps (steps 2, 3)"),
+        ("mismatch/logprob_abs_mean", [1e-6, 0.01], "fault", "its weights are likely stale"),
+        ("mismatch/logprob_abs_mean", [0.2, 0.3], "fault", "it likely computes differently"),
         ("reward/mean", [0.5] * 10 + [0.1] * 5, "fault", "The reward fell from 0.500"),
-        ("policy/grad_norm_max", [1, 1, 1, 1, 50], "caution", "50 times its median"),
+        ("policy/grad_norm_max", [1] * 5 + [50, 12, 11], "caution", "50 times its median"),
         ("policy/entropy", [1, 0.5, 0.05, 0.05, 0.05], "caution", "The entropy collapsed"),
-        ("policy/kl_behaviour", [0.01, 0.3], "caution", "learning rate is high"),
+        ("policy/kl_behaviour", [0.01, 0.3], "caution", "tokens are old, the learning rate is"),
         ("rollout/age_p90", [2] * 6 + [40] * 6, "caution", "Tokens grow older"),
         ("rollout/truncated_share", [0.5], "caution", "50% of the responses are truncated"),
-        ("train/skipped_updates", [0, 2], "caution", "2 updates were skipped"),
     ],
 )
 def test_checks_find_runs_that_go_wrong(
@@ -132,6 +166,64 @@ def test_checks_are_silent_about_a_run_that_learns() -> None:
         for n in range(1, 40)
     ]
     assert findings_of(run_of(*rows)) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "values"),
+    [
+        ("mismatch/logprob_abs_mean", [0.01, 0.02, 0.03]),  # bfloat16
+        ("policy/grad_norm_max", [1] * 8 + [50]),
+        ("train/skipped_updates", [0, 2]),  # all rewards of their groups were equal
+    ],
+)
+def test_checks_are_silent_about_what_healthy_runs_do(metric: str, values: list[float]) -> None:
+    assert (
+        findings_of(run_of(*({"step": n, metric: v} for n, v in enumerate(values, start=1)))) == []
+    )
+
+
+def test_checks_are_silent_about_a_healthy_run() -> None:
+    (run,) = read_runs([REPOSITORY / "examples/demo_grpo"])
+    assert len(run.steps) == 24
+    assert findings_of(run) == []
+
+
+def test_a_data_set_with_wrong_answers_is_found_while_another_one_learns() -> None:
+    rows = [
+        {"step": n, "data/right/reward_mean": 0.3 + 0.02 * n, "data/shifted/reward_mean": 0.04}
+        for n in range(1, 13)
+    ]
+    run = run_of(*rows)
+    (found,) = findings_of(run)
+    assert found.text.startswith("'shifted' stays at a reward of 0.04 while 'right' reaches 0.51")
+    (panel,) = panels_of(group_runs([run])[0])
+    assert panel["title"] == "Reward by data set"
+    assert [curve["name"] for curve in panel["curves"]] == ["right", "shifted"]
+
+
+def test_a_hard_data_set_that_improves_is_no_finding() -> None:
+    rows = [
+        {"step": n, "data/easy/reward_mean": 0.9, "data/hard/reward_mean": 0.01 * n}
+        for n in range(1, 13)
+    ]
+    assert findings_of(run_of(*rows)) == []
+
+
+def test_a_stale_engine_is_found_before_it_is_far_from_the_trainer() -> None:
+    rows = [{"step": n, "mismatch/logprob_abs_mean": 4e-7 + 0.002 * n} for n in range(12)]
+    (found,) = findings_of(run_of(*rows))
+    assert "since the first value was 4e-07" in found.text
+    assert found.steps == tuple(range(3, 12))
+
+
+def test_a_learning_rate_too_high_is_named_where_tokens_are_young() -> None:
+    rows = [
+        {"step": n, "policy/kl_behaviour": 0.2, "rollout/age_max": age, "reward/mean": reward}
+        for n, (age, reward) in enumerate([(0, 0.3)] * 5 + [(3, 0.02)] * 10, start=1)
+    ]
+    fallen, far = findings_of(run_of(*rows))
+    assert fallen.text.startswith("The reward fell from 0.300 (around step 1) to 0.020")
+    assert "the batch of step 1 held no token older than 0 updates" in far.text
 
 
 def test_one_data_set_without_any_reward_is_found() -> None:
