@@ -9,13 +9,12 @@ PY := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 CXX_FILES := 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 'tests/*.cu'
 
-.PHONY: help setup demo test test-quick test-browser gpu-acceptance lint format clean
+.PHONY: help setup demo test test-quick gpu-acceptance lint format clean
 
 help:
 	@echo "make demo [SEED=0]  set up, make a tiny model, train it with BAPO, evaluate, draw figures"
 	@echo "make test           set up and run the tests"
-	@echo "make test-quick     set up and run the tests that start neither servers nor other ranks"
-	@echo "make test-browser   set up and run the tests of report's page in Chromium, which apt installs"
+	@echo "make test-quick     set up and run the tests that start neither servers, ranks nor a browser"
 	@echo "make gpu-acceptance whatever must be seen on a real GPU; without one it says so and fails"
 	@echo "make setup          create $(VENV), install, compile csrc/"
 	@echo "make lint           formatting, linting, types, import rules"
@@ -33,14 +32,11 @@ demo: setup
 
 test: setup
 	@requirements/beside.sh $(VENV)
-	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder -m "not browser" $(PYTEST_ARGS)
+	@requirements/chromium.sh
+	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-quick: setup
 	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope -m "not sglang and not distributed and not slow and not browser" $(PYTEST_ARGS)
-
-test-browser: setup
-	@requirements/chromium.sh
-	@$(PY) -m pytest -m browser $(PYTEST_ARGS)
 
 # Not of setup: a GPU machine is installed as docs/launch.md says. PYTHON is that installation's.
 gpu-acceptance:
