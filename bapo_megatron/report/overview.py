@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.config.settings import public_setting
 from bapo_megatron.evaluation.compare import compare_results
 from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.report.checks import findings_of
-from bapo_megatron.report.runs import Row, Run, RunGroup, events_of, public_setting
+from bapo_megatron.report.runs import Row, Run, RunGroup, events_of
 
 _RESAMPLES = 2000
 """Of the interval of a change; those of the scores themselves are the run's."""

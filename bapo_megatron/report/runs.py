@@ -1,7 +1,6 @@
 """Run directories as records: metrics, configuration, events, and which runs belong together.
 
-Nothing here leaves the machine's layout in a record: a path of the configuration is reduced to its
-last name, and what may hold a secret is left out (``public_setting``).
+Nothing here leaves the machine's layout or a secret in a record (``public_setting``).
 """
 
 import os
@@ -11,11 +10,8 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import yaml
-
-from bapo_megatron.errors import first_line
+from bapo_megatron.config.settings import read_settings
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.telemetry.sinks import read_metrics
 
@@ -23,8 +19,6 @@ Row = Mapping[str, float]
 
 _OF_ONE_RUN = ("name", "run_dir", "seed", "resume")
 """Keys in which the seeds of one configuration differ."""
-_SECRET = re.compile(r"(^|_)(api_?key|key|password|secret|credential|authorization)s?($|_)", re.I)
-_ENVIRONMENT_NAME = "token_variable"
 
 FAULTS = {
     "reward/errors": "reward functions failed on {:,.0f} responses",
@@ -117,14 +111,7 @@ def _read_run(path: Path, name: str) -> Run:
     if not rows:
         raise ValueError(f"{metrics}: no step was recorded yet; wait for the first one")
     config = path / "config.yaml"
-    settings: dict[str, Any] = {}
-    if config.exists():
-        try:
-            loaded = yaml.safe_load(config.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            line = first_line(error)
-            raise ValueError(f"{config}: not readable YAML ({line}); restore the file") from error
-        settings = dict(_flattened(loaded if isinstance(loaded, dict) else {}, ""))
+    settings = read_settings(config) if config.exists() else {}
     return Run(path, name, tuple(rows), settings)
 
 
@@ -135,44 +122,6 @@ def _names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise AssertionError("different absolute paths differ in their whole length")
-
-
-def _flattened(value: Any, key: str) -> list[tuple[str, Any]]:
-    children: list[tuple[Any, Any]] = []
-    if isinstance(value, dict):
-        children = list(value.items())
-    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
-        children = list(enumerate(value))
-    if not children:
-        return [(key, value)]
-    start = f"{key}." if key else ""
-    return [pair for name, child in children for pair in _flattened(child, f"{start}{name}")]
-
-
-def public_setting(key: str, value: Any) -> str:
-    """Return a value of the configuration as the page may show it.
-
-    Paths keep their last name, addresses lose user, password and query, options of servers lose
-    their values, and what is named like a secret is not shown.
-    """
-    if isinstance(value, list):
-        if "extra_args" in key:
-            value = [str(each).partition("=")[0] for each in value if str(each).startswith("-")]
-        return ", ".join(public_setting(key, each) for each in value) or "none"
-    if value is None or value == "":
-        return "none"
-    last = key.rpartition(".")[2]
-    if _SECRET.search(last) and last != _ENVIRONMENT_NAME:
-        return "not shown"
-    text = str(value)
-    if "://" in text:
-        parts = urlsplit(text)
-        port = f":{parts.port}" if parts.port else ""
-        return f"{parts.scheme}://{parts.hostname or ''}{port}"
-    if isinstance(value, str) and "/" in text and " " not in text:
-        path, colon, name = text.partition(":")
-        return Path(path).name + colon + name
-    return text
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[RunGroup], list[str]]:

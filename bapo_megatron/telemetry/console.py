@@ -1,18 +1,28 @@
-"""Output for people: tables, lines, the progress of long work; and wall time per phase."""
+"""Output for people: tables, lines, the progress of long work, a file with it; time per phase."""
 
 import asyncio
+import io
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Self
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
+
+from bapo_megatron.errors import StoppedError, describe_cause
 
 _PLAIN_INTERVAL_S = 10.0
 """Minimum time between two lines of progress without a terminal."""
 _REPORT_INTERVAL_S = 0.5
+_UNCUT_COLUMNS = 10_000
+
+_LOG = logging.getLogger(__name__)
+"""What ``say`` and ``show`` print, for ``console_kept_in``."""
 
 
 def uncut_console() -> Console:
@@ -21,12 +31,59 @@ def uncut_console() -> Console:
     In a pipe, Rich would take 80 columns and cut cells that people may want to search for.
     """
     console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=10_000)
+    return (
+        console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_UNCUT_COLUMNS)
+    )
 
 
 def say(line: str) -> None:
     """Print a line for people on standard error, as it is."""
     Console(stderr=True).print(Text(line), soft_wrap=True)
+    _LOG.info("%s", line)
+
+
+def show(part: str | Table, style: str = "") -> None:
+    """Print a line, as it is, or a table for people on standard output."""
+    console = uncut_console()
+    if isinstance(part, str):
+        console.print(Text(part, style), soft_wrap=True)
+        _LOG.info("%s", part)
+    else:
+        console.print(part)
+        plain = io.StringIO()
+        Console(file=plain, width=_UNCUT_COLUMNS, color_system=None, force_terminal=False).print(
+            part
+        )
+        _LOG.info("\n%s", plain.getvalue().rstrip())
+
+
+@contextmanager
+def console_kept_in(path: Path) -> Iterator[None]:
+    """Append to ``path`` what people are told during the block, with times.
+
+    That is what ``say`` and ``show`` print, warnings of every logger, which go to standard error as
+    before, and the error that ends the block, with its traceback.
+    """
+    file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    root = logging.getLogger()
+    # Python prints warnings by its last resort only where no logger has a handler.
+    handlers = [file] if root.handlers or not logging.lastResort else [file, logging.lastResort]
+    level = _LOG.level
+    _LOG.setLevel(logging.INFO)
+    for handler in handlers:
+        root.addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        is_failure = isinstance(error, Exception) and not isinstance(error, StoppedError)
+        _LOG.info("%s", describe_cause(error), exc_info=is_failure)
+        raise
+    finally:
+        for handler in handlers:
+            root.removeHandler(handler)
+        _LOG.setLevel(level)
+        file.close()
 
 
 class ProgressLine:
@@ -36,6 +93,7 @@ class ProgressLine:
         self._console = Console(stderr=True)
         self._status = self._console.status("starting") if self._console.is_terminal else None
         self._last_print_s = time.monotonic()
+        self._file: Path | None = None
 
     def __enter__(self) -> Self:
         if self._status is not None:
@@ -46,12 +104,22 @@ class ProgressLine:
         if self._status is not None:
             self._status.stop()
 
+    def make_way(self, file: Path) -> None:
+        """Rows of a table come now: without a terminal, keep the newest line in ``file`` instead.
+
+        Standard error often goes where standard output goes.
+        """
+        self._file = file
+
     def update(self, text: str) -> None:
         """Show the progress, such as ``rollout 12: 40/64 groups, 2100 tokens/s``."""
         if self._status is not None:
             self._status.update(Text(text))
         elif time.monotonic() - self._last_print_s >= _PLAIN_INTERVAL_S:
-            self._console.print(Text(text), soft_wrap=True)
+            if self._file is None:
+                self._console.print(Text(text), soft_wrap=True)
+            else:
+                self._file.write_text(f"{text}\n")
             self._last_print_s = time.monotonic()
 
 

@@ -7,28 +7,29 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from bapo_megatron.calls import decode_json
 from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.files import atomic_write_text, naming
+from bapo_megatron.telemetry.console import show
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.telemetry.prometheus import ShowRow
 from bapo_megatron.types import StepMetrics
 
 _COLUMNS = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("share", "bapo/positive_share", "{:.3f}"),
-    ("low", "bapo/clip_low", "{:.2f}"),
-    ("high", "bapo/clip_high", "{:.2f}"),
-    ("entropy", "policy/entropy", "{:.3f}"),
-    ("grad", "policy/grad_norm", "{:.3f}"),
-    ("clipped", "clip/fraction_high", "{:.3f}"),
-    ("stale", "rollout/staleness_mean", "{:.1f}"),
-    ("tokens", "rollout/response_tokens_mean", "{:.1f}"),
-    ("tok/s", "throughput/generated_tokens_per_s", "{:.0f}"),
+    ("reward", ("reward/mean",), "{:.3f}"),
+    ("share", ("bapo/positive_share",), "{:.3f}"),
+    ("low", ("bapo/clip_low",), "{:.2f}"),
+    ("high", ("bapo/clip_high",), "{:.2f}"),
+    ("entropy", ("policy/entropy",), "{:.3f}"),
+    ("grad", ("policy/grad_norm",), "{:.3f}"),
+    ("clipped", ("clip/fraction_high", "clip/fraction_low", "clip/fraction_dual"), "{:.3f}"),
+    ("stale", ("rollout/staleness_mean",), "{:.1f}"),
+    ("tokens", ("rollout/response_tokens_mean",), "{:.1f}"),
+    ("tok/s", ("throughput/generated_tokens_per_s",), "{:.0f}"),
 )
-"""Heading, metric and format of the terminal's columns."""
+"""Heading, metrics and format of the terminal's columns, which show their sums."""
+_NOT_IN_STEP = "time/evaluation_s"
+"""Steps with an evaluation would not compare with the others."""
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -73,7 +74,7 @@ class MetricsSinks:
         """
         self._show_row = show_row
         self._total_steps = total_steps
-        self._console = Console() if config.console else None
+        self._shows = config.console
         self._lines = 0
         path = run_dir / "metrics.jsonl"
         kept = []
@@ -113,8 +114,8 @@ class MetricsSinks:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())
-        if self._console is not None and metrics.step != BEFORE_TRAINING:
-            self._console.print(self._line(metrics), highlight=False, soft_wrap=True)
+        if self._shows and metrics.step != BEFORE_TRAINING:
+            self._show(metrics)
         if self._tensorboard is not None:
             from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -132,21 +133,21 @@ class MetricsSinks:
         if self._wandb is not None:
             self._wandb.finish()
 
-    def _line(self, metrics: StepMetrics) -> str:
-        """One row of the terminal's table; the headings come again every 20 rows."""
+    def _show(self, metrics: StepMetrics) -> None:
+        """Print one row of the table; the headings come again every 20 rows."""
+        values = metrics.values
         cells = [f"{metrics.step:>4}/{self._total_steps}"]
-        for heading, name, form in _COLUMNS:
-            value = metrics.values.get(name)
-            cells.append(f"{form.format(value) if value is not None else '-':>{_width(heading)}}")
-        step_s = sum(v for k, v in metrics.values.items() if k.startswith("time/"))
-        cells.append(f"{step_s:6.1f} s")
-        row = "  ".join(cells)
+        for heading, names, form in _COLUMNS:
+            found = [values[name] for name in names if name in values]
+            cells.append(f"{form.format(sum(found)) if found else '-':>{_width(heading)}}")
+        step_s = sum(v for k, v in values.items() if k.startswith("time/") and k != _NOT_IN_STEP)
+        cells.append(f"{step_s:6.{2 if step_s < 10 else 1}f} s")  # a replay takes milliseconds
         if self._lines % 20 == 0:
             blank = " " * (len(cells[0]) - 4)
             heads = "  ".join(f"{heading:>{_width(heading)}}" for heading, _, _ in _COLUMNS)
-            row = f"[bold]step{blank}  {heads}      time[/bold]\n{row}"
+            show(f"step{blank}  {heads}      time", style="bold")
+        show("  ".join(cells))
         self._lines += 1
-        return row
 
 
 def _width(heading: str) -> int:

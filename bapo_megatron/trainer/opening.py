@@ -3,23 +3,31 @@
 Neither this module nor what it imports may import torch: a test sees to that.
 """
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
+import yaml
 
 from bapo_megatron.config.load import dump_yaml
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.settings import flat_settings, read_settings
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.processes import RUN_DIR_FILE
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.rollout.replay import ReplaySource
-from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, Pulse
+from bapo_megatron.telemetry.console import (
+    PhaseTimer,
+    ProgressLine,
+    Pulse,
+    console_kept_in,
+    say,
+)
 from bapo_megatron.telemetry.prometheus import ShowRow, rows_served
 from bapo_megatron.trainer.check import check_training
 from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
@@ -33,6 +41,8 @@ class Opening:
     timer: PhaseTimer
     source: RolloutSource | None = None
     """On rank 0, and started."""
+    progress: ProgressLine | None = None
+    """On rank 0."""
     show_row: ShowRow | None = None
     """On rank 0, with ``log.prometheus_port``."""
 
@@ -52,10 +62,12 @@ def open_run(config: RunConfig, stopping: Stopping) -> Iterator[Opening]:
     with ExitStack() as stack:
         show_row = stack.enter_context(rows_served(config.log))
         claim_run_dir(config)
+        stack.enter_context(console_kept_in(config.run_dir / "console.log"))
+        write_config(config)
         progress = stack.enter_context(ProgressLine())
         source = open_source(config, progress, timer.pulse, stopping)
         stack.callback(source.close)
-        yield Opening(timer, source, show_row)
+        yield Opening(timer, source, progress, show_row)
 
 
 def claim_run_dir(config: RunConfig) -> None:
@@ -73,10 +85,36 @@ def claim_run_dir(config: RunConfig) -> None:
         )
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / STOPPED_NAME).unlink(missing_ok=True)
-    header = "".join(f"# {line}\n" for line in own_software().lines())
-    atomic_write_text(run_dir / "config.yaml", header + dump_yaml(config))
     if RUN_DIR_FILE in os.environ:
         Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir))
+
+
+def write_config(config: RunConfig) -> None:
+    """Write ``config.yaml``, and keep that of an earlier start with other settings.
+
+    It becomes ``config.1.yaml``, the next one ``config.2.yaml``, and one line says which keys
+    differ.
+
+    Raises:
+        ConfigError: The earlier one is not readable YAML.
+    """
+    path, text = config.run_dir / "config.yaml", dump_yaml(config)
+    if config.resume and path.exists():
+        earlier, now = read_settings(path), flat_settings(yaml.safe_load(text))
+        changed = [
+            key
+            for key in {**earlier, **now}
+            if earlier.get(key) != now.get(key) and key != "resume"
+        ]
+        if changed:
+            numbers = itertools.count(1)
+            kept = next(
+                k for n in numbers if not (k := path.with_name(f"config.{n}.yaml")).exists()
+            )
+            atomic_write_text(kept, path.read_text(encoding="utf-8"))
+            say(f"other settings than at the earlier start ({kept}): {', '.join(changed)}")
+    header = "".join(f"# {line}\n" for line in own_software().lines())
+    atomic_write_text(path, header + text)
 
 
 def open_source(
@@ -85,7 +123,7 @@ def open_source(
     """Start what generates, or open the dumps of a replay."""
     if config.replay.dumps is not None:
         if config.eval.sets:
-            Console(stderr=True).print("replay has no server: eval.sets are not evaluated")
+            say("replay has no server: eval.sets are not evaluated")
         return ReplaySource(config.replay.dumps)
 
     def on_progress(text: str) -> None:

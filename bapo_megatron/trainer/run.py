@@ -12,7 +12,6 @@ from functools import partial
 from typing import NoReturn, Self
 
 import torch
-from rich.console import Console
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.distributed import (
@@ -32,7 +31,7 @@ from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import name_best
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.processes import stacks_appended_to
-from bapo_megatron.telemetry.console import Pulse, say
+from bapo_megatron.telemetry.console import Pulse, say, show
 from bapo_megatron.telemetry.hang import HangWatch
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.sinks import MetricsSinks
@@ -72,7 +71,7 @@ class Run:
         self.config = config
         self.policy = policy
         self.timer = timer = opening.timer
-        self._show_row = opening.show_row
+        self._progress_line, self._show_row = opening.progress, opening.show_row
         self._peak_flops = find_peak_flops(config, groups)
         shape = split_shape(policy, config.parallel, config.megatron, config.train)
         self.trainer = BatchTrainer(
@@ -162,7 +161,7 @@ class Run:
             self._stack.callback(self._write_late, {})  # where the run ends before
             if self.config.log.console:
                 kernels = self.trainer.output.kernels.name
-                Console().print(f"loss stage: {kernels} kernels", highlight=False)
+                show(f"loss stage: {kernels} kernels")
         with self.timer.phase("weight_sync"):
             self.push_weights()
             self._generation.pushes.clear()  # no part of a step
@@ -174,6 +173,8 @@ class Run:
         if self.progress.unreported is not None:
             self._complete_step(self.progress.finished_steps, self.progress.unreported)
         self._raise_failure()
+        if self._progress_line is not None and self.config.log.console:
+            self._progress_line.make_way(self.config.run_dir / "logs" / "progress")
         self.timer.end_step()
 
     def _complete_step(self, step: int, values: dict[str, float]) -> None:

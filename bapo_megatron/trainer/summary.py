@@ -4,12 +4,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.files import atomic_write_text
-from bapo_megatron.telemetry.console import uncut_console
+from bapo_megatron.telemetry.console import show
 from bapo_megatron.trainer.checkpointing import Progress
 from bapo_megatron.types import EvalResult
 from bapo_megatron.versions import own_software
@@ -61,15 +60,14 @@ def report_run(config: RunConfig, progress: Progress, phase_s: dict[str, float])
     for name, seconds in phase_s.items():
         if round(seconds, 1):
             table.add_row(f"time: {name.replace('_', ' ')}", f"{seconds:.1f} s")
-    uncut_console().print(table)
+    show(table)
 
 
 def show_evaluation(results: Sequence[EvalResult]) -> None:
     """Print a line for each evaluation set."""
     for result in results:
         low, high = result.scores[0].low, result.scores[0].high
-        Console().print(
+        show(
             f"evaluation of {result.name}: avg@{result.samples_per_prompt} {result.avg_at_k:.1%} "
-            f"({low:.1%} … {high:.1%}) on {result.num_prompts} prompts ({result.wall_s:.1f} s)",
-            highlight=False,
+            f"({low:.1%} … {high:.1%}) on {result.num_prompts} prompts ({result.wall_s:.1f} s)"
         )

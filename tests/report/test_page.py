@@ -17,7 +17,6 @@ from bapo_megatron.report.runs import (
     Run,
     events_of,
     group_runs,
-    public_setting,
     read_runs,
 )
 from bapo_megatron.report.tokens import Pieces, find_tokenizer
@@ -93,30 +92,6 @@ def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(tmp_path: 
 def test_a_missing_or_empty_run_is_refused_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"metrics\.jsonl: no such file; give the directory"):
         read_runs([tmp_path])
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "shown"),
-    [
-        ("model.path", "/home/someone/models/Qwen", "Qwen"),
-        ("reward.functions.0.function", "/home/someone/mine.py:grade", "mine.py:grade"),
-        (
-            "reward.functions.0.url",
-            "https://me:pass@graders:8000/grade?token=1",
-            "https://graders:8000",
-        ),
-        (
-            "rollout.server.extra_args",
-            ["--api-key", SECRET, f"--admin-api-key={SECRET}"],
-            "--api-key, --admin-api-key",
-        ),
-        ("custom.api_key", SECRET, "not shown"),
-        ("rollout.max_response_tokens", 80, "80"),
-        ("replay.dumps", None, "none"),
-    ],
-)
-def test_settings_show_no_outside_path_and_no_secret(key: str, value: object, shown: str) -> None:
-    assert public_setting(key, value) == shown
 
 
 def test_pushes_evaluations_faults_and_restarts_are_events() -> None:

@@ -1,0 +1,93 @@
+"""A configuration as a flat table of settings, and what of it may leave the machine.
+
+Pages and trackers get ``public_setting``: a path is reduced to its last name, and what may hold a
+secret is left out.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.errors import first_line
+
+_SECRET = re.compile(
+    r"(^|_)(api_?key|key|password|secret|credential|authorization)s?($|_)|(^|_)token$", re.I
+)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a run's ``config.yaml`` by dotted key, also that of another version of the project.
+
+    Raises:
+        ConfigError: It is not readable YAML.
+        OSError: It cannot be read.
+    """
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not readable YAML ({first_line(error)}); restore it") from error
+    return flat_settings(loaded if isinstance(loaded, dict) else {})
+
+
+def flat_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of nested sections, and of lists of sections, by dotted key."""
+    return dict(_flattened(config, ""))
+
+
+def _flattened(value: Any, key: str) -> list[tuple[str, Any]]:
+    children: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        children = list(value.items())
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        children = list(enumerate(value))
+    if not children:
+        return [(key, value)]
+    start = f"{key}." if key else ""
+    return [pair for name, child in children for pair in _flattened(child, f"{start}{name}")]
+
+
+def public_settings(config: RunConfig) -> dict[str, bool | int | float | str]:
+    """Return all settings by dotted key: numbers as they are, others as ``public_setting``.
+
+    Trackers compare runs by them, so every key is there, also one with its default.
+    """
+    return {
+        key: value
+        if isinstance(value, int | float) and not _is_secret(key)
+        else public_setting(key, value)
+        for key, value in flat_settings(config.model_dump(mode="json")).items()
+    }
+
+
+def public_setting(key: str, value: Any) -> str:
+    """Return a value of the configuration as others may see it.
+
+    Paths keep their last name, addresses lose user, password and query, options of servers lose
+    their values, and what is named like a secret is not shown.
+    """
+    if isinstance(value, list):
+        if "extra_args" in key:
+            value = [str(each).partition("=")[0] for each in value if str(each).startswith("-")]
+        return ", ".join(public_setting(key, each) for each in value) or "none"
+    if value is None or value == "":
+        return "none"
+    if _is_secret(key):
+        return "not shown"
+    text = str(value)
+    if "://" in text:
+        parts = urlsplit(text)
+        port = f":{parts.port}" if parts.port else ""
+        return f"{parts.scheme}://{parts.hostname or ''}{port}"
+    if isinstance(value, str) and "/" in text and " " not in text:
+        path, colon, name = text.partition(":")
+        return Path(path).name + colon + name
+    return text
+
+
+def _is_secret(key: str) -> bool:
+    return bool(_SECRET.search(key.rpartition(".")[2]))

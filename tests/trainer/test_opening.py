@@ -1,0 +1,82 @@
+"""What a run writes before anything is started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bapo_megatron.config.load import ConfigError, load_config
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.trainer import opening
+from bapo_megatron.trainer.opening import open_run, write_config
+from bapo_megatron.trainer.stopping import Stopping
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def config_of(run_dir: Path, **changes: Any) -> RunConfig:
+    settings = {
+        "name": "sums",
+        "run_dir": run_dir,
+        "model": {"path": run_dir / "model"},
+        "data": {"train": {"path": "train.jsonl"}},
+        "eval": {"sets": [{"path": "one.jsonl"}]},
+    }
+    return RunConfig.model_validate(settings | changes)
+
+
+def test_a_resumed_run_keeps_earlier_settings_and_says_which_keys_differ(tmp_path, capsys) -> None:
+    first = config_of(tmp_path)
+    again = config_of(tmp_path, resume=True)
+    longer = config_of(tmp_path, resume=True, train={"steps": 300})
+    other_set = config_of(
+        tmp_path, resume=True, train={"steps": 300}, eval={"sets": [{"path": "two.jsonl"}]}
+    )
+    path = tmp_path / "config.yaml"
+
+    write_config(first)
+    write_config(again)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+    assert capsys.readouterr().err == ""
+    write_config(longer)
+    kept = tmp_path / "config.1.yaml"
+    assert (
+        capsys.readouterr().err
+        == f"other settings than at the earlier start ({kept}): train.steps\n"
+    )
+    write_config(other_set)
+    said = capsys.readouterr().err
+    assert said.endswith("(" + str(tmp_path / "config.2.yaml") + "): eval.sets.0.path\n")
+
+    files = [path, kept, tmp_path / "config.2.yaml"]
+    assert [load_config(file) for file in files] == [other_set, again, longer]
+
+
+def test_an_earlier_configuration_that_is_damaged_is_refused(tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("name: [")
+    with pytest.raises(ConfigError, match="not readable YAML"):
+        write_config(config_of(tmp_path, resume=True))
+
+
+def test_lines_and_the_last_error_of_a_run_are_in_its_console_log(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(opening, "check_training", lambda *_, **__: None)
+    dumps = {"dumps": tmp_path / "dumps"}
+    config = config_of(tmp_path / "run", replay=dumps)
+    with pytest.raises(RolloutError), open_run(config, Stopping(config.train)):
+        raise RolloutError("no server left")
+    # Not the refusal to begin in it again.
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with (
+        pytest.raises(ValueError, match="already holds a run"),
+        open_run(config, Stopping(config.train)),
+    ):
+        pass
+    text = (tmp_path / "run" / "console.log").read_text()
+    lines = text.splitlines()
+    assert lines[0].endswith(" replay has no server: eval.sets are not evaluated")
+    assert lines[1].endswith(" no server left")
+    assert lines[-1].endswith("RolloutError: no server left")
+    assert "already holds" not in text
