@@ -31,7 +31,7 @@ INTERRUPTED = 130
 COMMANDS = {
     "train": "Train a policy; start it with torchrun for more than one rank.",
     "eval": "Evaluate model.path on the configured sets, or grade earlier samples again.",
-    "compare": "Compare two evaluations of the same problems by a paired bootstrap.",
+    "compare": "Compare two evaluations problem by problem, or two groups of runs seed by seed.",
     "generate": "Generate batches from the training prompts with model.path, without a trainer.",
     "serve": "Run rollout.server.count servers on this node until Ctrl-C, for a trainer elsewhere.",
     "plan": "Estimate memory, messages and time of a run on a cluster, and list other layouts.",

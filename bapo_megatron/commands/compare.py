@@ -1,7 +1,8 @@
-"""``bapo-megatron compare``: two evaluations of the same problems."""
+"""``bapo-megatron compare``: two evaluations of the same problems, or two groups of runs."""
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,44 +13,78 @@ from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.commands.regrade import run_graded, settings_beside
 from bapo_megatron.config.evaluation import EvalConfig
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.evaluation.compare import compare_results
+from bapo_megatron.evaluation.compare import Comparison, compare_groups, compare_results
 from bapo_megatron.evaluation.report import read_results, rich_table
+from bapo_megatron.evaluation.runs import find_group, newest_results, read_group
 from bapo_megatron.evaluation.samples import read_samples
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.evaluation.summary import summarise, votes_pool
 from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.types import EvalResult
 
+_ABOUT = {
+    "problems": "The interval is about other problems: a bootstrap over those of the set.",
+    "seeds": "The interval is about other seeds, on these problems: Student's t over the seeds.",
+}
+"""What an interval covers, by what is paired."""
+
 
 def command(
     first: Annotated[
-        Path, typer.Argument(metavar="A", help="eval.json, a directory with one, or samples.jsonl.")
+        Path,
+        typer.Argument(
+            metavar="A",
+            help="A run directory, eval.json or samples.jsonl; or a group: a directory of runs, "
+            "or a pattern in quotes.",
+        ),
     ],
-    second: Annotated[Path, typer.Argument(metavar="B", help="The other; differences are B − A.")],
-    resamples: Annotated[int, typer.Option(min=100, help="Resamples of the bootstrap.")] = 10000,
+    second: Annotated[
+        Path, typer.Argument(metavar="B", help="The other of its kind; differences are B − A.")
+    ],
+    resamples: Annotated[
+        int, typer.Option(min=100, help="Resamples of the bootstrap over problems.")
+    ] = 10000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
     common: Annotated[
-        bool, typer.Option("--common", help="Compare only the problems that both have.")
+        bool, typer.Option("--common", help="Compare only problems and seeds that both have.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two evaluations of the same problems by a paired bootstrap."""
+    """Compare two evaluations by problem, or two groups of runs by seed.
+
+    Two evaluations of the same problems: a paired bootstrap over problems. Two groups of runs:
+    Student's paired t-test over the seeds that both have.
+    """
     if os.path.realpath(first) == os.path.realpath(second):
         raise ResultsError(f"{first}: must differ from B, got the same twice; give two evaluations")
-    results = _results_of(first), _results_of(second)
-    try:
-        found = compare_results(
-            *results,
-            k_values=EvalConfig().k_values,
-            num_resamples=resamples,
-            seed=seed,
-            common_only=common,
+    groups = find_group(first), find_group(second)
+    if bool(groups[0]) != bool(groups[1]):
+        of_runs, other = (first, second) if groups[0] else (second, first)
+        raise ResultsError(
+            f"{of_runs} is a group of {len(groups[0] or groups[1])} runs, {other} is none; give "
+            "two groups, or two evaluations"
         )
+    k_values = EvalConfig().k_values
+    try:
+        if groups[0]:
+            found = compare_groups(*map(read_group, groups), k_values=k_values, common_only=common)
+        else:
+            found = compare_results(
+                *map(_results_of, (first, second)),
+                k_values=k_values,
+                num_resamples=resamples,
+                seed=seed,
+                common_only=common,
+            )
     except ResultsError as error:
         raise ResultsError(f"{first} (A), {second} (B): {error}") from error
     if as_json:
         typer.echo(json.dumps([asdict(comparison) for comparison in found], indent=2))
-        return
+    else:
+        _show(found)
+
+
+def _show(found: Sequence[Comparison]) -> None:
     headings = ("set", "score", "A", "B", "B − A", "95 % interval", "p")
     rows = [
         (
@@ -68,17 +103,26 @@ def command(
     for comparison in found:
         left_out = f", {comparison.num_left_out:,} left out" if comparison.num_left_out else ""
         typer.echo(f"{comparison.set_name}: {comparison.num_problems:,} problems{left_out}")
+        if comparison.over == "seeds":
+            seeds = ", ".join(map(str, comparison.seeds))
+            others = ", ".join(map(str, comparison.seeds_left_out))
+            others = f"; left out: {others}" * bool(others)
+            typer.echo(f"{comparison.set_name}: pairs of runs by the seeds {seeds}{others}")
         for difference in comparison.different_settings:
             typer.echo(f"{comparison.set_name}: sampled with different {difference}")
+    typer.echo(_ABOUT[found[0].over])
 
 
 def _results_of(path: Path) -> list[EvalResult]:
     """Results as they were written, or recomputed from the recorded rewards of a samples file."""
     if path.is_dir():
-        path = path / "eval.json"
+        newest = newest_results(path)
+        if newest is None:
+            raise ResultsError(f"{path}: holds no evaluation; give a run that has been evaluated")
+        path = newest
     if not path.is_file():
         raise ResultsError(
-            f"{path}: no such file; give an eval.json, a directory with one, or a .jsonl of samples"
+            f"{path}: no such file; give a run directory, an eval.json or a .jsonl of samples"
         )
     if path.suffix != ".jsonl":
         return read_results(path)

@@ -1,13 +1,29 @@
-"""Two results on the same problems, compared problem by problem."""
+"""Two results compared problem by problem, or two groups of runs compared seed by seed.
+
+Shape legend: P = problems, S = seeds, M = estimates.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from bapo_megatron.evaluation.estimators import PairedDifference, paired_difference
+import numpy as np
+
+from bapo_megatron.evaluation.estimators import (
+    PairedDifference,
+    difference_over_seeds,
+    paired_difference,
+    student_interval,
+)
 from bapo_megatron.evaluation.settings import ResultsError
-from bapo_megatron.evaluation.summary import values_by_problem
+from bapo_megatron.evaluation.summary import is_shown, values_by_problem
 from bapo_megatron.types import EvalProblem, EvalResult
+
+Results = Sequence[EvalResult]
+"""Of one evaluation, a result per set."""
+Group = Mapping[int, Results]
+"""The evaluations of runs that differ in their seeds only, by seed."""
 
 _COMPARED_SETTINGS = (
     *("temperature", "top_p", "top_k", "max_response_tokens", "prompts", "reward"),
@@ -21,6 +37,7 @@ class ScoreDifference:
 
     name: str
     first: float
+    """Mean over problems, and over seeds."""
     second: float
     paired: PairedDifference
     """Second minus first."""
@@ -31,19 +48,56 @@ class Comparison:
     """All scores of one set; ``compare --json`` prints these fields."""
 
     set_name: str
+    over: Literal["problems", "seeds"]
+    """What differences are paired by, so what intervals and p-values are about."""
     num_problems: int
-    """Those that both have."""
+    """Those that both have; of all seeds together."""
     num_left_out: int
     """Those that only one of them has."""
+    seeds: tuple[int, ...]
+    """Those that both groups have; none where two results are compared."""
+    seeds_left_out: tuple[int, ...]
+    """Those that only one group has."""
     different_settings: tuple[str, ...]
     """Settings other than the model in which the two differ, such as ``temperature 0.6 and 1.0``;
     those that one of them did not record are left out."""
     scores: tuple[ScoreDifference, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One set of both results, on the problems that are compared."""
+
+    set_name: str
+    different_settings: tuple[str, ...]
+    num_left_out: int
+    names: tuple[str, ...]
+    """Of the M estimates that both have and a table needs."""
+    first_PM: np.ndarray
+    second_PM: np.ndarray
+
+    def means(self, name: str) -> tuple[float, float]:
+        """Return a score of both."""
+        column = self.names.index(name)
+        return float(self.first_PM[:, column].mean()), float(self.second_PM[:, column].mean())
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScore:
+    """One score of a group of runs."""
+
+    set_name: str
+    name: str
+    by_seed: dict[int, float]
+    mean: float
+    low: float | None
+    """Of Student's 95 % interval over seeds; None where there is one seed."""
+    high: float | None
+
+
 def compare_results(
-    first: Sequence[EvalResult],
-    second: Sequence[EvalResult],
+    first: Results,
+    second: Results,
     *,
     k_values: Sequence[int],
     num_resamples: int,
@@ -52,12 +106,126 @@ def compare_results(
 ) -> list[Comparison]:
     """Compare every set that both have, by name; where each has one set, those two.
 
-    Differences are ``second`` − ``first``; ``k_values`` are k of pass@k and maj@k besides the n of
-    both. ``common_only`` leaves out problems that only one of them has, instead of refusing.
+    Differences are ``second`` − ``first``, with a bootstrap over problems; ``k_values`` are k of
+    pass@k and maj@k besides the n of both. ``common_only`` leaves out problems that only one of
+    them has, instead of refusing.
 
     Raises:
         ResultsError: They have no set in common, or different problems.
     """
+    return [
+        Comparison(
+            set_name=pair.set_name,
+            over="problems",
+            num_problems=len(pair.first_PM),
+            num_left_out=pair.num_left_out,
+            seeds=(),
+            seeds_left_out=(),
+            different_settings=pair.different_settings,
+            scores=tuple(
+                ScoreDifference(
+                    name,
+                    float(first_P.mean()),
+                    float(second_P.mean()),
+                    paired_difference(second_P - first_P, num_resamples, seed),
+                )
+                for name, first_P, second_P in zip(
+                    pair.names, pair.first_PM.T, pair.second_PM.T, strict=True
+                )
+            ),
+        )
+        for pair in _pairs(first, second, k_values, common_only=common_only)
+    ]
+
+
+def compare_groups(
+    first: Group, second: Group, *, k_values: Sequence[int], common_only: bool
+) -> list[Comparison]:
+    """Compare two groups of runs; runs with equal seeds are pairs, each on its own problems.
+
+    The scores of a run are means over its problems. Their differences ``second`` − ``first``, one
+    per seed, go into Student's t-test: its interval is about other seeds on these problems, and
+    says nothing of other problems. ``common_only`` leaves out seeds and problems that only one
+    group has, instead of refusing.
+
+    Raises:
+        ResultsError: They have fewer than two seeds in common, or a pair cannot be compared.
+    """
+    seeds = sorted(first.keys() & second.keys())
+    left_out = sorted(first.keys() ^ second.keys())
+    if len(seeds) < 2 or (left_out and not common_only):
+        known = (", ".join(map(str, sorted(group))) or "none" for group in (first, second))
+        raise ResultsError(
+            f"A has the seeds {', B '.join(known)}, {len(seeds)} in common; "
+            + ("compare these with --common" if len(seeds) > 1 else "at least 2 are needed")
+        )
+    by_seed = []
+    for seed in seeds:
+        try:
+            by_seed.append(_pairs(first[seed], second[seed], k_values, common_only=common_only))
+        except ResultsError as error:
+            raise ResultsError(f"seed {seed}: {error}") from error
+    shared = [pair.set_name for pair in by_seed[0]]
+    for seed, pairs in zip(seeds, by_seed, strict=True):
+        if [pair.set_name for pair in pairs] != shared:
+            raise ResultsError(
+                f"seed {seed} has other sets ({', '.join(pair.set_name for pair in pairs)}) than "
+                f"seed {seeds[0]} ({', '.join(shared)}); evaluate all runs on the same sets"
+            )
+    return [
+        Comparison(
+            set_name=of_set[0].set_name,
+            over="seeds",
+            num_problems=sum(len(pair.first_PM) for pair in of_set),
+            num_left_out=sum(pair.num_left_out for pair in of_set),
+            seeds=tuple(seeds),
+            seeds_left_out=tuple(left_out),
+            different_settings=tuple(
+                dict.fromkeys(text for pair in of_set for text in pair.different_settings)
+            ),
+            scores=_over_seeds(of_set),
+        )
+        for of_set in zip(*by_seed, strict=True)
+    ]
+
+
+def group_scores(group: Group) -> list[GroupScore]:
+    """Return the scores that all runs of a group have, in the order of its first run."""
+    by_seed = {
+        seed: {
+            (result.name, score.name): score.value
+            for result in results
+            for score in result.scores
+            if is_shown(score.name, result.problems)
+        }
+        for seed, results in sorted(group.items())
+    }
+    found = []
+    for key in next(iter(by_seed.values())):
+        if all(key in scores for scores in by_seed.values()):
+            values = {seed: scores[key] for seed, scores in by_seed.items()}
+            values_S = np.array(list(values.values()))
+            low, high = student_interval(values_S) if len(values) > 1 else (None, None)
+            found.append(GroupScore(*key, values, float(values_S.mean()), low, high))
+    return found
+
+
+def _over_seeds(pairs: Sequence[_Pair]) -> tuple[ScoreDifference, ...]:
+    """The scores that the pairs of all seeds have."""
+    differences = []
+    for name in pairs[0].names:
+        if all(name in pair.names for pair in pairs):
+            first_S, second_S = np.array([pair.means(name) for pair in pairs]).T
+            paired = difference_over_seeds(second_S - first_S)
+            means = float(first_S.mean()), float(second_S.mean())
+            differences.append(ScoreDifference(name, *means, paired))
+    return tuple(differences)
+
+
+def _pairs(
+    first: Results, second: Results, k_values: Sequence[int], *, common_only: bool
+) -> list[_Pair]:
+    """Every set that both have, by name; where each has one set, those two."""
     if len(first) == len(second) == 1:
         pairs = [(first[0], second[0])]
     else:
@@ -69,24 +237,32 @@ def compare_results(
             f"the results have no set in common: {' against '.join(names)}; compare results on the "
             "same data"
         )
-    compared = []
-    for a, b in pairs:
-        problems = _common(a, b, common_only=common_only)
-        differing = (
-            f"{name} {json.dumps(a.settings[name])} and {json.dumps(b.settings[name])}"
-            for name in _COMPARED_SETTINGS
-            if name in a.settings and name in b.settings and a.settings[name] != b.settings[name]
-        )
-        compared.append(
-            Comparison(
-                set_name=a.name if a.name == b.name else f"{a.name}, {b.name}",
-                num_problems=len(problems),
-                num_left_out=len(a.problems) + len(b.problems) - 2 * len(problems),
-                different_settings=tuple(differing),
-                scores=_differences(problems, k_values, num_resamples, seed),
-            )
-        )
-    return compared
+    return [_pair(a, b, k_values, common_only=common_only) for a, b in pairs]
+
+
+def _pair(a: EvalResult, b: EvalResult, k_values: Sequence[int], *, common_only: bool) -> _Pair:
+    problems = _common(a, b, common_only=common_only)
+    differing = (
+        f"{name} {json.dumps(a.settings[name])} and {json.dumps(b.settings[name])}"
+        for name in _COMPARED_SETTINGS
+        if name in a.settings and name in b.settings and a.settings[name] != b.settings[name]
+    )
+    first, second = zip(*problems, strict=True)
+    num_first, num_second = len(first[0].rewards), len(second[0].rewards)
+    sizes = [k for k in {*k_values, num_first, num_second} if k <= min(num_first, num_second)]
+    names, first_PM = values_by_problem(first, sizes)
+    others, second_PM = values_by_problem(second, sizes)
+    # avg@k is the first score of both, whatever the number of samples.
+    shown = names[0] if names[0] == others[0] else f"{names[0]}, {others[0]}"
+    shared = [name for name in names[1:] if name in others and is_shown(name, (*first, *second))]
+    return _Pair(
+        set_name=a.name if a.name == b.name else f"{a.name}, {b.name}",
+        different_settings=tuple(differing),
+        num_left_out=len(a.problems) + len(b.problems) - 2 * len(problems),
+        names=(shown, *shared),
+        first_PM=first_PM[:, [0, *map(names.index, shared)]],
+        second_PM=second_PM[:, [0, *map(others.index, shared)]],
+    )
 
 
 def _common(
@@ -109,25 +285,3 @@ def _common(
             + (", or compare these with --common" if pairs else "")
         )
     return pairs
-
-
-def _differences(
-    pairs: Sequence[tuple[EvalProblem, EvalProblem]],
-    k_values: Sequence[int],
-    num_resamples: int,
-    seed: int,
-) -> tuple[ScoreDifference, ...]:
-    first, second = zip(*pairs, strict=True)
-    num_first, num_second = len(first[0].rewards), len(second[0].rewards)
-    sizes = [k for k in {*k_values, num_first, num_second} if k <= min(num_first, num_second)]
-    names, first_PM = values_by_problem(first, sizes)
-    others, second_PM = values_by_problem(second, sizes)
-    # avg@k is the first score of both, whatever the number of samples.
-    shown = names[0] if names[0] == others[0] else f"{names[0]}, {others[0]}"
-    shared = [(name, names.index(name), others.index(name)) for name in names[1:] if name in others]
-    differences = []
-    for name, column, other in [(shown, 0, 0), *shared]:
-        a_P, b_P = first_PM[:, column], second_PM[:, other]
-        paired = paired_difference(b_P - a_P, num_resamples, seed)
-        differences.append(ScoreDifference(name, float(a_P.mean()), float(b_P.mean()), paired))
-    return tuple(differences)

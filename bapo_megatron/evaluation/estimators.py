@@ -1,21 +1,27 @@
-"""avg@k, pass@k and maj@k of one problem, and confidence intervals of their means over problems.
+"""avg@k, pass@k and maj@k of one problem, and confidence intervals over problems or over seeds.
 
 Each estimate is the expectation over all subsets of k of a problem's n samples, drawn without
 replacement, so that none depends on chance or on the order of the samples. The value of a set is
 the mean over its problems.
 
-Intervals come from resampling the problems. A resample draws as many problems as there are, with
-replacement, each with all its samples; the 95 % interval reaches from the 2.5th to the 97.5th
-percentile of the means of all resamples. It is about problems like these: with the same problems
-and new samples, results scatter less. docs/evaluation.md says how often it covers the true mean.
+Intervals over problems come from resampling the problems. A resample draws as many problems as
+there are, with replacement, each with all its samples; the 95 % interval reaches from the 2.5th to
+the 97.5th percentile of the means of all resamples. It is about problems like these: with the same
+problems and new samples, results scatter less. docs/evaluation.md says how often it covers the true
+mean.
+
+Intervals over seeds are Student's. A run has few seeds, and resamples of two to five values repeat
+so few of them that their percentiles are far too close; Student's t instead assumes that results of
+seeds are roughly normal, and pays for each seed that is missing.
 
 Shape legend: K = k + 1 (sizes of a subset), J = how many clusters may share the most votes, plus 1
-(for none), P = problems, M = estimates, B = resamples.
+(for none), P = problems, S = seeds, M = estimates, B = resamples.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +33,7 @@ _RIGHT_REWARD = 1.0 - 1e-9
 _TAIL = 0.025
 """Share of the resamples beyond each end of an interval."""
 _ROUNDING = 1e-12
-"""A mean difference this small is 0."""
+"""A mean difference this small is 0, and so is a standard error."""
 _CHUNK_ENTRIES = 1 << 20
 """Draws held at a time."""
 
@@ -129,14 +135,15 @@ def _shifted_sum(table_KJ: np.ndarray, ways: Sequence[int]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """The mean difference of two results on the same problems."""
+    """The mean difference of two results on the same problems, or by the same seeds."""
 
     difference: float
     low: float
+    """Of the 95 % interval."""
     high: float
     p_value: float
-    """Two-sided: twice the smaller share of resamples, itself added to them, whose mean difference
-    is at most 0, and at least 0; at most 1."""
+    """Two-sided. Over problems twice the smaller share of resamples, itself added to them, whose
+    mean difference is at most 0, and at least 0; at most 1. Over seeds that of Student's t-test."""
 
 
 def intervals(values_PM: np.ndarray, num_resamples: int, seed: int) -> np.ndarray:
@@ -183,3 +190,88 @@ def _resampled_means(values_PM: np.ndarray, num_resamples: int, seed: int) -> np
         counts = rng.multinomial(num_problems, equal_P, size=min(rows, num_resamples - start))
         means.append(counts @ values_PM / num_problems)
     return np.concatenate(means)
+
+
+def difference_over_seeds(differences_S: np.ndarray) -> PairedDifference:
+    """Compare two groups of runs seed by seed, by Student's paired t-test.
+
+    Args:
+        differences_S: [S] float64 with S ≥ 2, the second group's score minus the first's.
+    """
+    low, high = student_interval(differences_S)
+    mean = float(differences_S.mean())
+    return PairedDifference(mean, low, high, student_p_value(differences_S))
+
+
+def student_interval(values_S: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """Return the ends of Student's interval of the mean: x̄ ± t · s / √S with S − 1 degrees.
+
+    Args:
+        values_S: [S] float64 with S ≥ 2.
+        level: Share of such intervals that cover the true mean, if the values are normal.
+    """
+    half = _student_quantile(level, len(values_S) - 1) * _standard_error(values_S)
+    mean = float(values_S.mean())
+    return mean - half, mean + half
+
+
+def student_p_value(values_S: np.ndarray) -> float:
+    """Return the two-sided p-value of a mean of 0, [S] with S ≥ 2.
+
+    Values that are all equal tell nothing of their spread: p is then 0, or 1 where they are 0.
+    """
+    mean, error = float(values_S.mean()), _standard_error(values_S)
+    if abs(mean) <= _ROUNDING:
+        return 1.0
+    if error <= _ROUNDING:
+        return 0.0
+    return max(0.0, 1.0 - _student_within(abs(mean) / error, len(values_S) - 1))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for their number (Holm 1979), in the given order."""
+    count, largest = len(p_values), 0.0
+    corrected = [0.0] * count
+    for rank, index in enumerate(sorted(range(count), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (count - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def _standard_error(values_S: np.ndarray) -> float:
+    """Of the mean: s / √S, where s² divides by S − 1."""
+    assert len(values_S) > 1, "one seed has no spread"
+    return float(values_S.std(ddof=1)) / math.sqrt(len(values_S))
+
+
+def _student_within(t: float, degrees: int) -> float:
+    """P(|T| ≤ t) for T of Student's distribution (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+
+    With θ = atan(t / √ν) it is sin θ · Σ_i c_i cos^2i θ for even ν, and (2/π) · (θ + sin θ · Σ_i
+    c_i cos^(2i+1) θ) for odd ν; the sums have ⌊ν / 2⌋ terms.
+    """
+    angle = math.atan(t / math.sqrt(degrees))
+    cosine = math.cos(angle)
+    is_odd = degrees % 2
+    term, total = cosine if is_odd else 1.0, 0.0
+    for number in range(degrees // 2):
+        total += term
+        # c_(i+1) / c_i: 1/2, 3/4, … for even ν; 2/3, 4/5, … for odd ν.
+        step = 2 * number + 1 + is_odd
+        term *= cosine * cosine * step / (step + 1)
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if is_odd else total
+
+
+@cache
+def _student_quantile(level: float, degrees: int) -> float:
+    """The t with P(|T| ≤ t) = ``level``, by bisection."""
+    low, high = 0.0, 1.0
+    while _student_within(high, degrees) < level:
+        low, high = high, 2 * high
+    while (middle := (low + high) / 2) not in (low, high):
+        if _student_within(middle, degrees) < level:
+            low = middle
+        else:
+            high = middle
+    return high

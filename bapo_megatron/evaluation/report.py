@@ -11,6 +11,7 @@ from rich.table import Table
 from bapo_megatron.calls import decode_json
 from bapo_megatron.config.evaluation import MAX_SAMPLES
 from bapo_megatron.evaluation.settings import MAX_NUMBER, ResultsError
+from bapo_megatron.evaluation.summary import is_shown
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.types import EvalResult
 
@@ -139,6 +140,7 @@ def _score_rows(results: Sequence[EvalResult]) -> list[list[str]]:
         [result.name, score.name, f"{score.value:.2%}", f"{score.low:.2%} … {score.high:.2%}"]
         for result in results
         for score in result.scores
+        if is_shown(score.name, result.problems)
     ]
 
 

@@ -167,6 +167,13 @@ def values_by_problem(
     return names, np.array(rows)
 
 
+def is_shown(name: str, problems: Sequence[EvalProblem]) -> bool:
+    """Return whether a table needs this score: where every reward is 0 or 1, pass@1 is avg@n."""
+    return name != "pass@1" or any(
+        reward not in (0.0, 1.0) for problem in problems for reward in problem.rewards
+    )
+
+
 def votes_pool(config: RewardConfig) -> RewardPool:
     """Make the pool that compares answers, by the function ``math`` whatever functions reward."""
     return RewardPool(config.workers, config.timeout_s, memory_limit_mb=config.memory_limit_mb)

@@ -10,12 +10,12 @@ from typing import Any
 from bapo_megatron.config.settings import public_setting
 from bapo_megatron.evaluation.compare import compare_results
 from bapo_megatron.evaluation.report import read_results
+from bapo_megatron.evaluation.runs import evaluations_in
 from bapo_megatron.report.checks import findings_of
 from bapo_megatron.report.runs import Row, Run, RunGroup, events_of
 
 _RESAMPLES = 2000
 """Of the interval of a change; those of the scores themselves are the run's."""
-_EVALUATION_FILE = re.compile(r"step_(\d+)\.json")
 _OBJECTIVES = {"bapo": "BAPO", "clip": "GRPO's fixed clip bounds", "none": "no clipping"}
 
 
@@ -175,11 +175,8 @@ def _percent(value: float | None) -> str:
 
 def _change(run: Run, name: str, step: int) -> str:
     """The paired difference of the last from the first evaluation; empty if a file is gone."""
-    files = sorted((run.path / "eval").glob("step_*.json"))
-    by_step = {int(m[1]): file for file in files if (m := _EVALUATION_FILE.fullmatch(file.name))}
-    start = run.path / "eval" / "start.json"
-    first = start if start.exists() else (by_step[min(by_step)] if by_step else None)
-    last = by_step.get(step)
+    files = evaluations_in(run.path)
+    first, last = next(iter(files.values()), None), files.get(step)
     if first is None or last is None or first == last:
         return ""
     pair = [[r for r in read_results(file) if r.name == name] for file in (first, last)]

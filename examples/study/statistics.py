@@ -55,13 +55,3 @@ def estimate(value_IS: NDArray[np.float64]) -> Estimate:
     tail = min((drawn_N <= 0).mean(), (drawn_N >= 0).mean())
     p_value = min(1.0, 2 * max(tail, 1 / _DRAWS))
     return Estimate(float(value_IS.mean()), low, high, low90, high90, float(p_value))
-
-
-def holm(p_values: list[float]) -> list[float]:
-    """p-values corrected for their number (Holm 1979), in the given order."""
-    count, largest = len(p_values), 0.0
-    corrected = [0.0] * count
-    for rank, index in enumerate(sorted(range(count), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (count - rank) * p_values[index]))
-        corrected[index] = largest
-    return corrected

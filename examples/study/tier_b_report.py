@@ -14,11 +14,10 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from scipy import stats
 
+from bapo_megatron.evaluation.estimators import difference_over_seeds, holm, student_interval
 from examples.study.report import MARGIN, TITLES, write_report
 from examples.study.shards import read_shards
-from examples.study.statistics import holm
 from examples.study.tier_a import CONTRASTS
 
 mpl.use("Agg")
@@ -73,19 +72,18 @@ class Results:
 def contrast_lines(results: Results, lags: list[int], rate: float) -> list[str]:
     """The four contrasts as a table."""
     found = {arm: results.differences(arm, lags, rate) for arm in CONTRASTS}
-    tests = {arm: stats.ttest_1samp(values, 0.0) for arm, values in found.items()}
-    corrected = holm([float(test.pvalue) for test in tests.values()])
+    tests = {arm: difference_over_seeds(values) for arm, values in found.items()}
+    corrected = holm([test.p_value for test in tests.values()])
     lines = [
         "| BAPO minus | difference | 95 % interval | p | corrected | equivalent | seeds above |",
         "|---" * 7 + "|",
     ]
     for (arm, test), p_value in zip(tests.items(), corrected, strict=True):
-        low, high = test.confidence_interval(0.95)
-        inner = test.confidence_interval(0.9)
-        is_equivalent = inner.low > -MARGIN and inner.high < MARGIN
+        low, high = student_interval(found[arm], 0.9)
+        is_equivalent = low > -MARGIN and high < MARGIN
         lines.append(
-            f"| {TITLES[arm]} | {found[arm].mean():+.3f} | {low:+.3f} … {high:+.3f} | "
-            f"{test.pvalue:.4f} | {p_value:.4f} | {'yes' if is_equivalent else 'no'} | "
+            f"| {TITLES[arm]} | {test.difference:+.3f} | {test.low:+.3f} … {test.high:+.3f} | "
+            f"{test.p_value:.4f} | {p_value:.4f} | {'yes' if is_equivalent else 'no'} | "
             f"{(found[arm] > 0).sum()} of {len(found[arm])} |"
         )
     return lines
@@ -93,7 +91,8 @@ def contrast_lines(results: Results, lags: list[int], rate: float) -> list[str]:
 
 def half_width(values: Values) -> float:
     """Half of Student's 95 % interval of the mean."""
-    return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+    low, high = student_interval(values)
+    return (high - low) / 2
 
 
 def accuracy_lines(results: Results, rate: float) -> list[str]:

@@ -101,7 +101,7 @@ def test_samples_are_graded_again_without_server_and_configuration(
         (["eval", "--from", "CUT"], "1 of 8 samples are missing; finish the evaluation"),
         (["eval", "--from", "FILE", "--out", "HERE"], "--out: would replace"),
         (["compare", "FILE", "OTHER"], "0 in common; compare results on the same data"),
-        (["compare", "FILE", "/no/such/eval.json"], "no such file; give an eval.json"),
+        (["compare", "FILE", "/no/such/eval.json"], "no such file; give a run directory"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -147,7 +148,8 @@ def test_a_comparison_is_paired_by_problem_whatever_the_order():
     (found,) = compare(result(FIRST), result(reordered))
     assert (found.num_problems, found.num_left_out) == (3, 0)
     by_name = {score.name: score for score in found.scores}
-    assert list(by_name) == ["avg@4", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"]
+    # Rewards are 0 or 1, so pass@1 would be avg@4 again.
+    assert list(by_name) == ["avg@4", "pass@2", "pass@4", "maj@2", "maj@4"]
     average = by_name["avg@4"]
     assert (average.first, average.second) == (pytest.approx(3 / 12), pytest.approx(8 / 12))
     # By problem + 2/4, + 2/4, + 1/4: every resample is above 0.
@@ -160,7 +162,14 @@ def test_a_comparison_is_paired_by_problem_whatever_the_order():
 def test_results_with_other_numbers_of_samples_share_what_both_can_tell():
     fewer = {prompt: answers[:2] for prompt, answers in SECOND.items()}
     (found,) = compare(result(FIRST), result(fewer))
-    assert [score.name for score in found.scores] == ["avg@4, avg@2", "pass@1", "pass@2", "maj@2"]
+    assert [score.name for score in found.scores] == ["avg@4, avg@2", "pass@2", "maj@2"]
+
+
+def test_pass_at_1_is_listed_where_it_is_not_avg_at_n_again():
+    partly = result({"a:0": ["2", "3"]}, components={"math": 0.5})
+    problem = replace(partly.problems[0], rewards=(1.0, 0.5))
+    (found,) = compare(replace(partly, problems=(problem,)), partly)
+    assert [score.name for score in found.scores] == ["avg@2", "pass@1", "pass@2", "maj@2"]
 
 
 def test_other_problems_are_refused_or_left_out():

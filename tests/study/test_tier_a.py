@@ -14,7 +14,7 @@ import torch
 from examples.study import tier_a, tier_a_run
 from examples.study.report import Results, final, tables
 from examples.study.shards import read_shards
-from examples.study.statistics import estimate, holm
+from examples.study.statistics import estimate
 from examples.study.task import LONGEST, PROMPTS, RIGHT, SLOPPY, STAGES, Task, make_task
 from examples.study.tier_a_run import Run, Setting, train
 
@@ -159,10 +159,6 @@ def test_intervals_cover_tasks_and_seeds():
     assert shifted.p_value < 0.001
     assert not shifted.is_within(0.02)
     assert estimate(0.001 * rng.normal(size=(8, 4))).is_within(0.02)
-
-
-def test_holm_by_hand():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
 
 
 def test_prompts_of_an_update_are_whole_groups():
