@@ -15,9 +15,11 @@ import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.elastic.multiprocessing import api as processes_of_torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -36,6 +38,7 @@ from bapo_megatron.processes import (
     PrivateDirectory,
     describe_exit,
     environment_set,
+    ignore_signals,
 )
 from bapo_megatron.trainer.stopping import STOPPED_NAME
 
@@ -142,9 +145,16 @@ def _bind(args: argparse.Namespace) -> None:
     args.rdzv_conf = f"rank={args.node_rank}"
 
 
+def _stop_once(number: int, frame: FrameType | None) -> NoReturn:
+    """Do what torchrun's handler does, but once: a second time, it leaves ranks that save."""
+    ignore_signals()
+    raise SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
+
+
 def main() -> None:
     """Run torchrun with the arguments of this process."""
     args = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]
+    processes_of_torchrun._terminate_process_handler = _stop_once  # type: ignore[assignment]
     rendezvous_handler_registry.register(_BACKEND, _make_rendezvous)
     logs = PrivateDirectory()
     noted = logs.path / "run_dir"

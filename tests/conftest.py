@@ -96,7 +96,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen2 whose logits are far from uniform, with the tiny tokenizer."""
     from tests.engine.helpers import make_model_dir
 
-    return make_model_dir(tmp_path_factory.mktemp("model"))
+    return make_model_dir(tmp_path_factory.mktemp("model:base"))
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ class Kind:
     @property
     def name(self) -> str:
         """Such as ``kill-rank-push``."""
-        parts = (self.how, self.victim, self.moment, "" if self.times == 1 else "twice")
+        parts = (self.how, self.victim, self.moment, "" if self.times == 1 else "thrice")
         return "-".join(filter(None, parts))
 
     @property
@@ -88,7 +88,7 @@ KINDS = (
     Kind("kill", "torchrun"),
     Kind("term", "torchrun"),
     Kind("term", "torchrun", "save"),
-    Kind("term", "torchrun", times=2),
+    Kind("term", "torchrun", times=3),
     Kind("kill", "collector"),
     Kind("kill", "grader"),
     Kind("kill", "server"),

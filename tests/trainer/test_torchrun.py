@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+import time
 from typing import TYPE_CHECKING
 
 import psutil
@@ -125,7 +126,9 @@ def test_the_last_line_says_why_a_run_ended_and_how_it_goes_on(
     started.append(process)
     wait_for(process, lambda: len(steps(run_dir)) >= 2, "two steps")
     if number == signal.SIGTERM:
-        process.send_signal(number)  # to torchrun, as Slurm does
+        for _ in range(4):  # to torchrun, as Slurm does, and others with less patience
+            process.send_signal(number)
+            time.sleep(0.2)
     else:
         children = psutil.Process(process.pid).children()
         (rank_1,) = (each for each in children if each.environ().get("RANK") == "1")

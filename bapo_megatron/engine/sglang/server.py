@@ -231,6 +231,7 @@ class SglangServer:
         seed = (self.seed + self.index + of_host) % _NUM_SEEDS
         arguments = [
             f"--model-path={self.model.path}",
+            "--served-model-name=policy",  # by default the path, which then may hold no colon
             f"--host={self.host}",
             f"--port={self.port}",
             f"--dtype={self.model.dtype}",
