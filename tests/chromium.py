@@ -61,7 +61,7 @@ class Tab:
         return event["result"]
 
     async def open(self, address: str) -> None:
-        """Open an address, and wait until the report's page has drawn its figures."""
+        """Open the report's page at an address, and wait until it has drawn its figures."""
         for domain in ("Network", "Runtime", "Log", "Page"):
             await self.send(f"{domain}.enable")
         await self.send("Page.navigate", url=address)

@@ -91,7 +91,9 @@ def _evaluation(step: int, score: float) -> dict[str, float]:
 def _write_rollouts(path: Path, rewards: tuple[float, ...]) -> None:
     groups, texts = [], []
     for group_id in range(2):
-        prompt = PromptTokens(f"sums.jsonl:{group_id}", np.array([1, 2], np.int32), "sums")
+        prompt = PromptTokens(
+            f"sums.jsonl:{group_id}{SCRIPT}", np.array([1, 2], np.int32), f"sums{SCRIPT}"
+        )
         samples = []
         for index, reward in enumerate(rewards):
             logprobs = -np.arange(1, 5, dtype=np.float32) / (1 + group_id + 2 * index)
@@ -105,7 +107,7 @@ def _write_rollouts(path: Path, rewards: tuple[float, ...]) -> None:
                     versions=spans_of(np.array([1, 1, 2, 3])),
                     finish_reason=FinishReason.STOP,
                     reward=reward,
-                    reward_components={"math": reward},
+                    reward_components={f"math{SCRIPT}": reward},
                     answer_found=True,
                 )
             )

@@ -15,7 +15,7 @@ import pytest
 
 from bapo_megatron.report.page import page_data, render
 from bapo_megatron.report.watch import serve
-from tests.chromium import Tab, chromium_tab
+from tests.chromium import Tab, chromium_tab, find_chromium
 from tests.launch import command
 from tests.report.made_runs import SCRIPT, make_run
 
@@ -72,6 +72,16 @@ async def read_by_mouse(tab: Tab) -> None:
     assert "extracted answer3" in why
     assert "advantage−0.707" in why
     # What was sampled is text: it made no element and ran nothing.
+    assert await tab.run("document.querySelectorAll('main script, main img').length") == 0
+    assert SCRIPT in await tab.run("document.querySelector('#rollout .facts').textContent")
+    await tab.run("document.querySelector('#rollout summary').click()")
+    assert await tab.run("document.querySelector('#rollout pre').textContent") == (
+        f"What is 1+2? {SCRIPT}"
+    )
+    for grouping in ("problem", "reward", "length", "age", "exit", "source", "step"):
+        await tab.run(f"document.getElementById('pick-group').value = '{grouping}'")
+        await tab.run("document.getElementById('pick-group').dispatchEvent(new Event('change'))")
+        assert await tab.run("document.querySelectorAll('#list .row').length") == 4
     assert await tab.run("document.querySelectorAll('main script, main img').length") == 0
     assert await tab.run("document.title") == "made"
 
@@ -142,6 +152,18 @@ def test_a_page_that_follows_a_run_shows_its_next_step(tmp_path: Path) -> None:
     foreign = Request(f"{address}data.json", headers={"Host": "elsewhere.example"})
     with pytest.raises(OSError, match="403"), contextlib.closing(urlopen(foreign)):
         pass
+
+
+def test_without_chromium_ci_fails_and_a_person_s_machine_skips(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="install it"):
+        find_chromium()
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="install it"):
+        find_chromium()
 
 
 def test_a_page_for_many_runs_that_is_too_large_is_refused(

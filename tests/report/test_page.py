@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,17 +248,35 @@ def test_tokens_that_share_a_character_are_one_text() -> None:
 
 
 def test_the_page_holds_no_markup_of_rollouts_no_outside_path_and_no_secret(tmp_path: Path) -> None:
-    changes = {
-        "rollout": {"server": {"extra_args": ["--api-key", SECRET]}, "max_response_tokens": 8}
+    server = {"extra_args": ["--api-key", SECRET, f"--admin-api-key={SECRET}"]}
+    grader = {"name": "own", "function": None, "url": f"http://me:{SECRET}@host/x?token={SECRET}"}
+    changes: dict[str, Any] = {
+        "rollout": {
+            "server": server,
+            "servers": [f"http://{SECRET}@one:1", f"http://two:2/{SECRET}"],
+            "max_response_tokens": 8,
+        },
+        "reward": {"functions": [{**grader, "http": {"token_variable": "GRADER_TOKEN"}}]},
+        "data": {"train": {"path": "/outside/secret-folder/sums.jsonl"}},
+        "custom": {"api_key": SECRET, "wandb_api_key": SECRET, "hf_token": SECRET},
     }
-    paths = [make_run(tmp_path / "a"), make_run(tmp_path / "b", changes=changes)]
-    page = render(page_data(paths))
-    assert str(tmp_path) not in page
-    assert SECRET not in page
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert data is not None
-    assert "<" not in data[1]
-    assert WORDS[0] in {text for _, text in json.loads(data[1])["rollouts"][0]["pieces"]}
+    without = {
+        "rollout": {"server": {"extra_args": []}, "servers": [], "max_response_tokens": 8},
+        "custom": dict.fromkeys(changes["custom"], ""),
+    }
+    paths = [make_run(tmp_path / name, changes=c) for name, c in (("a", without), ("b", changes))]
+    data = page_data(paths)
+    page = render(data)
+    for hidden in (str(tmp_path), str(Path.home()), SECRET, "secret-folder"):
+        assert hidden not in page
+    shown = {row[0]: row[2] for row in data["differences"]["rows"]}
+    assert shown["reward.functions.0.url"] == "http://host"
+    assert shown["rollout.servers"] == "http://one:1, http://two:2"
+    assert shown["custom.hf_token"] == "not shown"
+    held = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert held is not None
+    assert "<" not in held[1]
+    assert WORDS[0] in {text for _, text in json.loads(held[1])["rollouts"][0]["pieces"]}
     assert not re.search(r'(?:src|href)="(?!#|data:)', page[: page.index("<script")])
 
 
