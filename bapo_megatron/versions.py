@@ -30,6 +30,11 @@ class Software:
     """By name: this project, Python, CUDA as torch was built with it, and the installed packages
     that results depend on. Servers elsewhere may have others."""
 
+    def settings(self) -> dict[str, str]:
+        """Return it as settings for trackers: ``commit``, ``versions.torch`` and so on."""
+        versions = {f"versions.{name}": version for name, version in self.versions.items()}
+        return {"commit": self.commit or "unknown", **versions}
+
     def lines(self) -> list[str]:
         """Return it for people: the commit, then the versions."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())

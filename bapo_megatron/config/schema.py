@@ -238,7 +238,14 @@ class LogConfig(Section):
     tensorboard: bool = True
     """Event files under ``<run_dir>/tensorboard``."""
     wandb_project: str = ""
-    """Project name at Weights & Biases; empty: off."""
+    """Project name at Weights & Biases; empty: off. It gets metrics, settings and samples."""
+    wandb_group: str = Field("", max_length=128)
+    """Group of the run there, such as one name for all seeds."""
+    wandb_tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
+    """Tags of the run there."""
+    wandb_samples_every: int = Field(20, ge=0)
+    """Every N steps, a table of eight samples with texts, from the lowest reward to the highest, if
+    ``rollout.dump`` keeps them; 0: never."""
     prometheus_port: int = Field(0, ge=0, le=65535)
     """Port at which Prometheus finds the newest row of ``metrics.jsonl``; 0: off."""
     prometheus_host: str = "127.0.0.1"

@@ -66,6 +66,8 @@ def console_kept_in(path: Path) -> Iterator[None]:
     """
     file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    # Some libraries pass on all that they note.
+    file.addFilter(lambda record: record.name == __name__ or record.levelno >= logging.WARNING)
     root = logging.getLogger()
     # Python prints warnings by its last resort only where no logger has a handler.
     handlers = [file] if root.handlers or not logging.lastResort else [file, logging.lastResort]

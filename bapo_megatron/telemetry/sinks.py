@@ -3,9 +3,8 @@
 import json
 import math
 import os
-import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from bapo_megatron.calls import decode_json
 from bapo_megatron.config.schema import LogConfig
@@ -13,6 +12,7 @@ from bapo_megatron.files import atomic_write_text, naming
 from bapo_megatron.telemetry.console import show
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.telemetry.prometheus import ShowRow
+from bapo_megatron.telemetry.trackers import SampleRow, Settings, TensorBoard, WeightsAndBiases
 from bapo_megatron.types import StepMetrics
 
 _COLUMNS = (
@@ -66,11 +66,13 @@ class MetricsSinks:
         *,
         first_step: int,
         total_steps: int,
+        settings: Settings | None = None,
+        sample_rows: Callable[[int], Sequence[SampleRow]] | None = None,
         show_row: ShowRow | None = None,
     ) -> None:
         """Open the sinks; drop the rows of ``first_step`` and of what comes after it.
 
-        ``show_row`` takes every row.
+        ``settings`` and ``sample_rows`` are for trackers; ``show_row`` takes every row.
         """
         self._show_row = show_row
         self._total_steps = total_steps
@@ -83,26 +85,12 @@ class MetricsSinks:
             kept = [json.dumps(row) + "\n" for row in earlier if row["step"] < first_step]
         atomic_write_text(path, "".join(kept))
         self._file = path.open("a")
-        self._tensorboard: Any = None
+        self._trackers: list[TensorBoard | WeightsAndBiases] = []
         if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
-        self._wandb: Any = None
+            self._trackers.append(TensorBoard(run_dir / "tensorboard", first_step, settings or {}))
         if config.wandb_project:
-            import wandb
-
-            id_file = run_dir / "wandb_id"
-            if not id_file.exists():
-                atomic_write_text(id_file, uuid.uuid4().hex)
-            # The same id after a resume, so that the run's curves go on.
-            self._wandb = wandb.init(
-                project=config.wandb_project,
-                name=run_name,
-                dir=str(run_dir),
-                id=id_file.read_text(),
-                resume="allow",
-            )
+            tracker = WeightsAndBiases(run_dir, run_name, config, settings or {}, sample_rows)
+            self._trackers.append(tracker)
 
     def write(self, metrics: StepMetrics) -> None:
         """Report a step everywhere; flush its JSON line to disk."""
@@ -116,22 +104,14 @@ class MetricsSinks:
             os.fsync(self._file.fileno())
         if self._shows and metrics.step != BEFORE_TRAINING:
             self._show(metrics)
-        if self._tensorboard is not None:
-            from tensorboard.compat.proto.summary_pb2 import Summary
-
-            # One event for all: each of its own wakes the thread that writes them.
-            values = [Summary.Value(tag=n, simple_value=value) for n, value in finite.items()]
-            self._tensorboard.file_writer.add_summary(Summary(value=values), metrics.step)
-        if self._wandb is not None:
-            self._wandb.log(finite, step=metrics.step)
+        for tracker in self._trackers:
+            tracker.write(metrics.step, finite)
 
     def close(self) -> None:
         """Flush and close everything."""
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for tracker in self._trackers:
+            tracker.close()
 
     def _show(self, metrics: StepMetrics) -> None:
         """Print one row of the table; the headings come again every 20 rows."""

@@ -14,6 +14,7 @@ from typing import NoReturn, Self
 import torch
 
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.settings import public_settings
 from bapo_megatron.distributed import (
     ProcessGroups,
     barrier,
@@ -41,6 +42,7 @@ from bapo_megatron.trainer.generation import Generation
 from bapo_megatron.trainer.opening import Opening
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump
+from bapo_megatron.trainer.sample_table import sample_rows
 from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
@@ -52,6 +54,7 @@ from bapo_megatron.types import (
     StepMetrics,
     UpdateResult,
 )
+from bapo_megatron.versions import own_software
 from bapo_megatron.weight_sync.send import WeightSync, sync_metrics
 
 
@@ -149,12 +152,15 @@ class Run:
             self._generation.wait_ready()
         self._raise_failure()
         if self._generation.source is not None:
+            dumps = self.config.replay.dumps or self.config.run_dir / "rollouts"
             self._sinks = MetricsSinks(
                 self.config.run_dir,
                 self.config.name,
                 self.config.log,
                 first_step=self.progress.first_unreported,
                 total_steps=self.config.train.steps,
+                settings=public_settings(self.config) | own_software().settings(),
+                sample_rows=partial(sample_rows, dumps),
                 show_row=self._show_row,
             )
             self._stack.callback(self._sinks.close)

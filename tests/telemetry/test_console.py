@@ -22,6 +22,8 @@ from bapo_megatron.telemetry.console import console_kept_in, say
 with console_kept_in(Path(sys.argv[1])):
     logging.getLogger("bapo_megatron.rollout.client").warning("a server is taken out")
     logging.getLogger("bapo_megatron.rollout.client").info("nobody reads this")
+    logging.getLogger("talkative").setLevel(logging.DEBUG)
+    logging.getLogger("talkative").info("nor this")
     say("resumed [1/2]")
 logging.getLogger("bapo_megatron.rollout.client").warning("after it")
 """

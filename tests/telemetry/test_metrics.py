@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -300,27 +298,6 @@ def test_every_sink_counts_finished_steps(tmp_path, capsys) -> None:
     assert [event.step for event in events.Scalars("reward/mean")] == [0, 1, 6]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["step", "1/6", "6/6"]
-
-
-def test_a_resumed_run_goes_on_at_weights_and_biases_under_the_same_id(
-    tmp_path, monkeypatch
-) -> None:
-    opened: list[dict[str, object]] = []
-    logged: list[tuple[dict[str, float], int]] = []
-    client = SimpleNamespace(
-        log=lambda values, step: logged.append((values, step)), finish=lambda: None
-    )
-    module = SimpleNamespace(init=lambda **options: opened.append(options) or client)
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    config = LogConfig(console=False, tensorboard=False, wandb_project="p")
-    for step in (1, 2):
-        sinks = MetricsSinks(tmp_path, "run", config, first_step=step, total_steps=2)
-        sinks.write(StepMetrics(step, {"reward/mean": 0.5, "x": math.nan}))
-        sinks.close()
-    assert logged == [({"reward/mean": 0.5}, 1), ({"reward/mean": 0.5}, 2)]
-    assert opened[0]["project"] == "p"
-    assert opened[0]["id"]
-    assert opened[0]["id"] == opened[1]["id"]
 
 
 def test_dynamics_figure_is_a_png_and_needs_metrics(tmp_path) -> None:
