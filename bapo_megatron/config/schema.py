@@ -241,8 +241,8 @@ class LogConfig(Section):
     """Project name at Weights & Biases; empty: off. It gets metrics, settings and samples."""
     wandb_group: str = Field("", max_length=128)
     """Group of the run there, such as one name for all seeds."""
-    wandb_tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
-    """Tags of the run there."""
+    wandb_tags: tuple[str, ...] = ()
+    """Tags of the run there, of 1 to 64 characters each."""
     wandb_samples_every: int = Field(20, ge=0)
     """Every N steps, a table of eight samples with texts, from the lowest reward to the highest, if
     ``rollout.dump`` keeps them; 0: never."""
@@ -257,6 +257,14 @@ class LogConfig(Section):
     """When a rank has made no progress for this long, all ranks write their stacks to
     ``<run_dir>/logs`` and rank 0 says which rank does what; the run goes on. Must be below
     ``parallel.timeout_s``."""
+
+    @field_validator("wandb_tags")
+    @classmethod
+    def _tags_are_taken(cls, tags: tuple[str, ...]) -> tuple[str, ...]:
+        for tag in tags:
+            if not 1 <= len(tag) <= 64:
+                raise ValueError(f"must be 1 to 64 characters each, got '{tag}'; shorten it")
+        return tags
 
 
 class RunConfig(Section):

@@ -65,6 +65,13 @@ def hyper_parameters(run_dir: Path) -> tuple[EventAccumulator, dict[str, Any]]:
     return events, {name: getattr(v, v.WhichOneof("kind")) for name, v in found.items()}
 
 
+def test_a_tag_that_is_not_taken_there_is_refused_before_the_run() -> None:
+    for tag in ("", "a" * 65):
+        with pytest.raises(ValueError, match=f"1 to 64 characters each, got '{tag}'"):
+            config_of(wandb_tags=("bapo", tag))
+    assert config_of(wandb_tags=("a" * 64,)).log.wandb_tags == ("a" * 64,)
+
+
 def test_tensorboard_compares_runs_by_every_setting_and_their_last_metrics(tmp_path: Path) -> None:
     config = config_of()
     sinks = sinks_of(tmp_path, config)
