@@ -94,8 +94,13 @@ class WeightsAndBiases:
             resume="allow",
             config=dict(settings),
             allow_val_change=True,  # a resumed run may have other settings
-            # Command line and address of the working directory's repository may hold secrets.
-            settings=wandb.Settings(x_disable_meta=True, disable_git=True, save_code=False),
+            settings=wandb.Settings(
+                # Command line and address of the working directory's repository may hold secrets.
+                x_disable_meta=True,
+                disable_git=True,
+                save_code=False,
+                quiet=True,  # else the end of a run is thirty lines of its numbers
+            ),
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
