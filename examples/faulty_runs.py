@@ -76,7 +76,7 @@ def write_sets(train: Path, folder: Path) -> list[Path]:
     good, bad = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     answers = [row["answer"] for row in bad]
     shifted = zip(bad, [*answers[1:], answers[0]], strict=True)
-    sets = {"right": good, "shifted": [{**row, "answer": answer} for row, answer in shifted]}
+    sets = {"first": good, "second": [{**row, "answer": answer} for row, answer in shifted]}
     folder.mkdir(parents=True, exist_ok=True)
     for name, kept in sets.items():
         text = "".join(json.dumps(row) + "\n" for row in kept)

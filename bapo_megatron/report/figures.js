@@ -88,13 +88,15 @@ const Figures = (() => {
 
   function eventTraces() {
     return EVENT_KINDS.filter((kind) => !hidden.events.has(kind)).map((kind) => {
-      const steps = [...new Set(
-        data.runs[eventRun].events.filter((event) => event.kind === kind).map((event) => event.step)
-      )];
+      const events = data.runs[eventRun].events.filter((event) => event.kind === kind);
+      const steps = [...new Set(events.map((event) => event.step))];
+      const texts = steps.map((step) => events.filter((event) => event.step === step).map((event) => event.text).join("; "));
       const top = kind === "push" ? 0.035 : 1;
       return {
         x: steps.flatMap((step) => [step, step, null]), y: steps.flatMap(() => [0, top, null]),
-        yaxis: "y2", mode: "lines", type: "scatter", hoverinfo: "skip",
+        yaxis: "y2", mode: "lines", type: "scatter",
+        text: texts.flatMap((text) => [text, text, null]),
+        ...(kind === "push" ? { hoverinfo: "skip" } : { hovertemplate: "%{text}<extra></extra>" }),
         line: {
           color: faded(css(`--${kind}`), 0.55), width: 1,
           dash: { evaluation: "dot", restart: "dash" }[kind] || "solid",

@@ -56,8 +56,8 @@ PANELS = (
     ),
     Panel("Distance from the sampling policy", "nats per token", {"KL": "policy/kl_behaviour"}),
     Panel(
-        "Engine against trainer, equal weights",
-        "nats per token",
+        "Engine against trainer",
+        "mean |Δ log-prob| of equal weights, nats",
         {
             "in the batch": "mismatch/logprob_abs_mean",
             "checked after pushes": "weight_sync/logprob_difference",

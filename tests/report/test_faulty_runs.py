@@ -24,14 +24,14 @@ LIMIT_S = 60.0
 def test_one_data_set_has_the_answers_of_the_rows_below(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+1=?", "answer": str(n + 1)} for n in range(6)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    right, shifted = write_sets(tmp_path / "train.jsonl", tmp_path / "data")
+    first, second = write_sets(tmp_path / "train.jsonl", tmp_path / "data")
 
     def answers(path: Path) -> dict[str, str]:
         read = [json.loads(line) for line in path.read_text().splitlines()]
         return {row["prompt"]: row["answer"] for row in read}
 
-    assert answers(right) == {"0+1=?": "1", "1+1=?": "2", "2+1=?": "3"}
-    assert answers(shifted) == {"3+1=?": "5", "4+1=?": "6", "5+1=?": "4"}
+    assert answers(first) == {"0+1=?": "1", "1+1=?": "2", "2+1=?": "3"}
+    assert answers(second) == {"3+1=?": "5", "4+1=?": "6", "5+1=?": "4"}
 
 
 def test_a_stale_engine_has_the_version_of_a_push_and_the_weights_of_the_start(
