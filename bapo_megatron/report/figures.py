@@ -87,6 +87,11 @@ PANELS = (
             "trained": "throughput/trained_tokens_per_s",
         },
     ),
+    Panel(
+        "Requests in the engines",
+        "requests per engine",
+        {"sampled": "engines/running", "waiting": "engines/waiting"},
+    ),
 )
 
 

@@ -15,6 +15,8 @@ const Reader = (() => {
     ["version", "weights version"], ["level", "loss mask"],
   ];
   const MAX_ROWS = 300;
+  // There the response stands below the list (page.css).
+  const NARROW = matchMedia("(max-width: 900px)");
   let runs = [], run = 0, chosen = null, coloring = "logprob", cursor = -1, rows = [];
 
   const current = () => runs[run];
@@ -102,7 +104,10 @@ const Reader = (() => {
     );
     row.sample = sample;
     if (sample === chosen) row.setAttribute("aria-current", "true");
-    row.addEventListener("click", () => open(sample));
+    row.addEventListener("click", () => {
+      open(sample);
+      if (NARROW.matches) byId("rollout").scrollIntoView();
+    });
     rows.push(row);
     return row;
   }
