@@ -32,6 +32,7 @@ COMMANDS = {
     "train": "Train a policy; start it with torchrun for more than one rank.",
     "eval": "Evaluate model.path on the configured sets, or grade earlier samples again.",
     "compare": "Compare two evaluations problem by problem, or two groups of runs seed by seed.",
+    "sweep": "Train variants of a configuration by several seeds, and compare them.",
     "generate": "Generate batches from the training prompts with model.path, without a trainer.",
     "serve": "Run rollout.server.count servers on this node until Ctrl-C, for a trainer elsewhere.",
     "plan": "Estimate memory, messages and time of a run on a cluster, and list other layouts.",

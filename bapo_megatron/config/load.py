@@ -114,6 +114,16 @@ def _refuse_unsendable(value: Any, place: Place, location: tuple[Any, ...] = ())
         )
 
 
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the keys of a YAML file that is no configuration of a run, as they are written.
+
+    Raises:
+        ConfigError: It is missing, or not a YAML mapping.
+    """
+    found: dict[str, Any] = OmegaConf.to_container(_read_file(path))
+    return found
+
+
 def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, Any]]:
     """Files and their OmegaConf mappings: what a file inherits from, most basic first, then it."""
     # Not ``resolve``, which raises a RuntimeError for a loop of symbolic links.
@@ -125,10 +135,20 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, Any]]
             f"{path}: 'inherit' must not lead through more than {_MAX_FILES} files, got them from "
             f"{inheriting[0]} on; merge some of them"
         )
+    settings = _read_file(path, f"{inheriting[-1]}: inherit: " if inheriting else "")
+    base = settings.pop("inherit", None)
+    if base is None:
+        return [(str(path), settings)]
+    if not isinstance(base, str) or "\0" in base:
+        raise ConfigError(f"{path}: 'inherit' must be one file name, got {base!r}; name one file")
+    return [*_read_files(path.parent / base, [*inheriting, path]), (str(path), settings)]
+
+
+def _read_file(path: Path, asked_by: str = "") -> Any:
+    """One file's OmegaConf mapping."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        asked_by = f"{inheriting[-1]}: inherit: " if inheriting else ""
         raise ConfigError(f"{asked_by}{path}: no such file; check the path") from error
     except OSError as error:
         raise ConfigError(
@@ -142,12 +162,7 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, Any]]
         raise ConfigError(
             f"{path}: must be a mapping of keys, got a list; write 'key: value' lines"
         )
-    base = settings.pop("inherit", None)
-    if base is None:
-        return [(str(path), settings)]
-    if not isinstance(base, str) or "\0" in base:
-        raise ConfigError(f"{path}: 'inherit' must be one file name, got {base!r}; name one file")
-    return [*_read_files(path.parent / base, [*inheriting, path]), (str(path), settings)]
+    return settings
 
 
 def _parse_override(override: str) -> tuple[str, Any]:

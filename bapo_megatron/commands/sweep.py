@@ -1,0 +1,54 @@
+"""``bapo-megatron sweep``: variants of a configuration by several seeds, run and compared."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bapo_megatron.commands.options import JsonOption
+from bapo_megatron.files import atomic_write_text
+from bapo_megatron.sweep.figure import draw_sweep
+from bapo_megatron.sweep.file import load_sweep
+from bapo_megatron.sweep.results import print_table, read_scores, results_json, write_json
+from bapo_megatron.sweep.run import SweepError, run_sweep
+from bapo_megatron.sweep.slurm import slurm_script
+from bapo_megatron.telemetry.console import say, uncut_console
+
+
+def command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of the sweep.")],
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Write a script for sbatch instead of running.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train variants of a configuration by several seeds, and compare them.
+
+    The same command continues: finished runs are kept, begun ones resumed.
+    """
+    sweep = load_sweep(file, is_here=not slurm)
+    directory = sweep.config.dir
+    if slurm:
+        script = directory / "sweep.sbatch"
+        atomic_write_text(script, slurm_script(sweep))
+        say(f"wrote {script} for {len(sweep.runs)} runs; submit it with: sbatch {script}")
+        return
+    failures = run_sweep(sweep)
+    results = read_scores(sweep)
+    values = results_json(sweep, results, failures)
+    write_json(sweep, values)
+    if as_json:
+        typer.echo(json.dumps(values, indent=2))
+    elif results.rows:
+        print_table(sweep, results, uncut_console())
+    if results.rows:
+        draw_sweep(sweep, results, directory / "sweep.png")
+        say(f"scores: {directory}/sweep.json   figure: {directory}/sweep.png")
+    for failure in failures:
+        say(f"{failure.run.label} failed: {failure.reason}; log: {failure.run.log}")
+    if failures:
+        raise SweepError(
+            f"{len(failures)} of {len(sweep.runs)} runs did not finish; correct what failed, and "
+            "the same command continues them"
+        )

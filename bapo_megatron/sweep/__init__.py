@@ -1,0 +1,1 @@
+"""One configuration in several variants by seeds: run, resumed, compared (docs/sweep.md)."""

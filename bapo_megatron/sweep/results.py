@@ -1,0 +1,170 @@
+"""What a sweep found: scores over seeds, and each variant against the first; as table and JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+
+from bapo_megatron.evaluation.compare import (
+    Group,
+    GroupScore,
+    compare_groups,
+    group_scores,
+)
+from bapo_megatron.evaluation.estimators import PairedDifference, holm
+from bapo_megatron.evaluation.report import rich_table
+from bapo_megatron.evaluation.runs import read_group
+from bapo_megatron.files import atomic_write_text
+from bapo_megatron.sweep.file import Sweep
+from bapo_megatron.sweep.run import Failure
+
+_NONE = "–"
+_METHOD = (
+    "Intervals: Student's t over seeds, 95 %, on the same problems. p: paired t-test of runs with "
+    "equal seeds."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """A score's difference from that of the first variant."""
+
+    paired: PairedDifference
+    seeds: tuple[int, ...]
+    """Those of the pairs."""
+    corrected_p: float
+    """p, corrected by Holm for the number of variants."""
+
+
+@dataclass(frozen=True, slots=True)
+class VariantScore:
+    """One score of one variant; a row of the table."""
+
+    variant: str
+    score: GroupScore
+    against_first: Against | None
+    """None for the first variant, and where fewer than two pairs are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResults:
+    """The rows, and in how the variants' evaluations differ besides the model."""
+
+    rows: tuple[VariantScore, ...]
+    """By set and score, then in the order of the variants."""
+    different_settings: tuple[str, ...]
+
+
+def read_scores(sweep: Sweep) -> SweepResults:
+    """Read the scores of all finished runs.
+
+    Raises:
+        ResultsError: The evaluations of two variants cannot be compared.
+        OSError: A file cannot be read.
+    """
+    groups = {
+        name: read_group(finished)
+        for name, runs in sweep.variants.items()
+        if (finished := [run.run_dir for run in runs if run.is_finished])
+    }
+    scores = {name: group_scores(group) for name, group in groups.items()}
+    paired, seeds, different = _against_first(sweep, groups)
+    keys = dict.fromkeys((s.set_name, s.name) for found in scores.values() for s in found)
+    rows: list[VariantScore] = []
+    for key in keys:
+        tested = [name for name in groups if (name, *key) in paired]
+        corrected = dict(
+            zip(tested, holm([paired[name, *key].p_value for name in tested]), strict=True)
+        )
+        for name, found in scores.items():
+            against = None
+            if name in corrected:
+                against = Against(paired[name, *key], seeds[name], corrected[name])
+            rows += [VariantScore(name, s, against) for s in found if (s.set_name, s.name) == key]
+    return SweepResults(tuple(rows), different)
+
+
+def _against_first(
+    sweep: Sweep, groups: Mapping[str, Group]
+) -> tuple[
+    dict[tuple[str, str, str], PairedDifference], dict[str, tuple[int, ...]], tuple[str, ...]
+]:
+    """Differences by variant, set and score; the seeds of each variant's pairs; settings."""
+    paired: dict[tuple[str, str, str], PairedDifference] = {}
+    seeds: dict[str, tuple[int, ...]] = {}
+    different: list[str] = []
+    first = next(iter(sweep.variants))
+    for name, group in groups.items():
+        if name == first or len(group.keys() & groups.get(first, {}).keys()) < 2:
+            continue
+        k_values = sweep.config_of(name).eval.k_values
+        for found in compare_groups(groups[first], group, k_values=k_values, common_only=True):
+            seeds[name] = found.seeds
+            different += [f"{name}: sampled with {text}" for text in found.different_settings]
+            paired |= {(name, found.set_name, s.name): s.paired for s in found.scores}
+    return paired, seeds, tuple(different)
+
+
+def print_table(sweep: Sweep, results: SweepResults, console: Console) -> None:
+    """Print the rows, and how to read them."""
+    several = len(sweep.variants) > 2
+    first = next(iter(sweep.variants))
+    headings = ["set", "score", "variant", "seeds", "mean", "95 % interval"]
+    headings += [f"− {first}", "95 % interval", "p", *["p, Holm"] * several]
+    rows = []
+    shown = None
+    for row in results.rows:
+        score, against = row.score, row.against_first
+        place = (score.set_name, score.name)
+        cells = [*(place if place != shown else ("", "")), row.variant, str(len(score.by_seed))]
+        cells += [f"{score.mean:.2%}", _interval(score.low, score.high, "")]
+        if against is None:
+            cells += [_NONE] * (3 + several)
+        else:
+            paired = against.paired
+            cells += [f"{paired.difference:+.2%}", _interval(paired.low, paired.high, "+")]
+            cells += [f"{paired.p_value:.4f}", *[f"{against.corrected_p:.4f}"] * several]
+        rows.append(cells)
+        shown = place
+    console.print(rich_table(str(sweep.config.dir), headings, rows, num_left=3))
+    for line in (*results.different_settings, _METHOD):
+        console.print(line, markup=False, highlight=False)
+
+
+def _interval(low: float | None, high: float | None, sign: str) -> str:
+    return _NONE if low is None or high is None else f"{low:{sign}.2%} … {high:{sign}.2%}"
+
+
+def results_json(
+    sweep: Sweep, results: SweepResults, failures: Sequence[Failure]
+) -> dict[str, Any]:
+    """Return everything as JSON values; docs/sweep.md lists the fields."""
+    reasons = {failure.run.label: failure.reason for failure in failures}
+    return {
+        "file": str(sweep.file),
+        "variants": {name: list(overrides) for name, overrides in sweep.config.by_name().items()},
+        "runs": [
+            {
+                "variant": run.variant,
+                "seed": run.seed,
+                "run_dir": str(run.run_dir),
+                "is_finished": run.is_finished,
+                "failure": reasons.get(run.label),
+            }
+            for run in sweep.runs
+        ],
+        "intervals": _METHOD,
+        "different_settings": list(results.different_settings),
+        "scores": [
+            {"variant": row.variant, **asdict(row.score)}
+            | {"against_first": row.against_first and asdict(row.against_first)}
+            for row in results.rows
+        ],
+    }
+
+
+def write_json(sweep: Sweep, values: Mapping[str, Any]) -> None:
+    """Write ``sweep.json``."""
+    atomic_write_text(sweep.config.dir / "sweep.json", json.dumps(values, indent=2) + "\n")

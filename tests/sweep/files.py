@@ -1,0 +1,78 @@
+"""A base configuration whose files exist, sweeps of it, and results that a run may have."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from bapo_megatron.evaluation.report import write_results
+from tests.evaluation.results import result
+from tests.trainer.dumps import make_random_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EVEN_LENGTH = {"name": "even", "function": "tests.reward.own_functions:even_length"}
+"""A random model is never right; about half of its responses have an even length."""
+VARIANTS = {"grpo": ["algorithm.objective=clip"], "bapo": ["algorithm.objective=bapo"]}
+
+
+def write_base(directory: Path) -> Path:
+    """A run of three small steps on the local engine; the model and the data are there."""
+    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(9) for b in range(9)]
+    for name, part in (("train", rows[:60]), ("heldout", rows[60:70])):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
+    settings = {
+        "name": "base",
+        "run_dir": str(directory / "unused"),
+        "model": {"path": str(make_random_model(directory / "model")), "dtype": "float32"},
+        "data": {"train": {"path": str(directory / "train.jsonl")}, "max_prompt_tokens": 32},
+        "rollout": {
+            "engine": "local",
+            "groups_per_step": 2,
+            "samples_per_group": 4,
+            "max_response_tokens": 8,
+        },
+        "algorithm": {"updates_per_batch": 1},
+        "reward": {"functions": [EVEN_LENGTH], "workers": 1},
+        "train": {"steps": 3, "max_tokens_per_micro_batch": 512},
+        "checkpoint": {"at_end": False},
+        "eval": {
+            "sets": [{"path": str(directory / "heldout.jsonl"), "name": "sums"}],
+            "max_response_tokens": 8,
+            "at_start": False,
+            "bootstrap_resamples": 100,
+        },
+        "log": {"tensorboard": False},
+    }
+    path = directory / "base.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def write_sweep(directory: Path, base: Path, **changes: Any) -> Path:
+    """GRPO and BAPO by two seeds, two runs at a time, unless ``changes`` say otherwise."""
+    sweep = {
+        "config": str(base),
+        "dir": str(directory / "sweep"),
+        "variants": VARIANTS,
+        "seeds": [0, 1],
+        "jobs": 2,
+        **changes,
+    }
+    given = {key: value for key, value in sweep.items() if value is not None}
+    path = directory / "sweep.yaml"
+    path.write_text(yaml.safe_dump(given, sort_keys=False))
+    return path
+
+
+def write_outcomes(directory: Path, seeds: int) -> Path:
+    """Evaluations on ten problems, of which ``fake_train`` says how many are right."""
+    for seed in range(seeds):
+        for num_right in {2 + seed, 3 + 2 * seed}:
+            answers = {f"a:{row}": ["2" if row < num_right else "3"] for row in range(10)}
+            scored = result(answers, settings={"seed": seed})
+            write_results([scored], directory / f"{seed}-{num_right}.json")
+    return directory
