@@ -7,8 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bapo_megatron.config.settings import public_setting
 from bapo_megatron.evaluation.compare import compare_results
+from bapo_megatron.evaluation.estimators import difference_over_seeds, student_interval
 from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.evaluation.runs import evaluations_in
 from bapo_megatron.report.checks import findings_of
@@ -16,6 +19,7 @@ from bapo_megatron.report.runs import Row, Run, RunGroup, events_of
 
 _RESAMPLES = 2000
 """Of the interval of a change; those of the scores themselves are the run's."""
+_SCORE = ("eval/", "/avg_at_k")
 _OBJECTIVES = {"bapo": "BAPO", "clip": "GRPO's fixed clip bounds", "none": "no clipping"}
 
 
@@ -93,7 +97,7 @@ def _figures(run: Run) -> list[tuple[str, str]]:
     last_step = run.steps[-1] if run.steps else 0
     total = run.settings.get("train.steps")
     found = [("steps", f"{last_step}" + (f" of {total}" if total is not None else ""))]
-    for name in run.matching("eval/", "/avg_at_k"):
+    for name in run.matching(*_SCORE):
         metric = f"eval/{name}/avg_at_k"
         scored = [row for row in run.rows if metric in row]
         if len(scored) > 1:
@@ -140,7 +144,7 @@ def evaluation_table(runs: Sequence[Run]) -> dict[str, Any]:
     ]
     rows: list[list[Any]] = []
     for run in runs:
-        for name in run.matching("eval/", "/avg_at_k"):
+        for name in run.matching(*_SCORE):
             start = f"eval/{name}/"
             scored = [row for row in run.rows if f"{start}avg_at_k" in row]
             change = _change(run, name, int(scored[-1]["step"])) if len(scored) > 1 else ""
@@ -159,6 +163,57 @@ def evaluation_table(runs: Sequence[Run]) -> dict[str, Any]:
     if not any(row[4] for row in rows):  # no run has two evaluations with their files
         headings, *rows = ([*each[:4], *each[5:]] for each in (headings, *rows))
     return {"headings": headings, "rows": rows}
+
+
+def seed_table(groups: Sequence[RunGroup]) -> dict[str, Any]:
+    """Return the last scores of groups of seeds, a row per set and group.
+
+    Intervals are Student's, over seeds. The difference from the first group is paired by seed; it
+    is empty where the two have fewer than two seeds in common, or were scored at other steps.
+    """
+    headings = ["configuration", "set", "step", "seeds", "avg@k, mean (interval over seeds)"]
+    several = [group for group in groups if len(group.runs) > 1]
+    if not several:
+        return {"headings": headings, "rows": []}
+    first = several[0]
+    if len(several) > 1:
+        headings.append(f"against {first.label}, paired")
+    names = dict.fromkeys(n for g in several for r in g.runs for n in r.matching(*_SCORE))
+    rows = []
+    for name in names:
+        metric = f"{_SCORE[0]}{name}{_SCORE[1]}"
+        step, base = _last_scores(first, metric)
+        for group in several:
+            own_step, scores = _last_scores(group, metric)
+            if len(scores) < 2:
+                continue
+            values_S = np.array(list(scores.values()))
+            low, high = student_interval(values_S)
+            text = f"{values_S.mean():.1%} ({low:.1%} … {high:.1%})"
+            row = [group.label, name, own_step, len(scores), text]
+            if len(several) > 1:
+                shared = [seed for seed in scores if seed in base and own_step == step]
+                pairs_S = np.array([scores[seed] - base[seed] for seed in shared])
+                row.append(_difference(pairs_S) if group is not first and len(shared) > 1 else "")
+            rows.append(row)
+    return {"headings": headings, "rows": rows}
+
+
+def _last_scores(group: RunGroup, metric: str) -> tuple[int, dict[str, float]]:
+    """The last step at which all runs of a group have a score, and each run's by its seed."""
+    scores = {run.seed: dict(run.points(metric)) for run in group.runs}
+    steps = set.intersection(*(set(each) for each in scores.values()))
+    if not steps:
+        return 0, {}
+    return int(max(steps)), {seed: each[max(steps)] for seed, each in scores.items()}
+
+
+def _difference(differences_S: np.ndarray) -> str:
+    """A mean difference over seeds, with its interval and p-value."""
+    found = difference_over_seeds(differences_S)
+    return (
+        f"{found.difference:+.1%} ({found.low:+.1%} … {found.high:+.1%}), p = {found.p_value:.2g}"
+    )
 
 
 def _score(row: Row, metric: str) -> str:

@@ -93,6 +93,7 @@ function show(data) {
   byId("cards").replaceChildren(...data.cards.map(card));
   for (const part of document.querySelectorAll("#differences, [href='#differences']")) part.hidden = data.runs.length === 1;
   tableOr("difference-table", data.differences, "All runs have the same configuration, apart from their seeds.");
+  byId("seed-table").replaceChildren(...(data.seeds.rows.length ? [sortable(data.seeds)] : []));
   tableOr("evaluation-table", data.evaluations, "No evaluation was made.");
   byId("seeds-note").hidden = !seeds;
   eventTable(data.runs);

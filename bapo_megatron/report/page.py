@@ -16,7 +16,13 @@ from typing import Any
 
 from bapo_megatron import __version__
 from bapo_megatron.report.figures import panels_of, phases_of
-from bapo_megatron.report.overview import card_of, describe, difference_table, evaluation_table
+from bapo_megatron.report.overview import (
+    card_of,
+    describe,
+    difference_table,
+    evaluation_table,
+    seed_table,
+)
 from bapo_megatron.report.rollouts import sample_rollouts
 from bapo_megatron.report.runs import group_runs, read_runs
 from bapo_megatron.report.tokens import find_tokenizer
@@ -55,6 +61,7 @@ def page_data(paths: Sequence[Path], tokenizer: Path | None = None) -> dict[str,
         "cards": [card_of(group) for group in groups],
         "runs": [describe(run, numbers[run.name]) for run in runs],
         "differences": difference_table(groups, differing),
+        "seeds": seed_table(groups),
         "evaluations": evaluation_table(runs),
         "panels": panels_of(groups),
         "phases": [phases_of(run) for run in runs],

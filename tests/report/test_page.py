@@ -12,6 +12,7 @@ import pytest
 
 from bapo_megatron.report.checks import findings_of
 from bapo_megatron.report.figures import panels_of
+from bapo_megatron.report.overview import seed_table
 from bapo_megatron.report.page import page_data, render
 from bapo_megatron.report.rollouts import sample_rollouts
 from bapo_megatron.report.runs import (
@@ -81,6 +82,31 @@ def test_a_group_is_called_what_the_names_of_its_runs_share(
     runs = [Run(Path(n), n, ({"step": 1},), {"train.steps": 1, "seed": n}) for n in names]
     (group,) = group_runs(runs)[0]
     assert group.label == label
+
+
+def test_scores_have_intervals_over_seeds_and_differences_are_paired_by_seed() -> None:
+    scores = {"bapo": (0.5, 0.6, 0.7), "clip": (0.6, 0.8, 0.7), "none": (0.9,)}
+    runs = [
+        Run(
+            Path(f"{name}-{seed}"),
+            f"{name}-{seed}",
+            ({"step": 4, "eval/heldout/avg_at_k": score},),
+            {"algorithm.objective": name, "seed": seed},
+        )
+        for name, values in scores.items()
+        for seed, score in enumerate(values)
+    ]
+    table = seed_table(group_runs(runs)[0])
+    # Both standard deviations are 0.1, so half an interval is 4.3027 × 0.1 / √3; t of the mean
+    # difference of 0.1 is √3 with two degrees, so p is 0.2254.
+    assert table["rows"] == [
+        ["bapo (3 seeds)", "heldout", 4, 3, "60.0% (35.2% … 84.8%)", ""],
+        [
+            *("clip (3 seeds)", "heldout", 4, 3, "70.0% (45.2% … 94.8%)"),
+            "+10.0% (-14.8% … +34.8%), p = 0.23",
+        ],
+    ]
+    assert seed_table(group_runs(runs[-1:])[0])["rows"] == []
 
 
 def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(tmp_path: Path) -> None:
