@@ -109,10 +109,10 @@ def _against_first(
 
 def print_table(sweep: Sweep, results: SweepResults, console: Console) -> None:
     """Print the rows, and how to read them."""
-    several = len(sweep.variants) > 2
-    first = next(iter(sweep.variants))
+    first, *others = sweep.variants
+    several = len(others) > 1
     headings = ["set", "score", "variant", "seeds", "mean", "95 % interval"]
-    headings += [f"− {first}", "95 % interval", "p", *["p, Holm"] * several]
+    compared = [f"− {first}", "95 % interval", "p", *["p, Holm"] * several] if others else []
     rows = []
     shown = None
     for row in results.rows:
@@ -121,14 +121,14 @@ def print_table(sweep: Sweep, results: SweepResults, console: Console) -> None:
         cells = [*(place if place != shown else ("", "")), row.variant, str(len(score.by_seed))]
         cells += [f"{score.mean:.2%}", _interval(score.low, score.high, "")]
         if against is None:
-            cells += [_NONE] * (3 + several)
+            cells += [_NONE] * len(compared)
         else:
             paired = against.paired
             cells += [f"{paired.difference:+.2%}", _interval(paired.low, paired.high, "+")]
             cells += [f"{paired.p_value:.4f}", *[f"{against.corrected_p:.4f}"] * several]
         rows.append(cells)
         shown = place
-    console.print(rich_table(str(sweep.config.dir), headings, rows, num_left=3))
+    console.print(rich_table(str(sweep.config.dir), headings + compared, rows, num_left=3))
     for line in (*results.different_settings, _METHOD):
         console.print(line, markup=False, highlight=False)
 

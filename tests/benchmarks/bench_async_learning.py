@@ -6,20 +6,21 @@ make demo && python -m tests.benchmarks.bench_async_learning runs/demo-tiny-seed
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from bapo_megatron.evaluation.estimators import PairedDifference, difference_over_seeds
+from bapo_megatron.sweep.file import PlannedRun
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
-from tests.launch import run
+from tests.benchmarks.harness import heading, machine, write_report
+from tests.benchmarks.variants import train_variants
 
-CONFIG = REPOSITORY / "configs/demo.yaml"
 MODES = {
     "synchronous": ["rollout.async_steps=0"],
     "one step ahead": [
@@ -53,30 +54,11 @@ class Training:
     """By metric, one value per step."""
 
 
-def train_once(data_dir: Path, settings: list[str], seed: int, steps: int) -> Training:
-    """Train once and evaluate at the end."""
-    with tempfile.TemporaryDirectory() as scratch:
-        run_dir = Path(scratch) / "run"
-        arguments = [
-            "train",
-            str(CONFIG),
-            f"run_dir={run_dir}",
-            f"seed={seed}",
-            f"model.path={data_dir}/model",
-            f"data.train.path={data_dir}/train.jsonl",
-            f"eval.sets=[{{path: {data_dir}/heldout.jsonl, name: heldout}}]",
-            "eval.at_start=false",
-            f"train.steps={steps}",
-            "checkpoint.at_end=false",
-            "log.console=false",
-            "parallel.tensor=1",
-            "algorithm.updates_per_batch=4",
-        ]
-        result = run([*arguments, *settings], timeout_s=600 + 60 * steps)
-        assert result.returncode == 0, result.stderr
-        rows = read_metrics(run_dir / "metrics.jsonl")
+def read_run(run: PlannedRun) -> Training:
+    """What a finished run has recorded."""
+    rows = read_metrics(run.run_dir / "metrics.jsonl")
     return Training(
-        seed=seed,
+        seed=run.seed,
         accuracy=rows[-1][ACCURACY],
         generated_tokens=sum(row["rollout/generated_tokens"] for row in rows),
         resumed_samples=sum(row["rollout/resumed_samples"] for row in rows),
@@ -84,24 +66,10 @@ def train_once(data_dir: Path, settings: list[str], seed: int, steps: int) -> Tr
     )
 
 
-def measure(data_dir: Path, seeds: int, steps: int, common: list[str]) -> dict[str, list[Training]]:
-    """Train every mode with every seed."""
-    found: dict[str, list[Training]] = {name: [] for name in MODES}
-    for seed in range(seeds):
-        for name, settings in MODES.items():
-            training = train_once(data_dir, [*common, *settings], seed, steps)
-            print(f"{name}, seed {seed}: {training.accuracy:.1%}", flush=True)  # noqa: T201
-            found[name].append(training)
-    return found
-
-
-def difference(found: dict[str, list[Training]]) -> tuple[float, float]:
-    """Mean accuracy of the second mode less that of the first, and its standard error (Welch)."""
-    first, second = ([training.accuracy for training in found[name]] for name in MODES)
-    error = math.sqrt(
-        statistics.variance(first) / len(first) + statistics.variance(second) / len(second)
-    )
-    return statistics.mean(second) - statistics.mean(first), error
+def difference(found: dict[str, list[Training]]) -> PairedDifference:
+    """Accuracy of the second mode less that of the first, paired by seed."""
+    first_S, second_S = (np.array([t.accuracy for t in found[name]]) for name in MODES)
+    return difference_over_seeds(second_S - first_S)
 
 
 def draw(found: dict[str, list[Training]], out: Path) -> None:
@@ -151,11 +119,11 @@ def markdown(report: dict[str, Any], found: dict[str, list[Training]], picture: 
             f"{max(max(curve['rollout/age_max']) for curve in curves):.0f} updates",
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    mean, error = difference(found)
+    paired = difference(found)
     lines += [
         "",
-        f"One step ahead less synchronous: {100 * mean:+.1f} points, standard error "
-        f"{100 * error:.1f}.",
+        f"One step ahead less synchronous: {100 * paired.difference:+.1f} points, 95 % interval "
+        f"{100 * paired.low:+.1f} … {100 * paired.high:+.1f} (Student's t over paired seeds).",
         "",
         f"![Reward, stale tokens and ages]({picture})",
     ]
@@ -176,7 +144,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="writes OUT.md, .json and .png")
     options = parser.parse_args()
     where = machine(torch.device("cpu"))
-    found = measure(options.data_dir.resolve(), options.seeds, options.steps, options.settings)
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = train_variants(
+            options.data_dir.resolve(),
+            Path(scratch),
+            MODES,
+            common=["algorithm.updates_per_batch=4", *options.settings],
+            seeds=options.seeds,
+            steps=options.steps,
+        )
+        found = {name: [read_run(run) for run in of_mode] for name, of_mode in runs.items()}
     report = {
         "machine": where,
         "steps": options.steps,

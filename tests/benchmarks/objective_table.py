@@ -4,16 +4,14 @@
     python -m tests.benchmarks.objective_table runs/demo-tiny-seed0 --runs runs/objectives \
         --out docs/benchmarks/objectives_cpu_202611
 
-Each run is one process on the local engine. Those that are complete under ``--runs`` are not made
-again, so the command can be interrupted and repeated.
+The runs, on the local engine, are a sweep under ``--runs``: finished ones are not made again, so
+the command can be interrupted and repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,9 @@ import torch
 
 from bapo_megatron.config.objectives import OBJECTIVES
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
-from tests.launch import run
+from tests.benchmarks.harness import heading, machine, write_report
+from tests.benchmarks.variants import train_variants
 
-CONFIG = REPOSITORY / "configs/demo.yaml"
 SEQUENCE_MEAN = ("sapo", "gspo", "gmpo")
 """Objectives that are published with the mean over responses."""
 NEED_FRESH_TOKENS = ("reinforce", "ce_gppo", "clip, geometric")
@@ -74,28 +71,6 @@ class Trained:
     alike."""
     wall_s: float
     """Of all steps."""
-
-
-def train_once(
-    data_dir: Path, run_dir: Path, settings: list[str], seed: int, steps: int
-) -> Trained:
-    """Train, unless ``run_dir`` holds the whole run already; part of one is removed."""
-    metrics = run_dir / "metrics.jsonl"
-    if not metrics.exists() or not any(ACCURACY in row for row in read_metrics(metrics)):
-        shutil.rmtree(run_dir, ignore_errors=True)
-        overrides = [
-            f"run_dir={run_dir}",
-            f"seed={seed}",
-            f"model.path={data_dir}/model",
-            f"data.train.path={data_dir}/train.jsonl",
-            f"eval.sets=[{{path: {data_dir}/heldout.jsonl, name: heldout}}]",
-            f"train.steps={steps}",
-            *("rollout.engine=local", "parallel.tensor=1"),
-            *("eval.at_start=false", "checkpoint.at_end=false", "log.console=false"),
-        ]
-        result = run(["train", str(CONFIG), *overrides, *settings], timeout_s=600 + 120 * steps)
-        assert result.returncode == 0, result.stderr
-    return read_run(metrics, seed)
 
 
 def read_run(metrics: Path, seed: int) -> Trained:
@@ -159,17 +134,19 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True, help="directory of the runs")
     parser.add_argument("--out", type=Path, required=True, help="writes OUT.md and OUT.json")
     options = parser.parse_args()
-    where, data_dir = machine(torch.device("cpu")), options.data_dir.resolve()
-    found: dict[str, list[Trained]] = {name: [] for name in options.arms}
-    for seed in range(options.seeds):
-        for name, runs in found.items():
-            run_dir = options.runs.resolve() / f"{name.replace(', ', '-').replace(' ', '')}-{seed}"
-            started = time.monotonic()
-            runs.append(
-                train_once(data_dir, run_dir, [*options.settings, *ARMS[name]], seed, options.steps)
-            )
-            took = time.monotonic() - started
-            print(f"{name}, seed {seed}: {runs[-1].accuracy:.1%} ({took:.0f} s)", flush=True)  # noqa: T201
+    where = machine(torch.device("cpu"))
+    runs = train_variants(
+        options.data_dir.resolve(),
+        options.runs.resolve(),
+        {name: ARMS[name] for name in options.arms},
+        common=["rollout.engine=local", *options.settings],
+        seeds=options.seeds,
+        steps=options.steps,
+    )
+    found = {
+        name: [read_run(run.run_dir / "metrics.jsonl", run.seed) for run in of_arm]
+        for name, of_arm in runs.items()
+    }
     report = {
         "machine": where,
         "steps": options.steps,

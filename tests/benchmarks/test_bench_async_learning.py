@@ -9,6 +9,7 @@ import pytest
 from bapo_megatron.config.load import load_config
 from tests.benchmarks import bench_async_learning
 from tests.benchmarks.bench_async_learning import CURVES, MODES, Training
+from tests.benchmarks.variants import CONFIG
 
 MACHINE = {
     "date": "2026-11-21",
@@ -21,20 +22,21 @@ MACHINE = {
 
 
 @pytest.mark.slow
-def test_modes_are_compared_by_the_welch_standard_error_and_drawn(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def train_once(data_dir: Path, settings: list[str], seed: int, steps: int) -> Training:
-        is_ahead = "rollout.async_steps=1" in settings
-        accuracy = [0.80, 0.90, 0.85][seed] - (0.02 if is_ahead else 0.0)
-        curves = {name: [float(is_ahead)] * steps for name in CURVES}
-        return Training(seed, accuracy, 1000.0, 12.0, curves)
-
-    monkeypatch.setattr(bench_async_learning, "train_once", train_once)
-    found = bench_async_learning.measure(Path("data"), seeds=3, steps=4, common=[])
-    mean, error = bench_async_learning.difference(found)
-    assert mean == pytest.approx(-0.02)
-    assert error == pytest.approx((2 * 0.0025 / 3) ** 0.5)  # both variances are 0.05²
+def test_modes_are_compared_seed_by_seed_and_drawn(tmp_path: Path) -> None:
+    found = {
+        mode: [
+            Training(seed, accuracy, 1000.0, 12.0, {name: [age] * 4 for name in CURVES})
+            for seed, accuracy in enumerate(accuracies)
+        ]
+        for mode, accuracies, age in (
+            ("synchronous", (0.80, 0.90, 0.85), 0.0),
+            ("one step ahead", (0.79, 0.88, 0.82), 1.0),
+        )
+    }
+    # -1, -2, -3 points: t(0.975, 2) · 1 / √3 = 4.303 / 1.732 = 2.48.
+    paired = bench_async_learning.difference(found)
+    assert paired.difference == pytest.approx(-0.02)
+    assert (paired.low, paired.high) == pytest.approx((-0.0448, 0.0048), abs=1e-4)
     picture = tmp_path / "picture.png"
     bench_async_learning.draw(found, picture)
     assert picture.stat().st_size > 10_000
@@ -43,10 +45,10 @@ def test_modes_are_compared_by_the_welch_standard_error_and_drawn(
         "| synchronous | 80.0% | 90.0% | 85.0% | **85.0%** | 1,000 | 12 | 0% | 0.0 updates |"
         in text
     )
-    assert "One step ahead less synchronous: -2.0 points, standard error 4.1." in text
+    assert "ahead less synchronous: -2.0 points, 95 % interval -4.5 … +0.5 (Student's t" in text
 
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_every_setting_of_the_benchmark_exists(mode: str) -> None:
-    config = load_config(bench_async_learning.CONFIG, MODES[mode])
+    config = load_config(CONFIG, MODES[mode])
     assert config.rollout.async_steps == (mode != "synchronous")

@@ -9,7 +9,10 @@ import pytest
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.objectives import ADVANTAGES, OBJECTIVES
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.benchmarks.objective_table import ARMS, CONFIG, Trained, markdown, read_run
+from tests.benchmarks import variants
+from tests.benchmarks.objective_table import ARMS, Trained, markdown, read_run
+from tests.benchmarks.variants import CONFIG
+from tests.sweep.files import write_base
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,3 +47,19 @@ def test_runs_are_summarised_and_listed(tmp_path: Path) -> None:
     text = markdown({"machine": machine, "steps": 2}, {"cispo": [trained]})
     assert "| cispo | 62.5% | **62.5%** | 0.500 | 25.0% | 5 s |" in text
     assert "- cispo: `algorithm.objective=cispo`" in text
+
+
+def test_arms_are_the_variants_of_one_sweep(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_base(tmp_path)  # a model, and prompts as of make-tiny
+    monkeypatch.setattr(variants, "run_sweep", lambda sweep: [])
+    arms = {name: ARMS[name] for name in ("bapo", "clip, dual_clip 3")}
+    runs = variants.train_variants(
+        tmp_path, tmp_path / "runs", arms, common=["rollout.engine=local"], seeds=2, steps=3
+    )
+    assert list(runs) == list(arms)
+    first, second = runs["clip, dual_clip 3"]
+    assert second.run_dir == tmp_path / "runs" / "clip-dual_clip-3" / "seed1"
+    assert (second.seed, second.ranks, second.config.train.steps) == (1, 1, 3)
+    assert (first.config.algorithm.dual_clip, first.config.rollout.engine) == (3, "local")
