@@ -10,6 +10,7 @@ that report, the last line says what ended the run and how it goes on.
 """
 
 import argparse
+import os
 import signal
 import socket
 import sys
@@ -45,6 +46,12 @@ from bapo_megatron.trainer.stopping import STOPPED_NAME
 _BACKEND = "bapo-megatron"
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 29500
+_DEFAULTS = {
+    "PET_SHUTDOWN_TIMEOUT": "1800",
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+}
+"""Of torchrun's own variables: ranks that a signal stops have half an hour to save, and SIGUSR1 is
+such a signal."""
 _AGAIN = "; start all nodes of the run again"
 _MEETING_S = 600.0
 """Time limit for all nodes to come, as in torchrun's static rendezvous."""
@@ -153,6 +160,8 @@ def _stop_once(number: int, frame: FrameType | None) -> NoReturn:
 
 def main() -> None:
     """Run torchrun with the arguments of this process."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
     args = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]
     processes_of_torchrun._terminate_process_handler = _stop_once  # type: ignore[assignment]
     rendezvous_handler_registry.register(_BACKEND, _make_rendezvous)

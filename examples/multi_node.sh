@@ -13,10 +13,6 @@ set -euo pipefail
 : "${MASTER_ADDR:?set MASTER_ADDR to the address of the machine with NODE_RANK=0}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-
-# A signal to stop: torchrun passes it on, and waits until the ranks have saved.
-export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
-export PET_SHUTDOWN_TIMEOUT=${PET_SHUTDOWN_TIMEOUT:-1800}
 trap '' USR1 # until torchrun handles it
 
 exec "${PYTHON:-python}" -m bapo_megatron.torchrun \

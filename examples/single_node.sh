@@ -8,10 +8,6 @@ set -euo pipefail
 : "${1:?usage: examples/single_node.sh CONFIG [KEY=VALUE ...]}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-
-# A signal to stop: torchrun passes it on, and waits until the ranks have saved.
-export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
-export PET_SHUTDOWN_TIMEOUT=${PET_SHUTDOWN_TIMEOUT:-1800}
 trap '' USR1 # until torchrun handles it
 
 exec "${PYTHON:-python}" -m bapo_megatron.torchrun --nproc-per-node "${NPROC:-gpu}" \

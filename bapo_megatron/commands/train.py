@@ -42,7 +42,10 @@ def command(
             run_training(run_config, stopping, opening)
     except StoppedError as stopped:
         if is_first:
-            say(f"{stopped}{how_to_continue(run_config.run_dir)}")
+            line = f"{stopped}{how_to_continue(run_config.run_dir)}"
+            if stopping.is_interrupted:  # a script around it must not go on
+                raise InterruptedRunError(line) from None
+            say(line)
     except KeyboardInterrupt:
         # Typer would make a status of it, after which nobody knows the run.
         raise InterruptedRunError(f"interrupted{how_to_continue(run_config.run_dir)}") from None

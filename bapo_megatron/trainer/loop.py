@@ -18,6 +18,7 @@ def train(config: RunConfig, stopping: Stopping, opening: Opening) -> None:
     """
     with Run.open(config, stopping, opening) as run:
         run.begin()
+        stopping.listen_to_interrupts()
         for step in range(run.progress.finished_steps + 1, config.train.steps + 1):
             with run.timer.phase("rollout"):
                 batch = run.next_batch(step)

@@ -21,8 +21,12 @@ from bapo_megatron.telemetry.console import say
 STOPPED_NAME = "stopped"
 """File of a run directory: the run was stopped and saved, and ``resume`` continues it."""
 
+_INTERRUPTED = (
+    b"\ninterrupted: the run is saved and ends; Ctrl-C after 5 seconds ends it at once, unsaved\n"
+)
 _SAME_SIGNAL_S = 5.0
 """Signals within this time count as one: torchrun and Slurm both pass the same one on."""
+_STDERR = 2
 _ASK_AGAIN_S = 600.0
 _ANSWER_LIMIT_S = 60.0
 
@@ -35,6 +39,9 @@ class Stopping:
         self._config = config
         self._error: StoppedError | None = None
         self._signalled_s: float | None = None
+        self.is_interrupted = False
+        """Whether Ctrl-C stopped the run."""
+        self._keeps_time = False
         self._stop_at_s = self._job_end_s = math.inf
 
     def listen(self, *, keeps_time: bool) -> None:
@@ -42,6 +49,7 @@ class Stopping:
 
         With ``keeps_time`` (rank 0) also watch the clock.
         """
+        self._keeps_time = keeps_time
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
         if not keeps_time:
@@ -51,6 +59,10 @@ class Stopping:
         self._job_end_s = _job_end_of_environment()
         if "SLURM_JOB_ID" in os.environ:
             threading.Thread(target=self._follow_job, name="job-end", daemon=True).start()
+
+    def listen_to_interrupts(self) -> None:
+        """Note Ctrl-C as well; before, with nothing to save, it ends the process at once."""
+        signal.signal(signal.SIGINT, self._note)
 
     def error(self) -> StoppedError | None:
         """Return what the run is to end with; None while it is to go on."""
@@ -76,6 +88,9 @@ class Stopping:
             self._signalled_s = now_s
             name = signal.Signals(number).name
             self._error = self._error or StoppedError(f"stopped by {name}")
+            self.is_interrupted = number == signal.SIGINT
+            if self.is_interrupted and self._keeps_time:
+                os.write(_STDERR, _INTERRUPTED)  # a stream may be in the middle of a write
         elif now_s - self._signalled_s > _SAME_SIGNAL_S:
             end_once(number, frame)
 

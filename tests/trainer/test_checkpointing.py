@@ -145,7 +145,7 @@ def test_a_run_that_ends_while_it_saves_in_the_background_goes_on_from_its_last_
     if number == signal.SIGINT:
         assert "Traceback" not in stderr
         assert stderr.strip().splitlines()[-1] == (
-            "bapo-megatron: interrupted; the same command with --resume continues from "
+            "bapo-megatron: stopped by SIGINT; the same command with --resume continues from "
             f"{run_dir / 'checkpoints' / f'step_{done}'}"
         )
     steps = f"train.steps={done + 2}"

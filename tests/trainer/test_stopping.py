@@ -100,7 +100,8 @@ def stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stoppi
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     yield Stopping(TrainConfig(stop_lead_s=60))
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -120,6 +121,22 @@ def test_signals_within_five_seconds_count_once_and_a_later_one_ends_the_process
     with pytest.raises(SystemExit) as ended:
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 143
+
+
+def test_ctrl_c_ends_the_process_before_the_first_step_and_later_asks_the_run_to_stop(
+    stopping: Stopping, capfd: pytest.CaptureFixture[str]
+) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stopping.listen(keeps_time=True)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert stopping.error() is None
+    stopping.listen_to_interrupts()
+    signal.raise_signal(signal.SIGINT)
+    assert str(stopping.error()) == "stopped by SIGINT"
+    assert stopping.is_interrupted
+    said = capfd.readouterr().err
+    assert said.startswith("\ninterrupted: the run is saved and ends; Ctrl-C after 5 seconds")
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_a_dump_that_cannot_be_used_is_named_when_the_steps_before_are_saved(
     assert complaints[1] in ([], [line])
 
 
-def test_no_process_outlives_torchrun_that_is_interrupted(
+def test_ctrl_c_before_the_first_checkpoint_saves_the_steps_and_leaves_no_process(
     replay_config: Path, many_dumps: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
     # test_checkpointing.py kills torchrun.
@@ -101,6 +101,13 @@ def test_no_process_outlives_torchrun_that_is_interrupted(
     _, stderr = process.communicate(timeout=30)
     assert process.returncode != 0
     _assert_no_rank_shows_a_traceback(stderr)
+    assert stderr.count("interrupted: the run is saved and ends;") == 1
+    made = len(steps(run_dir))
+    assert made < MANY_STEPS
+    assert stderr.splitlines()[-1] == (
+        "bapo-megatron: stopped by SIGINT; the same command with --resume continues from "
+        f"{run_dir}/checkpoints/step_{made}"
+    )
 
 
 @pytest.mark.parametrize(
