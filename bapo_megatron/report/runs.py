@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from bapo_megatron.config.settings import read_settings
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.telemetry.sinks import read_metrics
+from bapo_megatron.telemetry.starts import Start, read_starts
 
 Row = Mapping[str, float]
 
@@ -51,6 +53,8 @@ class Run:
     """Of ``metrics.jsonl``, by ascending step; at least one."""
     settings: Mapping[str, Any]
     """config.yaml by dotted key; empty where the file is missing."""
+    starts: tuple[Start, ...] = ()
+    """Processes that trained it, in their order."""
 
     @property
     def seed(self) -> str:
@@ -112,7 +116,7 @@ def _read_run(path: Path, name: str) -> Run:
         raise ValueError(f"{metrics}: no step was recorded yet; wait for the first one")
     config = path / "config.yaml"
     settings = read_settings(config) if config.exists() else {}
-    return Run(path, name, tuple(rows), settings)
+    return Run(path, name, tuple(rows), settings, tuple(read_starts(path)))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -177,13 +181,8 @@ def _labels(groups: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def events_of(run: Run) -> list[Event]:
-    """Return pushes, evaluations, faults and restarts by step.
-
-    A process times its previous checkpoint with the next step, so the first step of every process
-    lacks that time: where another one lacks it, the run was resumed before it.
-    """
+    """Return pushes, evaluations and faults by step, then restarts."""
     events = []
-    was_timed = False
     for row in run.rows:
         step = int(row["step"])
         pushes = row.get("weight_sync/pushes", 0.0)
@@ -197,8 +196,11 @@ def events_of(run: Run) -> list[Event]:
         for name, text in FAULTS.items():
             if row.get(name, 0.0) > 0:
                 events.append(Event("fault", step, text.format(row[name])))
-        is_timed = "time/checkpoint_s" in row
-        if was_timed and not is_timed:
-            events.append(Event("restart", step, "the run was resumed before this step"))
-        was_timed |= is_timed
+    for before, start in pairwise(run.starts):
+        text = f"resumed after {start.step:,} finished steps"
+        if start.commit != before.commit:
+            text += (
+                f", at commit {start.commit or 'unknown'} instead of {before.commit or 'unknown'}"
+            )
+        events.append(Event("restart", start.step + 1, text))
     return events

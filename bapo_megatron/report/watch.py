@@ -10,7 +10,7 @@ from typing import Any
 from bapo_megatron.report.page import as_json, page_data, render
 
 HOST = "127.0.0.1"
-_WATCHED = ("metrics.jsonl", "config.yaml", "rollouts", "tokens", "eval")
+_WATCHED = ("metrics.jsonl", "starts.jsonl", "config.yaml", "rollouts", "tokens", "eval")
 
 
 class _Follower:

@@ -36,6 +36,7 @@ from bapo_megatron.telemetry.console import Pulse, say, show
 from bapo_megatron.telemetry.hang import HangWatch
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.sinks import MetricsSinks
+from bapo_megatron.telemetry.starts import record_start
 from bapo_megatron.trainer.checkpointing import Progress, load_run, take_best
 from bapo_megatron.trainer.costs import cost_metrics, find_peak_flops
 from bapo_megatron.trainer.generation import Generation
@@ -152,6 +153,8 @@ class Run:
             self._generation.wait_ready()
         self._raise_failure()
         if self._generation.source is not None:
+            finished = self.progress.finished_steps
+            record_start(self.config.run_dir, finished, self._groups.world_size)
             dumps = self.config.replay.dumps or self.config.run_dir / "rollouts"
             self._sinks = MetricsSinks(
                 self.config.run_dir,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from bapo_megatron.report.runs import (
     read_runs,
 )
 from bapo_megatron.report.tokens import Pieces, find_tokenizer
+from bapo_megatron.telemetry.starts import Start
 from tests.launch import REPOSITORY
 from tests.report.made_runs import RATIOS, SECRET, WORDS, make_run
 
@@ -122,15 +124,23 @@ def test_a_missing_or_empty_run_is_refused_with_a_remedy(tmp_path: Path) -> None
 
 
 def test_pushes_evaluations_faults_and_restarts_are_events() -> None:
-    timed = {"time/checkpoint_s": 0.0}
     run = run_of(
         {"step": 1, "weight_sync/pushes": 1.0},
-        {"step": 2, "reward/errors": 3.0, **timed},
+        {"step": 2, "reward/errors": 3.0},
         {"step": 3, "eval/heldout/avg_at_k": 0.5},
-        {"step": 4, **timed},
     )
-    found = [(event.kind, event.step) for event in events_of(run)]
-    assert found == [("push", 1), ("fault", 2), ("evaluation", 3), ("restart", 3)]
+    starts = (
+        Start("2026-11-24T00:00:00+00:00", step, commit, {}, "node", 1)
+        for step, commit in ((0, "1f"), (2, "1f"), (2, "2e"))
+    )
+    found = events_of(replace(run, starts=tuple(starts)))
+    assert [(event.kind, event.step) for event in found] == [
+        *(("push", 1), ("fault", 2), ("evaluation", 3), ("restart", 3), ("restart", 3))
+    ]
+    assert [event.text for event in found[3:]] == [
+        "resumed after 2 finished steps",
+        "resumed after 2 finished steps, at commit 2e instead of 1f",
+    ]
 
 
 @pytest.mark.parametrize(

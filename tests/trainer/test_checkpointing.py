@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from bapo_megatron.telemetry.sinks import read_metrics
+from bapo_megatron.telemetry.starts import read_starts
 from tests.launch import run, start
 from tests.trainer.dumps import MANY_STEPS
 
@@ -78,6 +79,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     (run_dir / "checkpoints" / "latest").write_text("step_1\n")
     rows = _train(replay_config, run_dir, *EVERY_STEP, *resumed_by, "resume=true", ranks=2)
     assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [(start.step, start.world_size) for start in read_starts(run_dir)] == [(0, 2), (1, 2)]
     _assert_equal_metrics(rows, expected, tolerance)
     resumed_weights = _weights(run_dir)
     assert resumed_weights.keys() == expected_weights.keys()
