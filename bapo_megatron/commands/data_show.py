@@ -1,66 +1,48 @@
-"""``bapo-megatron data show``: prompts as a run would use them, and the responses in a dump.
+"""``bapo-megatron data show``: prompts as a run would use them.
 
-Nothing is started: prompts need the model's tokenizer, a dump needs the texts beside it. Both are
-first looked at (``inspect_…``, what ``--json`` prints), then printed for people.
+Nothing is started. They are first looked at (``inspect_data``, what ``--json`` prints), then
+printed for people.
 """
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Console
 from rich.markup import escape
-from rich.panel import Panel
-from rich.text import Text
 
-from bapo_megatron.commands.options import JsonOption, OverridesArgument, load
+from bapo_megatron.commands.entries import print_entry
+from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
 from bapo_megatron.config.check import check_data
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
-from bapo_megatron.data.columns import DumpError
-from bapo_megatron.data.dump import read_batch, texts_by_sample, texts_path
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_eval_set, load_train_sets, shared_prompts
 from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.evaluation.report import markdown_table, rich_table
-from bapo_megatron.telemetry.console import uncut_console
-from bapo_megatron.types import Prompt, Sample, SampleText
+from bapo_megatron.telemetry.console import uncut_console, visible, visible_json
+from bapo_megatron.types import Prompt
 
 _HEADINGS = (
     *("set", "use", "format", "rows", "bad", "too long", "duplicates", "prompts"),
     *("tokens min", "median", "p95", "max", "share", "steps per epoch"),
 )
-_STYLES = {"heading": "bold", "fact": "dim", "row": "dim", "environment": "cyan"}
-"""Look of the parts of an entry on a terminal; further kinds are plain text."""
-_CONTROL_PICTURES = {
-    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"},
-    0x7F: 0x2421,
-    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
-}
-"""Replacements of the characters that a terminal would obey."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
 @app.callback()
 def _group() -> None:
-    """Show the prompts of a run before it starts, or the responses in a dump."""
+    """Show the prompts of a run before it starts."""
 
 
 @app.command("show")
 def show(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG|DUMP.parquet", help="YAML file of a run, or a rollout dump of one."
-        ),
-    ],
+    config: ConfigArgument,
     overrides: OverridesArgument = None,
     rows: Annotated[
         int,
@@ -68,7 +50,7 @@ def show(
             "--rows",
             "-n",
             min=0,
-            help="Prompts to print, of training and of each evaluation set; or samples to print.",
+            help="Prompts to print, of training and of each evaluation set.",
         ),
     ] = 1,
     as_json: JsonOption = False,
@@ -77,25 +59,12 @@ def show(
 
     Prints counts, token lengths, shares, what was left out, training prompts that also occur in
     evaluation sets, and prompts as the engine will see them: the first draws of training.
-
-    With a rollout dump: its first samples, by turns of policy and environment.
     """
-    is_dump = file.suffix == ".parquet"
-    special_tokens: list[str] = []
-    if is_dump and overrides:
-        raise typer.BadParameter(
-            f"{file} is a rollout dump, which takes no '{overrides[0]}'; leave it out"
-        )
-    if is_dump:
-        found = inspect_dump(file, rows)
-    else:
-        config = load(file, overrides)
-        check_data(config)
-        found, special_tokens = inspect_data(config, rows)
+    run_config = load(config, overrides)
+    check_data(run_config)
+    found, special_tokens = inspect_data(run_config, rows)
     if as_json:
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
-    elif is_dump:
-        print_dump(uncut_console(), found)
+        typer.echo(visible_json(found))
     else:
         print_data(uncut_console(), found, special_tokens)
 
@@ -180,7 +149,7 @@ def print_data(console: Console, data: dict[str, Any], special_tokens: Sequence[
         counts = [each["report"][f"num_{n}"] for n in ("rows", "bad", "too_long", "duplicates")]
         rows.append(
             [
-                each["name"],
+                visible(each["name"]),
                 each["use"],
                 each["report"]["row_format"],
                 *(f"{count:,}" for count in (*counts, each["kept"], *each["tokens"].values())),
@@ -195,135 +164,10 @@ def print_data(console: Console, data: dict[str, Any], special_tokens: Sequence[
         console.out(markdown_table(_HEADINGS, rows, num_left=3), highlight=False, end="")
     for line in data["warnings"]:
         mark = "[bold yellow]![/]" if console.is_terminal else "-"
-        console.print(f"{mark} {escape(line)}", soft_wrap=True, highlight=False)
+        console.print(f"{mark} {escape(visible(line))}", soft_wrap=True, highlight=False)
     for use, prompts in data["prompts"].items():
         for prompt in prompts:
             place = f"{use} · {prompt['prompt_id']} · {prompt['num_tokens']} tokens"
             row = f"row: {json.dumps(prompt['row'], ensure_ascii=False)}"
             parts = [("prompt", prompt["text"]), ("row", row)]
-            _print_entry(console, f"{place} · answer {prompt['answer']}", parts, special_tokens)
-
-
-def inspect_dump(path: Path, num_samples: int) -> dict[str, Any]:
-    """Read a dump and the texts beside it, if any; keep the first ``num_samples`` samples.
-
-    Raises:
-        DumpError: It is not an intact dump, or the texts belong to another one.
-        OSError: It cannot be read.
-    """
-    batch = read_batch(path)
-    texts = texts_by_sample(path)
-    first = batch.samples[:num_samples]
-    return {
-        "path": str(path),
-        "step": batch.step,
-        "version": batch.version,
-        "num_groups": len(batch.groups),
-        "num_samples": len(batch.samples),
-        "has_texts": texts is not None,
-        "samples": [
-            _shown_sample(s, (texts or {}).get((s.group_id, s.index)), path) for s in first
-        ],
-    }
-
-
-def _shown_sample(sample: Sample, text: SampleText | None, path: Path) -> dict[str, Any]:
-    """A response; prompt, answer and the parts' texts are None where the dump has no texts."""
-    lengths = [len(part) for part in sample.segments()]
-    written: Sequence[str | None] = [None] * len(lengths)
-    if text is not None:
-        written = text.turns or (text.response_text,)
-        if len(written) != len(lengths):
-            raise DumpError(
-                f"{texts_path(path)}: sample {sample.index} of group {sample.group_id} has "
-                f"{len(written)} texts, its tokens are of {len(lengths)} parts; give the dump that "
-                "the texts were written with"
-            )
-    return {
-        "group_id": sample.group_id,
-        "index": sample.index,
-        "prompt_id": sample.prompt.prompt_id,
-        "source": sample.prompt.source,
-        "finish_reason": sample.finish_reason.value,
-        "reward": sample.reward,
-        "reward_components": sample.reward_components,
-        "versions": [(span.version, span.num_tokens) for span in sample.versions],
-        "sampled_tokens": sample.num_sampled,
-        "written_tokens": sample.num_written,
-        "prompt": None if text is None else text.prompt_text,
-        "answer": None if text is None else text.answer,
-        "parts": [
-            {"author": ("policy", "environment")[number % 2], "num_tokens": length, "text": part}
-            for number, (length, part) in enumerate(zip(lengths, written, strict=True))
-        ],
-    }
-
-
-def print_dump(console: Console, dump: dict[str, Any]) -> None:
-    """Print what ``inspect_dump`` found."""
-    about = f"step {dump['step']} · version {dump['version']} · {dump['num_groups']:,} groups"
-    lines = [f"{dump['path']} · {about} · {dump['num_samples']:,} samples"]
-    if not dump["has_texts"]:
-        lines.append("No texts beside the dump: numbers of tokens only.")
-    if console.is_terminal:
-        console.print(_text("\n".join(lines)), highlight=False)
-    else:
-        console.out("\n\n".join(lines), highlight=False)
-    for sample in dump["samples"]:
-        place = f"group {sample['group_id']} · sample {sample['index']} · {sample['prompt_id']}"
-        title = f"{place} · {sample['finish_reason']} · reward {sample['reward']:g}"
-        components = (f"{name} {value:g}" for name, value in sample["reward_components"].items())
-        versions = (f"{version} ({num_tokens})" for version, num_tokens in sample["versions"])
-        sampled, written = sample["sampled_tokens"], sample["written_tokens"]
-        parts = [
-            ("fact", f"reward components: {' · '.join(components) or 'none'}"),
-            ("fact", f"weights versions (tokens): {' · '.join(versions) or 'none'}"),
-            ("fact", f"tokens: {sampled:,} sampled, {written:,} written"),
-        ]
-        if sample["prompt"] is not None:
-            parts.append(("fact", f"answer: {sample['answer']}"))
-            parts += [("heading", "prompt"), ("prompt", sample["prompt"])]
-        for number, part in enumerate(sample["parts"]):
-            turn = f"turn {1 + number // 2} · " if part["author"] == "policy" else ""
-            parts.append(("heading", f"{turn}{part['author']} · {part['num_tokens']:,} tokens"))
-            if part["text"] is not None:
-                parts.append((part["author"], part["text"]))
-        _print_entry(console, title, parts)
-
-
-def _print_entry(
-    console: Console,
-    title: str,
-    parts: Sequence[tuple[str, str]],
-    special_tokens: Sequence[str] = (),
-) -> None:
-    """Print parts, each of a kind and a text: a panel on a terminal, else Markdown."""
-    if console.is_terminal:
-        shown = []
-        for kind, text in parts:
-            shown.append(_text("\n" * (kind == "heading") + text, _STYLES.get(kind, "")))
-            if kind == "prompt" and special_tokens:
-                shown[-1].highlight_words(special_tokens, "bold magenta")
-        panel = Panel(Group(*shown), title=_text(title), title_align="left")
-        console.print(panel, highlight=False)
-        return
-    lines, before = ["", f"### {title}"], ""
-    for kind, text in parts:
-        if not kind == before == "fact":
-            lines.append("")
-        marked = {"heading": f"**{text}**", "fact": f"- {text}", "row": text}
-        lines.append(marked[kind] if kind in marked else _fenced(text))
-        before = kind
-    console.out("\n".join(lines), highlight=False)
-
-
-def _fenced(text: str) -> str:
-    """A text as a Markdown code block that nothing inside can end."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return "\n".join([fence, text.removesuffix("\n"), fence])
-
-
-def _text(text: str, style: str = "") -> Text:
-    """Shown as it is: neither markup nor control sequences."""
-    return Text(text.translate(_CONTROL_PICTURES), style)
+            print_entry(console, f"{place} · answer {prompt['answer']}", parts, special_tokens)

@@ -200,7 +200,8 @@ class TrainConfig(Section):
     """Token budget of one packed forward pass on one rank."""
     dump_tokens: int = Field(0, ge=0)
     """Every N steps, write log-prob, behaviour log-prob, advantage, entropy and mask of every
-    response token to ``<run_dir>/tokens``, a parquet file per update (for ``bounds``); 0: never."""
+    response token to ``<run_dir>/tokens``, a parquet file per update (for ``report`` and
+    ``bounds``); 0: never."""
     stop_after: Annotated[float | None, BeforeValidator(_seconds)] = Field(
         None, gt=0, le=MAX_SECONDS
     )

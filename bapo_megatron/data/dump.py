@@ -75,20 +75,16 @@ class _About:
 
 
 _DUMP = RowFile("rollout dump", _REMEDY, FORMAT, SAMPLE_COLUMNS, _About)
-_TEXTS: RowFile[SampleText] = RowFile(
-    "rollout dump",
-    _REMEDY,
-    FORMAT,
-    {
-        "group_id": (pa.int64(), lambda text: text.group_id),
-        "index": (pa.int64(), lambda text: text.index),
-        "prompt_text": (pa.string(), lambda text: text.prompt_text),
-        "answer": (pa.string(), lambda text: text.answer),
-        "response_text": (pa.string(), lambda text: text.response_text),
-        "turns": (pa.list_(pa.string()), lambda text: text.turns),
-    },
-    _About,
-)
+TEXT_COLUMNS: dict[str, tuple[Any, Callable[[SampleText], Any]]] = {
+    "group_id": (pa.int64(), lambda text: text.group_id),
+    "index": (pa.int64(), lambda text: text.index),
+    "prompt_text": (pa.string(), lambda text: text.prompt_text),
+    "answer": (pa.string(), lambda text: text.answer),
+    "response_text": (pa.string(), lambda text: text.response_text),
+    "turns": (pa.list_(pa.string()), lambda text: text.turns),
+}
+"""One value per sample."""
+_TEXTS = RowFile("rollout dump", _REMEDY, FORMAT, TEXT_COLUMNS, _About)
 
 
 def write_batch(path: Path, batch: RolloutBatch) -> None:

@@ -11,20 +11,16 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
-from bapo_megatron.config.rollout import StalenessConfig
-from bapo_megatron.data.dump import read_batch, texts_by_sample
-from bapo_megatron.data.staleness import token_versions, trainable_mask
+from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.report.figures import rounded
 from bapo_megatron.report.runs import Run
+from bapo_megatron.report.samples import Step, dump_files, read_step
 from bapo_megatron.report.tokens import Pieces, TokenDumps
-from bapo_megatron.reward.extraction import extract_answer
-from bapo_megatron.types import FinishReason, Group, RolloutBatch, Sample, SampleText
+from bapo_megatron.types import Group, RolloutBatch, Sample
 
 MAX_STEPS = 16
 MAX_GROUPS = 8
@@ -38,16 +34,6 @@ _MIN_BYTES = 4000
 _LEVELS = {"trained": 0, "masked": 1, "written": 2}
 
 
-class _Step(NamedTuple):
-    """One dump, with what is needed to describe its samples."""
-
-    batch: RolloutBatch
-    texts: dict[tuple[int, int], SampleText]
-    advantages: dict[tuple[int, int], float]
-    dumps: TokenDumps
-    staleness: StalenessConfig
-
-
 def sample_rollouts(run: Run, tokenizer: Any, max_bytes: float) -> dict[str, Any]:
     """Return rollouts of a run as the page reads them, of about ``max_bytes`` as JSON.
 
@@ -59,22 +45,27 @@ def sample_rollouts(run: Run, tokenizer: Any, max_bytes: float) -> dict[str, Any
         ValueError: The configuration of staleness is another version's.
         OSError: A file cannot be read.
     """
-    paths = sorted((run.path / "rollouts").glob("step_*.parquet"))
-    chosen = [paths[index] for index in spread(len(paths), MAX_STEPS)]
+    paths = dump_files(run.path)
+    chosen = [list(paths)[index] for index in spread(len(paths), MAX_STEPS)]
     pieces = Pieces(tokenizer)
     groups: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
-    used, had_dumps, num_stored = 0.0, False, 0
-    for number, path in enumerate(chosen):
-        step = _read_step(run, path)
-        had_dumps |= step.dumps.exist
+    used, had_dumps, num_read, num_stored = 0.0, False, 0, 0
+    for number, chosen_step in enumerate(chosen):
+        try:
+            step = read_step(paths[chosen_step], run.settings)
+        except FileNotFoundError:
+            continue  # the run goes on and has removed it (rollout.keep_dumps)
+        num_read += 1
+        tokens = TokenDumps(run, chosen_step)
+        had_dumps |= tokens.exist
         num_stored += len(step.batch.samples)
         room = (max_bytes - used - pieces.num_bytes) / (len(chosen) - number)
         for group, members in _chosen(step.batch, room):
             groups.append(_group_record(step, group))
             limit = max(_MIN_BYTES, room / 2 if len(members) > 1 else room)
             for sample in members:
-                record = _sample_record(run, step, sample, pieces, limit)
+                record = _sample_record(step, tokens, sample, pieces, limit)
                 samples.append({"group": len(groups) - 1, **record})
                 used += len(json.dumps(samples[-1]))
     return {
@@ -83,7 +74,7 @@ def sample_rollouts(run: Run, tokenizer: Any, max_bytes: float) -> dict[str, Any
         "samples": samples,
         "pieces": pieces.table,
         "has_texts": pieces.has_texts,
-        "note": _note(len(paths), len(chosen), num_stored, samples),
+        "note": _note(list(paths), num_read, num_stored, samples),
         "ratios": _ratio_note(had_dumps, samples),
     }
 
@@ -95,45 +86,6 @@ def spread(num_items: int, max_items: int) -> list[int]:
     if max_items == 1:
         return [num_items // 2]
     return [round(i * (num_items - 1) / (max_items - 1)) for i in range(max_items)]
-
-
-def _read_step(run: Run, path: Path) -> _Step:
-    batch = read_batch(path)
-    given = {
-        key.removeprefix("rollout.staleness."): value
-        for key, value in run.settings.items()
-        if key.startswith("rollout.staleness.")
-    }
-    try:
-        staleness = StalenessConfig(**given)
-    except ValidationError as error:
-        raise ValueError(
-            f"{run.path / 'config.yaml'}: rollout.staleness is not of this version; read the run "
-            "with the version that wrote it"
-        ) from error
-    return _Step(
-        batch,
-        texts_by_sample(path) or {},
-        _advantages(run, batch),
-        TokenDumps(run, batch.step),
-        staleness,
-    )
-
-
-def _advantages(run: Run, batch: RolloutBatch) -> dict[tuple[int, int], float]:
-    """Advantages by group and index; none for one's own function, which is not called here."""
-    kind = str(run.settings.get("algorithm.advantage", ":"))
-    if ":" in kind or len(batch.groups[0].samples) < 2:
-        return {}
-    from bapo_megatron.algorithm.advantage import Advantages  # torch takes seconds
-
-    shift = float(run.settings.get("algorithm.baseline_shift", 0.0))
-    values_PG = Advantages(kind, shift).compute(batch.groups).tolist()
-    return {
-        (sample.group_id, sample.index): value
-        for group, values_G in zip(batch.groups, values_PG, strict=True)
-        for sample, value in zip(group.samples, values_G, strict=True)
-    }
 
 
 def _chosen(batch: RolloutBatch, room: float) -> list[tuple[Group, Sequence[Sample]]]:
@@ -156,9 +108,9 @@ def _mean(group: Group) -> float:
     return math.fsum(sample.reward for sample in group.samples) / len(group.samples)
 
 
-def _group_record(step: _Step, group: Group) -> dict[str, Any]:
+def _group_record(step: Step, group: Group) -> dict[str, Any]:
     first = group.samples[0]
-    text = step.texts.get((first.group_id, first.index))
+    text = step.text(first)
     return {
         "step": step.batch.step,
         "id": group.group_id,
@@ -172,24 +124,19 @@ def _group_record(step: _Step, group: Group) -> dict[str, Any]:
 
 
 def _sample_record(
-    run: Run, step: _Step, sample: Sample, pieces: Pieces, max_bytes: float
+    step: Step, tokens: TokenDumps, sample: Sample, pieces: Pieces, max_bytes: float
 ) -> dict[str, Any]:
     """What the page shows of a response; arrays are [R] or runs of equal values ``[value, n]``."""
-    key = (sample.group_id, sample.index)
-    text = step.texts.get(key)
+    text = step.text(sample)
     total = len(sample.response_token_ids)
     kept_R = _kept(total, math.floor((max_bytes - _SAMPLE_BYTES) / _TOKEN_BYTES))
     sampled_R = sample.loss_mask
-    trains_Q = trainable_mask(sample.versions, step.batch.version, step.staleness)
-    if _is_masked(run, sample):
-        trains_Q = np.zeros_like(trains_Q)
     levels_R = np.full(total, _LEVELS["written"])
-    levels_R[sampled_R] = np.where(trains_Q, _LEVELS["trained"], _LEVELS["masked"])
+    levels_R[sampled_R] = np.where(step.trains(sample), _LEVELS["trained"], _LEVELS["masked"])
     version_R = np.full(total, -1)
     version_R[sampled_R] = token_versions(sample.versions)
-    ratio_Q = step.dumps.ratios(sample.behaviour_logprobs)
-    oldest = min((span.version for span in sample.versions), default=step.batch.version)
-    advantage = step.advantages.get(key)
+    ratio_Q = tokens.ratios(sample)
+    advantage = step.advantage(sample)
     record = {
         "index": sample.index,
         "reward": rounded(sample.reward),
@@ -198,8 +145,8 @@ def _sample_record(
         "advantage": None if advantage is None else rounded(advantage),
         "exit": sample.finish_reason.value,
         "tokens": total,
-        "age": step.batch.version - oldest,
-        "extracted": _extracted(run, text),
+        "age": step.age(sample),
+        "extracted": step.extracted(sample),
         "pieces": pieces.encode(sample.response_token_ids[kept_R]),
         "logprobs": _on_response(sample.behaviour_logprobs, sampled_R, kept_R, 3),
         "ratios": None if ratio_Q is None else _on_response(ratio_Q, sampled_R, kept_R, 4),
@@ -221,12 +168,6 @@ def _kept(total: int, max_tokens: int) -> np.ndarray:
     return np.concatenate([np.arange(head), np.arange(total - head, total)])
 
 
-def _is_masked(run: Run, sample: Sample) -> bool:
-    """Whether the whole response is out of the loss because it is truncated."""
-    is_masking = run.settings.get("reward.truncated") == "mask"
-    return is_masking and sample.finish_reason is FinishReason.LENGTH
-
-
 def _on_response(
     values_Q: np.ndarray, sampled_R: np.ndarray, kept_R: np.ndarray, digits: int
 ) -> list[float | None]:
@@ -243,28 +184,21 @@ def _runs(values: Iterable[int]) -> list[tuple[int, int]]:
     return [(value, len(list(members))) for value, members in groupby(values)]
 
 
-def _extracted(run: Run, text: SampleText | None) -> str | None:
-    """The answer that the math grader reads; None where it did not grade, or without texts."""
-    grades = any(
-        key.startswith("reward.functions.") and key.endswith(".function") and value == "math"
-        for key, value in run.settings.items()
-    )
-    if text is None or not grades:
-        return None
-    found = extract_answer(text.response_text)
-    return "" if found is None else found.text[:200]
-
-
-def _note(num_dumps: int, num_steps: int, num_stored: int, samples: Sequence[Any]) -> str:
-    if not num_dumps:
+def _note(kept: Sequence[int], num_steps: int, num_stored: int, samples: Sequence[Any]) -> str:
+    if not kept:
         return "This run kept no rollouts (rollout.dump)."
-    if num_steps == num_dumps and len(samples) == num_stored:
-        return f"All {num_stored:,} responses of {num_dumps:,} steps."
+    missing = ""
+    if len(kept) < kept[-1]:
+        missing = (
+            f" Of steps 1 to {kept[-1]:,}, {len(kept):,} have dumps, from step {kept[0]:,} on."
+        )
+    if num_steps == len(kept) and len(samples) == num_stored:
+        return f"All {num_stored:,} responses of {num_steps:,} steps.{missing}"
     cut = sum("cut_at" in sample for sample in samples)
     text = (
-        f"A sample: {len(samples):,} responses of {num_steps:,} of {num_dumps:,} steps, taken "
+        f"A sample: {len(samples):,} responses of {num_steps:,} of {len(kept):,} steps, taken "
         f"evenly over the run; those steps hold {num_stored:,}. In each step, groups are taken "
-        f"evenly over the order of their mean rewards, at most {MAX_GROUPS}."
+        f"evenly over the order of their mean rewards, at most {MAX_GROUPS}.{missing}"
     )
     return text + (f" {cut:,} long responses show their two ends only." if cut else "")
 
@@ -275,5 +209,5 @@ def _ratio_note(had_dumps: bool, samples: Sequence[Any]) -> str:
     found = sum(sample["ratios"] is not None for sample in samples)
     return (
         f"Ratios of {found:,} of {len(samples):,} responses, from train.dump_tokens. The others "
-        "were in no update of a kept step, or cannot be told from an equal response."
+        "were in no update of a kept step."
     )

@@ -1,19 +1,19 @@
 """Response tokens as people read them, and the ratios that ``train.dump_tokens`` kept.
 
-Shape legend: R = tokens of a response, Q = those of them that the policy sampled, T = tokens of an
-update in a token dump.
+Shape legend: Q = tokens of a response that the policy sampled, T = tokens of an update.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
-from bapo_megatron.data.columns import PARQUET_ERRORS, DumpError
-from bapo_megatron.errors import first_line
+from bapo_megatron.data.columns import DumpError
+from bapo_megatron.data.token_dump import read_token_dump, token_dump_path
 from bapo_megatron.report.runs import Run
+from bapo_megatron.types import Sample
 
 _MAX_PENDING = 4
 """Tokens of one character at most: it has up to four bytes in UTF-8."""
@@ -103,58 +103,44 @@ def find_tokenizer(run: Run, given: Path | None = None) -> Any:
 
 
 class TokenDumps:
-    """What ``train.dump_tokens`` kept of one step.
-
-    Its rows name no sample. Those of a response stand together, and its behaviour log-probs tell it
-    from others: bit for bit those of the rollout dump, unless ``behaviour: recomputed`` replaced
-    them or context parallelism divided the response.
-    """
+    """What ``train.dump_tokens`` kept of one step: ratios by response."""
 
     def __init__(self, run: Run, step: int) -> None:
         """Read the dumps of the first pass over the batch; there may be none.
 
         Raises:
-            DumpError: A file is not a readable token dump.
+            DumpError: A file is damaged, no token dump, or of another version's format.
         """
-        columns = ["logprob", "behaviour_logprob"]
-        num_updates = int(run.settings.get("algorithm.updates_per_batch", 1))
-        self._updates: list[tuple[bytes, np.ndarray]] = []
-        for update in range(num_updates):
-            path = run.path / "tokens" / f"step_{step:06d}_update_{update:03d}.parquet"
-            if not path.exists():
-                continue
-            try:
-                table = pq.read_table(path, columns=columns)
-            except PARQUET_ERRORS as error:
-                reason = first_line(error)
-                raise DumpError(f"{path}: not a token dump ({reason}); remove it") from error
-            # Not ``to_numpy``: it imports pandas.
-            logprob_T, behaviour_T = (
-                np.from_dlpack(table[name].combine_chunks()).astype("<f4") for name in columns
-            )
-            self._updates.append((behaviour_T.tobytes(), logprob_T))
-
-    @property
-    def exist(self) -> bool:
+        self._ratios: dict[tuple[int, int], np.ndarray] = {}
+        self.exist = False
         """Whether the step has any."""
-        return bool(self._updates)
+        for update in range(int(run.settings.get("algorithm.updates_per_batch", 1))):
+            path = token_dump_path(run.path, step, update)
+            if path.exists():
+                self.exist = True
+                self._add(read_token_dump(path))
 
-    def ratios(self, behaviour_logprobs: np.ndarray) -> np.ndarray | None:
-        """Return π/μ [Q] of a response at its update.
+    def _add(self, columns: Mapping[str, np.ndarray]) -> None:
+        logprob_T, behaviour_T = columns["logprob"], columns["behaviour_logprob"]
+        ratio_T = np.exp(logprob_T.astype(np.float64) - behaviour_T)
+        names_T = np.stack([columns["group_id"], columns["index"]], axis=1)
+        starts = np.flatnonzero((np.diff(names_T, axis=0) != 0).any(axis=1)) + 1
+        for name, ratio_Q in zip(
+            names_T[[0, *starts]].tolist(), np.split(ratio_T, starts), strict=True
+        ):
+            self._ratios[name[0], name[1]] = ratio_Q
 
-        None if it is in no update (no gradient, or masked), or several have it with different
-        ratios, as equal responses to one prompt do.
+    def ratios(self, sample: Sample) -> np.ndarray | None:
+        """Return π/μ [Q] of a response at its update; None if it was in none that was kept.
+
+        Raises:
+            DumpError: The dump has another number of its tokens.
         """
-        wanted = np.ascontiguousarray(behaviour_logprobs, "<f4")
-        needle, found = wanted.tobytes(), {}
-        for content, logprob_T in self._updates:
-            at = content.find(needle) if needle else -1
-            while at >= 0:
-                if at % 4 == 0:
-                    own_Q = logprob_T[at // 4 : at // 4 + len(wanted)]
-                    found[own_Q.tobytes()] = own_Q
-                at = content.find(needle, at + 4 - at % 4)
-        if len(found) != 1:
-            return None
-        ratio_Q: np.ndarray = np.exp(next(iter(found.values())).astype(np.float64) - wanted)
+        ratio_Q = self._ratios.get((sample.group_id, sample.index))
+        if ratio_Q is not None and len(ratio_Q) != sample.num_sampled:
+            raise DumpError(
+                f"tokens/: {len(ratio_Q)} tokens of sample {sample.index} of group "
+                f"{sample.group_id}, whose dump in rollouts/ has {sample.num_sampled}; remove the "
+                "token dumps, they are of another run"
+            )
         return ratio_Q

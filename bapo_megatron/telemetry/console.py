@@ -2,13 +2,14 @@
 
 import asyncio
 import io
+import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +20,17 @@ from bapo_megatron.errors import StoppedError, describe_cause
 _PLAIN_INTERVAL_S = 10.0
 """Minimum time between two lines of progress without a terminal."""
 _REPORT_INTERVAL_S = 0.5
+_VISIBLE = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+    **dict.fromkeys(
+        # Marks that reverse the order in which text is shown.
+        (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)),
+        0xFFFD,
+    ),
+}
+"""Replacements of the characters that a terminal would obey."""
 _UNCUT_COLUMNS = 10_000
 
 _LOG = logging.getLogger(__name__)
@@ -34,6 +46,20 @@ def uncut_console() -> Console:
     return (
         console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_UNCUT_COLUMNS)
     )
+
+
+def visible(text: str) -> str:
+    """Return a text whose control characters are seen, not obeyed: ESC as ``␛``, others as ``�``.
+
+    Tabs and line ends stay.
+    """
+    return text.translate(_VISIBLE)
+
+
+def visible_json(value: Any) -> str:
+    """Return JSON whose control characters are escaped, also those that JSON would let be."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    return text.translate({code: f"\\u{code:04x}" for code in _VISIBLE})
 
 
 def say(line: str) -> None:

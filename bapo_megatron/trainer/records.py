@@ -9,7 +9,6 @@ Shape legend: T = response tokens of a micro-batch (in a dump: of this rank), S 
 D = entries of a decision.
 """
 
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +22,11 @@ from torch import Tensor
 
 from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.data.device_copy import on_device
+from bapo_megatron.data.token_dump import TOKEN_COLUMNS, token_dump_path, write_token_dump
 from bapo_megatron.distributed import ProcessGroups
-from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
-from bapo_megatron.types import MicroBatch, UpdateResult
+from bapo_megatron.types import MicroBatch, RolloutBatch, Sample, UpdateResult
 
 Value = Callable[["TokenView"], Tensor]
 
@@ -279,16 +278,11 @@ def _merge(
     return merged
 
 
-COLUMNS = ("logprob", "behaviour_logprob", "advantage", "entropy", "mask")
-"""One float32 per token each: ℓ and H of the loss pass, μ, A, m. ``bounds`` reads the file."""
-
-
 @dataclass(frozen=True, slots=True)
 class TokenDump:
-    """Writes ``step_<n>_update_<m>.parquet`` with the tokens of all ranks of an update."""
+    """Writes the tokens of updates, those of all ranks in one file (``data.token_dump``)."""
 
-    directory: Path
-    """Created by the first dump."""
+    run_dir: Path
     every_steps: int
     """0: no step is due."""
 
@@ -299,37 +293,54 @@ class TokenDump:
     def write(
         self,
         tokens: Sequence[tuple[MicroBatch, TokenReport]],
-        step: int,
+        batch: RolloutBatch,
         update: int,
         groups: ProcessGroups,
     ) -> None:
         """Gather an update's tokens over data- and context-parallel ranks; one rank writes them.
 
-        A collective of the last stage's ranks; others return at once. Nothing is written for an
-        update that was skipped. The first rank of the last stage writes: with a pipeline over
-        several nodes, ``run_dir`` must be on a shared file system.
+        A collective of the last stage's ranks; others return at once. An update that was skipped
+        has no file. The first rank of the last stage writes: with a pipeline over several nodes,
+        ``run_dir`` must be on a shared file system.
 
         Raises:
             OSError: The file cannot be written.
         """
-        if not groups.is_last_stage or not tokens:
+        if not groups.is_last_stage:
             return
-        parts = []
+        is_writer = dist.get_rank(groups.data) == 0 and dist.get_rank(groups.tensor) == 0
+        path = token_dump_path(self.run_dir, batch.step, update)
+        if not tokens:
+            if is_writer:
+                path.unlink(missing_ok=True)  # of the same step before a resume
+            return
+        places, values = [], []
         for micro_batch, report in tokens:
             own, (logprob_T, entropy_T) = on_device(micro_batch, groups.device), report.policy
             behaviour_T, advantage_T = own.behaviour_logprob_T, own.advantage_T
-            values = (logprob_T, behaviour_T, advantage_T, entropy_T, own.mask_T)  # COLUMNS
-            parts.append(torch.stack(values).float())
+            places.append(torch.stack((own.sample_T, own.position_T)))
+            values.append(
+                torch.stack((logprob_T, behaviour_T, advantage_T, entropy_T, own.mask_T)).float()
+            )
+        part = tuple(torch.cat(rows, dim=1).cpu().numpy() for rows in (places, values))
         gathered: list[Any] = [None] * dist.get_world_size(groups.data)
-        dist.all_gather_object(gathered, torch.cat(parts, dim=1).cpu().numpy(), group=groups.data)
-        if dist.get_rank(groups.data) > 0 or dist.get_rank(groups.tensor) > 0:
-            return
-        import pyarrow as pa  # only dumps need it
-        import pyarrow.parquet as pq
+        dist.all_gather_object(gathered, part, group=groups.data)
+        if is_writer:
+            place, value = (np.concatenate(parts, axis=1) for parts in zip(*gathered, strict=True))
+            write_token_dump(path, _token_columns(place, value, batch.samples))
 
-        columns = np.concatenate(gathered, axis=1)
-        table = pa.table(dict(zip(COLUMNS, columns, strict=True)))
-        content = io.BytesIO()
-        pq.write_table(table, content, compression="zstd")
-        name = f"step_{step:06d}_update_{update:03d}.parquet"
-        atomic_write_bytes(self.directory / name, content.getvalue())
+
+def _token_columns(
+    place: np.ndarray, value: np.ndarray, samples: Sequence[Sample]
+) -> dict[str, np.ndarray]:
+    """Columns of a token dump [T], in the order of the batch.
+
+    ``place`` has sample and position [2, T], ``value`` the columns from ``logprob`` on [5, T].
+    """
+    sample_T, position_T = place
+    order_T = np.lexsort((position_T, sample_T))
+    sample_T = sample_T[order_T]
+    names = np.array([(sample.group_id, sample.index) for sample in samples], np.int64)
+    group_T, index_T = names[sample_T].T
+    rows = (group_T, index_T, position_T[order_T].astype(np.int32), *value[:, order_T])
+    return dict(zip(TOKEN_COLUMNS, rows, strict=True))

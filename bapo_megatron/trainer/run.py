@@ -86,7 +86,7 @@ class Run:
             staleness=config.rollout.staleness,
             shape=shape,
             masked_reasons=_masked_reasons(config),
-            dump=TokenDump(config.run_dir / "tokens", config.train.dump_tokens),
+            dump=TokenDump(config.run_dir, config.train.dump_tokens),
             note=timer.pulse.note,
         )
         self.progress = Progress()

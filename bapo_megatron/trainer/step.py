@@ -159,7 +159,7 @@ class BatchTrainer:
             outcomes.append(outcome)
             if self.dump is not None and self.dump.is_due(batch.step):
                 with fail_together(self._groups):
-                    self.dump.write(tokens, batch.step, number, self._groups)
+                    self.dump.write(tokens, batch, number, self._groups)
         # One copy brings the measurements of the step to the host.
         measurements = [o.measurement for o in outcomes if o.measurement is not None]
         measured = iter(read_measurements(measurements, self._stage, self._groups))

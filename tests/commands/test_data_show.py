@@ -1,4 +1,4 @@
-"""``data show``: counts, lengths, shares, prompts and dumps, without starting anything."""
+"""``data show``: counts, lengths, shares and prompts, without starting anything."""
 
 from __future__ import annotations
 
@@ -6,24 +6,14 @@ import io
 import json
 
 import pytest
-import typer
 import yaml
 from rich.console import Console
 
 from bapo_megatron import cli
-from bapo_megatron.commands.data_show import (
-    inspect_data,
-    inspect_dump,
-    print_data,
-    print_dump,
-    token_lengths,
-)
+from bapo_megatron.commands.data_show import inspect_data, print_data, token_lengths
 from bapo_megatron.config.load import load_config
-from bapo_megatron.data.columns import DumpError
-from bapo_megatron.data.dump import write_batch, write_texts
-from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, SampleText
+from bapo_megatron.types import Prompt
 from tests.data.rows import rendered, write_jsonl
-from tests.data.samples import make_episode, make_sample
 
 
 @pytest.fixture
@@ -125,7 +115,7 @@ def test_a_pipe_gets_markdown(config_file):
 
 
 def test_markup_in_a_prompt_is_shown_and_not_obeyed(config_file, tmp_path):
-    nasty = {"prompt": "[bold]x[/] ```\ncode\n``` [/nope]", "answer": "[red]"}
+    nasty = {"prompt": "[bold]x[/] ```\ncode\n``` [/nope]\x1b[2J", "answer": "[red]\x9b2J"}
     write_jsonl(tmp_path / "nasty.jsonl", nasty)
     config = load_config(config_file, [f"data.train={{path: {tmp_path}/nasty.jsonl, name: '[a]'}}"])
     found = inspect_data(config, num_rows=1)
@@ -135,6 +125,9 @@ def test_markup_in_a_prompt_is_shown_and_not_obeyed(config_file, tmp_path):
         assert "[bold]x[/] ```" in text
         assert "answer [red]" in text
         assert "[a]" in text
+        assert "[/nope]␛[2J" in text
+        assert "\x1b[2J" not in text
+        assert "\x9b" not in text
     assert "\n````\n" in piped
 
 
@@ -172,150 +165,3 @@ def test_lengths_are_quantiles_by_nearest_rank():
 
     assert token_lengths(prompts) == {"min": 1, "median": 20, "p95": 38, "max": 40}
     assert token_lengths(prompts[:1]) == {"min": 1, "median": 1, "p95": 1, "max": 1}
-
-
-NASTY = "[bold]x[/] ```\ncode\n``` [/nope]\x1b[31m\x9b2J"
-
-
-@pytest.fixture
-def dump(tmp_path):
-    """A group of three turns and one turn, without texts."""
-    samples = (make_episode(3, (2, 4, 1, 1, 3)), make_sample(3, 5, index=1))
-    samples[1].prompt = samples[0].prompt
-    samples[0].finish_reason = FinishReason.TURNS
-    path = tmp_path / "rollouts" / "step_000005.parquet"
-    write_batch(path, RolloutBatch(step=5, version=9, groups=(Group(0, samples),)))
-    return path
-
-
-@pytest.fixture
-def texts(dump):
-    turns = ("add 3 4", "7 [red]", "mul 7 2", "14", NASTY)
-    beside = [
-        SampleText(0, 0, "(3 + 4) · 2?", "14", NASTY, turns),
-        SampleText(0, 1, "(3 + 4) · 2?", "14", "It is 14."),
-    ]
-    write_texts(dump, 5, beside)
-
-
-@pytest.mark.usefixtures("texts")
-def test_a_dump_is_shown_by_turns(dump):
-    lines = printed(print_dump, inspect_dump(dump, 2)).splitlines()
-
-    assert lines[0] == f"{dump} · step 5 · version 9 · 1 groups · 2 samples"
-    assert lines[1:18] == [
-        "",
-        "### group 0 · sample 0 · train.jsonl:0 · turns · reward 0",
-        "",
-        "- reward components: math 0 · style/words 7.25",
-        "- weights versions (tokens): 0 (2) · 1 (2) · 2 (2)",
-        "- tokens: 6 sampled, 5 written",
-        "- answer: 14",
-        "",
-        "**prompt**",
-        "",
-        "```",
-        "(3 + 4) · 2?",
-        "```",
-        "",
-        "**turn 1 · policy · 2 tokens**",
-        "",
-        "```",
-    ]
-    headings = [line for line in lines if line.startswith("**")]
-    assert headings == [
-        "**prompt**",
-        "**turn 1 · policy · 2 tokens**",
-        "**environment · 4 tokens**",
-        "**turn 2 · policy · 1 tokens**",
-        "**environment · 1 tokens**",
-        "**turn 3 · policy · 3 tokens**",
-        "**prompt**",
-        "**turn 1 · policy · 5 tokens**",
-    ]
-    assert lines[-3:] == ["```", "It is 14.", "```"]
-    first = printed(print_dump, inspect_dump(dump, 1))
-    assert "sample 1" not in first
-    assert "2 samples" in first
-
-
-@pytest.mark.usefixtures("texts")
-def test_what_a_model_wrote_is_neither_markup_nor_a_control_sequence(dump):
-    report = inspect_dump(dump, 1)
-    piped = printed(print_dump, report)
-    shown = printed(print_dump, report, force_terminal=True, no_color=True)
-
-    for text in (piped, shown):
-        assert "[bold]x[/] ```" in text
-        assert "``` [/nope]" in text
-        assert "7 [red]" in text
-    assert "\n````\n[bold]" in piped
-    assert "␛[31m�2J" in shown
-    assert "\x1b[31m" not in shown
-    assert "\x9b" not in shown
-
-
-def test_a_dump_without_texts_shows_numbers_of_tokens(dump):
-    report = inspect_dump(dump, 1)
-
-    piped = printed(print_dump, report)
-
-    for text in (piped, printed(print_dump, report, force_terminal=True, no_color=True)):
-        assert "No texts beside the dump: numbers of tokens only." in text
-        assert "tokens: 6 sampled, 5 written" in text
-        for heading in ("turn 1 · policy · 2 tokens", "environment · 4 tokens", "turn 3 · policy"):
-            assert heading in text
-        assert "```" not in text
-        assert "answer:" not in text
-    assert "prompt" not in "".join(line for line in piped.splitlines() if "**" in line)
-
-
-@pytest.mark.usefixtures("texts")
-def test_the_command_prints_a_dump_as_json(dump, capsys):
-    cli.app(["data", "show", str(dump), "--json", "-n", "2"], standalone_mode=False)
-
-    report = json.loads(capsys.readouterr().out)
-    assert (report["step"], report["version"], report["has_texts"]) == (5, 9, True)
-    first, second = report["samples"]
-    assert (first["finish_reason"], first["versions"]) == ("turns", [[0, 2], [1, 2], [2, 2]])
-    assert (first["sampled_tokens"], first["written_tokens"]) == (6, 5)
-    assert first["parts"][1] == {"author": "environment", "num_tokens": 4, "text": "7 [red]"}
-    assert [part["num_tokens"] for part in first["parts"]] == [2, 4, 1, 1, 3]
-    assert second["parts"] == [{"author": "policy", "num_tokens": 5, "text": "It is 14."}]
-
-
-@pytest.mark.usefixtures("texts")
-def test_the_command_shows_one_sample_unless_asked_for_more(dump, capsys):
-    cli.app(["data", "show", str(dump)], standalone_mode=False)
-    assert capsys.readouterr().out.count("### group") == 1
-
-    cli.app(["data", "show", str(dump), "-n", "0"], standalone_mode=False)
-    assert capsys.readouterr().out.count("### group") == 0
-
-
-def test_a_dump_takes_no_overrides(dump):
-    with pytest.raises(typer.BadParameter, match="is a rollout dump, which takes no 'seed=1'"):
-        cli.app(["data", "show", str(dump), "seed=1"], standalone_mode=False)
-
-
-def test_a_dump_that_is_missing_or_none_is_named(dump, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.parquet"):
-        inspect_dump(tmp_path / "nowhere.parquet", 1)
-    write_texts(dump, 5, [SampleText(0, 0, "?", "14", "14")])
-    with pytest.raises(DumpError, match=r"step_000005\.parquet: the texts of a dump"):
-        inspect_dump(dump.parent / "texts" / dump.name, 1)
-
-
-def test_texts_of_another_dump_are_refused(dump):
-    write_texts(dump, 5, [SampleText(0, 0, "?", "14", "c", ("a", "b", "c"))])
-
-    with pytest.raises(DumpError, match="sample 0 of group 0 has 3 texts, its tokens are of 5 par"):
-        inspect_dump(dump, 1)
-
-
-def test_a_sample_without_its_text_shows_numbers_of_tokens(dump):
-    write_texts(dump, 5, [SampleText(0, 1, "?", "14", "It is 14.")])
-
-    first, second = inspect_dump(dump, 2)["samples"]
-    assert (first["prompt"], first["parts"][0]["text"]) == (None, None)
-    assert (second["prompt"], second["parts"][0]["text"]) == ("?", "It is 14.")

@@ -67,6 +67,7 @@ def load_commands() -> None:
         evaluate,
         grade,
         plot,
+        samples,
         train,
     )
     from bapo_megatron.policy import convert as conversion  # noqa: F401

@@ -25,6 +25,7 @@ Kind = "Callable[[Path, Path, Random], Case]"
 DUMP = "step_000001.parquet"
 METADATA = b"bapo_megatron.rollout"
 SHOW = ["data", "show"]
+SHOW_DUMP = ["samples", "show"]
 
 
 # --- configuration ----------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def dump_bytes(intact: Path, files: Path, rng: Random) -> Case:
     shutil.copytree(intact / "dumps", files / "dumps")
     path = files / "dumps" / harm.pick(rng, (DUMP, f"texts/{DUMP}"))
     is_wrong = harm.damaged(path, rng) and (path.is_dir() or path.exists() or path.is_symlink())
-    return Case([*SHOW, str(files / "dumps" / DUMP)], (DUMP,), is_wrong)
+    return Case([*SHOW_DUMP, str(files / "dumps" / DUMP)], (DUMP,), is_wrong)
 
 
 def replay_of(intact: Path, files: Path, table: Any, *, is_wrong: bool = False) -> Case:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.fuzz import mutations as harm
 from tests.fuzz.forks import Case
-from tests.fuzz.kinds import DUMP, METADATA, SHOW, replay_of, template_of
+from tests.fuzz.kinds import DUMP, METADATA, SHOW, SHOW_DUMP, replay_of, template_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +65,7 @@ def flipped(intact: Path, files: Path, *, find: Callable[[bytes], int], bits: in
     content = bytearray((intact / "dumps" / DUMP).read_bytes())
     content[find(content)] ^= bits
     (files / "dumps" / DUMP).write_bytes(content)
-    return Case([*SHOW, str(files / "dumps" / DUMP)], (DUMP,), is_wrong=True)
+    return Case([*SHOW_DUMP, str(files / "dumps" / DUMP)], (DUMP,), is_wrong=True)
 
 
 DUMPS: dict[str, Any] = {

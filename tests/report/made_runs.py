@@ -6,14 +6,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from bapo_megatron.data.dump import write_batch, write_texts
 from bapo_megatron.data.staleness import spans_of
+from bapo_megatron.data.token_dump import token_dump_path, write_token_dump
 from bapo_megatron.types import (
     FinishReason,
     Group,
@@ -26,7 +25,12 @@ from bapo_megatron.types import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCRIPT = "</script><script>document.title='attacked'</script><img src=x onerror=document.title=1>"
+ESCAPES = "\x1b]0;attacked\x07\x1b[2J\x9b31m\u202e"
+"""What would rename, clear, colour and reverse a terminal."""
+SCRIPT = (
+    "</script><script>document.title='attacked'</script><img src=x onerror=document.title=1>"
+    + ESCAPES
+)
 SECRET = "sk-not-for-others"
 WORDS = [SCRIPT, " 1", " 2", "=", " answer", " is", " 3", "."]
 """The tokenizer's vocabulary; the first token is markup."""
@@ -119,12 +123,19 @@ def _write_rollouts(path: Path, rewards: tuple[float, ...]) -> None:
     dump = path / "rollouts/step_000001.parquet"
     write_batch(dump, batch)
     write_texts(dump, 1, texts)
-    (path / "tokens").mkdir()
-    behaviour = groups[0].samples[0].behaviour_logprobs
-    # Another response's tokens come first.
+    first = groups[0].samples[0]
     columns = {
-        "logprob": np.concatenate([[-7.0], behaviour + np.log(np.array(RATIOS, np.float32))]),
-        "behaviour_logprob": np.concatenate([[-9.0], behaviour]),
+        "group_id": np.zeros(4, np.int64),
+        "index": np.zeros(4, np.int64),
+        "position": np.arange(4, dtype=np.int32),
+        "logprob": first.behaviour_logprobs + np.log(np.array(RATIOS, np.float32)),
+        "behaviour_logprob": first.behaviour_logprobs,
+        "advantage": np.full(4, -1, np.float32),
+        "entropy": np.ones(4, np.float32),
+        "mask": np.ones(4, np.float32),
     }
-    table = pa.table({name: np.asarray(each, np.float32) for name, each in columns.items()})
-    pq.write_table(table, path / "tokens/step_000001_update_000.parquet")
+    # Another response's tokens come next, with the same log-probs.
+    both = {name: np.concatenate([each, each]) for name, each in columns.items()}
+    both["index"][4:] = 1
+    both["logprob"][4:] = both["behaviour_logprob"][4:]
+    write_token_dump(token_dump_path(path, 1, 0), both)

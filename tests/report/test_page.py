@@ -244,13 +244,13 @@ def test_one_data_set_without_any_reward_is_found() -> None:
     assert "'words' got 0" in found.text
 
 
-def test_ratios_come_from_the_token_dump_by_the_behaviour_logprobs(tmp_path: Path) -> None:
+def test_ratios_come_from_the_token_dump_by_group_and_index(tmp_path: Path) -> None:
     (run,) = read_runs([make_run(tmp_path / "a")])
     found = sample_rollouts(run, find_tokenizer(run), 1e6)
     first, *others = found["samples"]
     assert first["ratios"] == RATIOS
-    assert [other["ratios"] for other in others] == [None] * 3
-    assert found["ratios"].startswith("Ratios of 1 of 4 responses")
+    assert [other["ratios"] for other in others] == [[1.0] * 4, None, None]
+    assert found["ratios"].startswith("Ratios of 2 of 4 responses")
     assert [found["pieces"][piece][1] for piece in first["pieces"]] == [
         WORDS[0],
         " answer",

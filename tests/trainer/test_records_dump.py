@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 COLUMNS = ["logprob", "behaviour_logprob", "advantage", "entropy", "mask"]
+PLACES = ["group_id", "index", "position"]
 LAYOUTS = {
     "one rank": (1, []),
     "TP 2": (2, ["parallel.tensor=2"]),
@@ -43,10 +44,9 @@ def _train(
     return {path.name: pq.read_table(path) for path in sorted((run_dir / "tokens").iterdir())}
 
 
-def _sorted(table: pa.Table) -> np.ndarray:
-    """Rows [tokens, columns] in the order of μ, which no rank changes."""
-    rows = np.stack([table[name].to_numpy() for name in COLUMNS], axis=1)
-    return rows[np.argsort(rows[:, 1], kind="stable")]
+def _rows(table: pa.Table, names: list[str]) -> np.ndarray:
+    """[tokens, columns]."""
+    return np.stack([table[name].to_numpy() for name in names], axis=1)
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +66,16 @@ def test_every_update_of_every_nth_step_has_a_file_with_its_tokens(
         samples = read_batch(mixed_dumps / f"step_{step:06d}.parquet").samples
         for update in (0, 1):
             table = whole[f"step_{step:06d}_update_{update:03d}.parquet"]
-            assert table.column_names == COLUMNS
+            assert table.column_names == [*PLACES, *COLUMNS]
             own = samples[:8] if update == 0 else samples[8:]
             behaviour = np.concatenate([sample.behaviour_logprobs for sample in own])
-            assert np.array_equal(
-                np.sort(table["behaviour_logprob"].to_numpy()), np.sort(behaviour)
-            )
+            assert np.array_equal(table["behaviour_logprob"].to_numpy(), behaviour)
+            places = [
+                (sample.group_id, sample.index, position)
+                for sample in own
+                for position in np.flatnonzero(sample.loss_mask).tolist()
+            ]
+            assert list(map(tuple, _rows(table, PLACES).tolist())) == places
             assert set(table["mask"].to_pylist()) == {1.0}
             assert (table["entropy"].to_numpy() > 0).all()
 
@@ -83,7 +87,9 @@ def test_layouts_dump_the_same_tokens(
     tables = _train(replay_config, tmp_path / "run", layout, steps=2, dump_every=2)
     assert list(tables) == [f"step_000002_update_{update:03d}.parquet" for update in (0, 1)]
     for name, table in tables.items():
-        np.testing.assert_allclose(_sorted(table), _sorted(whole[name]), rtol=0, atol=2e-5)
+        assert np.array_equal(_rows(table, PLACES), _rows(whole[name], PLACES))
+        values, expected = _rows(table, COLUMNS), _rows(whole[name], COLUMNS)
+        np.testing.assert_allclose(values, expected, rtol=0, atol=2e-5)
 
 
 def test_bounds_of_the_file_are_those_that_the_update_had(

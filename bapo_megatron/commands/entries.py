@@ -1,0 +1,58 @@
+"""Entries for people: a title and the parts below it, a panel on a terminal, else Markdown.
+
+What a model or a data file wrote is shown as it is: it is neither markup nor obeyed.
+"""
+
+import re
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
+
+from bapo_megatron.telemetry.console import visible
+
+_STYLES = {"heading": "bold", "fact": "dim", "row": "dim", "environment": "cyan"}
+"""Look of the kinds of parts on a terminal; further kinds are plain text."""
+
+
+def print_lines(console: Console, lines: Sequence[str]) -> None:
+    """Print lines, in Markdown as paragraphs."""
+    if console.is_terminal:
+        console.print(Text(visible("\n".join(lines))), highlight=False)
+    else:
+        console.out(visible("\n\n".join(lines)), highlight=False)
+
+
+def print_entry(
+    console: Console,
+    title: str,
+    parts: Sequence[tuple[str, str]],
+    special_tokens: Sequence[str] = (),
+) -> None:
+    """Print parts, each of a kind and a text; ``special_tokens`` of prompts stand out."""
+    title, parts = visible(title), [(kind, visible(text)) for kind, text in parts]
+    if console.is_terminal:
+        texts = []
+        for kind, text in parts:
+            texts.append(Text("\n" * (kind == "heading") + text, _STYLES.get(kind, "")))
+            if kind == "prompt" and special_tokens:
+                texts[-1].highlight_words(special_tokens, "bold magenta")
+        panel = Panel(Group(*texts), title=Text(title), title_align="left")
+        console.print(panel, highlight=False)
+        return
+    lines, before = ["", f"### {title}"], ""
+    for kind, text in parts:
+        if not kind == before == "fact":
+            lines.append("")
+        marked = {"heading": f"**{text}**", "fact": f"- {text}", "row": text}
+        lines.append(marked[kind] if kind in marked else _fenced(text))
+        before = kind
+    console.out("\n".join(lines), highlight=False)
+
+
+def _fenced(text: str) -> str:
+    """A text as a Markdown code block that nothing inside can end."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return "\n".join([fence, text.removesuffix("\n"), fence])

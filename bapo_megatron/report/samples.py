@@ -1,0 +1,153 @@
+"""The dump of a step, and what follows from it under the run's settings; for page and terminal.
+
+Shape legend: P = groups, G = responses per group, Q = tokens of a response that the policy sampled.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from bapo_megatron.config.rollout import StalenessConfig
+from bapo_megatron.data.dump import read_batch, texts_by_sample
+from bapo_megatron.data.staleness import trainable_mask
+from bapo_megatron.reward.extraction import extract_answer
+from bapo_megatron.types import FinishReason, RolloutBatch, Sample, SampleText
+
+Key = tuple[int, int]
+"""Group and index."""
+Settings = Mapping[str, Any]
+"""config.yaml by dotted key."""
+
+_MASKED_BY = {
+    FinishReason.LENGTH: "reward.truncated",
+    FinishReason.ENVIRONMENT: "rollout.episodes.on_error",
+}
+"""Settings that, as ``mask``, keep responses that ended so out of the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A batch with its texts and advantages."""
+
+    batch: RolloutBatch
+    texts: Mapping[Key, SampleText]
+    """Empty where the dump has none beside it."""
+    estimator: str
+    """What computed the advantages; empty where they are not known."""
+    _advantages: Mapping[Key, float]
+    _staleness: StalenessConfig
+    _settings: Settings
+
+    def text(self, sample: Sample) -> SampleText | None:
+        """Return what people read of a sample; None where nothing was kept."""
+        return self.texts.get((sample.group_id, sample.index))
+
+    def advantage(self, sample: Sample) -> float | None:
+        """Return A of all its tokens; None where no estimator is known."""
+        return self._advantages.get((sample.group_id, sample.index))
+
+    def age(self, sample: Sample) -> int:
+        """Count the updates from the weights of its oldest token to those of the batch."""
+        oldest = min((span.version for span in sample.versions), default=self.batch.version)
+        return self.batch.version - oldest
+
+    def trains(self, sample: Sample) -> np.ndarray:
+        """Return which of its tokens are in the loss, [Q] bool."""
+        setting = _MASKED_BY.get(sample.finish_reason, "")
+        if self._settings.get(setting) == "mask":
+            return np.zeros(sample.num_sampled, dtype=bool)
+        return trainable_mask(sample.versions, self.batch.version, self._staleness)
+
+    def extracted(self, sample: Sample) -> str | None:
+        """Return the answer that the math grader reads, or an empty one if there is none.
+
+        None where it did not grade, or without texts.
+        """
+        text = self.text(sample)
+        grades = any(
+            key.startswith("reward.functions.") and key.endswith(".function") and value == "math"
+            for key, value in self._settings.items()
+        )
+        if text is None or not grades:
+            return None
+        found = extract_answer(text.response_text)
+        return "" if found is None else found.text[:200]
+
+
+ORDERS: dict[str, Callable[[Step, Sample], float]] = {
+    "reward": lambda step, sample: sample.reward,
+    "length": lambda step, sample: len(sample.response_token_ids),
+    "age": lambda step, sample: step.age(sample),
+    "advantage": lambda step, sample: step.advantage(sample) or 0.0,
+}
+"""By what people sort samples."""
+
+
+def dump_files(run_dir: Path) -> dict[int, Path]:
+    """Return the dumps of a run by step, ascending; ``rollout.keep_dumps`` removes early ones."""
+    found = {}
+    for path in (run_dir / "rollouts").glob("step_*.parquet"):
+        if match := re.fullmatch(r"step_(\d+)\.parquet", path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def read_step(path: Path, settings: Settings, estimator: str | None = None) -> Step:
+    """Read a dump, and compute its advantages.
+
+    A dump has no advantages: they follow from its rewards and the estimator, which a replay may
+    change. The code that trains computes them here, from the same numbers, so they are the same.
+
+    Args:
+        path: The dump.
+        settings: Those of the run; empty where they are not known.
+        estimator: As ``algorithm.advantage``. By default the run's own; if that is a function of
+            the user's, it is not called, and the advantages are not known.
+
+    Raises:
+        DumpError: A file is damaged, or of another version's format.
+        ValueError: The configuration of staleness is another version's, or the estimator cannot be
+            used.
+        OSError: A file cannot be read.
+    """
+    batch = read_batch(path)
+    given = {
+        key.removeprefix("rollout.staleness."): value
+        for key, value in settings.items()
+        if key.startswith("rollout.staleness.")
+    }
+    try:
+        staleness = StalenessConfig(**given)
+    except ValidationError as error:
+        raise ValueError(
+            f"{path.parent.parent / 'config.yaml'}: rollout.staleness is not of this version; read "
+            "the run with the version that wrote it"
+        ) from error
+    own = str(settings.get("algorithm.advantage", ":"))
+    kind = estimator or own
+    is_known = estimator is not None or (":" not in own and len(batch.groups[0].samples) > 1)
+    shift = float(settings.get("algorithm.baseline_shift", 0.0)) if kind == own else 0.0
+    return Step(
+        batch=batch,
+        texts=texts_by_sample(path) or {},
+        estimator=kind if is_known else "",
+        _advantages=_advantages(batch, kind, shift) if is_known else {},
+        _staleness=staleness,
+        _settings=settings,
+    )
+
+
+def _advantages(batch: RolloutBatch, kind: str, shift: float) -> dict[Key, float]:
+    from bapo_megatron.algorithm.advantage import Advantages  # torch takes seconds
+
+    values_PG = Advantages(kind, shift).compute(batch.groups).tolist()
+    return {
+        (sample.group_id, sample.index): value
+        for group, values_G in zip(batch.groups, values_PG, strict=True)
+        for sample, value in zip(group.samples, values_G, strict=True)
+    }

@@ -1,0 +1,269 @@
+"""``samples show``: a step's responses for reading, safe for the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import typer
+from rich.console import Console
+
+from bapo_megatron import cli
+from bapo_megatron.commands.samples import inspect_step, print_step
+from bapo_megatron.data.columns import DumpError
+from bapo_megatron.data.dump import read_batch, write_batch, write_texts
+from bapo_megatron.report.samples import read_step
+from bapo_megatron.types import FinishReason, Group, RolloutBatch, SampleText, VersionSpan
+from tests.data.samples import make_episode, make_sample
+from tests.report.made_runs import SCRIPT, make_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NASTY = "[bold]x[/] ```\ncode\n``` [/nope]\x1b[31m\x9b2J"
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
+"""Characters that no output may hold, apart from the console's own colours."""
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    """A group of three turns and one turn, without texts and configuration."""
+    samples = (make_episode(3, (2, 4, 1, 1, 3)), make_sample(3, 5, index=1))
+    samples[1].prompt = samples[0].prompt
+    samples[0].finish_reason = FinishReason.TURNS
+    path = tmp_path / "rollouts" / "step_000005.parquet"
+    write_batch(path, RolloutBatch(step=5, version=9, groups=(Group(0, samples),)))
+    return path
+
+
+@pytest.fixture
+def texts(dump: Path) -> None:
+    turns = ("add 3 4", "7 [red]", "mul 7 2", "14", NASTY)
+    beside = [
+        SampleText(0, 0, "(3 + 4) · 2?", "14", NASTY, turns),
+        SampleText(0, 1, "(3 + 4) · 2?", "14", "It is 14."),
+    ]
+    write_texts(dump, 5, beside)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two steps of three groups; step 3 has other sources, exits, lengths, ages and rewards."""
+    path = make_run(tmp_path / "run", rewards=(0.0, 1.0))
+    groups = []
+    for group_id, (source, reward, length, version, reason) in enumerate(
+        [
+            ("sums", 0.25, 3, 7, FinishReason.STOP),
+            ("words", 2.0, 9, 5, FinishReason.LENGTH),
+            ("sums", -1.0, 6, 8, FinishReason.STOP),
+        ]
+    ):
+        samples = [make_sample(3, length + index, group_id, index) for index in (0, 1)]
+        samples[1].prompt = samples[0].prompt
+        object.__setattr__(samples[0].prompt, "source", source)
+        for index, sample in enumerate(samples):
+            sample.reward = reward + index / 2
+            sample.versions = (VersionSpan(version - index, length + index),)
+            sample.finish_reason = reason
+        groups.append(Group(group_id, tuple(samples)))
+    batch = RolloutBatch(step=3, version=9, groups=tuple(groups))
+    write_batch(path / "rollouts" / "step_000003.parquet", batch)
+    return path
+
+
+def report_of(dump: Path, num_samples: int) -> dict[str, Any]:
+    step = read_step(dump, {})
+    return inspect_step(dump, step, step.batch.samples, num_samples)
+
+
+def printed(report: dict[str, Any], **console: Any) -> str:
+    stream = io.StringIO()
+    print_step(Console(file=stream, width=300, **console), report)
+    return stream.getvalue()
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    cli.app(["samples", "show", *map(str, arguments)], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def json_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    return json.loads(output_of(capsys, *arguments, "--json"))
+
+
+def named(report: dict[str, Any]) -> list[tuple[int, int]]:
+    return [(sample["group_id"], sample["index"]) for sample in report["samples"]]
+
+
+@pytest.mark.usefixtures("texts")
+def test_a_response_is_shown_by_turns_with_what_its_reward_is_made_of(dump: Path) -> None:
+    lines = printed(report_of(dump, 2)).splitlines()
+
+    about = "step 5 · version 9 · 1 groups · 2 samples · 2 chosen · 2 shown"
+    assert lines[0] == f"{dump} · {about}"
+    assert lines[2] == "No advantages: the run's estimator is not known, or is its own function."
+    assert lines[4:20] == [
+        "### group 0 · sample 0 · train.jsonl:0 · turns · reward 0",
+        "",
+        "- advantage: ?",
+        "- reward components: math 0 · style/words 7.25",
+        "- answer: found",
+        "- reference: 14",
+        "- weights versions (tokens): 0 (2) · 1 (2) · 2 (2)",
+        "- age of the oldest token: 9 updates",
+        "- tokens: 6 sampled, of them 6 in the loss, 5 written",
+        "",
+        "**prompt**",
+        "",
+        "```",
+        "(3 + 4) · 2?",
+        "```",
+        "",
+    ]
+    headings = [line for line in lines if line.startswith("**")]
+    assert headings == [
+        "**prompt**",
+        "**turn 1 · policy · 2 tokens**",
+        "**environment · 4 tokens**",
+        "**turn 2 · policy · 1 tokens**",
+        "**environment · 1 tokens**",
+        "**turn 3 · policy · 3 tokens**",
+        "**prompt**",
+        "**turn 1 · policy · 5 tokens**",
+    ]
+    assert lines[-3:] == ["```", "It is 14.", "```"]
+    first = printed(report_of(dump, 1))
+    assert "sample 1" not in first
+
+
+@pytest.mark.usefixtures("texts")
+def test_what_a_model_wrote_is_neither_markup_nor_a_control_sequence(dump: Path) -> None:
+    report = report_of(dump, 1)
+    piped = printed(report)
+    shown = printed(report, force_terminal=True, no_color=True, color_system=None)
+
+    for text in (piped, shown):
+        assert "[bold]x[/] ```" in text
+        assert "``` [/nope]␛[31m�2J" in text
+        assert "7 [red]" in text
+        assert not OBEYED.search(text)
+    assert "\n````\n[bold]" in piped
+
+
+@pytest.mark.parametrize("option", [(), ("--brief",), ("--json",)])
+def test_nothing_of_an_attack_reaches_the_terminal(
+    run: Path, option: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = output_of(capsys, run, "--step", 1, *option)
+
+    assert "</script>" in output  # text, as anything else
+    assert not OBEYED.search(output)
+    if option == ("--json",):
+        assert json.loads(output)["samples"][0]["parts"][0]["text"] == f"{SCRIPT} answer is 3"
+
+
+def test_samples_are_sorted_filtered_and_limited(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def chosen(*options: object) -> list[tuple[int, int]]:
+        return named(json_of(capsys, run, "--step", 3, *options))
+
+    by_reward = [(1, 1), (1, 0), (0, 1), (0, 0), (2, 1), (2, 0)]
+    assert chosen("-n", 9) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert chosen("--sort", "reward", "-n", 9) == by_reward
+    assert chosen("--sort", "reward", "--reverse", "-n", 9) == by_reward[::-1]
+    assert chosen("--sort", "reward") == by_reward[:4]
+    assert chosen("--sort", "length", "-n", 2) == [(1, 1), (1, 0)]
+    # The batch has version 9; the oldest tokens are of 7, 6, 5, 4, 8 and 7.
+    assert chosen("--sort", "age", "-n", 9) == [(1, 1), (1, 0), (0, 1), (0, 0), (2, 1), (2, 0)]
+    assert chosen("--sort", "advantage", "-n", 3) == [(0, 1), (1, 1), (2, 1)]
+    assert chosen("--group", 2) == [(2, 0), (2, 1)]
+    assert chosen("--source", "words") == [(1, 0), (1, 1)]
+    assert chosen("--exit", "stop", "--sort", "reward", "-n", 1) == [(0, 1)]
+    assert chosen("--group", 9) == []
+
+
+def test_advantages_are_those_of_the_run_or_of_what_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def advantages(*options: object) -> list[float]:
+        report = json_of(capsys, run, "--step", 1, *options)
+        return [sample["advantage"] for sample in report["samples"]]
+
+    # Rewards 0 and 1: mean 0.5, unbiased standard deviation 0.70711.
+    assert advantages() == pytest.approx([-0.70711, 0.70711] * 2, abs=1e-5)
+    assert advantages("--advantage", "rloo") == [-1.0, 1.0] * 2
+    own = "tests.algorithm.own_objectives:rank_advantage"
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("advantage: grpo", f"advantage: {own}"))
+    assert advantages() == [None] * 4
+    assert advantages("--advantage", own) == [-0.5, 0.5] * 2
+    with pytest.raises(typer.BadParameter, match="a function of yours, which is not called"):
+        output_of(capsys, run, "--step", 1, "--sort", "advantage")
+    with pytest.raises(typer.BadParameter, match="name one of grpo, "):
+        output_of(capsys, run, "--advantage", "gae")
+
+
+def test_the_newest_step_is_shown_unless_one_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert json_of(capsys, run)["step"] == 3
+    assert json_of(capsys, run / "rollouts" / "step_000001.parquet")["step"] == 1
+    with pytest.raises(ValueError, match="no dump of step 2; there are 2, from step 1 to 3"):
+        output_of(capsys, run, "--step", 2)
+    with pytest.raises(ValueError, match="no dump of a step; give the directory of a run"):
+        output_of(capsys, run / "rollouts")
+    with pytest.raises(typer.BadParameter, match="is one dump, which takes no --step"):
+        output_of(capsys, run / "rollouts" / "step_000001.parquet", "--step", 1)
+
+
+def test_a_brief_list_has_a_row_for_each_response(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = output_of(capsys, run, "--step", 3, "--brief", "--sort", "reward").splitlines()
+    rows = [line for line in lines if line.startswith("|")][2:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert len(rows) == 6
+    # Rewards 2 and 2.5: 0.25 over 0.35355.
+    assert cells[0] == ["1", "1", "train.jsonl:1", "length", "2.5", "+0.7071", "10", "5", ""]
+
+
+def test_tokens_that_a_setting_keeps_out_of_the_loss_are_counted(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("reward:\n", "reward:\n  truncated: mask\n"))
+    samples = json_of(capsys, run, "--step", 3, "-n", 9)["samples"]
+    assert [sample["trained_tokens"] for sample in samples] == [3, 4, 0, 0, 6, 7]
+
+
+def test_a_dump_without_texts_shows_numbers_of_tokens(dump: Path) -> None:
+    report = report_of(dump, 1)
+
+    piped = printed(report)
+
+    for text in (piped, printed(report, force_terminal=True, no_color=True)):
+        assert "No texts beside the dump: numbers of tokens only." in text
+        for heading in ("turn 1 · policy · 2 tokens", "environment · 4 tokens", "turn 3 · policy"):
+            assert heading in text
+        assert "```" not in text
+        assert "reference:" not in text
+    assert "prompt" not in "".join(line for line in piped.splitlines() if "**" in line)
+
+
+def test_texts_of_another_dump_are_refused(dump: Path) -> None:
+    write_texts(dump, 5, [SampleText(0, 0, "?", "14", "c", ("a", "b", "c"))])
+
+    with pytest.raises(DumpError, match="sample 0 of group 0 has 3 texts, its tokens are of 5 par"):
+        report_of(dump, 1)
+
+
+def test_a_dump_that_is_missing_or_none_is_named(dump: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.parquet"):
+        read_batch(tmp_path / "nowhere.parquet")
+    write_texts(dump, 5, [SampleText(0, 0, "?", "14", "14")])
+    with pytest.raises(DumpError, match=r"step_000005\.parquet: the texts of a dump"):
+        report_of(dump.parent / "texts" / dump.name, 1)
