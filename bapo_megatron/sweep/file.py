@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from bapo_megatron.config.load import ConfigError, load_config, parse_section, read_mapping
 from bapo_megatron.config.schema import RunConfig
@@ -50,6 +50,14 @@ class SweepConfig(Section):
     """Runs at a time; the GPUs of the machine are divided among them."""
     ranks: int | None = Field(None, ge=1)
     """Ranks of a run; null: as few as its ``parallel`` section allows."""
+
+    @field_validator("dir", mode="before")
+    @classmethod
+    def _dir_is_named(cls, given: Any) -> Any:
+        # An empty path would be the current directory.
+        if given == "":
+            raise ValueError("must be a directory, got ''; name one")
+        return given
 
     @model_validator(mode="after")
     def _can_be_run(self) -> Self:

@@ -113,7 +113,8 @@ class _Loop:
             active.process.terminate()
         if not self._active:
             return
-        say(f"{len(self._active)} runs save what they have and end; Ctrl-C ends them at once")
+        labels = ", ".join(active.run.label for active in self._active)
+        say(f"saving and ending {labels}; Ctrl-C ends them at once")
         # The first signal had all further ones ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:

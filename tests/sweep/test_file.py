@@ -78,6 +78,7 @@ def test_a_path_may_follow_the_seed(base: Path, tmp_path: Path) -> None:
         ({"seeds": None}, r"missing key 'seeds' \(Each variant is trained once by each seed.\)"),
         ({"seeds": [1, 1]}, r"'seeds' must be different numbers, at least one, got \[1, 1\]"),
         ({"seeds": [-1]}, "grpo/seed-1: override 'seed=-1': 'seed' must be greater than or equal"),
+        ({"dir": ""}, "'dir' must be a directory, got ''; name one"),
         ({"jobs": 0}, "'jobs' must be greater than or equal to 1, got 0"),
         ({"variants": None}, "'variants' or else grid must be there, got neither"),
         ({"grid": {"seed": [1]}}, "'variants' or else grid must be there, got both"),

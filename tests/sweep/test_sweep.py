@@ -174,7 +174,7 @@ def test_ctrl_c_has_the_runs_save_and_leaves_none_behind(
     sweep.process.send_signal(signal.SIGINT)
     status, _, err = sweep.finish()
     assert status == 130
-    assert "2 runs save what they have and end" in err
+    assert "saving and ending grpo/seed0, bapo/seed0; " in err
     assert "interrupted; the same command continues the sweep" in err
     assert all((run / "saved").exists() for run in runs)
     assert runs_of(outcomes) == []
