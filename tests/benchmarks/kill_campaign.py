@@ -130,7 +130,7 @@ def main() -> None:
             shutil.copytree(directory, options.out.with_suffix(".failed"))
             raise
         lines += report(name, run, account)
-    options.out.with_suffix(".md").write_text("\n".join(lines))
+        options.out.with_suffix(".md").write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -230,9 +230,14 @@ class KilledRun:
         return code
 
     def _is_served(self, process: psutil.Process) -> bool:
+        """Whether it belongs to servers that outlive the job.
+
+        So does torch's keeper of shared memory, once they have read tensors from it.
+        """
         with contextlib.suppress(psutil.NoSuchProcess):
             pids = {process.pid, *(parent.pid for parent in process.parents())}
-            return self.owner is not None and self.owner.pid in pids
+            is_keeper = process.name() == "torch_shm_manager"
+            return self.owner is not None and (is_keeper or self.owner.pid in pids)
         return False
 
     def last_line(self) -> str:
