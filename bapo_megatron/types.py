@@ -179,6 +179,10 @@ class SampleText:
     """The policy's last turn, decoded, special tokens left out: what was graded."""
     turns: tuple[str, ...] = ()
     """Where there are several, all texts in order, the policy's and the environment's by turns."""
+    extracted: str = ""
+    """The answer that the first reward function found in it; empty where it found or names none."""
+    reason: str = ""
+    """Why that function says that it is right or wrong, in a word; empty where it does not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,8 @@ def _shown_sample(path: Path, step: Step, sample: Sample) -> dict[str, Any]:
         "reward_components": sample.reward_components,
         "advantage": step.advantage(sample),
         "answer_found": sample.answer_found,
-        "extracted": step.extracted(sample),
+        "extracted": None if text is None else text.extracted,
+        "reason": None if text is None else text.reason,
         "answer": None if text is None else text.answer,
         "age": step.age(sample),
         "versions": [(span.version, span.num_tokens) for span in sample.versions],
@@ -255,13 +256,12 @@ def _print_sample(console: Console, sample: Mapping[str, Any]) -> None:
         f"{sample['sampled_tokens']:,} sampled, of them {sample['trained_tokens']:,} in the loss, "
         f"{sample['written_tokens']:,} written"
     )
-    extracted = sample["extracted"]
-    if extracted is None:
-        extracted = "found" if sample["answer_found"] else "not found"
+    extracted = sample["extracted"] or ("found" if sample["answer_found"] else "not found")
+    reason = f" ({sample['reason']})" if sample["reason"] else ""
     parts = [
         ("fact", f"advantage: {_signed(sample['advantage'])}"),
         ("fact", f"reward components: {' · '.join(components) or 'none'}"),
-        ("fact", f"answer: {extracted or 'not found'}"),
+        ("fact", f"answer: {extracted}{reason}"),
     ]
     if sample["prompt"] is not None:
         parts.append(("fact", f"reference: {sample['answer']}"))

@@ -22,8 +22,6 @@ RecordT = TypeVar("RecordT")
 PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What Arrow raises for a damaged file; names of columns are decoded when it is opened."""
 
-_KEY = "bapo_megatron.rollout"
-
 
 class DumpError(ValueError):
     """The file is not an intact one of its kind; the message is one line with its name."""
@@ -43,6 +41,8 @@ class RowFile(Generic[RecordT]):
     object per element."""
     about: Any = dict[str, Any]
     """Type of what the metadata say of the file as a whole, ``format`` included."""
+    key: str = "bapo_megatron.rollout"
+    """Of the metadata."""
 
     def write(
         self, stream: Any, chunks: Iterable[Sequence[RecordT]], about: Mapping[str, Any]
@@ -50,7 +50,7 @@ class RowFile(Generic[RecordT]):
         """Write the records of each chunk as a row group; raises ``OSError`` as the stream does."""
         kinds = {name: kind for name, (kind, _) in self.columns.items()}
         arrays = [name for name, kind in kinds.items() if _is_array(kind)]
-        metadata = {_KEY: json.dumps({"format": self.format, **about})}
+        metadata = {self.key: json.dumps({"format": self.format, **about})}
         with pq.ParquetWriter(
             stream,
             pa.schema(kinds, metadata),
@@ -86,13 +86,13 @@ class RowFile(Generic[RecordT]):
             file = pq.ParquetFile(source, page_checksum_verification=True)
         except PARQUET_ERRORS as error:
             raise self._unreadable(name, error) from error
-        metadata = (file.schema_arrow.metadata or {}).get(_KEY.encode())
+        metadata = (file.schema_arrow.metadata or {}).get(self.key.encode())
         if metadata is None:
             raise DumpError(
-                f"{name}: a parquet file but no {self.what} (metadata '{_KEY}' is missing); give a "
-                "file that a run wrote"
+                f"{name}: a parquet file but no {self.what} (metadata '{self.key}' is missing); "
+                "give a file that a run wrote"
             )
-        place = f"{name}: metadata '{_KEY}'"
+        place = f"{name}: metadata '{self.key}'"
         try:
             given = parse_json(metadata)
             found = given.get("format") if isinstance(given, dict) else None

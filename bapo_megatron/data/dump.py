@@ -12,7 +12,7 @@ sampled, K = its version spans, W = spans that an environment wrote.
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -41,6 +41,8 @@ from bapo_megatron.types import (
 
 FORMAT = 4
 """Steps count from 1; in earlier formats they counted from 0."""
+_TEXTS_FORMAT = 5
+"""With what the grader said of each response; earlier ones had the dump's key in the metadata."""
 _REMEDY = "write the dump again"
 _MAX_INT32 = 2**31 - 1
 
@@ -66,12 +68,18 @@ SAMPLE_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What belongs to a whole batch, or to its texts, which have a step only."""
+    """What belongs to a whole batch."""
 
     format: int
     step: Annotated[int, Field(ge=1, le=_MAX_INT32)]
-    version: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
+    version: Annotated[int, Field(ge=0, le=_MAX_INT32)]
     stats: RolloutStats = field(default_factory=RolloutStats)
+
+
+@dataclass(frozen=True, slots=True)
+class _AboutTexts:
+    format: int
+    step: Annotated[int, Field(ge=1, le=_MAX_INT32)]
 
 
 _DUMP = RowFile("rollout dump", _REMEDY, FORMAT, SAMPLE_COLUMNS, _About)
@@ -82,9 +90,14 @@ TEXT_COLUMNS: dict[str, tuple[Any, Callable[[SampleText], Any]]] = {
     "answer": (pa.string(), lambda text: text.answer),
     "response_text": (pa.string(), lambda text: text.response_text),
     "turns": (pa.list_(pa.string()), lambda text: text.turns),
+    "extracted": (pa.string(), lambda text: text.extracted),
+    "reason": (pa.string(), lambda text: text.reason),
 }
 """One value per sample."""
-_TEXTS = RowFile("rollout dump", _REMEDY, FORMAT, TEXT_COLUMNS, _About)
+_TEXTS = RowFile(
+    *("texts of a rollout dump", _REMEDY, _TEXTS_FORMAT, TEXT_COLUMNS, _AboutTexts),
+    key="bapo_megatron.texts",
+)
 
 
 def write_batch(path: Path, batch: RolloutBatch) -> None:
@@ -132,7 +145,7 @@ def decode_batch(encoded: EncodedBatch, vocab_size: int | None = None) -> Rollou
     Raises:
         DumpError: It is damaged, not a dump of this format, or inconsistent.
     """
-    about, rows = _open(encoded)
+    about, rows = _DUMP.read(pa.BufferReader(encoded.content), encoded.name)
     batch = RolloutBatch(
         step=about.step,
         version=about.version,
@@ -158,10 +171,7 @@ def write_texts(path: Path, step: int, texts: Sequence[SampleText]) -> None:
 def read_texts(path: Path) -> tuple[SampleText, ...]:
     """Read what ``write_texts`` wrote; raises ``DumpError``, or ``OSError`` where there is none."""
     encoded = read_encoded(texts_path(path))
-    about, rows = _TEXTS.read(pa.BufferReader(encoded.content), encoded.name)
-    if about.version is not None:
-        above = Path(encoded.name).parent.parent
-        raise DumpError(f"{encoded.name}: a dump where its texts should be; move it to {above}")
+    _, rows = _TEXTS.read(pa.BufferReader(encoded.content), encoded.name)
     return tuple(SampleText(**{**row, "turns": tuple(row["turns"])}) for row in rows)
 
 
@@ -176,16 +186,6 @@ def texts_by_sample(path: Path) -> dict[tuple[int, int], SampleText] | None:
         return {(text.group_id, text.index): text for text in read_texts(path)}
     except FileNotFoundError:
         return None
-
-
-def _open(encoded: EncodedBatch) -> tuple[Any, Iterator[dict[str, Any]]]:
-    """What the metadata say about all samples, and their rows, which are yet to be read."""
-    about, rows = _DUMP.read(pa.BufferReader(encoded.content), encoded.name)
-    if about.version is None:
-        raise DumpError(
-            f"{encoded.name}: the texts of a dump; give the file in the directory above"
-        )
-    return about, rows
 
 
 def _groups(all_rows: Iterable[dict[str, Any]], name: str) -> tuple[Group, ...]:

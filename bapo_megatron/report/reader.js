@@ -149,8 +149,8 @@ const Reader = (() => {
 
   function why(sample, group) {
     const facts = [];
-    if (sample.extracted !== null) facts.push(["extracted answer", sample.extracted || "none was found"]);
-    else facts.push(["answer found", sample.found ? "yes" : "no"]);
+    facts.push(["extracted answer", sample.extracted || (sample.found ? "not recorded" : "none was found")]);
+    if (sample.reason) facts.push(["the grader says", sample.reason.replaceAll("_", " ")]);
     if (group.answer !== null) facts.push(["reference", group.answer]);
     for (const [name, value] of Object.entries(sample.components)) facts.push([name, number(value)]);
     facts.push(["reward", number(sample.reward)], ["mean of the group", number(group.mean)]);

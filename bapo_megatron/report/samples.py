@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.data.dump import read_batch, texts_by_sample
 from bapo_megatron.data.staleness import trainable_mask
-from bapo_megatron.reward.extraction import extract_answer
 from bapo_megatron.types import FinishReason, RolloutBatch, Sample, SampleText
 
 Key = tuple[int, int]
@@ -62,21 +61,6 @@ class Step:
         if self._settings.get(setting) == "mask":
             return np.zeros(sample.num_sampled, dtype=bool)
         return trainable_mask(sample.versions, self.batch.version, self._staleness)
-
-    def extracted(self, sample: Sample) -> str | None:
-        """Return the answer that the math grader reads, or an empty one if there is none.
-
-        None where it did not grade, or without texts.
-        """
-        text = self.text(sample)
-        grades = any(
-            key.startswith("reward.functions.") and key.endswith(".function") and value == "math"
-            for key, value in self._settings.items()
-        )
-        if text is None or not grades:
-            return None
-        found = extract_answer(text.response_text)
-        return "" if found is None else found.text[:200]
 
 
 ORDERS: dict[str, Callable[[Step, Sample], float]] = {

@@ -57,6 +57,9 @@ class PendingSample:
     texts: tuple[str, ...] | None = None
     """Decoded texts of policy and environment, by turns, without special tokens; set together with
     the reward."""
+    extracted: str = ""
+    reason: str = ""
+    """What the grader said, as in ``SampleText``; set together with the reward."""
     has_begun: bool = False
     state: Any = None
     """State of the environment after its latest answer."""
@@ -163,6 +166,7 @@ class PendingSample:
         self.sample = _empty_sample(self.sample.group_id, self.sample.index, self.sample.prompt)
         self.rests_at = NEVER if self.rests_at == NEVER else 0
         self.texts = self.state = self.graded = None
+        self.extracted = self.reason = ""
         self.has_begun = self.awaits_answer = False
         self._parts = []
 
@@ -176,6 +180,8 @@ class PendingSample:
             answer=self.prompt.answer,
             response_text=self.texts[-1],
             turns=self.texts if len(self.texts) > 1 else (),
+            extracted=self.extracted,
+            reason=self.reason,
         )
 
 

@@ -79,8 +79,14 @@ class Grader:
             sample.reward_components = {**score.components, **score.metrics, **final.terms}
             sample.answer_found = score.answer_found
             pending.texts = response.turns or (response.text,)
+            pending.extracted, pending.reason = map(_storable, (score.extracted, score.reason))
 
     async def _shape(self, sample: Sample, response: Response, score: Score) -> ShapedReward:
         if self.shaping is None or sample.finish_reason is FinishReason.ENVIRONMENT:
             return ShapedReward(score.reward, {})
         return await self.shaping.apply(score, response, sample.sampled_token_ids)
+
+
+def _storable(text: str) -> str:
+    """What a user's function said; half a surrogate pair, which no file holds, becomes ``?``."""
+    return text.encode("utf-8", "replace").decode()

@@ -25,7 +25,7 @@ from bapo_megatron.files import naming, parse_json
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
 from bapo_megatron.types import Count, Prompt, Sample
 
-FORMAT = 7
+FORMAT = 8
 """Earlier formats were JSON, part of the checkpoint's state.json."""
 _CHUNK_TOKENS = 4_000_000
 """Response tokens of a row group: what is held twice while a file is written or read."""
@@ -150,6 +150,8 @@ _COLUMNS: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     # JSON; large: a row group may hold more than 2 GB of texts.
     "prompt_row": (pa.large_string(), lambda row: json.dumps(row.pending.prompt.row)),
     "texts": (pa.large_string(), lambda row: json.dumps(row.pending.texts)),
+    "extracted": (pa.string(), lambda row: row.pending.extracted),
+    "reason": (pa.string(), lambda row: row.pending.reason),
     "state": (pa.large_string(), lambda row: json.dumps(row.pending.state)),
 }
 _REMEDY = "resume from another checkpoint"
@@ -244,6 +246,7 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
         pending.has_begun, pending.awaits_answer = row["has_begun"], row["awaits_answer"]
         pending.rests_at = row["rests_at"]
         pending.texts = _read_json(row, "texts", tuple[str, ...] | None, name)
+        pending.extracted, pending.reason = row["extracted"], row["reason"]
         samples.append(pending)
     return PendingGroup(group_id, samples, first["carries"])
 

@@ -43,7 +43,7 @@ def dump(tmp_path: Path) -> Path:
 def texts(dump: Path) -> None:
     turns = ("add 3 4", "7 [red]", "mul 7 2", "14", NASTY)
     beside = [
-        SampleText(0, 0, "(3 + 4) · 2?", "14", NASTY, turns),
+        SampleText(0, 0, "(3 + 4) · 2?", "14", NASTY, turns, "x\x1b", "different"),
         SampleText(0, 1, "(3 + 4) · 2?", "14", "It is 14."),
     ]
     write_texts(dump, 5, beside)
@@ -110,7 +110,7 @@ def test_a_response_is_shown_by_turns_with_what_its_reward_is_made_of(dump: Path
         "",
         "- advantage: ?",
         "- reward components: math 0 · style/words 7.25",
-        "- answer: found",
+        "- answer: x␛ (different)",
         "- reference: 14",
         "- weights versions (tokens): 0 (2) · 1 (2) · 2 (2)",
         "- age of the oldest token: 9 updates",
@@ -265,5 +265,5 @@ def test_a_dump_that_is_missing_or_none_is_named(dump: Path, tmp_path: Path) -> 
     with pytest.raises(FileNotFoundError, match=r"nowhere\.parquet"):
         read_batch(tmp_path / "nowhere.parquet")
     write_texts(dump, 5, [SampleText(0, 0, "?", "14", "14")])
-    with pytest.raises(DumpError, match=r"step_000005\.parquet: the texts of a dump"):
+    with pytest.raises(DumpError, match=r"step_000005\.parquet: a parquet file but no rollout"):
         report_of(dump.parent / "texts" / dump.name, 1)

@@ -215,16 +215,24 @@ def test_texts_are_beside_the_dump_and_joined_by_group_and_index(tmp_path):
         "answer": "42",
         "response_text": "null \x00 and 𝛑 1",
         "turns": [],
+        "extracted": "",
+        "reason": "",
     }
-    assert json.loads(table.schema.metadata[KEY]) == {"format": 4, "step": 5}
-    with pytest.raises(DumpError, match=r"step_000005\.parquet: the texts of a dump"):
+    assert json.loads(table.schema.metadata[b"bapo_megatron.texts"]) == {"format": 5, "step": 5}
+    with pytest.raises(
+        DumpError, match=r"step_000005\.parquet: a parquet file but no rollout dump"
+    ):
         read_batch(beside)
 
 
 def test_texts_of_episodes_have_all_turns(tmp_path):
     path = tmp_path / "step_000005.parquet"
     turns = ("add 3 to 4", "=> 7", "7")
-    texts = [SampleText(7, 0, "3 + 4?", "7", "7", turns), SampleText(7, 1, "3 + 4?", "7", "8")]
+    said = ("7 m", "unit_differs")
+    texts = [
+        SampleText(7, 0, "3 + 4?", "7", "7", turns, *said),
+        SampleText(7, 1, "3 + 4?", "7", "8"),
+    ]
 
     write_texts(path, 5, texts)
 
@@ -244,7 +252,7 @@ def test_texts_that_are_none_are_refused_by_name(tmp_path):
     with pytest.raises(DumpError, match=r"texts/step_5\.parquet: column 'response_text' is missi"):
         read_texts(path)
     beside.write_bytes(encode_batch(make_batch()))
-    with pytest.raises(DumpError, match=r"texts/step_5\.parquet: a dump where its texts should be"):
+    with pytest.raises(DumpError, match=r"texts/step_5\.parquet: a parquet file but no texts of a"):
         read_texts(path)
     beside.write_bytes(b"PAR1")
     with pytest.raises(DumpError, match=r"texts/step_5\.parquet: not a readable parquet file"):

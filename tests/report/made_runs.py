@@ -116,7 +116,11 @@ def _write_rollouts(path: Path, rewards: tuple[float, ...]) -> None:
                 )
             )
             texts.append(
-                SampleText(group_id, index, f"What is 1+2? {SCRIPT}", "3", f"{SCRIPT} answer is 3")
+                SampleText(
+                    *(group_id, index, f"What is 1+2? {SCRIPT}", "3", f"{SCRIPT} answer is 3"),
+                    extracted=f"3{SCRIPT}",
+                    reason=f"equal_text{SCRIPT}",
+                )
             )
         groups.append(Group(group_id, tuple(samples)))
     batch = RolloutBatch(step=1, version=4, groups=tuple(groups))

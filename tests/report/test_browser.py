@@ -69,7 +69,8 @@ async def read_by_mouse(tab: Tab) -> None:
     await tab.until("document.querySelector('#rollout .tokens') !== null")
     assert await tab.run("document.querySelector('.tokens').textContent") == f"{SCRIPT} answer is 3"
     why = await tab.run("document.querySelector('.why').textContent")
-    assert "extracted answer3" in why
+    assert f"extracted answer3{SCRIPT}" in why
+    assert "the grader says" in why
     assert "advantage−0.707" in why
     # What was sampled is text: it made no element and ran nothing.
     assert await tab.run("document.querySelectorAll('main script, main img').length") == 0

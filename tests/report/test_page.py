@@ -25,7 +25,7 @@ from bapo_megatron.report.runs import (
 from bapo_megatron.report.tokens import Pieces, find_tokenizer
 from bapo_megatron.telemetry.starts import Start
 from tests.launch import REPOSITORY
-from tests.report.made_runs import RATIOS, SECRET, WORDS, make_run
+from tests.report.made_runs import RATIOS, SCRIPT, SECRET, WORDS, make_run
 
 
 def run_of(*rows: dict[str, float], **settings: object) -> Run:
@@ -260,7 +260,8 @@ def test_ratios_come_from_the_token_dump_by_group_and_index(tmp_path: Path) -> N
     # Rewards 0 and 1: mean 0.5, unbiased standard deviation 0.70711.
     assert first["advantage"] == pytest.approx(-0.70711, abs=1e-5)
     assert (first["versions"], first["age"]) == ([(1, 2), (2, 1), (3, 1)], 3)
-    assert (first["extracted"], found["groups"][0]["answer"]) == ("3", "3")
+    assert (first["extracted"], found["groups"][0]["answer"]) == (f"3{SCRIPT}", "3")
+    assert first["reason"] == f"equal_text{SCRIPT}"
 
 
 def test_a_long_response_keeps_its_two_ends(tmp_path: Path) -> None:

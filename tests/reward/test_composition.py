@@ -130,6 +130,7 @@ def test_shaping_acts_on_training_samples_and_not_on_evaluations():
     _, evaluated = evaluation.graded
 
     assert pending.texts == (r"\boxed{7}",)
+    assert (pending.text().extracted, pending.text().reason) == ("7", "equal_text")
     assert evaluation.sample.reward == evaluated.reward == 1.25
     assert evaluated.components == {"math": 1.0, "facts": 0.25}
     assert pending.is_scored

@@ -46,6 +46,7 @@ def _filled() -> RolloutBuffer:
         pending.append(_completion(0, 3, 1, "stop"), 8)
         pending.finish(FinishReason.STOP)
         pending.texts = ("fine\n",)
+        pending.extracted, pending.reason = "5 cm", "unit_differs"
         pending.sample.reward = 1.0
         pending.sample.reward_components = {"math": 1.0, "overlong": -0.25}
         pending.sample.answer_found = True
@@ -116,7 +117,10 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit(
                 saved.sample.group_id,
                 saved.sample.index,
             )
-            for name in ("prompt", "texts", "has_begun", "state", "awaits_answer", "rests_at"):
+            for name in (
+                *("prompt", "texts", "extracted", "reason", "has_begun", "state"),
+                *("awaits_answer", "rests_at"),
+            ):
                 assert getattr(pending, name) == getattr(saved, name)
     restored.take(list(restored)[:1])
     assert restored.start_group(PROMPTS[0], 2).group_id == 4
@@ -188,8 +192,8 @@ def test_a_damaged_file_and_one_of_another_format_are_refused_in_one_line(
         read_saved(path)
     path.write_bytes(content)
     assert len(read_saved(path).buffer) == 3
-    monkeypatch.setattr(saved_module, "_FILE", replace(saved_module._FILE, format=8))
-    with pytest.raises(DumpError, match="rollout buffer format 7, this version reads format 8"):
+    monkeypatch.setattr(saved_module, "_FILE", replace(saved_module._FILE, format=9))
+    with pytest.raises(DumpError, match="rollout buffer format 8, this version reads format 9"):
         read_saved(path)
 
 

@@ -74,6 +74,8 @@ def test_a_batch_carries_the_parts_of_its_rewards_after_all_processes_wrote_thei
         parts = sample.reward_components
         assert list(parts) == ["math", "length", "bad", "overlong", "repetition"]
         assert parts["length"] == len(text["response_text"])
+        # Of the first function: this text has no answer.
+        assert (text["extracted"], text["reason"]) == ("", "no_answer")
         assert parts["bad"] == 0.0
         assert parts["overlong"] == pytest.approx(-len(sample.response_token_ids) / 40)
         wanted = parts["math"] + 0.5 * parts["length"] + parts["overlong"] + parts["repetition"]

@@ -322,6 +322,21 @@ def test_a_score_of_a_response_that_was_begun_again_is_not_that_of_the_new_one()
     asyncio.run(run())
 
 
+def test_what_a_function_says_can_be_stored_whatever_it_is() -> None:
+    class SaysHalfAPair(Rewards):
+        async def score(self, response: Response) -> Score:
+            return Score(1.0, extracted="\ud800 7", reason="a\udfffb")
+
+    async def run() -> None:
+        group = PendingGroup.start(0, PROMPTS[0], 1)
+        [pending] = group.samples
+        pending.append(part_of(0, 3, 0, FinishReason.STOP), 8)
+        await Grader(Decoder(), SaysHalfAPair(0.0)).score(pending, group)
+        assert (pending.text().extracted, pending.text().reason) == ("? 7", "a?b")
+
+    asyncio.run(run())
+
+
 def test_an_answer_from_other_weights_is_not_used_and_the_weights_are_asked_for() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=40, version="9") as fake:
