@@ -27,10 +27,10 @@ _NUM_SHOWN = 4
 _BEGINNING = 60
 """Characters of a response in a row of ``--brief``."""
 _HEADINGS = (
-    *("group", "index", "prompt", "exit", "reward", "advantage", "tokens", "age"),
-    "beginning of the response",
+    *("group", "index", "prompt", "exit", "beginning of the response"),
+    *("reward", "advantage", "tokens", "age"),
 )
-_NUM_LEFT = 4
+_NUM_LEFT = 5
 
 Order = Literal["reward", "length", "age", "advantage"]
 Exit = Literal["stop", "length", "turns", "environment"]
@@ -235,11 +235,11 @@ def _row_of(sample: Mapping[str, Any]) -> list[str]:
         str(sample["index"]),
         sample["prompt_id"],
         sample["finish_reason"],
+        text if len(text) <= _BEGINNING else f"{text[:_BEGINNING]}…",
         f"{sample['reward']:g}",
         _signed(sample["advantage"]),
         f"{sample['sampled_tokens'] + sample['written_tokens']:,}",
         f"{sample['age']:,}",
-        text if len(text) <= _BEGINNING else f"{text[:_BEGINNING]}…",
     ]
 
 

@@ -90,7 +90,7 @@ class RowFile(Generic[RecordT]):
         if metadata is None:
             raise DumpError(
                 f"{name}: a parquet file but no {self.what} (metadata '{self.key}' is missing); "
-                "give a file that a run wrote"
+                "give a file that a run of this version wrote"
             )
         place = f"{name}: metadata '{self.key}'"
         try:

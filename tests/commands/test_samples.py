@@ -228,7 +228,7 @@ def test_a_brief_list_has_a_row_for_each_response(
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert len(rows) == 6
     # Rewards 2 and 2.5: 0.25 over 0.35355.
-    assert cells[0] == ["1", "1", "train.jsonl:1", "length", "2.5", "+0.7071", "10", "5", ""]
+    assert cells[0] == ["1", "1", "train.jsonl:1", "length", "", "2.5", "+0.7071", "10", "5"]
 
 
 def test_tokens_that_a_setting_keeps_out_of_the_loss_are_counted(
