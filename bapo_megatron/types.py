@@ -419,7 +419,7 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What one step reports; the names are an interface (docs/algorithm.md)."""
+    """What one step reports; the names are an interface (docs/metrics.md)."""
 
     step: int
     """How many are finished after it; 0 for what is measured before training."""

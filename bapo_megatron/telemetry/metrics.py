@@ -1,4 +1,4 @@
-"""Metrics of a step, from batch, evaluations and updates (their names: docs/algorithm.md)."""
+"""Metrics of a step, from batch, evaluations and updates (their names: docs/metrics.md)."""
 
 import math
 from bisect import bisect_left

@@ -52,7 +52,7 @@ class SyncReport:
 
 
 def sync_metrics(reports: Sequence[SyncReport]) -> dict[str, float]:
-    """Return one step's ``weight_sync/…`` metrics (docs/algorithm.md); empty without a push."""
+    """Return one step's ``weight_sync/…`` metrics (docs/metrics.md); empty without a push."""
     if not reports:
         return {}
     values = {

@@ -32,6 +32,7 @@ from bapo_megatron.types import (
     VersionSpan,
     WrittenSpan,
 )
+from tests.docs.metric_names import unlisted
 from tests.evaluation.results import result
 
 WORK = (
@@ -104,6 +105,7 @@ def _batch() -> RolloutBatch:
 
 def test_rollout_metrics_count_samples_and_groups() -> None:
     values = step_metrics(_batch(), {}, 0.0, {}).values
+    assert unlisted(values) == set()
     assert values["reward/mean"] == 0.75
     assert values["reward/solved_groups"] == 0.5
     assert values["reward/mixed_groups"] == 0.5
@@ -145,6 +147,7 @@ def test_episodes_are_measured_by_turns_and_by_what_was_written() -> None:
 
 def test_environment_errors_are_reported_by_kind() -> None:
     values = step_metrics(_episodes(errors={"timeout": 3, "tokens": 1}), {}, 0.0, {}).values
+    assert unlisted(values) == set()
 
     assert values["rollout/environment_errors"] == 4.0
     assert values["rollout/environment_errors_timeout"] == 3.0
@@ -208,6 +211,7 @@ def test_work_metrics_name_every_reason_for_dropping_a_group() -> None:
         loop_lag_s=0.5,
     )
     values = step_metrics(replace(_batch(), stats=stats), {}, 0.0, {}).values
+    assert unlisted(values) == set()
     assert {name: values[f"rollout/{name}"] for name in WORK} == {
         "replayed_groups": 2.0,
         "equal_reward_groups": 3.0,
@@ -340,6 +344,7 @@ def test_an_evaluation_reports_its_scores_with_intervals_under_the_set_s_name():
     scored = result({"a:0": ["2", "2", "3", ""], "a:1": ["5", "2", "2", "2"]}, name="sums")
 
     values = eval_metrics([scored])
+    assert unlisted(values) == set()
 
     by_name = {score.name: score for score in scored.scores}
     assert values["eval/sums/avg_at_k"] == by_name["avg@4"].value == 0.625

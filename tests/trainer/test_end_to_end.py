@@ -10,6 +10,7 @@ import yaml
 
 from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.telemetry.sinks import read_metrics
+from tests.docs.metric_names import unlisted
 from tests.launch import run
 from tests.policy.tiny_models import load_reference
 from tests.trainer.chaos import steps
@@ -89,6 +90,7 @@ def test_the_run_reports_what_it_did(finished: Path) -> None:
     assert summary["generated_tokens_per_s"] > 0
     assert {"rollout", "training", "weight_sync", "evaluation"} <= summary["phase_s"].keys()
     rows = read_metrics(finished / "metrics.jsonl")
+    assert unlisted(name for row in rows for name in row) == {"step"}
     assert "eval/sums/pass_at_k" in rows[0]
     assert rows[0]["step"] == 0
     assert "eval/sums/pass_at_k" in rows[-1]

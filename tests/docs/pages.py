@@ -1,0 +1,92 @@
+"""The Markdown pages of the repository, taken apart: code blocks, code spans, links, anchors."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import TYPE_CHECKING, NamedTuple
+
+from tests.launch import REPOSITORY
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGES = sorted(
+    [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("csrc/*.md")]
+)
+CURRENT = [
+    page for page in PAGES if page.name != "changelog.md" and page.parent.name != "benchmarks"
+]
+"""Without the changelog and measurements of named commits, which also name what is gone."""
+
+_FENCE = re.compile(
+    r"^(?P<indent> *)(?P<fence>`{3,})(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)(?P=fence)$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    """Number of the line with the opening fence, from 1."""
+    language: str
+    title: str
+    """``title="…"`` after the language; empty without."""
+    code: str
+
+    @property
+    def place(self) -> str:
+        """Page and line, for messages and names of tests."""
+        return f"{name_of(self.page)}:{self.line}"
+
+
+def name_of(page: Path) -> str:
+    """The path of a page in the repository."""
+    return str(page.relative_to(REPOSITORY))
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page."""
+    text = page.read_text()
+    found = []
+    for match in _FENCE.finditer(text):
+        language, _, rest = match["info"].partition(" ")
+        title = re.fullmatch(r'title="(.*)"', rest)
+        assert title or not rest, f"{name_of(page)}: not an info string: {match['info']}"
+        line = text.count("\n", 0, match.start()) + 1
+        found.append(Block(page, line, language, title[1] if title else "", match["code"]))
+    return found
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its fenced blocks; every other line keeps its number."""
+    return _FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text())
+
+
+def spans(page: Path) -> list[str]:
+    """The code spans of a page, on one line each."""
+    return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(page))]
+
+
+def links(page: Path) -> list[str]:
+    """The targets of a page's links and images."""
+    text = re.sub(r"(?<!`)`[^`]+`(?!`)", "`", prose(page))
+    return re.findall(r"\]\(\s*<?([^\s)>]+)>?\s*\)", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings as code hosts make them, and those that are written out."""
+    found: set[str] = set()
+    text = prose(page)
+    for heading in re.findall(r"^#{1,6} +(.+?)\s*$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        slug = "".join(
+            "-" if letter == " " else letter
+            for letter in words.lower()
+            if letter in " -_" or unicodedata.category(letter)[0] in "LN"
+        )
+        number = next(n for n in range(100) if (f"{slug}-{n}" if n else slug) not in found)
+        found.add(f"{slug}-{number}" if number else slug)
+    return found | set(re.findall(r'<a id="([^"]+)">', text))

@@ -1,0 +1,150 @@
+"""What the pages show can be typed: every block is run, or says what it needs, and is parsed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bapo_megatron.cli import COMMANDS
+from bapo_megatron.config.describe import describe_keys
+from bapo_megatron.config.load import load_config
+from tests.config.shipped import FRAGMENTS
+from tests.docs.pages import CURRENT, PAGES, Block, blocks, name_of, prose, spans
+from tests.docs.shell import Typed, options_of, parse, typed_commands
+from tests.launch import REPOSITORY
+from tests.report.made_runs import make_run
+
+NEEDS = {f"needs {what}" for what in ("GPUs", "a cluster", "a finished demo", "minutes")}
+NEEDS |= {"needs the network"}
+LANGUAGES = {"sh", "text", "python", "yaml", "json", "diff"}
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+TYPED = [typed for page in CURRENT for typed in typed_commands(page)]
+CHEAP = [block for block in BLOCKS if block.language == "sh" and not block.title]
+SECTIONS = {key.name.partition(".")[0] for key in describe_keys() if "." in key.name}
+KEYS = {key.name.replace("[]", "") for key in describe_keys()}
+
+
+def test_every_block_names_its_language_and_every_script_what_it_needs() -> None:
+    for block in BLOCKS:
+        assert block.language in LANGUAGES, block.place
+        if block.title:
+            assert block.language == "sh", block.place
+            assert block.title in NEEDS, block.place
+
+
+def test_blocks_of_every_kind_are_found() -> None:
+    assert len(BLOCKS) > 60
+    assert len(TYPED) > 30
+    assert {block.title for block in BLOCKS} == NEEDS | {""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", CHEAP, ids=lambda block: block.place)
+def test_a_block_without_needs_runs(block: Block, tmp_path: Path) -> None:
+    for name in ("configs", "tests"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    for name in ("demo", "bapo-0", "grpo-0"):
+        make_run(tmp_path / "runs" / name)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    path = f"{Path(sys.executable).parent}:{tmp_path / 'bin'}:{os.environ['PATH']}"
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.code],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("typed", TYPED, ids=lambda typed: f"{typed[0]}: {' '.join(typed[1])}")
+def test_a_command_takes_its_arguments_and_its_configuration_its_overrides(typed: Typed) -> None:
+    given = parse(typed.arguments)
+    config, overrides = given.get("config"), list(given.get("overrides") or ())
+    if config is None:
+        return
+    path = Path("configs/demo.yaml") if str(config) == "CONFIG" else Path(config)
+    if not path.is_relative_to("configs"):
+        assert path.name.startswith("my"), f"no such file: {path}"
+        return
+    given_keys = {override.partition("=")[0] for override in overrides}
+    missing = [
+        setting
+        for setting in FRAGMENTS.get(path.stem, ())
+        if setting.partition("=")[0] not in given_keys
+    ]
+    load_config(REPOSITORY / path, [*missing, *overrides])
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.language == "yaml"], ids=lambda block: block.place
+)
+def test_a_configuration_of_a_page_loads(block: Block, tmp_path: Path) -> None:
+    for path in (REPOSITORY / "configs").glob("*.yaml"):
+        (tmp_path / path.name).write_text(path.read_text())
+    settings = {"inherit": "demo.yaml"} | yaml.safe_load(block.code)
+    (tmp_path / "page.yaml").write_text(yaml.safe_dump(settings))
+    load_config(tmp_path / "page.yaml")
+
+
+def test_the_readme_lists_every_command_with_options_that_it_has() -> None:
+    rows = re.findall(r"^\| `([a-z-]+)([^`]*)` \|", (REPOSITORY / "README.md").read_text(), re.M)
+    assert {name for name, _ in rows} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name_of)
+def test_options_and_keys_in_the_text_exist(page: Path) -> None:
+    for span in spans(page):
+        name, *rest = span.replace("[", " ").replace("]", " ").split() or [""]
+        if name in COMMANDS:
+            for option in (word for word in rest if re.fullmatch(r"--[a-z-]+", word)):
+                assert option in options_of(name), f"`{span}`: no such option"
+        if key := re.match(r"([a-z_]+\.[a-z_.]+[a-z_])(=|$|: )", span):
+            assert is_key(key[1]) or not looks_like_a_key(key[1]), f"`{span}`: no such key"
+
+
+def is_key(name: str) -> bool:
+    """Whether this is a key, a section, or an option that the objective declares."""
+    return any(f"{key}.".startswith(f"{name}.") for key in KEYS) or name.startswith(
+        "algorithm.objective_options."
+    )
+
+
+def looks_like_a_key(name: str) -> bool:
+    """Whether this begins with a section, and is neither a file's name nor a module's."""
+    section, second, *_ = name.split(".")
+    is_file = second in ("py", "md", "json", "yaml", "parquet")
+    module = REPOSITORY / "bapo_megatron" / section / f"{second}.py"
+    return section in SECTIONS and not is_file and not module.exists()
+
+
+MODULES = sorted(
+    {
+        (name_of(page), module, tuple(re.findall(r"--[a-z][a-z-]+", rest)))
+        for page in CURRENT
+        for module, rest in re.findall(
+            r"python -m ((?:tests|examples)\.[\w.]+)([^\n`]*)",
+            prose(page) + "".join(block.code for block in blocks(page)),
+        )
+    }
+)
+
+
+@pytest.mark.parametrize(("page", "module", "options"), MODULES)
+def test_a_module_of_a_page_exists_and_knows_its_options(
+    page: str, module: str, options: tuple[str, ...]
+) -> None:
+    found = importlib.util.find_spec(module)
+    assert found is not None
+    assert found.origin is not None
+    source = Path(found.origin).read_text()
+    assert [option for option in options if f'"{option}"' not in source] == []
