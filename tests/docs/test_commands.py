@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from bapo_megatron.cli import COMMANDS
 from bapo_megatron.config.describe import describe_keys
 from bapo_megatron.config.load import load_config
+from bapo_megatron.sweep.file import load_sweep
 from tests.config.shipped import FRAGMENTS
 from tests.docs.pages import CURRENT, PAGES, Block, blocks, name_of, prose, spans
 from tests.docs.shell import Typed, options_of, parse, typed_commands
@@ -89,11 +91,17 @@ def test_a_command_takes_its_arguments_and_its_configuration_its_overrides(typed
     "block", [block for block in BLOCKS if block.language == "yaml"], ids=lambda block: block.place
 )
 def test_a_configuration_of_a_page_loads(block: Block, tmp_path: Path) -> None:
-    for path in (REPOSITORY / "configs").glob("*.yaml"):
-        (tmp_path / path.name).write_text(path.read_text())
-    settings = {"inherit": "demo.yaml"} | yaml.safe_load(block.code)
-    (tmp_path / "page.yaml").write_text(yaml.safe_dump(settings))
-    load_config(tmp_path / "page.yaml")
+    shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
+    (tmp_path / "page").mkdir()
+    file = tmp_path / "page" / "page.yaml"
+    settings = yaml.safe_load(block.code)
+    if "variants" in settings:
+        file.write_text(block.code)
+        assert load_sweep(file, is_here=False).runs
+        return
+    inherited = settings.get("inherit", "demo.yaml")
+    file.write_text(yaml.safe_dump(settings | {"inherit": f"../configs/{inherited}"}))
+    load_config(file)
 
 
 def test_the_readme_lists_every_command_with_options_that_it_has() -> None:
