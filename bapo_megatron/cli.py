@@ -29,6 +29,7 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
 COMMANDS = {
+    "init": "Write a first configuration for a model, a file of prompts and some GPUs.",
     "train": "Train a policy; start it with torchrun for more than one rank.",
     "eval": "Evaluate model.path on the configured sets, or grade earlier samples again.",
     "compare": "Compare two evaluations problem by problem, or two groups of runs seed by seed.",

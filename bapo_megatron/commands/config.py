@@ -35,7 +35,8 @@ def command(
     # Neither servers nor a number of ranks are needed.
     layout = run_config.parallel
     replica_size = layout.tensor * layout.pipeline * layout.context
-    check_training(run_config, int(os.environ.get("WORLD_SIZE", replica_size)))
+    world_size = int(os.environ.get("WORLD_SIZE", replica_size))
+    check_training(run_config, world_size, trains_here=False)
 
 
 def _list_keys(text: str) -> None:

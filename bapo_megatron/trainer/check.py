@@ -12,8 +12,12 @@ from bapo_megatron.gpus import count_gpus
 from bapo_megatron.policy.hf_config import read_hf_config_file
 
 
-def check_training(config: RunConfig, world_size: int, *, owns_files: bool = True) -> None:
+def check_training(
+    config: RunConfig, world_size: int, *, owns_files: bool = True, trains_here: bool = True
+) -> None:
     """Check packages, configuration, engine, objective and advantage; see ``check_config``.
+
+    With ``trains_here`` also that ranks and servers share no GPU of this machine.
 
     Raises:
         ConfigError: A rule is broken, or the engine cannot do what is asked.
@@ -23,7 +27,8 @@ def check_training(config: RunConfig, world_size: int, *, owns_files: bool = Tru
     check_config(config, world_size, owns_files=owns_files)
     if owns_files and config.replay.dumps is None:
         load_kind(config.rollout.engine).check(config)
-        _check_gpus(config.rollout)
+        if trains_here:
+            _check_gpus(config.rollout)
     read_hf_config_file(config.model.path / "config.json")
     algorithm = config.algorithm
     # ``LossStage`` loads the objective again, for its device and kernels.

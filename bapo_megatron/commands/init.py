@@ -1,0 +1,332 @@
+"""``bapo-megatron init``: the first configuration for a model, a file of prompts and some GPUs."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from bapo_megatron.config.check import check_data, check_model
+from bapo_megatron.config.data import DataConfig, TrainSetConfig
+from bapo_megatron.config.load import parse_section
+from bapo_megatron.config.megatron import ModelConfig
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
+from bapo_megatron.data.prompts import PromptSet, load_train_sets
+from bapo_megatron.data.rows import DataError, RowFormat, read_rows, recognise
+from bapo_megatron.files import atomic_write_text
+from bapo_megatron.planning.choice import choose_layout
+from bapo_megatron.planning.plan import Plan, PlanOptions
+from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
+from bapo_megatron.telemetry.console import say
+
+FILE_NAME = "run.yaml"
+"""The configuration in DIR."""
+
+_MAX_PROMPT_TOKENS = 4096
+"""Longer prompts are left out; the limit is lower where all prompts are shorter."""
+_MICRO_BATCH_TOKENS = 16384
+_MULTIPLE = 64
+_MAX_GROUPS = 64
+_UPDATES = 4
+_LONG_ANSWER = 100
+"""Characters: an answer of more is hardly a number or a formula."""
+_BOX = "\nPut your final answer in \\boxed{}."
+_PLAIN = re.compile(r"[A-Za-z./_][\w./-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What model and data say by themselves."""
+
+    hf: HfConfig
+    dtype: str
+    row_format: RowFormat
+    prompts: PromptSet
+    has_box: bool
+    """Whether the questions ask for a box themselves."""
+
+
+def command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Gets run.yaml and the run.")],
+    model: Annotated[Path, typer.Option(help="Directory of a Hugging Face model.")],
+    data: Annotated[Path, typer.Option(help="Prompts with answers: jsonl, json or parquet.")],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs in all, to train and to sample.")],
+    gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
+    node_gpus: Annotated[int, typer.Option(min=1, help="GPUs per node.")] = 8,
+    response_tokens: Annotated[
+        int, typer.Option(min=1, help="Longest response, as far as the model's positions go.")
+    ] = 8192,
+    prompt_column: Annotated[str, typer.Option(help="Default: by the file's columns.")] = "",
+    answer_column: Annotated[str, typer.Option(help="Default: by the file's columns.")] = "",
+) -> None:
+    """Write DIR/run.yaml, a commented configuration to begin with, and say what comes next."""
+    target = directory / FILE_NAME
+    if target.exists():
+        raise ValueError(f"{target}: exists and is not overwritten; remove it, or give another DIR")
+    train_set = TrainSetConfig(
+        path=data, prompt_column=prompt_column or None, answer_column=answer_column or None
+    )
+    found = _look_at(ModelConfig(path=model), train_set)
+    options = PlanOptions(gpu=gpu, node_gpus=node_gpus)
+    draft = _draft(directory, model, data, found, response_tokens)
+    config, plan = choose_layout(draft, found.hf, options, gpus)
+    text = _as_yaml(config, found, plan, gpus)
+    written = parse_section(RunConfig, yaml.safe_load(text), str(target))
+    assert written == config, "the file says what was planned"
+    directory.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(target, text)
+    for line in found.prompts.report.warnings():
+        say(line)
+    typer.echo(f"wrote {target}; look through it, and then\n\n{_next_commands(target, plan, gpus)}")
+
+
+def _look_at(model: ModelConfig, train_set: TrainSetConfig) -> _Found:
+    """Read the model's config.json and tokenizer and every prompt.
+
+    Raises:
+        ValueError: Something is missing or unknown; one line with the remedy.
+    """
+    raw = check_model(model)
+    hf = read_hf_config_file(model.path / "config.json")
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")
+    data = DataConfig(
+        train=train_set,
+        max_prompt_tokens=min(_MAX_PROMPT_TOKENS, hf.max_position_embeddings // 2),
+    )
+    check_data(RunConfig(name="init", run_dir=Path(), model=model, data=data))
+    row_format, question = _format_of(train_set)
+    has_box = "\\boxed" in question
+    if not has_box:
+        data = data.model_copy(update={"prompt_suffix": _BOX})
+    renderer = ChatRenderer(load_tokenizer(model.path), data)
+    [prompts] = load_train_sets(data, renderer)
+    return _Found(hf, "float32" if dtype == "float32" else "bfloat16", row_format, prompts, has_box)
+
+
+def _format_of(train_set: TrainSetConfig) -> tuple[RowFormat, str]:
+    """The format of a file by its first row, and this row's question."""
+    row = next(read_rows(train_set), None)
+    if row is None or row.fields is None:
+        problem = "no row" if row is None else row.problem
+        raise DataError(f"{train_set.path}: {problem}; give a file of prompts with answers")
+    row_format = recognise(train_set, row.fields)
+    if row_format is None:
+        raise DataError(
+            f"{row.place}: no known columns for question and answer among "
+            f"{', '.join(row.fields) or '(none)'}; name them by --prompt-column and "
+            "--answer-column, or rename them to prompt and answer (docs/data.md)"
+        )
+    return row_format, json.dumps(row.fields.get(row_format.prompt_column), default=str)
+
+
+def _draft(
+    directory: Path, model: Path, data: Path, found: _Found, response_tokens: int
+) -> RunConfig:
+    """Everything but the layout."""
+    positions, report = found.hf.max_position_embeddings, found.prompts.report
+    prompt = min(_rounded_up(report.longest_tokens, _MULTIPLE), report.max_prompt_tokens)
+    response = min(response_tokens, positions - prompt)
+    row_format = found.row_format
+    train_set: dict[str, Any] = {"path": data, "row_format": row_format.name}
+    if row_format.name == "columns":
+        train_set = {
+            "path": data,
+            "prompt_column": row_format.prompt_column,
+            "answer_column": row_format.answer_column,
+        }
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", directory.resolve().name) or "run"
+    groups = min(_MAX_GROUPS, max(_UPDATES, len(found.prompts.prompts) // _UPDATES * _UPDATES))
+    return RunConfig.model_validate(
+        {
+            "name": name,
+            "run_dir": directory / "run",
+            "model": {"path": model, "dtype": found.dtype},
+            "data": {
+                "train": train_set,
+                "max_prompt_tokens": prompt,
+                "prompt_suffix": "" if found.has_box else _BOX,
+            },
+            "rollout": {
+                "groups_per_step": groups,
+                "samples_per_group": 8,
+                "max_response_tokens": response,
+            },
+            "algorithm": {"objective": "bapo", "updates_per_batch": _UPDATES},
+            "optimizer": {"lr": 1e-6},
+            "train": {
+                "steps": 100,
+                "max_tokens_per_micro_batch": max(
+                    _MICRO_BATCH_TOKENS, _rounded_up(prompt + response, _MULTIPLE)
+                ),
+            },
+            "checkpoint": {"every_steps": 20},
+        }
+    )
+
+
+def _as_yaml(config: RunConfig, found: _Found, plan: Plan, gpus: int) -> str:
+    """The file: every key with the reason for its value."""
+    rollout, report = config.rollout, found.prompts.report
+    needed_gb = plan.worst_stage.total_bytes / 1e9
+    a = plan.assumptions
+    lines = [
+        f"# By `bapo-megatron init` for {gpus} {a.gpu}. {_division(plan, gpus)}",
+        "# Paths are relative to the directory in which commands are run. All keys with their",
+        "# meaning: bapo-megatron config",
+        ("name: " + _scalar(config.name), ""),
+        ("run_dir: " + _scalar(config.run_dir), "everything that the run writes; one run each"),
+        "model:",
+        ("  path: " + _scalar(config.model.path), f"{plan.model_parameters:,} parameters"),
+        ("  dtype: " + config.model.dtype, "as its config.json says"),
+        *_layout_lines(config, f"{needed_gb:.0f} of {a.gpu_memory_bytes / 1e9:.0f} GB"),
+        "data:",
+        "  train:",
+        ("    path: " + _scalar(report.place), f"{len(found.prompts.prompts):,} prompts"),
+        *_column_lines(found.row_format),
+        (
+            f"  max_prompt_tokens: {config.data.max_prompt_tokens}",
+            f"the longest has {report.longest_tokens:,}; longer ones are left out",
+        ),
+        *_suffix_lines(config.data.prompt_suffix),
+        "rollout:",
+        (f"  groups_per_step: {rollout.groups_per_step}", "prompts of a step"),
+        (
+            f"  samples_per_group: {rollout.samples_per_group}",
+            "responses to each, which are compared with each other",
+        ),
+        (
+            f"  max_response_tokens: {rollout.max_response_tokens}",
+            f"longer ones are cut; the model has {found.hf.max_position_embeddings:,} positions",
+        ),
+        *_rollout_lines(config),
+        *_reward_lines(found),
+        "algorithm:",
+        ("  objective: bapo", "clip is GRPO; docs/objectives.md has the others"),
+        (
+            f"  updates_per_batch: {config.algorithm.updates_per_batch}",
+            "more of them learn more from a batch, with older samples",
+        ),
+        "optimizer:",
+        (f"  lr: {config.optimizer.lr:.1e}", "cautious; the paper has 2e-6 for 7B"),
+        "train:",
+        (f"  steps: {config.train.steps}", ""),
+        (
+            f"  max_tokens_per_micro_batch: {config.train.max_tokens_per_micro_batch}",
+            "of one rank; a prompt with its response must fit",
+        ),
+        "checkpoint:",
+        (f"  every_steps: {config.checkpoint.every_steps}", "what a crash costs at most"),
+        "# For held-out accuracy add another file, of the same format as the training data:",
+        "# eval: {sets: [{path: FILE}], every_steps: 10}",
+    ]
+    pairs = [line if isinstance(line, tuple) else (line, "") for line in lines]
+    return "".join(f"{key:<35} # {why}\n" if why else f"{key}\n" for key, why in pairs)
+
+
+def _division(plan: Plan, gpus: int) -> str:
+    place, layout = plan.assumptions.placement, plan.layout
+    if place == "colocated":
+        return "All of them sample and train in turns."
+    if place == "same node":
+        return f"{layout.gpus} of them train, the others sample."
+    node_gpus = plan.assumptions.node_gpus
+    return f"{layout.gpus // node_gpus} of {gpus // node_gpus} nodes train, the others sample."
+
+
+def _layout_lines(config: RunConfig, needs: str) -> list[tuple[str, str]]:
+    parallel, why = config.parallel, f"`plan`: {needs} on the fullest GPU"
+    sizes = ("tensor", "pipeline", "virtual_pipeline", "context")
+    lines = [(f"  {s}: {getattr(parallel, s)}", "") for s in sizes if getattr(parallel, s) > 1]
+    if parallel.sequence:
+        lines.append(("  sequence: true", "divides what lies between the products, too"))
+    found = [("parallel:", why), *lines] if lines else [("parallel: {}", f"{why}; whole on each")]
+    if config.megatron.recompute != "none":
+        found += [("megatron:", ""), ("  recompute: full", "saves memory, costs a quarter more")]
+    return found
+
+
+def _column_lines(row_format: RowFormat) -> list[tuple[str, str]]:
+    columns = f"columns {row_format.prompt_column} and {row_format.answer_column}"
+    if row_format.name != "columns":
+        return [(f"    row_format: {row_format.name}", columns)]
+    return [
+        ("    prompt_column: " + _scalar(row_format.prompt_column), ""),
+        ("    answer_column: " + _scalar(row_format.answer_column), ""),
+    ]
+
+
+def _suffix_lines(suffix: str) -> list[tuple[str, str]]:
+    if not suffix:
+        return [("  # The questions themselves ask for a \\boxed answer: no prompt_suffix.", "")]
+    return [("  prompt_suffix: " + _scalar(suffix), "math looks for a box first")]
+
+
+def _rollout_lines(config: RunConfig) -> list[tuple[str, str]]:
+    rollout, server = config.rollout, config.rollout.server
+    lines = []
+    if rollout.colocated:
+        lines += [
+            ("  colocated: true", "servers release their memory while the trainer works"),
+            ("  weight_sync: {method: tensor}", "NCCL has no group of two processes on one GPU"),
+        ]
+    else:
+        lines += [(f"  async_steps: {rollout.async_steps}", "sample the next step meanwhile")]
+    lines += [("  server:", ""), (f"    count: {server.count}", "per node")]
+    if server.tensor > 1:
+        lines += [(f"    tensor: {server.tensor}", "GPUs of each server, for the longest sequence")]
+    if server.first_gpu:
+        lines += [(f"    first_gpu: {server.first_gpu}", "those before it train")]
+    if rollout.colocated:
+        lines += [(f"    mem_fraction: {server.mem_fraction:g}", "beside what the trainer keeps")]
+    return lines
+
+
+def _reward_lines(found: _Found) -> list[tuple[str, str]]:
+    prompts = found.prompts.prompts
+    long = sum(len(prompt.answer) > _LONG_ANSWER for prompt in prompts)
+    why = "1 if the answer is right, else 0; or package.module:function"
+    lines = [
+        ("reward:", ""),
+        ("  functions:", why),
+        ("    - {name: math, function: math}", ""),
+    ]
+    if 2 * long > len(prompts):
+        note = "  # Most answers are long texts, which math cannot grade: name a function of yours."
+        lines.insert(1, (note, ""))
+    return lines
+
+
+def _next_commands(target: Path, plan: Plan, gpus: int) -> str:
+    run, node_gpus = "python -m bapo_megatron", plan.assumptions.node_gpus
+    file, ranks = str(target), plan.layout.gpus
+    lines = [f"{run} {name} {file}" for name in ("data show", "config")]
+    lines.append(f"{run} plan {file} --gpus {ranks} --gpu {plan.assumptions.gpu}")
+    if gpus <= node_gpus:
+        start = f"{run}.torchrun --nproc-per-node {ranks} -m bapo_megatron" if ranks > 1 else run
+        return "\n".join([*lines, f"{start} train {file} --resume"])
+    return "\n".join(
+        [
+            *lines,
+            f"# on every node that samples (in all {(gpus - ranks) // node_gpus}; docs/launch.md):",
+            f"HOST=ADDRESS examples/rollout_servers.sh {file} rollout.server.port=30000",
+            f"# on every node that trains (in all {ranks // node_gpus}), as the servers print:",
+            f"NNODES={ranks // node_gpus} NODE_RANK=0 MASTER_ADDR=ADDRESS examples/multi_node.sh "
+            f"{file} 'rollout.servers=[…]'",
+        ]
+    )
+
+
+def _scalar(value: str | Path) -> str:
+    """A text as YAML; OmegaConf would take a literal "${" for a reference."""
+    text = str(value)
+    if _PLAIN.fullmatch(text) and yaml.safe_load(text) == text:
+        return text
+    return json.dumps(text, ensure_ascii=False).replace("${", r"\\${")
+
+
+def _rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

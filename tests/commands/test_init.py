@@ -1,0 +1,207 @@
+"""``init``: what it writes passes ``data show``, ``plan`` and ``config``, as it says itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bapo_megatron import cli
+from bapo_megatron.config.load import load_config
+from bapo_megatron.data.rows import DataError
+from tests.data.rows import write_jsonl
+from tests.planning.cases import MODELS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.config.schema import RunConfig
+
+
+@pytest.fixture
+def sums(tmp_path: Path) -> Path:
+    """A file of 10 prompts."""
+    path = tmp_path / "sums.jsonl"
+    write_jsonl(path, *({"prompt": f"{n}+1=?", "answer": str(n + 1)} for n in range(10)))
+    return path
+
+
+@pytest.fixture
+def published(random_model: Path, tmp_path: Path):
+    """Makes the directory of a published model: its config.json, the tiny tokenizer, no weights."""
+
+    def make(name: str) -> Path:
+        folder = tmp_path / name
+        weights = shutil.ignore_patterns("*.safetensors", "config.json")
+        shutil.copytree(random_model, folder, ignore=weights)
+        shutil.copy(MODELS / f"{name}.json", folder / "config.json")
+        (folder / "model.safetensors").touch()
+        return folder
+
+    return make
+
+
+def init(folder: Path, model: Path, data: Path, gpus: int, *options: str) -> RunConfig:
+    arguments = [str(folder), "--model", str(model), "--data", str(data), "--gpus", str(gpus)]
+    cli.app(["init", *arguments, *options], standalone_mode=False)
+    return load_config(folder / "run.yaml")
+
+
+def run_printed_commands(
+    printed: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
+    """Run ``data show``, ``config`` and ``plan`` on a node of so many GPUs; return the plan."""
+    for module in ("trainer.check", "engine.sglang.kind"):
+        monkeypatch.setattr(f"bapo_megatron.{module}.count_gpus", lambda: num_gpus)
+    commands = re.findall(
+        r"^python -m bapo_megatron ((?:data show|config|plan) .+)$", printed, re.M
+    )
+    assert [command.split()[0] for command in commands] == ["data", "config", "plan"]
+    for command in commands:
+        capsys.readouterr()
+        as_json = ["--json"] if command.startswith("plan") else []
+        cli.app([*shlex.split(command), *as_json], standalone_mode=False)
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("data", "gpus", "row_format", "has_suffix", "rollout", "starts"),
+    [
+        (
+            "gsm8k_test.jsonl",
+            1,
+            "gsm8k",
+            True,
+            {"colocated": True, "first_gpu": 0, "count": 1, "async_steps": 0},
+            "python -m bapo_megatron train ",
+        ),
+        (
+            "aime24.parquet",
+            8,
+            "verl",
+            False,  # its questions ask for a box
+            {"colocated": False, "first_gpu": 4, "count": 4, "async_steps": 1},
+            "python -m bapo_megatron.torchrun --nproc-per-node 4 -m bapo_megatron train ",
+        ),
+        (
+            "aime25.parquet",
+            16,
+            "verl",
+            True,
+            {"colocated": False, "first_gpu": 0, "count": 8, "async_steps": 1},
+            "NNODES=1 NODE_RANK=0 MASTER_ADDR=ADDRESS examples/multi_node.sh ",
+        ),
+    ],
+)
+def test_the_commands_that_it_prints_accept_what_it_has_written(
+    data: str,
+    gpus: int,
+    row_format: str,
+    has_suffix: bool,
+    rollout: dict[str, Any],
+    starts: str,
+    random_model: Path,
+    shared_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = init(tmp_path / "first", random_model, shared_data / data, gpus)
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].startswith(starts)
+    assert config.model.dtype == "float32"
+    [train_set] = config.data.train_sets
+    assert train_set.row_format == row_format
+    assert config.data.prompt_suffix.endswith("\\boxed{}.") is has_suffix
+    server = config.rollout.server
+    assert rollout == {
+        "colocated": config.rollout.colocated,
+        "first_gpu": server.first_gpu,
+        "count": server.count,
+        "async_steps": config.rollout.async_steps,
+    }
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    assert longest <= 2048  # the model's positions
+    plan = run_printed_commands(printed, min(gpus, 8), monkeypatch, capsys)
+    assert plan["fits"]
+    assert plan["gpus"] == {1: 1, 8: 4, 16: 8}[gpus]
+
+
+def test_a_model_of_7b_is_divided_so_that_it_fits_and_its_number_format_is_kept(
+    published, sums: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    model = published("deepseek-r1-distill-qwen-7b")
+    config = init(tmp_path / "run", model, sums, 8)
+    assert config.model.dtype == "bfloat16"
+    # 7.6 billion parameters with gradients and optimizer need at least 18 bytes each.
+    assert config.parallel.tensor * config.parallel.pipeline >= 2
+    assert config.rollout.groups_per_step == 8  # of ten prompts, in four updates
+    printed = capsys.readouterr().out
+    assert run_printed_commands(printed, 8, monkeypatch, capsys)["fits"]
+
+
+def test_every_key_of_the_file_has_its_reason_and_the_file_is_a_screen(
+    random_model: Path, sums: Path, tmp_path: Path
+) -> None:
+    init(tmp_path / "run", random_model, sums, 2)
+    lines = (tmp_path / "run" / "run.yaml").read_text().splitlines()
+    assert len(lines) < 50
+    bare = [line.strip() for line in lines if "#" not in line and not line.endswith(":")]
+    assert bare == [
+        "name: run",
+        "prompt_column: prompt",
+        "answer_column: answer",
+        "- {name: math, function: math}",
+        "steps: 100",
+    ]
+
+
+def test_an_existing_file_stays(random_model: Path, sums: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.yaml").write_text("mine")
+    with pytest.raises(ValueError, match="exists and is not overwritten; remove it"):
+        init(tmp_path / "run", random_model, sums, 1)
+    assert (tmp_path / "run" / "run.yaml").read_text() == "mine"
+
+
+def test_columns_that_are_not_known_can_be_named(random_model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "tasks.jsonl"
+    write_jsonl(data, {"task": "1+1=?", "result": 2})
+    with pytest.raises(DataError) as refused:
+        init(tmp_path / "run", random_model, data, 1)
+    assert str(refused.value) == (
+        f"{data}:1: no known columns for question and answer among task, result; name them by "
+        "--prompt-column and --answer-column, or rename them to prompt and answer (docs/data.md)"
+    )
+    assert not (tmp_path / "run").exists()
+    columns = ("--prompt-column", "task", "--answer-column", "result")
+    [train_set] = init(tmp_path / "run", random_model, data, 1, *columns).data.train_sets
+    assert (train_set.prompt_column, train_set.answer_column) == ("task", "result")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "problem"),
+    [
+        ("deepseek-r1-distill-qwen-32b", 8, "--gpus: 8 H100 cannot train and sample"),
+        ("qwen3-0.6b", 12, "--gpus: must be whole nodes of 8 GPUs if one is not enough, got 12"),
+    ],
+)
+def test_gpus_that_are_too_few_or_not_whole_nodes_are_refused(
+    published, sums: Path, tmp_path: Path, model: str, gpus: int, problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        init(tmp_path / "run", published(model), sums, gpus)
+    assert not (tmp_path / "run").exists()
+
+
+def test_answers_that_math_cannot_grade_are_noted(random_model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "essays.jsonl"
+    write_jsonl(data, {"prompt": "Why?", "answer": "because " * 20})
+    init(tmp_path / "run", random_model, data, 1)
+    text = (tmp_path / "run" / "run.yaml").read_text()
+    assert "# Most answers are long texts, which math cannot grade" in text
