@@ -2,10 +2,22 @@
 
 import importlib
 import operator
+import os
+import traceback
+from pathlib import Path
 from typing import Any
 
 _OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
 """What the dynamic loader says when the address space is used up."""
+
+
+_NOT_A_USERS = (
+    str(Path(__file__).parent) + os.sep,
+    str(Path(os.__file__).parent) + os.sep,
+    "<",
+)
+"""Where files begin that are this package's, the standard library's, or none."""
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 class LoadError(ValueError):
@@ -28,7 +40,8 @@ def load_named(name: str, *, memory_remedy: str = "free memory", kind: str = "fu
         remedy = "correct the name, add its directory to PYTHONPATH, or correct the module"
         if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
             remedy = memory_remedy
-        raise LoadError(f"cannot import {module_name}: {shown(error)}; {remedy}") from error
+        problem = with_place(shown(error), error)
+        raise LoadError(f"cannot import {module_name}: {problem}; {remedy}") from error
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError as error:
@@ -40,3 +53,23 @@ def load_named(name: str, *, memory_remedy: str = "free memory", kind: str = "fu
 def shown(error: BaseException, max_chars: int = 200) -> str:
     """Return an error's kind and text as part of one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:max_chars]
+
+
+def with_place(text: str, error: BaseException) -> str:
+    """Add to what is said of an error where in the user's code it was raised, if it was there."""
+    place = raised_at(error)
+    return f"{text} ({place})" if place else text
+
+
+def raised_at(error: BaseException, own_file: str = "") -> str | None:
+    """Return ``file:line`` of the innermost frame of a user's code; None without such a frame.
+
+    Frames in ``own_file`` come first, then those outside this package and installed ones.
+    """
+    frames = list(reversed(traceback.extract_tb(error.__traceback__)))
+    found = [frame for frame in frames if frame.filename == own_file] or [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(_NOT_A_USERS) and _INSTALLED not in frame.filename
+    ]
+    return f"{found[0].filename}:{found[0].lineno}" if found else None

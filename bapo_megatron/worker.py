@@ -3,7 +3,8 @@
 Each message is one line of JSON. The first is ``{"ready": facts}``, then each request gets one of
 
     {"result": …}    what the handler returned
-    {"error": "…"}   it raised an error; instead of ``ready``: the handler cannot be built
+    {"error": "…"}   it raised an error; instead of ``ready``: the handler cannot be built. The
+                     first traceback of each line of a user's code goes to standard error
     {"memory": true} it exceeded the memory limit; the parent ends the process
 
 The parent (``workers.WorkerPool``) kills the process when a request takes too long, so nothing here
@@ -18,10 +19,11 @@ import os
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol
 
-from bapo_megatron.names import LoadError, shown
+from bapo_megatron.names import LoadError, raised_at, shown, with_place
 from bapo_megatron.processes import end_with_parent, write_stacks_on_signal
 
 _MAX_ERROR = 500
@@ -70,6 +72,7 @@ def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: i
         _send(output, _encoded({"error": str(error)}))
         return
     _send(output, _encoded({"ready": handler.facts}))
+    shown_places: set[str] = set()
     for line in requests:
         request = json.loads(line)
         try:  # not around the sending: a part of a line must not be followed by another one
@@ -78,7 +81,11 @@ def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: i
             # The parent ends this process: its heap is not to be trusted.
             reply = _encoded({"memory": True})
         except Exception as error:  # noqa: BLE001 - sent to the parent
-            reply = _encoded({"error": shown(error, _MAX_ERROR)})
+            reply = _encoded({"error": with_place(shown(error, _MAX_ERROR), error)})
+            place = raised_at(error)
+            if place is not None and place not in shown_places:  # thousands may fail there
+                shown_places.add(place)
+                traceback.print_exception(error)
         _send(output, reply)
 
 

@@ -1,17 +1,11 @@
 """Errors in code that the configuration names: one line, with the user's file and line."""
 
 import inspect
-import os
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
-from bapo_megatron.names import LoadError, load_named, shown
-
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
+from bapo_megatron.names import LoadError, load_named, raised_at, shown
 
 
 class UserCodeError(ValueError):
@@ -46,7 +40,8 @@ class UserCode:
         except (UserCodeError, MemoryError):
             raise
         except Exception as error:
-            place = self._raised_at(error) or self._defined_at(self.object)
+            defined_at = self._defined_at(self.object)
+            place = raised_at(error, defined_at.rpartition(":")[0]) or defined_at
             raise UserCodeError(
                 f"{self.key}: '{self.name}' raised {shown(error)} ({place}); correct it"
             ) from error
@@ -72,17 +67,3 @@ class UserCode:
         begins = ("class ",) if inspect.isclass(culprit) else ("def ", "async def ")
         decorators = (i for i, line in enumerate(lines) if line.lstrip().startswith(begins))
         return f"{file}:{first + next(decorators, 0)}"
-
-    def _raised_at(self, error: BaseException) -> str | None:
-        """``file:line`` of the innermost frame of the user's code.
-
-        Frames in the file of the named object come first, then those outside installed packages.
-        """
-        frames = list(reversed(traceback.extract_tb(error.__traceback__)))
-        own = self._defined_at(self.object).rpartition(":")[0]
-        found = [frame for frame in frames if frame.filename == own] or [
-            frame
-            for frame in frames
-            if not frame.filename.startswith((_PACKAGE, "<")) and _INSTALLED not in frame.filename
-        ]
-        return f"{found[0].filename}:{found[0].lineno}" if found else None

@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+from pathlib import Path
 from typing import Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
@@ -43,9 +44,20 @@ def built_in_or_own(built_in: tuple[str, ...], kind: str, remedy: str = "") -> A
         if name is None or name in built_in or _NAMED_OBJECT.fullmatch(name):
             return name
         wanted = f"{', '.join(built_in)} or package.module:{kind}"
-        raise ValueError(f"must be {wanted}, got '{name}'{remedy}")
+        raise ValueError(f"must be {wanted}, got '{name}'{_module_of(name) or remedy}")
 
     return AfterValidator(check)
+
+
+def _module_of(name: str) -> str:
+    """The remedy where the file of a module was named, as ``dir/file.py:object``; else empty."""
+    file, _, attribute = name.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py":
+        return ""
+    if path.is_absolute():
+        return f"; give {path.stem}:{attribute}, and set PYTHONPATH={path.parent}"
+    return f"; give {'.'.join(path.with_suffix('').parts)}:{attribute}"
 
 
 def is_loopback(host: str) -> bool:

@@ -157,6 +157,11 @@ def test_shaping_acts_on_training_samples_and_not_on_evaluations():
             "either function or url, got both",
         ),
         ([{"name": "a", "function": "module.function"}], "put a colon before the function's name"),
+        (
+            [{"name": "a", "function": "/home/me/rewards.py:score"}],
+            "got '/home/me/rewards.py:score'; give rewards:score, and set PYTHONPATH=/home/me",
+        ),
+        ([{"name": "a", "function": "own/rewards.py:score"}], "; give own.rewards:score"),
         ([{"name": "a", "url": "ftp://x"}], "url must be http://host… or https://host…"),
         ([{"name": "a", "url": "http://me:secret@x"}], "url must hold no password"),
         (

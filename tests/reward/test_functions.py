@@ -89,7 +89,10 @@ def test_a_score_may_hold_numbers_of_numpy(outcomes):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", "failed: RuntimeError: cannot score some text; correct it$"),
+        (
+            "raises",
+            r"RuntimeError: cannot score some text \(/.*/own_functions\.py:71\); correct it$",
+        ),
         ("not_finite", "failed: ValueError: 'reward' must be finite, got nan"),
         ("no_number", "failed: ValueError: 'reward' must be a number, got str"),
         ("no_reward", r"failed: ValueError: it returned a mapping without 'reward' \(keys: score"),
@@ -99,6 +102,19 @@ def test_a_function_that_fails_is_named_with_its_reason(outcomes, name, message)
     assert isinstance(outcomes[name], FunctionFailedError)
     with pytest.raises(FunctionFailedError, match=message):
         raise outcomes[name]
+
+
+def test_the_first_traceback_of_a_line_that_fails_is_written_for_the_log(capfd):
+    async def fail_twice():
+        async with RewardPool(1, 10, (f"{OWN}:raises",)) as pool:
+            for _ in range(2):
+                with pytest.raises(FunctionFailedError):
+                    await pool.score("x")
+
+    asyncio.run(fail_twice())
+    written = capfd.readouterr().err
+    assert written.count('own_functions.py", line 71, in raises') == 1
+    assert written.count("RuntimeError: cannot\nscore x") == 1
 
 
 @pytest.mark.parametrize("name", ["hang", "eat_memory", "end_the_process"])
