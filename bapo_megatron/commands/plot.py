@@ -1,16 +1,15 @@
 """``bapo-megatron plot``: training dynamics from the ``metrics.jsonl`` of one or several runs."""
 
 import io
-import os
 from collections.abc import Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from bapo_megatron.files import atomic_write_bytes
-from bapo_megatron.telemetry.sinks import read_metrics
+from bapo_megatron.report.figures import MAX_POINTS, curve_of
+from bapo_megatron.report.runs import RunGroup, group_runs, read_runs
 
 PANELS = {
     "Reward": {"mean reward": "reward/mean"},
@@ -46,82 +45,104 @@ PANELS = {
 }
 """Metric of each line, by its label, of each panel, by its title."""
 
-_LINE_STYLES = ("-", "--", ":", "-.")
+_LINE_STYLES = ("-", "--", ":")
+_MARKERS = "osD^v"
+_LEGEND_COLUMNS = 4
+_GREY = "0.35"
 
 
 def command(
     run_dirs: Annotated[list[Path], typer.Argument(help="One or several run directories.")],
     out: Annotated[Path | None, typer.Option(help="By default RUN_DIR/dynamics.png.")] = None,
 ) -> None:
-    """Draw the training dynamics of one or several runs as a PNG."""
+    """Draw the training dynamics of one or several runs as a PNG.
+
+    Colours are runs; seeds of one configuration are their mean in a band from the smallest to the
+    largest.
+    """
     target = out or run_dirs[0] / "dynamics.png"
-    draw_dynamics(run_dirs, target)
+    buffer = io.BytesIO()
+    dynamics_figure(run_dirs).savefig(buffer, format="png", dpi=130)
+    atomic_write_bytes(target, buffer.getvalue())
     typer.echo(f"drew {target}")
 
 
-def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
-    """Draw the training dynamics of runs, each in its own line style, and replace ``out``.
+def dynamics_figure(run_dirs: Sequence[Path]) -> Any:
+    """Return matplotlib's figure of the training dynamics of runs: a panel for each of ``PANELS``.
 
     Raises:
         ValueError: A run has no ``metrics.jsonl``, or an empty one.
     """
     from matplotlib.figure import Figure  # takes a second
+    from matplotlib.lines import Line2D
 
-    are_unique = len({run_dir.name for run_dir in run_dirs}) == len(run_dirs)
-    runs = {run_dir.name if are_unique else str(run_dir): _load(run_dir) for run_dir in run_dirs}
-    figure = Figure(figsize=(14, 10), layout="constrained")
-    axes = figure.subplots(3, 3)
-    for axis, title in zip(axes.flat, PANELS, strict=True):
-        _draw_panel(axis, title, runs)
-    figure.suptitle(", ".join(runs))
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    atomic_write_bytes(out, buffer.getvalue())
+    groups, _ = group_runs(read_runs(run_dirs))
+    colors = _colors(len(groups))
+    figure = Figure(figsize=(14, 11), layout="constrained")
+    for axis, title in zip(figure.subplots(3, 3).flat, PANELS, strict=True):
+        _draw_panel(axis, title, groups, colors)
+    if len(groups) == 1:
+        figure.suptitle(groups[0].label)
+    else:
+        handles = [Line2D([], [], color=color, linewidth=2.5) for color in colors]
+        labels = [group.label for group in groups]
+        figure.legend(
+            handles, labels, loc="outside upper center", ncols=_LEGEND_COLUMNS, frameon=False
+        )
+    return figure
 
 
-def _draw_panel(axis: Any, title: str, runs: dict[str, list[dict[str, float]]]) -> None:
-    series = PANELS[title]
+def _colors(num_groups: int) -> list[Any]:
+    """Distinct colours: matplotlib's palettes as far as they go, then the hues in between."""
+    from matplotlib import colormaps
 
-    def describe(run_name: str, label: str) -> str:
-        return label if len(runs) == 1 else f"{run_name}: {label}"
+    for name in ("tab10", "tab20"):
+        if num_groups <= colormaps[name].N:
+            return [colormaps[name](number) for number in range(num_groups)]
+    return [colormaps["turbo"](number / (num_groups - 1)) for number in range(num_groups)]
 
+
+def _draw_panel(axis: Any, title: str, groups: Sequence[RunGroup], colors: Sequence[Any]) -> None:
+    """Draw each series of a panel: by its line, and where there is one group by its colour too."""
+    from matplotlib.lines import Line2D
+
+    legend: dict[str, Any] = {}
+    for number, (label, metric) in enumerate(PANELS[title].items()):
+        style, own = _LINE_STYLES[number], f"C{number}" if len(groups) == 1 else None
+        for group, color in zip(groups, colors, strict=True):
+            curve = curve_of(group.runs, metric, MAX_POINTS)
+            if not curve:
+                continue
+            x, shade = curve["x"], own or color
+            axis.plot(x, curve["y"], style, color=shade, linewidth=1.6)
+            if "low" in curve:
+                axis.fill_between(x, curve["low"], curve["high"], color=shade, alpha=0.15, lw=0)
+            legend[label] = Line2D([], [], linestyle=style, color=own or _GREY, linewidth=1.6)
+    if title == "Reward":
+        legend |= _draw_scores(axis, groups, colors)
     axis.set_title(title, fontsize=11)
     axis.set_xlabel("step")
     axis.grid(alpha=0.3)
-    for color, (label, name) in enumerate(series.items()):
-        for style, (run_name, rows) in zip(cycle(_LINE_STYLES), runs.items()):
-            points = _points(rows, name)
-            if points:
-                # Earlier series are wider, so that they show where a later one covers them.
-                axis.plot(
-                    *zip(*points, strict=True),
-                    style,
-                    color=f"C{color}",
-                    label=describe(run_name, label),
-                    linewidth=1.2 + 0.9 * (len(series) - 1 - color),
-                )
-    if title == "Reward":
-        names = {name for rows in runs.values() for row in rows for name in row}
-        scores = [n for n in names if n.startswith("eval/") and n.endswith("/avg_at_k")]
-        for color, name in enumerate(sorted(scores), start=1):
-            for marker, (run_name, rows) in zip(cycle("osD^v"), runs.items()):
-                points = _points(rows, name)
-                if points:
-                    text = describe(run_name, name)
-                    axis.plot(*zip(*points, strict=True), marker, color=f"C{color}", label=text)
-    if axis.has_data():
-        axis.legend(fontsize=8)
+    if legend:
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "frameon": False}
+        tight = {"fontsize": 8, "ncols": len(legend), "handlelength": 1.6, "columnspacing": 1.0}
+        axis.legend(legend.values(), legend.keys(), **below, **tight)
 
 
-def _points(rows: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
-    return [(row["step"], row[name]) for row in rows if name in row]
+def _draw_scores(axis: Any, groups: Sequence[RunGroup], colors: Sequence[Any]) -> dict[str, Any]:
+    """Draw the held-out accuracies, the mean of a group's runs; return what its legend needs."""
+    from matplotlib.lines import Line2D
 
-
-def _load(run_dir: Path) -> list[dict[str, float]]:
-    path = run_dir / "metrics.jsonl"
-    if not os.path.lexists(path):
-        raise ValueError(f"{path}: no such file; give the directory of a run")
-    rows = read_metrics(path)
-    if not rows:
-        raise ValueError(f"{path}: no step was recorded yet; wait for the first one")
-    return rows
+    runs = [run for group in groups for run in group.runs]
+    names = sorted({name for run in runs for name in run.matching("eval/", "/avg_at_k")})
+    legend = {}
+    for number, name in enumerate(names):
+        marker = _MARKERS[number % len(_MARKERS)]
+        for group, color in zip(groups, colors, strict=True):
+            curve = curve_of(group.runs, f"eval/{name}/avg_at_k", MAX_POINTS)
+            shade = f"C{number + 1}" if len(groups) == 1 else color
+            if curve:
+                axis.plot(curve["x"], curve["y"], marker, color=shade, markersize=5)
+        shade = f"C{number + 1}" if len(groups) == 1 else _GREY
+        legend[f"{name}: accuracy"] = Line2D([], [], marker=marker, linestyle="", color=shade)
+    return legend

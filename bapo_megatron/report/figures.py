@@ -109,7 +109,7 @@ def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
             {"group": number, "name": name, **curve}
             for number, group in enumerate(groups)
             for name, metric in _metrics_of(panel, group).items()
-            if (curve := _curve(group.runs, metric, limit))
+            if (curve := curve_of(group.runs, metric, limit))
         ]
         points = [
             {"group": number, **points}
@@ -131,7 +131,11 @@ def _metrics_of(panel: Panel, group: RunGroup) -> Mapping[str, str]:
     return {name: f"{start}{name}{end}" for name in names} if len(names) > 1 else {}
 
 
-def _curve(runs: Sequence[Run], metric: str, max_points: int) -> dict[str, list[float]]:
+def curve_of(runs: Sequence[Run], metric: str, max_points: int) -> dict[str, list[float]]:
+    """Return ``x`` and ``y`` of a metric; of several runs their mean, with ``low`` and ``high``.
+
+    Empty where no run recorded it; of a longer curve than ``max_points`` every n-th step is kept.
+    """
     values: dict[float, list[float]] = {}
     for run in runs:
         for step, value in run.points(metric):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ import pytest
 from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bapo_megatron.commands.plot import draw_dynamics
 from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.telemetry.console import ProgressLine, uncut_console
@@ -302,17 +300,6 @@ def test_every_sink_counts_finished_steps(tmp_path, capsys) -> None:
     assert [event.step for event in events.Scalars("reward/mean")] == [0, 1, 6]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["step", "1/6", "6/6"]
-
-
-def test_dynamics_figure_is_a_png_and_needs_metrics(tmp_path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    with pytest.raises(ValueError, match="no such file; give the directory of a run"):
-        draw_dynamics([run], tmp_path / "out.png")
-    rows = [{"step": s, "reward/mean": 0.1 * s, "bapo/clip_high": 1.2} for s in range(3)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    draw_dynamics([run], tmp_path / "out.png")
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_rows_of_tables_are_whole_where_output_is_no_terminal(capsys, monkeypatch) -> None:
