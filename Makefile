@@ -9,12 +9,13 @@ PY := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 CXX_FILES := 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 'tests/*.cu'
 
-.PHONY: help setup demo test test-quick gpu-acceptance lint format clean
+.PHONY: help setup demo test test-quick docs gpu-acceptance lint format clean
 
 help:
 	@echo "make demo [SEED=0]  set up, make a tiny model, train it with BAPO, evaluate, draw figures"
 	@echo "make test           set up and run the tests"
 	@echo "make test-quick     set up and run the tests that start neither servers, ranks nor a browser"
+	@echo "make docs           set up and build the documentation's site, build/site/index.html"
 	@echo "make gpu-acceptance whatever must be seen on a real GPU; without one it says so and fails"
 	@echo "make setup          create $(VENV), install, compile csrc/"
 	@echo "make lint           formatting, linting, types, import rules"
@@ -27,16 +28,24 @@ $(VENV)/.complete: requirements/cpu.txt requirements/install.sh pyproject.toml s
 	@requirements/install.sh $(VENV) $(PYTHON)
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.complete requirements/docs.txt
+	@$(PY) -m pip --disable-pip-version-check --quiet install --no-deps -r requirements/docs.txt
+	@touch $@
+
 demo: setup
 	@examples/demo.sh $(PY) $(SEED)
 
-test: setup
+test: setup $(VENV)/.docs
 	@requirements/beside.sh $(VENV)
 	@requirements/chromium.sh
 	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-quick: setup
+test-quick: setup $(VENV)/.docs
 	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope -m "not sglang and not distributed and not slow and not browser" $(PYTEST_ARGS)
+
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	@echo "wrote build/site/index.html"
 
 # Not of setup: a GPU machine is installed as docs/launch.md says. PYTHON is that installation's.
 gpu-acceptance:

@@ -60,12 +60,14 @@ class Tab:
         assert "error" not in event, event["error"]
         return event["result"]
 
-    async def open(self, address: str) -> None:
-        """Open the report's page at an address, and wait until it has drawn its figures."""
+    async def open(
+        self, address: str, ready: str = "document.documentElement?.dataset.drawn === 'yes'"
+    ) -> None:
+        """Open an address and wait for a condition: by default, that the report is drawn."""
         for domain in ("Network", "Runtime", "Log", "Page"):
             await self.send(f"{domain}.enable")
         await self.send("Page.navigate", url=address)
-        await self.until("document.documentElement?.dataset.drawn === 'yes'")
+        await self.until(ready)
 
     async def run(self, expression: str) -> Any:
         """Return the value of a JavaScript expression, a promise's once it is there."""

@@ -96,7 +96,8 @@ def options_of(name: str) -> set[str]:
     """The options of a command, those of its subcommands included."""
     _, command, _ = _resolve([name])
     parts = [command, *getattr(command, "commands", {}).values()]
-    return {option for part in parts for parameter in part.params for option in parameter.opts}
+    names = {name for part in parts for parameter in part.params for name in parameter.opts}
+    return {name for name in names if name.startswith("-")}
 
 
 def _resolve(arguments: list[str]) -> tuple[str, Any, list[str]]:
