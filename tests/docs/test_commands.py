@@ -134,6 +134,15 @@ def looks_like_a_key(name: str) -> bool:
     return section in SECTIONS and not is_file and not module.exists()
 
 
+@pytest.mark.parametrize("page", CURRENT, ids=name_of)
+def test_make_has_the_targets_that_a_page_names(page: Path) -> None:
+    targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.M)
+    shown = [block.code for block in blocks(page) if block.language == "sh"]
+    for text in (*shown, *spans(page)):
+        for target in re.findall(r"^make ([a-z-]+)", text, re.M):
+            assert target in targets, f"make {target}"
+
+
 MODULES = sorted(
     {
         (name_of(page), module, tuple(re.findall(r"--[a-z][a-z-]+", rest)))
