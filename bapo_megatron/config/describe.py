@@ -20,6 +20,25 @@ from bapo_megatron.config.section import LIST_TAG, SET_TAG
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 """Limits as the metadata of a field name them."""
 _TYPE_NAMES = {int: "integer", float: "number", bool: "true | false", str: "text", Path: "path"}
+_NAMES_ELSEWHERE = {
+    "n": "rollout.samples_per_group",
+    "num_generations": "rollout.samples_per_group",
+    "train_batch_size": "rollout.groups_per_step",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_response_length": "rollout.max_response_tokens",
+    "max_completion_length": "rollout.max_response_tokens",
+    "max_new_tokens": "rollout.max_response_tokens",
+    "gpu_memory_utilization": "rollout.server.mem_fraction",
+    "learning_rate": "optimizer.lr",
+    "adv_estimator": "algorithm.advantage",
+    "clip_ratio_high": "algorithm.fixed.high",
+    "clip_ratio_low": "algorithm.fixed.low",
+    "tensor_model_parallel_size": "parallel.tensor",
+    "pipeline_model_parallel_size": "parallel.pipeline",
+    "save_freq": "checkpoint.every_steps",
+    "test_freq": "eval.every_steps",
+}
+"""Keys by the names that verl and TRL give them, where these are not similar."""
 _SECTION_ERRORS = ("model_type", "model_attributes_type")
 
 
@@ -152,6 +171,8 @@ def _suggestion(location: Sequence[int | str], root: type[BaseModel]) -> str:
             section = nested[0]
     for near in difflib.get_close_matches(str(wanted), section.model_fields, n=1):
         return f"did you mean '{dotted([*parents, near])}'?"
+    if known := _NAMES_ELSEWHERE.get(str(wanted)):
+        return f"did you mean '{known}'?"
     elsewhere = {key.name.rpartition(".")[2]: key.name for key in reversed(describe_keys(root))}
     for near in difflib.get_close_matches(str(wanted), elsewhere, n=1):
         return f"did you mean '{elsewhere[near]}'?"

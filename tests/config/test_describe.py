@@ -27,6 +27,7 @@ from tests.config.files import error_of, write
         ),
         ("zzz: 1", "unknown key 'zzz'; its section's keys: bapo-megatron config"),
         ("rollout: {lrr: 1}", "unknown key 'rollout.lrr'; did you mean 'optimizer.lr'?"),
+        ("rollout: {n: 8}", "unknown key 'rollout.n'; did you mean 'rollout.samples_per_group'?"),
         (
             "run_dir: ''",
             "'run_dir' must be a directory, got ''; name one (is a variable not set?)",
