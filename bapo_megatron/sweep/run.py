@@ -20,7 +20,6 @@ from bapo_megatron.telemetry.console import ProgressLine, say
 DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "PET_SHUTDOWN_TIMEOUT": "1800",
 }
 """Variables of a run where the environment has none, as in the launch scripts (docs/launch.md)."""
 _POLL_S = 0.1
