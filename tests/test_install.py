@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -121,3 +122,16 @@ def test_a_python_without_venv_is_named(tmp_path: Path) -> None:
     result = _make_setup(tmp_path, PYTHON=str(bare))
     assert result.returncode != 0
     assert "has no venv module; install it" in result.stderr.splitlines()[0]
+
+
+def test_the_containerfile_runs_scripts_that_are_in_its_context() -> None:
+    text = (REPOSITORY / "Containerfile").read_text()
+    (base,) = re.findall(r"^FROM (\S+)$", text, re.MULTILINE)
+    assert re.fullmatch(r"python:3\.1[12]-slim", base)
+    assert "\nCOPY --chown=bapo . .\n" in text
+    left_out = (REPOSITORY / ".dockerignore").read_text().split("\n")
+    scripts = re.findall(r"(?:requirements|examples)/\S+\.sh", text)
+    assert scripts == ["examples/demo.sh", "requirements/install.sh"]
+    for script in scripts:
+        assert os.access(REPOSITORY / script, os.X_OK)
+        assert script.split("/")[0] not in left_out

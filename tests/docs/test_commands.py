@@ -24,7 +24,7 @@ from tests.launch import REPOSITORY
 from tests.report.made_runs import make_run
 
 NEEDS = {f"needs {what}" for what in ("GPUs", "a cluster", "a finished demo", "minutes")}
-NEEDS |= {"needs the network"}
+NEEDS |= {"needs the network", "needs podman"}
 LANGUAGES = {"sh", "text", "python", "yaml", "json", "diff"}
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 TYPED = [typed for page in CURRENT for typed in typed_commands(page)]
