@@ -70,8 +70,9 @@ def _arguments(words: list[str]) -> list[str] | None:
     """The arguments for bapo-megatron in a simple command; None if it does not call it."""
     for place, word in enumerate(words):
         rest = words[place + 1 :]
-        if word == "bapo-megatron" or (word == "-m" and rest[:1] == ["bapo_megatron"]):
-            rest = rest if word == "bapo-megatron" else rest[1:]
+        is_program = word == "bapo-megatron" and all("=" in before for before in words[:place])
+        if is_program or (word == "-m" and rest[:1] == ["bapo_megatron"]):
+            rest = rest if is_program else rest[1:]
             return [part.strip("[]") if part[:2] == "[-" else part for part in rest] or None
         script = word.removeprefix("examples/")
         if word != script and script in _SCRIPTS and rest:
