@@ -101,7 +101,7 @@ def configuration_page() -> str:
     sections: dict[str, list[str]] = {}
     for key in describe_keys():
         section = key.name.partition(".")[0] if "." in key.name else "The run"
-        cells = (f"`{key.name}`", _cell(key.type), f"`{key.default}`", _text(key.description))
+        cells = (f"`{key.name}`", _escaped(key.type), f"`{key.default}`", _text(key.description))
         row = " | ".join(cell.replace("|", "\\|") for cell in cells)
         sections.setdefault(section.removesuffix("[]"), []).append(f"| {row} |")
     parts = ["# Configuration keys\n\n`[]` stands for each element of a list.\n"]
@@ -164,18 +164,18 @@ def api_page() -> str:
 def benchmarks_page() -> str:
     """The measurements, by title."""
     rows = [
-        f"- [{page.read_text().partition(chr(10))[0].removeprefix('# ')}]({page.name})"
+        f"- [{page.read_text().splitlines()[0].removeprefix('# ')}]({page.name})"
         for page in sorted((ROOT / "docs" / "benchmarks").glob("*_20*.md"))
     ]
     head = "# Benchmarks\n\nEach names its command, machine and commit.\n\n"
     return head + "\n".join(rows) + "\n"
 
 
-def _cell(text: str) -> str:
+def _escaped(text: str) -> str:
     return text.replace("<", "&lt;")
 
 
 def _text(text: str) -> str:
     """A docstring as Markdown on one line, with links to the pages that it names."""
-    line = " ".join(text.split()).replace("``", "`").replace("\x0c", "")
-    return re.sub(r"\bdocs/(\w+)\.md", r"[\1.md](../\1.md)", _cell(line))
+    line = " ".join(text.split()).replace("``", "`")
+    return re.sub(r"\bdocs/(\w+)\.md", r"[\1.md](../\1.md)", _escaped(line))
