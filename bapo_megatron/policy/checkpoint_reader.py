@@ -6,7 +6,6 @@ write, and objects only what ``torch.load(weights_only=True)`` admits. With chec
 a file is verified when it is read: by whoever needs it, and from the same bytes.
 """
 
-import io
 import pickle
 import re
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,7 @@ from bapo_megatron.errors import first_line
 from bapo_megatron.policy.checkpoint_files import (
     METADATA_NAME,
     DamagedError,
-    checksum,
+    new_checksum,
     read_checksums,
     verify_small_files,
 )
@@ -35,6 +34,9 @@ from bapo_megatron.processes import environment_set
 
 _REFUSED = re.compile(r"GLOBAL (\S+)")
 """What torch calls a name that it does not admit."""
+
+_CHUNK_BYTES = 1 << 20
+"""Stay in a core's cache between reading and hashing."""
 
 _UNPICKLING_ERRORS = (
     pickle.UnpicklingError,
@@ -83,10 +85,8 @@ class CheckedReader(FileSystemReader):
         super().__init__(directory)
         self._pieces = pieces
         self._metadata: Metadata | None = None
-        self._hasher = futures.ThreadPoolExecutor(
-            1, "checksums"
-        )  # while torch copies the same piece
-        self._unverified: futures.Future[None] | None = None
+        self._hasher = futures.ThreadPoolExecutor(1, "checksums")
+        self._checks: list[futures.Future[None]] = []
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read ``.metadata`` once.
@@ -132,27 +132,31 @@ class CheckedReader(FileSystemReader):
                 self._await_verified()  # whatever damage has led to, its place is what helps
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        if self._pieces is None:
-            return super()._slice_file(file, sinfo)
-        file.seek(sinfo.offset)
-        content = file.read(sinfo.length)
-        self._await_verified()
-        self._unverified = self._hasher.submit(self._verify, content, sinfo)
-        return io.BytesIO(content)
+        if self._pieces is not None:
+            self._checks.append(self._hasher.submit(self._verify, sinfo))
+        return super()._slice_file(file, sinfo)
 
-    def _verify(self, content: bytes, sinfo: Any) -> None:
+    def _verify(self, sinfo: Any) -> None:
+        """Hash a piece while torch reads it too: storage is read once, and fills the page cache."""
         assert self._pieces is not None
-        if checksum(content) != self._pieces.get(sinfo.relative_path, {}).get(str(sinfo.offset)):
+        found, buffer, end = new_checksum(), memoryview(bytearray(_CHUNK_BYTES)), 0
+        with (Path(self.path) / sinfo.relative_path).open("rb", buffering=0) as file:
+            file.seek(sinfo.offset)
+            while count := file.readinto(buffer[: sinfo.length - end]):
+                found.update(buffer[:count])
+                end += count
+        written = self._pieces.get(sinfo.relative_path, {}).get(str(sinfo.offset))
+        if found.hexdigest() != written:
             raise DamagedError(
                 f"{sinfo.relative_path} has changed since it was written, in the {sinfo.length} "
                 f"bytes from {sinfo.offset} on"
             )
 
     def _await_verified(self) -> None:
-        """Raise ``DamagedError`` if the last piece that was read has changed."""
-        verified, self._unverified = self._unverified, None
-        if verified is not None:
-            verified.result()
+        """Raise ``DamagedError`` if a piece that was read has changed."""
+        checks, self._checks = self._checks, []
+        for check in checks:
+            check.result()
 
 
 def open_checked(
