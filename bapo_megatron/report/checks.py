@@ -13,6 +13,9 @@ from statistics import fmean, median
 
 from bapo_megatron.report.runs import FAULTS, Run
 
+Points = Sequence[tuple[float, float]]
+"""Steps and values of a metric."""
+
 _MAX_MISMATCH = 0.05
 """Mean |trainer's − engine's log-prob| of equal weights; float32 gives 1e-6, bfloat16 some 0.01."""
 _MISMATCH_GROWTH = 10.0
@@ -21,6 +24,8 @@ weights stay behind disagrees more with every update."""
 _MIN_GROWN_MISMATCH = 0.005
 _SET_LEFT = 0.25
 """Reward of a data set over that of the best one, at the end."""
+_SET_DEAD = 0.1
+"""The same where the best one has risen: nothing of what it learned helped the other."""
 _MAX_KL = 0.1
 """Nats per token between the policy and what sampled its tokens."""
 _MAX_YOUNG = 8.0
@@ -61,11 +66,13 @@ def findings_of(run: Run) -> list[Finding]:
 def _no_gradient(run: Run) -> Iterator[Finding]:
     steps = _steps_where(run, "train/updates", lambda value: value == 0)
     if steps:
+        made = math.fsum(run.values("train/updates"))
+        skipped = math.fsum(run.values("train/skipped_updates"))
         yield Finding(
             "fault",
-            f"{_count(steps, run)} made no update: every group had equal rewards, or no token "
-            "could train. Look at the reward function, the difficulty of the data, and the tokens' "
-            "ages.",
+            f"{_count(steps, run)} made no update (the run: {made:,.0f} of {made + skipped:,.0f}): "
+            "every group had equal rewards, or no token could train. Look at the reward function, "
+            "the difficulty of the data, and the tokens' ages.",
             steps,
         )
 
@@ -93,17 +100,25 @@ def _zero_reward(run: Run) -> Iterator[Finding]:
 
 def _weak_set(run: Run) -> Iterator[Finding]:
     sets = run.matching("data/", "/reward_mean")
-    rewards = {name: run.values(f"data/{name}/reward_mean") for name in sets}
-    rewards = {name: values for name, values in rewards.items() if len(values) >= 2 * _MIN_STEPS}
-    ends = {name: fmean(values[-(len(values) // 3) :]) for name, values in rewards.items()}
-    best = max(ends, key=ends.__getitem__, default="")
-    for name, end in ends.items():
-        start = fmean(rewards[name][: len(rewards[name]) // 3])
-        if 0 < end < _SET_LEFT * ends[best] and end < 2 * start:
+    points = {name: run.points(f"data/{name}/reward_mean") for name in sets}
+    thirds = {
+        name: (own[: len(own) // 3], own[-(len(own) // 3) :])
+        for name, own in points.items()
+        if len(own) >= 2 * _MIN_STEPS
+    }
+    means = {name: (_mean(first), _mean(last)) for name, (first, last) in thirds.items()}
+    best = max(means, key=lambda name: means[name][1], default="")
+    for name, (start, end) in means.items():
+        best_start, best_end = means[best]
+        if 0 < end < _SET_LEFT * best_end and end < 2 * start:
+            first, last = thirds[name]
+            is_dead = end < _SET_DEAD * best_end and best_start < best_end
             yield Finding(
-                "caution",
-                f"'{name}' stays at a reward of {end:.2f} while '{best}' reaches {ends[best]:.2f}: "
-                "its answers or its reward function may be wrong, or it is much harder. Group the "
+                "fault" if is_dead else "caution",
+                f"The reward of '{name}' stays low, {start:.2f} ({_steps(first)}) and {end:.2f} "
+                f"({_steps(last)}), while that of '{best}' goes from {best_start:.2f} to "
+                f"{best_end:.2f}: its answers or its reward function "
+                f"{'are likely' if is_dead else 'may be'} wrong, or it is much harder. Group the "
                 "rollouts by data set, and compare extracted answers with the references.",
             )
 
@@ -113,19 +128,22 @@ def _unequal_weights(run: Run) -> Iterator[Finding]:
         ("mismatch/logprob_abs_mean", "Engine and trainer disagree on tokens of the same weights"),
         ("weight_sync/logprob_difference", "After a push, engine and trainer disagree"),
     ):
-        first = next(iter(run.values(metric)), 0.0)
+        values = run.values(metric)
+        first = next(iter(values), 0.0)
         grown = max(_MISMATCH_GROWTH * first, _MIN_GROWN_MISMATCH)
         limit = min(grown, _MAX_MISMATCH)
         steps = _steps_where(run, metric, partial(operator.lt, limit))
         if steps:
-            largest = max(run.values(metric))
             cause = "it likely computes differently"
-            if largest > _MISMATCH_GROWTH * first:
-                cause = f"its weights are likely stale, since the first value was {first:.1g}"
+            if max(values) > _MISMATCH_GROWTH * first:
+                cause = (
+                    f"its weights are likely stale, since the first value was {first:.1g}. "
+                    f"{_same_scores(run)}Versions and ages are what the engine claims"
+                )
             yield Finding(
                 "fault",
-                f"{what} by up to {largest:.3g} nats per token in {_count(steps, run)}. Look at "
-                f"the engine: {cause}.",
+                f"{what} by up to {max(values):.3g} nats per token in {_count(steps, run)}. Look "
+                f"at the engine: {cause}.",
                 steps,
             )
     silent = [
@@ -139,14 +157,25 @@ def _unequal_weights(run: Run) -> Iterator[Finding]:
         )
 
 
+def _same_scores(run: Run) -> str:
+    """Say which evaluations came out identical: their scores and the lengths of responses."""
+    text = ""
+    for name in run.matching("eval/", "/avg_at_k"):
+        scores = run.points(f"eval/{name}/avg_at_k")
+        lengths = run.values(f"eval/{name}/response_tokens_mean")
+        if len(scores) > 1 and len({score for _, score in scores}) == len(set(lengths)) == 1:
+            text += f"All {len(scores)} evaluations on '{name}' are identical. "
+    return text
+
+
 def _far_policy(run: Run) -> Iterator[Finding]:
     steps = _steps_where(run, "policy/kl_behaviour", lambda value: value > _MAX_KL)
     if steps:
         largest = max(run.values("policy/kl_behaviour"))
         yield Finding(
             "caution",
-            f"The policy was up to {largest:.3g} nats per token away from what sampled its tokens "
-            f"({_count(steps, run)}): {_why_far(run, steps)}.",
+            f"The policy was up to {largest:.3g} nats per token away from what sampled its tokens, "
+            f"in {_count(steps, run)}. {_why_far(run, steps)}",
             steps,
         )
     stale = _steps_where(run, "rollout/masked_token_share", lambda value: value > 0.2)
@@ -157,25 +186,36 @@ def _far_policy(run: Run) -> Iterator[Finding]:
             stale,
         )
     ages = run.points("rollout/age_p90")
-    first, last = _halves([age for _, age in ages])
-    if last > max(4.0, 2 * first) and first > 0:
+    first, last = ages[: len(ages) // 2], ages[len(ages) // 2 :]
+    if len(first) >= _MIN_STEPS and _mean(last) > max(4.0, 2 * _mean(first)) and _mean(first) > 0:
         yield Finding(
             "caution",
-            f"Tokens grow older: the 90th percentile of their age was {first:.1f} updates in the "
-            f"first half and {last:.1f} in the second.",
+            "Tokens grow older: the 90th percentile of their age was "
+            f"{_mean(first):.1f} updates ({_steps(first)}), then {_mean(last):.1f} "
+            f"({_steps(last)}).",
         )
 
 
 def _why_far(run: Run, steps: Sequence[int]) -> str:
-    """What may be the cause, where not all tokens were young."""
-    ages = {int(step): age for step, age in run.points("rollout/age_max") if int(step) in steps}
-    step = min(ages, key=ages.__getitem__, default=0)
-    if ages.get(step, math.inf) > _MAX_YOUNG:
-        return "tokens are old, the learning rate is high, or the engine has other weights"
-    return (
-        "the learning rate is likely too high, or the engine has other weights, since the batch of "
-        f"step {step} held no token older than {ages[step]:.0f} updates"
-    )
+    """Name the causes that no step so far away rules out, and what rules out the others."""
+    causes, reasons = ["the learning rate is too high"], []
+    age, step = _smallest(run, "rollout/age_max", steps)
+    if age <= _MAX_YOUNG:
+        reasons.append(f"the batch of step {step} held no token older than {age:.0f} updates")
+    else:
+        causes.append("tokens are old")
+    difference, step = _smallest(run, "mismatch/logprob_abs_mean", steps)
+    if difference <= _MIN_GROWN_MISMATCH:
+        reasons.append(f"engine and trainer agreed to {difference:.1g} nats in step {step}")
+    else:
+        causes.append("the engine has other weights")
+    return f"Likely {', or '.join(causes)}" + (f": {', and '.join(reasons)}." if reasons else ".")
+
+
+def _smallest(run: Run, metric: str, steps: Sequence[int]) -> tuple[float, int]:
+    """The smallest value at these steps, and its step; infinity where there is none."""
+    found = [(value, int(step)) for step, value in run.points(metric) if step in steps]
+    return min(found, default=(math.inf, 0))
 
 
 def _gradients(run: Run) -> Iterator[Finding]:
@@ -193,43 +233,54 @@ def _gradients(run: Run) -> Iterator[Finding]:
 
 
 def _entropy(run: Run) -> Iterator[Finding]:
-    values = run.values("policy/entropy")
-    if len(values) >= _MIN_STEPS and values[0] > 0:
-        last = fmean(_tail(values))
-        if last < _ENTROPY_LEFT * values[0]:
+    entropy = run.points("policy/entropy")
+    if len(entropy) >= _MIN_STEPS and entropy[0][1] > 0:
+        last = _tail(entropy)
+        if _mean(last) < _ENTROPY_LEFT * entropy[0][1]:
             yield Finding(
                 "caution",
-                f"The entropy collapsed from {values[0]:.3g} to {last:.3g} nats per token: the "
-                "policy hardly explores any more.",
+                f"The entropy collapsed from {entropy[0][1]:.3g} nats per token "
+                f"({_steps(entropy[:1])}) to {_mean(last):.3g} ({_steps(last)}): the policy hardly "
+                "explores any more.",
             )
 
 
 def _fallen_reward(run: Run) -> Iterator[Finding]:
-    rewards = run.values("reward/mean")
+    rewards = run.points("reward/mean")
     if len(rewards) < 2 * _MIN_STEPS:
         return
-    width = max(3, len(rewards) // 10)
-    smooth = [fmean(rewards[start : start + width]) for start in range(len(rewards) - width + 1)]
-    best = max(smooth)
-    if best > 0 and smooth[-1] < _REWARD_LEFT * best:
+    last = _tail(rewards)
+    width = len(last)
+    best = max((rewards[n : n + width] for n in range(len(rewards) - width + 1)), key=_mean)
+    if _mean(best) > 0 and _mean(last) < _REWARD_LEFT * _mean(best):
+        oldest = max(run.values("rollout/age_max"), default=math.inf)
+        causes = "A learning rate too high or old tokens are the usual causes."
+        if oldest <= _MAX_YOUNG:
+            causes = (
+                "A learning rate too high is the usual cause; no token was older than "
+                f"{oldest:.0f} updates."
+            )
         yield Finding(
             "fault",
-            f"The reward fell from {best:.3f} (around step "
-            f"{int(run.points('reward/mean')[smooth.index(best)][0])}) to {smooth[-1]:.3f}: "
-            "training diverged. A learning rate too high or old tokens are the usual causes.",
+            f"The reward fell from {_mean(best):.3f} ({_steps(best)}) to {_mean(last):.3f} "
+            f"({_steps(last)}): training diverged. {causes}",
         )
 
 
 def _responses(run: Run) -> Iterator[Finding]:
-    truncated = _tail(run.values("rollout/truncated_share"))
-    if truncated and fmean(truncated) > _MAX_TRUNCATED:
+    truncated = _tail(run.points("rollout/truncated_share"))
+    if truncated and _mean(truncated) > _MAX_TRUNCATED:
         yield Finding(
-            "caution", f"At the end {fmean(truncated):.0%} of the responses are truncated."
+            "caution",
+            f"{_mean(truncated):.0%} of the responses are truncated ({_steps(truncated)}).",
         )
-    answered = _tail(run.values("reward/answer_found_share"))
-    if answered and fmean(answered) < _MIN_ANSWERED:
-        text = f"At the end an answer was found in only {fmean(answered):.0%} of the responses."
-        yield Finding("caution", text)
+    answered = _tail(run.points("reward/answer_found_share"))
+    if answered and _mean(answered) < _MIN_ANSWERED:
+        yield Finding(
+            "caution",
+            f"An answer was found in only {_mean(answered):.0%} of the responses "
+            f"({_steps(answered)}).",
+        )
 
 
 def _faults(run: Run) -> Iterator[Finding]:
@@ -256,13 +307,16 @@ def _count(steps: Sequence[int], run: Run) -> str:
     return f"{len(steps)} of {len(run.steps)} steps ({noun} {shown})"
 
 
-def _tail(values: Sequence[float]) -> Sequence[float]:
+def _tail(points: Points) -> Points:
     """The last tenth, at least three."""
-    return values[-max(3, len(values) // 10) :]
+    return points[-max(3, len(points) // 10) :]
 
 
-def _halves(values: Sequence[float]) -> tuple[float, float]:
-    middle = len(values) // 2
-    if middle < _MIN_STEPS:
-        return 0.0, 0.0
-    return fmean(values[:middle]), fmean(values[middle:])
+def _mean(points: Points) -> float:
+    return fmean(value for _, value in points)
+
+
+def _steps(points: Points) -> str:
+    """Say which steps a mean is of."""
+    first, last = int(points[0][0]), int(points[-1][0])
+    return f"step {first}" if first == last else f"mean of steps {first} to {last}"

@@ -109,9 +109,11 @@ def _figures(run: Run) -> list[tuple[str, str]]:
         ("oldest token, updates", "rollout/age_max", "{:.0f}"),
     ):
         if values := run.values(metric):
-            found.append((label, form.format(values[-1])))
-    if updates := sum(run.values("train/updates")):
-        found.append(("updates", f"{updates:,.0f}"))
+            found.append((f"{label}, last step", form.format(values[-1])))
+    if updates := run.values("train/updates"):
+        made, skipped = sum(updates), sum(run.values("train/skipped_updates"))
+        of = f" of {made + skipped:,.0f}" if skipped else ""
+        found.append(("updates made", f"{made:,.0f}{of}"))
     return found
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from bapo_megatron.report.checks import findings_of
 from bapo_megatron.report.figures import panels_of
-from bapo_megatron.report.overview import seed_table
+from bapo_megatron.report.overview import card_of, seed_table
 from bapo_megatron.report.page import page_data, render
 from bapo_megatron.report.rollouts import sample_rollouts
 from bapo_megatron.report.runs import (
@@ -146,17 +146,17 @@ def test_pushes_evaluations_faults_and_restarts_are_events() -> None:
 @pytest.mark.parametrize(
     ("metric", "values", "level", "text"),
     [
-        ("train/updates", [1, 0, 1], "fault", "1 of 3 steps (step 2) made no update"),
+        ("train/updates", [1, 0, 1], "fault", "step 2) made no update (the run: 2 of 2)"),
         ("reward/mean", [0, 0, 0], "fault", "The mean reward was 0 in every step"),
         ("mismatch/logprob_abs_mean", [1e-6, 0.4, 0.3], "fault", "in 2 of 3 steps (steps 2, 3)"),
         ("mismatch/logprob_abs_mean", [1e-6, 0.01], "fault", "its weights are likely stale"),
         ("mismatch/logprob_abs_mean", [0.2, 0.3], "fault", "it likely computes differently"),
-        ("reward/mean", [0.5] * 10 + [0.1] * 5, "fault", "The reward fell from 0.500"),
+        ("reward/mean", [0.5] * 10 + [0.1] * 5, "fault", "0.500 (mean of steps 1 to 3) to 0.1"),
         ("policy/grad_norm_max", [1] * 5 + [50, 12, 11], "caution", "50 times its median"),
-        ("policy/entropy", [1, 0.5, 0.05, 0.05, 0.05], "caution", "The entropy collapsed"),
-        ("policy/kl_behaviour", [0.01, 0.3], "caution", "tokens are old, the learning rate is"),
-        ("rollout/age_p90", [2] * 6 + [40] * 6, "caution", "Tokens grow older"),
-        ("rollout/truncated_share", [0.5], "caution", "50% of the responses are truncated"),
+        ("policy/entropy", [1, 0.5, 0.05, 0.05, 0.05], "caution", "token (step 1) to 0.05 (mean"),
+        ("policy/kl_behaviour", [0.01, 0.3], "caution", "high, or tokens are old, or"),
+        ("rollout/age_p90", [2] * 6 + [40] * 6, "caution", "(mean of steps 7 to 12)"),
+        ("rollout/truncated_share", [0.5], "caution", "are truncated (step 1)"),
     ],
 )
 def test_checks_find_runs_that_go_wrong(
@@ -207,7 +207,12 @@ def test_a_data_set_with_wrong_answers_is_found_while_another_one_learns() -> No
     ]
     run = run_of(*rows)
     (found,) = findings_of(run)
-    assert found.text.startswith("'shifted' stays at a reward of 0.04 while 'right' reaches 0.51")
+    assert found.level == "fault"
+    assert found.text.startswith(
+        "The reward of 'shifted' stays low, 0.04 (mean of steps 1 to 4) and 0.04 (mean of steps 9 "
+        "to 12), while that of 'right' goes from 0.35 to 0.51: its answers or its reward function "
+        "are likely wrong"
+    )
     (panel,) = panels_of(group_runs([run])[0])
     assert panel["title"] == "Reward by data set"
     assert [curve["name"] for curve in panel["curves"]] == ["right", "shifted"]
@@ -226,16 +231,48 @@ def test_a_stale_engine_is_found_before_it_is_far_from_the_trainer() -> None:
     (found,) = findings_of(run_of(*rows))
     assert "since the first value was 4e-07" in found.text
     assert found.steps == tuple(range(3, 12))
+    assert "identical" not in found.text
+    same = {"eval/heldout/avg_at_k": 0.25, "eval/heldout/response_tokens_mean": 35.5}
+    rows[0] |= same
+    rows[11] |= same
+    (found,) = findings_of(run_of(*rows))
+    assert "All 2 evaluations on 'heldout' are identical. Versions and ages are what" in found.text
+    rows[11]["eval/heldout/response_tokens_mean"] = 35.0
+    assert "identical" not in findings_of(run_of(*rows))[0].text
 
 
 def test_a_learning_rate_too_high_is_named_where_tokens_are_young() -> None:
-    rows = [
+    rows: list[dict[str, float]] = [
         {"step": n, "policy/kl_behaviour": 0.2, "rollout/age_max": age, "reward/mean": reward}
         for n, (age, reward) in enumerate([(0, 0.3)] * 5 + [(3, 0.02)] * 10, start=1)
     ]
     fallen, far = findings_of(run_of(*rows))
-    assert fallen.text.startswith("The reward fell from 0.300 (around step 1) to 0.020")
-    assert "the batch of step 1 held no token older than 0 updates" in far.text
+    assert fallen.text == (
+        "The reward fell from 0.300 (mean of steps 1 to 3) to 0.020 (mean of steps 13 to 15): "
+        "training diverged. A learning rate too high is the usual cause; no token was older than "
+        "3 updates."
+    )
+    assert far.text.endswith(
+        "Likely the learning rate is too high, or the engine has other weights: the batch of step "
+        "1 held no token older than 0 updates."
+    )
+    rows[6]["mismatch/logprob_abs_mean"] = 3e-7
+    assert findings_of(run_of(*rows))[1].text.endswith(
+        "Likely the learning rate is too high: the batch of step 1 held no token older than 0 "
+        "updates, and engine and trainer agreed to 3e-07 nats in step 7."
+    )
+
+
+def test_the_card_says_how_many_updates_were_possible_and_of_which_step_a_figure_is() -> None:
+    rows = [
+        {"step": n, "train/updates": 4 - n, "train/skipped_updates": n, "reward/mean": 0.1 * n}
+        for n in (1, 2)
+    ]
+    (group,) = group_runs([run_of(*rows)])[0]
+    card = card_of(group)
+    shown = dict(zip(card["headings"], card["rows"][0], strict=True))
+    assert shown["updates made"] == "5 of 8"
+    assert shown["reward, last step"] == "0.200"
 
 
 def test_one_data_set_without_any_reward_is_found() -> None:
