@@ -327,6 +327,7 @@ class KilledRun:
         if self.owner is not None:
             self.owner.terminate()
             self.owner.wait(_LIMIT_S)
+            self.owner = None
         account = audit(self.run_dir, SHAPE)
         again = self.directory / "replay"
         self.start_job(
