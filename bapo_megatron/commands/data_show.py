@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from bapo_megatron.commands.entries import print_entry
+from bapo_megatron.commands.entries import print_entry, print_rows
 from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
 from bapo_megatron.config.check import check_data
 from bapo_megatron.config.schema import RunConfig
@@ -23,7 +23,6 @@ from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_eval_set, load_train_sets, shared_prompts
 from bapo_megatron.data.stream import PromptMixture
-from bapo_megatron.evaluation.report import markdown_table, rich_table
 from bapo_megatron.telemetry.console import uncut_console, visible, visible_json
 from bapo_megatron.types import Prompt
 
@@ -149,7 +148,7 @@ def print_data(console: Console, data: dict[str, Any], special_tokens: Sequence[
         counts = [each["report"][f"num_{n}"] for n in ("rows", "bad", "too_long", "duplicates")]
         rows.append(
             [
-                visible(each["name"]),
+                each["name"],
                 each["use"],
                 each["report"]["row_format"],
                 *(f"{count:,}" for count in (*counts, each["kept"], *each["tokens"].values())),
@@ -157,11 +156,7 @@ def print_data(console: Console, data: dict[str, Any], special_tokens: Sequence[
                 "" if each["epoch_steps"] is None else f"{each['epoch_steps']:,.1f}",
             ]
         )
-    if console.is_terminal:
-        escaped = [[escape(cell) for cell in row] for row in rows]
-        console.print(rich_table("Prompts", _HEADINGS, escaped, num_left=3))
-    else:
-        console.out(markdown_table(_HEADINGS, rows, num_left=3), highlight=False, end="")
+    print_rows(console, "Prompts", _HEADINGS, rows, num_left=3)
     for line in data["warnings"]:
         mark = "[bold yellow]![/]" if console.is_terminal else "-"
         console.print(f"{mark} {escape(visible(line))}", soft_wrap=True, highlight=False)

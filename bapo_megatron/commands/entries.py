@@ -1,4 +1,4 @@
-"""Entries for people: a title and the parts below it, a panel on a terminal, else Markdown.
+"""Lines, tables and entries for people: panels on a terminal, else Markdown.
 
 What a model or a data file wrote is shown as it is: it is neither markup nor obeyed.
 """
@@ -10,6 +10,7 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
+from bapo_megatron.evaluation.report import markdown_table, rich_table
 from bapo_megatron.telemetry.console import visible
 
 _STYLES = {"heading": "bold", "fact": "dim", "row": "dim", "environment": "cyan"}
@@ -24,13 +25,29 @@ def print_lines(console: Console, lines: Sequence[str]) -> None:
         console.out(visible("\n\n".join(lines)), highlight=False)
 
 
+def print_rows(
+    console: Console,
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    num_left: int,
+) -> None:
+    """Print a table, its first ``num_left`` columns aligned to the left; Markdown has no title."""
+    rows = [[visible(cell) for cell in row] for row in rows]
+    if console.is_terminal:
+        console.print(rich_table(title, headings, rows, num_left=num_left))
+    else:
+        console.out(markdown_table(headings, rows, num_left=num_left), highlight=False, end="")
+
+
 def print_entry(
     console: Console,
     title: str,
     parts: Sequence[tuple[str, str]],
     special_tokens: Sequence[str] = (),
 ) -> None:
-    """Print parts, each of a kind and a text; ``special_tokens`` of prompts stand out."""
+    """Print an entry: title, then parts with their kind; ``special_tokens`` of prompts stand out."""
     title, parts = visible(title), [(kind, visible(text)) for kind, text in parts]
     if console.is_terminal:
         texts = []

@@ -10,17 +10,15 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from bapo_megatron.commands.entries import print_entry, print_lines
+from bapo_megatron.commands.entries import print_entry, print_lines, print_rows
 from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.objectives import ADVANTAGES
 from bapo_megatron.config.settings import read_settings
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import texts_path
-from bapo_megatron.evaluation.report import markdown_table, rich_table
 from bapo_megatron.report.samples import ORDERS, Step, dump_files, read_step
-from bapo_megatron.telemetry.console import uncut_console, visible, visible_json
+from bapo_megatron.telemetry.console import uncut_console, visible_json
 from bapo_megatron.types import FinishReason, Sample
 
 _NUM_SHOWN = 4
@@ -215,17 +213,12 @@ def print_step(console: Console, report: Mapping[str, Any], *, is_brief: bool = 
     if not report["has_texts"]:
         lines.append("No texts beside the dump: numbers of tokens only.")
     print_lines(console, lines)
-    if not is_brief:
-        for sample in report["samples"]:
-            _print_sample(console, sample)
+    if is_brief:
+        rows = [_row_of(sample) for sample in report["samples"]]
+        print_rows(console, "Responses", _HEADINGS, rows, num_left=_NUM_LEFT)
         return
-    rows = [[visible(cell) for cell in _row_of(sample)] for sample in report["samples"]]
-    if console.is_terminal:
-        cells = [[escape(cell) for cell in row] for row in rows]
-        console.print(rich_table("Responses", _HEADINGS, cells, num_left=_NUM_LEFT))
-    else:
-        rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-        console.out(markdown_table(_HEADINGS, rows, num_left=_NUM_LEFT), highlight=False, end="")
+    for sample in report["samples"]:
+        _print_sample(console, sample)
 
 
 def _row_of(sample: Mapping[str, Any]) -> list[str]:

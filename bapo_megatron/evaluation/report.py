@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bapo_megatron.calls import decode_json
@@ -153,19 +154,22 @@ def _rows(
 def rich_table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int
 ) -> Table:
-    """Make a table for the terminal; the first ``num_left`` columns are aligned to the left."""
-    table = Table(title=title)
+    """Make a table for the terminal, texts as they are: Rich's markup has no effect.
+
+    The first ``num_left`` columns are aligned to the left.
+    """
+    table = Table(title=escape(title))
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < num_left else "right")
+        table.add_column(escape(heading), justify="left" if number < num_left else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     return table
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int) -> str:
-    """A table in Markdown, the first ``num_left`` columns aligned to the left."""
+    """Return a table in Markdown, the first ``num_left`` columns aligned to the left."""
     marks = ["---" if number < num_left else "---:" for number in range(len(headings))]
-    lines = [headings, marks, *rows]
+    lines = [headings, marks, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

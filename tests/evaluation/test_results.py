@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import threading
@@ -10,12 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from bapo_megatron.config.evaluation import EvalConfig, eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.evaluation import summary
 from bapo_megatron.evaluation.compare import compare_results
-from bapo_megatron.evaluation.report import read_results, scoring_lines, write_results
+from bapo_megatron.evaluation.report import (
+    markdown_table,
+    read_results,
+    rich_table,
+    scoring_lines,
+    write_results,
+)
 from bapo_megatron.evaluation.settings import ResultsError, fingerprint, prompts_digest
 from bapo_megatron.telemetry.metrics import eval_metrics
 from bapo_megatron.types import EvalResult, FinishReason, Prompt
@@ -53,6 +61,14 @@ def test_scores_and_intervals_do_not_depend_on_the_order_of_problems():
     many = {f"a:{row}": ["2"] * (row % 5) + ["3"] * (4 - row % 5) for row in range(12)}
     assert result(many) == result(dict(reversed(many.items())))
     assert [p.prompt_id for p in result(many).problems][9:] == ["a:9", "a:10", "a:11"]
+
+
+def test_cells_of_tables_are_shown_as_they_are():
+    rows, out = [["[red]a|b[/]", "1"]], io.StringIO()
+    Console(file=out, width=60).print(rich_table("of [/x]", ["set", "[n]"], rows, num_left=1))
+    assert all(text in out.getvalue() for text in ("of [/x]", "[n]", "[red]a|b[/]"))
+    written = markdown_table(["set", "[n]"], rows, num_left=1)
+    assert written == "| set | [n] |\n| --- | ---: |\n| [red]a\\|b[/] | 1 |\n"
 
 
 def test_the_bootstrap_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch):
