@@ -10,7 +10,7 @@ from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.sweep.figure import draw_sweep
 from bapo_megatron.sweep.file import load_sweep
-from bapo_megatron.sweep.results import print_table, read_scores, results_json, write_json
+from bapo_megatron.sweep.results import print_table, read_scores, results_json
 from bapo_megatron.sweep.run import SweepError, run_sweep
 from bapo_megatron.sweep.slurm import slurm_script
 from bapo_megatron.telemetry.console import say, uncut_console
@@ -36,10 +36,10 @@ def command(
         return
     failures = run_sweep(sweep)
     results = read_scores(sweep)
-    values = results_json(sweep, results, failures)
-    write_json(sweep, values)
+    text = json.dumps(results_json(sweep, results, failures), indent=2)
+    atomic_write_text(directory / "sweep.json", f"{text}\n")
     if as_json:
-        typer.echo(json.dumps(values, indent=2))
+        typer.echo(text)
     elif results.rows:
         print_table(sweep, results, uncut_console())
     if results.rows:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +24,7 @@ from bapo_megatron.processes import environment_set
 from bapo_megatron.trainer.check import check_training
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=,+-]*")
-"""Of a variant, which is the name of a directory."""
+"""Name of a variant, which is also that of a directory."""
 _NOT_IN_RUN_NAMES = re.compile(r"[^A-Za-z0-9._-]")
 _OWN_KEYS = ("name", "run_dir", "seed", "resume")
 """Keys that the sweep sets itself."""
@@ -118,7 +119,7 @@ class PlannedRun:
     config: RunConfig
     ranks: int
     arguments: tuple[str, ...]
-    """Of ``train``: the configuration's file and the overrides."""
+    """Arguments of ``train``: the configuration's file and the overrides."""
 
     @property
     def label(self) -> str:
@@ -184,7 +185,7 @@ class Sweep:
 def load_sweep(path: Path, *, is_here: bool = True) -> Sweep:
     """Read a sweep's file and check every run as ``train`` would.
 
-    ``is_here``: the runs share this machine's GPUs.
+    ``is_here``: the runs share this machine's GPUs; otherwise nothing is asked of them.
 
     Raises:
         ConfigError: The file, or the configuration of a run, breaks a rule; or a directory holds a
@@ -199,7 +200,7 @@ def load_sweep(path: Path, *, is_here: bool = True) -> Sweep:
     shares = _gpu_shares(path, config.jobs, max(run.num_gpus for run in runs)) if is_here else ()
     for run in runs:
         try:
-            _check(run, shares)
+            _check(run, shares, is_here=is_here)
         except ValueError as error:
             raise ConfigError(f"{path}: {run.label}: {error}") from error
     return Sweep(path, config, tuple(runs), shares)
@@ -221,7 +222,7 @@ def _plan(
     return PlannedRun(variant, seed, loaded, ranks, (str(base), *arguments))
 
 
-def _check(run: PlannedRun, gpu_shares: Sequence[str]) -> None:
+def _check(run: PlannedRun, gpu_shares: Sequence[str], *, is_here: bool) -> None:
     """Check what training needs, that there is a score to compare, and what is there already."""
     config, steps = run.config, run.config.train.steps
     every = config.eval.every_steps
@@ -235,13 +236,11 @@ def _check(run: PlannedRun, gpu_shares: Sequence[str]) -> None:
             "eval.at_end: must be true, got false: runs are compared after their last step; leave "
             "it out"
         )
-    devices = gpu_shares[0] if gpu_shares else os.environ.get("CUDA_VISIBLE_DEVICES")
-    with environment_set("LOCAL_WORLD_SIZE", str(run.ranks)):
-        if devices is None:
-            check_training(config, run.ranks)
-        else:
-            with environment_set("CUDA_VISIBLE_DEVICES", devices):
-                check_training(config, run.ranks)
+    with ExitStack() as stack:
+        stack.enter_context(environment_set("LOCAL_WORLD_SIZE", str(run.ranks)))
+        if gpu_shares:
+            stack.enter_context(environment_set("CUDA_VISIBLE_DEVICES", gpu_shares[0]))
+        check_training(config, run.ranks, trains_here=is_here)
     _check_run_dir(run)
 
 
@@ -256,6 +255,8 @@ def _check_run_dir(run: PlannedRun) -> None:
         raise ConfigError(
             f"{file}: not readable YAML ({first_line(error)}); remove {run.run_dir}"
         ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: holds no settings of a run; remove {run.run_dir}")
     planned = run.config.model_dump(mode="json", exclude=_NO_RESULT)
     key = _first_difference(planned, found, ())
     if key is not None:

@@ -1,22 +1,15 @@
 """What a sweep found: scores over seeds, and each variant against the first; as table and JSON."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 
-from bapo_megatron.evaluation.compare import (
-    Group,
-    GroupScore,
-    compare_groups,
-    group_scores,
-)
+from bapo_megatron.evaluation.compare import Group, GroupScore, compare_groups, group_scores
 from bapo_megatron.evaluation.estimators import PairedDifference, holm
 from bapo_megatron.evaluation.report import rich_table
 from bapo_megatron.evaluation.runs import read_group
-from bapo_megatron.files import atomic_write_text
 from bapo_megatron.sweep.file import Sweep
 from bapo_megatron.sweep.run import Failure
 
@@ -163,8 +156,3 @@ def results_json(
             for row in results.rows
         ],
     }
-
-
-def write_json(sweep: Sweep, values: Mapping[str, Any]) -> None:
-    """Write ``sweep.json``."""
-    atomic_write_text(sweep.config.dir / "sweep.json", json.dumps(values, indent=2) + "\n")

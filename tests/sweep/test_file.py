@@ -143,6 +143,9 @@ def test_a_run_of_other_settings_is_neither_continued_nor_counted(
     (tmp_path / "sweep" / "grpo" / "seed0" / "config.yaml").write_text("{")
     with pytest.raises(ConfigError, match=r"config.yaml: not readable YAML .*; remove"):
         load_sweep(path)
+    (tmp_path / "sweep" / "grpo" / "seed0" / "config.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"config.yaml: holds no settings of a run; remove"):
+        load_sweep(path)
 
 
 def test_gpus_are_divided_among_the_runs_at_a_time(
