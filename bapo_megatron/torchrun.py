@@ -50,8 +50,8 @@ _DEFAULTS = {
     "PET_SHUTDOWN_TIMEOUT": "1800",
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
 }
-"""Of torchrun's own variables: ranks that a signal stops have half an hour to save, and SIGUSR1 is
-such a signal."""
+"""torchrun's variables where the environment has none: ranks that a signal stops have half an hour
+to save, and SIGUSR1 is such a signal."""
 _AGAIN = "; start all nodes of the run again"
 _MEETING_S = 600.0
 """Time limit for all nodes to come, as in torchrun's static rendezvous."""

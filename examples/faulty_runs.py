@@ -7,7 +7,7 @@ python -m bapo_megatron report runs/faults/answers
 | run     | fault                                                                        |
 |---------|------------------------------------------------------------------------------|
 | answers | in one of two data sets every problem has the answer of the row below it    |
-| engine  | it takes every push and its version, but loads the weights it started with   |
+| engine  | takes every push and its version, but loads the weights it started with     |
 | rate    | a learning rate 20 times the demo's                                         |
 
 Each is one process on the local engine, repeats bit for bit, and takes a minute or two on a CPU.

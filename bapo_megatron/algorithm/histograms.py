@@ -19,7 +19,7 @@ from bapo_megatron.config.objectives import M2poConfig
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
 
 BIN_WIDTH = 2.0**-10
-"""Of |ℓ − μ| and of the entropy, in nats."""
+"""Width of a bin of |ℓ − μ|, and of one of the entropy, in nats."""
 
 LOG_RATIO_BINS = int(LOG_RATIO_LIMIT / BIN_WIDTH)
 """Up to the clamp of ℓ − μ."""

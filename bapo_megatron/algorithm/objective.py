@@ -210,7 +210,7 @@ def differentiate(
         objective: What is differentiated.
         tokens: At least one; its ratio is computed again, with a graph.
         weight_T: [T] weight of each token in the sum, 0 for tokens that do not train.
-        kernels: Of the importance ratio; None: the best for the device.
+        kernels: Those of the importance ratio; None: the best for the device.
     """
     with torch.enable_grad():
         logprob_T = tokens.logprob.detach().requires_grad_()

@@ -42,7 +42,7 @@ class RowFile(Generic[RecordT]):
     about: Any = dict[str, Any]
     """Type of what the metadata say of the file as a whole, ``format`` included."""
     key: str = "bapo_megatron.rollout"
-    """Of the metadata."""
+    """Name under which the metadata lie in the file."""
 
     def write(
         self, stream: Any, chunks: Iterable[Sequence[RecordT]], about: Mapping[str, Any]

@@ -21,7 +21,7 @@ from bapo_megatron.evaluation.summary import is_shown, values_by_problem
 from bapo_megatron.types import EvalProblem, EvalResult
 
 Results = Sequence[EvalResult]
-"""Of one evaluation, a result per set."""
+"""One evaluation: a result per set."""
 Group = Mapping[int, Results]
 """The evaluations of runs that differ in their seeds only, by seed."""
 
@@ -72,7 +72,7 @@ class _Pair:
     different_settings: tuple[str, ...]
     num_left_out: int
     names: tuple[str, ...]
-    """Of the M estimates that both have and a table needs."""
+    """Names of the M estimates that both have and a table needs."""
     first_PM: np.ndarray
     second_PM: np.ndarray
 
@@ -91,7 +91,7 @@ class GroupScore:
     by_seed: dict[int, float]
     mean: float
     low: float | None
-    """Of Student's 95 % interval over seeds; None where there is one seed."""
+    """Low end of Student's 95 % interval over seeds; None where there is one seed."""
     high: float | None
 
 

@@ -138,7 +138,7 @@ class PairedDifference:
 
     difference: float
     low: float
-    """Of the 95 % interval."""
+    """Low end of the 95 % interval."""
     high: float
     p_value: float
     """Two-sided. Over problems twice the smaller share of resamples, itself added to them, whose
@@ -242,6 +242,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _standard_error(values_S: np.ndarray) -> float:
-    """Of the mean: s / √S, where s² divides by S − 1."""
+    """The standard error of the mean: s / √S, where s² divides by S − 1."""
     assert len(values_S) > 1, "one seed has no spread"
     return float(values_S.std(ddof=1)) / math.sqrt(len(values_S))

@@ -10,7 +10,7 @@ from bapo_megatron.planning.plan import LayoutEstimate, Plan, PlanOptions, make_
 from bapo_megatron.policy.hf_config import HfConfig
 
 _COLOCATED_MEM_SHARE = 0.4
-"""Of a GPU's memory for a server beside the trainer's weights, gradients and optimizer states."""
+"""Share of a GPU's memory for a server, beside the trainer's weights and optimizer states."""
 _NEARLY = 1.1
 """Estimates that differ by this factor are taken as equal."""
 _TOKENS_MULTIPLE = 128

@@ -28,7 +28,7 @@ ESTIMATED = (
 """Printed above the tables and written into the JSON."""
 
 MISS_SHARE = 0.05
-"""Of the demo's predicted bounds 0 to 4 % are wrong, up to a lag of 64 updates
+"""Share of predicted bounds that are wrong; in the demo 0 to 4 %, up to a lag of 64 updates
 (docs/benchmarks/)."""
 
 RECOMPUTE_CHOICES = ("none", "full")

@@ -65,9 +65,9 @@ class Checksums:
     """Contents of checksums.json: XXH3 of 64 bits in hexadecimal digits."""
 
     files: dict[str, str]
-    """Of every small file; state.json and rollout.parquet have their own."""
+    """Checksum of every small file; state.json and rollout.parquet have their own."""
     pieces: dict[str, dict[str, str]]
-    """Of each piece of a file of shards, by its first byte: ranks read pieces, not files."""
+    """Checksum of each piece of a file of shards, by its first byte: ranks read only pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class CheckpointState:
     """Size of every other file of the checkpoint."""
     format: int = FORMAT
     checksum: str = ""
-    """Of the other fields, as ``encode_state`` computes it; '' before."""
+    """Checksum of the other fields, which ``encode_state`` fills in; '' before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class LossStage:
         self.numbers = Numbers(loaded.report_names, corrects=config.correction.kind != "none")
         self._statistic_size = loaded.statistic_size
         self.predictor: Predictor | None = None
-        """Of decisions; None where they are not predicted."""
+        """Predicts decisions; None where they are not predicted."""
         if self.collects and loaded.objective.decisive is not None:
             self.predictor = Predictor(loaded.objective)
 

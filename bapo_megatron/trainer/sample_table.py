@@ -7,13 +7,13 @@ from bapo_megatron.telemetry.trackers import SampleRow
 
 _NUM_ROWS = 8
 _MAX_CHARACTERS = 4000
-"""Of a prompt and of a response."""
+"""Length of a prompt, and of a response, in the table."""
 
 
 def sample_rows(dumps: Path, step: int) -> list[SampleRow]:
     """Return samples of a step from the lowest reward to the highest, by equal distances of rank.
 
-    None where its dump or its texts are not kept. The middle of long texts is left out.
+    Empty where its dump or its texts are not kept. The middle of long texts is left out.
 
     Raises:
         DumpError: A file is damaged.

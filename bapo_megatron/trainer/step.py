@@ -76,7 +76,7 @@ class _Attempt:
     collected: Collected
     """What the objective knew of the update, or, with a prediction, should have known."""
     reports: list[TokenReport]
-    """Of this rank's micro-batches; none before the last stage."""
+    """One for each of this rank's micro-batches; none before the last stage."""
     measurement: Measurement
     made: OptimizerStep
 

@@ -25,10 +25,10 @@ class Estimate:
 
     mean: float
     low: float
-    """Of the 95 % interval."""
+    """Low end of the 95 % interval."""
     high: float
     low90: float
-    """Of the 90 % interval: two values are equivalent where it lies within the margin (TOST)."""
+    """Low end of the 90 % interval, by which values are equivalent within a margin (TOST)."""
     high90: float
     p_value: float
     """Two-sided, of a mean of 0; at least 1/draws."""

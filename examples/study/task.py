@@ -27,7 +27,7 @@ PROMPTS, STAGES, ACTIONS, RANK, LONGEST = 64, 5, 32, 20, 24
 RIGHT, SLOPPY = 1, 2
 """Kinds of actions; 0: without effect."""
 _HARD_SHARE = 0.25
-"""Of the stages the right action has no head start at first."""
+"""Share of stages at which the right action has no head start at first."""
 _RIGHT_LOGIT, _SLOPPY_LOGIT, _NOISE = 3.5, 2.3, 0.7
 _FIT_STEPS, _FIT_RATE = 300, 4.0
 

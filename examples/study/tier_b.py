@@ -49,7 +49,7 @@ class Setting:
     lag: int
     learning_rate: float
     seed: int
-    """Of the tiny model, its data and the run."""
+    """Seed of the tiny model, of its data and of the run."""
     steps: int
 
     @property

@@ -29,7 +29,7 @@ _KEEPALIVE_EXPIRY_S = 3.0
 _MAX_REASON = 300
 _MAX_REST_BYTES = 64 << 10
 _MAX_REPLY_BYTES = 64 << 20
-"""Of an answer that comes as a whole; the largest are log-probs of a long context."""
+"""Limit of an answer that comes as a whole; the largest are log-probs of a long context."""
 
 
 @dataclass(frozen=True, slots=True)
