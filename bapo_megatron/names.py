@@ -9,8 +9,6 @@ from typing import Any
 
 _OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
 """What the dynamic loader says when the address space is used up."""
-
-
 _NOT_A_USERS = (
     str(Path(__file__).parent) + os.sep,
     str(Path(os.__file__).parent) + os.sep,

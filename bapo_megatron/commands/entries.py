@@ -47,7 +47,7 @@ def print_entry(
     parts: Sequence[tuple[str, str]],
     special_tokens: Sequence[str] = (),
 ) -> None:
-    """Print an entry: title, then parts with their kind; ``special_tokens`` in prompts are marked."""
+    """Print an entry: title, parts with their kinds; ``special_tokens`` in prompts are marked."""
     title, parts = visible(title), [(kind, visible(text)) for kind, text in parts]
     if console.is_terminal:
         texts = []

@@ -78,6 +78,8 @@ class _About:
 
 @dataclass(frozen=True, slots=True)
 class _AboutTexts:
+    """What belongs to all texts of a batch."""
+
     format: int
     step: Annotated[int, Field(ge=1, le=_MAX_INT32)]
 
@@ -95,7 +97,11 @@ TEXT_COLUMNS: dict[str, tuple[Any, Callable[[SampleText], Any]]] = {
 }
 """One value per sample."""
 _TEXTS = RowFile(
-    *("texts of a rollout dump", _REMEDY, _TEXTS_FORMAT, TEXT_COLUMNS, _AboutTexts),
+    "texts of a rollout dump",
+    _REMEDY,
+    _TEXTS_FORMAT,
+    TEXT_COLUMNS,
+    _AboutTexts,
     key="bapo_megatron.texts",
 )
 
@@ -154,6 +160,11 @@ def decode_batch(encoded: EncodedBatch, vocab_size: int | None = None) -> Rollou
     )
     _check_batch(batch, encoded.name, vocab_size)
     return batch
+
+
+def dump_path(directory: Path, step: int) -> Path:
+    """Return where the dump of a step is, in a run's directory of dumps."""
+    return directory / f"step_{step:06d}.parquet"
 
 
 def texts_path(path: Path) -> Path:

@@ -23,6 +23,7 @@ from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
+from bapo_megatron.data.dump import dump_path
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_train_sets, log_warnings
 from bapo_megatron.data.stream import PromptMixture
@@ -347,9 +348,8 @@ class Collector:
             await self._colocated.release()
 
     def _batch_path(self, step: int) -> Path:
-        run = self._config
-        folder = run.run_dir / "rollouts" if run.rollout.dump else self._wire_dir
-        return folder / f"step_{step:06d}.parquet"
+        rollouts = self._config.run_dir / "rollouts"
+        return dump_path(rollouts if self._config.rollout.dump else self._wire_dir, step)
 
     def _report(self, text: str) -> None:
         self._send(calls.Progress(text))

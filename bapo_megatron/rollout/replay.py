@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.data.dump import read_encoded, write_batch, write_texts
+from bapo_megatron.data.dump import dump_path, read_encoded, write_batch, write_texts
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch, SampleText
@@ -101,7 +101,7 @@ class ReplaySource:
         Raises:
             RolloutError: There is none.
         """
-        path = self.directory / f"step_{step:06d}.parquet"
+        path = dump_path(self.directory, step)
         if not path.is_file():
             present = sorted(self.directory.glob("step_*.parquet"))
             found = f"from {present[0].name} to {present[-1].name}" if present else "none"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bapo_megatron.data.dump import read_batch, texts_by_sample
+from bapo_megatron.data.dump import dump_path, read_batch, texts_by_sample
 from bapo_megatron.telemetry.trackers import SampleRow
 
 _NUM_ROWS = 8
@@ -18,7 +18,7 @@ def sample_rows(dumps: Path, step: int) -> list[SampleRow]:
     Raises:
         DumpError: A file is damaged.
     """
-    path = dumps / f"step_{step:06d}.parquet"
+    path = dump_path(dumps, step)
     try:
         texts, batch = texts_by_sample(path), read_batch(path)
     except FileNotFoundError:
