@@ -73,9 +73,8 @@ const Figures = (() => {
       const shown = data.groups.length === 1 ? color(first + number) : color(points.group);
       const difference = (from, to) => from.map((value, at) => value - to[at]);
       return {
-        x: points.x, y: points.y, mode: "lines+markers", type: "scatter",
+        x: points.x, y: points.y, mode: "markers", type: "scatter",
         name: data.runs.length > 1 ? `${points.run}: ${points.name}` : points.name,
-        line: { color: faded(shown, 0.45), width: 1 },
         marker: { color: shown, size: 8, symbol: ["circle", "diamond", "square"][number % 3] },
         error_y: {
           type: "data", symmetric: false, thickness: 1.5, width: 4, color: shown,
@@ -254,7 +253,8 @@ const Figures = (() => {
       byId("panels").replaceChildren(...plots.map(({ plot, keys }, number) => {
         const panel = data.panels[number];
         const unit = panel.unit ? el("small", {}, ` ${panel.unit}`) : "";
-        return el("figure", { class: "panel" }, el("h3", {}, panel.title, unit), keys, plot);
+        const note = panel.note ? [el("p", { class: "note" }, panel.note)] : [];
+        return el("figure", { class: "panel" }, el("h3", {}, panel.title, unit), ...note, keys, plot);
       }));
     }
     plots.forEach((entry, number) => { entry.panel = data.panels[number]; });

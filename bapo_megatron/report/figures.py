@@ -32,6 +32,8 @@ class Panel:
     """Whether held-out accuracies are drawn in it, with their intervals."""
     log: bool = False
     """Logarithmic axis."""
+    note: str = ""
+    """What a reader must know of it, below its title."""
 
 
 PANELS = (
@@ -48,6 +50,10 @@ PANELS = (
         "Positive share of the contributions",
         "share",
         {"before the search": "bapo/positive_share_start", "after it": "bapo/positive_share"},
+        note=(
+            "Share of the tokens with positive advantage in the sum of all |A| × clipped ratio: at "
+            "the bounds where each update's search starts, and at those that it chose."
+        ),
     ),
     Panel(
         "Age of the tokens in a batch",
@@ -62,10 +68,14 @@ PANELS = (
             "in the batch": "mismatch/logprob_abs_mean",
             "checked after pushes": "weight_sync/logprob_difference",
         },
+        note=(
+            "Only steps that trained tokens of the current weights, or checked a push "
+            "(rollout.weight_sync.verify), have a value."
+        ),
     ),
     Panel(
         "Gradient norm before clipping",
-        "",
+        "logarithmic axis",
         {"mean": "policy/grad_norm", "largest update": "policy/grad_norm_max"},
         log=True,
     ),
@@ -118,7 +128,7 @@ def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
             for points in (_scores(run) if panel.scores else [])
         ]
         if curves or points:
-            about = {"title": panel.title, "unit": panel.unit, "log": panel.log}
+            about = {key: getattr(panel, key) for key in ("title", "unit", "log", "note")}
             found.append({**about, "curves": curves, "points": points})
     return found
 

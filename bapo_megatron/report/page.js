@@ -95,6 +95,7 @@ function show(data) {
   tableOr("difference-table", data.differences, "All runs have the same configuration, apart from their seeds.");
   byId("seed-table").replaceChildren(...(data.seeds.rows.length ? [sortable(data.seeds)] : []));
   tableOr("evaluation-table", data.evaluations, "No evaluation was made.");
+  byId("evaluation-note").hidden = !data.evaluations.rows.length;
   byId("seeds-note").hidden = !seeds;
   eventTable(data.runs);
   timeTable(data.phases);
@@ -146,5 +147,10 @@ window.addEventListener("beforeprint", () => applyTheme("light", true));
 window.addEventListener("afterprint", () => applyTheme(theme));
 
 setTheme(theme);
-show(JSON.parse(byId("data").textContent)).then(() => { document.documentElement.dataset.drawn = "yes"; });
+show(JSON.parse(byId("data").textContent)).then(() => {
+  // The browser looked for the address's section before there was anything above it; #rollout=0.3
+  // names a response (reader.js).
+  byId(location.hash.slice(1).split("=")[0])?.scrollIntoView({ behavior: "instant" });
+  document.documentElement.dataset.drawn = "yes";
+});
 if (document.documentElement.dataset.follows === "yes") follow();

@@ -100,7 +100,7 @@ const Reader = (() => {
     const row = el(
       "button", { type: "button", class: "row", title: "Read this response" }, badge(sample),
       el("span", { class: "what" }, textOf(sample).trim().replace(/\s+/g, " ").slice(0, 120) || "(empty)"),
-      el("span", { class: "facts" }, `${sample.tokens} tok · age ${sample.age}${sample.exit === "stop" ? "" : ` · ${sample.exit}`}`)
+      el("span", { class: "facts" }, `${verdict(sample)}${sample.tokens} tok · age ${sample.age}${sample.exit === "stop" ? "" : ` · ${sample.exit}`}`)
     );
     row.sample = sample;
     if (sample === chosen) row.setAttribute("aria-current", "true");
@@ -110,6 +110,15 @@ const Reader = (() => {
     });
     rows.push(row);
     return row;
+  }
+
+  // The extracted answer against the reference; graders may take other spellings for equal.
+  function verdict(sample) {
+    const reference = groupOf(sample).answer;
+    if (!sample.extracted || !reference) return "";
+    const short = (text) => (text.length > 24 ? `${text.slice(0, 23)}…` : text);
+    if (sample.extracted === reference) return `${short(reference)} · `;
+    return `${short(sample.extracted)} ${sample.reason.startsWith("equal") ? "=" : "≠"} ${short(reference)} · `;
   }
 
   function badge(sample) {
@@ -170,7 +179,7 @@ const Reader = (() => {
     const buttons = COLORINGS.map(([name, label]) => {
       const button = el("button", { type: "button", "aria-pressed": String(name === coloring) }, label);
       button.disabled = has[name] === false;
-      if (button.disabled) button.title = name === "ratio" ? current().ratios : "not known for this run";
+      if (button.disabled) button.title = name === "ratio" ? `This response has no ratios. ${current().ratios}` : "The run's own estimator is not called, so advantages are not known.";
       button.addEventListener("click", () => { coloring = name; paint(); });
       button.dataset.coloring = name;
       return button;

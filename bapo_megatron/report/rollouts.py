@@ -206,7 +206,7 @@ def _note(kept: Sequence[int], num_steps: int, num_stored: int, samples: Sequenc
 
 def _ratio_note(had_dumps: bool, samples: Sequence[Any]) -> str:
     if not had_dumps:
-        return "No ratios: train.dump_tokens kept no tokens of these steps."
+        return "No ratios: train.dump_tokens, which keeps them, was off or kept other steps."
     found = sum(sample["ratios"] is not None for sample in samples)
     return (
         f"Ratios of {found:,} of {len(samples):,} responses, from train.dump_tokens. The others "

@@ -38,7 +38,9 @@ def test_the_page_draws_opens_a_rollout_and_asks_for_nothing(tmp_path: Path) -> 
 
     async def look() -> Tab:
         async with chromium_tab(tmp_path / "profile") as tab:
-            await tab.open(page.as_uri())
+            await tab.open(f"{page.as_uri()}#time")
+            top = "document.getElementById('time').getBoundingClientRect().top"
+            assert abs(await tab.run(top)) < 200
             await read_by_mouse(tab)
             await read_by_keyboard(tab)
             await change_theme(tab)
@@ -54,6 +56,8 @@ def test_the_page_draws_opens_a_rollout_and_asks_for_nothing(tmp_path: Path) -> 
 async def read_by_mouse(tab: Tab) -> None:
     assert await tab.run(DRAWN)
     assert await tab.run("document.getElementById('failure').hidden")
+    facts = await tab.run("document.querySelector('#list .row .facts').textContent")
+    assert facts == f"{f'3{SCRIPT}'[:23]}… = 3 · 4 tok · age 3"
     # A real click on the first row of the list.
     await tab.run(
         "document.querySelector('#list .row')"
