@@ -106,10 +106,10 @@ def _show(found: Sequence[Comparison]) -> None:
         if comparison.over == "seeds":
             seeds = ", ".join(map(str, comparison.seeds))
             others = ", ".join(map(str, comparison.seeds_left_out))
-            others = f"; left out: {others}" * bool(others)
-            typer.echo(f"{comparison.set_name}: pairs of runs by the seeds {seeds}{others}")
+            left_out = f"; left out: {others}" if others else ""
+            typer.echo(f"{comparison.set_name}: pairs of runs by the seeds {seeds}{left_out}")
         for difference in comparison.different_settings:
-            typer.echo(f"{comparison.set_name}: sampled with different {difference}")
+            typer.echo(f"{comparison.set_name}: sampled with {difference}")
     typer.echo(_ABOUT[found[0].over])
 
 

@@ -29,13 +29,15 @@ FILE_NAME = "run.yaml"
 _MAX_PROMPT_TOKENS = 4096
 """Longer prompts are left out; the limit is lower where all prompts are shorter."""
 _MICRO_BATCH_TOKENS = 16384
-_MULTIPLE = 64
-_MAX_GROUPS = 64
-_UPDATES = 4
-_LONG_ANSWER = 100
-"""Characters: an answer of more is hardly a number or a formula."""
-_BOX = "\nPut your final answer in \\boxed{}."
+_TOKENS_MULTIPLE = 64
+"""Limits of tokens are rounded up to a multiple of it."""
+_MAX_GROUPS_PER_STEP = 64
+_UPDATES_PER_BATCH = 4
+_LONG_ANSWER_CHARS = 100
+"""A longer answer is hardly a number or a formula."""
+_BOX_REQUEST = "\nPut your final answer in \\boxed{}."
 _PLAIN = re.compile(r"[A-Za-z./_][\w./-]*")
+"""Texts that may need no quotes in YAML."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def _look_at(model: ModelConfig, train_set: TrainSetConfig) -> _Found:
     row_format, question = _format_of(train_set)
     has_box = "\\boxed" in question
     if not has_box:
-        data = data.model_copy(update={"prompt_suffix": _BOX})
+        data = data.model_copy(update={"prompt_suffix": _BOX_REQUEST})
     renderer = ChatRenderer(load_tokenizer(model.path), data)
     [prompts] = load_train_sets(data, renderer)
     return _Found(hf, "float32" if dtype == "float32" else "bfloat16", row_format, prompts, has_box)
@@ -128,7 +130,7 @@ def _draft(
 ) -> RunConfig:
     """Everything but the layout."""
     positions, report = found.hf.max_position_embeddings, found.prompts.report
-    prompt = min(_rounded_up(report.longest_tokens, _MULTIPLE), report.max_prompt_tokens)
+    prompt = min(_rounded_up(report.longest_tokens, _TOKENS_MULTIPLE), report.max_prompt_tokens)
     response = min(response_tokens, positions - prompt)
     row_format = found.row_format
     train_set: dict[str, Any] = {"path": data, "row_format": row_format.name}
@@ -139,7 +141,13 @@ def _draft(
             "answer_column": row_format.answer_column,
         }
     name = re.sub(r"[^A-Za-z0-9._-]", "-", directory.resolve().name) or "run"
-    groups = min(_MAX_GROUPS, max(_UPDATES, len(found.prompts.prompts) // _UPDATES * _UPDATES))
+    groups = min(
+        _MAX_GROUPS_PER_STEP,
+        max(
+            _UPDATES_PER_BATCH,
+            len(found.prompts.prompts) // _UPDATES_PER_BATCH * _UPDATES_PER_BATCH,
+        ),
+    )
     return RunConfig.model_validate(
         {
             "name": name,
@@ -148,19 +156,19 @@ def _draft(
             "data": {
                 "train": train_set,
                 "max_prompt_tokens": prompt,
-                "prompt_suffix": "" if found.has_box else _BOX,
+                "prompt_suffix": "" if found.has_box else _BOX_REQUEST,
             },
             "rollout": {
                 "groups_per_step": groups,
                 "samples_per_group": 8,
                 "max_response_tokens": response,
             },
-            "algorithm": {"objective": "bapo", "updates_per_batch": _UPDATES},
+            "algorithm": {"objective": "bapo", "updates_per_batch": _UPDATES_PER_BATCH},
             "optimizer": {"lr": 1e-6},
             "train": {
                 "steps": 100,
                 "max_tokens_per_micro_batch": max(
-                    _MICRO_BATCH_TOKENS, _rounded_up(prompt + response, _MULTIPLE)
+                    _MICRO_BATCH_TOKENS, _rounded_up(prompt + response, _TOKENS_MULTIPLE)
                 ),
             },
             "checkpoint": {"every_steps": 20},
@@ -172,9 +180,9 @@ def _as_yaml(config: RunConfig, found: _Found, plan: Plan, gpus: int) -> str:
     """The file: every key with the reason for its value."""
     rollout, report = config.rollout, found.prompts.report
     needed_gb = plan.worst_stage.total_bytes / 1e9
-    a = plan.assumptions
+    hardware = plan.assumptions
     lines = [
-        f"# By `bapo-megatron init` for {gpus} {a.gpu}. {_division(plan, gpus)}",
+        f"# By `bapo-megatron init` for {gpus} {hardware.gpu}. {_division(plan, gpus)}",
         "# Paths are relative to the directory in which commands are run. All keys with their",
         "# meaning: bapo-megatron config",
         ("name: " + _scalar(config.name), ""),
@@ -182,7 +190,7 @@ def _as_yaml(config: RunConfig, found: _Found, plan: Plan, gpus: int) -> str:
         "model:",
         ("  path: " + _scalar(config.model.path), f"{plan.model_parameters:,} parameters"),
         ("  dtype: " + config.model.dtype, "as its config.json says"),
-        *_layout_lines(config, f"{needed_gb:.0f} of {a.gpu_memory_bytes / 1e9:.0f} GB"),
+        *_layout_lines(config, f"{needed_gb:.0f} of {hardware.gpu_memory_bytes / 1e9:.0f} GB"),
         "data:",
         "  train:",
         ("    path: " + _scalar(report.place), f"{len(found.prompts.prompts):,} prompts"),
@@ -287,7 +295,7 @@ def _rollout_lines(config: RunConfig) -> list[tuple[str, str]]:
 
 def _reward_lines(found: _Found) -> list[tuple[str, str]]:
     prompts = found.prompts.prompts
-    long = sum(len(prompt.answer) > _LONG_ANSWER for prompt in prompts)
+    long = sum(len(prompt.answer) > _LONG_ANSWER_CHARS for prompt in prompts)
     why = "1 if the answer is right, else 0; or package.module:function"
     lines = [
         ("reward:", ""),

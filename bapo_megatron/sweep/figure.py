@@ -12,10 +12,10 @@ from bapo_megatron.sweep.file import Sweep
 from bapo_megatron.sweep.results import SweepResults, VariantScore
 from bapo_megatron.telemetry.sinks import read_metrics
 
-CURVES = {"Mean reward of the batch": "reward/mean", "Entropy (nats per token)": "policy/entropy"}
+_CURVES = {"Mean reward of the batch": "reward/mean", "Entropy (nats per token)": "policy/entropy"}
 """Metric of each panel, by its title."""
-_NUM_DISTINCT = 10
-"""Colours that are told apart; more variants share a scale."""
+_NUM_DISTINCT_COLORS = 10
+"""Colours of matplotlib's palette; more variants are spread over a scale."""
 
 
 def draw_sweep(sweep: Sweep, results: SweepResults, out: Path) -> None:
@@ -35,7 +35,7 @@ def draw_sweep(sweep: Sweep, results: SweepResults, out: Path) -> None:
     height = 1 + len(first_rows)
     figure = Figure(figsize=(12, 4 * height), layout="constrained")
     axes = figure.subplots(height, 2, squeeze=False)
-    for axis, (title, metric) in zip(axes[0], CURVES.items(), strict=True):
+    for axis, (title, metric) in zip(axes[0], _CURVES.items(), strict=True):
         _draw_curves(axis, sweep, metric, colors)
         axis.set(title=title, xlabel="step")
     for (left, right), rows in zip(axes[1:], first_rows.values(), strict=True):
@@ -49,7 +49,7 @@ def draw_sweep(sweep: Sweep, results: SweepResults, out: Path) -> None:
 
 
 def _colors(names: list[str]) -> dict[str, Any]:
-    if len(names) <= _NUM_DISTINCT:
+    if len(names) <= _NUM_DISTINCT_COLORS:
         return {name: f"C{number}" for number, name in enumerate(names)}
     from matplotlib import colormaps
 

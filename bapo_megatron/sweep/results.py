@@ -43,11 +43,12 @@ class VariantScore:
 
 @dataclass(frozen=True, slots=True)
 class SweepResults:
-    """The rows, and in how the variants' evaluations differ besides the model."""
+    """The rows, and in what the variants' evaluations differ besides the model."""
 
     rows: tuple[VariantScore, ...]
     """By set and score, then in the order of the variants."""
     different_settings: tuple[str, ...]
+    """Such as ``wide: sampled with temperature 0.6 and 1.0``."""
 
 
 def read_scores(sweep: Sweep) -> SweepResults:

@@ -26,7 +26,7 @@ _POLL_S = 0.1
 _PROGRESS_S = 1.0
 _LAST_ROW_BYTES = 1 << 20
 _COMPLAINT = "bapo-megatron: "
-"""What the line begins with by which ``train`` says why it ended."""
+"""Beginning of the line in which ``train`` says why it ended."""
 
 
 class SweepError(ValueError):
@@ -108,10 +108,10 @@ class _Loop:
 
     def stop(self) -> None:
         """Have the runs in progress save and end; a second Ctrl-C ends them at once."""
-        for active in self._active:
-            active.process.terminate()
         if not self._active:
             return
+        for active in self._active:
+            active.process.terminate()
         labels = ", ".join(active.run.label for active in self._active)
         say(f"saving and ending {labels}; Ctrl-C ends them at once")
         # The first signal had all further ones ignored.

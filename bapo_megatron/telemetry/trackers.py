@@ -33,7 +33,7 @@ class TensorBoard:
     """Event files of a run."""
 
     def __init__(self, directory: Path, first_step: int, settings: Settings) -> None:
-        """Open them; what an earlier start wrote from ``first_step`` on is not shown any more.
+        """Open them; what an earlier start wrote from ``first_step`` on is no longer shown.
 
         ``settings`` are the hyper-parameters of the run, and the last value of every curve is one
         of its metrics.

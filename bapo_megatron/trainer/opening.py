@@ -79,7 +79,7 @@ def claim_run_dir(config: RunConfig) -> None:
     run_dir = config.run_dir
     metrics = run_dir / "metrics.jsonl"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
-    if not config.resume and (has_metrics or find_latest(config.run_dir / "checkpoints")):
+    if not config.resume and (has_metrics or find_latest(run_dir / "checkpoints")):
         raise ValueError(
             f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
         )
