@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron.config.load import ConfigError, load_config
+from bapo_megatron.config.schema import RunConfig
 
 BASE = "name: demo\nrun_dir: runs/demo\nmodel: {path: models/tiny}\n"
 
@@ -22,3 +24,14 @@ def error_of(path: Path, *overrides: str) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def run_config(run_dir: Path, **changes: Any) -> RunConfig:
+    """A run named ``sums``, of files that need not exist; ``changes`` are whole sections."""
+    settings: dict[str, Any] = {
+        "name": "sums",
+        "run_dir": run_dir,
+        "model": {"path": "model"},
+        "data": {"train": {"path": "train.jsonl"}},
+    }
+    return RunConfig.model_validate(settings | changes)

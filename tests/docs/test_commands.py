@@ -103,9 +103,9 @@ def test_a_configuration_of_a_page_loads(block: Block, tmp_path: Path) -> None:
     load_config(file)
 
 
-def test_the_readme_lists_every_command_with_options_that_it_has() -> None:
-    rows = re.findall(r"^\| `([a-z-]+)([^`]*)` \|", (REPOSITORY / "README.md").read_text(), re.M)
-    assert {name for name, _ in rows} == set(COMMANDS)
+def test_the_readme_lists_every_command() -> None:
+    listed = re.findall(r"^\| `([a-z-]+)[^`]*` \|", (REPOSITORY / "README.md").read_text(), re.M)
+    assert set(listed) == set(COMMANDS)
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=name_of)

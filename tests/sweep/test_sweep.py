@@ -268,4 +268,4 @@ def test_a_sweep_runs_the_real_train(base: Path, tmp_path: Path) -> None:
     assert row[2:4] == ["bapo", "1"]
     assert row[5:] == ["–"]  # one seed has no interval, one variant nothing to be compared with
     assert json.loads((tmp_path / "sweep/bapo/seed5/summary.json").read_text())["seed"] == 5
-    assert "3" in (tmp_path / "sweep/bapo/seed5/logs/sweep.log").read_text()
+    assert " 3/3 " in (tmp_path / "sweep/bapo/seed5/logs/sweep.log").read_text()

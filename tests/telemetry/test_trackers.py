@@ -13,15 +13,17 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
-from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.settings import public_settings
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.telemetry.trackers import SampleRow
 from bapo_megatron.types import StepMetrics
 from bapo_megatron.versions import Software
+from tests.config.files import run_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from bapo_megatron.config.schema import RunConfig
 
 SECRET = "sk-not-for-others"
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -30,16 +32,13 @@ TEXT = "<script>alert(1)</script> 1+1="
 
 
 def config_of(lr: float = 0.25, **log: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "name": "sums",
-            "run_dir": "/data/someone/runs/sums",
-            "model": {"path": "/data/someone/models/tiny"},
-            "data": {"train": {"path": "/data/someone/train.jsonl"}},
-            "algorithm": {"objective": "mine:loss", "objective_options": {"api_key": SECRET}},
-            "optimizer": {"lr": lr},
-            "log": {"console": False, **log},
-        }
+    return run_config(
+        Path("/data/someone/runs/sums"),
+        model={"path": "/data/someone/models/tiny"},
+        data={"train": {"path": "/data/someone/train.jsonl"}},
+        algorithm={"objective": "mine:loss", "objective_options": {"api_key": SECRET}},
+        optimizer={"lr": lr},
+        log={"console": False, **log},
     )
 
 

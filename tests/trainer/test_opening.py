@@ -7,25 +7,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bapo_megatron.config.load import ConfigError, load_config
-from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer import opening
 from bapo_megatron.trainer.opening import open_run, write_config
 from bapo_megatron.trainer.stopping import Stopping
+from tests.config.files import run_config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from bapo_megatron.config.schema import RunConfig
+
 
 def config_of(run_dir: Path, **changes: Any) -> RunConfig:
-    settings = {
-        "name": "sums",
-        "run_dir": run_dir,
-        "model": {"path": run_dir / "model"},
-        "data": {"train": {"path": "train.jsonl"}},
-        "eval": {"sets": [{"path": "one.jsonl"}]},
-    }
-    return RunConfig.model_validate(settings | changes)
+    return run_config(run_dir, **{"eval": {"sets": [{"path": "one.jsonl"}]}, **changes})
 
 
 def test_a_resumed_run_keeps_earlier_settings_and_says_which_keys_differ(tmp_path, capsys) -> None:

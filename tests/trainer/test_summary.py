@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.trainer.checkpointing import Progress
 from bapo_megatron.trainer.summary import report_run
+from tests.config.files import run_config
 
-
-def config_of(run_dir: Path, **changes: Any) -> RunConfig:
-    settings = {
-        "name": "sums",
-        "run_dir": run_dir,
-        "model": {"path": Path("model")},
-        "data": {"train": {"path": "train.jsonl"}},
-    }
-    return RunConfig.model_validate(settings | changes)
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def write_rows(run_dir: Path, *rows: dict[str, float]) -> None:
@@ -40,7 +32,7 @@ def test_a_run_without_one_update_says_how_many_rewards_were_equal_and_tokens_ma
             "train/nonfinite_tokens": 3.0,
         },
     )
-    report_run(config_of(tmp_path, log={"console": False}), Progress(finished_steps=2), {})
+    report_run(run_config(tmp_path, log={"console": False}), Progress(finished_steps=2), {})
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err == (
@@ -61,7 +53,7 @@ def test_the_table_and_the_file_have_the_same_numbers_and_no_empty_times(tmp_pat
         accuracy_after=0.5,
         num_prompts=40,
     )
-    report_run(config_of(tmp_path), progress, {"training": 1.25, "export": 0.01})
+    report_run(run_config(tmp_path), progress, {"training": 1.25, "export": 0.01})
     output = capsys.readouterr()
     assert output.err == ""
     rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in output.out.splitlines()]
