@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,14 +270,15 @@ def _first_difference(planned: Any, found: Any, key: tuple[str, ...]) -> str | N
 
     A key that the file lacks is newer than the file.
     """
+    pairs: Iterable[tuple[str, Any, Any]]
     if isinstance(planned, Mapping) and isinstance(found, Mapping):
-        differences = (
-            _first_difference(value, found[name], (*key, name))
-            for name, value in planned.items()
-            if name in found
-        )
-        return next((each for each in differences if each is not None), None)
-    return None if planned == found else ".".join(key)
+        pairs = ((name, value, found[name]) for name, value in planned.items() if name in found)
+    elif isinstance(planned, list) and isinstance(found, list) and len(planned) == len(found):
+        pairs = ((str(n), *both) for n, both in enumerate(zip(planned, found, strict=True)))
+    else:
+        return None if planned == found else ".".join(key)
+    differences = (_first_difference(value, other, (*key, name)) for name, value, other in pairs)
+    return next((each for each in differences if each is not None), None)
 
 
 def _gpu_shares(path: Path, jobs: int, needed: int) -> tuple[str, ...]:
