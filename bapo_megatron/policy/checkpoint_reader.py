@@ -123,13 +123,19 @@ class CheckedReader(FileSystemReader):
         """
         with only_weights():
             try:
-                return super().read_data(plan, planner)
-            except pickle.UnpicklingError as error:
-                if refused := _REFUSED.search(str(error)):
+                read = super().read_data(plan, planner)
+            except Exception as error:
+                self._await_verified()  # whatever damage has led to, its place is what helps
+                refused = _REFUSED.search(str(error))
+                if refused and isinstance(error, pickle.UnpicklingError):
                     raise DamagedError(_forbidden("a shard", refused[1])) from error
                 raise
-            finally:
-                self._await_verified()  # whatever damage has led to, its place is what helps
+            except BaseException:  # Ctrl-C does not wait for the rest
+                for check in self._checks:
+                    check.cancel()
+                raise
+        self._await_verified()
+        return read
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         if self._pieces is not None:

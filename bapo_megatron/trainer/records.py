@@ -22,13 +22,15 @@ from torch import Tensor
 
 from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.data.device_copy import on_device
-from bapo_megatron.data.token_dump import TOKEN_COLUMNS, token_dump_path, write_token_dump
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
 from bapo_megatron.types import MicroBatch, RolloutBatch, Sample, UpdateResult
 
 Value = Callable[["TokenView"], Tensor]
+
+_DUMPED_VALUES = ("logprob", "behaviour_logprob", "advantage", "entropy", "mask")
+"""Columns of a token dump beside the token's place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +310,8 @@ class TokenDump:
         """
         if not groups.is_last_stage:
             return
+        from bapo_megatron.data.token_dump import token_dump_path, write_token_dump  # pyarrow
+
         is_writer = dist.get_rank(groups.data) == 0 and dist.get_rank(groups.tensor) == 0
         path = token_dump_path(self.run_dir, batch.step, update)
         if not tokens:
@@ -335,12 +339,13 @@ def _token_columns(
 ) -> dict[str, np.ndarray]:
     """Columns of a token dump [T], in the order of the batch.
 
-    ``place`` has sample and position [2, T], ``value`` the columns from ``logprob`` on [5, T].
+    ``place`` has sample and position [2, T], ``value`` the ``_DUMPED_VALUES`` [5, T].
     """
     sample_T, position_T = place
     order_T = np.lexsort((position_T, sample_T))
     sample_T = sample_T[order_T]
     names = np.array([(sample.group_id, sample.index) for sample in samples], np.int64)
     group_T, index_T = names[sample_T].T
-    rows = (group_T, index_T, position_T[order_T].astype(np.int32), *value[:, order_T])
-    return dict(zip(TOKEN_COLUMNS, rows, strict=True))
+    position_T = position_T[order_T].astype(np.int32)
+    values = zip(_DUMPED_VALUES, value[:, order_T], strict=True)
+    return {"group_id": group_T, "index": index_T, "position": position_T, **dict(values)}

@@ -359,7 +359,9 @@ def test_an_environment_that_hangs_ends_its_episodes_only(outlasted: Path) -> No
 BAD = {
     "Raises": (
         "train",
-        "own_world:Raises.step failed: RuntimeError: cannot go on (prompt '",
+        "own_world:Raises.step failed: RuntimeError: cannot go on (",
+        "own_world.py:",
+        ") (prompt '",
         "jsonl:",
         "correct it, or set rollout.episodes.on_error=zero",
     ),
