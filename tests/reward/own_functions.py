@@ -14,6 +14,8 @@ import numpy as np
 from bapo_megatron.reward.base import Score
 
 NOT_CALLABLE = 7
+EVEN_LENGTH = {"name": "even", "function": "tests.reward.own_functions:even_length"}
+"""A random model is never right; about half of its responses have an even length."""
 _LOOPS = set()
 
 

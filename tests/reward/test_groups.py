@@ -110,7 +110,10 @@ def test_without_group_functions_the_scores_of_a_group_stay():
         ("one_too_few", "must return one reward for each of 3 responses, got 2; correct it, or"),
         ("one_number", "must return a list with one reward for each response, got float"),
         ("words", "'reward' must be a number, got str"),
-        ("raises", r"RuntimeError: cannot score 3 \(.*own_functions\.py:\d+\); correct it, or set reward\.on"),
+        (
+            "raises",
+            r"RuntimeError: cannot score 3 \(.*own_functions\.py:\d+\); correct it, or set reward\.on",
+        ),
     ],
 )
 def test_a_group_function_that_fails_ends_the_run_or_scores_zero(caplog, name, message):

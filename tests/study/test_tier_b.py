@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from examples.study.tier_b import Plan, Setting, compute
+from tests.reward.own_functions import EVEN_LENGTH
 from tests.trainer.dumps import make_random_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-EVEN_LENGTH = "reward.functions=[{name: even, function: 'tests.reward.own_functions:even_length'}]"
-"""A random model is never right; about half of its responses have an even length."""
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def test_the_yoked_run_has_the_bounds_of_another_seed_s_bapo(tmp_path: Path) -> None:
-    plan = Plan(lags=(0,), rates=(1e-3,), seeds=(0, 1), steps=1, overrides=(EVEN_LENGTH,))
+    reward = f"reward.functions=[{json.dumps(EVEN_LENGTH)}]"
+    plan = Plan(lags=(0,), rates=(1e-3,), seeds=(0, 1), steps=1, overrides=(reward,))
     rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(9) for b in range(9)]
     for seed in plan.seeds:
         tiny = tmp_path / "tiny" / f"seed{seed}"

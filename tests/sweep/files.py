@@ -9,13 +9,12 @@ import yaml
 
 from bapo_megatron.evaluation.report import write_results
 from tests.evaluation.results import result
+from tests.reward.own_functions import EVEN_LENGTH
 from tests.trainer.dumps import make_random_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-EVEN_LENGTH = {"name": "even", "function": "tests.reward.own_functions:even_length"}
-"""A random model is never right; about half of its responses have an even length."""
 VARIANTS = {"grpo": ["algorithm.objective=clip"], "bapo": ["algorithm.objective=bapo"]}
 
 

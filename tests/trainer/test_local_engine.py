@@ -14,6 +14,7 @@ import yaml
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.launch import run, start
+from tests.reward.own_functions import EVEN_LENGTH
 from tests.trainer.chaos import steps, wait_for
 from tests.trainer.same_runs import assert_same_training
 
@@ -24,8 +25,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS = 4
 GROUPS_PER_STEP = 4
-EVEN_LENGTH = {"name": "even", "function": "tests.reward.own_functions:even_length"}
-"""A random model is never right; about half of its responses have an even length."""
 MODES: dict[str, dict[str, Any]] = {
     "ahead": {"async_steps": 1, "oversample_groups": 2, "local": {"decode_steps_ahead": 7}},
     "fixed lag": {"fixed_lag": 2},
