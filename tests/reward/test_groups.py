@@ -112,7 +112,7 @@ def test_without_group_functions_the_scores_of_a_group_stay():
         ("words", "'reward' must be a number, got str"),
         (
             "raises",
-            r"RuntimeError: cannot score 3 \(.*own_functions\.py:\d+\); correct it, or set reward\.on",
+            r"RuntimeError: cannot score 3 \(.*own_functions.py:\d+\); correct it, or set reward\.",
         ),
     ],
 )
