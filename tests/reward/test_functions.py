@@ -15,8 +15,11 @@ from bapo_megatron.reward.base import (
 )
 from bapo_megatron.reward.functions import BUILT_IN, as_score, build
 from bapo_megatron.reward.pool import RewardPool
+from tests.reward import own_functions
 
 OWN = "tests.reward.own_functions"
+RAISES = own_functions.raises.__code__.co_firstlineno + 1
+"""Line of its error."""
 GIVEN = Response(
     "some text",
     "42",
@@ -91,7 +94,7 @@ def test_a_score_may_hold_numbers_of_numpy(outcomes):
     [
         (
             "raises",
-            r"RuntimeError: cannot score some text \(/.*/own_functions\.py:71\); correct it$",
+            rf"RuntimeError: cannot score some text \(/.*/own_functions\.py:{RAISES}\); correct it$",
         ),
         ("not_finite", "failed: ValueError: 'reward' must be finite, got nan"),
         ("no_number", "failed: ValueError: 'reward' must be a number, got str"),
@@ -113,7 +116,7 @@ def test_the_first_traceback_of_a_line_that_fails_is_written_for_the_log(capfd):
 
     asyncio.run(fail_twice())
     written = capfd.readouterr().err
-    assert written.count('own_functions.py", line 71, in raises') == 1
+    assert written.count(f'own_functions.py", line {RAISES}, in raises') == 1
     assert written.count("RuntimeError: cannot\nscore x") == 1
 
 
