@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from bapo_megatron.files import atomic_write_bytes
-from bapo_megatron.report.figures import MAX_POINTS, curve_of
+from bapo_megatron.report.figures import MAX_POINTS, curve_of, distinct_colors
 from bapo_megatron.report.runs import RunGroup, group_runs, read_runs
 
 PANELS = {
@@ -77,7 +77,7 @@ def dynamics_figure(run_dirs: Sequence[Path]) -> Any:
     from matplotlib.lines import Line2D
 
     groups, _ = group_runs(read_runs(run_dirs))
-    colors = _colors(len(groups))
+    colors = distinct_colors(len(groups))
     figure = Figure(figsize=(14, 11), layout="constrained")
     for axis, title in zip(figure.subplots(3, 3).flat, PANELS, strict=True):
         _draw_panel(axis, title, groups, colors)
@@ -90,16 +90,6 @@ def dynamics_figure(run_dirs: Sequence[Path]) -> Any:
             handles, labels, loc="outside upper center", ncols=_LEGEND_COLUMNS, frameon=False
         )
     return figure
-
-
-def _colors(num_groups: int) -> list[Any]:
-    """Distinct colours: matplotlib's palettes as far as they go, then the hues in between."""
-    from matplotlib import colormaps
-
-    for name in ("tab10", "tab20"):
-        if num_groups <= colormaps[name].N:
-            return [colormaps[name](number) for number in range(num_groups)]
-    return [colormaps["turbo"](number / (num_groups - 1)) for number in range(num_groups)]
 
 
 def _draw_panel(axis: Any, title: str, groups: Sequence[RunGroup], colors: Sequence[Any]) -> None:

@@ -1,6 +1,6 @@
 """The curves of the page: what each panel shows, and the seeds of a configuration as one band.
 
-Colours and axes are the page's own business (figures.js); here are numbers only.
+The colours and axes of the page are its own business (figures.js); PNGs share the palette here.
 """
 
 import math
@@ -204,3 +204,13 @@ def phases_of(run: Run) -> dict[str, Any]:
 def rounded(value: float, digits: int = _DIGITS) -> float:
     """Return the value with so many significant digits, to keep the page small."""
     return float(f"{value:.{digits}g}")
+
+
+def distinct_colors(num: int) -> list[Any]:
+    """Distinct colours: matplotlib's palettes as far as they go, then the hues in between."""
+    from matplotlib import colormaps
+
+    for name in ("tab10", "tab20"):
+        if num <= colormaps[name].N:
+            return [colormaps[name](number) for number in range(num)]
+    return [colormaps["turbo"](number / (num - 1)) for number in range(num)]

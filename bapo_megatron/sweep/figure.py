@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.files import atomic_write_bytes
+from bapo_megatron.report.figures import distinct_colors
 from bapo_megatron.sweep.file import Sweep
 from bapo_megatron.sweep.results import SweepResults, VariantScore
 from bapo_megatron.telemetry.sinks import read_metrics
 
 _CURVES = {"Mean reward of the batch": "reward/mean", "Entropy (nats per token)": "policy/entropy"}
 """Metric of each panel, by its title."""
-_NUM_DISTINCT_COLORS = 10
-"""Colours of matplotlib's palette; more variants are spread over a scale."""
 
 
 def draw_sweep(sweep: Sweep, results: SweepResults, out: Path) -> None:
@@ -26,7 +25,7 @@ def draw_sweep(sweep: Sweep, results: SweepResults, out: Path) -> None:
     """
     from matplotlib.figure import Figure  # takes a second
 
-    colors = _colors(list(sweep.variants))
+    colors = dict(zip(sweep.variants, distinct_colors(len(sweep.variants)), strict=True))
     first_rows: dict[str, list[VariantScore]] = {}
     for row in results.rows:
         rows = first_rows.setdefault(row.score.set_name, [])
@@ -46,15 +45,6 @@ def draw_sweep(sweep: Sweep, results: SweepResults, out: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     atomic_write_bytes(out, buffer.getvalue())
-
-
-def _colors(names: list[str]) -> dict[str, Any]:
-    if len(names) <= _NUM_DISTINCT_COLORS:
-        return {name: f"C{number}" for number, name in enumerate(names)}
-    from matplotlib import colormaps
-
-    scale = colormaps["viridis"](np.linspace(0, 0.95, len(names)))
-    return dict(zip(names, scale, strict=True))
 
 
 def _draw_curves(axis: Any, sweep: Sweep, metric: str, colors: Mapping[str, Any]) -> None:

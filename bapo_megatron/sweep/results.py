@@ -6,7 +6,13 @@ from typing import Any
 
 from rich.console import Console
 
-from bapo_megatron.evaluation.compare import Group, GroupScore, compare_groups, group_scores
+from bapo_megatron.evaluation.compare import (
+    Comparison,
+    Group,
+    GroupScore,
+    compare_groups,
+    group_scores,
+)
 from bapo_megatron.evaluation.estimators import PairedDifference, holm
 from bapo_megatron.evaluation.report import rich_table
 from bapo_megatron.evaluation.runs import read_group
@@ -64,41 +70,47 @@ def read_scores(sweep: Sweep) -> SweepResults:
         if (finished := [run.run_dir for run in runs if run.is_finished])
     }
     scores = {name: group_scores(group) for name, group in groups.items()}
-    paired, seeds, different = _against_first(sweep, groups)
+    compared = _compare_with_first(sweep, groups)
     keys = dict.fromkeys((s.set_name, s.name) for found in scores.values() for s in found)
     rows: list[VariantScore] = []
-    for key in keys:
-        tested = [name for name in groups if (name, *key) in paired]
-        corrected = dict(
-            zip(tested, holm([paired[name, *key].p_value for name in tested]), strict=True)
-        )
-        for name, found in scores.items():
-            against = None
-            if name in corrected:
-                against = Against(paired[name, *key], seeds[name], corrected[name])
-            rows += [VariantScore(name, s, against) for s in found if (s.set_name, s.name) == key]
+    for set_name, score_name in keys:
+        paired = {
+            name: (score.paired, of_set.seeds)
+            for name, found in compared.items()
+            for of_set in found
+            for score in of_set.scores
+            if (of_set.set_name, score.name) == (set_name, score_name)
+        }
+        corrected = holm([difference.p_value for difference, _ in paired.values()])
+        against = {
+            name: Against(difference, seeds, p_value)
+            for (name, (difference, seeds)), p_value in zip(paired.items(), corrected, strict=True)
+        }
+        rows += [
+            VariantScore(name, score, against.get(name))
+            for name, found in scores.items()
+            for score in found
+            if (score.set_name, score.name) == (set_name, score_name)
+        ]
+    different = tuple(
+        f"{name}: sampled with {text}"
+        for name, found in compared.items()
+        for of_set in found
+        for text in of_set.different_settings
+    )
     return SweepResults(tuple(rows), different)
 
 
-def _against_first(
-    sweep: Sweep, groups: Mapping[str, Group]
-) -> tuple[
-    dict[tuple[str, str, str], PairedDifference], dict[str, tuple[int, ...]], tuple[str, ...]
-]:
-    """Differences by variant, set and score; the seeds of each variant's pairs; settings."""
-    paired: dict[tuple[str, str, str], PairedDifference] = {}
-    seeds: dict[str, tuple[int, ...]] = {}
-    different: list[str] = []
+def _compare_with_first(sweep: Sweep, groups: Mapping[str, Group]) -> dict[str, list[Comparison]]:
+    """Compare each variant that has at least two seeds in common with the first one."""
     first = next(iter(sweep.variants))
-    for name, group in groups.items():
-        if name == first or len(group.keys() & groups.get(first, {}).keys()) < 2:
-            continue
-        k_values = sweep.config_of(name).eval.k_values
-        for found in compare_groups(groups[first], group, k_values=k_values, common_only=True):
-            seeds[name] = found.seeds
-            different += [f"{name}: sampled with {text}" for text in found.different_settings]
-            paired |= {(name, found.set_name, s.name): s.paired for s in found.scores}
-    return paired, seeds, tuple(different)
+    return {
+        name: compare_groups(
+            groups[first], group, k_values=sweep.config_of(name).eval.k_values, common_only=True
+        )
+        for name, group in groups.items()
+        if name != first and len(group.keys() & groups.get(first, {}).keys()) >= 2
+    }
 
 
 def print_table(sweep: Sweep, results: SweepResults, console: Console) -> None:
