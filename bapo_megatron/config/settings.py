@@ -5,28 +5,40 @@ secret is left out.
 """
 
 import re
+from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
 
-from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.describe import describe_keys
+from bapo_megatron.config.load import ConfigError, load_config
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.errors import first_line
 
 _SECRET = re.compile(
     r"(^|_)(api_?key|key|password|secret|credential|authorization)s?($|_)|(^|_)token$", re.I
 )
+_FREE = tuple(f"{key.name}." for key in describe_keys() if key.type == "mapping")
+"""Beginnings of keys that the user chooses."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Read a run's ``config.yaml`` by dotted key, also that of another version of the project.
 
+    Keys that are newer than the file have their defaults. A file that this version cannot use is
+    returned as it is.
+
     Raises:
         ConfigError: It is not readable YAML.
         OSError: It cannot be read.
     """
+    try:
+        return flat_settings(load_config(path).model_dump(mode="json"))
+    except ConfigError:
+        pass  # of another version
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -36,7 +48,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def flat_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values of nested sections, and of lists of sections, by dotted key."""
-    return dict(_flattened(config, ""))
+    return dict(_flattened(config, "")) if config else {}
 
 
 def _flattened(value: Any, key: str) -> list[tuple[str, Any]]:
@@ -49,6 +61,39 @@ def _flattened(value: Any, key: str) -> list[tuple[str, Any]]:
         return [(key, value)]
     start = f"{key}." if key else ""
     return [pair for name, child in children for pair in _flattened(child, f"{start}{name}")]
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the keys by which two configurations differ, in their order.
+
+    They may be of two versions of the project: a key of which only one knows makes no difference.
+    What only one has for another reason does: entries of a list or of a mapping without a schema,
+    and a section that is null in the other.
+    """
+    shared, known = one.keys() & other.keys(), (_with_sections(one), _with_sections(other))
+
+    def differs(key: str) -> bool:
+        if key in shared:
+            return bool(one[key] != other[key])
+        lacking, nodes = (other, known[1]) if key in one else (one, known[0])
+        above = ""
+        for node in _nodes(key):
+            if node not in nodes:
+                is_entry = node.rpartition(".")[2].isdigit() or key.startswith(_FREE)
+                return is_entry or above in lacking
+            above = node
+        return False  # a section there, whose own keys differ
+
+    return [key for key in {**one, **other} if differs(key)]
+
+
+def _with_sections(settings: Mapping[str, Any]) -> set[str]:
+    return {node for key in settings for node in _nodes(key)}
+
+
+def _nodes(key: str) -> list[str]:
+    """The sections that a key is in, from the outermost on, and itself."""
+    return list(accumulate(key.split("."), "{}.{}".format))
 
 
 def public_settings(config: RunConfig) -> dict[str, bool | int | float | str]:

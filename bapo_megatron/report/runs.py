@@ -12,7 +12,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config.settings import read_settings
+from bapo_megatron.config.settings import differing, read_settings
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.telemetry.starts import Start, read_starts
@@ -50,7 +50,7 @@ class Run:
     name: str
     """The end of its path, as long as needed to differ from the other runs."""
     rows: tuple[Row, ...]
-    """Of ``metrics.jsonl``, by ascending step; at least one."""
+    """Rows of ``metrics.jsonl`` by ascending step; at least one."""
     settings: Mapping[str, Any]
     """config.yaml by dotted key; empty where the file is missing."""
     starts: tuple[Start, ...] = ()
@@ -131,8 +131,6 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def group_runs(runs: Sequence[Run]) -> tuple[list[RunGroup], list[str]]:
     """Put seeds of one configuration together.
 
-    A key that one version of the project writes and another does not know makes no difference.
-
     Returns:
         The groups in the order of their first runs, and the keys in which they differ. Runs without
         a configuration are groups of their own.
@@ -142,7 +140,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[RunGroup], list[str]]:
     for run in runs:
         own = {key: value for key, value in run.settings.items() if key not in _OF_ONE_RUN}
         for group, settings in zip(members, known, strict=True):
-            if own and settings and not _differing(own, settings):
+            if own and settings and not differing(own, settings):
                 group.append(run)
                 settings |= own
                 break
@@ -150,23 +148,11 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[RunGroup], list[str]]:
             members.append([run])
             known.append(own)
     pairs = [(one, other) for n, one in enumerate(known) for other in known[:n] if one and other]
-    differing = {key for one, other in pairs for key in _differing(one, other)}
-    ordered = dict.fromkeys(key for each in known for key in each if key in differing)
+    unequal = {key for one, other in pairs for key in differing(one, other)}
+    ordered = dict.fromkeys(key for each in known for key in each if key in unequal)
     labels = _labels([tuple(run.name for run in group) for group in members])
     groups = [RunGroup(label, tuple(group)) for label, group in zip(labels, members, strict=True)]
     return groups, list(ordered)
-
-
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
-    """Keys by which two configurations differ, apart from settings that one version lacks.
-
-    A key of one alone counts if it is an entry of a list, or a section of the other.
-    """
-    unequal = {key for key in one.keys() & other.keys() if one[key] != other[key]}
-    alone = one.keys() ^ other.keys()
-    entries = {key for key in alone if re.search(r"\.\d+(\.|$)", key)}
-    sections = {key for key in alone if any(each.startswith(f"{key}.") for each in alone)}
-    return unequal | entries | sections
 
 
 def _labels(groups: Sequence[tuple[str, ...]]) -> list[str]:

@@ -10,11 +10,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from bapo_megatron.config.load import dump_yaml
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.config.settings import flat_settings, read_settings
+from bapo_megatron.config.settings import differing, flat_settings, read_settings
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.processes import RUN_DIR_FILE
@@ -100,12 +98,8 @@ def write_config(config: RunConfig) -> None:
     """
     path, text = config.run_dir / "config.yaml", dump_yaml(config)
     if config.resume and path.exists():
-        earlier, now = read_settings(path), flat_settings(yaml.safe_load(text))
-        changed = [
-            key
-            for key in {**earlier, **now}
-            if earlier.get(key) != now.get(key) and key != "resume"
-        ]
+        now = flat_settings(config.model_dump(mode="json"))
+        changed = [key for key in differing(read_settings(path), now) if key != "resume"]
         if changed:
             numbers = itertools.count(1)
             kept = next(

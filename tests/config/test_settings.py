@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron.config.load import ConfigError, dump_yaml
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.config.settings import public_setting, public_settings, read_settings
+from bapo_megatron.config.settings import (
+    differing,
+    flat_settings,
+    public_setting,
+    public_settings,
+    read_settings,
+)
 
 SECRET = "sk-not-for-others"
 CONFIG = RunConfig.model_validate(
@@ -72,6 +79,58 @@ def test_settings_are_read_from_a_configuration_file_by_dotted_key(tmp_path) -> 
     settings = read_settings(file)
     assert settings["eval.sets.1.path"] == "/data/two.jsonl"
     assert settings["optimizer.lr"] == 1e-6
+    file.write_text("")
+    assert read_settings(file) == {}
     file.write_text("a: [")
     with pytest.raises(ConfigError, match=r"config.yaml: not readable YAML \(.*\); restore it"):
         read_settings(file)
+
+
+def test_a_file_that_is_older_than_a_key_has_its_default(tmp_path) -> None:
+    file = tmp_path / "config.yaml"
+    text = dump_yaml(CONFIG)
+    for newer in ("  async_steps: 0\n", "    weight: 1.0\n"):  # the second one is in a list
+        assert newer in text
+        text = text.replace(newer, "")
+    file.write_text(text)
+    now = flat_settings(CONFIG.model_dump(mode="json"))
+    assert differing(read_settings(file), now) == []
+    assert differing(read_settings(file), {**now, "rollout.async_steps": 1}) == [
+        "rollout.async_steps"
+    ]
+    # What this version does not know either makes no difference, and is kept.
+    file.write_text(text + "former: {key: 1}\n")
+    assert read_settings(file)["former.key"] == 1
+    assert differing(read_settings(file), {**now, "optimizer.lr": 1.0}) == ["optimizer.lr"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "keys"),
+    [
+        ({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}}, ["a.y"]),
+        ({"a": {"x": 1, "y": 2}}, {"a": {"x": 1}}, []),
+        ({"a": {"x": 1}}, {"b": {"x": 1}}, []),
+        ({"a": None}, {"a": {"x": 1}}, ["a.x"]),
+        ({"a": [{"x": 1}]}, {"a": [{"x": 1}, {"x": 2}]}, ["a.1.x"]),
+        ({"a": [{"x": 1}]}, {"a": [{"x": 1, "y": 2}]}, []),
+        ({"a": []}, {"a": [{"x": 1}]}, ["a.0.x"]),
+        ({}, {"algorithm": {"objective_options": {}}}, []),
+        *(
+            ({section: {name: one}}, {section: {name: other}}, [f"{section}.{name}.{key}"])
+            for section, name in (
+                ("algorithm", "objective_options"),
+                ("data", "chat_template_arguments"),
+            )
+            for one, other, key in (
+                ({"high": 5}, {"high": 5, "low": 0.2}, "low"),
+                ({"high": 5}, {}, "high"),
+                ({"high": {"x": 1}}, {"high": {"x": 1, "y": 2}}, "high.y"),
+            )
+        ),
+    ],
+)
+def test_configurations_differ_by_what_a_user_chose_and_not_by_what_a_version_knows(
+    one: dict[str, Any], other: dict[str, Any], keys: list[str]
+) -> None:
+    assert differing(flat_settings(one), flat_settings(other)) == keys
+    assert differing(flat_settings(other), flat_settings(one)) == keys

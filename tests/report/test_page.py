@@ -13,7 +13,7 @@ import pytest
 
 from bapo_megatron.report.checks import findings_of
 from bapo_megatron.report.figures import panels_of
-from bapo_megatron.report.overview import card_of, seed_table
+from bapo_megatron.report.overview import card_of, difference_table, seed_table
 from bapo_megatron.report.page import page_data, render
 from bapo_megatron.report.rollouts import sample_rollouts
 from bapo_megatron.report.runs import (
@@ -64,8 +64,13 @@ def test_a_setting_that_another_version_does_not_know_makes_no_group() -> None:
     ]
     groups, differing = group_runs(runs[:4])
     assert [group.label for group in groups] == ["bapo (2 seeds)", "clip-0", "shaped"]
-    assert set(differing) == {"algorithm.objective", "reward.overlong"}
+    assert set(differing) == {"algorithm.objective", "reward.overlong.penalty"}
     assert len(group_runs(runs[4:])[0]) == 2
+    first, second = (
+        replace(runs[1], name=f"k={k}", settings={**new, "optimizer.k": k}) for k in (1, 2)
+    )
+    table = difference_table(*group_runs([runs[0], first, second]))
+    assert table["rows"] == [["optimizer.k", "1", "2"]]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bapo_megatron.config.load import ConfigError, load_config
+from bapo_megatron.config.load import ConfigError, dump_yaml, load_config
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer import opening
 from bapo_megatron.trainer.opening import open_run, write_config
@@ -48,6 +48,16 @@ def test_a_resumed_run_keeps_earlier_settings_and_says_which_keys_differ(tmp_pat
 
     files = [path, kept, tmp_path / "config.2.yaml"]
     assert [load_config(file) for file in files] == [other_set, again, longer]
+
+
+def test_keys_that_an_earlier_version_did_not_have_are_no_other_settings(tmp_path, capsys) -> None:
+    config = config_of(tmp_path, resume=True)
+    older = dump_yaml(config)
+    assert "  async_steps: 0\n" in older
+    (tmp_path / "config.yaml").write_text(older.replace("  async_steps: 0\n", ""))
+    write_config(config)
+    assert capsys.readouterr().err == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_an_earlier_configuration_that_is_damaged_is_refused(tmp_path) -> None:
