@@ -129,7 +129,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[RunGroup], list[str]]:
-    """Put seeds of one configuration together.
+    """Put seeds of one configuration together; a seed that a group has already begins another one.
 
     Returns:
         The groups in the order of their first runs, and the keys in which they differ. Runs without
@@ -140,7 +140,8 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[RunGroup], list[str]]:
     for run in runs:
         own = {key: value for key, value in run.settings.items() if key not in _OF_ONE_RUN}
         for group, settings in zip(members, known, strict=True):
-            if own and settings and not differing(own, settings):
+            has_seed = run.seed in [member.seed for member in group]
+            if own and settings and not has_seed and not differing(own, settings):
                 group.append(run)
                 settings |= own
                 break

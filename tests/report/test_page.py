@@ -73,6 +73,20 @@ def test_a_setting_that_another_version_does_not_know_makes_no_group() -> None:
     assert table["rows"] == [["optimizer.k", "1", "2"]]
 
 
+def test_a_seed_that_a_group_has_already_begins_another_one() -> None:
+    runs = [
+        Run(Path(name), name, ({"step": 1, "eval/a/avg_at_k": 0.5},), {"train.steps": 1, "seed": n})
+        for name, n in (("a-0", 0), ("again", 0), ("a-1", 1))
+    ]
+    groups, differing = group_runs(runs)
+    assert [(group.label, len(group.runs)) for group in groups] == [
+        ("a (2 seeds)", 2),
+        ("again", 1),
+    ]
+    assert differing == []
+    assert [row[3] for row in seed_table(groups)["rows"]] == [2]
+
+
 @pytest.mark.parametrize(
     ("names", "label"),
     [
