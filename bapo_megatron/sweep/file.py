@@ -6,19 +6,18 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 
 from bapo_megatron.config.load import ConfigError, load_config, parse_section, read_mapping
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import Section
-from bapo_megatron.errors import first_line
+from bapo_megatron.config.settings import differing, flat_settings
 from bapo_megatron.gpus import count_gpus
 from bapo_megatron.processes import environment_set
 from bapo_megatron.trainer.check import check_training
@@ -250,35 +249,18 @@ def _check_run_dir(run: PlannedRun) -> None:
     if not file.exists():
         return
     try:
-        found = yaml.safe_load(file.read_bytes())
-    except yaml.YAMLError as error:
+        found = load_config(file)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or remove {run.run_dir}") from error
+    settings = (
+        flat_settings(config.model_dump(mode="json", exclude=_NO_RESULT))
+        for config in (run.config, found)
+    )
+    if changed := differing(*settings):
         raise ConfigError(
-            f"{file}: not readable YAML ({first_line(error)}); remove {run.run_dir}"
-        ) from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file}: holds no settings of a run; remove {run.run_dir}")
-    planned = run.config.model_dump(mode="json", exclude=_NO_RESULT)
-    key = _first_difference(planned, found, ())
-    if key is not None:
-        raise ConfigError(
-            f"{run.run_dir}: holds a run with another {key}; name another dir, or remove this run"
+            f"{run.run_dir}: holds a run with another {changed[0]}; name another dir, or remove "
+            "this run"
         )
-
-
-def _first_difference(planned: Any, found: Any, key: tuple[str, ...]) -> str | None:
-    """The dotted key of the first planned value that is another in a file.
-
-    A key that the file lacks is newer than the file.
-    """
-    pairs: Iterable[tuple[str, Any, Any]]
-    if isinstance(planned, Mapping) and isinstance(found, Mapping):
-        pairs = ((name, value, found[name]) for name, value in planned.items() if name in found)
-    elif isinstance(planned, list) and isinstance(found, list) and len(planned) == len(found):
-        pairs = ((str(n), *both) for n, both in enumerate(zip(planned, found, strict=True)))
-    else:
-        return None if planned == found else ".".join(key)
-    differences = (_first_difference(value, other, (*key, name)) for name, value, other in pairs)
-    return next((each for each in differences if each is not None), None)
 
 
 def _gpu_shares(path: Path, jobs: int, needed: int) -> tuple[str, ...]:

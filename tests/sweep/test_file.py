@@ -143,11 +143,42 @@ def test_a_run_of_other_settings_is_neither_continued_nor_counted(
         ConfigError, match=r"grpo/seed0: .*/grpo/seed0: holds a run with another op"
     ):
         load_sweep(path)
-    (tmp_path / "sweep" / "grpo" / "seed0" / "config.yaml").write_text("{")
-    with pytest.raises(ConfigError, match=r"config.yaml: not readable YAML .*; remove"):
-        load_sweep(path)
-    (tmp_path / "sweep" / "grpo" / "seed0" / "config.yaml").write_text("")
-    with pytest.raises(ConfigError, match=r"config.yaml: holds no settings of a run; remove"):
+    for text, problem in (("{", "config.yaml:2: not valid YAML: "), ("", "yaml: missing key ")):
+        (tmp_path / "sweep" / "grpo" / "seed0" / "config.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=f"{problem}.*; or remove .*/grpo/seed0$"):
+            load_sweep(path)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "key"),
+    [
+        ("{high: 5}", "{high: 5, low: 0.1}", "algorithm.objective_options.low"),
+        ("{high: 5}", "{}", "algorithm.objective_options.high"),
+    ],
+)
+def test_options_are_compared_in_whole(
+    base: Path, tmp_path: Path, before: str, now: str, key: str
+) -> None:
+    def write(options: str) -> Path:
+        own = ["algorithm.objective=tests.algorithm.own_objectives:Gspo"]
+        own.append(f"algorithm.objective_options={options}")
+        return write_sweep(tmp_path, base, variants={"own": own}, seeds=[0])
+
+    (run,) = load_sweep(write(before)).runs
+    run.run_dir.mkdir(parents=True)
+    (run.run_dir / "config.yaml").write_text(dump_yaml(run.config))
+    load_sweep(write(before))
+    with pytest.raises(ConfigError, match=f"holds a run with another {key}; name another dir"):
+        load_sweep(write(now))
+
+
+def test_a_key_that_is_newer_than_a_run_must_have_its_default(base: Path, tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, base, overrides=["rollout.async_steps=1"], seeds=[0])
+    for run in load_sweep(path).runs:
+        run.run_dir.mkdir(parents=True)
+        text = dump_yaml(run.config).replace("  async_steps: 1\n", "")
+        (run.run_dir / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"another rollout\.async_steps; name"):
         load_sweep(path)
 
 
