@@ -27,7 +27,8 @@ class Panel:
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Metric of each curve, by its label."""
     each: str = ""
-    """Pattern of metrics with a curve each: ``data/*/reward_mean``; drawn where there are two."""
+    """Pattern of metrics with one curve per match, such as ``data/*/reward_mean``; drawn if at
+    least two match."""
     scores: bool = False
     """Whether held-out accuracies are drawn in it, with their intervals."""
     log: bool = False
@@ -144,13 +145,15 @@ def _metrics_of(panel: Panel, group: RunGroup) -> Mapping[str, str]:
 def curve_of(runs: Sequence[Run], metric: str, max_points: int) -> dict[str, list[float]]:
     """Return ``x`` and ``y`` of a metric; of several runs their mean, with ``low`` and ``high``.
 
-    Empty where no run recorded it; of a longer curve than ``max_points`` every n-th step is kept.
+    It ends at the last step that all runs have reached. Empty where no run recorded it; of a longer
+    curve than ``max_points`` every n-th step is kept.
     """
     values: dict[float, list[float]] = {}
     for run in runs:
         for step, value in run.points(metric):
             values.setdefault(step, []).append(value)
-    steps = sorted(values)
+    last = min(run.rows[-1]["step"] for run in runs)
+    steps = sorted(step for step in values if step <= last)
     steps = steps[:: math.ceil(len(steps) / max_points)] if steps else []
     if not steps:
         return {}
@@ -206,11 +209,14 @@ def rounded(value: float, digits: int = _DIGITS) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def distinct_colors(num: int) -> list[Any]:
-    """Distinct colours: matplotlib's palettes as far as they go, then the hues in between."""
+def distinct_colors(num_colors: int) -> list[Any]:
+    """Return ``num_colors`` distinct colours.
+
+    They are those of matplotlib's palettes as far as these go, then hues in between.
+    """
     from matplotlib import colormaps
 
     for name in ("tab10", "tab20"):
-        if num <= colormaps[name].N:
-            return [colormaps[name](number) for number in range(num)]
-    return [colormaps["turbo"](number / (num - 1)) for number in range(num)]
+        if num_colors <= colormaps[name].N:
+            return [colormaps[name](number) for number in range(num_colors)]
+    return [colormaps["turbo"](number / (num_colors - 1)) for number in range(num_colors)]

@@ -1,17 +1,15 @@
 """A sweep as one figure: curves of all runs, scores by seed, differences from the first variant."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bapo_megatron.files import atomic_write_bytes
-from bapo_megatron.report.figures import distinct_colors
+from bapo_megatron.report.figures import MAX_POINTS, curve_of, distinct_colors
+from bapo_megatron.report.runs import Run, read_runs
 from bapo_megatron.sweep.file import Sweep
 from bapo_megatron.sweep.results import SweepResults, VariantScore
-from bapo_megatron.telemetry.sinks import read_metrics
 
 _CURVES = {"Mean reward of the batch": "reward/mean", "Entropy (nats per token)": "policy/entropy"}
 """Metric of each panel, by its title."""
@@ -32,10 +30,15 @@ def draw_sweep(sweep: Sweep, results: SweepResults, out: Path) -> None:
         if not rows or rows[0].score.name == row.score.name:
             rows.append(row)
     height = 1 + len(first_rows)
+    variants: dict[str, list[Run]] = {name: [] for name in colors}
+    finished = [run for run in sweep.runs if run.is_finished]
+    found = read_runs([run.run_dir for run in finished])
+    for planned, run in zip(finished, found, strict=True):
+        variants[planned.variant].append(run)
     figure = Figure(figsize=(12, 4 * height), layout="constrained")
     axes = figure.subplots(height, 2, squeeze=False)
     for axis, (title, metric) in zip(axes[0], _CURVES.items(), strict=True):
-        _draw_curves(axis, sweep, metric, colors)
+        _draw_curves(axis, variants, metric, colors)
         axis.set(title=title, xlabel="step")
     for (left, right), rows in zip(axes[1:], first_rows.values(), strict=True):
         _draw_scores(left, rows, colors)
@@ -47,27 +50,19 @@ def draw_sweep(sweep: Sweep, results: SweepResults, out: Path) -> None:
     atomic_write_bytes(out, buffer.getvalue())
 
 
-def _draw_curves(axis: Any, sweep: Sweep, metric: str, colors: Mapping[str, Any]) -> None:
-    for name, runs in sweep.variants.items():
-        curves = []
+def _draw_curves(
+    axis: Any, variants: Mapping[str, Sequence[Run]], metric: str, colors: Mapping[str, Any]
+) -> None:
+    for name, runs in variants.items():
         for run in runs:
-            if run.is_finished:
-                rows = read_metrics(run.run_dir / "metrics.jsonl")
-                curves.append({row["step"]: row[metric] for row in rows if metric in row})
-                axis.plot(*_sorted(curves[-1]), color=colors[name], linewidth=0.7, alpha=0.5)
-        steps = set[float]().union(*curves)
-        mean = {
-            step: float(np.mean([curve[step] for curve in curves]))
-            for step in steps
-            if all(step in curve for curve in curves)
-        }
-        axis.plot(*_sorted(mean), color=colors[name], linewidth=2.2, label=name)
+            axis.plot(*_curve([run], metric), color=colors[name], linewidth=0.7, alpha=0.5)
+        axis.plot(*_curve(runs, metric), color=colors[name], linewidth=2.2, label=name)
     axis.grid(alpha=0.3)
 
 
-def _sorted(curve: Mapping[float, float]) -> tuple[list[float], list[float]]:
-    steps = sorted(curve)
-    return steps, [curve[step] for step in steps]
+def _curve(runs: Sequence[Run], metric: str) -> tuple[list[float], list[float]]:
+    curve = curve_of(runs, metric, MAX_POINTS) if runs else {}
+    return curve.get("x", []), curve.get("y", [])
 
 
 def _draw_scores(axis: Any, rows: list[VariantScore], colors: Mapping[str, Any]) -> None:

@@ -47,6 +47,9 @@ def test_seeds_of_a_configuration_are_one_band_with_mean_and_range(tmp_path: Pat
     assert (len(groups), differing) == (1, [])
     curve = panels_of(groups)[0]["curves"][0]
     assert (curve["y"], curve["low"], curve["high"]) == ([3.0], [1.0], [6.0])
+    # One seed is further than the others: its own values are no mean.
+    same[2] = replace(same[2], rows=(*same[2].rows, {"step": 2, "reward/mean": 9.0}))
+    assert panels_of(group_runs(same)[0])[0]["curves"][0]["x"] == [1]
 
 
 def test_a_setting_that_another_version_does_not_know_makes_no_group() -> None:
