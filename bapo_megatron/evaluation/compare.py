@@ -26,8 +26,8 @@ Group = Mapping[int, Results]
 """The evaluations of runs that differ in their seeds only, by seed."""
 
 _COMPARED_SETTINGS = (
-    *("temperature", "top_p", "top_k", "max_response_tokens", "prompts", "reward"),
-    *("environment", "max_turns"),
+    *("samples_per_prompt", "temperature", "top_p", "top_k", "max_response_tokens", "prompts"),
+    *("reward", "environment", "max_turns"),
 )
 
 

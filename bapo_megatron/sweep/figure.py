@@ -27,7 +27,7 @@ def draw_sweep(sweep: Sweep, results: SweepResults, out: Path) -> None:
     first_rows: dict[str, list[VariantScore]] = {}
     for row in results.rows:
         rows = first_rows.setdefault(row.score.set_name, [])
-        if not rows or rows[0].score.name == row.score.name:
+        if row.variant not in {each.variant for each in rows}:
             rows.append(row)
     height = 1 + len(first_rows)
     variants: dict[str, list[Run]] = {name: [] for name in colors}
@@ -77,7 +77,7 @@ def _draw_scores(axis: Any, rows: list[VariantScore], colors: Mapping[str, Any])
         axis.plot([place] * len(score.by_seed), list(score.by_seed.values()), ".", color=color)
         _draw_interval(axis, place + 0.12, score.mean, score.low, score.high, color)
     axis.set_xticks(range(len(rows)), [row.variant for row in rows], rotation=_slant(rows))
-    axis.set_title(f"{rows[0].score.set_name}: {rows[0].score.name} by seed, and means")
+    axis.set_title(f"{_name_of(rows)} by seed, and means")
     axis.grid(alpha=0.3, axis="y")
 
 
@@ -93,7 +93,7 @@ def _draw_differences(
         _draw_interval(axis, place, paired.difference, paired.low, paired.high, color)
     axis.set_xticks(range(len(shown)), [row.variant for row in shown], rotation=_slant(shown))
     axis.set_xlim(-0.5, max(len(shown), 1) - 0.5)
-    axis.set_title(f"{rows[0].score.set_name}: {rows[0].score.name} minus that of {first}")
+    axis.set_title(f"{_name_of(rows)} minus that of {first}")
     axis.grid(alpha=0.3, axis="y")
 
 
@@ -102,6 +102,11 @@ def _draw_interval(
 ) -> None:
     error = None if low is None or high is None else [[mean - low], [high - mean]]
     axis.errorbar([place], [mean], yerr=error, fmt="D", color=color, markersize=5, capsize=4)
+
+
+def _name_of(rows: list[VariantScore]) -> str:
+    names = dict.fromkeys(row.score.name for row in rows)  # avg@n has its n from each variant
+    return f"{rows[0].score.set_name}: {', '.join(names)}"
 
 
 def _slant(rows: list[VariantScore]) -> int:

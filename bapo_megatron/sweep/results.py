@@ -71,15 +71,15 @@ def read_scores(sweep: Sweep) -> SweepResults:
     }
     scores = {name: group_scores(group) for name, group in groups.items()}
     compared = _compare_with_first(sweep, groups)
-    keys = dict.fromkeys((s.set_name, s.name) for found in scores.values() for s in found)
+    keys = dict.fromkeys(_key(s.set_name, s.name) for found in scores.values() for s in found)
     rows: list[VariantScore] = []
-    for set_name, score_name in keys:
+    for key in keys:
         paired = {
             name: (score.paired, of_set.seeds)
             for name, found in compared.items()
             for of_set in found
             for score in of_set.scores
-            if (of_set.set_name, score.name) == (set_name, score_name)
+            if _key(of_set.set_name, score.name) == key
         }
         corrected = holm([difference.p_value for difference, _ in paired.values()])
         against = {
@@ -90,7 +90,7 @@ def read_scores(sweep: Sweep) -> SweepResults:
             VariantScore(name, score, against.get(name))
             for name, found in scores.items()
             for score in found
-            if (score.set_name, score.name) == (set_name, score_name)
+            if _key(score.set_name, score.name) == key
         ]
     different = tuple(
         f"{name}: sampled with {text}"
@@ -99,6 +99,14 @@ def read_scores(sweep: Sweep) -> SweepResults:
         for text in of_set.different_settings
     )
     return SweepResults(tuple(rows), different)
+
+
+def _key(set_name: str, score_name: str) -> tuple[str, str]:
+    """What a score has in common with its difference from the first variant's.
+
+    That is named ``A, B`` where the names differ, as those of avg@n do by n.
+    """
+    return set_name.rpartition(", ")[2], "avg" if score_name.startswith("avg@") else score_name
 
 
 def _compare_with_first(sweep: Sweep, groups: Mapping[str, Group]) -> dict[str, list[Comparison]]:
