@@ -329,6 +329,7 @@ def test_the_slurm_job_is_queued_again_when_the_run_was_saved(
         servers="exec sleep 300",
         trainer=f"trap '{save}exit 1' TERM; {wait}",
     )
+    (tmp_path / "run" / "stopped").touch()  # an earlier try was saved
     process = start("slurm.sbatch", "configs/a.yaml", env=env)
     while not (tmp_path / "ready").exists():
         time.sleep(0.01)

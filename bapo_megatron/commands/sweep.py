@@ -1,6 +1,7 @@
 """``bapo-megatron sweep``: variants of a configuration by several seeds, run and compared."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,8 @@ def command(
     if slurm:
         script = directory / "sweep.sbatch"
         atomic_write_text(script, slurm_script(sweep))
-        say(f"wrote {script} for {len(sweep.runs)} runs; submit it with: sbatch {script}")
+        submit = shlex.join(["sbatch", str(script)])
+        say(f"wrote {script} for {len(sweep.runs)} runs; submit it with: {submit}")
         return
     failures = run_sweep(sweep)
     results = read_scores(sweep)

@@ -13,7 +13,7 @@ _SCRIPT = """\
 # task queued again; a finished run ends at once.
 # Set the time, and whatever else your site wants.
 #SBATCH --job-name={name} --array=0-{last}%{jobs} --time=24:00:00
-#SBATCH --requeue --open-mode=append --signal=B:USR1@900 --output={directory}/slurm-%a.log
+#SBATCH --requeue --open-mode=append --signal=B:USR1@900 --output={log}
 #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node={gpus}
 set -euo pipefail
 cd {here}
@@ -22,6 +22,7 @@ case "$SLURM_ARRAY_TASK_ID" in
 {cases}
 esac
 [[ ! -e $run_dir/summary.json ]] || exit 0
+rm -f "$run_dir/stopped" # an earlier try's, if this one fails before train removes it
 "${{command[@]}}" &
 trainer=$! is_cancelled='' status=0
 trap 'kill "$trainer" || true' USR1
@@ -44,11 +45,11 @@ def slurm_script(sweep: Sweep) -> str:
     ]
     exports = [f"export {name}=${{{name}:-{value}}}" for name, value in DEFAULTS.items()]
     return _SCRIPT.format(
-        file=sweep.file,
+        file=shlex.quote(str(sweep.file)),
         jobs=sweep.config.jobs,
-        name=sweep.config.dir.name,
+        name=shlex.quote(sweep.config.dir.name),
         last=len(sweep.runs) - 1,
-        directory=sweep.config.dir,
+        log=shlex.quote(f"{sweep.config.dir}/slurm-%a.log"),
         gpus=max(run.num_gpus for run in sweep.runs),
         here=shlex.quote(str(Path.cwd())),
         exports="\n".join(exports),

@@ -216,19 +216,22 @@ def test_runs_save_and_end_when_the_sweep_is_killed(
 def test_a_slurm_array_has_a_task_per_run_and_continues_what_was_saved(
     base: Path, tmp_path: Path
 ) -> None:
-    file = write_sweep(tmp_path, base, variants={"wide": ["parallel.tensor=2"]}, jobs=3)
+    directory = tmp_path / "my sweep"
+    wide = {"wide": ["parallel.tensor=2"]}
+    file = write_sweep(tmp_path, base, variants=wide, jobs=3, dir=str(directory))
     status, out, err = Started("-m", "bapo_megatron", "sweep", str(file), "--slurm").finish()
-    script = tmp_path / "sweep" / "sweep.sbatch"
+    script = directory / "sweep.sbatch"
     assert (status, out) == (0, "")
-    assert f"wrote {script} for 2 runs" in err
+    assert f"wrote {script} for 2 runs; submit it with: sbatch '{script}'\n" in err
     text = script.read_text()
-    assert "--array=0-1%3 " in text
+    assert "#SBATCH --job-name='my sweep' --array=0-1%3 " in text
+    assert f" --output='{directory}/slurm-%a.log'\n" in text
     assert "--gpus-per-node=2\n" in text
     shellcheck = Path(sys.executable).parent / "shellcheck"
     checked = subprocess.run([shellcheck, script], capture_output=True, text=True, check=False)
     assert checked.stdout == ""
 
-    # A task, with stand-ins: the first try is asked to stop, the second one finishes.
+    # A task, with stand-ins: the first try is asked to stop, the last one finishes.
     tools = tmp_path / "tools"
     tools.mkdir()
     run_dir = load_sweep(file).runs[1].run_dir
@@ -236,7 +239,7 @@ def test_a_slurm_array_has_a_task_per_run_and_continues_what_was_saved(
     for name, body in {
         "scontrol": f'echo "scontrol $*" >> {tmp_path}/calls',
         "python": f'echo "$OMP_NUM_THREADS $*" >> {tmp_path}/calls\n'
-        f"touch {run_dir}/stopped; exit 1",
+        f"touch '{run_dir}/stopped'; exit 1",
     }.items():
         (tools / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tools / name).chmod(0o755)
@@ -249,8 +252,13 @@ def test_a_slurm_array_has_a_task_per_run_and_continues_what_was_saved(
     assert train.startswith(
         "4 -m bapo_megatron.torchrun --nproc-per-node 2 -m bapo_megatron train "
     )
-    assert train.endswith(f'name=sweep-wide-seed1 run_dir="{run_dir}" seed=1 --resume')
+    assert train.endswith(f'name=my-sweep-wide-seed1 run_dir="{run_dir}" seed=1 --resume')
     assert requeue == "scontrol requeue 77_1"
+    # The next try fails at once, beside what the first one left.
+    body = (tools / "python").read_text()
+    (tools / "python").write_text(body.replace(f"touch '{run_dir}/stopped'; ", ""))
+    assert subprocess.run(["bash", script], env=env | task, check=False).returncode == 1
+    assert "scontrol" not in (tmp_path / "calls").read_text().partition("requeue")[2]
     (run_dir / "summary.json").touch()
     (tmp_path / "calls").unlink()
     assert subprocess.run(["bash", script], env=env | task, check=False).returncode == 0
