@@ -5,6 +5,8 @@ Everything is written beside its destination under a name that starts with a dot
 was wanted, not the temporary one.
 """
 
+import errno
+import fcntl
 import json
 import os
 import secrets
@@ -12,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 MAX_LINE_BYTES = 64 << 20
 """A line of a file beyond it is an error, before memory is full."""
@@ -135,6 +137,25 @@ def publish_directory(temporary: Path, path: Path, *, durable: bool = True) -> N
 def replaced_directory(path: Path) -> Path:
     """Where ``path`` is while ``publish_directory`` replaces it; after a kill it may still be."""
     return path.with_name(f".{path.name}.replaced.tmp")
+
+
+def lock(file: IO[bytes]) -> bool:
+    """Lock a file that is open for writing; processes that inherit it hold the lock, too.
+
+    Returns:
+        False where its file system has no locks.
+
+    Raises:
+        BlockingIOError: Another process holds the lock.
+        OSError: It cannot be locked.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
 
 
 def _fsync(path: Path) -> None:

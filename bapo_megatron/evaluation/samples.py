@@ -9,8 +9,6 @@ the last line, which ``SampleJournal`` removes: that sample is made again.
 """
 
 import asyncio
-import errno
-import fcntl
 import json
 import logging
 import math
@@ -36,7 +34,7 @@ from bapo_megatron.evaluation.settings import (
     settings_path,
     write_settings,
 )
-from bapo_megatron.files import naming, parse_json, read_lines
+from bapo_megatron.files import lock, naming, parse_json, read_lines
 from bapo_megatron.types import FinishReason
 
 _LOG = logging.getLogger(__name__)
@@ -44,8 +42,6 @@ _SYNC_INTERVAL_S = 1.0
 _LOCK_PATIENCE_S = 15.0
 """The collector of a command that was killed ends within a few seconds."""
 _LOCK_POLL_S = 0.2
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What file systems without locks say."""
 
 _Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
 _Number = Annotated[float, Field(strict=True, ge=-MAX_NUMBER, le=MAX_NUMBER)]
@@ -193,22 +189,18 @@ async def _lock(path: Path, file: FileIO) -> None:
     deadline_s = time.monotonic() + _LOCK_PATIENCE_S
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            has_locks = lock(file)
+            break
         except BlockingIOError as error:
             if time.monotonic() > deadline_s:
                 raise ResultsError(
                     f"{path}: another process is writing it; wait until it ends, or change run_dir"
                 ) from error
             await asyncio.sleep(_LOCK_POLL_S)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            _LOG.warning(
-                "%s: its file system has no locks; do not start two evaluations in one run_dir",
-                path,
-            )
-            return
+    if not has_locks:
+        _LOG.warning(
+            "%s: its file system has no locks; do not start two evaluations in one run_dir", path
+        )
 
 
 def _remove_torn_line(path: Path, file: FileIO) -> None:

@@ -1,18 +1,17 @@
 """Runs a sweep's runs on this machine, several at a time; none outlives the sweep."""
 
-import fcntl
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from bapo_megatron.errors import InterruptedRunError
-from bapo_megatron.files import parse_json
+from bapo_megatron.files import lock, parse_json
 from bapo_megatron.processes import child_environment, describe_exit, end_group, open_log, tail
 from bapo_megatron.sweep.file import PlannedRun, Sweep
 from bapo_megatron.telemetry.console import ProgressLine, say
@@ -61,14 +60,12 @@ def run_sweep(sweep: Sweep) -> list[Failure]:
         SweepError: Another sweep, or what is left of one, works in the directory.
         InterruptedRunError: It was interrupted.
     """
-    waiting = [run for run in sweep.runs if not run.is_finished]
-    num_done = len(sweep.runs) - len(waiting)
-    if num_done:
-        say(f"{num_done} of {len(sweep.runs)} runs are finished already")
-    if not waiting:
-        return []
-    with _locked(sweep.config.dir) as lock, ProgressLine() as progress:
-        loop = _Loop(sweep, waiting, lock, progress)
+    with _locked(sweep.config.dir) as lock_file, ProgressLine() as progress:
+        waiting = [run for run in sweep.runs if not run.is_finished]
+        num_done = len(sweep.runs) - len(waiting)
+        if num_done:
+            say(f"{num_done} of {len(sweep.runs)} runs are finished already")
+        loop = _Loop(sweep, waiting, lock_file, progress)
         try:
             return loop.run()
         except KeyboardInterrupt:
@@ -81,10 +78,14 @@ class _Loop:
     """Keeps ``jobs`` runs in progress."""
 
     def __init__(
-        self, sweep: Sweep, waiting: Sequence[PlannedRun], lock: int, progress: ProgressLine
+        self,
+        sweep: Sweep,
+        waiting: list[PlannedRun],
+        lock_file: IO[bytes],
+        progress: ProgressLine,
     ) -> None:
-        self._sweep, self._lock, self._progress = sweep, lock, progress
-        self._waiting = list(waiting)
+        self._sweep, self._lock_file, self._progress = sweep, lock_file, progress
+        self._waiting = waiting
         self._free = list(range(sweep.config.jobs))
         self._active: list[_Active] = []
         self._failures: list[Failure] = []
@@ -134,7 +135,9 @@ class _Loop:
             process = subprocess.Popen(
                 [sys.executable, "-m", "bapo_megatron.sweep.owned", *run.command()],
                 env=environment,
-                pass_fds=(self._lock,),  # held until the run has ended, whatever ends the sweep
+                pass_fds=(
+                    self._lock_file.fileno(),
+                ),  # held until the run has ended, whatever ends the sweep
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -165,21 +168,19 @@ class _Loop:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[int]:
+def _locked(directory: Path) -> Iterator[IO[bytes]]:
     """Hold the lock of a sweep's directory; its runs inherit it."""
     directory.mkdir(parents=True, exist_ok=True)
-    lock = os.open(directory, os.O_RDONLY)
-    try:
+    with (directory / ".lock").open("ab") as file:  # NFS locks no directory
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock(file):
+                say(f"{directory}: its file system has no locks; do not start two sweeps in it")
         except BlockingIOError as error:
             raise SweepError(
                 f"{directory}: another sweep works here, or runs of one that was killed still "
                 "save; wait until they end"
             ) from error
-        yield lock
-    finally:
-        os.close(lock)
+        yield file
 
 
 def _last_step(run_dir: Path) -> int:

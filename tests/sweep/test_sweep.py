@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -10,13 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import psutil
 import pytest
 from PIL import Image
 
 from bapo_megatron.sweep.file import load_sweep
+from bapo_megatron.sweep.run import run_sweep
 from tests.launch import REPOSITORY
 from tests.sweep import program
 from tests.sweep.files import write_sweep
@@ -181,6 +184,39 @@ def test_ctrl_c_has_the_runs_save_and_leaves_none_behind(
 
     (outcomes / "waits").unlink()
     assert fake(file).finish()[0] == 0
+
+
+def test_what_another_sweep_finishes_before_this_one_has_the_lock_is_not_started_again(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = load_sweep(write_sweep(tmp_path, base))
+
+    def lock_on_nfs(file: IO[bytes], _: int) -> None:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        for run in sweep.runs:
+            run.run_dir.mkdir(parents=True)
+            (run.run_dir / "summary.json").touch()
+
+    monkeypatch.setattr(fcntl, "flock", lock_on_nfs)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert run_sweep(sweep) == []
+
+
+def test_a_sweep_on_a_file_system_without_locks_says_so(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = load_sweep(write_sweep(tmp_path, base))
+    for run in sweep.runs:
+        run.run_dir.mkdir(parents=True)
+        (run.run_dir / "summary.json").touch()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert run_sweep(sweep) == []
+    assert "has no locks; do not start two sweeps in it" in capsys.readouterr().err
 
 
 def test_a_second_ctrl_c_ends_runs_that_do_not(
