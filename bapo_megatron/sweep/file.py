@@ -197,6 +197,8 @@ def load_sweep(path: Path, *, is_here: bool = True) -> Sweep:
         for name, overrides in config.by_name().items()
     ]
     shares = _gpu_shares(path, config.jobs, max(run.num_gpus for run in runs)) if is_here else ()
+    if config.jobs > 1:
+        _check_shared(path, runs, is_here=is_here)
     for run in runs:
         try:
             _check(run, shares, is_here=is_here)
@@ -241,6 +243,27 @@ def _check(run: PlannedRun, gpu_shares: Sequence[str], *, is_here: bool) -> None
             stack.enter_context(environment_set("CUDA_VISIBLE_DEVICES", gpu_shares[0]))
         check_training(config, run.ranks, trains_here=is_here)
     _check_run_dir(run)
+
+
+def _check_shared(path: Path, runs: Sequence[PlannedRun], *, is_here: bool) -> None:
+    """Refuse what no two runs at a time can use: ports of this machine, and servers anywhere."""
+    users: dict[tuple[str, Any], str] = {}
+    for run in runs:
+        log, rollout = run.config.log, run.config.rollout
+        used: list[tuple[str, Any]] = [("rollout.servers", address) for address in rollout.servers]
+        used.append(("rollout.servers_file", rollout.servers_file))
+        if is_here:
+            used.append(("log.prometheus_port", log.prometheus_port))
+        if is_here and rollout.engine == "sglang" and rollout.starts_servers:
+            used.append(("rollout.server.port", rollout.server.port))
+        for key, value in used:
+            user = users.setdefault((key, value), run.label)
+            if value and user != run.label:
+                raise ConfigError(
+                    f"{path}: {run.label}: {key}: must differ from that of {user} where jobs is "
+                    f"above 1, got {value}: runs at a time cannot share it; set jobs: 1, or leave "
+                    f"{key} out"
+                )
 
 
 def _check_run_dir(run: PlannedRun) -> None:

@@ -112,6 +112,19 @@ def test_a_path_may_follow_the_seed(base: Path, tmp_path: Path) -> None:
         ),
         ({"overrides": ["eval.sets=[]"]}, "grpo/seed0: eval.sets: needs a set that is evaluated"),
         ({"overrides": ["eval.at_end=false"]}, "grpo/seed0: eval.at_end: must be true, got false"),
+        (
+            {"overrides": ["log.prometheus_port=9400"]},
+            "bapo/seed0: log.prometheus_port: must differ from that of grpo/seed0 where jobs is "
+            "above 1, got 9400: runs at a time cannot share it; set jobs: 1, or leave log",
+        ),
+        (
+            {"overrides": ["rollout.engine=sglang", "rollout.server.port=30000"]},
+            "bapo/seed0: rollout.server.port: must differ from that of grpo/seed0 .* got 30000",
+        ),
+        (
+            {"overrides": ["rollout.engine=sglang", "rollout.servers=['http://a:1']"]},
+            "bapo/seed0: rollout.servers: must differ from that of grpo/seed0 .* got http://a:1",
+        ),
     ],
 )
 def test_what_is_wrong_with_any_run_is_one_line_before_one_starts(
@@ -123,6 +136,19 @@ def test_what_is_wrong_with_any_run_is_one_line_before_one_starts(
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "sweep").exists()
+
+
+def test_runs_share_a_port_one_after_the_other_or_on_machines_of_their_own(
+    base: Path, tmp_path: Path
+) -> None:
+    overrides = ["log.prometheus_port=9400"]
+    path = write_sweep(tmp_path, base, overrides=overrides, jobs=1)
+    assert len(load_sweep(path).runs) == 4
+    write_sweep(tmp_path, base, overrides=overrides)
+    assert len(load_sweep(path, is_here=False).runs) == 4
+    apart = {"a": ["log.prometheus_port=9400"], "b": ["log.prometheus_port=9401"]}
+    write_sweep(tmp_path, base, variants=apart, seeds=[0])
+    assert len(load_sweep(path).runs) == 2
 
 
 def test_a_run_of_other_settings_is_neither_continued_nor_counted(
