@@ -122,6 +122,8 @@ class TokenDumps:
 
     def _add(self, columns: Mapping[str, np.ndarray]) -> None:
         logprob_T, behaviour_T = columns["logprob"], columns["behaviour_logprob"]
+        if not len(logprob_T):
+            return
         ratio_T = np.exp(logprob_T.astype(np.float64) - behaviour_T)
         names_T = np.stack([columns["group_id"], columns["index"]], axis=1)
         starts = np.flatnonzero((np.diff(names_T, axis=0) != 0).any(axis=1)) + 1

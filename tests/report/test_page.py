@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bapo_megatron.data.token_dump import read_token_dump, token_dump_path, write_token_dump
 from bapo_megatron.report.checks import findings_of
 from bapo_megatron.report.figures import panels_of
 from bapo_megatron.report.overview import card_of, difference_table, seed_table
@@ -321,6 +322,15 @@ def test_ratios_come_from_the_token_dump_by_group_and_index(tmp_path: Path) -> N
     assert (first["versions"], first["age"]) == ([(1, 2), (2, 1), (3, 1)], 3)
     assert (first["extracted"], found["groups"][0]["answer"]) == (f"3{SCRIPT}", "3")
     assert first["reason"] == f"equal_text{SCRIPT}"
+
+
+def test_a_token_dump_without_rows_has_no_ratios(tmp_path: Path) -> None:
+    (run,) = read_runs([make_run(tmp_path / "a")])
+    path = token_dump_path(run.path, 1, 0)
+    columns = read_token_dump(path)
+    write_token_dump(path, {name: values[:0] for name, values in columns.items()})
+    found = sample_rollouts(run, None, 1e6)
+    assert found["ratios"].startswith("Ratios of 0 of 4 responses")
 
 
 def test_a_long_response_keeps_its_two_ends(tmp_path: Path) -> None:
