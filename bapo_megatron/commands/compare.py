@@ -102,8 +102,13 @@ def _show(found: Sequence[Comparison]) -> None:
     uncut_console().print(rich_table("B against A", headings, rows, num_left=2))
     for comparison in found:
         left_out = f", {comparison.num_left_out:,} left out" if comparison.num_left_out else ""
-        typer.echo(f"{comparison.set_name}: {comparison.num_problems:,} problems{left_out}")
-        if comparison.over == "seeds":
+        problems, num_seeds = f"{comparison.num_problems:,} problems", len(comparison.seeds)
+        if num_seeds and (left_out or comparison.num_problems % num_seeds):
+            problems += f" over {num_seeds} seeds"
+        elif num_seeds:
+            problems = f"{comparison.num_problems // num_seeds:,} problems × {num_seeds} seeds"
+        typer.echo(f"{comparison.set_name}: {problems}{left_out}")
+        if num_seeds:
             seeds = ", ".join(map(str, comparison.seeds))
             others = ", ".join(map(str, comparison.seeds_left_out))
             left_out = f"; left out: {others}" if others else ""

@@ -146,6 +146,7 @@ def test_compare_says_whether_its_interval_is_about_problems_or_seeds(tmp_path: 
     assert by_seed.returncode == 0, by_seed.stderr
     for cell in ("40.00%", "63.33%", "+23.33%", "-14.61% … +61.28%", "0.1181"):
         assert cell in by_seed.stdout
+    assert "sums: 10 problems × 3 seeds\n" in by_seed.stdout
     assert "sums: pairs of runs by the seeds 0, 1, 2\n" in by_seed.stdout
     assert "about other seeds, on these problems: Student's t" in by_seed.stdout
     (found,) = json.loads(run(["compare", grpo, bapo, "--json"]).stdout)
