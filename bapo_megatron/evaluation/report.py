@@ -169,8 +169,8 @@ def rich_table(
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int) -> str:
     """Return a table in Markdown, the first ``num_left`` columns aligned to the left."""
     marks = ["---" if number < num_left else "---:" for number in range(len(headings))]
-    lines = [headings, marks, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    cells = ([" ".join(cell.replace("|", "\\|").splitlines()) for cell in row] for row in rows)
+    return "".join(f"| {' | '.join(line)} |\n" for line in (headings, marks, *cells))
 
 
 def _json_of(result: EvalResult) -> str:

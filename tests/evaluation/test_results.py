@@ -69,6 +69,8 @@ def test_cells_of_tables_are_shown_as_they_are():
     assert all(text in out.getvalue() for text in ("of [/x]", "[n]", "[red]a|b[/]"))
     written = markdown_table(["set", "[n]"], rows, num_left=1)
     assert written == "| set | [n] |\n| --- | ---: |\n| [red]a\\|b[/] | 1 |\n"
+    # A line of Markdown is a row.
+    assert markdown_table(["set"], [["a\r\nb\n"]], num_left=1) == "| set |\n| --- |\n| a b |\n"
 
 
 def test_the_bootstrap_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch):
