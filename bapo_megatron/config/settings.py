@@ -17,12 +17,19 @@ from bapo_megatron.config.describe import describe_keys
 from bapo_megatron.config.load import ConfigError, load_config
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.errors import first_line
+from bapo_megatron.types import FinishReason
 
 _SECRET = re.compile(
     r"(^|_)(api_?key|key|password|secret|credential|authorization)s?($|_)|(^|_)token$", re.I
 )
 _FREE = tuple(f"{key.name}." for key in describe_keys() if key.type == "mapping")
 """Beginnings of keys that the user chooses."""
+
+_MASKED_BY = {
+    FinishReason.LENGTH: "reward.truncated",
+    FinishReason.ENVIRONMENT: "rollout.episodes.on_error",
+}
+"""Settings that, as ``mask``, keep responses that ended so out of the loss."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -36,7 +43,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         OSError: It cannot be read.
     """
     try:
-        return flat_settings(load_config(path).model_dump(mode="json"))
+        return flat_settings(load_config(path))
     except ConfigError:
         pass  # of another version
     try:
@@ -46,8 +53,10 @@ def read_settings(path: Path) -> dict[str, Any]:
     return flat_settings(loaded if isinstance(loaded, dict) else {})
 
 
-def flat_settings(config: dict[str, Any]) -> dict[str, Any]:
+def flat_settings(config: RunConfig | dict[str, Any]) -> dict[str, Any]:
     """Return the values of nested sections, and of lists of sections, by dotted key."""
+    if isinstance(config, RunConfig):
+        config = config.model_dump(mode="json")
     return dict(_flattened(config, "")) if config else {}
 
 
@@ -96,6 +105,11 @@ def _nodes(key: str) -> list[str]:
     return list(accumulate(key.split("."), "{}.{}".format))
 
 
+def masked_reasons(settings: Mapping[str, Any]) -> frozenset[FinishReason]:
+    """Return the reasons whose responses stay out of the loss."""
+    return frozenset(reason for reason, key in _MASKED_BY.items() if settings.get(key) == "mask")
+
+
 def public_settings(config: RunConfig) -> dict[str, bool | int | float | str]:
     """Return all settings by dotted key: numbers as they are, others as ``public_setting``.
 
@@ -105,7 +119,7 @@ def public_settings(config: RunConfig) -> dict[str, bool | int | float | str]:
         key: value
         if isinstance(value, int | float) and not _is_secret(key)
         else public_setting(key, value)
-        for key, value in flat_settings(config.model_dump(mode="json")).items()
+        for key, value in flat_settings(config).items()
     }
 
 

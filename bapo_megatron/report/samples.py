@@ -7,26 +7,22 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import ValidationError
 
 from bapo_megatron.config.rollout import StalenessConfig
+from bapo_megatron.config.settings import masked_reasons
 from bapo_megatron.data.dump import read_batch, texts_by_sample
 from bapo_megatron.data.staleness import trainable_mask
-from bapo_megatron.types import FinishReason, RolloutBatch, Sample, SampleText
+from bapo_megatron.types import RolloutBatch, Sample, SampleText
 
 Key = tuple[int, int]
 """Group and index."""
 Settings = Mapping[str, Any]
 """config.yaml by dotted key."""
-
-_MASKED_BY = {
-    FinishReason.LENGTH: "reward.truncated",
-    FinishReason.ENVIRONMENT: "rollout.episodes.on_error",
-}
-"""Settings that, as ``mask``, keep responses that ended so out of the loss."""
+Order = Literal["reward", "length", "age", "advantage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +53,18 @@ class Step:
 
     def trains(self, sample: Sample) -> np.ndarray:
         """Return which of its tokens are in the loss, [Q] bool."""
-        setting = _MASKED_BY.get(sample.finish_reason, "")
-        if self._settings.get(setting) == "mask":
+        if sample.finish_reason in masked_reasons(self._settings):
             return np.zeros(sample.num_sampled, dtype=bool)
         return trainable_mask(sample.versions, self.batch.version, self._staleness)
 
 
-ORDERS: dict[str, Callable[[Step, Sample], float]] = {
+ORDERS: dict[Order, Callable[[Step, Sample], float]] = {
     "reward": lambda step, sample: sample.reward,
     "length": lambda step, sample: len(sample.response_token_ids),
     "age": lambda step, sample: step.age(sample),
     "advantage": lambda step, sample: step.advantage(sample) or 0.0,
 }
-"""By what people sort samples."""
+"""Keys by which people sort samples."""
 
 
 def dump_files(run_dir: Path) -> dict[int, Path]:

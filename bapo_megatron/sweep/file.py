@@ -275,11 +275,8 @@ def _check_run_dir(run: PlannedRun) -> None:
         found = load_config(file)
     except ConfigError as error:
         raise ConfigError(f"{error}; or remove {run.run_dir}") from error
-    settings = (
-        flat_settings(config.model_dump(mode="json", exclude=_NO_RESULT))
-        for config in (run.config, found)
-    )
-    if changed := differing(*settings):
+    keys = differing(flat_settings(run.config), flat_settings(found))
+    if changed := [key for key in keys if key.partition(".")[0] not in _NO_RESULT]:
         raise ConfigError(
             f"{run.run_dir}: holds a run with another {changed[0]}; name another dir, or remove "
             "this run"

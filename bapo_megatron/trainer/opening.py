@@ -98,8 +98,8 @@ def write_config(config: RunConfig) -> None:
     """
     path, text = config.run_dir / "config.yaml", dump_yaml(config)
     if config.resume and path.exists():
-        now = flat_settings(config.model_dump(mode="json"))
-        changed = [key for key in differing(read_settings(path), now) if key != "resume"]
+        keys = differing(read_settings(path), flat_settings(config))
+        changed = [key for key in keys if key != "resume"]
         if changed:
             numbers = itertools.count(1)
             kept = next(

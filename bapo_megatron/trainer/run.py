@@ -14,7 +14,7 @@ from typing import NoReturn, Self
 import torch
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.config.settings import public_settings
+from bapo_megatron.config.settings import flat_settings, masked_reasons, public_settings
 from bapo_megatron.distributed import (
     ProcessGroups,
     barrier,
@@ -50,7 +50,6 @@ from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
 from bapo_megatron.trainer.summary import report_run, show_evaluation
 from bapo_megatron.types import (
     EvalResult,
-    FinishReason,
     RolloutBatch,
     StepMetrics,
     UpdateResult,
@@ -85,7 +84,7 @@ class Run:
             temperature=config.rollout.temperature,
             staleness=config.rollout.staleness,
             shape=shape,
-            masked_reasons=_masked_reasons(config),
+            masked_reasons=masked_reasons(flat_settings(config)),
             dump=TokenDump(config.run_dir, config.train.dump_tokens),
             note=timer.pulse.note,
         )
@@ -385,12 +384,3 @@ def _build_policy(config: RunConfig, groups: ProcessGroups) -> MegatronPolicy:
         groups=groups,
         returns_hidden_states=config.ops.logits_chunk_tokens > 0,
     )
-
-
-def _masked_reasons(config: RunConfig) -> frozenset[FinishReason]:
-    """Return the reasons whose responses stay out of the loss."""
-    asked = {
-        FinishReason.LENGTH: config.reward.truncated,
-        FinishReason.ENVIRONMENT: config.rollout.episodes.on_error,
-    }
-    return frozenset(reason for reason, action in asked.items() if action == "mask")

@@ -93,7 +93,7 @@ def test_a_file_that_is_older_than_a_key_has_its_default(tmp_path) -> None:
         assert newer in text
         text = text.replace(newer, "")
     file.write_text(text)
-    now = flat_settings(CONFIG.model_dump(mode="json"))
+    now = flat_settings(CONFIG)
     assert differing(read_settings(file), now) == []
     assert differing(read_settings(file), {**now, "rollout.async_steps": 1}) == [
         "rollout.async_steps"
