@@ -3,9 +3,9 @@
 The dump is first looked at (``inspect_step``, what ``--json`` prints), then printed for people.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -17,21 +17,18 @@ from bapo_megatron.config.objectives import ADVANTAGES
 from bapo_megatron.config.settings import read_settings
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import texts_path
-from bapo_megatron.report.samples import ORDERS, Step, dump_files, read_step
+from bapo_megatron.report.samples import ORDERS, Order, Step, dump_files, read_step
 from bapo_megatron.telemetry.console import uncut_console, visible_json
 from bapo_megatron.types import FinishReason, Sample
 
 _NUM_SHOWN = 4
-_BEGINNING = 60
+_MAX_BEGINNING_CHARS = 60
 """Characters of a response in a row of ``--brief``."""
 _HEADINGS = (
     *("group", "index", "prompt", "exit", "beginning of the response"),
     *("reward", "advantage", "tokens", "age"),
 )
 _NUM_LEFT = 5
-
-Order = Literal["reward", "length", "age", "advantage"]
-Exit = Literal["stop", "length", "turns", "environment"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -54,7 +51,7 @@ def show(
     group: Annotated[int | None, typer.Option(help="Only responses of this group.")] = None,
     source: Annotated[str | None, typer.Option(help="Only those of this data set.")] = None,
     ended: Annotated[
-        Exit | None, typer.Option("--exit", help="Only those that ended for this reason.")
+        FinishReason | None, typer.Option("--exit", help="Only those that ended for this reason.")
     ] = None,
     limit: Annotated[
         int | None,
@@ -89,12 +86,12 @@ def show(
         return (
             group in (None, sample.group_id)
             and source in (None, sample.prompt.source)
-            and (ended is None or sample.finish_reason is FinishReason(ended))
+            and ended in (None, sample.finish_reason)
         )
 
     chosen = [sample for sample in found.batch.samples if is_wanted(sample)]
     if sort is not None:
-        order: Callable[[Step, Sample], float] = ORDERS[sort]
+        order = ORDERS[sort]
         chosen.sort(key=lambda sample: -order(found, sample))
     if reverse:
         chosen.reverse()
@@ -228,7 +225,7 @@ def _row_of(sample: Mapping[str, Any]) -> list[str]:
         str(sample["index"]),
         sample["prompt_id"],
         sample["finish_reason"],
-        text if len(text) <= _BEGINNING else f"{text[:_BEGINNING]}…",
+        text if len(text) <= _MAX_BEGINNING_CHARS else f"{text[:_MAX_BEGINNING_CHARS]}…",
         f"{sample['reward']:g}",
         _signed(sample["advantage"]),
         f"{sample['sampled_tokens'] + sample['written_tokens']:,}",
