@@ -22,7 +22,7 @@ from bapo_megatron.types import EvalProblem, EvalResult
 
 Results = Sequence[EvalResult]
 """One evaluation: a result per set."""
-Group = Mapping[int, Results]
+ResultsBySeed = Mapping[int, Results]
 """The evaluations of runs that differ in their seeds only, by seed."""
 
 _COMPARED_SETTINGS = (
@@ -139,7 +139,7 @@ def compare_results(
 
 
 def compare_groups(
-    first: Group, second: Group, *, k_values: Sequence[int], common_only: bool
+    first: ResultsBySeed, second: ResultsBySeed, *, k_values: Sequence[int], common_only: bool
 ) -> list[Comparison]:
     """Compare two groups of runs; runs with equal seeds are pairs, each on its own problems.
 
@@ -189,7 +189,7 @@ def compare_groups(
     ]
 
 
-def group_scores(group: Group) -> list[GroupScore]:
+def group_scores(group: ResultsBySeed) -> list[GroupScore]:
     """Return the scores that all runs of a group have, in the order of its first run."""
     by_seed = {
         seed: {

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from bapo_megatron.evaluation.compare import Group, Results
+from bapo_megatron.evaluation.compare import Results, ResultsBySeed
 from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.evaluation.settings import ResultsError
 
@@ -45,7 +45,7 @@ def find_group(path: Path) -> list[Path]:
     return sorted(run for run in found if (run / "config.yaml").exists() or newest_results(run))
 
 
-def read_group(run_dirs: Sequence[Path]) -> Group:
+def read_group(run_dirs: Sequence[Path]) -> ResultsBySeed:
     """Read the newest scores of runs that differ in their seeds.
 
     Raises:

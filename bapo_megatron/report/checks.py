@@ -18,26 +18,26 @@ Points = Sequence[tuple[float, float]]
 
 _MAX_MISMATCH = 0.05
 """Mean |trainer's − engine's log-prob| of equal weights; float32 gives 1e-6, bfloat16 some 0.01."""
-_MISMATCH_GROWTH = 10.0
-"""Over its first value. An engine that computes differently does so from the start; one whose
-weights stay behind disagrees more with every update."""
+_MAX_MISMATCH_RATIO = 10.0
+"""Ratio of the mismatch to its first value. An engine that computes differently does so from the
+start; one whose weights stay behind disagrees more with every update."""
 _MIN_GROWN_MISMATCH = 0.005
-_SET_LEFT = 0.25
-"""Reward of a data set over that of the best one, at the end."""
-_SET_DEAD = 0.1
+_MIN_SET_RATIO = 0.25
+"""Ratio of a data set's reward to that of the best one, at the end."""
+_MIN_LIVE_SET_RATIO = 0.1
 """The same where the best one has risen: nothing of what it learned helped the other."""
 _MAX_KL = 0.1
 """Nats per token between the policy and what sampled its tokens."""
-_MAX_YOUNG = 8.0
+_MAX_YOUNG_UPDATES = 8.0
 """Updates that a sound learning rate survives without such a distance."""
-_ENTROPY_LEFT = 0.1
-"""Share of the first entropy."""
-_NORM_JUMP = 10.0
-"""Gradient norm over the median of the run."""
+_MIN_ENTROPY_RATIO = 0.1
+"""Ratio of the last entropy to the first."""
+_MAX_NORM_RATIO = 10.0
+"""Ratio of a gradient norm to the median of the run."""
 _MIN_JUMPS = 3
 """Steps with such a norm. Single ones are common when most groups are solved."""
-_REWARD_LEFT = 0.6
-"""Share of the best reward that a run may fall to."""
+_MIN_REWARD_RATIO = 0.6
+"""Ratio of the last reward to the best one."""
 _MAX_TRUNCATED = 0.2
 _MIN_ANSWERED = 0.5
 _MIN_STEPS = 5
@@ -110,9 +110,9 @@ def _weak_set(run: Run) -> Iterator[Finding]:
     best = max(means, key=lambda name: means[name][1], default="")
     for name, (start, end) in means.items():
         best_start, best_end = means[best]
-        if 0 < end < _SET_LEFT * best_end and end < 2 * start:
+        if 0 < end < _MIN_SET_RATIO * best_end and end < 2 * start:
             first, last = thirds[name]
-            is_dead = end < _SET_DEAD * best_end and best_start < best_end
+            is_dead = end < _MIN_LIVE_SET_RATIO * best_end and best_start < best_end
             yield Finding(
                 "fault" if is_dead else "caution",
                 f"The reward of '{name}' stays low, {start:.2f} ({_steps(first)}) and {end:.2f} "
@@ -130,12 +130,12 @@ def _unequal_weights(run: Run) -> Iterator[Finding]:
     ):
         values = run.values(metric)
         first = next(iter(values), 0.0)
-        grown = max(_MISMATCH_GROWTH * first, _MIN_GROWN_MISMATCH)
+        grown = max(_MAX_MISMATCH_RATIO * first, _MIN_GROWN_MISMATCH)
         limit = min(grown, _MAX_MISMATCH)
         steps = _steps_where(run, metric, partial(operator.lt, limit))
         if steps:
             cause = "it likely computes differently"
-            if max(values) > _MISMATCH_GROWTH * first:
+            if max(values) > _MAX_MISMATCH_RATIO * first:
                 cause = (
                     f"its weights are likely stale, since the first value was {first:.1g}. "
                     f"{_same_scores(run)}Versions and ages are what the engine claims"
@@ -200,7 +200,7 @@ def _why_far(run: Run, steps: Sequence[int]) -> str:
     """Name the causes that no step so far away rules out, and what rules out the others."""
     causes, reasons = ["the learning rate is too high"], []
     age, step = _smallest(run, "rollout/age_max", steps)
-    if age <= _MAX_YOUNG:
+    if age <= _MAX_YOUNG_UPDATES:
         reasons.append(f"the batch of step {step} held no token older than {age:.0f} updates")
     else:
         causes.append("tokens are old")
@@ -222,7 +222,9 @@ def _gradients(run: Run) -> Iterator[Finding]:
     norms = [value for value in run.values("policy/grad_norm_max") if value > 0]
     if len(norms) >= _MIN_STEPS:
         usual = median(norms)
-        steps = _steps_where(run, "policy/grad_norm_max", lambda value: value > _NORM_JUMP * usual)
+        steps = _steps_where(
+            run, "policy/grad_norm_max", lambda value: value > _MAX_NORM_RATIO * usual
+        )
         if len(steps) >= _MIN_JUMPS:
             yield Finding(
                 "caution",
@@ -236,7 +238,7 @@ def _entropy(run: Run) -> Iterator[Finding]:
     entropy = run.points("policy/entropy")
     if len(entropy) >= _MIN_STEPS and entropy[0][1] > 0:
         last = _tail(entropy)
-        if _mean(last) < _ENTROPY_LEFT * entropy[0][1]:
+        if _mean(last) < _MIN_ENTROPY_RATIO * entropy[0][1]:
             yield Finding(
                 "caution",
                 f"The entropy collapsed from {entropy[0][1]:.3g} nats per token "
@@ -252,10 +254,10 @@ def _fallen_reward(run: Run) -> Iterator[Finding]:
     last = _tail(rewards)
     width = len(last)
     best = max((rewards[n : n + width] for n in range(len(rewards) - width + 1)), key=_mean)
-    if _mean(best) > 0 and _mean(last) < _REWARD_LEFT * _mean(best):
+    if _mean(best) > 0 and _mean(last) < _MIN_REWARD_RATIO * _mean(best):
         oldest = max(run.values("rollout/age_max"), default=math.inf)
         causes = "A learning rate too high or old tokens are the usual causes."
-        if oldest <= _MAX_YOUNG:
+        if oldest <= _MAX_YOUNG_UPDATES:
             causes = (
                 "A learning rate too high is the usual cause; no token was older than "
                 f"{oldest:.0f} updates."

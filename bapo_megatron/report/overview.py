@@ -18,7 +18,7 @@ from bapo_megatron.report.checks import findings_of
 from bapo_megatron.report.runs import Row, Run, RunGroup, events_of
 
 _RESAMPLES = 2000
-"""Of the interval of a change; those of the scores themselves are the run's."""
+"""Resamples for the interval of a change; the run made those of the scores themselves."""
 _SCORE = ("eval/", "/avg_at_k")
 _OBJECTIVES = {"bapo": "BAPO", "clip": "GRPO's fixed clip bounds", "none": "no clipping"}
 

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from bapo_megatron.evaluation.compare import (
     Comparison,
-    Group,
     GroupScore,
+    ResultsBySeed,
     compare_groups,
     group_scores,
 )
@@ -109,7 +109,9 @@ def _key(set_name: str, score_name: str) -> tuple[str, str]:
     return set_name.rpartition(", ")[2], "avg" if score_name.startswith("avg@") else score_name
 
 
-def _compare_with_first(sweep: Sweep, groups: Mapping[str, Group]) -> dict[str, list[Comparison]]:
+def _compare_with_first(
+    sweep: Sweep, groups: Mapping[str, ResultsBySeed]
+) -> dict[str, list[Comparison]]:
     """Compare each variant that has at least two seeds in common with the first one."""
     first = next(iter(sweep.variants))
     return {

@@ -12,7 +12,12 @@ from bapo_megatron.files import atomic_write_text, naming
 from bapo_megatron.telemetry.console import show
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.telemetry.prometheus import ShowRow
-from bapo_megatron.telemetry.trackers import SampleRow, Settings, TensorBoard, WeightsAndBiases
+from bapo_megatron.telemetry.trackers import (
+    PublicSettings,
+    SampleRow,
+    TensorBoard,
+    WeightsAndBiases,
+)
 from bapo_megatron.types import StepMetrics
 
 _COLUMNS = (
@@ -66,7 +71,7 @@ class MetricsSinks:
         *,
         first_step: int,
         total_steps: int,
-        settings: Settings | None = None,
+        settings: PublicSettings | None = None,
         sample_rows: Callable[[int], Sequence[SampleRow]] | None = None,
         show_row: ShowRow | None = None,
     ) -> None:

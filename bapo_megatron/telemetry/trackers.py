@@ -9,7 +9,7 @@ from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 
-Settings = Mapping[str, bool | int | float | str]
+PublicSettings = Mapping[str, bool | int | float | str]
 """A run's settings by dotted key, without secrets (``config.settings.public_settings``)."""
 
 _SETTINGS_SUFFIX = ".settings"
@@ -32,7 +32,7 @@ class SampleRow(NamedTuple):
 class TensorBoard:
     """Event files of a run."""
 
-    def __init__(self, directory: Path, first_step: int, settings: Settings) -> None:
+    def __init__(self, directory: Path, first_step: int, settings: PublicSettings) -> None:
         """Open them; what an earlier start wrote from ``first_step`` on is no longer shown.
 
         ``settings`` are the hyper-parameters of the run, and the last value of every curve is one
@@ -73,7 +73,7 @@ class WeightsAndBiases:
         run_dir: Path,
         run_name: str,
         config: LogConfig,
-        settings: Settings,
+        settings: PublicSettings,
         sample_rows: Callable[[int], Sequence[SampleRow]] | None,
     ) -> None:
         """Begin or continue it; ``sample_rows`` returns samples of a step."""

@@ -6,7 +6,7 @@ from bapo_megatron.data.dump import dump_path, read_batch, texts_by_sample
 from bapo_megatron.telemetry.trackers import SampleRow
 
 _NUM_ROWS = 8
-_MAX_CHARACTERS = 4000
+_MAX_CHARS = 4000
 """Length of a prompt, and of a response, in the table."""
 
 
@@ -48,7 +48,7 @@ def sample_rows(dumps: Path, step: int) -> list[SampleRow]:
 
 
 def _shortened(text: str) -> str:
-    if len(text) <= _MAX_CHARACTERS:
+    if len(text) <= _MAX_CHARS:
         return text
-    half = _MAX_CHARACTERS // 2
+    half = _MAX_CHARS // 2
     return f"{text[:half]}\n[…]\n{text[-half:]}"
