@@ -124,7 +124,7 @@ def _draw_scores(axis: Any, groups: Sequence[RunGroup], colors: Sequence[Any]) -
     from matplotlib.lines import Line2D
 
     runs = [run for group in groups for run in group.runs]
-    names = sorted({name for run in runs for name in run.matching("eval/", "/avg_at_k")})
+    names = sorted({name for run in runs for name in run.eval_sets})
     legend = {}
     for number, name in enumerate(names):
         marker = _MARKERS[number % len(_MARKERS)]

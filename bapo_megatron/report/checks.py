@@ -160,7 +160,7 @@ def _unequal_weights(run: Run) -> Iterator[Finding]:
 def _same_scores(run: Run) -> str:
     """Say which evaluations came out identical: their scores and the lengths of responses."""
     text = ""
-    for name in run.matching("eval/", "/avg_at_k"):
+    for name in run.eval_sets:
         scores = run.points(f"eval/{name}/avg_at_k")
         lengths = run.values(f"eval/{name}/response_tokens_mean")
         if len(scores) > 1 and len({score for _, score in scores}) == len(set(lengths)) == 1:

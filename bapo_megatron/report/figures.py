@@ -166,7 +166,7 @@ def curve_of(runs: Sequence[Run], metric: str, max_points: int) -> dict[str, lis
 
 def _scores(run: Run) -> list[dict[str, Any]]:
     found = []
-    for name in run.matching("eval/", "/avg_at_k"):
+    for name in run.eval_sets:
         start = f"eval/{name}/avg_at_k"
         rows = [row for row in run.rows if start in row]
         found.append(

@@ -19,7 +19,6 @@ from bapo_megatron.report.runs import Row, Run, RunGroup, events_of
 
 _RESAMPLES = 2000
 """Resamples for the interval of a change; the run made those of the scores themselves."""
-_SCORE = ("eval/", "/avg_at_k")
 _OBJECTIVES = {"bapo": "BAPO", "clip": "GRPO's fixed clip bounds", "none": "no clipping"}
 
 
@@ -97,7 +96,7 @@ def _figures(run: Run) -> list[tuple[str, str]]:
     last_step = run.steps[-1] if run.steps else 0
     total = run.settings.get("train.steps")
     found = [("steps", f"{last_step}" + (f" of {total}" if total is not None else ""))]
-    for name in run.matching(*_SCORE):
+    for name in run.eval_sets:
         metric = f"eval/{name}/avg_at_k"
         scored = [row for row in run.rows if metric in row]
         if len(scored) > 1:
@@ -151,7 +150,7 @@ def evaluation_table(runs: Sequence[Run]) -> dict[str, Any]:
     ]
     rows: list[list[Any]] = []
     for run in runs:
-        for name in run.matching(*_SCORE):
+        for name in run.eval_sets:
             start = f"eval/{name}/"
             scored = [row for row in run.rows if f"{start}avg_at_k" in row]
             change = _change(run, name, int(scored[-1]["step"])) if len(scored) > 1 else ""
@@ -185,18 +184,17 @@ def seed_table(groups: Sequence[RunGroup]) -> dict[str, Any]:
     first = several[0]
     if len(several) > 1:
         headings.append(f"against {first.label}, paired")
-    names = dict.fromkeys(n for g in several for r in g.runs for n in r.matching(*_SCORE))
+    names = dict.fromkeys(name for group in several for run in group.runs for name in run.eval_sets)
     rows = []
     for name in names:
-        metric = f"{_SCORE[0]}{name}{_SCORE[1]}"
+        metric = f"eval/{name}/avg_at_k"
         step, base = _last_scores(first, metric)
         for group in several:
             own_step, scores = _last_scores(group, metric)
             if len(scores) < 2:
                 continue
             values_S = np.array(list(scores.values()))
-            low, high = student_interval(values_S)
-            text = f"{values_S.mean():.1%} ({low:.1%} … {high:.1%})"
+            text = _interval(values_S.mean(), *student_interval(values_S))
             row = [group.label, name, own_step, len(scores), text]
             if len(several) > 1:
                 shared = [seed for seed in scores if seed in base and own_step == step]
@@ -218,17 +216,19 @@ def _last_scores(group: RunGroup, metric: str) -> tuple[int, dict[str, float]]:
 def _difference(differences_S: np.ndarray) -> str:
     """A mean difference over seeds, with its interval and p-value."""
     found = difference_over_seeds(differences_S)
-    return (
-        f"{found.difference:+.1%} ({found.low:+.1%} … {found.high:+.1%}), p = {found.p_value:.2g}"
-    )
+    text = _interval(found.difference, found.low, found.high, "+")
+    return f"{text}, p = {found.p_value:.2g}"
 
 
 def _score(row: Row, metric: str) -> str:
     """A score with its interval, if it has one."""
-    text = _percent(row[metric])
-    if f"{metric}_low" in row:
-        text += f" ({row[f'{metric}_low']:.1%} … {row[f'{metric}_high']:.1%})"
-    return text
+    if f"{metric}_low" not in row:
+        return _percent(row[metric])
+    return _interval(row[metric], row[f"{metric}_low"], row[f"{metric}_high"])
+
+
+def _interval(value: float, low: float, high: float, sign: str = "") -> str:
+    return f"{value:{sign}.1%} ({low:{sign}.1%} … {high:{sign}.1%})"
 
 
 def _percent(value: float | None) -> str:
@@ -248,4 +248,4 @@ def _change(run: Run, name: str, step: int) -> str:
         *pair, k_values=(), num_resamples=_RESAMPLES, seed=0, common_only=True
     )
     paired = compared[0].scores[0].paired
-    return f"{paired.difference:+.1%} ({paired.low:+.1%} … {paired.high:+.1%})"
+    return _interval(paired.difference, paired.low, paired.high, "+")

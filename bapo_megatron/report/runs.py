@@ -66,6 +66,11 @@ class Run:
         """Finished steps, without the evaluation before training."""
         return [int(row["step"]) for row in self.rows if row["step"] != BEFORE_TRAINING]
 
+    @property
+    def eval_sets(self) -> list[str]:
+        """Sorted names of the sets that it was evaluated on."""
+        return self.matching("eval/", "/avg_at_k")
+
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Steps and values of a metric, where it was recorded."""
         return [(row["step"], row[metric]) for row in self.rows if metric in row]
@@ -169,16 +174,16 @@ def _labels(groups: Sequence[tuple[str, ...]]) -> list[str]:
 
 def events_of(run: Run) -> list[Event]:
     """Return pushes, evaluations and faults by step, then restarts."""
-    events = []
+    events, sets = [], run.eval_sets
     for row in run.rows:
         step = int(row["step"])
         pushes = row.get("weight_sync/pushes", 0.0)
         if pushes > 0:
             seconds = row.get("weight_sync/push_s", 0.0)
             events.append(Event("push", step, f"{pushes:.0f} pushes of weights, {seconds:.2f} s"))
-        scores = [name for name in row if re.fullmatch(r"eval/.+/avg_at_k", name)]
-        if scores:
-            texts = (f"{name.split('/', 1)[1][:-9]} {row[name]:.1%}" for name in sorted(scores))
+        scores = {name: row.get(f"eval/{name}/avg_at_k") for name in sets}
+        texts = [f"{name} {score:.1%}" for name, score in scores.items() if score is not None]
+        if texts:
             events.append(Event("evaluation", step, "evaluation: " + ", ".join(texts)))
         for name, text in FAULTS.items():
             if row.get(name, 0.0) > 0:
