@@ -14,6 +14,7 @@ from bapo_megatron.evaluation.compare import compare_results
 from bapo_megatron.evaluation.estimators import difference_over_seeds, student_interval
 from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.evaluation.runs import evaluations_in
+from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.report.checks import findings_of
 from bapo_megatron.report.runs import Row, Run, RunGroup, events_of
 
@@ -244,8 +245,11 @@ def _change(run: Run, name: str, step: int) -> str:
     pair = [[r for r in read_results(file) if r.name == name] for file in (first, last)]
     if not all(pair):
         return ""
-    compared = compare_results(
-        *pair, k_values=(), num_resamples=_RESAMPLES, seed=0, common_only=True
-    )
+    try:
+        compared = compare_results(
+            *pair, k_values=(), num_resamples=_RESAMPLES, seed=0, common_only=True
+        )
+    except ResultsError:  # a resumed run may have other data under the same name
+        return "other problems"
     paired = compared[0].scores[0].paired
     return _interval(paired.difference, paired.low, paired.high, "+")

@@ -12,9 +12,15 @@ import numpy as np
 import pytest
 
 from bapo_megatron.data.token_dump import read_token_dump, token_dump_path, write_token_dump
+from bapo_megatron.evaluation.report import write_results
 from bapo_megatron.report.checks import findings_of
 from bapo_megatron.report.figures import panels_of
-from bapo_megatron.report.overview import card_of, difference_table, seed_table
+from bapo_megatron.report.overview import (
+    card_of,
+    difference_table,
+    evaluation_table,
+    seed_table,
+)
 from bapo_megatron.report.page import page_data, render
 from bapo_megatron.report.rollouts import sample_rollouts
 from bapo_megatron.report.runs import (
@@ -25,6 +31,7 @@ from bapo_megatron.report.runs import (
 )
 from bapo_megatron.report.tokens import Pieces, find_tokenizer
 from bapo_megatron.telemetry.starts import Start
+from tests.evaluation.results import result
 from tests.launch import REPOSITORY
 from tests.report.made_runs import RATIOS, SCRIPT, SECRET, WORDS, make_run
 
@@ -132,6 +139,14 @@ def test_scores_have_intervals_over_seeds_and_differences_are_paired_by_seed() -
         ],
     ]
     assert seed_table(group_runs(runs[-1:])[0])["rows"] == []
+
+
+def test_evaluations_on_other_problems_of_the_same_name_are_not_compared(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "a")
+    for name, problem in (("start", "a:0"), ("step_000006", "b:0")):
+        write_results([result({problem: ["2"]}, name="heldout")], path / "eval" / f"{name}.json")
+    table = evaluation_table(read_runs([path]))
+    assert [row[4] for row in table["rows"]] == ["", "other problems"]
 
 
 def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(tmp_path: Path) -> None:
