@@ -79,25 +79,21 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     What only one has for another reason does: entries of a list or of a mapping without a schema,
     and a section that is null in the other.
     """
-    shared, known = one.keys() & other.keys(), (_with_sections(one), _with_sections(other))
-
-    def differs(key: str) -> bool:
-        if key in shared:
-            return bool(one[key] != other[key])
-        lacking, nodes = (other, known[1]) if key in one else (one, known[0])
-        above = ""
-        for node in _nodes(key):
-            if node not in nodes:
-                is_entry = node.rpartition(".")[2].isdigit() or key.startswith(_FREE)
-                return is_entry or above in lacking
-            above = node
-        return False  # a section there, whose own keys differ
-
-    return [key for key in {**one, **other} if differs(key)]
+    unequal = {key for key in one.keys() & other.keys() if one[key] != other[key]}
+    if one.keys() != other.keys():
+        unequal |= _chosen_alone(one, other) | _chosen_alone(other, one)
+    return [key for key in {**one, **other} if key in unequal]
 
 
-def _with_sections(settings: Mapping[str, Any]) -> set[str]:
-    return {node for key in settings for node in _nodes(key)}
+def _chosen_alone(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    """The keys that only ``one`` has, and not for its version."""
+    nodes, found = {node for key in other for node in _nodes(key)}, set()
+    for key in one.keys() - nodes:
+        missing = next(node for node in _nodes(key) if node not in nodes)
+        above, _, name = missing.rpartition(".")
+        if name.isdigit() or key.startswith(_FREE) or above in other:
+            found.add(key)
+    return found
 
 
 def _nodes(key: str) -> list[str]:
