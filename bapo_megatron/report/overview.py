@@ -119,14 +119,9 @@ def _figures(run: Run) -> list[tuple[str, str]]:
 
 def difference_table(groups: Sequence[RunGroup], keys: Sequence[str]) -> dict[str, Any]:
     """Return the settings in which the groups differ, a row per key and a column per group."""
-    rows = [[key, *_distinct(key, [_setting(group, key) for group in groups])] for key in keys]
+    rows = [[key, *_distinct(key, [g.settings.get(key) for g in groups])] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     return {"headings": ["setting", *(group.label for group in groups)], "rows": rows}
-
-
-def _setting(group: RunGroup, key: str) -> Any:
-    """The value of a key in the runs that know it."""
-    return next((run.settings[key] for run in group.runs if key in run.settings), None)
 
 
 def _distinct(key: str, values: Sequence[Any]) -> list[str]:

@@ -95,6 +95,8 @@ class RunGroup:
 
     label: str
     runs: tuple[Run, ...]
+    settings: Mapping[str, Any]
+    """What any of them has, apart from the seed."""
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -157,7 +159,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[RunGroup], list[str]]:
     unequal = {key for one, other in pairs for key in differing(one, other)}
     ordered = dict.fromkeys(key for each in known for key in each if key in unequal)
     labels = _labels([tuple(run.name for run in group) for group in members])
-    groups = [RunGroup(label, tuple(group)) for label, group in zip(labels, members, strict=True)]
+    groups = [RunGroup(*each) for each in zip(labels, map(tuple, members), known, strict=True)]
     return groups, list(ordered)
 
 
