@@ -24,8 +24,11 @@ class EngineKind(Protocol):
     packages: ClassVar[Mapping[str, str]]
     """Distributions that its engines need, each with the version they were measured with."""
 
-    def check(self, config: RunConfig) -> None:
-        """Refuse by a ``ConfigError`` what this kind cannot do, before anything is started."""
+    def check(self, config: RunConfig, *, is_here: bool = True) -> None:
+        """Refuse by a ``ConfigError`` what this kind cannot do, before anything is started.
+
+        Without ``is_here`` the run is for another machine, and this one's GPUs do not matter.
+        """
 
     def open(self, config: RunConfig, device: str, *, awaits_weights: bool) -> Backend:
         """Prepare the engines of a run on ``cuda`` or ``cpu``; nothing is started.

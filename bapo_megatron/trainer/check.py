@@ -17,7 +17,7 @@ def check_training(
 ) -> None:
     """Check packages, configuration, engine, objective and advantage; see ``check_config``.
 
-    With ``trains_here`` also that ranks and servers share no GPU of this machine.
+    With ``trains_here`` also that this machine has the GPUs, and ranks and servers share none.
 
     Raises:
         ConfigError: A rule is broken, or the engine cannot do what is asked.
@@ -26,7 +26,7 @@ def check_training(
     _check_packages(config.log.wandb_project if owns_files else "")
     check_config(config, world_size, owns_files=owns_files)
     if owns_files and config.replay.dumps is None:
-        load_kind(config.rollout.engine).check(config)
+        load_kind(config.rollout.engine).check(config, is_here=trains_here)
         if trains_here:
             _check_gpus(config.rollout)
     read_hf_config_file(config.model.path / "config.json")

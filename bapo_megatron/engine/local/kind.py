@@ -24,7 +24,7 @@ class Kind:
     packages: ClassVar[Mapping[str, str]] = {}
     """None but the trainer's own."""
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, config: RunConfig, *, is_here: bool = True) -> None:
         """See ``EngineKind``."""
         for key, wanted, value, reason in _broken_rules(config.rollout):
             raise ConfigError(

@@ -28,10 +28,12 @@ class Kind:
     packages: ClassVar[Mapping[str, str]] = {"sglang": "0.5.21"}
     """The version that requirements/ installs."""
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, config: RunConfig, *, is_here: bool = True) -> None:
         """See ``EngineKind``."""
         rollout = config.rollout
         if rollout.starts_servers:
+            if is_here:
+                _check_gpus(rollout)
             _check_own_servers(config)
         num_servers = len(given_addresses(rollout)) or rollout.server.count
         if (rollout.min_servers or 1) > num_servers:
@@ -58,6 +60,7 @@ class Kind:
                 "rollout.server.host: must be one address, which the trainer can use, got "
                 f"'{config.rollout.server.host}'; give this node's"
             )
+        _check_gpus(config.rollout)
         _check_own_servers(config)
         from bapo_megatron.engine.sglang.server import serve
 
@@ -108,7 +111,7 @@ def _read(path: Path) -> list[str]:
 
 
 def _check_own_servers(config: RunConfig) -> None:
-    """Check that this machine can run the servers, and that their command lines hold no secrets."""
+    """Check that the servers can be started, and that their command lines hold no secrets."""
     rollout, server = config.rollout, config.rollout.server
     for argument in server.extra_args:
         if (name := argument.partition("=")[0]) in _SECRET_ARGUMENTS:
@@ -130,20 +133,12 @@ def _check_own_servers(config: RunConfig) -> None:
             f"rollout.server.start_timeout_s = {restart_s:g}, in which a stuck server is noticed "
             f"and started again, got {health.patience_s:g}; raise it, or lower one of them"
         )
-    num_gpus, wanted = count_gpus(), server.count * server.tensor
-    if num_gpus and server.first_gpu + wanted > num_gpus:
-        raise ConfigError(
-            "rollout.server.count: first_gpu + count × tensor must be at most this machine's "
-            f"{num_gpus} visible GPUs, got {server.first_gpu} + {server.count} × {server.tensor}; "
-            "lower one of them"
-        )
     if not rollout.colocated:
         return
-    if not num_gpus or server.first_gpu:
+    if server.first_gpu:
         raise ConfigError(
-            "rollout.colocated: needs servers on the trainer's GPUs, whose memory they release, "
-            f"got {num_gpus} visible GPUs and rollout.server.first_gpu = {server.first_gpu}; set "
-            "rollout.colocated=false"
+            "rollout.server.first_gpu: must be 0 with rollout.colocated, whose servers are on the "
+            f"trainer's GPUs, got {server.first_gpu}; leave it out"
         )
     sync = rollout.weight_sync
     if sync.method == "broadcast" and sync.backend != "gloo":
@@ -151,4 +146,20 @@ def _check_own_servers(config: RunConfig) -> None:
             "rollout.weight_sync.method: must be tensor or disk with rollout.colocated, got "
             f"broadcast by {sync.backend}: NCCL has no groups with two processes on one GPU; set "
             "rollout.weight_sync.method=tensor"
+        )
+
+
+def _check_gpus(rollout: RolloutConfig) -> None:
+    """Check that this machine has the GPUs of the servers; without any they use its CPU."""
+    num_gpus, server = count_gpus(), rollout.server
+    if num_gpus and server.first_gpu + server.count * server.tensor > num_gpus:
+        raise ConfigError(
+            "rollout.server.count: first_gpu + count × tensor must be at most this machine's "
+            f"{num_gpus} visible GPUs, got {server.first_gpu} + {server.count} × {server.tensor}; "
+            "lower one of them"
+        )
+    if rollout.colocated and not num_gpus:
+        raise ConfigError(
+            "rollout.colocated: needs servers on the trainer's GPUs, whose memory they release, "
+            "got 0 visible GPUs; set rollout.colocated=false"
         )

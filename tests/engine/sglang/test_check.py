@@ -23,8 +23,8 @@ def check(tmp_path, monkeypatch):
         Path(name).write_text(text)
     Path("run.yaml").write_text("{name: x, run_dir: runs/x, model: {path: model}}")
 
-    def run(*overrides: str) -> None:
-        SglangKind().check(load_config(Path("run.yaml"), overrides))
+    def run(*overrides: str, is_here: bool = True) -> None:
+        SglangKind().check(load_config(Path("run.yaml"), overrides), is_here=is_here)
 
     return run
 
@@ -131,13 +131,13 @@ def test_servers_of_others_need_not_fit_this_machine(check):
             0,
             ["rollout.colocated=true"],
             "rollout.colocated: needs servers on the trainer's GPUs, whose memory they release, "
-            "got 0 visible GPUs and rollout.server.first_gpu = 0; set rollout.colocated=false",
+            "got 0 visible GPUs; set rollout.colocated=false",
         ),
         (
             8,
             ["rollout.colocated=true", "rollout.server.first_gpu=4"],
-            "rollout.colocated: needs servers on the trainer's GPUs, whose memory they release, "
-            "got 8 visible GPUs and rollout.server.first_gpu = 4; set rollout.colocated=false",
+            "rollout.server.first_gpu: must be 0 with rollout.colocated, whose servers are on the "
+            "trainer's GPUs, got 4; leave it out",
         ),
         (
             1,
@@ -167,3 +167,12 @@ def test_servers_that_fit_this_machine_pass(check, monkeypatch):
     check("rollout.servers=[http://a:1]", "rollout.server.count=9")
     monkeypatch.setattr("bapo_megatron.engine.sglang.kind.count_gpus", lambda: 0)
     check("rollout.server.count=4")  # SGLang's CPU engine
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_servers_of_another_machine_need_no_gpu_of_this_one(check, monkeypatch, num_gpus):
+    monkeypatch.setattr("bapo_megatron.engine.sglang.kind.count_gpus", lambda: num_gpus)
+    colocated = ["rollout.colocated=true", "rollout.weight_sync.method=tensor"]
+    check("rollout.server.count=8", *colocated, is_here=False)
+    with pytest.raises(ConfigError, match=r"^rollout.server.first_gpu: must be 0"):
+        check("rollout.server.first_gpu=1", *colocated, is_here=False)
