@@ -344,7 +344,7 @@ def run_async(work: Coroutine[Any, Any, _T]) -> _T:
         assert task is not None, "asyncio.run makes one"
 
         def cancel(number: int, frame: FrameType | None) -> None:
-            ignore_signals()
+            _ignore_signals()
             received.append(number)
             loop.call_soon_threadsafe(task.cancel)
 
@@ -365,11 +365,11 @@ def run_async(work: Coroutine[Any, Any, _T]) -> _T:
 
 def end_once(number: int, frame: FrameType | None) -> None:
     """Handle a signal as ``end_by_exception`` does."""
-    ignore_signals()
+    _ignore_signals()
     _raise(number)
 
 
-def ignore_signals() -> None:
+def _ignore_signals() -> None:
     """Let no second signal disturb the cleanup.
 
     One is usual: Ctrl-C reaches torchrun and its ranks, and torchrun passes it on.

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -39,9 +40,8 @@ from bapo_megatron.processes import (
     PrivateDirectory,
     describe_exit,
     environment_set,
-    ignore_signals,
 )
-from bapo_megatron.trainer.stopping import STOPPED_NAME
+from bapo_megatron.trainer.stopping import SAME_SIGNAL_S, STOPPED_NAME
 
 _BACKEND = "bapo-megatron"
 _LOOPBACK = "127.0.0.1"
@@ -53,6 +53,8 @@ _DEFAULTS = {
 """torchrun's variables where the environment has none: ranks that a signal stops have half an hour
 to save, and SIGUSR1 is such a signal."""
 _AGAIN = "; start all nodes of the run again"
+_END_S = 30
+"""Ranks that a second Ctrl-C ends have as long as torchrun would give them."""
 _MEETING_S = 600.0
 """Time limit for all nodes to come, as in torchrun's static rendezvous."""
 
@@ -153,8 +155,24 @@ def _bind(args: argparse.Namespace) -> None:
 
 
 def _stop_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Do what torchrun's handler does, but once: a second time, it leaves ranks that save."""
-    ignore_signals()
+    """Do what torchrun's handler does, but once: a second time, it leaves ranks that save.
+
+    Only after Ctrl-C, a later one ends the ranks: torchrun, in whose wait for them the exception is
+    raised, then sends SIGTERM. Those that have not ended in time are killed with this process.
+    """
+    for each in signal.valid_signals():
+        if signal.getsignal(each) is _stop_once:
+            signal.signal(each, signal.SIG_IGN)
+    began_s = time.monotonic()
+
+    def stop_again(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - began_s > SAME_SIGNAL_S:
+            signal.alarm(_END_S)
+            raise SignalException("got SIGINT again", signal.SIGINT)
+
+    if number == signal.SIGINT:
+        signal.signal(signal.SIGINT, stop_again)
+        signal.signal(signal.SIGALRM, stop_again)
     raise SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
 
 

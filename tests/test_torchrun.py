@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -137,6 +138,29 @@ def test_what_would_open_the_store_or_hide_it_is_refused(
     monkeypatch.setattr(torchrun.rendezvous_handler_registry, "_registry", {})
     with pytest.raises(SystemExit, match=message):
         torchrun.main()
+
+
+def test_after_the_first_signal_only_a_ctrl_c_that_follows_another_after_5_s_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bapo_megatron import torchrun
+
+    clock = iter((100.0, 104.9, 105.1))
+    monkeypatch.setattr(torchrun, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.signal(number, torchrun._stop_once) for number in numbers}
+    before[signal.SIGALRM] = signal.getsignal(signal.SIGALRM)
+    try:
+        with pytest.raises(torchrun.SignalException):
+            signal.raise_signal(signal.SIGINT)
+        for number in numbers:  # the terminal is closed
+            signal.raise_signal(number)
+        with pytest.raises(torchrun.SignalException):
+            signal.raise_signal(signal.SIGINT)
+        assert 0 < signal.alarm(0) <= 30  # then ranks are killed
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_the_store_listens_on_one_address_only() -> None:

@@ -24,7 +24,7 @@ STOPPED_NAME = "stopped"
 _INTERRUPTED = (
     b"\ninterrupted: the run is saved and ends; Ctrl-C after 5 seconds ends it at once, unsaved\n"
 )
-_SAME_SIGNAL_S = 5.0
+SAME_SIGNAL_S = 5.0
 """Signals within this time count as one: torchrun and Slurm both pass the same one on."""
 _STDERR = 2
 _ASK_AGAIN_S = 600.0
@@ -91,7 +91,7 @@ class Stopping:
             self.is_interrupted = number == signal.SIGINT
             if self.is_interrupted and self._keeps_time:
                 os.write(_STDERR, _INTERRUPTED)  # a stream may be in the middle of a write
-        elif now_s - self._signalled_s > _SAME_SIGNAL_S:
+        elif now_s - self._signalled_s > SAME_SIGNAL_S:
             end_once(number, frame)
 
     def _follow_job(self) -> None:

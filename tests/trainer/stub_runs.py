@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 import signal
+import sys
 import time
 import urllib.request
 from contextlib import ExitStack
@@ -175,6 +176,14 @@ def grpo_and_stop(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
 def slow_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
     """Lets a test signal a run before it ends."""
     time.sleep(0.5)
+    return rewards - rewards.mean()
+
+
+def endless_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Lets a test signal a run in the middle of a step, which is longer than the test waits."""
+    sys.stderr.write("in a step\n")
+    sys.stderr.flush()
+    time.sleep(120)
     return rewards - rewards.mean()
 
 

@@ -110,6 +110,32 @@ def test_ctrl_c_before_the_first_checkpoint_saves_the_steps_and_leaves_no_proces
     )
 
 
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_run_at_once_and_leaves_no_process(
+    replay_config: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    endless = "algorithm.advantage=tests.trainer.stub_runs:endless_advantage"
+    process = start(["train", str(replay_config), f"run_dir={tmp_path / 'run'}", endless], ranks=2)
+    started.append(process)
+    assert process.stderr is not None
+    while process.stderr.readline() != "in a step\n":
+        assert process.poll() is None
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)  # the same one
+    time.sleep(5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, alive = psutil.wait_procs(children, timeout=25)
+    assert not alive
+    _, stderr = process.communicate(timeout=25)
+    assert stderr.splitlines()[-1] == (
+        "bapo-megatron: ended by SIGINT; no checkpoint yet: the same command with --resume starts "
+        "at step 1"
+    )
+
+
 @pytest.mark.parametrize(
     ("number", "why"),
     [(signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGKILL, "rank 1 ended by SIGKILL")],
