@@ -24,6 +24,7 @@ STOPPED_NAME = "stopped"
 _INTERRUPTED = (
     b"\ninterrupted: the run is saved and ends; Ctrl-C after 5 seconds ends it at once, unsaved\n"
 )
+_BY_OTHER = "stopped by a signal to another rank"
 SAME_SIGNAL_S = 5.0
 """Signals within this time count as one: torchrun and Slurm both pass the same one on."""
 _STDERR = 2
@@ -61,7 +62,10 @@ class Stopping:
             threading.Thread(target=self._follow_job, name="job-end", daemon=True).start()
 
     def listen_to_interrupts(self) -> None:
-        """Note Ctrl-C as well; before, with nothing to save, it ends the process at once."""
+        """Note Ctrl-C as well from now on.
+
+        Until then there is nothing to save, and it ends the process at once.
+        """
         signal.signal(signal.SIGINT, self._note)
 
     def error(self) -> StoppedError | None:
@@ -79,17 +83,18 @@ class Stopping:
     def agree(self, any_rank: Callable[[bool], bool]) -> StoppedError | None:
         """Return ``error()``, on all ranks if one has it; ``any_rank`` is a collective."""
         if any_rank(self.error() is not None) and self._error is None:
-            self._error = StoppedError("stopped by a signal to another rank")
+            self._error = StoppedError(_BY_OTHER)
         return self._error
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self._signalled_s is None:
             self._signalled_s = now_s
-            name = signal.Signals(number).name
-            self._error = self._error or StoppedError(f"stopped by {name}")
-            self.is_interrupted = number == signal.SIGINT
-            if self.is_interrupted and self._keeps_time:
+            # The same signal may have reached another rank first.
+            if self._error is None or str(self._error) == _BY_OTHER:
+                self._error = StoppedError(f"stopped by {signal.Signals(number).name}")
+                self.is_interrupted = number == signal.SIGINT
+            if number == signal.SIGINT and self._keeps_time:
                 os.write(_STDERR, _INTERRUPTED)  # a stream may be in the middle of a write
         elif now_s - self._signalled_s > SAME_SIGNAL_S:
             end_once(number, frame)

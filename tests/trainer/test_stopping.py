@@ -139,6 +139,20 @@ def test_ctrl_c_ends_the_process_before_the_first_step_and_later_asks_the_run_to
     assert said.startswith("\ninterrupted: the run is saved and ends; Ctrl-C after 5 seconds")
 
 
+def test_ctrl_c_is_why_a_run_ends_unless_its_time_was_over_before(stopping: Stopping) -> None:
+    due = Stopping(TrainConfig(stop_after=0.0001))
+    due.listen(keeps_time=True)
+    time.sleep(0.001)
+    assert due.error() is not None
+    due.listen_to_interrupts()
+    signal.raise_signal(signal.SIGINT)
+    assert (str(due.error()), due.is_interrupted) == ("stopped by train.stop_after", False)
+    stopping.listen_to_interrupts()
+    stopping.agree(lambda _: True)  # it has reached another rank first
+    signal.raise_signal(signal.SIGINT)
+    assert (str(stopping.error()), stopping.is_interrupted) == ("stopped by SIGINT", True)
+
+
 @pytest.fixture
 def _utc() -> Iterator[None]:
     """Slurm and the message say local times."""
