@@ -66,7 +66,7 @@ def generate_batches(config: RunConfig, steps: int) -> None:
         source.start()
         source.ensure_weights()
         if log.console:
-            progress.make_way(config.run_dir / "logs" / "progress")
+            progress.move_to(config.run_dir / "logs" / "progress")
         for step in range(1, steps + 1):
             with timer.phase("rollout"):
                 while (encoded := source.collect(step)) is None:  # every server had to restart

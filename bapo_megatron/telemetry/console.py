@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapo_megatron.errors import StoppedError, describe_cause
+from bapo_megatron.processes import describe_exit
 
 _PLAIN_INTERVAL_S = 10.0
 """Minimum time between two lines of progress without a terminal."""
@@ -57,7 +58,7 @@ def visible(text: str) -> str:
 
 
 def visible_json(value: Any) -> str:
-    """Return JSON whose control characters are escaped, also those that JSON would let be."""
+    """Return JSON with every control character escaped, including those JSON allows unescaped."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     return text.translate({code: f"\\u{code:04x}" for code in _VISIBLE})
 
@@ -105,7 +106,10 @@ def console_kept_in(path: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         is_failure = isinstance(error, Exception) and not isinstance(error, StoppedError)
-        _LOG.info("%s", describe_cause(error), exc_info=is_failure)
+        said = describe_cause(error)
+        if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+            said = describe_exit(128 - error.code)  # of ``processes.end_by_exception``
+        _LOG.info("%s", said, exc_info=is_failure)
         raise
     finally:
         for handler in handlers:
@@ -132,10 +136,10 @@ class ProgressLine:
         if self._status is not None:
             self._status.stop()
 
-    def make_way(self, file: Path) -> None:
-        """Rows of a table come now: without a terminal, keep the newest line in ``file`` instead.
+    def move_to(self, file: Path) -> None:
+        """Without a terminal, keep the newest line in ``file`` from now on.
 
-        Standard error often goes where standard output goes.
+        Rows of a table follow on standard output, which often shares a file with standard error.
         """
         self._file = file
 
@@ -144,10 +148,11 @@ class ProgressLine:
         if self._status is not None:
             self._status.update(Text(text))
         elif time.monotonic() - self._last_print_s >= _PLAIN_INTERVAL_S:
-            if self._file is None:
-                self._console.print(Text(text), soft_wrap=True)
-            else:
-                self._file.write_text(f"{text}\n")
+            with suppress(OSError):  # no run ends because the disk is too full to say how it goes
+                if self._file is None:
+                    self._console.print(Text(text), soft_wrap=True)
+                else:
+                    self._file.write_text(f"{text}\n", encoding="utf-8")
             self._last_print_s = time.monotonic()
 
 

@@ -182,7 +182,7 @@ class Run:
             self._complete_step(self.progress.finished_steps, self.progress.unreported)
         self._raise_failure()
         if self._progress_line is not None and self.config.log.console:
-            self._progress_line.make_way(self.config.run_dir / "logs" / "progress")
+            self._progress_line.move_to(self.config.run_dir / "logs" / "progress")
         self.timer.end_step()
 
     def _complete_step(self, step: int, values: dict[str, float]) -> None:

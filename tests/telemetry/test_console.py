@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.table import Table
@@ -44,6 +46,8 @@ def test_the_file_has_lines_tables_and_the_last_error_of_every_start(tmp_path, c
         tell()
     with pytest.raises(RolloutError), console_kept_in(path):
         raise RolloutError("no server left;\ncontinue with resume=true")
+    with pytest.raises(SystemExit), console_kept_in(path):
+        sys.exit(128 + signal.SIGTERM)
     say("outside of the block")
 
     text = path.read_text()
@@ -56,9 +60,10 @@ def test_the_file_has_lines_tables_and_the_last_error_of_every_start(tmp_path, c
         "",
         "stopped by SIGTERM",
         "no server left; continue with resume=true",
+        "SIGTERM",
     ]
     assert "│ time: export │ 1.2 s │" in text
-    assert "RolloutError: no server left;" in text.splitlines()[-2]
+    assert "RolloutError: no server left;" in text.splitlines()[-3]
     assert text.count("Traceback") == 1
     assert "time: export" in capsys.readouterr().out
 
@@ -87,7 +92,7 @@ def test_without_a_terminal_progress_does_not_stand_between_the_rows(
     sinks = MetricsSinks(tmp_path, "run", LogConfig(tensorboard=False), first_step=0, total_steps=2)
     with ProgressLine() as progress:
         progress.update("server 0: loading")
-        progress.make_way(tmp_path / "progress")
+        progress.move_to(tmp_path / "progress")
         for step in (1, 2):
             progress.update(f"rollout {step}: 3/4 groups")
             sinks.write(StepMetrics(step, {"reward/mean": 0.5}))
@@ -96,6 +101,13 @@ def test_without_a_terminal_progress_does_not_stand_between_the_rows(
     assert output.err == "server 0: loading\n"
     assert [line.split()[0] for line in output.out.splitlines()] == ["step", "1/2", "2/2"]
     assert (tmp_path / "progress").read_text() == "rollout 2: 3/4 groups\n"
+
+
+def test_progress_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("bapo_megatron.telemetry.console._PLAIN_INTERVAL_S", 0.0)
+    progress = ProgressLine()
+    progress.move_to(Path("/dev/full"))
+    progress.update("rollout 1: 3/4 groups")
 
 
 def test_a_row_shows_all_clipped_tokens_and_no_time_of_evaluations(tmp_path, capsys) -> None:
