@@ -32,9 +32,9 @@ _COLUMNS = (
     ("tokens", ("rollout/response_tokens_mean",), "{:.1f}"),
     ("tok/s", ("throughput/generated_tokens_per_s",), "{:.0f}"),
 )
-"""Heading, metrics and format of the terminal's columns, which show their sums."""
-_NOT_IN_STEP = "time/evaluation_s"
-"""Steps with an evaluation would not compare with the others."""
+"""Heading, metrics and format of each column; a column shows the sum of its metrics."""
+_EVALUATION_TIME = "time/evaluation_s"
+"""Left out of a step's time, so that steps with an evaluation compare with the others."""
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -125,7 +125,9 @@ class MetricsSinks:
         for heading, names, form in _COLUMNS:
             found = [values[name] for name in names if name in values]
             cells.append(f"{form.format(sum(found)) if found else '-':>{_width(heading)}}")
-        step_s = sum(v for k, v in values.items() if k.startswith("time/") and k != _NOT_IN_STEP)
+        step_s = sum(
+            v for k, v in values.items() if k.startswith("time/") and k != _EVALUATION_TIME
+        )
         cells.append(f"{step_s:6.{2 if step_s < 10 else 1}f} s")  # a replay takes milliseconds
         if self._lines % 20 == 0:
             blank = " " * (len(cells[0]) - 4)

@@ -11,7 +11,7 @@ _MAX_CHARS = 4000
 
 
 def sample_rows(dumps: Path, step: int) -> list[SampleRow]:
-    """Return samples of a step from the lowest reward to the highest, by equal distances of rank.
+    """Return samples of a step from the lowest reward to the highest, evenly spaced by rank.
 
     Empty where its dump or its texts are not kept. The middle of long texts is left out.
 
