@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.files import atomic_write_text
+from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 
 PublicSettings = Mapping[str, bool | int | float | str]
@@ -107,10 +108,21 @@ class WeightsAndBiases:
         """Add a point to every curve and, where it is due, a table of samples."""
         logged: dict[str, Any] = dict(values)
         is_due = self._every_steps and step != BEFORE_TRAINING and not step % self._every_steps
-        if is_due and self._sample_rows is not None and (rows := self._sample_rows(step)):
+        if is_due and (rows := self._rows(step)):
             columns, cells = list(SampleRow._fields), [list(row) for row in rows]
             logged["samples"] = self._make_table(columns=columns, data=cells)
         self._run.log(logged, step=step)
+
+    def _rows(self, step: int) -> Sequence[SampleRow]:
+        """Return samples of a step; none any more once they cannot be read, which ends no run."""
+        if self._sample_rows is None:
+            return ()
+        try:
+            return self._sample_rows(step)
+        except (ValueError, OSError) as error:
+            self._sample_rows = None
+            say(f"no table of samples at Weights & Biases from now on: {error}")
+            return ()
 
     def close(self) -> None:
         """Send what is left, and end the run."""

@@ -13,10 +13,11 @@ _MAX_CHARS = 4000
 def sample_rows(dumps: Path, step: int) -> list[SampleRow]:
     """Return samples of a step from the lowest reward to the highest, evenly spaced by rank.
 
-    Empty where its dump or its texts are not kept. The middle of long texts is left out.
+    Samples without a text are left out, and so is the middle of a long text. Empty where its dump
+    or its texts are not kept.
 
     Raises:
-        DumpError: A file is damaged.
+        DumpError: A file is damaged, or of another version's format.
     """
     path = dump_path(dumps, step)
     try:
@@ -25,7 +26,8 @@ def sample_rows(dumps: Path, step: int) -> list[SampleRow]:
         return []
     if texts is None:
         return []
-    ranked = sorted(batch.samples, key=lambda sample: sample.reward)
+    with_text = (each for each in batch.samples if (each.group_id, each.index) in texts)
+    ranked = sorted(with_text, key=lambda sample: sample.reward)
     last = min(_NUM_ROWS, len(ranked)) - 1
     picked = [ranked[number * (len(ranked) - 1) // max(last, 1)] for number in range(last + 1)]
     rows = []

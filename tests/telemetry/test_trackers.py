@@ -14,8 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata
 
 from bapo_megatron.config.settings import public_settings
+from bapo_megatron.data.columns import DumpError
 from bapo_megatron.telemetry.sinks import MetricsSinks
-from bapo_megatron.telemetry.trackers import SampleRow
+from bapo_megatron.telemetry.trackers import SampleRow, WeightsAndBiases
 from bapo_megatron.types import StepMetrics
 from bapo_megatron.versions import Software
 from tests.config.files import run_config
@@ -142,6 +143,23 @@ def records_of(path: Path) -> list[Any]:
             records.append(Record.FromString(parts))
             parts = b""
     return records
+
+
+def test_samples_that_cannot_be_read_end_no_run_and_are_told_once(
+    tmp_path: Path, end_client: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(step: int) -> list[SampleRow]:
+        raise DumpError(f"step_{step:06d}.texts.parquet: format 4")
+
+    config = config_of(wandb_project="p", wandb_samples_every=1).log
+    tracker = WeightsAndBiases(tmp_path, "run", config, {}, rows)
+    for step in (1, 2):
+        tracker.write(step, {"reward/mean": 0.5})
+    tracker.close()
+    end_client()
+    assert capsys.readouterr().err == (
+        "no table of samples at Weights & Biases from now on: step_000001.texts.parquet: format 4\n"
+    )
 
 
 def test_weights_and_biases_gets_settings_group_tags_and_samples_but_no_secret(

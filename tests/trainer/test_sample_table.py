@@ -64,6 +64,12 @@ def test_turns_are_one_text_and_the_middle_of_a_long_one_is_left_out(tmp_path: P
     assert second.response == "2"
 
 
+def test_samples_without_a_text_are_left_out(tmp_path: Path) -> None:
+    path = write_step(tmp_path, 1, [[0.0, 0.5, 1.0]])
+    write_texts(path, 1, [SampleText(0, 2, "1+1=", "2", "2"), SampleText(0, 0, "1+1=", "2", "3")])
+    assert [row.reward for row in sample_rows(tmp_path, 1)] == [0.0, 1.0]
+
+
 def test_without_kept_texts_or_dump_there_is_no_table(tmp_path: Path) -> None:
     assert sample_rows(tmp_path, 1) == []
     path = write_step(tmp_path, 1, [[0.0, 1.0]])
