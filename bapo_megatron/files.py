@@ -55,10 +55,12 @@ def parse_json(content: bytes | str) -> Any:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an ``OSError`` of an open stream, which knows no name, name its file."""
+    """Add the file's name to an ``OSError`` from an open stream, which does not know it."""
     try:
         yield
     except OSError as error:
+        if error.errno is None:  # a library's own, such as Arrow's
+            raise OSError(f"{path}: {error}") from error
         raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
 
 

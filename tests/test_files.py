@@ -47,6 +47,12 @@ def test_a_full_disk_below_an_open_stream_names_the_file(tmp_path):
         stream.write(b"row")
 
 
+def test_a_library_s_error_below_an_open_stream_keeps_its_text(tmp_path):
+    path = tmp_path / "rollout.parquet"
+    with pytest.raises(OSError, match=r"rollout\.parquet: Arrow: no codec$"), naming(path):
+        raise OSError("Arrow: no codec")
+
+
 def test_a_directory_appears_complete(tmp_path):
     with atomic_directory(tmp_path / "step_1") as folder:
         (folder / "sub").mkdir()
