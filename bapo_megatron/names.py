@@ -9,13 +9,15 @@ from typing import Any
 
 _OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
 """What the dynamic loader says when the address space is used up."""
-_NOT_A_USERS = (
+_NOT_USER_CODE = (
     str(Path(__file__).parent) + os.sep,
     str(Path(os.__file__).parent) + os.sep,
     "<",
 )
-"""Where files begin that are this package's, the standard library's, or none."""
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
+"""Beginnings of paths that are not a user's: this package, the standard library, code without a
+file."""
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+"""Directories of installed packages; the second one is Debian's, also in NVIDIA's containers."""
 
 
 class LoadError(ValueError):
@@ -54,7 +56,7 @@ def shown(error: BaseException, max_chars: int = 200) -> str:
 
 
 def with_place(text: str, error: BaseException) -> str:
-    """Add to what is said of an error where in the user's code it was raised, if it was there."""
+    """Append the place in the user's code where an error was raised, if there is one."""
     place = raised_at(error)
     return f"{text} ({place})" if place else text
 
@@ -68,6 +70,7 @@ def raised_at(error: BaseException, own_file: str = "") -> str | None:
     found = [frame for frame in frames if frame.filename == own_file] or [
         frame
         for frame in frames
-        if not frame.filename.startswith(_NOT_A_USERS) and _INSTALLED not in frame.filename
+        if not frame.filename.startswith(_NOT_USER_CODE)
+        and _INSTALLED.isdisjoint(Path(frame.filename).parts)
     ]
     return f"{found[0].filename}:{found[0].lineno}" if found else None
