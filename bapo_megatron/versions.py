@@ -51,7 +51,7 @@ def own_software() -> Software:
         **{name: installed_version(name) for name in _PACKAGES},
     }
     versions = {name: version for name, version in found.items() if version is not None}
-    return Software(_commit(_ROOT), versions)
+    return Software(commit_of(_ROOT), versions)
 
 
 def installed_version(name: str) -> str | None:
@@ -62,7 +62,7 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def _commit(root: Path) -> str | None:
+def commit_of(root: Path) -> str | None:
     """Return the commit of a checkout, as in ``Software``.
 
     ``root`` must be the checkout itself: an environment with this package may lie in another one.

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from bapo_megatron import __version__, versions
-from bapo_megatron.versions import Software, own_software
+from bapo_megatron.versions import Software, commit_of, own_software
 
 
 def test_the_commit_is_that_of_the_checkout_and_says_whether_files_were_changed(tmp_path) -> None:
@@ -27,14 +27,14 @@ def test_the_commit_is_that_of_the_checkout_and_says_whether_files_were_changed(
     commit = git("rev-parse", "--short=12", "HEAD")
 
     assert len(commit) == 12
-    assert versions._commit(tmp_path) == commit
+    assert commit_of(tmp_path) == commit
     (tmp_path / "notes.txt").write_text("untracked\n")
-    assert versions._commit(tmp_path) == commit
+    assert commit_of(tmp_path) == commit
     file.write_text("x = 2\n")
-    assert versions._commit(tmp_path) == f"{commit}-dirty"
+    assert commit_of(tmp_path) == f"{commit}-dirty"
     # An environment inside somebody's checkout has not its commit.
     (tmp_path / "site-packages").mkdir()
-    assert versions._commit(tmp_path / "site-packages") is None
+    assert commit_of(tmp_path / "site-packages") is None
 
 
 def test_versions_are_those_that_the_packages_have_of_themselves() -> None:

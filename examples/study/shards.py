@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import platform
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -24,6 +23,7 @@ import pyarrow.parquet as pq
 
 from bapo_megatron.files import atomic_write_bytes, atomic_write_text
 from bapo_megatron.processes import end_with_parent
+from bapo_megatron.versions import commit_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -81,17 +81,9 @@ def path_of(directory: Path, name: str) -> Path:
 
 def provenance() -> dict[str, str]:
     """What results depend on beside the seeds: commit, versions, processor."""
-    root = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {
-        "commit": commit or "unknown",
+        "commit": commit_of(Path(__file__).parents[2]) or "unknown",
         "python": platform.python_version(),
         "machine": platform.machine(),
     } | versions

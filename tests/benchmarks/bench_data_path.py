@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from bapo_megatron.versions import commit_of
 from tests.benchmarks import harness
 from tests.launch import free_port
 
@@ -159,7 +160,7 @@ def main() -> None:
                 measure(trees[tree], options.tokens, options.ranks, options.repeats)
             )
     machine = harness.machine(torch.device("cpu"))
-    machine["before"] = harness.commit_of(trees["before"])
+    machine["before"] = commit_of(trees["before"]) or "unknown"
     report = _report(rounds, options, machine)
     print(report)  # noqa: T201
     harness.write_report(options.out, report, {"machine": machine, "rounds": rounds})

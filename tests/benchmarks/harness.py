@@ -32,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.ops import extension
+from bapo_megatron.versions import commit_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -274,7 +275,7 @@ def machine(device: torch.device) -> dict[str, Any]:
             versions[name] = "not installed"
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit_of(REPOSITORY),
+        "commit": commit_of(REPOSITORY) or "unknown",
         "command": f"python -m {_module()} {shlex.join(sys.argv[1:])}",
         "processor": _processor(),
         "device": _device(device),
@@ -377,17 +378,6 @@ def _markdown(title: str, where: dict[str, Any], sections: Sequence[Section]) ->
             lines.append("| " + " | ".join(cells) + " |")
         lines += ["", *section.remarks] if section.remarks else []
     return "\n".join(lines) + "\n"
-
-
-def commit_of(checkout: Path) -> str:
-    """The commit of a checkout, ``-dirty`` where files differ from it."""
-    answer = subprocess.run(
-        ["git", "-C", str(checkout), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return answer.stdout.strip() or "unknown"
 
 
 def _device(device: torch.device) -> str:

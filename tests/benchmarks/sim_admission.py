@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.pooled import PooledEngine
 from bapo_megatron.rollout.admission import Admission, Claim
+from bapo_megatron.versions import commit_of
 from tests.benchmarks import harness
 from tests.benchmarks.sim_cluster import Hardware, Lengths
 from tests.benchmarks.sim_schedule import Mode, Simulation
@@ -129,7 +130,7 @@ def report(results: dict[tuple[str, str], list[dict[int | None, Result]]], steps
     lines = [
         TITLE,
         "",
-        f"{datetime.now(UTC):%Y-%m-%d}, commit {harness.commit_of(harness.REPOSITORY)}.",
+        f"{datetime.now(UTC):%Y-%m-%d}, commit {commit_of(harness.REPOSITORY) or 'unknown'}.",
         "",
         f"    python -m {harness._module()} {' '.join(sys.argv[1:])}",
         "",
