@@ -30,7 +30,7 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "init": "Write a first configuration for a model, a file of prompts and some GPUs.",
-    "train": "Train a policy; start it with torchrun for more than one rank.",
+    "train": "Train a policy; start several ranks with python -m bapo_megatron.torchrun.",
     "eval": "Evaluate model.path on the configured sets, or grade earlier samples again.",
     "compare": "Compare two evaluations problem by problem, or two groups of runs seed by seed.",
     "sweep": "Train variants of a configuration by several seeds, and compare them.",

@@ -20,7 +20,7 @@ def command(
         bool, typer.Option("--resume", help="Continue the run; short for resume=true.")
     ] = False,
 ) -> None:
-    """Train a policy; start it with torchrun for more than one rank."""
+    """Train a policy; start several ranks with python -m bapo_megatron.torchrun."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # No rank outlives torchrun. SIGKILL, because Python runs no handler while a collective
         # waits in C++; what rank 0 started ends by itself once rank 0 is gone.

@@ -44,7 +44,7 @@ def record_start(run_dir: Path, step: int, world_size: int) -> None:
 
 
 def read_starts(run_dir: Path) -> list[Start]:
-    """Return the starts of a run in their order; none where another version has written it.
+    """Return a run's starts in order; empty where the run's version recorded none.
 
     Raises:
         ValueError: A line is not a start; the message names file and line.

@@ -1,4 +1,4 @@
-"""Makes of docs/ a site: pages generated from the code, and links to files outside docs/.
+"""Builds a site from docs/: pages generated from the code, and links to files outside docs/.
 
 Keys, commands and the API come from the package that is imported, so they cannot be stale. A file
 of the repository that a page links to becomes a page under ``source/``.
