@@ -2,8 +2,9 @@
 
 torch's reader unpickles ``.metadata``, and its planner unpickles the objects among the shards: a
 crafted checkpoint runs code. Here ``.metadata`` may name only the records that torch and Megatron
-write, and objects only what ``torch.load(weights_only=True)`` admits. With checksums, each piece of
-a file is verified when it is read: by whoever needs it, and from the same bytes.
+write, and objects only what ``torch.load(weights_only=True)`` admits. With checksums, whoever reads
+a piece also verifies it, in a thread that reads the same part of the file (by then in the page
+cache).
 """
 
 import pickle
@@ -36,7 +37,7 @@ _REFUSED = re.compile(r"GLOBAL (\S+)")
 """What torch calls a name that it does not admit."""
 
 _CHUNK_BYTES = 1 << 20
-"""Stay in a core's cache between reading and hashing."""
+"""Read size; small enough to stay in a core's cache until it is hashed."""
 
 _UNPICKLING_ERRORS = (
     pickle.UnpicklingError,
@@ -121,21 +122,22 @@ class CheckedReader(FileSystemReader):
         Raises:
             DamagedError: A piece has changed, or an object is refused.
         """
-        with only_weights():
-            try:
+        try:
+            with only_weights():
                 read = super().read_data(plan, planner)
-            except Exception as error:
-                self._await_verified()  # whatever damage has led to, its place is what helps
-                refused = _REFUSED.search(str(error))
-                if refused and isinstance(error, pickle.UnpicklingError):
-                    raise DamagedError(_forbidden("a shard", refused[1])) from error
-                raise
-            except BaseException:  # Ctrl-C does not wait for the rest
-                for check in self._checks:
-                    check.cancel()
-                raise
-        self._await_verified()
-        return read
+        except Exception as error:
+            self._await_verified()  # whatever damage has led to, its place is what helps
+            refused = _REFUSED.search(str(error))
+            if refused and isinstance(error, pickle.UnpicklingError):
+                raise DamagedError(_forbidden("a shard", refused[1])) from error
+            raise
+        else:
+            self._await_verified()
+            return read
+        finally:  # the interpreter's exit would wait for those that are still queued
+            for check in self._checks:
+                check.cancel()
+            self._checks.clear()
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         if self._pieces is not None:
@@ -160,8 +162,7 @@ class CheckedReader(FileSystemReader):
 
     def _await_verified(self) -> None:
         """Raise ``DamagedError`` if a piece that was read has changed."""
-        checks, self._checks = self._checks, []
-        for check in checks:
+        for check in self._checks:
             check.result()
 
 

@@ -1,4 +1,4 @@
-"""What the reader of ``.metadata`` admits beside records: members of enumerations."""
+"""What the reader admits beside records, and what it leaves when it is interrupted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from bapo_megatron.policy.checkpoint_files import METADATA_NAME, DamagedError
@@ -45,3 +47,29 @@ def test_a_member_of_an_enumeration_may_be_pickled_as_an_attribute(tmp_path: Pat
 def test_another_attribute_is_refused(tmp_path: Path, owner: type, name: str) -> None:
     with pytest.raises(DamagedError, match=r"\.metadata names (builtins\.getattr|pathlib\.Path)"):
         _read(tmp_path, _Attribute(owner, name))
+
+
+@pytest.mark.parametrize("error", [DamagedError, KeyboardInterrupt])
+def test_damage_and_an_interrupt_do_not_wait_for_pieces_that_are_still_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    reader, verified, is_over = CheckedReader(tmp_path, {}), [], Event()
+
+    def verify(piece: int) -> None:
+        verified.append(piece)
+        if piece == 0:
+            raise error
+        is_over.wait(30)
+
+    def read(own: CheckedReader, plan: Any, planner: Any) -> None:
+        for piece in range(3):
+            own._slice_file(None, piece)
+
+    monkeypatch.setattr(reader, "_verify", verify)
+    monkeypatch.setattr(FileSystemReader, "_slice_file", lambda *_: None)
+    monkeypatch.setattr(FileSystemReader, "read_data", read)
+    with pytest.raises(error):
+        reader.read_data(None, None)
+    is_over.set()
+    reader._hasher.shutdown()
+    assert 2 not in verified
