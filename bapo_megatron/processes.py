@@ -288,7 +288,9 @@ def request_stacks() -> list[int]:
     handling: set[int] = set()
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
-            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+            fields = dict(
+                line.split(":\t", 1) for line in status.read_text(errors="replace").splitlines()
+            )
             pid = int(status.parent.name)
             parents[pid] = int(fields["PPid"])
             if int(fields["SigCgt"], 16) >> (_STACKS_SIGNAL - 1) & 1:

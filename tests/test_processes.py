@@ -81,6 +81,17 @@ def test_a_process_that_would_end_by_it_is_not_asked_for_its_stacks() -> None:
         process.wait()
 
 
+def test_a_process_whose_name_is_cut_in_the_middle_of_a_character_is_in_nobody_s_way() -> None:
+    rename = "open('/proc/self/comm', 'wb').write(b'caf\\xc3'); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert process.pid not in request_stacks()
+        process.kill()
+
+
 def test_compiled_code_is_kept_where_nobody_else_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
