@@ -181,6 +181,9 @@ def main() -> None:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     args = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]
+    # Until there are ranks, torchrun handles no signal, and while the store waits for other nodes,
+    # in C++, Python would not handle Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     processes_of_torchrun._terminate_process_handler = _stop_once  # type: ignore[assignment]
     rendezvous_handler_registry.register(_BACKEND, _make_rendezvous)
     logs = PrivateDirectory()

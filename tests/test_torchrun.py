@@ -8,14 +8,14 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from tests.launch import REPOSITORY
+from tests.launch import REPOSITORY, free_port
 from tests.nodes import Node, make_nodes
 
 if TYPE_CHECKING:
@@ -40,16 +40,20 @@ def machines() -> Iterator[tuple[Node, Node]]:
         try:
             first, second = stack.enter_context(make_nodes(2))
         except pytest.skip.Exception:
-            addresses = [
-                address.address
-                for interface in psutil.net_if_addrs().values()
-                for address in interface
-                if address.family.name == "AF_INET" and not address.address.startswith("127.")
-            ]
-            if not addresses:
-                pytest.skip("no network namespaces for this user, and no address but the loopback")
-            first = second = Node("", addresses[0])
+            first = second = Node("", own_address())
         yield first, second
+
+
+def own_address() -> str:
+    addresses = [
+        address.address
+        for interface in psutil.net_if_addrs().values()
+        for address in interface
+        if address.family.name == "AF_INET" and not address.address.startswith("127.")
+    ]
+    if not addresses:
+        pytest.skip("no address but the loopback")
+    return addresses[0]
 
 
 def prefix(node: Node) -> tuple[str, ...]:
@@ -112,6 +116,25 @@ def test_the_attack_succeeds_against_torchrun_itself(
     assert len(open_to_all) >= 2
 
 
+@pytest.mark.slow
+def test_ctrl_c_ends_the_wait_for_other_nodes() -> None:
+    address, port = own_address(), free_port()
+    place = ["--node-rank", "0", "--master-addr", address, "--master-port", str(port)]
+    command = [sys.executable, "-m", "bapo_megatron.torchrun", "--nnodes", "2", *place, "never.py"]
+    process = subprocess.Popen(command, cwd=REPOSITORY)
+    try:
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s:
+            with suppress(ConnectionRefusedError):
+                socket.create_connection((address, port), timeout=5).close()
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == -signal.SIGINT
+    finally:
+        process.kill()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -135,6 +158,7 @@ def test_what_would_open_the_store_or_hide_it_is_refused(
 
     line = ["torchrun", *arguments, "--nproc-per-node", "1", "never.py"]
     monkeypatch.setattr(sys, "argv", line)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process stays as it is
     monkeypatch.setattr(torchrun.rendezvous_handler_registry, "_registry", {})
     with pytest.raises(SystemExit, match=message):
         torchrun.main()
