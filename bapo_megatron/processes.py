@@ -300,10 +300,13 @@ def request_stacks() -> list[int]:
         family += [child for child, parent in parents.items() if parent == pid]
     asked = [pid for pid in family if pid in handling]
     for pid in asked:
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            if pid != own_pid:
-                with Path(f"/proc/{pid}/fd/{_STDERR}").open("a") as log:
-                    log.write(f"--- stacks of process {pid} ---\n")
+        if pid != own_pid:
+            with (
+                contextlib.suppress(OSError),  # a socket, such as systemd's journal, or closed
+                Path(f"/proc/{pid}/fd/{_STDERR}").open("a") as log,
+            ):
+                log.write(f"--- stacks of process {pid} ---\n")
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, _STACKS_SIGNAL)
             time.sleep(_DUMP_S)
     return asked

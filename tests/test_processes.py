@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -79,6 +80,27 @@ def test_a_process_that_would_end_by_it_is_not_asked_for_its_stacks() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_process_whose_standard_error_is_a_socket_writes_its_stacks_there() -> None:
+    program = (
+        "import time; from bapo_megatron.processes import write_stacks_on_signal as listen; "
+        "listen(); print(flush=True); time.sleep(20)"
+    )
+    own, given = socket.socketpair()
+    with (
+        own,
+        given,
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=given
+        ) as process,
+    ):
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert process.pid in request_stacks()
+        own.settimeout(10)
+        assert own.recv(1000).startswith(b"Current thread")
+        process.kill()
 
 
 def test_a_process_whose_name_is_cut_in_the_middle_of_a_character_is_in_nobody_s_way() -> None:
