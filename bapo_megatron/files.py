@@ -61,7 +61,7 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:  # a library's own, such as Arrow's
             raise OSError(f"{path}: {error}") from error
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:
@@ -75,13 +75,12 @@ def atomic_write_bytes(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("xb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        with naming(path):
+            with temporary.open("xb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     _fsync(path.parent)
