@@ -72,7 +72,7 @@ class MetricsSinks:
         first_step: int,
         total_steps: int,
         settings: PublicSettings | None = None,
-        sample_rows: Callable[[int], Sequence[SampleRow]] | None = None,
+        sample_rows: Callable[[int], Sequence[SampleRow]] = lambda _: (),
         show_row: ShowRow | None = None,
     ) -> None:
         """Open the sinks; drop the rows of ``first_step`` and of what comes after it.

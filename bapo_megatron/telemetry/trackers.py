@@ -75,7 +75,7 @@ class WeightsAndBiases:
         run_name: str,
         config: LogConfig,
         settings: PublicSettings,
-        sample_rows: Callable[[int], Sequence[SampleRow]] | None,
+        sample_rows: Callable[[int], Sequence[SampleRow]],
     ) -> None:
         """Begin or continue it; ``sample_rows`` returns samples of a step."""
         import wandb
@@ -115,12 +115,10 @@ class WeightsAndBiases:
 
     def _rows(self, step: int) -> Sequence[SampleRow]:
         """Return samples of a step; none any more once they cannot be read, which ends no run."""
-        if self._sample_rows is None:
-            return ()
         try:
             return self._sample_rows(step)
         except (ValueError, OSError) as error:
-            self._sample_rows = None
+            self._sample_rows = lambda _: ()
             say(f"no table of samples at Weights & Biases from now on: {error}")
             return ()
 
