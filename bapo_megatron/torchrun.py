@@ -163,10 +163,12 @@ def _stop_once(number: int, frame: FrameType | None) -> NoReturn:
     for each in signal.valid_signals():
         if signal.getsignal(each) is _stop_once:
             signal.signal(each, signal.SIG_IGN)
-    began_s = time.monotonic()
+    counted_s = time.monotonic()
 
     def stop_again(number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - began_s > SAME_SIGNAL_S:
+        nonlocal counted_s
+        if (now_s := time.monotonic()) - counted_s > SAME_SIGNAL_S:
+            counted_s = now_s
             signal.alarm(_END_S)
             raise SignalException("got SIGINT again", signal.SIGINT)
 

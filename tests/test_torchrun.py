@@ -169,7 +169,7 @@ def test_after_the_first_signal_only_a_ctrl_c_that_follows_another_after_5_s_cou
 ) -> None:
     from bapo_megatron import torchrun
 
-    clock = iter((100.0, 104.9, 105.1))
+    clock = iter((100.0, 104.9, 105.1, 110.0))
     monkeypatch.setattr(torchrun, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.signal(number, torchrun._stop_once) for number in numbers}
@@ -181,6 +181,7 @@ def test_after_the_first_signal_only_a_ctrl_c_that_follows_another_after_5_s_cou
             signal.raise_signal(number)
         with pytest.raises(torchrun.SignalException):
             signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # the same one
         assert 0 < signal.alarm(0) <= 30  # then ranks are killed
     finally:
         for number, handler in before.items():
