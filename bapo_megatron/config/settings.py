@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import yaml
 
@@ -119,11 +118,18 @@ def public_settings(config: RunConfig) -> dict[str, bool | int | float | str]:
     }
 
 
+_ADDRESS = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*://)([^\s/?#]*@)?"  # user and password
+    r"(?P<host>([\w.-]+|\[[0-9a-f:.]+\])(:\d+)?)([/?#][^\s@]*)?",
+    re.I,
+)
+
+
 def public_setting(key: str, value: Any) -> str:
     """Return a value of the configuration as others may see it.
 
-    Paths keep their last name, addresses lose user, password and query, options of servers lose
-    their values, and what is named like a secret is not shown.
+    Paths keep their last name, addresses scheme, host and port; options of servers lose their
+    values. What is named like a secret is not shown, nor is a longer text with an address in it.
     """
     if isinstance(value, list):
         if "extra_args" in key:
@@ -135,10 +141,9 @@ def public_setting(key: str, value: Any) -> str:
         return "not shown"
     text = str(value)
     if "://" in text:
-        parts = urlsplit(text)
-        port = f":{parts.port}" if parts.port else ""
-        return f"{parts.scheme}://{parts.hostname or ''}{port}"
-    if isinstance(value, str) and "/" in text and " " not in text:
+        address = _ADDRESS.fullmatch(text)
+        return "".join(address.group("scheme", "host")) if address else "not shown"
+    if isinstance(value, str) and "/" in text and (" " not in text or text.startswith("/")):
         path, colon, name = text.partition(":")
         return Path(path).name + colon + name
     return text

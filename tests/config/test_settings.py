@@ -53,6 +53,15 @@ CONFIG = RunConfig.model_validate(
         ("reward.functions.0.token_variable", "JUDGE_TOKEN", "JUDGE_TOKEN"),
         ("rollout.max_response_tokens", 80, "80"),
         ("replay.dumps", None, "none"),
+        ("model.path", "/home/jane doe/models/Qwen", "Qwen"),
+        (
+            "rollout.servers",
+            ["http://me@a.b:1", "http://[::1]:30000/"],
+            "http://a.b:1, http://[::1]:30000",
+        ),
+        ("reward.functions.0.http.note", "s3://bucket:prod/x", "not shown"),
+        ("data.system_prompt", f"Use https://me:{SECRET}@a.b: then answer", "not shown"),
+        ("data.system_prompt", "Answer yes or no/maybe.", "Answer yes or no/maybe."),
     ],
 )
 def test_settings_show_no_outside_path_and_no_secret(key: str, value: object, shown: str) -> None:
