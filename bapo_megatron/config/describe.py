@@ -171,11 +171,14 @@ def _suggestion(location: Sequence[int | str], root: type[BaseModel]) -> str:
             section = nested[0]
     for near in difflib.get_close_matches(str(wanted), section.model_fields, n=1):
         return f"did you mean '{dotted([*parents, near])}'?"
-    if known := _NAMES_ELSEWHERE.get(str(wanted)):
-        return f"did you mean '{known}'?"
-    elsewhere = {key.name.rpartition(".")[2]: key.name for key in reversed(describe_keys(root))}
+    known = [key.name for key in describe_keys(root)]
+    if (other := _NAMES_ELSEWHERE.get(str(wanted))) in known:
+        return f"did you mean '{other}'?"
+    elsewhere = {name.rpartition(".")[2]: name for name in reversed(known)}
     for near in difflib.get_close_matches(str(wanted), elsewhere, n=1):
         return f"did you mean '{elsewhere[near]}'?"
+    if root is not RunConfig:  # whose keys the command lists
+        return f"its section's keys: {', '.join(section.model_fields)}"
     names = ".".join(part for part in parents if isinstance(part, str))
     return f"its section's keys: bapo-megatron config{f' --key {names}' if names else ''}"
 

@@ -75,6 +75,11 @@ def test_a_path_may_follow_the_seed(base: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"seed": [0]}, "unknown key 'seed'; did you mean 'seeds'?"),
+        (
+            {"n": 3},
+            "unknown key 'n'; its section's keys: config, dir, overrides, variants, grid, seeds, "
+            "jobs, ranks",
+        ),
         ({"seeds": None}, r"missing key 'seeds' \(Each variant is trained once by each seed.\)"),
         ({"seeds": [1, 1]}, r"'seeds' must be different numbers, at least one, got \[1, 1\]"),
         ({"seeds": [-1]}, "grpo/seed-1: override 'seed=-1': 'seed' must be greater than or equal"),
