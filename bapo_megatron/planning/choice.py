@@ -11,8 +11,8 @@ from bapo_megatron.policy.hf_config import HfConfig
 
 _COLOCATED_MEM_SHARE = 0.4
 """Share of a GPU's memory for a server, beside the trainer's weights and optimizer states."""
-_NEARLY = 1.1
-"""Estimates that differ by this factor are taken as equal."""
+_EQUAL_TIME_RATIO = 1.1
+"""Estimates that differ by at most this factor are taken as equal."""
 _TOKENS_MULTIPLE = 128
 """Micro-batches are multiples of this, which every layout divides (``packing_multiples``)."""
 
@@ -22,9 +22,10 @@ def choose_layout(
 ) -> tuple[RunConfig, Plan]:
     """Divide ``gpus`` GPUs between trainer and servers, and choose the trainer's layout.
 
-    On one node half of them train, or, where no layout fits so, all of them do both in turns; of
-    several nodes half train. The layout is the fastest one that fits by ``make_plan``. A
-    micro-batch over all context-parallel ranks keeps the tokens that ``config`` gives to one rank.
+    On one node, half of the GPUs train; where no layout fits, all of them train and sample in
+    turns. Of several nodes, half train. Of the layouts that fit, the simplest one within
+    ``_EQUAL_TIME_RATIO`` of the fastest is chosen. A micro-batch over all context-parallel ranks
+    keeps the tokens that ``config`` gives to one rank.
 
     Returns:
         The configuration with ``parallel``, ``megatron.recompute``, the micro-batch and the servers
@@ -40,16 +41,18 @@ def choose_layout(
             f"--gpus: must be whole nodes of {node_gpus} GPUs if one is not enough, got {gpus}; "
             f"give {gpus // node_gpus * node_gpus}"
         )
-    problem = ""
     for trainer_gpus, server_gpus, rollout in _divisions(gpus, node_gpus):
+        problem = ""
         divided = _with_rollout(config, rollout)
-        asked = replace(options, gpus=trainer_gpus)
+        elsewhere = gpus - trainer_gpus if gpus > node_gpus else None
+        asked = replace(options, gpus=trainer_gpus, rollout_gpus=elsewhere)
         try:
             tensor = make_plan(divided, hf, asked).rollout.gpus_per_server
         except ValueError as error:  # no server of these GPUs has room for a sequence
             problem = f" ({error})"
             continue
         if tensor > server_gpus:
+            problem = f" (a server needs {tensor} GPUs, got {server_gpus})"
             continue
         server = {"tensor": tensor, "count": server_gpus // tensor}
         divided = _with_rollout(divided, {"server": server})
@@ -65,9 +68,12 @@ def choose_layout(
 
 
 def _simplest_first(estimates: Sequence[LayoutEstimate]) -> list[LayoutEstimate]:
-    """Those that fit: first what is nearly as fast as the fastest, with the least division."""
+    """Return the layouts that fit.
+
+    Those nearly as fast as the fastest come first, least divided first, then the others by time.
+    """
     fitting = [estimate for estimate in estimates if estimate.fits]
-    limit_s = _NEARLY * min((estimate.training_s for estimate in fitting), default=0.0)
+    limit_s = _EQUAL_TIME_RATIO * min((estimate.training_s for estimate in fitting), default=0.0)
 
     def order(estimate: LayoutEstimate) -> tuple[float, ...]:
         layout = estimate.layout
@@ -79,7 +85,7 @@ def _simplest_first(estimates: Sequence[LayoutEstimate]) -> list[LayoutEstimate]
 
 
 def _divisions(gpus: int, node_gpus: int) -> Iterator[tuple[int, int, dict[str, object]]]:
-    """Yield trainer GPUs, those of the servers of one node, and what ``rollout`` says of it."""
+    """Yield the trainer's GPUs, the server GPUs of a node, and the division's ``rollout`` keys."""
     if gpus > node_gpus:
         yield gpus // node_gpus // 2 * node_gpus, node_gpus, {"async_steps": 1}
         return

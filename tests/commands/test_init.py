@@ -183,6 +183,11 @@ def test_columns_that_are_not_known_can_be_named(random_model: Path, tmp_path: P
     ("model", "gpus", "problem"),
     [
         ("deepseek-r1-distill-qwen-32b", 8, "--gpus: 8 H100 cannot train and sample"),
+        (
+            "deepseek-r1-distill-qwen-32b",
+            1,
+            r"92 tokens \(a server needs 4 GPUs, got 1\); give more",
+        ),
         ("qwen3-0.6b", 12, "--gpus: must be whole nodes of 8 GPUs if one is not enough, got 12"),
     ],
 )
