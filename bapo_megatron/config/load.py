@@ -89,9 +89,14 @@ def parse_section(section: type[SectionT], given: Any, place: Place) -> SectionT
 
 def dump_yaml(config: RunConfig) -> str:
     """The configuration with every default as YAML; ``load_config`` reads it back equal."""
-    # OmegaConf would take a literal "${" for a reference.
-    escaped = json.dumps(config.model_dump(mode="json")).replace("${", r"\\${")
-    return yaml.safe_dump(json.loads(escaped), sort_keys=False, allow_unicode=True)
+    values = literal(config.model_dump(mode="json"))
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def literal(value: Any) -> Any:
+    """Return a JSON value as a file must hold it, so that "${" in its texts is no reference."""
+    # OmegaConf's escape is a backslash, and two are one before "${"; JSON writes each twice.
+    return json.loads(re.sub(r"(\\*)\$\{", r"\1\1\\\\${", json.dumps(value)))
 
 
 def _refuse_unsendable(value: Any, place: Place, location: tuple[Any, ...] = ()) -> None:

@@ -82,10 +82,12 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
             "optimizer.lr=1e-7",
             "data.train={path: x.jsonl}",
             "data.prompt_suffix='a \\${b} \\boxed{} ü: # ''c'''",
+            r"data.system_prompt='a\\\${b} \\'",
             "rollout.servers=[http://a:1]",
         ],
     )
     assert config.data.prompt_suffix == "a ${b} \\boxed{} ü: # 'c'"
+    assert config.data.system_prompt == r"a\${b} \\"
 
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
 
