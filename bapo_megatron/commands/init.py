@@ -1,22 +1,25 @@
 """``bapo-megatron init``: the first configuration for a model, a file of prompts and some GPUs."""
 
-import json
+import math
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import yaml
+from omegaconf import OmegaConf
 
+from bapo_megatron.calls import shown_value
 from bapo_megatron.config.check import check_data, check_model
-from bapo_megatron.config.data import DataConfig, TrainSetConfig
-from bapo_megatron.config.load import parse_section
+from bapo_megatron.config.data import DataConfig, TrainSetConfig, is_pattern
+from bapo_megatron.config.load import literal, parse_section
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.prompts import PromptSet, load_train_sets
-from bapo_megatron.data.rows import DataError, RowFormat, read_rows, recognise
+from bapo_megatron.data.rows import DataError, Row, RowFormat, read_rows, recognise
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.planning.choice import choose_layout
 from bapo_megatron.planning.plan import Plan, PlanOptions
@@ -36,20 +39,21 @@ _UPDATES_PER_BATCH = 4
 _LONG_ANSWER_CHARS = 100
 """A longer answer is hardly a number or a formula."""
 _BOX_REQUEST = "\nPut your final answer in \\boxed{}."
-_PLAIN = re.compile(r"[A-Za-z./_][\w./-]*")
-"""Texts that may need no quotes in YAML."""
+_PLAIN = re.compile(r"[A-Za-z/_][\w./-]*")
+"""Texts that need no quotes, unless YAML reads them as another type."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What model and data say by themselves."""
+    """What was read from the model and the prompts."""
 
     hf: HfConfig
-    dtype: str
+    stored_dtype: object
+    """The type in config.json; None where there is none."""
     row_format: RowFormat
+    data: DataConfig
+    """With a suffix unless the first prompt asks for a box by itself."""
     prompts: PromptSet
-    has_box: bool
-    """Whether the questions ask for a box themselves."""
 
 
 def command(
@@ -70,14 +74,18 @@ def command(
     if target.exists():
         raise ValueError(f"{target}: exists and is not overwritten; remove it, or give another DIR")
     train_set = TrainSetConfig(
-        path=data, prompt_column=prompt_column or None, answer_column=answer_column or None
+        path=data,
+        prompt_column=prompt_column or None,
+        answer_column=answer_column or None,
+        name="train" if is_pattern(data) else "",
     )
     found = _look_at(ModelConfig(path=model), train_set)
     options = PlanOptions(gpu=gpu, node_gpus=node_gpus)
-    draft = _draft(directory, model, data, found, response_tokens)
+    draft = _draft(directory, model, found, response_tokens)
     config, plan = choose_layout(draft, found.hf, options, gpus)
     text = _as_yaml(config, found, plan, gpus)
-    written = parse_section(RunConfig, yaml.safe_load(text), str(target))
+    settings = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    written = parse_section(RunConfig, settings, str(target))
     assert written == config, "the file says what was planned"
     directory.mkdir(parents=True, exist_ok=True)
     atomic_write_text(target, text)
@@ -94,23 +102,26 @@ def _look_at(model: ModelConfig, train_set: TrainSetConfig) -> _Found:
     """
     raw = check_model(model)
     hf = read_hf_config_file(model.path / "config.json")
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")
     data = DataConfig(
         train=train_set,
         max_prompt_tokens=min(_MAX_PROMPT_TOKENS, hf.max_position_embeddings // 2),
     )
     check_data(RunConfig(name="init", run_dir=Path(), model=model, data=data))
-    row_format, question = _format_of(train_set)
-    has_box = "\\boxed" in question
-    if not has_box:
-        data = data.model_copy(update={"prompt_suffix": _BOX_REQUEST})
-    renderer = ChatRenderer(load_tokenizer(model.path), data)
-    [prompts] = load_train_sets(data, renderer)
-    return _Found(hf, "float32" if dtype == "float32" else "bfloat16", row_format, prompts, has_box)
+    row, row_format = _first_row(train_set)
+    tokenizer = load_tokenizer(model.path)
+    text, _, _ = row_format.read(row, (), set(), ChatRenderer(tokenizer, data).text)
+    names: dict[str, str] = {"row_format": row_format.name}
+    if row_format.name == "columns":
+        names = {n: getattr(row_format, n) for n in ("prompt_column", "answer_column")}
+    suffix = "" if "\\boxed" in text else _BOX_REQUEST
+    train_set = train_set.model_copy(update=names)
+    data = data.model_copy(update={"train": train_set, "prompt_suffix": suffix})
+    [prompts] = load_train_sets(data, ChatRenderer(tokenizer, data))
+    return _Found(hf, raw.get("dtype") or raw.get("torch_dtype"), row_format, data, prompts)
 
 
-def _format_of(train_set: TrainSetConfig) -> tuple[RowFormat, str]:
-    """The format of a file by its first row, and this row's question."""
+def _first_row(train_set: TrainSetConfig) -> tuple[Row, RowFormat]:
+    """The first row of a set, and the set's format by it."""
     row = next(read_rows(train_set), None)
     if row is None or row.fields is None:
         problem = "no row" if row is None else row.problem
@@ -122,42 +133,26 @@ def _format_of(train_set: TrainSetConfig) -> tuple[RowFormat, str]:
             f"{', '.join(row.fields) or '(none)'}; name them by --prompt-column and "
             "--answer-column, or rename them to prompt and answer (docs/data.md)"
         )
-    return row_format, json.dumps(row.fields.get(row_format.prompt_column), default=str)
+    return row, row_format
 
 
-def _draft(
-    directory: Path, model: Path, data: Path, found: _Found, response_tokens: int
-) -> RunConfig:
-    """Everything but the layout."""
+def _draft(directory: Path, model: Path, found: _Found, response_tokens: int) -> RunConfig:
+    """Return the configuration without a layout; lengths and batch size follow from ``found``."""
     positions, report = found.hf.max_position_embeddings, found.prompts.report
     prompt = min(_rounded_up(report.longest_tokens, _TOKENS_MULTIPLE), report.max_prompt_tokens)
     response = min(response_tokens, positions - prompt)
-    row_format = found.row_format
-    train_set: dict[str, Any] = {"path": data, "row_format": row_format.name}
-    if row_format.name == "columns":
-        train_set = {
-            "path": data,
-            "prompt_column": row_format.prompt_column,
-            "answer_column": row_format.answer_column,
-        }
     name = re.sub(r"[^A-Za-z0-9._-]", "-", directory.resolve().name) or "run"
-    groups = min(
-        _MAX_GROUPS_PER_STEP,
-        max(
-            _UPDATES_PER_BATCH,
-            len(found.prompts.prompts) // _UPDATES_PER_BATCH * _UPDATES_PER_BATCH,
-        ),
-    )
+    whole_updates = len(found.prompts.prompts) // _UPDATES_PER_BATCH * _UPDATES_PER_BATCH
+    groups = max(_UPDATES_PER_BATCH, min(_MAX_GROUPS_PER_STEP, whole_updates))
     return RunConfig.model_validate(
         {
             "name": name,
             "run_dir": directory / "run",
-            "model": {"path": model, "dtype": found.dtype},
-            "data": {
-                "train": train_set,
-                "max_prompt_tokens": prompt,
-                "prompt_suffix": "" if found.has_box else _BOX_REQUEST,
+            "model": {
+                "path": model,
+                "dtype": "float32" if found.stored_dtype == "float32" else "bfloat16",
             },
+            "data": found.data.model_copy(update={"max_prompt_tokens": prompt}),
             "rollout": {
                 "groups_per_step": groups,
                 "samples_per_group": 8,
@@ -179,7 +174,9 @@ def _draft(
 def _as_yaml(config: RunConfig, found: _Found, plan: Plan, gpus: int) -> str:
     """The file: every key with the reason for its value."""
     rollout, report = config.rollout, found.prompts.report
-    needed_gb = plan.worst_stage.total_bytes / 1e9
+    dtype, stored = config.model.dtype, found.stored_dtype
+    told = f"its config.json says {shown_value(stored)}" if stored else "its config.json names none"
+    needed_gb = max(plan.worst_stage.total_bytes, plan.sampling_bytes) / 1e9
     hardware = plan.assumptions
     lines = [
         f"# By `bapo-megatron init` for {gpus} {hardware.gpu}. {_division(plan, gpus)}",
@@ -189,12 +186,12 @@ def _as_yaml(config: RunConfig, found: _Found, plan: Plan, gpus: int) -> str:
         ("run_dir: " + _scalar(config.run_dir), "everything that the run writes; one run each"),
         "model:",
         ("  path: " + _scalar(config.model.path), f"{plan.model_parameters:,} parameters"),
-        ("  dtype: " + config.model.dtype, "as its config.json says"),
+        (f"  dtype: {dtype}", "as its config.json says" if stored == dtype else told),
         *_layout_lines(config, f"{needed_gb:.0f} of {hardware.gpu_memory_bytes / 1e9:.0f} GB"),
         "data:",
         "  train:",
         ("    path: " + _scalar(report.place), f"{len(found.prompts.prompts):,} prompts"),
-        *_column_lines(found.row_format),
+        *_set_lines(found),
         (
             f"  max_prompt_tokens: {config.data.max_prompt_tokens}",
             f"the longest has {report.longest_tokens:,}; longer ones are left out",
@@ -229,7 +226,8 @@ def _as_yaml(config: RunConfig, found: _Found, plan: Plan, gpus: int) -> str:
         "checkpoint:",
         (f"  every_steps: {config.checkpoint.every_steps}", "what a crash costs at most"),
         "# For held-out accuracy add another file, of the same format as the training data:",
-        "# eval: {sets: [{path: FILE}], every_steps: 10}",
+        "# eval: {sets: [{path: FILE}], every_steps: 10, max_response_tokens: "
+        f"{rollout.max_response_tokens}}}",
     ]
     pairs = [line if isinstance(line, tuple) else (line, "") for line in lines]
     return "".join(f"{key:<35} # {why}\n" if why else f"{key}\n" for key, why in pairs)
@@ -257,11 +255,14 @@ def _layout_lines(config: RunConfig, needs: str) -> list[tuple[str, str]]:
     return found
 
 
-def _column_lines(row_format: RowFormat) -> list[tuple[str, str]]:
+def _set_lines(found: _Found) -> list[tuple[str, str]]:
+    row_format, [train_set] = found.row_format, found.data.train_sets
     columns = f"columns {row_format.prompt_column} and {row_format.answer_column}"
+    name = [("    name: " + train_set.name, "of all these files")] if train_set.name else []
     if row_format.name != "columns":
-        return [(f"    row_format: {row_format.name}", columns)]
+        return [*name, (f"    row_format: {row_format.name}", columns)]
     return [
+        *name,
         ("    prompt_column: " + _scalar(row_format.prompt_column), ""),
         ("    answer_column: " + _scalar(row_format.answer_column), ""),
     ]
@@ -269,7 +270,7 @@ def _column_lines(row_format: RowFormat) -> list[tuple[str, str]]:
 
 def _suffix_lines(suffix: str) -> list[tuple[str, str]]:
     if not suffix:
-        return [("  # The questions themselves ask for a \\boxed answer: no prompt_suffix.", "")]
+        return [("  # The prompts ask for a \\boxed answer by themselves: no prompt_suffix.", "")]
     return [("  prompt_suffix: " + _scalar(suffix), "math looks for a box first")]
 
 
@@ -310,9 +311,14 @@ def _reward_lines(found: _Found) -> list[tuple[str, str]]:
 
 def _next_commands(target: Path, plan: Plan, gpus: int) -> str:
     run, node_gpus = "python -m bapo_megatron", plan.assumptions.node_gpus
-    file, ranks = str(target), plan.layout.gpus
+    file, ranks = shlex.quote(str(target)), plan.layout.gpus
+    hardware = f"--gpus {ranks} --gpu {plan.assumptions.gpu}"
+    if node_gpus != PlanOptions().node_gpus:
+        hardware += f" --node-gpus {node_gpus}"
+    if gpus > node_gpus:
+        hardware += f" --rollout-gpus {gpus - ranks}"
     lines = [f"{run} {name} {file}" for name in ("data show", "config")]
-    lines.append(f"{run} plan {file} --gpus {ranks} --gpu {plan.assumptions.gpu}")
+    lines.append(f"{run} plan {file} {hardware}")
     if gpus <= node_gpus:
         start = f"{run}.torchrun --nproc-per-node {ranks} -m bapo_megatron" if ranks > 1 else run
         return "\n".join([*lines, f"{start} train {file} --resume"])
@@ -321,7 +327,8 @@ def _next_commands(target: Path, plan: Plan, gpus: int) -> str:
             *lines,
             f"# on every node that samples (in all {(gpus - ranks) // node_gpus}; docs/launch.md):",
             f"HOST=ADDRESS examples/rollout_servers.sh {file} rollout.server.port=30000",
-            f"# on every node that trains (in all {ranks // node_gpus}), as the servers print:",
+            f"# on every node that trains (in all {ranks // node_gpus}, each with its NODE_RANK), "
+            "as the servers print:",
             f"NNODES={ranks // node_gpus} NODE_RANK=0 MASTER_ADDR=ADDRESS examples/multi_node.sh "
             f"{file} 'rollout.servers=[…]'",
         ]
@@ -329,11 +336,13 @@ def _next_commands(target: Path, plan: Plan, gpus: int) -> str:
 
 
 def _scalar(value: str | Path) -> str:
-    """A text as YAML; OmegaConf would take a literal "${" for a reference."""
     text = str(value)
     if _PLAIN.fullmatch(text) and yaml.safe_load(text) == text:
         return text
-    return json.dumps(text, ensure_ascii=False).replace("${", r"\\${")
+    quoted: str = yaml.safe_dump(
+        literal(text), default_style='"', allow_unicode=True, width=math.inf
+    )
+    return quoted.rstrip("\n")
 
 
 def _rounded_up(value: int, multiple: int) -> int:

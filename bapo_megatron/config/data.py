@@ -8,6 +8,11 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from bapo_megatron.config.section import LIST_TAG, SET_TAG, Section
 
 
+def is_pattern(path: Path) -> bool:
+    """Return whether the name of a set's file stands for several files."""
+    return not set("*?[").isdisjoint(path.name)
+
+
 class DatasetConfig(Section):
     """One set of prompts: a file, several files, or a data set of the Hugging Face Hub."""
 
@@ -66,7 +71,7 @@ class DatasetConfig(Section):
 
     @property
     def _is_pattern(self) -> bool:
-        return self.path is not None and not set("*?[").isdisjoint(self.path.name)
+        return self.path is not None and is_pattern(self.path)
 
     def files(self) -> list[Path]:
         """The files of ``path``, sorted by name; whether a single one exists is not checked."""

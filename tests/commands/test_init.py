@@ -86,7 +86,7 @@ def run_printed_commands(printed: str, capsys: pytest.CaptureFixture[str]) -> di
         ),
         (
             "aime25.parquet",
-            16,
+            24,
             "verl",
             True,
             {"colocated": False, "first_gpu": 0, "count": 8, "async_steps": 1},
@@ -124,7 +124,10 @@ def test_the_commands_that_it_prints_accept_what_it_has_written(
     assert longest <= 2048  # the model's positions
     plan = run_printed_commands(printed, capsys)
     assert plan["fits"]
-    assert plan["gpus"] == {1: 1, 8: 4, 16: 8}[gpus]
+    assert (plan["gpus"], plan["all_gpus"]) == ({1: 1, 8: 4, 24: 8}[gpus], gpus)
+    # A server that shares the trainer's GPU takes 40 % of it.
+    needed = {1: 32, 8: 0, 24: 0}[gpus]
+    assert f"`plan`: {needed} of 80 GB" in (tmp_path / "first" / "run.yaml").read_text()
 
 
 def test_a_model_of_7b_is_divided_so_that_it_fits_and_its_number_format_is_kept(
@@ -154,6 +157,68 @@ def test_every_key_of_the_file_has_its_reason_and_the_file_is_a_screen(
         "- {name: math, function: math}",
         "steps: 100",
     ]
+
+
+def test_names_with_signs_of_the_shell_and_of_yaml_are_quoted(
+    random_model: Path, sums: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    data, folder = sums.rename(tmp_path / "a${b}.jsonl"), tmp_path / "my ${run}" / ".5e3"
+    config = init(folder, random_model, data, 4, "--node-gpus", "4")
+    assert (config.name, config.run_dir) == (".5e3", folder / "run")
+    assert config.data.train_sets[0].path == data
+    plan = run_printed_commands(capsys.readouterr().out, 4, monkeypatch, capsys)
+    assert plan["assumptions"]["node_gpus"] == 4
+
+
+@pytest.mark.parametrize(
+    ("stored", "line"),
+    [
+        (
+            {"torch_dtype": "float32"},
+            "  dtype: float32                    # as its config.json says",
+        ),
+        (
+            {"dtype": "float16"},
+            "  dtype: bfloat16                   # its config.json says 'float16'",
+        ),
+        ({}, "  dtype: bfloat16                   # its config.json names none"),
+    ],
+)
+def test_the_number_format_is_the_model_s_if_it_can_be_trained(
+    stored: dict[str, str], line: str, random_model: Path, sums: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(random_model, tmp_path / "model")
+    fields = json.loads((model / "config.json").read_text()) | {"dtype": None}
+    (model / "config.json").write_text(json.dumps(fields | stored))
+    init(tmp_path / "run", model, sums, 1)
+    assert line in (tmp_path / "run" / "run.yaml").read_text().splitlines()
+
+
+def test_a_request_for_a_box_is_found_wherever_the_prompt_holds_it(
+    random_model: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "tasks.jsonl"
+    write_jsonl(data, {"task": {"text": "1+1=? Use \\boxed{}."}, "answer": "2"})
+    config = init(tmp_path / "run", random_model, data, 1, "--prompt-column", "task.text")
+    assert config.data.prompt_suffix == ""
+
+
+def test_several_files_are_one_set(random_model: Path, sums: Path, tmp_path: Path) -> None:
+    shutil.copy(sums, tmp_path / "sums2.jsonl")
+    config = init(tmp_path / "run", random_model, tmp_path / "sums*.jsonl", 1)
+    assert config.data.train_sets[0].name == "train"
+    assert config.rollout.groups_per_step == 20
+
+
+def test_the_evaluation_that_the_file_proposes_can_be_made(
+    random_model: Path, sums: Path, tmp_path: Path, capsys
+) -> None:
+    init(tmp_path / "run", random_model, sums, 2)
+    file = tmp_path / "run" / "run.yaml"
+    text = file.read_text()
+    file.write_text(text.replace("# eval: {", "eval: {").replace("FILE", str(sums)))
+    cli.app(["config", str(file)], standalone_mode=False)
+    assert "every_steps: 10" in capsys.readouterr().out
 
 
 def test_an_existing_file_stays(random_model: Path, sums: Path, tmp_path: Path) -> None:
