@@ -180,7 +180,8 @@ class SampleText:
     turns: tuple[str, ...] = ()
     """Where there are several, all texts in order, the policy's and the environment's by turns."""
     extracted: str = ""
-    """The answer that the first reward function found in it; empty where it found or names none."""
+    """The answer that the first reward function found in it; empty if it found none or does not
+    report one."""
     reason: str = ""
     """Why that function says that it is right or wrong, in a word; empty where it does not."""
 

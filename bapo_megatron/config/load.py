@@ -120,7 +120,9 @@ def _refuse_unsendable(value: Any, place: Place, location: tuple[Any, ...] = ())
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file that is no configuration of a run, as they are written.
+    """Return the mapping in a YAML file other than a run's configuration.
+
+    References stay as they are.
 
     Raises:
         ConfigError: It is missing, or not a YAML mapping.

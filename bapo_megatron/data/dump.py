@@ -42,7 +42,7 @@ from bapo_megatron.types import (
 FORMAT = 4
 """Steps count from 1; in earlier formats they counted from 0."""
 _TEXTS_FORMAT = 5
-"""With what the grader said of each response; earlier ones had the dump's key in the metadata."""
+"""Includes what the grader said of each response; earlier formats had the dump's metadata key."""
 _REMEDY = "write the dump again"
 _MAX_INT32 = 2**31 - 1
 

@@ -22,7 +22,7 @@ from bapo_megatron.errors import first_line
 from bapo_megatron.files import atomic_write_bytes, parse_json
 
 FORMAT = 2
-"""Files before it had no metadata, and their rows named no response."""
+"""Files of format 1 had no metadata, and their rows named no response."""
 TOKEN_COLUMNS: dict[str, Any] = {
     "group_id": pa.int64(),
     "index": pa.int64(),
