@@ -212,7 +212,7 @@ def _parse(place: str, line: bytes) -> Response:
             f"{place}: field 'num_tokens' must be a number of tokens, got "
             f"{shown_value(num_tokens)}; correct the line"
         )
-    if finish_reason not in set(FinishReason):
+    if finish_reason not in list(FinishReason):
         raise GradeError(
             f"{place}: field 'finish_reason' must be one of {', '.join(FinishReason)}, got "
             f"{shown_value(finish_reason)}; correct the line"

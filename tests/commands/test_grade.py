@@ -124,6 +124,10 @@ def test_a_bad_line_is_one_line_with_its_number_after_the_results_before_it():
             b'{"response": "x", "answer": 1, "finish_reason": 3}',
             "field 'finish_reason' must be",
         ),
+        (
+            b'{"response": "x", "answer": 1, "finish_reason": ["stop"]}',
+            "field 'finish_reason' must be",
+        ),
         (b"[1]", "must be a JSON object with 'response' and 'answer', got list"),
         (b"{}", "field 'response' is missing (fields: none); add it"),
         (b'{"response": 1, "answer": "x"}', "field 'response' must be a text, got int"),
