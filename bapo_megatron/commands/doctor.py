@@ -35,6 +35,8 @@ MEGATRON_VERSION = "0.16.1"
 _ANSWER_S = 30.0
 TRANSFORMER_ENGINE = "transformer-engine[core_cu13,pytorch]>=2.9,<2.12"
 """The range that this Megatron-core declares."""
+_NETWORK = Path("/sys/class/net")
+"""A directory per interface, and files of drivers such as bonding."""
 REBUILD = "pip install --no-build-isolation -e ."
 
 Verdict = Literal["ok", "note", "problem"]
@@ -135,9 +137,9 @@ def probe() -> Machine:
         tools={"c++": _version_line("c++", 0), "nvcc": _version_line("nvcc", -1)},
         interfaces=tuple(
             sorted(
-                path.name
-                for path in Path("/sys/class/net").iterdir()
-                if path.name != "lo" and (path / "operstate").read_text().strip() != "down"
+                path.parent.name
+                for path in _NETWORK.glob("*/operstate")
+                if path.parent.name != "lo" and path.read_text().strip() != "down"
             )
         ),
     )

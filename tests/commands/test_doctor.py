@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,17 @@ def test_a_driver_older_than_the_linked_runtime_is_a_problem() -> None:
     assert "580" in found.remedy
     # torch sees no GPU then, if it needs the same driver.
     assert finding(replace(CPU_ONLY, build={**BUILD, "cuda_driver": 12080}), "driver") == found
+
+
+def test_a_driver_s_file_among_the_interfaces_is_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, state in (("lo", "unknown"), ("bond0", "up"), ("eth1", "down")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "operstate").write_text(f"{state}\n")
+    (tmp_path / "bonding_masters").write_text("bond0\n")
+    monkeypatch.setattr("bapo_megatron.commands.doctor._NETWORK", tmp_path)
+    assert probe().interfaces == ("bond0",)
 
 
 @pytest.mark.parametrize(
