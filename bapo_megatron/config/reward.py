@@ -63,8 +63,12 @@ class RewardFunctionConfig(Section):
             raise ValueError(f"needs either function or url, got {given}; give one of them")
         if self.url is None:
             return self
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.url)
+            host = parts.hostname if parts.port != 0 else None
+        except ValueError:  # the port is no number, or a bracket is not closed
+            host = None
+        if not host or parts.scheme not in ("http", "https"):
             raise ValueError(
                 f"url must be http://host… or https://host…, got '{self.url}'; correct it"
             )
@@ -73,7 +77,7 @@ class RewardFunctionConfig(Section):
                 "url must hold no password, since it is logged; name a variable with a token: "
                 "http.token_variable"
             )
-        if self.http.token_variable and parts.scheme == "http" and not is_loopback(parts.hostname):
+        if self.http.token_variable and parts.scheme == "http" and not is_loopback(host):
             raise ValueError(
                 "url must be https, or on this machine, with http.token_variable, got "
                 f"'{self.url}': the token would cross the network unencrypted; use https"

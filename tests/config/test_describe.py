@@ -29,6 +29,11 @@ from tests.config.files import error_of, write
         ("rollout: {lrr: 1}", "unknown key 'rollout.lrr'; did you mean 'optimizer.lr'?"),
         ("rollout: {n: 8}", "unknown key 'rollout.n'; did you mean 'rollout.samples_per_group'?"),
         (
+            "reward: {functions: [{name: judge, url: 'http://judge:80x/grade'}]}",
+            "'reward.functions[0].url' must be http://host… or https://host…, got "
+            "'http://judge:80x/grade'; correct it",
+        ),
+        (
             "run_dir: ''",
             "'run_dir' must be a directory, got ''; name one (is a variable not set?)",
         ),
