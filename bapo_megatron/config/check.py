@@ -32,7 +32,7 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
     """
     hf_config = check_model(config.model)
     _check_layout(hf_config, config, world_size)
-    _check_updates(config)
+    check_updates(config)
     if not owns_files:
         return
     if config.log.hang_s >= config.parallel.timeout_s:
@@ -170,8 +170,8 @@ def _check_layout(hf_config: dict[str, Any], config: RunConfig, world_size: int)
         )
 
 
-def _check_updates(config: RunConfig) -> None:
-    """Learning rate, batches and ages of tokens go with the run's updates."""
+def check_updates(config: RunConfig) -> None:
+    """Check that learning rate, batches and ages of tokens go with the run's updates."""
     optimizer, algorithm, rollout = config.optimizer, config.algorithm, config.rollout
     if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
         raise ConfigError(

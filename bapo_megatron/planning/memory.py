@@ -244,13 +244,19 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
     weights, keys and values: 2 · layers · key channels · element bytes of each token.
 
     Raises:
-        ValueError: The server cannot be divided so, or no node has room for one sequence.
+        ValueError: The server cannot be divided so, or neither a node nor ``max_total_tokens`` has
+            room for one sequence.
     """
     hf, server, assumptions = case.hf, case.config.rollout.server, case.assumptions
     longest = case.config.data.max_prompt_tokens + case.config.rollout.max_response_tokens
     running = assumptions.prompt_tokens + assumptions.response_tokens / 2
     gpus = server.tensor
     check_heads(hf.division_fields, "rollout.server.tensor", gpus)
+    if server.max_total_tokens is not None and server.max_total_tokens < longest:
+        raise ValueError(
+            "rollout.server.max_total_tokens: must hold data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {longest}, got {server.max_total_tokens}; raise it"
+        )
     while True:
         weights = case.element_bytes * model_parameters(hf) / gpus
         per_token = 2 * hf.num_layers * hf.num_kv_heads * hf.head_dim * case.element_bytes / gpus

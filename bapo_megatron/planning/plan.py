@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from bapo_megatron.config.check import check_updates
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.gpus import find_gpu, peak_flops
@@ -144,10 +145,11 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
     """Plan a run; no file that ``config`` names is read.
 
     Raises:
-        ValueError: A layout that does not divide model or GPUs, lengths that do not fit a
-            micro-batch, an unknown GPU, or a server without room for a sequence; one line with the
-            remedy.
+        ValueError: A layout that does not divide model or GPUs, updates that do not divide a batch,
+            lengths that do not fit a micro-batch, an unknown GPU, or a server without room for a
+            sequence; one line with the remedy.
     """
+    check_updates(config)
     layout = configured_layout(config.parallel, options.gpus)
     check_division(hf, config.parallel)
     assumptions = make_assumptions(config, layout.gpus, options)

@@ -150,6 +150,10 @@ def test_the_disk_of_a_run_by_hand() -> None:
     assert plan.disk[1].each_bytes == pytest.approx(5.6 * 64 * 8 * 1000)
     kept = plan_7b(rollout={**RUN_7B["rollout"], "dump": False}, checkpoint={"at_end": False})
     assert [use.number for use in kept.disk] == [0, 0, 0, 0]
+    # The last step is saved, whether or not it is a multiple.
+    for every in (0, 200, 100, 60):
+        plan = plan_7b(checkpoint={"every_steps": every}, train={**RUN_7B["train"], "steps": 100})
+        assert plan.disk[0].number == (2 if every == 60 else 1)
 
 
 def test_a_server_too_small_for_its_model_is_planned_larger_and_says_so() -> None:
@@ -332,6 +336,17 @@ def test_the_bubble_is_that_of_the_schedules() -> None:
             "= 8 must divide the model's",
         ),
         ({}, {"rollout": {"server": {"tensor": 3}}}, "rollout.server.tensor: must divide"),
+        (
+            {},
+            {"rollout": {"server": {"max_total_tokens": 5119}}},
+            "rollout.server.max_total_tokens: must hold data.max_prompt_tokens + "
+            "rollout.max_response_tokens = 5120, got 5119; raise it",
+        ),
+        (
+            {},
+            {"rollout": {"groups_per_step": 1}, "algorithm": {"updates_per_batch": 16}},
+            "algorithm.updates_per_batch: must divide rollout.groups_per_step, got 16 with 1",
+        ),
         ({"gpu_memory_gb": 1}, {}, "rollout.server.mem_fraction: 0.8 of 4 GPUs leaves room for"),
         (
             {},
