@@ -317,22 +317,21 @@ def _next_commands(target: Path, plan: Plan, gpus: int) -> str:
         hardware += f" --node-gpus {node_gpus}"
     if gpus > node_gpus:
         hardware += f" --rollout-gpus {gpus - ranks}"
-    lines = [f"{run} {name} {file}" for name in ("data show", "config")]
-    lines.append(f"{run} plan {file} {hardware}")
+    commands = (f"data show {file}", f"config {file}", f"plan {file} {hardware}")
+    lines = [f"{run} {each}" for each in commands]
     if gpus <= node_gpus:
         start = f"{run}.torchrun --nproc-per-node {ranks} -m bapo_megatron" if ranks > 1 else run
-        return "\n".join([*lines, f"{start} train {file} --resume"])
-    return "\n".join(
-        [
-            *lines,
-            f"# on every node that samples (in all {(gpus - ranks) // node_gpus}; docs/launch.md):",
+        lines.append(f"{start} train {file} --resume")
+    else:
+        nodes, server_nodes = ranks // node_gpus, (gpus - ranks) // node_gpus
+        lines += [
+            f"# on every node that samples (in all {server_nodes}; docs/launch.md):",
             f"HOST=ADDRESS examples/rollout_servers.sh {file} rollout.server.port=30000",
-            f"# on every node that trains (in all {ranks // node_gpus}, each with its NODE_RANK), "
-            "as the servers print:",
-            f"NNODES={ranks // node_gpus} NODE_RANK=0 MASTER_ADDR=ADDRESS examples/multi_node.sh "
-            f"{file} 'rollout.servers=[…]'",
+            f"# on every node that trains (NODE_RANK 0 to {nodes - 1}), as the servers print:",
+            f"NNODES={nodes} NODE_RANK=0 MASTER_ADDR=ADDRESS examples/multi_node.sh {file} "
+            "'rollout.servers=[…]'",
         ]
-    )
+    return "\n".join(lines)
 
 
 def _scalar(value: str | Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticUndefined
+from pydantic_core import PydanticUndefined
 
 from bapo_megatron.calls import dotted, rule_of, shown_value
 from bapo_megatron.config.objectives import BAPO_PRESETS, BapoConfig
@@ -39,7 +39,6 @@ _NAMES_ELSEWHERE = {
     "test_freq": "eval.every_steps",
 }
 """Keys by the names that verl and TRL give them, where these are not similar."""
-_SECTION_ERRORS = ("model_type", "model_attributes_type")
 
 
 class KeyInfo(NamedTuple):
@@ -144,8 +143,10 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
         if _find(inner, root) is not None:
             return f"{place}: '{inner}' {rest}"
         return f"{place}: '{key}' {rule}" if key else f"{place}: {rule}"
-    problem = f"{place}: '{key}' {_rule(details)}, got {shown_value(details['input'])}"
-    if details["type"] in _SECTION_ERRORS:
+    is_section = details["type"] in ("model_type", "model_attributes_type")
+    rule = "must be a section of keys" if is_section else rule_of(details)
+    problem = f"{place}: '{key}' {rule}, got {shown_value(details['input'])}"
+    if is_section:
         return f"{problem}; indent its keys below it, or leave it out"
     if details["type"] == "string_type":
         return f"{problem}; quote it to make it a text"
@@ -181,9 +182,3 @@ def _suggestion(location: Sequence[int | str], root: type[BaseModel]) -> str:
         return f"its section's keys: {', '.join(section.model_fields)}"
     names = ".".join(part for part in parents if isinstance(part, str))
     return f"its section's keys: bapo-megatron config{f' --key {names}' if names else ''}"
-
-
-def _rule(details: ErrorDetails) -> str:
-    if details["type"] in _SECTION_ERRORS:
-        return "must be a section of keys"
-    return rule_of(details)

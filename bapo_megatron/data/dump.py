@@ -247,8 +247,7 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
     ):
         if len(keys) != len(numbers):
             raise DumpError(
-                f"{place}: {len(keys)} {what} but {len(numbers)} numbers of their tokens; write "
-                "the dump again"
+                f"{place}: {len(keys)} {what} but {len(numbers)} numbers of their tokens; {_REMEDY}"
             )
     return Sample(
         group_id=row["group_id"],
