@@ -15,22 +15,19 @@ import signal
 import socket
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.multiprocessing import api as processes_of_torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
     RendezvousParameters,
-    RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from bapo_megatron.config.section import is_loopback
@@ -55,11 +52,11 @@ to save, and SIGUSR1 is such a signal."""
 _AGAIN = "; start all nodes of the run again"
 _END_S = 30
 """Ranks that a second Ctrl-C ends have as long as torchrun would give them."""
-_MEETING_S = 600.0
+_MEETING_S = 600
 """Time limit for all nodes to come, as in torchrun's static rendezvous."""
 
 
-class BoundRendezvous(RendezvousHandler):
+class BoundRendezvous(StaticTCPRendezvous):
     """A static rendezvous at a store that listens on one address of the first node."""
 
     def __init__(self, address: str, port: int, rank: int, num_nodes: int, run_id: str) -> None:
@@ -68,52 +65,23 @@ class BoundRendezvous(RendezvousHandler):
         Raises:
             ValueError: ``address`` cannot be listened on, or other nodes do not reach it.
         """
-        self._rank, self._num_nodes, self._run_id = rank, num_nodes, run_id
         listener = _listen(address, port, num_nodes) if rank == 0 else None
         if listener is not None:
             port = listener.getsockname()[1]
-        self._place = RendezvousStoreInfo(address, port)
+        super().__init__(address, port, rank, num_nodes, run_id, _MEETING_S)
+        # Otherwise it would open one on all interfaces.
         self._store = TCPStore(
             address,
             port,
             num_nodes,
             is_master=rank == 0,
-            timeout=timedelta(seconds=_MEETING_S),
+            timeout=self.timeout,
             master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
         )
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Whether the ranks are clients of this store."""
-        return True
 
     def get_backend(self) -> str:
         """Return the name by which torchrun knows it."""
         return _BACKEND
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store and the node's place."""
-        store = PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(store, self._rank, self._num_nodes, self._place)
-
-    def is_closed(self) -> bool:
-        """Return whether nodes may no longer come; nobody asks a static rendezvous."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return how many nodes want to join; the number of nodes is fixed."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return torchrun's ``--rdzv-id``."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Do nothing: the store ends with this process, after the ranks."""
-        return True
 
 
 def _listen(address: str, port: int, num_nodes: int) -> socket.socket:

@@ -65,7 +65,7 @@ class RowFile(Generic[RecordT]):
         ) as writer:
             for records in chunks:
                 stored = [
-                    _store([value_of(record) for record in records], kind)
+                    pa.array([value_of(record) for record in records], kind)
                     for kind, value_of in self.columns.values()
                 ]
                 writer.write_table(pa.table(stored, schema=writer.schema))
@@ -164,13 +164,3 @@ def _has_null(value: Any) -> bool:
 
 def _is_array(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) and pa.types.is_primitive(kind.value_type))
-
-
-def _store(values: Sequence[Any], kind: Any) -> Any:
-    """A column from one value per record, without a Python object per element of an array."""
-    if not _is_array(kind):
-        return pa.array(values, kind)
-    dtype = kind.value_type.to_pandas_dtype()
-    offsets = np.cumsum([0, *map(len, values)]).astype(np.int32)
-    flat = np.concatenate([np.empty(0, dtype), *(np.asarray(each, dtype) for each in values)])
-    return pa.ListArray.from_arrays(offsets, pa.array(flat, kind.value_type))
