@@ -174,7 +174,7 @@ def _draft(directory: Path, model: Path, found: _Found, response_tokens: int) ->
 def _as_yaml(config: RunConfig, found: _Found, plan: Plan, gpus: int) -> str:
     """The file: every key with the reason for its value."""
     rollout, report = config.rollout, found.prompts.report
-    dtype, stored = config.model.dtype, found.stored_dtype
+    response, dtype, stored = rollout.max_response_tokens, config.model.dtype, found.stored_dtype
     told = f"its config.json says {shown_value(stored)}" if stored else "its config.json names none"
     needed_gb = max(plan.worst_stage.total_bytes, plan.sampling_bytes) / 1e9
     hardware = plan.assumptions
@@ -204,7 +204,7 @@ def _as_yaml(config: RunConfig, found: _Found, plan: Plan, gpus: int) -> str:
             "responses to each, which are compared with each other",
         ),
         (
-            f"  max_response_tokens: {rollout.max_response_tokens}",
+            f"  max_response_tokens: {response}",
             f"longer ones are cut; the model has {found.hf.max_position_embeddings:,} positions",
         ),
         *_rollout_lines(config),
@@ -226,8 +226,7 @@ def _as_yaml(config: RunConfig, found: _Found, plan: Plan, gpus: int) -> str:
         "checkpoint:",
         (f"  every_steps: {config.checkpoint.every_steps}", "what a crash costs at most"),
         "# For held-out accuracy add another file, of the same format as the training data:",
-        "# eval: {sets: [{path: FILE}], every_steps: 10, max_response_tokens: "
-        f"{rollout.max_response_tokens}}}",
+        f"# eval: {{sets: [{{path: FILE}}], every_steps: 10, max_response_tokens: {response}}}",
     ]
     pairs = [line if isinstance(line, tuple) else (line, "") for line in lines]
     return "".join(f"{key:<35} # {why}\n" if why else f"{key}\n" for key, why in pairs)
