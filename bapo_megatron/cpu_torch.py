@@ -13,7 +13,7 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def declare_torchvision_operators() -> None:
-    """Make transformers' model classes importable; safe to call twice.
+    """Make transformers' classes of models and their configurations importable; safe to call twice.
 
     The package index has torchvision's wheel for CUDA only. With a CPU build of torch its operators
     do not load, and its import, which transformers needs, fails because it registers fake kernels

@@ -38,8 +38,12 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
         ValueError: The directory holds no tokenizer, or there is no chat template.
         OSError: The template's file cannot be read.
     """
-    from transformers import AutoTokenizer  # seconds to import; not needed to read prompts
+    # These take seconds to import; reading prompts does not need them.
+    from transformers import AutoTokenizer
 
+    from bapo_megatron.cpu_torch import declare_torchvision_operators
+
+    declare_torchvision_operators()
     remedy = "save the model's tokenizer there"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
+
 import pytest
 
 from bapo_megatron.config.data import DataConfig
@@ -189,6 +194,20 @@ def test_a_directory_without_a_tokenizer_is_refused_on_one_line(tmp_path):
     with pytest.raises(ValueError, match="no usable tokenizer") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_process_that_has_loaded_no_model_loads_a_llama_s_tokenizer(tmp_path, tokenizer_dir):
+    shutil.copytree(tokenizer_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    program = (
+        "import sys; from pathlib import Path; from bapo_megatron.data.chat import load_tokenizer; "
+        "print(load_tokenizer(Path(sys.argv[1])).eos_token)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert result.stdout == "<|im_end|>\n", result.stderr
 
 
 def test_a_tokenizer_without_a_chat_template_needs_one_from_a_file(tmp_path, tokenizer_dir):
