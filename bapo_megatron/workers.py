@@ -85,13 +85,14 @@ class WorkerPool:
     async def _take(self) -> Process:
         """Wait for a free worker, which has to be put back."""
         worker = await self._idle.get()
-        if worker is None or worker.returncode is not None:
-            try:
-                worker = await self._start()
-            except BaseException:
-                self._idle.put_nowait(None)
-                raise
-        return worker
+        try:
+            if worker is not None and worker.returncode is not None:
+                await self._end(worker)
+                worker = None
+            return worker or await self._start()
+        except BaseException:
+            self._idle.put_nowait(None)
+            raise
 
     async def _try(self, request: Any) -> Outcome:
         worker = await self._take()
@@ -163,7 +164,9 @@ class WorkerPool:
 
     async def _end(self, worker: Process) -> None:
         # Not worker.kill(): it polls, and would take the exit status from asyncio's own waiter.
-        if worker.returncode is None:
+        # What a worker started may outlive it; as long as it does, the group keeps the worker's id
+        # from being given away, so a process that has that id again is not ours.
+        if worker.returncode is None or not Path(f"/proc/{worker.pid}").exists():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
         await worker.wait()

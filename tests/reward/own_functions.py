@@ -111,6 +111,17 @@ def start_a_process_and_hang(response):
     hang()
 
 
+def fork(response, answer):
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)  # with the worker's end of the pipe, so that only its exit is seen
+        os._exit(0)
+    Path(response).write_text(str(child))
+    if answer == "crash":
+        os._exit(1)
+    return 1.0
+
+
 def print_and_read(answer):
     print("printed by a function", flush=True)  # noqa: T201
     assert sys.stdin.read() == ""

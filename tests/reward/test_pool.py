@@ -280,6 +280,22 @@ def test_a_killed_answer_ends_the_processes_that_its_function_started(tmp_path):
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or is_zombie(pid))
 
 
+def test_a_worker_that_ends_by_itself_takes_what_its_function_started_with_it(tmp_path):
+    async def grade():
+        functions = (f"{OWN}:fork", f"{OWN}:length")
+        async with RewardPool(workers=1, timeout_s=1.5, functions=functions) as pool:
+            assert await pool.score(str(tmp_path / "crashed"), "crash") == TIMED_OUT
+            assert await pool.score(str(tmp_path / "idle")) == Score(reward=1.0)
+            os.kill(children().pop(), signal.SIGKILL)
+            await asyncio.sleep(0.2)
+            assert (await pool.score("abc", function=f"{OWN}:length")).reward == 3.0
+            for name in ("crashed", "idle"):
+                pid = int((tmp_path / name).read_text())
+                wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists() or is_zombie(pid))
+
+    asyncio.run(grade())
+
+
 def is_zombie(pid: int) -> bool:
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
