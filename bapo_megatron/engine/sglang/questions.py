@@ -49,9 +49,11 @@ class InfoAnswers:
         work = asyncio.ensure_future(self._app(scope, receive_again, send))
         is_gone = asyncio.ensure_future(receive())
         self._num_waiting += 1
-        await asyncio.wait((work, is_gone), return_when=asyncio.FIRST_COMPLETED)
-        self._num_waiting -= 1
-        is_gone.cancel()
+        try:
+            await asyncio.wait((work, is_gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._num_waiting -= 1
+            is_gone.cancel()
         await work
 
 

@@ -98,6 +98,18 @@ def test_the_scheduler_is_asked_again_once_the_caller_is_gone_though_it_still_ta
     play(use)
 
 
+def test_the_scheduler_is_asked_again_once_a_call_about_weights_is_cancelled() -> None:
+    async def use(answers: InfoAnswers, scheduler: Scheduler) -> None:
+        update = asyncio.create_task(call(answers, "/update_weights_from_disk"))
+        while len(scheduler.bodies) < 2:
+            await asyncio.sleep(0)
+        update.cancel()
+        await asyncio.wait([update])
+        assert (await call(answers, "/server_info"))[0]["status"] == 200
+
+    play(use)
+
+
 def test_the_answer_has_the_settings_of_nccl_that_the_server_has_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
