@@ -212,6 +212,10 @@ class Admission:
         """Forget where requests of an affinity went."""
         self._engine_by_affinity.pop(affinity, None)
 
+    def remove(self, engine: PooledEngine) -> None:
+        """Forget an engine that leaves the run, and has no requests any more."""
+        self._uses.pop(engine, None)
+
     def load(self, engine: PooledEngine, claim: Claim | None = None) -> float:
         """Expected share of the cache at its fullest moment to come, or requests per rank.
 

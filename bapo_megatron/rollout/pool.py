@@ -155,6 +155,7 @@ class EnginePool:
             pooled.engine.give_up(str(error))
             while self._admission.has_requests(pooled):
                 await asyncio.sleep(_ABORT_INTERVAL_S)
+        self._admission.remove(pooled)
 
     def reopen(self) -> None:
         """Take requests again after ``drain``."""

@@ -121,6 +121,7 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout_and_every_group_is_ac
                 run.name(staying, new)
                 await until(lambda: run.addresses == [staying.address, new.address])
                 assert "/abort_request" in leaving.calls
+                assert set(run.pool._admission._uses) <= set(run.pool.states.engines)
                 groups = check(await collecting)
                 # Two groups of two were on the one that left; the other went on with their prefix.
                 continued = [r for r in staying.requests if len(r["input_ids"]) == 2 + 9]
