@@ -133,23 +133,26 @@ def decode_reply(line: bytes) -> Reply:
 
 
 def decode(kind: type[ResponseT], values: Any) -> ResponseT:
-    """Make a record from its JSON values; raise ValueError if they do not fit its fields."""
+    """Make a record from its JSON values.
+
+    Raises:
+        ValueError: They do not fit; the message names the first field, its rule and its value.
+    """
     hashable: Any = kind  # what mypy does not know of ``type[ResponseT]``
-    record: ResponseT = _adapter(hashable).validate_python(values)
+    try:
+        record: ResponseT = _adapter(hashable).validate_python(values)
+    except ValidationError as error:
+        raise ValueError(_describe_invalid(error)) from error
     return record
 
 
 def decode_json(kind: type[ResponseT], content: bytes) -> ResponseT:
-    """Make a record from its JSON text, of exactly the types of its fields.
-
-    Raises:
-        ValueError: It does not fit; the message names the first field, its rule and its value.
-    """
+    """Make a record from its JSON text, of exactly the types of its fields; raise as ``decode``."""
     hashable: Any = kind
     try:
         record: ResponseT = _adapter(hashable).validate_json(content, strict=True)
     except ValidationError as error:
-        raise ValueError(describe_invalid(error)) from error
+        raise ValueError(_describe_invalid(error)) from error
     return record
 
 
@@ -190,11 +193,13 @@ def rule_of(details: ErrorDetails) -> str:
     """Return what one of pydantic's errors asks for: ``must be …``."""
     if details["type"] == "tuple_type":
         return "must be a list"
+    if details["type"] == "dataclass_type":
+        return "must be an object"
     rule = re.sub(r"^\w+ should ", "must ", details["msg"])
     return rule.replace(" valid ", " ").replace("a int", "an int")
 
 
-def describe_invalid(error: ValidationError) -> str:
+def _describe_invalid(error: ValidationError) -> str:
     """Return path, rule and value of the first field that does not fit its record."""
     details = error.errors()[0]
     if details["type"] == "json_invalid":

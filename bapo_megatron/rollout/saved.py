@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import pyarrow as pa
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from bapo_megatron.calls import decode, describe_invalid
+from bapo_megatron.calls import decode
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.columns import DumpError, RowFile
 from bapo_megatron.data.dump import SAMPLE_COLUMNS, sample_of
@@ -255,8 +255,7 @@ def _read_json(row: dict[str, Any], column: str, kind: Any, name: str) -> Any:
     try:
         return decode(kind, parse_json(row[column]))
     except ValueError as error:
-        reason = describe_invalid(error) if isinstance(error, ValidationError) else error
         raise DumpError(
-            f"{name}: sample {row['index']} of group {row['group_id']}: {column}: {reason}; "
+            f"{name}: sample {row['index']} of group {row['group_id']}: {column}: {error}; "
             f"{_REMEDY}"
         ) from error

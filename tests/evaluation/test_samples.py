@@ -212,8 +212,8 @@ def test_any_text_comes_back_as_it_was(tmp_path: Path) -> None:
     [
         ("no json", "sums.jsonl:2: not valid JSON"),
         pytest.param("[" * 100_000, "sums.jsonl:2: not valid JSON", id="nested"),
-        ("[]", "sums.jsonl:2: must be a JSON object"),
-        ("{}", "sums.jsonl:2: needs 'prompt_id' as an evaluation writes it, got null"),
+        ("[]", r"sums.jsonl:2: must be an object, got \[\]; remove the line, or give a file that"),
+        ("{}", "sums.jsonl:2: 'prompt_id' is missing; remove the line"),
         (None, "sums.jsonl:2: sample 0 of a:0 occurs twice; remove one of the lines"),
     ],
 )
@@ -226,26 +226,26 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str | None, message: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "message"),
     [
-        ("index", -1),
-        ("index", True),
-        ("reward", float("nan")),
-        ("reward", True),
-        ("num_tokens", -1),
-        ("components", {"math": None}),
-        ("prompt", None),
-        ("row", None),
-        ("elapsed_s", float("inf")),
+        ("index", -1, "'index' must be greater than or equal to 0, got -1"),
+        ("index", True, "'index' must be an integer, got true"),
+        ("reward", float("nan"), "'reward' must be .*, got NaN"),
+        ("reward", True, "'reward' must be a number, got true"),
+        ("num_tokens", -1, "'num_tokens' must be greater than or equal to 0, got -1"),
+        ("components", {"math": None}, "'components.math' must be a number, got null"),
+        ("prompt", None, "'prompt' must be a string, got null"),
+        ("row", None, "'row' must be a dictionary, got null"),
+        ("elapsed_s", float("inf"), "'elapsed_s' must be .*, got Infinity"),
     ],
 )
 def test_a_value_that_no_evaluation_writes_is_named(
-    tmp_path: Path, name: str, value: object
+    tmp_path: Path, name: str, value: object, message: str
 ) -> None:
     path = tmp_path / "sums.jsonl"
     line = {**json.loads(ALL[0].to_line()), name: value}
     path.write_text(json.dumps(line) + "\n")
-    with pytest.raises(ResultsError, match=rf"^\S+:1: needs '{name}' as an .* that an evaluation "):
+    with pytest.raises(ResultsError, match=rf"^\S+:1: {message}; remove the line, or "):
         parse_samples(path)
 
 
