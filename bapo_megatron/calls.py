@@ -14,14 +14,13 @@ time.
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, to_jsonable_python
 
 _MAX_SHOWN = 80
 RequestT = TypeVar("RequestT")
@@ -118,7 +117,8 @@ class Answers:
 
 def encode(message: Request | Reply) -> bytes:
     """Write a message, and the records in it, as one line."""
-    return json.dumps(message, default=_json_of).encode() + b"\n"
+    # Not to_json: it refuses half a surrogate pair, which a model's text may have.
+    return json.dumps(to_jsonable_python(message)).encode() + b"\n"
 
 
 def decode_request(line: bytes) -> Request:
@@ -159,19 +159,6 @@ def decode_json(kind: type[ResponseT], content: bytes) -> ResponseT:
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
-
-
-def _json_of(value: Any) -> Any:
-    """Turn records, sections of the configuration and paths into types that JSON has."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} cannot be sent")
 
 
 def dotted(location: Sequence[int | str]) -> str:

@@ -98,5 +98,9 @@ def test_arguments_that_do_not_fit_are_refused_with_the_name_of_the_field() -> N
 
 
 def test_what_is_no_record_cannot_be_sent() -> None:
-    with pytest.raises(TypeError, match="set cannot be sent"):
-        encode(Result(1, {1, 2}))
+    with pytest.raises(ValueError, match="Unable to serialize unknown type: <class 'object'>"):
+        encode(Result(1, object()))
+
+
+def test_half_a_surrogate_pair_of_a_text_arrives_as_it_was() -> None:
+    assert decode_reply(encode(Progress("\ud800 half"))) == Progress("\ud800 half")
