@@ -89,7 +89,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     with ProgressLine() as progress:
         source = CollectorClient(config, on_progress=progress.update, for_training=False)
         try:
-            source.start()
+            source.launch()
             return source.evaluate_model(model, resume=config.resume)
         finally:
             source.close()

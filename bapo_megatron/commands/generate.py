@@ -63,7 +63,7 @@ def generate_batches(config: RunConfig, steps: int) -> None:
             MetricsSinks(config.run_dir, config.name, log, first_step=1, total_steps=steps)
         ) as sinks,
     ):
-        source.start()
+        source.launch()
         source.ensure_weights()
         if log.console:
             progress.move_to(config.run_dir / "logs" / "progress")

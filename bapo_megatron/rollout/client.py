@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ _MIN_RELEASED_BYTES = 10**8
 
 
 class CollectorClient:
-    """A ``RolloutSource`` on real servers; ``start`` it early, it gets ready in the background.
+    """A ``RolloutSource`` on real servers; ``launch`` it early, it gets ready in the background.
 
     Its calls raise ``RolloutError`` with the line that the collector has sent, or, where the
     collector has died, with the end of its log.
@@ -77,7 +76,7 @@ class CollectorClient:
         # Nobody knows what servers hold that others have started.
         self._lacks_weights = awaits_weights or not config.rollout.starts_servers
 
-    def start(self) -> None:
+    def launch(self) -> None:
         """Start the collector, which starts the servers, and return at once."""
         assert self._process is None, "a collector is started once"
         atexit.register(self.close)
@@ -100,7 +99,7 @@ class CollectorClient:
             awaits_weights=self._awaits_weights,
             device=device,
         )
-        self._opening = self._start(messages.OPEN, request)
+        self._opening = self.start(messages.OPEN, request)
 
     def wait_ready(self) -> None:
         """Wait until prompts are loaded and every server answers by the trainer's convention."""
@@ -147,8 +146,25 @@ class CollectorClient:
 
     @property
     def weights(self) -> Caller:
-        """The collector, as a push calls it."""
-        return _WeightCalls(self)
+        """This client: it is a ``Caller``, once ``wait_ready`` has returned."""
+        return self
+
+    def start(
+        self, call: Call[RequestT, ResponseT], request: RequestT, /
+    ) -> Callable[[], ResponseT]:
+        """See ``Caller``."""
+        assert self._socket is not None, "launch comes first"
+        number = next(self._call_numbers)
+        with contextlib.suppress(ConnectionError):  # reported by the wait for the answer
+            self._socket.sendall(calls.encode(calls.Request(number, call.name, request)))
+
+        def wait() -> ResponseT:
+            response = calls.decode(call.response, self._wait_for(number, call))
+            if call is RESUME:  # the last call of every push
+                self._lacks_weights = False
+            return response
+
+        return wait
 
     def ensure_weights(self) -> None:
         """Load ``model.path`` into servers whose weights are unknown."""
@@ -221,29 +237,14 @@ class CollectorClient:
 
     def _wait_opened(self) -> None:
         """Take the answer to ``open``, once."""
-        assert self._process is not None, "start comes first"
+        assert self._process is not None, "launch comes first"
         if self._opening is not None:
             wait, self._opening = self._opening, None
             self._on_progress("reading the prompts")
             wait()
 
     def _call(self, call: Call[RequestT, ResponseT], request: RequestT) -> ResponseT:
-        return self._start(call, request)()
-
-    def _start(self, call: Call[RequestT, ResponseT], request: RequestT) -> Callable[[], ResponseT]:
-        """Send a request; the function that is returned waits for the response."""
-        assert self._socket is not None, "start comes first"
-        number = next(self._call_numbers)
-        with contextlib.suppress(ConnectionError):  # reported by the wait for the answer
-            self._socket.sendall(calls.encode(calls.Request(number, call.name, request)))
-
-        def wait() -> ResponseT:
-            response = calls.decode(call.response, self._wait_for(number, call))
-            if call is RESUME:  # the last call of every push
-                self._lacks_weights = False
-            return response
-
-        return wait
+        return self.start(call, request)()
 
     def _wait_for(self, number: int, call: Call[Any, Any]) -> Any:
         """Handle messages until call ``number`` is answered."""
@@ -270,7 +271,7 @@ class CollectorClient:
         if call in (messages.OPEN, messages.CONNECT):
             raise error
         if call in (messages.COLLECT, messages.EVALUATE):
-            self._start(messages.INTERRUPT, None)
+            self.start(messages.INTERRUPT, None)
         return True
 
     def _receive(self) -> None:
@@ -297,16 +298,3 @@ class CollectorClient:
             f"the collector process died ({how}); the last lines of {self._log_path} say why:\n"
             f"{tail(self._log_path)}"
         )
-
-
-@dataclass(frozen=True)
-class _WeightCalls:
-    """A ``Caller`` for pushes, which waits for the servers first."""
-
-    client: CollectorClient
-
-    def start(
-        self, call: Call[RequestT, ResponseT], request: RequestT, /
-    ) -> Callable[[], ResponseT]:
-        self.client.wait_ready()
-        return self.client._start(call, request)

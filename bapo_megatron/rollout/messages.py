@@ -24,7 +24,10 @@ class RolloutSource(Protocol):
 
     @property
     def weights(self) -> Caller | None:
-        """Answers the calls of ``weight_sync.messages``; None where there are no servers."""
+        """Starts the calls of ``weight_sync.messages``, once ``wait_ready`` has returned.
+
+        None where there are no servers.
+        """
 
     def wait_ready(self) -> None:
         """Wait until batches can be asked for; weights may still have to be pushed.

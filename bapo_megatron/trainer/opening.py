@@ -127,5 +127,5 @@ def open_source(
     source = CollectorClient(
         config, on_progress=on_progress, awaits_weights=True, stopped=stopping.error
     )
-    source.start()
+    source.launch()
     return source

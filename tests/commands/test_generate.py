@@ -156,8 +156,8 @@ class FailingSource:
         self.replayed_batches = config.replay.batches
         self.calls: list[str] = []
 
-    def start(self) -> None:
-        self.calls.append("start")
+    def launch(self) -> None:
+        self.calls.append("launch")
 
     def ensure_weights(self) -> None:
         self.calls.append("ensure_weights")
@@ -193,7 +193,7 @@ def test_weights_are_loaded_before_the_first_batch_and_into_servers_that_restart
         generate_batches(run_config, steps=3)
     (source,) = sources
     assert source.calls == [
-        "start",
+        "launch",
         "ensure_weights",
         "collect 1",
         "collect 2",

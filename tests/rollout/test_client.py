@@ -62,7 +62,7 @@ def open_client() -> Iterator[Open]:
         client = CollectorClient(config, on_progress=progress.append)
         clients.append(client)
         with forked_collectors() if is_fork else contextlib.nullcontext():
-            client.start()
+            client.launch()
         return client
 
     yield open_
@@ -289,7 +289,7 @@ def test_a_collector_ends_in_the_middle_of_a_batch_when_its_client_is_gone(
     with FakeSglang(token_interval_s=0.2) as fake:
         client = open_client(make_config(servers=(fake.address,)))
         client.sync_weights(tmp_path, 1)
-        client._start(COLLECT, 0)
+        client.start(COLLECT, 0)
         while not fake.requests:
             time.sleep(0.02)
         collector = process_of(client)
@@ -439,6 +439,7 @@ def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded(
     with FakeSglang(stop_at=60) as fake:
         file.write_text(f"{fake.address}\nhttp://127.0.0.1:1\n")
         client = open_client(make_config(servers_file=file, min_servers=1))
+        client.wait_ready()
         load = client.weights.start(LOAD, Load(model_dir=tmp_path, version=7))
         assert client._lacks_weights
         load()

@@ -51,7 +51,7 @@ def test_a_batch_carries_the_parts_of_its_rewards_after_all_processes_wrote_thei
         client = CollectorClient(config, on_progress=lambda text: None)
         try:
             with forked_collectors():
-                client.start()
+                client.launch()
             client.sync_weights(tmp_path, 1)
             asked = request_stacks()
             encoded = client.collect(1)
@@ -96,7 +96,7 @@ def test_a_function_that_is_not_there_ends_the_run_before_a_server_is_started(
     client = CollectorClient(config, on_progress=lambda text: None)
     try:
         with forked_collectors():
-            client.start()
+            client.launch()
         with pytest.raises(RolloutError, match="reward function 'not_there:grade' cannot import"):
             client.wait_ready()
         names = {" ".join(process.cmdline()) for process in descendants() - before}

@@ -39,7 +39,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.rollout.client import CollectorClient
 config = RunConfig.model_validate_json(Path(sys.argv[1]).read_text())
 client = CollectorClient(config, on_progress=print)
-client.start()
+client.launch()
 if os.fork() == 0:  # as checkpoint writers are: a process that holds the same pipes and sockets
     time.sleep(60)
     os._exit(0)
