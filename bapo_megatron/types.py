@@ -377,13 +377,7 @@ class EvalResult:
     name: str
     num_prompts: int
     samples_per_prompt: int
-    """n: the k of ``avg_at_k``, ``pass_at_k`` and ``maj_at_k``."""
-    avg_at_k: float
-    """Mean over prompts of the mean reward of the k samples."""
-    pass_at_k: float
-    """Share of prompts with at least one right sample among the k."""
-    maj_at_k: float
-    """Share of prompts whose most frequent answer is right; a share of it where several are."""
+    """n."""
     answer_found_share: float
     """Share of samples from which an answer could be extracted, right or wrong."""
     response_tokens_mean: float
@@ -407,7 +401,7 @@ class EvalResult:
     settings: Mapping[str, Any]
     """What the samples were made with (``evaluation.settings``); empty where that is unknown."""
     scores: tuple[EvalScore, ...]
-    """Every estimate with its interval."""
+    """Every estimate with its interval; avg@n is the first one."""
     problems: tuple[EvalProblem, ...]
     environment_errors: int = 0
     """Episodes that a failure of their environment ended; their reward is 0."""
@@ -416,6 +410,11 @@ class EvalResult:
     reward_means: Mapping[str, float] = field(default_factory=dict)
     """Means of what each reward function gave, if there are several, and of all their metrics; each
     over the samples that have it."""
+
+    @property
+    def avg_at_k(self) -> float:
+        """Mean over prompts of the mean reward of their n samples."""
+        return self.scores[0].value
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,6 @@ def _result(
 ) -> EvalResult:
     """The scores, and what all samples together cost."""
     num_each = len(problems[0].rewards)
-    value_of = {score.name: score.value for score in scores}
     lengths = np.array([sample.num_tokens for sample in flat])
     num_tokens = int(lengths.sum())
     wall_s = max(sample.elapsed_s for sample in flat)
@@ -95,9 +94,6 @@ def _result(
         name=name,
         num_prompts=len(problems),
         samples_per_prompt=num_each,
-        avg_at_k=value_of[f"avg@{num_each}"],
-        pass_at_k=value_of[f"pass@{num_each}"],
-        maj_at_k=value_of[f"maj@{num_each}"],
         answer_found_share=num_found / len(flat),
         response_tokens_mean=num_tokens / len(flat),
         response_tokens_median=float(np.median(lengths)),

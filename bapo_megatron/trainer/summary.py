@@ -98,8 +98,8 @@ def _why_untrained(rows: Sequence[Mapping[str, float]]) -> str:
 def show_evaluation(results: Sequence[EvalResult]) -> None:
     """Print a line for each evaluation set."""
     for result in results:
-        low, high = result.scores[0].low, result.scores[0].high
+        score = result.scores[0]
         show(
-            f"evaluation of {result.name}: avg@{result.samples_per_prompt} {result.avg_at_k:.1%} "
-            f"({low:.1%} … {high:.1%}) on {result.num_prompts} prompts ({result.wall_s:.1f} s)"
+            f"evaluation of {result.name}: {score.name} {score.value:.1%} ({score.low:.1%} … "
+            f"{score.high:.1%}) on {result.num_prompts} prompts ({result.wall_s:.1f} s)"
         )

@@ -99,12 +99,17 @@ def test_results_come_back_from_their_file_and_stand_in_markdown(tmp_path: Path)
     results = [result(FIRST), result(SECOND, name="more")]
     write_results(results, tmp_path / "eval.json")
     assert read_results(tmp_path / "eval.json") == results
-    assert json.loads((tmp_path / "eval.json").read_text())[0]["avg_at_k"] == 0.25
+    written = json.loads((tmp_path / "eval.json").read_text())
+    assert written[0]["scores"][0]["value"] == results[0].avg_at_k == 0.25
     lines = (tmp_path / "eval.md").read_text().splitlines()
     (row,) = [line for line in lines if line.startswith("| sums | avg@4 |")]
     assert re.fullmatch(r"\| sums \| avg@4 \| 25\.00% \| [\d.]+% … [\d.]+% \|", row)
     columns = {line.count("|") for line in lines if line.startswith("| more |")}
     assert columns == {5, 13}
+    # Earlier versions wrote three of the scores twice.
+    earlier = [{**entry, "avg_at_k": 0.25, "pass_at_k": 1.0, "maj_at_k": 0.5} for entry in written]
+    (tmp_path / "eval.json").write_text(json.dumps(earlier))
+    assert read_results(tmp_path / "eval.json") == results
 
 
 def test_a_score_that_is_no_single_function_s_says_what_it_is(tmp_path: Path):

@@ -153,7 +153,8 @@ def test_every_sample_is_made_once_and_the_results_are_written(tmp_path: Path) -
     assert (sums.name, sums.num_prompts, products.num_prompts) == ("sums", 5, 3)
     assert (sums.version, sums.generated_tokens) == (7, 60)
     written = json.loads((tmp_path / "eval.json").read_text())
-    assert [entry["avg_at_k"] for entry in written] == [sums.avg_at_k, products.avg_at_k]
+    scores = [entry["scores"][0]["value"] for entry in written]
+    assert scores == [sums.avg_at_k, products.avg_at_k]
     assert "| products | avg@4 |" in (tmp_path / "eval.md").read_text()
     assert "| sums | m (0123) | 4 | 0.6 | 1.0 | -1 | 4,096 |" in (tmp_path / "eval.md").read_text()
     assert len(set(pool.affinities.values())) == 8
