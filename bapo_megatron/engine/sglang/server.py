@@ -22,17 +22,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import httpx
-
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import START_VERSION, Engine, EngineServer, Readiness
 from bapo_megatron.engine.sglang.client import SglangClient
+from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import MIN_KEY_BYTES, ApiKeys, check_key
 from bapo_megatron.engine.sglang.kind import given_addresses
 from bapo_megatron.engine.supervisor import ServerSupervisor
-from bapo_megatron.errors import RolloutError
+from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.processes import (
     PrivateDirectory,
     child_environment,
@@ -100,10 +99,6 @@ class SglangServer:
         self._shared_files: set[Path] = set()
         """Found until it was ready: once its processes have ended, nobody can."""
         self._has_all_shared_files = False
-        # Keeps no connection, so that there is nothing to close.
-        self._http = httpx.AsyncClient(
-            trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
-        )
         self.num_starts = 0
         self.port = self.config.port and self.config.port + self.index
         # Rollout nodes may share the directory; the loopback is the same on each, its log is not.
@@ -174,14 +169,16 @@ class SglangServer:
         return readiness
 
     async def _readiness(self, timeout_s: float) -> Readiness:
-        path, headers = "/server_info", self.keys.headers(admin=True)
+        http = SglangHttp(self.address, self.keys, timeout_s)
         try:
-            reply = await self._http.get(
-                f"{self.address}{path}", headers=headers, timeout=timeout_s
-            )
-        except httpx.TransportError:
+            await http.call("/server_info", admin=True)
+        except ServerGoneError:
             return Readiness.SILENT
-        return Readiness.READY if reply.status_code == httpx.codes.OK else Readiness.BUSY
+        except RolloutError:
+            return Readiness.BUSY
+        finally:
+            await http.close()
+        return Readiness.READY
 
     def kill(self) -> None:
         """See ``EngineServer``."""
