@@ -170,9 +170,8 @@ def dotted(location: Sequence[int | str]) -> str:
 def shown_value(value: Any) -> str:
     """Return a value as part of one line that can be printed: as JSON, cut where it is long."""
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    text = text[: _MAX_SHOWN + 1].encode(errors="backslashreplace").decode()
-    shown = " ".join(text.replace("\0", "\\0").split())
-    shown = shown if len(text) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "…"
+    shown = " ".join(text[:_MAX_SHOWN].split()) + ("…" if len(text) > _MAX_SHOWN else "")
+    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in shown)
     return f"'{shown}'" if isinstance(value, str) else shown
 
 

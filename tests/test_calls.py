@@ -22,6 +22,7 @@ from bapo_megatron.calls import (
     decode_reply,
     decode_request,
     encode,
+    shown_value,
 )
 
 
@@ -104,3 +105,17 @@ def test_what_is_no_record_cannot_be_sent() -> None:
 
 def test_half_a_surrogate_pair_of_a_text_arrives_as_it_was() -> None:
     assert decode_reply(encode(Progress("\ud800 half"))) == Progress("\ud800 half")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("a\nb  c", "'a b c'"),
+        ("\x1b[31m\0\ud800 π", r"'\x1b[31m\x00\ud800 π'"),
+        ({"a": [None, True, "b"]}, '{"a": [null, true, "b"]}'),
+        ("x" * 80, f"'{'x' * 80}'"),
+        ("x" * 81, f"'{'x' * 80}…'"),
+    ],
+)
+def test_a_value_is_shown_on_one_line_that_no_terminal_obeys(value: object, shown: str) -> None:
+    assert shown_value(value) == shown

@@ -16,13 +16,13 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from bapo_megatron.calls import shown_value
 from bapo_megatron.config.data import DatasetConfig
 from bapo_megatron.data.chat import Message
 from bapo_megatron.data.columns import PARQUET_ERRORS
 from bapo_megatron.errors import first_line
 from bapo_megatron.files import parse_json, read_lines
 
-_MAX_QUOTED = 60
 _MAX_REASON = 300
 _BATCH_ROWS = 1024
 """Rows that are held as Python values at a time; a row may have columns of megabytes."""
@@ -81,7 +81,7 @@ def _read_json(path: Path) -> Iterator[Row]:
     if isinstance(records, ValueError):
         raise DataError(f"{path}: {records}; correct the file")
     if not isinstance(records, list):
-        raise DataError(f"{path}: must be a JSON list of objects, got {_quoted(records)}")
+        raise DataError(f"{path}: must be a JSON list of objects, got {shown_value(records)}")
     for number, record in enumerate(records):
         yield _row(f"{path.name}:{number}", f"{path}: entry {number}", record)
 
@@ -161,7 +161,9 @@ def _row(prompt_id: str, place: str, record: Any) -> Row:
     if isinstance(record, dict):
         return Row(prompt_id, place, record)
     is_error = isinstance(record, ValueError)
-    problem = record if is_error else f"must be an object with named fields, got {_quoted(record)}"
+    problem = (
+        record if is_error else f"must be an object with named fields, got {shown_value(record)}"
+    )
     return Row(prompt_id, place, None, str(problem))
 
 
@@ -188,14 +190,14 @@ def parse_answer(value: Any) -> str:
     is_number = isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool)
     # An integer is finite, but may be too large for ``isfinite``.
     if not is_number or not (isinstance(value, int) or math.isfinite(value)):
-        raise ValueError(f"must be a text, a number or a list of them, got {_quoted(value)}")
+        raise ValueError(f"must be a text, a number or a list of them, got {shown_value(value)}")
     return str(value)
 
 
 def worked_answer(value: Any) -> str:
     """Return the answer behind the ``####`` that ends a worked solution, or raise ValueError."""
     if not _marked_answer(value):
-        raise ValueError(f"must be a text that ends in '#### answer', got {_quoted(value)}")
+        raise ValueError(f"must be a text that ends in '#### answer', got {shown_value(value)}")
     return parse_answer(value)
 
 
@@ -209,12 +211,14 @@ def boxed_answer(value: Any) -> str:
     """
     boxes = list(_BOX.finditer(value)) if isinstance(value, str) else []
     if not boxes:
-        raise ValueError(f"must be a text with a \\boxed answer, got {_quoted(value)}")
+        raise ValueError(f"must be a text with a \\boxed answer, got {shown_value(value)}")
     box = boxes[-1]
     answer = box["bare"] or _up_to_closing_brace(value[box.end() :])
     if answer is None or not answer.strip():
         problem = "never closed" if answer is None else "empty"
-        raise ValueError(f"has a last \\boxed that is {problem}: {_quoted(value[box.start() :])}")
+        raise ValueError(
+            f"has a last \\boxed that is {problem}: {shown_value(value[box.start() :])}"
+        )
     return _utf8(answer.strip())
 
 
@@ -321,18 +325,20 @@ def _parse_question(value: Any) -> str | list[Message]:
             raise ValueError("must be a question, got an empty text")
         return _utf8(value)
     if not isinstance(value, list) or not value:
-        raise ValueError(f"must be a text or a list of chat messages, got {_quoted(value)}")
+        raise ValueError(f"must be a text or a list of chat messages, got {shown_value(value)}")
     messages = []
     for message in value:
         given = message if isinstance(message, dict) else {}
         role, content = given.get("role"), given.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError(f"must hold messages with role and content, got {_quoted(message)}")
+            raise ValueError(
+                f"must hold messages with role and content, got {shown_value(message)}"
+            )
         messages.append({"role": _utf8(role), "content": _utf8(content)})
     if role in ("assistant", "system"):
         raise ValueError(
             f"must end before the assistant's turn, got a last message by the {role}: "
-            f"{_quoted(content)}"
+            f"{shown_value(content)}"
         )
     return messages
 
@@ -341,16 +347,9 @@ def _utf8(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        problem = f"holds half of a surrogate pair, which is not text: {_quoted(text)}"
+        problem = f"holds half of a surrogate pair, which is not text: {shown_value(text)}"
         raise ValueError(problem) from error
     return text
-
-
-def _quoted(value: Any) -> str:
-    """A value for a message that can be printed: as JSON, cut where it is long."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    text = text.encode(errors="backslashreplace").decode()
-    return text if len(text) <= _MAX_QUOTED else text[:_MAX_QUOTED] + "…"
 
 
 def _marked_answer(solution: Any) -> str:

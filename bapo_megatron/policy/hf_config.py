@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bapo_megatron.calls import shown_value
 from bapo_megatron.config.check import check_heads, check_layers
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
@@ -138,7 +139,6 @@ READ_FIELDS = (
     *("rope_theta", "rope_scaling", "rope_parameters"),
 )
 
-_MAX_SHOWN = 80
 MAX_SIZES = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 17,
@@ -175,7 +175,9 @@ def read_hf_config_file(path: Path) -> HfConfig:
     except ValueError as error:
         raise ValueError(f"{path}: {error}; restore the file") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}: must hold a JSON object, got {_shown(fields)}; restore the file")
+        raise ValueError(
+            f"{path}: must hold a JSON object, got {shown_value(fields)}; restore the file"
+        )
     try:
         return _understand(fields)
     except ValueError as error:
@@ -189,7 +191,7 @@ def _understand(fields: dict[str, Any]) -> HfConfig:
         raise _unsupported("model_type", fields.get("model_type"), f"one of {', '.join(FAMILIES)}")
     architectures = fields.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
-        raise _unsupported("architectures", architectures, f"['{family.architecture}']")
+        raise _unsupported("architectures", architectures, f'["{family.architecture}"]')
     _refuse_other_computations(fields)
     hidden_size = _positive(fields, "hidden_size")
     num_heads = _positive(fields, "num_attention_heads")
@@ -220,7 +222,7 @@ def _understand(fields: dict[str, Any]) -> HfConfig:
 def _refuse_other_computations(fields: dict[str, Any]) -> None:
     for name, allowed in REQUIRED_VALUES.items():
         if fields.get(name, allowed[-1]) not in allowed:
-            raise _unsupported(name, fields[name], f"only {allowed[0]!r}")
+            raise _unsupported(name, fields[name], f"only {shown_value(allowed[0])}")
     kinds = fields.get("layer_types") or ["full_attention"]
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise _unsupported("layer_types", kinds, "only 'full_attention'")
@@ -229,7 +231,7 @@ def _refuse_other_computations(fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if name not in known and value:
             raise ValueError(
-                f"{name} is {_shown(value)}, a field that is not known here and may change "
+                f"{name} is {shown_value(value)}, a field that is not known here and may change "
                 "what the model computes; choose another model, or remove the field if it does not"
             )
 
@@ -275,9 +277,5 @@ def _number(name: str, value: Any) -> float:
 
 def _unsupported(field: str, value: Any, supported: str) -> ValueError:
     return ValueError(
-        f"{field} is {_shown(value)}, but {supported} is supported; choose another model"
+        f"{field} is {shown_value(value)}, but {supported} is supported; choose another model"
     )
-
-
-def _shown(value: Any) -> str:
-    return ascii(value)[:_MAX_SHOWN]

@@ -148,12 +148,12 @@ def test_columns_of_no_known_format_are_not_guessed():
         (
             {"question": "1+1?", "answer": "2"},
             {"row_format": "gsm8k"},
-            r"x\.jsonl:1: column 'answer' must be a text that ends in '#### answer', got \"2\"",
+            r"x\.jsonl:1: column 'answer' must be a text that ends in '#### answer', got '2'",
         ),
         (
             {"problem": "1+1?", "solution": "It is 2."},
             {"row_format": "math"},
-            r"column 'solution' must be a text with a \\boxed answer, got \"It is 2.\"",
+            r"column 'solution' must be a text with a \\boxed answer, got 'It is 2.'",
         ),
         (
             {"problem": "1+1?", "level": 1},
@@ -173,14 +173,14 @@ def test_columns_of_no_known_format_are_not_guessed():
         (
             {"prompt": "\ud800", "answer": "2"},
             {},
-            r"column 'prompt' holds half of a surrogate pair, which is not text: \"\\ud800\"",
+            r"column 'prompt' holds half of a surrogate pair, which is not text: '\\ud800'",
         ),
         ({"prompt": "x", "answer": float("nan")}, {}, r"column 'answer' must be .* got NaN"),
         (
             {"prompt": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
             | {"answer": "2"},
             {},
-            r"must end before the assistant's turn, got a last message by the assistant: \"2\"",
+            r"must end before the assistant's turn, got a last message by the assistant: '2'",
         ),
     ],
 )
