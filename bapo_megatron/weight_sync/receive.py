@@ -5,6 +5,7 @@ Rank 0 drives it (``send``); each public method but ``bind_to`` and ``close`` an
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -233,7 +234,7 @@ class WeightReceiver:
     async def _pause(self) -> None:
         self._is_idle.clear()
         if not self._is_paused and self._generation is not None:
-            started_s = asyncio.get_running_loop().time()
+            started_s = time.monotonic()
             if await self._generation.pause():
                 self._paused_at_s = started_s
         self._is_paused = True
@@ -242,14 +243,11 @@ class WeightReceiver:
         if self._is_paused and self._generation is not None:
             await self._generation.resume()
         if self._paused_at_s is not None:
-            self._pause_s += asyncio.get_running_loop().time() - self._paused_at_s
+            self._pause_s += time.monotonic() - self._paused_at_s
         self._is_paused, self._paused_at_s = False, None
 
-    def _set_deadline(self) -> None:
-        self._deadline_s = asyncio.get_running_loop().time() + self._sync.timeout_s
-
     def _remaining_s(self) -> float:
-        return max(self._deadline_s - asyncio.get_running_loop().time(), 1.0)
+        return max(self._deadline_s - time.monotonic(), 1.0)
 
     async def _on_all(
         self, call: Callable[[PooledEngine, WeightControl, float], Coroutine[Any, Any, None]]
@@ -328,14 +326,13 @@ class WeightReceiver:
 
     async def _await_members(self) -> dict[PooledEngine, WeightControl]:
         """Wait until a server can take part; return all that can, ready for weights."""
-        clock_s = asyncio.get_running_loop().time
         while True:
-            self._set_deadline()
+            self._deadline_s = time.monotonic() + self._sync.timeout_s
             answering = [entry for entry in self._pool.engines if entry.is_answering]
             controls = await asyncio.gather(*map(self._prepare, answering))
             if self._give_up_s is None:
-                self._give_up_s = clock_s() + self._health.patience_s
-            if clock_s() >= self._give_up_s:
+                self._give_up_s = time.monotonic() + self._health.patience_s
+            if time.monotonic() >= self._give_up_s:
                 raise RolloutError(
                     f"no server took weights version {self._version} within "
                     f"rollout.health.patience_s ({self._health.patience_s:g} s); see the servers' "
