@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.section import is_loopback
-from bapo_megatron.processes import nccl_settings
+from bapo_megatron.processes import environment_set, nccl_settings
 
 Value = TypeVar("Value")
 
@@ -155,11 +155,8 @@ def _gloo_within(master_address: str) -> Iterator[None]:
     if not is_loopback(master_address) or _GLOO_INTERFACE in os.environ:
         yield
         return
-    os.environ[_GLOO_INTERFACE] = "lo"
-    try:
+    with environment_set(_GLOO_INTERFACE, "lo"):
         yield
-    finally:
-        del os.environ[_GLOO_INTERFACE]
 
 
 def megatron_groups(
