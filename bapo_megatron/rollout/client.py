@@ -102,14 +102,14 @@ class CollectorClient:
         self._opening = self.start(messages.OPEN, request)
 
     def wait_ready(self) -> None:
-        """Wait until prompts are loaded and every server answers by the trainer's convention."""
+        """See ``RolloutSource``."""
         if not self._is_connected:
             self._wait_opened()
             self._call(messages.CONNECT, None)
             self._is_connected = True
 
     def collect(self, step: int) -> EncodedBatch | None:
-        """Return the batch of ``step``; needs a weight sync before the first one."""
+        """See ``RolloutSource``."""
         self.wait_ready()
         path = self._call(messages.COLLECT, step).path
         if path is None:
@@ -128,7 +128,7 @@ class CollectorClient:
         self._call(RESUME, None)
 
     def release_memory(self) -> None:
-        """Have colocated servers give their memory away until weights are pushed."""
+        """See ``RolloutSource``."""
         self.wait_ready()
         import torch  # late: the collector is started before anything waits for torch
 
@@ -173,17 +173,12 @@ class CollectorClient:
             self.sync_weights(self._config.model.path, START_VERSION)
 
     def evaluate(self, step: int, *, resume: bool = False) -> list[EvalResult] | None:
-        """Score every evaluation set with the weights that were pushed.
-
-        Every sample is kept in ``<run_dir>/eval``, under the step, or ``start`` before training.
-        None means that no server holds the weights any more, or that the run is to stop. With
-        ``resume`` samples of an earlier process are kept, which had the same weights.
-        """
+        """See ``RolloutSource``; samples are kept in ``<run_dir>/eval``, under the step."""
         self.ensure_weights()
         return self._call(messages.EVALUATE, self._evaluation_of(step, resume=resume)).results
 
     def begin_evaluation(self, step: int) -> None:
-        """Begin an evaluation beside the next batch; ``evaluate`` returns its results."""
+        """See ``RolloutSource``."""
         self.ensure_weights()
         self._call(messages.BEGIN_EVALUATION, self._evaluation_of(step))
 
@@ -193,10 +188,7 @@ class CollectorClient:
         return messages.Evaluate(moment=moment, weights=weights, resume=resume)
 
     def evaluate_model(self, weights: str, *, resume: bool) -> list[EvalResult]:
-        """Score every evaluation set with ``model.path``, which ``weights`` names.
-
-        ``resume``: continue with the samples of an earlier process.
-        """
+        """Score every evaluation set with ``model.path``, which ``weights`` names."""
         self.ensure_weights()
         request = messages.Evaluate(moment="", weights=weights, resume=resume)
         while (results := self._call(messages.EVALUATE, request).results) is None:
@@ -204,7 +196,7 @@ class CollectorClient:
         return results
 
     def save(self, path: Path) -> Callable[[], None]:
-        """Begin to write data position and unfinished samples."""
+        """See ``RolloutSource``."""
         self._wait_opened()
         self._call(messages.SAVE, path.absolute())
 
@@ -215,7 +207,7 @@ class CollectorClient:
         return wait
 
     def restore(self, path: Path) -> None:
-        """Continue from a file of ``save``; works before the servers are ready."""
+        """See ``RolloutSource``; works before the servers are ready."""
         if not path.is_file():
             raise RolloutError(
                 "the checkpoint was written by a replay and has no position in the training data; "

@@ -134,7 +134,7 @@ class Collector:
         await self._stack.aclose()
 
     async def open(self, request: messages.Open) -> None:
-        """Start the servers, unless others are configured, and load tokenizer and prompts."""
+        """Answer ``messages.OPEN``."""
         self._config = run = request.config
         # First, so that a reward function or an environment that cannot be loaded is found before
         # any server is started.
@@ -200,7 +200,7 @@ class Collector:
             self._supervisor.start()
 
     async def connect(self, _: None) -> None:
-        """Reach enough engines, each checked before it is used."""
+        """Answer ``messages.CONNECT``."""
         rollout = self._config.rollout
         if self._supervisor is not None:
             await self._supervisor.wait_ready(self._report)
@@ -235,7 +235,7 @@ class Collector:
         await states.wait_for_engines(contexts if self._has_weights else (), self._report)
 
     async def collect(self, step: int) -> messages.Collected:
-        """Collect a batch into a file."""
+        """Answer ``messages.COLLECT``."""
         assert self._batches is not None, "opened for training"
         gc.collect()  # of the last batch: see ``collect_garbage_rarely``
         if await self._batches.collect(step, self._hand_over) is None:
@@ -244,17 +244,17 @@ class Collector:
         return messages.Collected(self._batch_path(step))
 
     async def release_memory(self, _: None) -> None:
-        """Have colocated servers give their memory away until weights are pushed."""
+        """Answer ``messages.RELEASE_MEMORY``."""
         assert self._colocated is not None, "rollout.colocated"
         await self._colocated.release()
 
     async def begin_evaluation(self, request: messages.Evaluate) -> None:
-        """Begin to score the evaluation sets, beside the next rollout."""
+        """Answer ``messages.BEGIN_EVALUATION``."""
         self._evaluator.runs_beside = True
         self._beside = asyncio.create_task(self._evaluate(request))
 
     async def evaluate(self, request: messages.Evaluate) -> messages.Evaluated:
-        """Score the evaluation sets, or return what was begun beside the rollout."""
+        """Answer ``messages.EVALUATE``."""
         if self._batches is not None:
             await self._batches.wait_for_ahead()
         await self._finish_evaluation()
@@ -282,7 +282,7 @@ class Collector:
             await asyncio.gather(self._beside, return_exceptions=True)
 
     async def save(self, path: Path) -> None:
-        """Begin to write data position and buffer, in a thread: generation goes on."""
+        """Answer ``messages.SAVE``; a thread writes, so that generation goes on."""
         assert self._batches is not None, "opened for training"
         await self._batches.wait_for_ahead()
         if self._writing is not None:  # of a checkpoint that was given up
@@ -291,7 +291,7 @@ class Collector:
         self._writing = asyncio.create_task(writing)
 
     async def saved(self, _: None) -> str:
-        """Wait until what ``save`` began has been written; return why it could not be."""
+        """Answer ``messages.SAVED``."""
         assert self._writing is not None, "save comes first"
         try:
             await self._writing
@@ -300,7 +300,7 @@ class Collector:
         return ""
 
     async def restore(self, path: Path) -> None:
-        """Continue from a file of ``save``."""
+        """Answer ``messages.RESTORE``."""
         assert self._batches is not None, "opened for training"
         self._batches.restore(await asyncio.to_thread(read_saved, path))
 

@@ -49,7 +49,8 @@ class RolloutSource(Protocol):
     def evaluate(self, step: int, *, resume: bool) -> list[EvalResult] | None:
         """Score every configured evaluation set with the weights the servers hold.
 
-        None as from ``collect``. ``resume``: continue what was interrupted with the same weights.
+        None as from ``collect``. ``resume``: continue with the samples of an earlier process, which
+        had the same weights.
         """
 
     def begin_evaluation(self, step: int) -> None:
@@ -91,8 +92,7 @@ class Collected:
     """The response to ``COLLECT``."""
 
     path: Path | None
-    """The batch's file; None after ``INTERRUPT``, and where no server holds the newest weights any
-    more: push them, then repeat the call."""
+    """The batch's file; None as from ``RolloutSource.collect``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,6 @@ class Evaluate:
     """Begins the names of the results files."""
     weights: str
     resume: bool
-    """Continue with the samples of an earlier process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +110,19 @@ class Evaluated:
     """The response to ``Evaluate``."""
 
     results: list[EvalResult] | None
-    """None as in ``Collected``."""
+    """None as from ``RolloutSource.evaluate``."""
 
 
 OPEN = Call("open", Open, type(None))
 CONNECT = Call("connect", type(None), type(None))
-"""Reach every server and probe its temperature convention before training."""
+"""Reach enough servers, and check each before it is used."""
 RELEASE_MEMORY = Call("release_memory", type(None), type(None))
 COLLECT = Call("collect", int, Collected)
-"""Collect the batch of a step into a file."""
 EVALUATE = Call("evaluate", Evaluate, Evaluated)
 BEGIN_EVALUATION = Call("begin_evaluation", Evaluate, type(None))
-"""Begin it beside the next batch; ``EVALUATE`` answers with its results."""
 INTERRUPT = Call("interrupt", type(None), type(None))
 """End ``COLLECT`` or ``EVALUATE`` at once, as if no server held the weights; has no response."""
 SAVE = Call("save", Path, type(None))
-"""Begin to write data position and unfinished samples to a file; ``RESTORE`` continues from it."""
 SAVED = Call("saved", type(None), str)
 """Wait for the end of what ``SAVE`` began; why the file cannot be written, empty if it was."""
 RESTORE = Call("restore", Path, type(None))
