@@ -6,7 +6,7 @@ same records, so a field that is renamed on one side fails in mypy on the other.
 
     → {"id": 1, "call": "collect", "arguments": 1}
     ← {"progress": "rollout 1: 3/8 groups, 1200 tokens/s"}
-    ← {"id": 1, "result": {"path": "…/step_000001.parquet"}}
+    ← {"id": 1, "result": "…/step_000001.parquet"}
 
 or ``{"id": 1, "error": "one line that says what to do"}``; a ``{"warning": "…"}`` may come at any
 time.
@@ -21,10 +21,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
+from typing_extensions import TypeForm
 
 _MAX_SHOWN = 80
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class Call(Generic[RequestT, ResponseT]):
     """A call: its name, request and response types."""
 
     name: str
-    request: type[RequestT]
-    response: type[ResponseT]
+    request: TypeForm[RequestT]
+    response: TypeForm[ResponseT]
 
 
 class Caller(Protocol):
@@ -97,7 +99,7 @@ class Answers:
     """The functions that answer calls."""
 
     def __init__(self) -> None:
-        self._bound: dict[str, tuple[type[Any], Callable[[Any], Awaitable[Any]]]] = {}
+        self._bound: dict[str, tuple[TypeForm[Any], Callable[[Any], Awaitable[Any]]]] = {}
 
     def bind(
         self, call: Call[RequestT, ResponseT], answer: Callable[[RequestT], Awaitable[ResponseT]]
@@ -128,37 +130,29 @@ def decode_request(line: bytes) -> Request:
 
 def decode_reply(line: bytes) -> Reply:
     """Read a line that the answering side has sent; its fields say which reply it is."""
-    reply: Reply = _adapter(Reply).validate_python(json.loads(line))
-    return reply
+    return decode(Reply, json.loads(line))
 
 
-def decode(kind: type[ResponseT], values: Any) -> ResponseT:
+def decode(kind: TypeForm[ResponseT], values: Any) -> ResponseT:
     """Make a record from its JSON values.
 
     Raises:
         ValueError: They do not fit; the message names the first field, its rule and its value.
     """
-    hashable: Any = kind  # what mypy does not know of ``type[ResponseT]``
     try:
-        record: ResponseT = _adapter(hashable).validate_python(values)
+        record: ResponseT = _adapter(kind).validate_python(values)
     except ValidationError as error:
         raise ValueError(_describe_invalid(error)) from error
     return record
 
 
-def decode_json(kind: type[ResponseT], content: bytes) -> ResponseT:
+def decode_json(kind: TypeForm[ResponseT], content: bytes) -> ResponseT:
     """Make a record from its JSON text, of exactly the types of its fields; raise as ``decode``."""
-    hashable: Any = kind
     try:
-        record: ResponseT = _adapter(hashable).validate_json(content, strict=True)
+        record: ResponseT = _adapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
         raise ValueError(_describe_invalid(error)) from error
     return record
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def dotted(location: Sequence[int | str]) -> str:

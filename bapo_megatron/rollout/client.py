@@ -111,7 +111,7 @@ class CollectorClient:
     def collect(self, step: int) -> EncodedBatch | None:
         """See ``RolloutSource``."""
         self.wait_ready()
-        path = self._call(messages.COLLECT, step).path
+        path = self._call(messages.COLLECT, step)
         if path is None:
             return None
         batch = read_encoded(path)
@@ -175,7 +175,7 @@ class CollectorClient:
     def evaluate(self, step: int, *, resume: bool = False) -> list[EvalResult] | None:
         """See ``RolloutSource``; samples are kept in ``<run_dir>/eval``, under the step."""
         self.ensure_weights()
-        return self._call(messages.EVALUATE, self._evaluation_of(step, resume=resume)).results
+        return self._call(messages.EVALUATE, self._evaluation_of(step, resume=resume))
 
     def begin_evaluation(self, step: int) -> None:
         """See ``RolloutSource``."""
@@ -191,7 +191,7 @@ class CollectorClient:
         """Score every evaluation set with ``model.path``, which ``weights`` names."""
         self.ensure_weights()
         request = messages.Evaluate(moment="", weights=weights, resume=resume)
-        while (results := self._call(messages.EVALUATE, request).results) is None:
+        while (results := self._call(messages.EVALUATE, request)) is None:
             self.sync_weights(self._config.model.path, START_VERSION)
         return results
 

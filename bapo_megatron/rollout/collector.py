@@ -234,14 +234,14 @@ class Collector:
         # Those that have no weights yet are checked after their first push.
         await states.wait_for_engines(contexts if self._has_weights else (), self._report)
 
-    async def collect(self, step: int) -> messages.Collected:
+    async def collect(self, step: int) -> Path | None:
         """Answer ``messages.COLLECT``."""
         assert self._batches is not None, "opened for training"
         gc.collect()  # of the last batch: see ``collect_garbage_rarely``
         if await self._batches.collect(step, self._hand_over) is None:
             self._count_push()
-            return messages.Collected(None)
-        return messages.Collected(self._batch_path(step))
+            return None
+        return self._batch_path(step)
 
     async def release_memory(self, _: None) -> None:
         """Answer ``messages.RELEASE_MEMORY``."""
@@ -253,7 +253,7 @@ class Collector:
         self._evaluator.runs_beside = True
         self._beside = asyncio.create_task(self._evaluate(request))
 
-    async def evaluate(self, request: messages.Evaluate) -> messages.Evaluated:
+    async def evaluate(self, request: messages.Evaluate) -> list[EvalResult] | None:
         """Answer ``messages.EVALUATE``."""
         if self._batches is not None:
             await self._batches.wait_for_ahead()
@@ -262,7 +262,7 @@ class Collector:
         results = await self._evaluate(request) if begun is None else begun.result()
         if results is None:
             self._count_push()
-        return messages.Evaluated(results)
+        return results
 
     async def _evaluate(self, request: messages.Evaluate) -> list[EvalResult] | None:
         assert self._pool is not None, "connect comes first"

@@ -87,14 +87,6 @@ class Open:
     """Where servers run: ``cuda`` or ``cpu``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """The response to ``COLLECT``."""
-
-    path: Path | None
-    """The batch's file; None as from ``RolloutSource.collect``."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
     """Score the evaluation sets."""
@@ -105,24 +97,17 @@ class Evaluate:
     resume: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """The response to ``Evaluate``."""
-
-    results: list[EvalResult] | None
-    """None as from ``RolloutSource.evaluate``."""
-
-
-OPEN = Call("open", Open, type(None))
-CONNECT = Call("connect", type(None), type(None))
+OPEN = Call("open", Open, None)
+CONNECT = Call("connect", None, None)
 """Reach enough servers, and check each before it is used."""
-RELEASE_MEMORY = Call("release_memory", type(None), type(None))
-COLLECT = Call("collect", int, Collected)
-EVALUATE = Call("evaluate", Evaluate, Evaluated)
-BEGIN_EVALUATION = Call("begin_evaluation", Evaluate, type(None))
-INTERRUPT = Call("interrupt", type(None), type(None))
+RELEASE_MEMORY = Call("release_memory", None, None)
+COLLECT = Call("collect", int, Path | None)
+"""Collect the batch of a step into a file; None as from ``RolloutSource.collect``."""
+EVALUATE = Call("evaluate", Evaluate, list[EvalResult] | None)
+BEGIN_EVALUATION = Call("begin_evaluation", Evaluate, None)
+INTERRUPT = Call("interrupt", None, None)
 """End ``COLLECT`` or ``EVALUATE`` at once, as if no server held the weights; has no response."""
-SAVE = Call("save", Path, type(None))
-SAVED = Call("saved", type(None), str)
+SAVE = Call("save", Path, None)
+SAVED = Call("saved", None, str)
 """Wait for the end of what ``SAVE`` began; why the file cannot be written, empty if it was."""
-RESTORE = Call("restore", Path, type(None))
+RESTORE = Call("restore", Path, None)

@@ -115,10 +115,10 @@ class AttemptFailedError(Exception):
     """A server failed; the others get the weights in another attempt, first by the disk."""
 
 
-def check(outcome: messages.Outcome) -> None:
+def check(failure: str | None) -> None:
     """Raise ``AttemptFailedError`` where the collector reports that a server failed."""
-    if outcome.failed is not None:
-        raise AttemptFailedError(outcome.failed)
+    if failure is not None:
+        raise AttemptFailedError(failure)
 
 
 @contextmanager
@@ -178,9 +178,7 @@ class BroadcastCarrier:
         # A thread inside a collective at the end of the interpreter would abort the process.
         wait(self._stuck, _MAX_STUCK_S)
 
-    def _await_both(
-        self, servers: Callable[[], messages.Outcome], own: Future[None], what: str
-    ) -> None:
+    def _await_both(self, servers: Callable[[], str | None], own: Future[None], what: str) -> None:
         """Wait for an operation of servers and of rank 0.
 
         Raise ``RolloutError`` where rank 0 alone failed. Where a server and rank 0 did, the message

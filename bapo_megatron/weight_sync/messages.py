@@ -45,14 +45,6 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The result of one part of an attempt."""
-
-    failed: str | None
-    """Why the first server failed; None: all have done their part."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """Have the servers load a Hugging Face directory; generation stays paused."""
 
@@ -60,42 +52,24 @@ class Load:
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """The token ids of the sequences that the servers are compared on."""
-
-    sequences: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verify:
-    """Compare every server's log-probs of the probe with the trainer's."""
-
-    expected: tuple[tuple[float, ...], ...]
-    """Log-probs of all tokens of each sequence but the first, at temperature 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """The result of the comparison."""
-
-    difference: float | None
-    """Largest mean absolute difference, in nats, of the servers that stay; None where none stays
-    because none answered: they may come back, and need the weights."""
-
-
 BEGIN = Call("weights.begin", int, Opened)
 """Start an attempt to push this version: pause generation, choose and prepare servers."""
-JOIN = Call("weights.join", GroupPlace, Outcome)
+JOIN = Call("weights.join", GroupPlace, str | None)
 """Have the servers join the group of rank 0, which has this place, and the servers those after it,
-in the order of ``Opened``; answered when it is complete."""
-RECEIVE = Call("weights.receive", Receive, Outcome)
-TAKE = Call("weights.take", Take, Outcome)
-FINISH = Call("weights.finish", type(None), Outcome)
+in the order of ``Opened``; answered when it is complete. The response to this call and the next
+three is why the first server failed; None: all have done their part."""
+RECEIVE = Call("weights.receive", Receive, str | None)
+TAKE = Call("weights.take", Take, str | None)
+FINISH = Call("weights.finish", None, str | None)
 """Check that all servers report the version, and admit them; generation stays paused."""
-LOAD = Call("weights.load", Load, type(None))
-PROBE = Call("weights.probe", type(None), Probe)
-VERIFY = Call("weights.verify", Verify, Verified)
-RESUME = Call("weights.resume", type(None), float)
+LOAD = Call("weights.load", Load, None)
+PROBE = Call("weights.probe", None, tuple[tuple[int, ...], ...])
+"""Return the token ids of the sequences that the servers are compared on."""
+VERIFY = Call("weights.verify", tuple[tuple[float, ...], ...], float | None)
+"""Compare every server's log-probs of the probe with the trainer's: those of all tokens of each
+sequence but the first, at temperature 1. Answered with the largest mean absolute difference, in
+nats, of the servers that stay; None where none stays because none answered: they may come back, and
+need the weights."""
+RESUME = Call("weights.resume", None, float)
 """Let generation continue; answered with the seconds for which it stood still since the last
 ``RESUME``, 0 if nothing was generated. The last call of every push."""

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.pooled import EngineStates, PooledEngine
 from bapo_megatron.errors import RolloutError, ServerError
-from bapo_megatron.weight_sync import messages
 
 _MAX_TOKENS = 256
 """Tokens of a prompt that are compared."""
@@ -29,13 +28,13 @@ class Proof:
         cut = (tuple(prompt[:_MAX_TOKENS]) for prompt in prompts if len(prompt) > 1)
         self._sequences = tuple(cut)
 
-    def probe(self, members: Iterable[PooledEngine]) -> messages.Probe:
+    def probe(self, members: Iterable[PooledEngine]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens that ``compare`` needs; none where no server must be compared."""
-        return messages.Probe(sequences=self._sequences if self._due(members) else ())
+        return self._sequences if self._due(members) else ()
 
     async def compare(
         self, members: Sequence[PooledEngine], expected: Sequence[Sequence[float]], version: int
-    ) -> messages.Verified:
+    ) -> float | None:
         """Compare servers' log-probs of the probe with the trainer's: new servers', or all.
 
         A server that differs is taken out, and so is one that does not answer in time.
@@ -63,7 +62,7 @@ class Proof:
                 "rollout.weight_sync.verify_tolerance"
             )
         kept = (found for entry, found in differences.items() if entry not in bad)
-        return messages.Verified(difference=max(kept, default=None))
+        return max(kept, default=None)
 
     async def check(self, members: Sequence[PooledEngine]) -> None:
         """Check unproven servers as they were at their start, now that they have weights.

@@ -111,7 +111,7 @@ class WeightReceiver:
             share_group=share_group,
         )
 
-    async def join(self, place: GroupPlace) -> messages.Outcome:
+    async def join(self, place: GroupPlace) -> str | None:
         """Have all members join the trainer's group; answer when it is complete."""
         self._group, self._group_is_broken = (place.name, tuple(self._members)), False
         places = {}
@@ -123,7 +123,7 @@ class WeightReceiver:
             lambda entry, control, limit_s: control.join_group(places[entry], limit_s)
         )
 
-    async def receive(self, request: messages.Receive) -> messages.Outcome:
+    async def receive(self, request: messages.Receive) -> str | None:
         """Have all members receive and load the bucket that rank 0 broadcasts meanwhile."""
         assert self._group is not None, "join comes first"
         group_name, _ = self._group
@@ -136,7 +136,7 @@ class WeightReceiver:
             )
         )
 
-    async def take(self, request: messages.Take) -> messages.Outcome:
+    async def take(self, request: messages.Take) -> str | None:
         """Have each member load its own payloads."""
         own = dict(zip(self._members, request.payloads, strict=True))
         return await self._on_all(
@@ -147,15 +147,15 @@ class WeightReceiver:
             )
         )
 
-    async def finish(self, _: None) -> messages.Outcome:
+    async def finish(self, _: None) -> str | None:
         """Check that all members report the version, and admit them; generation stays paused."""
-        outcome = await self._on_all(self._complete)
-        if outcome.failed is None:
+        failure = await self._on_all(self._complete)
+        if failure is None:
             self._pool.version = self._version
             for entry in self._members:
                 self._pool.mark_updated(entry, self._version)
             self._give_up_s = None
-        return outcome
+        return failure
 
     async def load(self, request: messages.Load) -> None:
         """Have all servers load a Hugging Face directory; generation stays paused.
@@ -184,14 +184,14 @@ class WeightReceiver:
             await self._take_out_failed(self._remaining_s())  # the others load it all the same
             for entry in [entry for entry in self._members if entry.is_lost]:
                 del self._members[entry]
-            if self._members and (await self.finish(None)).failed is None:
+            if self._members and await self.finish(None) is None:
                 return
 
-    async def probe(self, _: None) -> messages.Probe:
+    async def probe(self, _: None) -> tuple[tuple[int, ...], ...]:
         """Return the tokens that ``verify`` compares; none where no server must be compared."""
         return self._proof.probe(self._members)
 
-    async def verify(self, request: messages.Verify) -> messages.Verified:
+    async def verify(self, expected: tuple[tuple[float, ...], ...]) -> float | None:
         """Compare log-probs of the probe as ``Proof.compare``.
 
         Where requests are paused, not aborted, and where servers gave their memory away, generation
@@ -199,7 +199,7 @@ class WeightReceiver:
         """
         if self._resumes_to_verify:
             await self._go_on()
-        return await self._proof.compare(tuple(self._members), request.expected, self._version)
+        return await self._proof.compare(tuple(self._members), expected, self._version)
 
     async def resume(self, _: None) -> float:
         """Let generation continue, and check new servers; return for how long it stood still.
@@ -251,7 +251,7 @@ class WeightReceiver:
 
     async def _on_all(
         self, call: Callable[[PooledEngine, WeightControl, float], Coroutine[Any, Any, None]]
-    ) -> messages.Outcome:
+    ) -> str | None:
         """Call every member; return when all have answered, or why the first has failed.
 
         The others may then be waiting for the trainer, in a collective that the first has left;
@@ -269,12 +269,12 @@ class WeightReceiver:
             )
             for task in done:
                 if (error := task.exception()) is not None:
-                    return messages.Outcome(failed=_describe(self._calls[task], error))
+                    return _describe(self._calls[task], error)
             for task in pending:
                 if (entry := self._calls[task]).is_lost:
-                    return messages.Outcome(failed=f"{entry.address}: it was lost meanwhile")
+                    return f"{entry.address}: it was lost meanwhile"
         self._calls = {}
-        return messages.Outcome(failed=None)
+        return None
 
     async def _complete(self, entry: PooledEngine, control: WeightControl, limit_s: float) -> None:
         if self._has_session:

@@ -113,7 +113,7 @@ class WeightSync:
         with fail_together(policy.groups, RolloutError):
             num_bytes = self._hand_over(policy, collector, version)
             if collector is not None and verifies:
-                probe = json.dumps(collector.start(messages.PROBE, None)().sequences).encode()
+                probe = json.dumps(collector.start(messages.PROBE, None)()).encode()
         if verifies:
             with fail_together(policy.groups, RolloutError):
                 difference = self._verify(policy, collector, probe)
@@ -195,7 +195,7 @@ class WeightSync:
         if collector is None:
             return None
         assert expected is not None, "complete on rank 0"
-        return collector.start(messages.VERIFY, messages.Verify(expected=expected))().difference
+        return collector.start(messages.VERIFY, expected)()
 
 
 def _attempt(buckets: WeightBuckets, collector: Caller, version: int, carrier: Carrier) -> int:

@@ -21,8 +21,6 @@ from bapo_megatron.weight_sync.messages import (
     TAKE,
     Load,
     Opened,
-    Outcome,
-    Probe,
 )
 from bapo_megatron.weight_sync.send import WeightSync
 from tests.distributed_launch import joined
@@ -66,9 +64,9 @@ class ScriptedSource:
         if call is LOAD:
             return lambda: self._load(request)
         if call is PROBE:
-            return lambda: Probe(sequences=())  # no server is new
+            return lambda: ()  # no server is new
         fails = call is TAKE and number == self.failing_take
-        return lambda: Outcome(failed="server 1 is gone" if fails else None)
+        return lambda: "server 1 is gone" if fails else None
 
     def _begin(self) -> Opened:
         if self.begin_error:

@@ -34,7 +34,7 @@ from bapo_megatron.weight_sync.collective_group import (
     choose_backend,
     rank_zero_address,
 )
-from bapo_megatron.weight_sync.messages import Opened, Outcome, Take
+from bapo_megatron.weight_sync.messages import Opened, Take
 from tests.distributed_launch import run_ranks
 
 if TYPE_CHECKING:
@@ -158,11 +158,11 @@ def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
         def start(self, call: Call[Any, Any], place: GroupPlace, /) -> Any:
             store = dist.TCPStore("127.0.0.1", place.master_port, timeout=LIMIT)
 
-            def wait_for_rank_zero() -> Outcome:
+            def wait_for_rank_zero() -> str:
                 with pytest.raises(dist.DistNetworkError):
                     store.get("never set")
                 closed.set()
-                return Outcome(failed="http://a:1: connection closed")
+                return "http://a:1: connection closed"
 
             return wait_for_rank_zero
 
@@ -184,7 +184,7 @@ def test_a_failure_of_rank_zero_alone_is_not_blamed_on_the_servers(
 
     class Source:
         def start(self, call: Call[Any, Any], place: GroupPlace, /) -> Any:
-            return lambda: Outcome(failed=None)
+            return lambda: None
 
     opened = Opened(addresses=(), num_ranks=(), gpus=(), share_group=False)
     with pytest.raises(RolloutError, match="rank 0 could not form a group"):
@@ -250,7 +250,7 @@ def test_each_rank_of_own_servers_gets_a_bucket_on_its_own_gpu(
     class Source:
         def start(self, call: Call[Any, Any], request: Take, /) -> Any:
             payloads.append(request.payloads)
-            return lambda: Outcome(failed=None)
+            return lambda: None
 
     monkeypatch.setattr("torch.cuda.ipc_collect", lambda: collected.append("collected"))
     monkeypatch.setattr(carriers, "shared_memory_payload", lambda *_: f"to {moved[-1]}")

@@ -13,10 +13,8 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.weight_sync.messages import (
     Load,
     Opened,
-    Outcome,
     Receive,
     Take,
-    Verify,
 )
 from tests.fakes.fake_weight_server import FakeWeightServer
 from tests.weight_sync.setting import BUCKET, EXPECTED, Setting, run_sync
@@ -163,8 +161,8 @@ def test_a_server_that_refuses_is_taken_out_and_the_rest_goes_on(
 
     async def use(setting: Setting) -> None:
         await setting.service.begin(7)
-        assert await setting.join() == Outcome(failed=None)
-        failed = (await setting.service.receive(Receive(bucket=BUCKET, is_last=False))).failed
+        assert await setting.join() is None
+        failed = await setting.service.receive(Receive(bucket=BUCKET, is_last=False))
         assert "wrong shape" in failed
         opened = await setting.receive_all(7)
         assert opened.addresses == (servers[0].address,)
@@ -197,7 +195,7 @@ def test_a_refusal_in_a_group_that_existed_before_is_held_against_nobody(
         await setting.receive_all(1)
         servers[1].refusals["/update_weights_from_distributed"] = "unknown group"  # it restarted
         assert (await setting.service.begin(2)).share_group
-        failed = (await setting.service.receive(Receive(bucket=BUCKET, is_last=False))).failed
+        failed = await setting.service.receive(Receive(bucket=BUCKET, is_last=False))
         assert "unknown group" in failed
         servers[1].refusals.clear()
         assert not (await setting.receive_all(2)).share_group
@@ -215,8 +213,8 @@ def test_a_server_that_hangs_is_taken_out_after_the_time_limit(
 
     async def use(setting: Setting) -> None:
         await setting.service.begin(7)
-        assert await setting.join() == Outcome(failed=None)
-        failed = (await setting.service.receive(Receive(bucket=BUCKET, is_last=False))).failed
+        assert await setting.join() is None
+        failed = await setting.service.receive(Receive(bucket=BUCKET, is_last=False))
         assert "no answer within" in failed
         assert (await setting.receive_all(7)).addresses == (servers[1].address,)
         assert setting.states() == ["lost", "usable"]
@@ -232,13 +230,13 @@ def test_a_server_that_is_lost_meanwhile_ends_the_attempt_at_once(
 
     async def use(setting: Setting) -> None:
         await setting.service.begin(7)
-        assert await setting.join() == Outcome(failed=None)
+        assert await setting.join() is None
         receiving = asyncio.create_task(
             setting.service.receive(Receive(bucket=BUCKET, is_last=False))
         )
         await asyncio.sleep(0.2)
         setting.pool.mark_lost(setting.pool.engines[0], "silent")
-        assert "lost meanwhile" in (await receiving).failed
+        assert "lost meanwhile" in await receiving
         assert (await setting.receive_all(7)).addresses == (servers[1].address,)
 
     run_sync(servers, use, health={"timeout_s": 2, "patience_s": 60})
@@ -280,10 +278,9 @@ def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]
 def test_each_server_takes_its_own_payloads(servers: list[FakeWeightServer]) -> None:
     async def use(setting: Setting) -> None:
         await setting.service.begin(7)
-        assert await setting.service.take(
-            Take(payloads=(("YQ==",), ("Yg==",)), is_last=True)
-        ) == Outcome(failed=None)
-        assert await setting.service.finish(None) == Outcome(failed=None)
+        take = Take(payloads=(("YQ==",), ("Yg==",)), is_last=True)
+        assert await setting.service.take(take) is None
+        assert await setting.service.finish(None) is None
 
     run_sync(servers, use)
     payloads = [dict(server.calls)["/update_weights_from_tensor"] for server in servers]
@@ -305,7 +302,7 @@ def test_control_calls_carry_the_admin_key_and_the_probe_the_other() -> None:
 
     async def use(setting: Setting) -> None:
         await setting.receive_all(7)
-        await setting.service.verify(Verify(expected=EXPECTED))
+        await setting.service.verify(EXPECTED)
         assert setting.states() == ["usable"]
 
     with FakeWeightServer(keys=keys) as server:
@@ -331,7 +328,7 @@ def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_ot
                 ended.append(entry.address)
 
         reason = f"{first.address}: a call failed (TimeoutError)"
-        assert await setting.service._on_all(call) == Outcome(failed=reason)
+        assert await setting.service._on_all(call) == reason
         await setting.service._take_out_failed(0.01)
         assert setting.pool.reasons[first.address] == reason
         assert "hangs" in setting.pool.reasons[second.address]

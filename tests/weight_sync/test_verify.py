@@ -11,9 +11,6 @@ from bapo_megatron.engine.pooled import EngineState
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.weight_sync.messages import (
     Load,
-    Probe,
-    Verified,
-    Verify,
 )
 from tests.fakes.fake_sglang import FakeSglang
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
@@ -25,11 +22,9 @@ def test_servers_that_compute_as_the_trainer_does_are_kept(
 ) -> None:
     async def use(setting: Setting) -> None:
         await setting.receive_all(7)
-        assert await setting.service.probe(None) == Probe(sequences=((3, 1, 4), (1, 5)))
-        found = await setting.service.verify(
-            Verify(expected=((LOGPROB + 0.03, LOGPROB), (LOGPROB - 0.03,)))
-        )
-        assert found.difference == pytest.approx(0.02)
+        assert await setting.service.probe(None) == ((3, 1, 4), (1, 5))
+        found = await setting.service.verify(((LOGPROB + 0.03, LOGPROB), (LOGPROB - 0.03,)))
+        assert found == pytest.approx(0.02)
         assert setting.states() == ["usable", "usable"]
 
     run_sync(servers, use)
@@ -50,7 +45,7 @@ def test_a_server_that_computes_otherwise_serves_nobody(
 
     async def use(setting: Setting) -> None:
         await setting.receive_all(7)
-        assert await setting.service.verify(Verify(expected=EXPECTED)) == Verified(difference=0.0)
+        assert await setting.service.verify(EXPECTED) == 0.0
         assert setting.states() == ["usable", "lost"]
         assert reason in setting.pool.reasons[servers[1].address]
 
@@ -66,7 +61,7 @@ def test_if_every_server_computes_otherwise_the_run_ends(
     async def use(setting: Setting) -> None:
         await setting.receive_all(7)
         with pytest.raises(RolloutError, match=r"no server computes as the trainer does.*0\.2"):
-            await setting.service.verify(Verify(expected=EXPECTED))
+            await setting.service.verify(EXPECTED)
 
     run_sync(servers, use)
 
@@ -78,7 +73,7 @@ def test_servers_that_end_during_the_probe_do_not_end_the_run(
 
     async def use(setting: Setting) -> None:
         await setting.service.load(Load(model_dir=Path("/weights"), version=7))
-        assert await setting.service.verify(Verify(expected=EXPECTED)) == Verified(difference=None)
+        assert await setting.service.verify(EXPECTED) is None
         assert setting.states() == ["lost"]
         assert "does not answer the probe" in setting.pool.reasons[servers[0].address]
 
@@ -94,7 +89,7 @@ def test_paused_requests_go_on_before_the_probe(
 ) -> None:
     async def use(setting: Setting) -> None:
         await setting.service.load(Load(model_dir=Path("/weights"), version=7))
-        await setting.service.verify(Verify(expected=EXPECTED))
+        await setting.service.verify(EXPECTED)
         assert setting.generation.calls == calls
         await setting.service.resume(None)
         assert setting.generation.calls == ["pause", "resume"]
@@ -113,7 +108,7 @@ def test_the_pause_lasts_from_the_stop_of_generation_until_it_goes_on(
         started_s = clock_s()
         await setting.service.load(Load(model_dir=Path("/weights"), version=7))
         loaded_s = clock_s() - started_s
-        await setting.service.verify(Verify(expected=EXPECTED))
+        await setting.service.verify(EXPECTED)
         pause_s = await setting.service.resume(None)
         assert 0.3 <= pause_s <= clock_s() - started_s
         if in_flight == "retract":  # it goes on before the probe, which takes 0.3 s and more
@@ -134,10 +129,10 @@ def test_by_default_only_servers_that_are_new_or_came_back_are_compared(
             """How many sequences are compared, and what each server had to score so far."""
             await setting.service.load(Load(model_dir=Path("/weights"), version=version))
             probe = await setting.service.probe(None)
-            if probe.sequences:
-                await setting.service.verify(Verify(expected=EXPECTED))
+            if probe:
+                await setting.service.verify(EXPECTED)
             await setting.service.resume(None)
-            return len(probe.sequences), [s.paths.count("/generate") for s in servers]
+            return len(probe), [s.paths.count("/generate") for s in servers]
 
         second = setting.pool.engines[1]
         assert await push(1) == (2, [2, 2])
