@@ -183,9 +183,11 @@ def _complain(line: str) -> None:
 
     In one write, else the lines of two ranks may mix.
     """
+    from bapo_megatron.telemetry.console import visible  # a quarter of a second
+
     rank = os.environ.get("RANK")
     place = f"[rank {rank}] " if rank not in (None, "0") else ""
-    sys.stderr.write(f"{place}bapo-megatron: {line}\n")
+    sys.stderr.write(f"{place}bapo-megatron: {visible(line)}\n")
     sys.stderr.flush()
 
 
@@ -193,5 +195,7 @@ def _tell_torchrun(line: str) -> None:
     """Give torchrun the error for its own report, the last thing that it prints."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        from bapo_megatron.telemetry.console import visible  # a quarter of a second
+
+        message = {"message": visible(line), "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": message}))

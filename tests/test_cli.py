@@ -157,6 +157,14 @@ def test_a_misspelt_command_is_told_the_nearest() -> None:
     )
 
 
+def test_control_characters_in_an_error_are_seen_not_obeyed(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"  # whose message torchrun prints
+    result = run(["train", "no\x1b[2J.yaml"], environment={"TORCHELASTIC_ERROR_FILE": str(file)})
+    assert result.stderr == "bapo-megatron: no␛[2J.yaml: no such file; check the path\n"
+    told = json.loads(file.read_text())["message"]["message"]
+    assert told == "no␛[2J.yaml: no such file; check the path"
+
+
 def test_resume_is_an_option_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
 
