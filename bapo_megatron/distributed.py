@@ -5,7 +5,7 @@ Those over ``ProcessGroups.control`` raise ``LostPeerError`` when another rank h
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -209,18 +209,6 @@ def own_store(prefix: str) -> Store:
     """Return a client of the process group's store that blocks no other, for keys of its own."""
     store: Any = dist.distributed_c10d._get_default_store()
     return PrefixStore(prefix, store.clone())
-
-
-def gather_values(values: Sequence[float], groups: ProcessGroups) -> Tensor | None:
-    """Collect equally many values of each rank on rank 0, [ranks, values] float64; None elsewhere.
-
-    A collective over ``groups.control``.
-    """
-    own = torch.tensor(values, dtype=torch.float64)
-    gathered = [torch.empty_like(own) for _ in range(groups.world_size)]
-    with _peers_needed():
-        dist.gather(own, gathered if groups.rank == 0 else None, dst=0, group=groups.control)
-    return torch.stack(gathered) if groups.rank == 0 else None
 
 
 def shutdown_distributed() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.distributed import ProcessGroups, gather_values
+from bapo_megatron.distributed import ProcessGroups, gather_objects
 from bapo_megatron.gpus import peak_flops, recognize_gpu
 from bapo_megatron.telemetry.console import say
 
@@ -41,9 +41,10 @@ def cost_metrics(
     """
     own = {n.removeprefix(_TIME): s for n, s in values.items() if n.startswith(_TIME)}
     own |= _memory(groups.device)
-    gathered = gather_values(list(own.values()), groups)
-    if gathered is None:
+    told = gather_objects(list(own.values()), groups)
+    if told is None:
         return {}
+    gathered = torch.tensor(told, dtype=torch.float64)
     costs: dict[str, float] = {}
     reduced = {"min": gathered.amin(0), "mean": gathered.mean(0), "max": gathered.amax(0)}
     for how, numbers in reduced.items():
