@@ -226,19 +226,19 @@ def broadcast_bytes(data: bytes | None, groups: ProcessGroups) -> bytes:
     return bytes(broadcast_buffer(None if data is None else bytearray(data), groups))
 
 
-def broadcast_buffer(data: bytearray | None, groups: ProcessGroups, source: int = 0) -> bytearray:
-    """Send bytes from one rank to every rank, without a copy; a collective over ``groups.control``.
+def broadcast_buffer(data: bytearray | None, groups: ProcessGroups) -> bytearray:
+    """Send bytes from rank 0 to every rank, without a copy; a collective over ``groups.control``.
 
-    The source gives the payload and gets it back itself; the others give None.
+    Rank 0 gives the payload and gets it back itself; the others give None.
     """
-    assert (data is None) != (groups.rank == source), "the source gives the payload, nobody else"
+    assert (data is None) != (groups.rank == 0), "rank 0 gives the payload, nobody else"
     num_bytes = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
     with _peers_needed():
-        dist.broadcast(num_bytes, src=source, group=groups.control)
+        dist.broadcast(num_bytes, src=0, group=groups.control)
         payload = bytearray(int(num_bytes.item())) if data is None else data
         if payload:
             content = torch.frombuffer(payload, dtype=torch.uint8)
-            dist.broadcast(content, src=source, group=groups.control)
+            dist.broadcast(content, src=0, group=groups.control)
     return payload
 
 
@@ -299,15 +299,10 @@ def first_message(message: str | None, groups: ProcessGroups) -> str | None:
 
     A collective over ``groups.control``.
     """
-    own_rank = groups.rank if message is not None else groups.world_size
-    lowest = torch.tensor([own_rank], dtype=torch.int64)
+    messages: list[str | None] = [None] * groups.world_size
     with _peers_needed():
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=groups.control)
-    source = int(lowest.item())
-    if source == groups.world_size:
-        return None
-    own = bytearray((message or "").encode()) if source == groups.rank else None
-    return broadcast_buffer(own, groups, source).decode()
+        dist.all_gather_object(messages, message, group=groups.control)
+    return next((each for each in messages if each is not None), None)
 
 
 def gather_objects(value: Value, groups: ProcessGroups) -> list[Value] | None:

@@ -26,6 +26,7 @@ from bapo_megatron.distributed import (
     any_rank,
     broadcast_bytes,
     fail_together,
+    first_message,
 )
 from bapo_megatron.policy import megatron_setup
 from bapo_megatron.policy.megatron_import import APEX_PRODUCTS, stand_in_for_apex
@@ -284,6 +285,7 @@ def _collectives(groups: ProcessGroups) -> dict[str, Any]:
         "bytes": broadcast_bytes(large if rank == 0 else None, groups) == large,
         "empty": broadcast_bytes(b"" if rank == 0 else None, groups),
         "any": [any_rank(rank == flagged, groups.control) for flagged in (0, 1, 2)],
+        "first": [first_message(f"{rank}" if rank >= k else None, groups) for k in (0, 1, 99)],
         "together": _error_of(_fail_on_rank_1, groups),
     }
 

@@ -309,6 +309,13 @@ def test_a_failure_on_one_rank_is_raised_on_all(two_ranks: list[dict[str, Any]])
         assert "No space left on device: '/some/file'" in rank["collectives"]["together"]
 
 
+def test_all_ranks_learn_the_message_of_the_lowest_that_has_one(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    for rank in two_ranks:
+        assert rank["collectives"]["first"] == ["0", "1", None]
+
+
 def test_weights_that_do_not_fit_are_named(models: dict[str, Path], tmp_path: Path) -> None:
     def copy(name: str, **config: Any) -> Path:
         shutil.copytree(models["qwen2"], tmp_path / name)
