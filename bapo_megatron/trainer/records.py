@@ -5,7 +5,7 @@ Sums and counts are reduced over micro-batches and ranks first; a quotient is fo
 end of the step, so that no mean of means appears. ``train.dump_tokens`` writes the tokens of whole
 updates for analysis outside the run.
 
-Shape legend: T = response tokens of a micro-batch (in a dump: of this rank), S = sums, M = maxima,
+Shape legend: T = response tokens of a micro-batch (in a dump: of the update), S = sums, M = maxima,
 D = entries of a decision.
 """
 
@@ -21,16 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.algorithm.objective import TokenBatch
-from bapo_megatron.data.device_copy import on_device
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
-from bapo_megatron.types import MicroBatch, RolloutBatch, Sample, UpdateResult
+from bapo_megatron.types import MicroBatch, RolloutBatch, UpdateResult
 
 Value = Callable[["TokenView"], Tensor]
-
-_DUMPED_VALUES = ("logprob", "behaviour_logprob", "advantage", "entropy", "mask")
-"""Columns of a token dump beside the token's place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,34 +314,25 @@ class TokenDump:
             if is_writer:
                 path.unlink(missing_ok=True)  # of the same step before a resume
             return
-        places, values = [], []
+        parts = []
         for micro_batch, report in tokens:
-            own, (logprob_T, entropy_T) = on_device(micro_batch, groups.device), report.policy
-            behaviour_T, advantage_T = own.behaviour_logprob_T, own.advantage_T
-            places.append(torch.stack((own.sample_T, own.position_T)))
-            values.append(
-                torch.stack((logprob_T, behaviour_T, advantage_T, entropy_T, own.mask_T)).float()
-            )
-        part = tuple(torch.cat(rows, dim=1).cpu().numpy() for rows in (places, values))
+            columns = {
+                "sample": micro_batch.sample_T,
+                "position": micro_batch.position_T,
+                "logprob": report.policy.logprob_T,
+                "behaviour_logprob": micro_batch.behaviour_logprob_T,
+                "advantage": micro_batch.advantage_T,
+                "entropy": report.policy.entropy_T,
+                "mask": micro_batch.mask_T,
+            }
+            parts.append({name: value_T.cpu().numpy() for name, value_T in columns.items()})
         gathered: list[Any] = [None] * dist.get_world_size(groups.data)
-        dist.all_gather_object(gathered, part, group=groups.data)
+        dist.all_gather_object(gathered, parts, group=groups.data)
         if is_writer:
-            place, value = (np.concatenate(parts, axis=1) for parts in zip(*gathered, strict=True))
-            write_token_dump(path, _token_columns(place, value, batch.samples))
-
-
-def _token_columns(
-    place: np.ndarray, value: np.ndarray, samples: Sequence[Sample]
-) -> dict[str, np.ndarray]:
-    """Columns of a token dump [T], in the order of the batch.
-
-    ``place`` has sample and position [2, T], ``value`` the ``_DUMPED_VALUES`` [5, T].
-    """
-    sample_T, position_T = place
-    order_T = np.lexsort((position_T, sample_T))
-    sample_T = sample_T[order_T]
-    names = np.array([(sample.group_id, sample.index) for sample in samples], np.int64)
-    group_T, index_T = names[sample_T].T
-    position_T = position_T[order_T].astype(np.int32)
-    values = zip(_DUMPED_VALUES, value[:, order_T], strict=True)
-    return {"group_id": group_T, "index": index_T, "position": position_T, **dict(values)}
+            found = [part for of_rank in gathered for part in of_rank]
+            whole = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+            order_T = np.lexsort((whole["position"], whole["sample"]))  # as in the batch
+            whole = {name: value_T[order_T] for name, value_T in whole.items()}
+            names = np.array([(sample.group_id, sample.index) for sample in batch.samples])
+            whole["group_id"], whole["index"] = names[whole["sample"]].T
+            write_token_dump(path, whole)
