@@ -129,16 +129,6 @@ class MegatronPolicy:
         return cls(hf, model.path, groups, chunks, head, wrapped, built, optimizer, total_updates)
 
     @property
-    def device(self) -> torch.device:
-        """Device of inputs and logits."""
-        return self.groups.device
-
-    @property
-    def vocab_size(self) -> int:
-        """True size of the vocabulary; more columns of the logits, over all ranks, are padding."""
-        return self.hf.vocab_size
-
-    @property
     def lr(self) -> float:
         """Learning rate of the next update."""
         return learning_rate(self.optimizer_config, self.num_updates, self.total_updates)
@@ -149,17 +139,13 @@ class MegatronPolicy:
         """Run the model without gradients; return ``fn``'s results on the last stage, elsewhere [].
 
         ``fn`` is called with the logits [N, V] in the model's dtype (or the hidden states [N, H],
-        [N / tensor, H] under sequence parallel) and the micro-batch, on ``device``; it may use
-        collectives of ``groups.tensor``.
+        [N / tensor, H] under sequence parallel) and the micro-batch, on ``groups.device``; it may
+        use collectives of ``groups.tensor``.
         """
         if not micro_batches:
             return []
-
-        def on_output(output: Tensor, micro_batch: MicroBatch) -> Result:
-            return fn(output.squeeze(0), micro_batch)
-
         with torch.no_grad():
-            return self._run_schedule(micro_batches, on_output, forward_only=True)
+            return self._run_schedule(micro_batches, fn, forward_only=True)
 
     def forward_backward(
         self,
@@ -182,9 +168,9 @@ class MegatronPolicy:
         self.optimizer.zero_grad()
 
         def on_output(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
-            loss, report = loss_fn(output.squeeze(0), micro_batch)
+            loss, report = loss_fn(output, micro_batch)
             # Megatron adds up the second value; its only use, dividing gradients, is switched off.
-            return loss, torch.zeros((), dtype=torch.int, device=self.device), report
+            return loss, torch.zeros((), dtype=torch.int, device=self.groups.device), report
 
         return self._run_schedule(micro_batches, on_output, forward_only=False)
 
@@ -274,7 +260,7 @@ class MegatronPolicy:
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Run Megatron's schedule; ``on_output`` sees the last stage's output [1, N, V]."""
+        """Run Megatron's schedule; ``on_output`` sees the last stage's output [N, V]."""
         longest = max(micro_batch.num_tokens for micro_batch in micro_batches)
 
         def forward_step(
@@ -284,7 +270,7 @@ class MegatronPolicy:
 
             def loss_func(output: Tensor, non_loss_data: bool = False) -> Any:
                 del non_loss_data  # the schedule's name for "forward only"; on_output knows
-                return on_output(output, micro_batch)
+                return on_output(output.squeeze(0), micro_batch)
 
             return output, loss_func
 
@@ -315,7 +301,7 @@ class MegatronPolicy:
             f"cu_seqlens ends at {end} but the micro-batch has {num_tokens} tokens on each of "
             f"{self.groups.context_size} ranks; padding must belong to a sequence"
         )
-        micro_batch = on_device(host_batch, self.device)
+        micro_batch = on_device(host_batch, self.groups.device)
         decoder = get_attr_wrapped_model(model, "decoder")
         if not decoder.pre_process:  # the previous stage sent [M, 1, H]; cut it to [N, 1, H]
             decoder.set_input_tensor(decoder.input_tensor[: num_tokens // token_ranks])

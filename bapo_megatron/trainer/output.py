@@ -50,7 +50,7 @@ class PolicyOutput:
         """Return the output of a policy, which was built with the same ops section."""
         return cls(
             ops,
-            vocab_size=policy.vocab_size,
+            vocab_size=policy.hf.vocab_size,
             temperature=temperature,
             groups=policy.groups,
             head=policy.head,

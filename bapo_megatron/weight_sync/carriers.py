@@ -80,7 +80,9 @@ class WeightBuckets:
             shapes |= hf_shapes(weight, policy.hf)
         dtypes = (str(self._dtype).removeprefix("torch."),) * len(shapes)
         layout = BucketLayout(tuple(shapes), dtypes, tuple(shapes.values()))
-        flat = torch.empty(sum(tensor_sizes(layout)), dtype=torch.uint8, device=policy.device)
+        flat = torch.empty(
+            sum(tensor_sizes(layout)), dtype=torch.uint8, device=policy.groups.device
+        )
         targets = unpack(layout, flat)
         for (name, target), (gathered, tensor) in zip(targets, self._iterate(number), strict=True):
             assert name == gathered, "weights come in the order of the table"

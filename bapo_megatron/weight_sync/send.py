@@ -149,7 +149,7 @@ class WeightSync:
         finally:
             buckets.end()
             shutil.rmtree(self._root, ignore_errors=True)
-            if self._config.method == "tensor" and policy.device.type == "cuda":
+            if self._config.method == "tensor" and policy.groups.device.type == "cuda":
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
                 torch.cuda.empty_cache()  # servers on the same GPU take their cache next
 

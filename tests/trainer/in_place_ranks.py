@@ -78,7 +78,7 @@ class _Watch:
             logprob_T, entropy_T = vocab_parallel_logprobs(
                 logits_NV,
                 micro_batch.target_T,
-                vocab_size=self.policy.vocab_size,
+                vocab_size=self.policy.hf.vocab_size,
                 rows_T=micro_batch.rows_T,
                 group=self.policy.groups.tensor,
                 overwrite_logits=overwrite,

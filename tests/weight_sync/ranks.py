@@ -196,7 +196,7 @@ def push_changed(
     with joined(**(layout or {})) as groups:
         policy = build_policy(model_dir, groups)
         scorer = ProbeScorer(policy, OpsConfig(), layout_of(policy, groups))
-        sync = WeightSync(config.weight_sync, directory / "run", scorer.score, policy.device)
+        sync = WeightSync(config.weight_sync, directory / "run", scorer.score, policy.groups.device)
         source = ThreadSource(servers, config, fault) if groups.rank == 0 else None
         if source is not None:
             source.__enter__()

@@ -93,7 +93,7 @@ def push_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
     with joined(tensor=2) as groups:
         policy = build_policy(model_dir, groups)
         scorer = ProbeScorer(policy, OpsConfig(), layout_of(policy, groups))
-        sync = WeightSync(config, directory, scorer.score, policy.device)
+        sync = WeightSync(config, directory, scorer.score, policy.groups.device)
         source = ScriptedSource() if groups.rank == 0 else None
 
         def push(name: str, *, again: bool = False) -> None:
