@@ -206,7 +206,7 @@ class LossStage:
                 vocab_size=made.vocab_size,
                 temperature=made.temperature,
                 token_loss=token_loss,
-                chunk_tokens=made.chunk_tokens,
+                chunk_tokens=made.ops.logits_chunk_tokens,
                 kernels=made.kernels,
             )
         tokens = None

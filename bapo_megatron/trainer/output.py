@@ -8,6 +8,8 @@ Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -20,41 +22,29 @@ from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.types import MicroBatch
 
 
+@dataclass(eq=False, repr=False)
 class PolicyOutput:
-    """The model's output as log-probs, with the kernels of this run."""
+    """The model's output as log-probs, with the kernels of this run.
 
-    def __init__(
-        self,
-        ops: OpsConfig,
-        *,
-        vocab_size: int,
-        temperature: float,
-        groups: ProcessGroups,
-        head: OutputHead | None,
-    ) -> None:
-        """Choose the kernels; ``head`` is given where the model returns hidden states.
+    Raises:
+        ValueError: ``ops.backend`` names kernels that this machine does not have.
+    """
 
-        Raises:
-            ValueError: ``ops.backend`` names kernels that this machine does not have.
-        """
-        self.kernels = select_kernels(ops.backend, groups.device)
-        self.head = head
-        self.chunk_tokens = ops.logits_chunk_tokens
-        self.vocab_size = vocab_size
-        self.temperature = temperature
-        """That of the sampling, by which logits are divided."""
-        self._tensor_group = groups.tensor
+    ops: OpsConfig
+    vocab_size: int
+    temperature: float
+    """That of the sampling, by which logits are divided."""
+    groups: ProcessGroups
+    head: OutputHead | None
+    """Given where the model returns hidden states."""
+
+    def __post_init__(self) -> None:
+        self.kernels = select_kernels(self.ops.backend, self.groups.device)
 
     @classmethod
     def of(cls, policy: MegatronPolicy, ops: OpsConfig, temperature: float) -> PolicyOutput:
         """Return the output of a policy, which was built with the same ops section."""
-        return cls(
-            ops,
-            vocab_size=policy.hf.vocab_size,
-            temperature=temperature,
-            groups=policy.groups,
-            head=policy.head,
-        )
+        return cls(ops, policy.hf.vocab_size, temperature, policy.groups, policy.head)
 
     def read(self, output: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
         """Return ℓ and H [T] of the response tokens, without gradient."""
@@ -68,7 +58,7 @@ class PolicyOutput:
             rows_T=micro_batch.rows_T,
             vocab_size=self.vocab_size,
             temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=self.ops.logits_chunk_tokens,
             kernels=self.kernels,
         )
 
@@ -80,7 +70,7 @@ class PolicyOutput:
             vocab_size=self.vocab_size,
             rows_T=micro_batch.rows_T,
             temperature=self.temperature,
-            group=self._tensor_group,
+            group=self.groups.tensor,
             kernels=self.kernels,
             overwrite_logits=True,
         )
