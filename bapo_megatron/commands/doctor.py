@@ -43,7 +43,7 @@ Verdict = Literal["ok", "note", "problem"]
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class Device:
     """One device that torch sees."""
 
     name: str
@@ -62,7 +62,7 @@ class Machine:
     torch: str
     torch_cuda: str | None
     """The CUDA that torch was built with."""
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[Device, ...]
     packages: dict[str, str | None]
     """Installed version by distribution name."""
     apex_has_kernels: bool
@@ -130,7 +130,7 @@ def probe() -> Machine:
         load_error=load_error,
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
-        gpus=tuple(Gpu(gpu.name, 10 * gpu.major + gpu.minor) for gpu in gpus),
+        gpus=tuple(Device(gpu.name, 10 * gpu.major + gpu.minor) for gpu in gpus),
         packages={name: installed_version(name) for name in names},
         apex_has_kernels=importlib.util.find_spec("amp_C") is not None,
         transformer_engine_error=_import_error("transformer_engine.pytorch"),

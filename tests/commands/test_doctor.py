@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bapo_megatron.commands.doctor import Finding, Gpu, Machine, ask_servers, diagnose, probe
+from bapo_megatron.commands.doctor import Device, Finding, Machine, ask_servers, diagnose, probe
 from bapo_megatron.config.schema import RunConfig
 from tests.fakes.fake_sglang import FakeSglang
 from tests.launch import run
@@ -53,7 +53,7 @@ CPU_ONLY = Machine(
 )
 
 ON_A_GPU = replace(
-    CPU_ONLY, build=BUILD, torch="2.13.0", torch_cuda="13.0", gpus=(Gpu("NVIDIA H200", 90),)
+    CPU_ONLY, build=BUILD, torch="2.13.0", torch_cuda="13.0", gpus=(Device("NVIDIA H200", 90),)
 )
 
 
@@ -132,7 +132,7 @@ def test_a_gpu_needs_a_binary_of_its_generation_or_older_ptx(
     archs: str, capability: int, verdict: str
 ) -> None:
     machine = replace(
-        ON_A_GPU, build={**BUILD, "cuda_archs": archs}, gpus=(Gpu("a GPU", capability),)
+        ON_A_GPU, build={**BUILD, "cuda_archs": archs}, gpus=(Device("a GPU", capability),)
     )
     assert finding(machine, "GPU").verdict == verdict
 
