@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal, Self
 
 import torch
-import yaml
 from torch import Tensor
 
+from bapo_megatron.config.settings import read_settings
 from bapo_megatron.files import atomic_directory
 from bapo_megatron.policy import hf_weights, weight_export
 from bapo_megatron.policy.checkpoint_files import METADATA_NAME
@@ -179,13 +179,7 @@ def _find_companions(source: Path) -> Path:
             f"{source}: does not say which model it is of; give the directory with its config.json "
             "and tokenizer with --hf"
         )
-    try:
-        settings = yaml.safe_load(run_config.read_text(encoding="utf-8"))
-        path = Path(settings["model"]["path"])
-    except (UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{run_config}: no readable model.path; give the directory with --hf"
-        ) from error
+    path = Path(str(read_settings(run_config).get("model.path")))
     if not (path / "config.json").is_file():
         raise ValueError(
             f"{run_config}: its model.path {path} is not a model directory here; give the one with "

@@ -247,7 +247,7 @@ def test_a_checkpoint_says_which_model_it_is_of_or_must_be_told(
     config.write_text("model:\n  path: /nowhere\n")
     assert "model.path /nowhere is not a model" in error_of(step, tmp_path / "hf")
     config.write_text("model: 3\n")
-    assert "no readable model.path" in error_of(step, tmp_path / "hf")
+    assert "model.path None is not a model" in error_of(step, tmp_path / "hf")
     assert "no config.json in /nowhere" in error_of(step, tmp_path / "hf", hf_dir=Path("/nowhere"))
     config.write_text(f"model:\n  path: {models['qwen2']}\n")
     run_convert(step, tmp_path / "hf")
