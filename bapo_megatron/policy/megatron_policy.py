@@ -267,12 +267,11 @@ class MegatronPolicy:
             batches: Iterator[MicroBatch], model: nn.Module
         ) -> tuple[Tensor, Callable[..., Any]]:
             micro_batch, output = self._forward_chunk(next(batches), model, longest)
-
-            def loss_func(output: Tensor, non_loss_data: bool = False) -> Any:
-                del non_loss_data  # the schedule's name for "forward only"; on_output knows
-                return on_output(output.squeeze(0), micro_batch)
-
-            return output, loss_func
+            if forward_only and get_attr_wrapped_model(model, "post_process"):
+                result = on_output(output.squeeze(0), micro_batch)
+                # The schedule keeps what it gets until the next micro-batch has logits as well.
+                return output.new_empty(0), lambda *_, **__: result
+            return output, lambda output: on_output(output.squeeze(0), micro_batch)
 
         # Each chunk of an interleaved stage walks through the micro-batches by itself.
         walks = [iter(micro_batches) for _ in self.chunks]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from bapo_megatron.config.megatron import ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
@@ -58,6 +59,8 @@ def one_rank(models: dict[str, Path]) -> dict[str, Any]:
         for name, directory in models.items():
             policy = _build(directory, groups, sequence=False, hidden=True, dtype="bfloat16")
             results[f"returned {name}"] = _look_at_the_output(policy)
+        policy = _build(directory, groups, sequence=False, hidden=False)
+        results["held logits"] = _count_held_logits(policy)
     return results
 
 
@@ -100,6 +103,17 @@ def _train(policy: MegatronPolicy) -> dict[str, Any]:
         "grad_norm": policy.optimizer_step().grad_norm,
         "parameters": sorted(name for name, _ in policy.chunks[-1].named_parameters()),
     }
+
+
+def _count_held_logits(policy: MegatronPolicy) -> list[int]:
+    """How many micro-batches have logits in memory when those of one are there; without gradients."""
+    made: list[StorageWeakRef] = []
+
+    def count(logits_NV: Tensor, _: MicroBatch) -> int:
+        made.append(StorageWeakRef(logits_NV.untyped_storage()))
+        return sum(not logits.expired() for logits in made)
+
+    return policy.forward_only([p.micro_batch for p in make_problems()], count)
 
 
 def _with_responses(batch: MicroBatch) -> MicroBatch:

@@ -72,3 +72,7 @@ def test_hidden_states_are_the_decoders_own_in_the_models_dtype(
     assert returned["dtype"] is torch.bfloat16
     assert returned["output"] == returned["decoder"]
     assert returned["head"] == [weight]
+
+
+def test_without_gradients_one_micro_batch_has_logits_at_a_time(one_rank: dict[str, Any]) -> None:
+    assert one_rank["held logits"] == [1, 1]
