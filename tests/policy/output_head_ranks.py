@@ -106,7 +106,7 @@ def _train(policy: MegatronPolicy) -> dict[str, Any]:
 
 
 def _count_held_logits(policy: MegatronPolicy) -> list[int]:
-    """How many micro-batches have logits in memory when those of one are there; without gradients."""
+    """How many micro-batches have logits in memory when those of one come, without gradients."""
     made: list[StorageWeakRef] = []
 
     def count(logits_NV: Tensor, _: MicroBatch) -> int:
