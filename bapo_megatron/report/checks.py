@@ -1,17 +1,18 @@
 """What a reader should look at first: signs of a run that goes wrong, from its metrics alone.
 
-Every check names the steps and the likely cause. The limits are coarse on purpose; they are meant
-to find defects, not to rank runs.
+Every finding names the steps and the likely cause, and every check says in how many steps it had
+what it needs. The limits are coarse on purpose; they are meant to find defects, not to rank runs.
 """
 
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
 
 from bapo_megatron.report.runs import FAULTS, Run
+from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 
 Points = Sequence[tuple[float, float]]
 """Steps and values of a metric."""
@@ -21,7 +22,8 @@ _MAX_MISMATCH = 0.05
 _MAX_MISMATCH_RATIO = 10.0
 """Ratio of the mismatch to its first value. An engine that computes differently does so from the
 start; one whose weights stay behind disagrees more with every update."""
-_MIN_GROWN_MISMATCH = 0.005
+MIN_GROWN_MISMATCH = 0.005
+"""Below it, a mismatch is no sign of stale weights."""
 _MIN_SET_RATIO = 0.25
 """Ratio of a data set's reward to that of the best one, at the end."""
 _MIN_LIVE_SET_RATIO = 0.1
@@ -52,15 +54,62 @@ class Finding:
     """``fault``: a defect is likely; ``caution``: worth a look."""
     text: str
     steps: tuple[int, ...] = ()
+    panel: str = ""
+    """Title of the panel that shows it."""
+    rollouts: str = ""
+    """How to group the rollouts that show it; empty where they do not."""
 
 
-Check = Callable[[Run], Iterator[Finding]]
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One kind of defect to look for."""
+
+    name: str
+    find: Callable[[Run], Iterator[Finding]]
+    metrics: tuple[str, ...]
+    """What it needs in a step: any of them; ``*`` stands for a name, and needs two names."""
+    panel: str
+    rollouts: str = ""
+    min_steps: int = 1
+    """Steps with these metrics that it needs."""
+    lacking: str = ""
+    """What it needs where it was not measured in all steps."""
+
+    def steps_measured(self, run: Run) -> int:
+        """Count the training steps that have what it needs."""
+        metrics = []
+        for metric in self.metrics:
+            start, wild, end = metric.partition("*")
+            names = run.matching(start, end) if wild else []
+            metrics += [f"{start}{name}{end}" for name in names] if len(names) > 1 else [metric]
+        return sum(
+            row["step"] != BEFORE_TRAINING and any(m in row for m in metrics) for row in run.rows
+        )
 
 
 def findings_of(run: Run) -> list[Finding]:
     """Return what all checks found, faults first."""
-    found = [finding for check in _CHECKS for finding in check(run)]
+    found = [
+        replace(finding, panel=check.panel, rollouts=check.rollouts)
+        for check in CHECKS
+        for finding in check.find(run)
+    ]
     return sorted(found, key=lambda finding: finding.level != "fault")
+
+
+def results_of(run: Run) -> list[tuple[str, str, str, str]]:
+    """Return name, result, steps measured and what was lacking of every check."""
+    rows = []
+    for check in CHECKS:
+        count, total = check.steps_measured(run), len(run.steps)
+        result = "passed" if count >= check.min_steps else "not measured"
+        if any(check.find(run)):
+            result = "found"
+        lacking = check.lacking if count < total else ""
+        if result == "not measured" and count:
+            lacking = " ".join(filter(None, [f"Needs {check.min_steps} steps.", lacking]))
+        rows.append((check.name, result, f"{count:,} of {total:,}", lacking))
+    return rows
 
 
 def _no_gradient(run: Run) -> Iterator[Finding]:
@@ -77,7 +126,7 @@ def _no_gradient(run: Run) -> Iterator[Finding]:
         )
 
 
-def _zero_reward(run: Run) -> Iterator[Finding]:
+def _constant_reward(run: Run) -> Iterator[Finding]:
     rewards = run.values("reward/mean")
     if rewards and max(rewards) == min(rewards):
         yield Finding(
@@ -86,7 +135,9 @@ def _zero_reward(run: Run) -> Iterator[Finding]:
             "Read some rollouts and their answers below; the reward function or the answer column "
             "is likely wrong.",
         )
-        return
+
+
+def _zero_set(run: Run) -> Iterator[Finding]:
     sources = run.matching("data/", "/reward_mean")
     means = {name: fmean(run.values(f"data/{name}/reward_mean")) for name in sources}
     for name, mean in means.items():
@@ -130,7 +181,7 @@ def _unequal_weights(run: Run) -> Iterator[Finding]:
     ):
         values = run.values(metric)
         first = next(iter(values), 0.0)
-        grown = max(_MAX_MISMATCH_RATIO * first, _MIN_GROWN_MISMATCH)
+        grown = max(_MAX_MISMATCH_RATIO * first, MIN_GROWN_MISMATCH)
         limit = min(grown, _MAX_MISMATCH)
         steps = _steps_where(run, metric, partial(operator.lt, limit))
         if steps:
@@ -146,6 +197,9 @@ def _unequal_weights(run: Run) -> Iterator[Finding]:
                 f"at the engine: {cause}.",
                 steps,
             )
+
+
+def _silent_updates(run: Run) -> Iterator[Finding]:
     silent = [
         int(row["step"])
         for row in run.rows
@@ -178,6 +232,9 @@ def _far_policy(run: Run) -> Iterator[Finding]:
             f"in {_count(steps, run)}. {_why_far(run, steps)}",
             steps,
         )
+
+
+def _masked_tokens(run: Run) -> Iterator[Finding]:
     stale = _steps_where(run, "rollout/masked_token_share", lambda value: value > 0.2)
     if stale:
         yield Finding(
@@ -185,6 +242,9 @@ def _far_policy(run: Run) -> Iterator[Finding]:
             f"More than a fifth of the tokens were masked for their age in {_count(stale, run)}.",
             stale,
         )
+
+
+def _ageing_tokens(run: Run) -> Iterator[Finding]:
     ages = run.points("rollout/age_p90")
     first, last = ages[: len(ages) // 2], ages[len(ages) // 2 :]
     if len(first) >= _MIN_STEPS and _mean(last) > max(4.0, 2 * _mean(first)) and _mean(first) > 0:
@@ -205,7 +265,7 @@ def _why_far(run: Run, steps: Sequence[int]) -> str:
     else:
         causes.append("tokens are old")
     difference, step = _smallest(run, "mismatch/logprob_abs_mean", steps)
-    if difference <= _MIN_GROWN_MISMATCH:
+    if difference <= MIN_GROWN_MISMATCH:
         reasons.append(f"engine and trainer agreed to {difference:.1g} nats in step {step}")
     else:
         causes.append("the engine has other weights")
@@ -269,13 +329,16 @@ def _fallen_reward(run: Run) -> Iterator[Finding]:
         )
 
 
-def _responses(run: Run) -> Iterator[Finding]:
+def _truncated(run: Run) -> Iterator[Finding]:
     truncated = _tail(run.points("rollout/truncated_share"))
     if truncated and _mean(truncated) > _MAX_TRUNCATED:
         yield Finding(
             "caution",
             f"{_mean(truncated):.0%} of the responses are truncated ({_steps(truncated)}).",
         )
+
+
+def _unanswered(run: Run) -> Iterator[Finding]:
     answered = _tail(run.points("reward/answer_found_share"))
     if answered and _mean(answered) < _MIN_ANSWERED:
         yield Finding(
@@ -293,9 +356,53 @@ def _faults(run: Run) -> Iterator[Finding]:
             yield Finding("caution", f"In {_count(steps, run)}, {sentence}.", steps)
 
 
-_CHECKS: tuple[Check, ...] = (
-    *(_zero_reward, _weak_set, _unequal_weights, _fallen_reward, _no_gradient, _gradients),
-    *(_far_policy, _entropy, _responses, _faults),
+_PUSHED = "mismatch/logprob_abs_mean", "weight_sync/logprob_difference"
+_TWO_SETS = "Needs two data sets."
+_UPDATED = "Needs steps with an update."
+_SETS, _SET_REWARDS = "Reward by data set", ("data/*/reward_mean",)
+_REWARD, _AGE = "Reward and held-out accuracy", "Age of the tokens in a batch"
+CHECKS = (
+    Check("constant reward", _constant_reward, ("reward/mean",), _REWARD, "reward"),
+    Check("data set without reward", _zero_set, _SET_REWARDS, _SETS, "source", lacking=_TWO_SETS),
+    Check(
+        *("data set that stays behind", _weak_set, _SET_REWARDS, _SETS, "source"),
+        *(2 * _MIN_STEPS, _TWO_SETS),
+    ),
+    Check(
+        *("engine against trainer", _unequal_weights, _PUSHED, "Engine against trainer"),
+        lacking=(
+            "The other steps trained no token of the current weights; rollout.weight_sync.verify: "
+            "every would compare after each push."
+        ),
+    ),
+    Check("updates without a push", _silent_updates, ("weight_sync/pushes",), _AGE),
+    Check("falling reward", _fallen_reward, ("reward/mean",), _REWARD, "step", 2 * _MIN_STEPS),
+    Check("steps without an update", _no_gradient, ("train/updates",), "Outcome of groups"),
+    Check(
+        *("jumps of the gradient norm", _gradients, ("policy/grad_norm_max",)),
+        *("Gradient norm before clipping", "", _MIN_STEPS, _UPDATED),
+    ),
+    Check(
+        *("distance from the sampling policy", _far_policy, ("policy/kl_behaviour",)),
+        *("Distance from the sampling policy", "", 1, _UPDATED),
+    ),
+    Check("masked tokens", _masked_tokens, ("rollout/masked_token_share",), _AGE, "age"),
+    Check("ageing tokens", _ageing_tokens, ("rollout/age_p90",), _AGE, "age", 2 * _MIN_STEPS),
+    Check(
+        *("collapse of the entropy", _entropy, ("policy/entropy",), "Entropy of the policy", ""),
+        *(_MIN_STEPS, _UPDATED),
+    ),
+    Check(
+        "truncated responses", _truncated, ("rollout/truncated_share",), "Response length", "exit"
+    ),
+    Check(
+        "responses without an answer",
+        _unanswered,
+        ("reward/answer_found_share",),
+        _REWARD,
+        "reward",
+    ),
+    Check("errors and time-outs", _faults, tuple(FAULTS), _REWARD),
 )
 
 
@@ -304,9 +411,9 @@ def _steps_where(run: Run, metric: str, holds: Callable[[float], bool]) -> tuple
 
 
 def _count(steps: Sequence[int], run: Run) -> str:
-    shown = ", ".join(map(str, steps[:4])) + (" …" if len(steps) > 4 else "")
+    shown = ", ".join(f"{step:,}" for step in steps[:4]) + (" …" if len(steps) > 4 else "")
     noun = "step" if len(steps) == 1 else "steps"
-    return f"{len(steps)} of {len(run.steps)} steps ({noun} {shown})"
+    return f"{len(steps):,} of {len(run.steps):,} steps ({noun} {shown})"
 
 
 def _tail(points: Points) -> Points:
@@ -321,4 +428,4 @@ def _mean(points: Points) -> float:
 def _steps(points: Points) -> str:
     """Say which steps a mean is of."""
     first, last = int(points[0][0]), int(points[-1][0])
-    return f"step {first}" if first == last else f"mean of steps {first} to {last}"
+    return f"step {first:,}" if first == last else f"mean of steps {first:,} to {last:,}"

@@ -87,7 +87,8 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     num_groups, num_samples = len(batch.groups), len(samples)
     return {
         "reward/mean": math.fsum(sample.reward for sample in samples) / num_samples,
-        "reward/solved_groups": sum(_is_solved(group) for group in batch.groups) / num_groups,
+        "reward/solved_groups": sum(all(map(is_right, group.samples)) for group in batch.groups)
+        / num_groups,
         "reward/mixed_groups": sum(min(group) < max(group) for group in rewards) / num_groups,
         "reward/answer_found_share": sum(sample.answer_found for sample in samples) / num_samples,
         "reward/timeouts": float(batch.stats.reward_timeouts),
@@ -120,13 +121,10 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
 
 
-def _is_solved(group: Group) -> bool:
-    """Whether all responses are correct, whatever shaping does to their rewards."""
-    scores = (
-        sample.reward - math.fsum(sample.reward_components.get(term, 0.0) for term in SHAPING_TERMS)
-        for sample in group.samples
-    )
-    return min(scores) >= 1.0 - 1e-9  # up to rounding
+def is_right(sample: Sample) -> bool:
+    """Whether a response is correct, whatever shaping does to its reward."""
+    shaping = math.fsum(sample.reward_components.get(term, 0.0) for term in SHAPING_TERMS)
+    return sample.reward - shaping >= 1.0 - 1e-9  # up to rounding
 
 
 def _component_metrics(samples: Sequence[Sample]) -> dict[str, float]:
