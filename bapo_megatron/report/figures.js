@@ -7,7 +7,7 @@ const Figures = (() => {
   const EVENT_KINDS = ["push", "evaluation", "fault", "restart"];
   const hidden = { groups: new Set(), events: new Set() };
   const PRINT_WIDTH = { panel: 320, wide: 660 };
-  let data, eventRun = 0, timeRun = 0, plots = [], isHovering = false, isZooming = false, isPrinting = false;
+  let data, eventRun = 0, timeRun = 0, plots = [], marked = null, isZooming = false, isPrinting = false;
 
   function css(name) {
     return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -44,20 +44,15 @@ const Figures = (() => {
 
   function curveTraces(panel) {
     const names = curveNames(panel);
-    const isNamed = data.groups.length > 1;
     return panel.curves.filter((curve) => !hidden.groups.has(curve.group)).flatMap((curve) => {
       const style = styleOf(curve.group, names.indexOf(curve.name));
-      const label = isNamed ? `${data.groups[curve.group].label}: ${curve.name}` : curve.name;
       const single = curve.x.length === 1;
       const line = {
-        x: curve.x, y: curve.y, name: label, mode: single ? "markers" : "lines", type: "scatter",
+        x: curve.x, y: curve.y, mode: single ? "markers" : "lines", type: "scatter",
         line: { color: style.color, dash: style.dash, width: 1.8 }, marker: { color: style.color },
-        hovertemplate: "%{y:.4~g}<extra>%{fullData.name}</extra>",
       };
       if (!curve.low) return [line];
-      const edge = {
-        x: curve.x, mode: "lines", type: "scatter", line: { width: 0 }, hoverinfo: "skip",
-      };
+      const edge = { x: curve.x, mode: "lines", type: "scatter", line: { width: 0 } };
       return [
         { ...edge, y: curve.low },
         { ...edge, y: curve.high, fill: "tonexty", fillcolor: faded(style.color, 0.18) },
@@ -74,30 +69,26 @@ const Figures = (() => {
       const difference = (from, to) => from.map((value, at) => value - to[at]);
       return {
         x: points.x, y: points.y, mode: "markers", type: "scatter",
-        name: data.runs.length > 1 ? `${points.run}: ${points.name}` : points.name,
         marker: { color: shown, size: 8, symbol: ["circle", "diamond", "square"][number % 3] },
         error_y: {
           type: "data", symmetric: false, thickness: 1.5, width: 4, color: shown,
           array: difference(points.high, points.y), arrayminus: difference(points.y, points.low),
         },
-        hovertemplate: "%{y:.1%}<extra>%{fullData.name}</extra>",
       };
     });
   }
 
+  const shownEvents = () => data.runs[eventRun].events.filter((event) => !hidden.events.has(event.kind));
+
   function eventTraces() {
-    return EVENT_KINDS.filter((kind) => !hidden.events.has(kind)).map((kind) => {
-      const events = data.runs[eventRun].events.filter((event) => event.kind === kind);
-      const steps = [...new Set(events.map((event) => event.step))];
-      const texts = steps.map((step) => events.filter((event) => event.step === step).map((event) => event.text).join("; "));
-      const top = kind === "push" ? 0.035 : 1;
+    return EVENT_KINDS.map((kind) => {
+      const steps = [...new Set(shownEvents().filter((event) => event.kind === kind).map((event) => event.step))];
+      const isPush = kind === "push";
       return {
-        x: steps.flatMap((step) => [step, step, null]), y: steps.flatMap(() => [0, top, null]),
+        x: steps.flatMap((step) => [step, step, null]), y: steps.flatMap(() => [0, isPush ? 0.04 : 1, null]),
         yaxis: "y2", mode: "lines", type: "scatter",
-        text: texts.flatMap((text) => [text, text, null]),
-        ...(kind === "push" ? { hoverinfo: "skip" } : { hovertemplate: "%{text}<extra></extra>" }),
         line: {
-          color: faded(css(`--${kind}`), 0.55), width: 1,
+          color: faded(css(`--${kind}`), isPush ? 1 : 0.55), width: isPush ? 1.5 : 1,
           dash: { evaluation: "dot", restart: "dash" }[kind] || "solid",
         },
       };
@@ -112,6 +103,39 @@ const Figures = (() => {
     return [low - margin, high + margin];
   }
 
+  // Values that cannot be negative get no axis below 0, noise fills no panel, and a logarithmic axis
+  // has two labels at least.
+  function valueAxis(panel) {
+    const parts = [...panel.curves, ...panel.points].filter((part) => !hidden.groups.has(part.group));
+    const values = parts.flatMap((part) => [part.y, part.low ?? [], part.high ?? []]).flat();
+    if (panel.log) {
+      const steps = [1, 2, 5, 10], positive = values.filter((value) => value > 0);
+      const round = (value, isUp) => {
+        const power = 10 ** Math.floor(Math.log10(value));
+        const wanted = isUp ? steps.find((step) => step * power >= value) : steps.findLast((step) => step * power <= value);
+        return Math.log10(wanted * power);
+      };
+      const [low, high] = positive.length ? [round(Math.min(...positive), false), round(Math.max(...positive), true)] : [0, 1];
+      const margin = 0.04 * (high - low || 1);
+      return { type: "log", range: [low - margin, high + margin], dtick: high - low > 2 ? 1 : "D2" };
+    }
+    let low = Math.min(...values), high = Math.max(...values, panel.min_top);
+    if (low >= 0 && (panel.from_zero || low < high / 4 || low === high)) low = 0;
+    const margin = 0.06 * (high - low || Math.abs(high) || 1);
+    return { range: [low - margin, high + margin] };
+  }
+
+  // Neighbouring steps are one band.
+  function bands() {
+    const found = [];
+    for (const step of marked?.steps ?? []) {
+      const last = found[found.length - 1];
+      if (last && step === last.x1 + 0.5) last.x1 = step + 0.5;
+      else found.push({ type: "rect", layer: "below", yref: "paper", y0: 0, y1: 1, x0: step - 0.5, x1: step + 0.5, line: { width: 0 }, fillcolor: faded(css("--fault"), 0.12) });
+    }
+    return found;
+  }
+
   function layoutOf(extra) {
     const axis = {
       color: css("--quiet"), gridcolor: css("--line"), zeroline: false, tickfont: { size: 11 },
@@ -119,20 +143,17 @@ const Figures = (() => {
     };
     return {
       uirevision: "kept", width: isPrinting ? PRINT_WIDTH.panel : undefined,
-      height: 240, margin: { l: 48, r: 8, t: 8, b: 38 }, showlegend: false, hovermode: "x unified",
+      height: 240, margin: { l: 48, r: 8, t: 8, b: 38 }, showlegend: false, hovermode: false,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: css("--raised"),
       font: { family: css("--sans"), color: css("--ink"), size: 12 },
-      hoverlabel: { bgcolor: css("--raised"), bordercolor: css("--line"), font: { size: 11 } },
-      xaxis: {
-        ...axis, showgrid: false, hoverformat: ".0f", title: { text: "step", standoff: 4, font: { size: 11 } }, tickformat: "d", range: stepRange(),
-        spikecolor: css("--quiet"), spikethickness: 1, spikedash: "dot",
-      },
+      xaxis: { ...axis, showgrid: false, title: { text: "step", standoff: 4, font: { size: 11 } }, tickformat: ",d", range: stepRange() },
       yaxis: { ...axis, tickformat: ",~g", ...extra },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
+      shapes: bands(),
     };
   }
 
-  const OPTIONS = { displayModeBar: false, responsive: true };
+  const OPTIONS = { displayModeBar: false, responsive: true, doubleClick: "reset" };
 
   function key(label, style, kind) {
     const line = el("i", { class: `key ${kind}` });
@@ -154,32 +175,68 @@ const Figures = (() => {
 
   function draw(panel, plot) {
     const traces = [...eventTraces(), ...curveTraces(panel), ...pointTraces(panel)];
-    const layout = layoutOf(panel.log ? { type: "log" } : {});
-    return Plotly.react(plot, traces, layout, OPTIONS);
+    return Plotly.react(plot, traces, layoutOf(valueAxis(panel)), OPTIONS);
+  }
+
+  // What a panel shows at a step, and nothing of its neighbours: colour, name and value.
+  function valuesAt(panel, step) {
+    const names = curveNames(panel), points = pointNames(panel), one = data.groups.length === 1;
+    const isShown = (part) => !hidden.groups.has(part.group) && part.x.includes(step);
+    const curves = panel.curves.filter(isShown).map((curve) => {
+      const label = one ? curve.name : `${data.groups[curve.group].label}: ${curve.name}`;
+      return [styleOf(curve.group, names.indexOf(curve.name)).color, label, number(curve.y[curve.x.indexOf(step)], 4)];
+    });
+    return curves.concat(panel.points.filter(isShown).map((each) => [
+      color(one ? names.length + points.indexOf(each.name) : each.group),
+      data.runs.length > 1 ? `${each.run}: ${each.name}` : each.name, percent(each.y[each.x.indexOf(step)]),
+    ]));
+  }
+
+  function phasesAt(step) {
+    const at = data.phases[timeRun].x.indexOf(step);
+    return at < 0 ? [] : data.phases[timeRun].phases.map((phase, number_) => [color(number_), phase.name, `${number(phase.y[at])} s`]);
+  }
+
+  // The step under the pointer; an evaluation, fault or restart within a few pixels comes first.
+  function stepAt(axis, x) {
+    const nearest = (steps) => steps.reduce((best, step) => (Math.abs(axis.d2p(step) - x) < Math.abs(axis.d2p(best) - x) ? step : best));
+    const parts = data.panels.flatMap((panel) => [...panel.curves, ...panel.points]);
+    const rare = shownEvents().filter((event) => event.kind !== "push").map((event) => event.step);
+    const near = rare.filter((step) => Math.abs(axis.d2p(step) - x) <= 4);
+    return nearest(near.length ? near : [...new Set(parts.flatMap((part) => part.x))]);
+  }
+
+  function point(step) {
+    const events = shownEvents().filter((event) => event.step === step).map((event) => [css(`--${event.kind}`), event.text, ""]);
+    for (const { plot, values } of [...plots.map((each) => ({ plot: each.plot, values: (at) => valuesAt(each.panel, at) })), { plot: byId("time-plot"), values: phasesAt }]) {
+      plot.querySelector(".pointer")?.remove();
+      const axis = plot._fullLayout.xaxis, x = step === null ? -1 : axis.d2p(step);
+      if (x < 0 || x > axis._length) continue;
+      const lines = [...values(step), ...events].map(([shade, name, value]) => {
+        const swatch = el("i", { class: "key point" });
+        swatch.style.setProperty("--key", shade);
+        return el("div", {}, swatch, name, value && el("b", {}, ` ${value}`));
+      });
+      const tip = el("div", { class: `pointer ${x > axis._length / 2 ? "left" : ""}` }, el("div", { class: "tip" }, `step ${whole(step)}`, ...lines));
+      tip.style.left = `${axis._offset + x}px`;
+      plot.append(tip);
+    }
   }
 
   function synchronise(plot) {
-    plot.on("plotly_hover", (event) => {
-      if (isHovering || !event.points.length) return;
-      isHovering = true;
-      for (const other of plots) {
-        if (other.plot !== plot) Plotly.Fx.hover(other.plot, { xval: event.points[0].x }, "xy");
-      }
-      isHovering = false;
+    plot.addEventListener("mousemove", (event) => {
+      const axis = plot._fullLayout.xaxis;
+      point(stepAt(axis, event.clientX - plot.getBoundingClientRect().left - axis._offset));
     });
-    plot.on("plotly_unhover", () => {
-      for (const other of plots) if (other.plot !== plot) Plotly.Fx.unhover(other.plot);
-    });
+    plot.addEventListener("mouseleave", () => point(null));
+    if (plot.id === "time-plot") return;
     plot.on("plotly_relayout", (change) => {
       if (isZooming) return;
       const range = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
-      const update = change["xaxis.autorange"]
-        ? { "xaxis.autorange": true }
-        : range[0] === undefined ? null : { "xaxis.range": range };
-      if (!update) return;
+      if (range[0] === undefined) return;
       isZooming = true;
       Promise.all(
-        plots.filter((other) => other.plot !== plot).map((other) => Plotly.relayout(other.plot, update))
+        plots.filter((other) => other.plot !== plot).map((other) => Plotly.relayout(other.plot, { "xaxis.range": range }))
       ).finally(() => { isZooming = false; });
     });
   }
@@ -190,10 +247,11 @@ const Figures = (() => {
     byId("time-keys").replaceChildren(...run.phases.map(
       (phase, number) => key(phase.name, { color: color(number) }, "area")
     ));
+    // Half a step more at both ends, so that the first and the last step are as wide as the others.
+    const ends = (values, by) => (values.length ? [values[0] - by, ...values, values[values.length - 1] + by] : []);
     const traces = run.phases.map((phase, number) => ({
-      x: run.x, y: phase.y, name: phase.name, type: "scatter", mode: "lines", stackgroup: "time",
+      x: ends(run.x, 0.5), y: ends(phase.y, 0), type: "scatter", mode: "lines", stackgroup: "time",
       line: { width: 0, shape: "hvh" }, fillcolor: faded(color(number), 0.75),
-      hovertemplate: "%{y:.3~g} s<extra>%{fullData.name}</extra>",
     }));
     const layout = { ...layoutOf({ ticksuffix: " s" }), height: 270, width: isPrinting ? PRINT_WIDTH.wide : undefined };
     delete layout.yaxis2;
@@ -210,7 +268,8 @@ const Figures = (() => {
       key(`${kind === "push" ? "pushe" : kind}s (${counts(kind)})`, { color: css(`--${kind}`) }, kind)
     ));
     const pick = pickRun("Events of", eventRun, (number) => { eventRun = number; redraw(); });
-    byId("event-legend").replaceChildren(...pick, ...kinds);
+    const unmark = marked ? [button(`Remove the marks of ${whole(marked.steps.length)} steps`, () => mark(marked.title, []), { class: "link" })] : [];
+    byId("event-legend").replaceChildren(...pick, ...kinds, ...unmark);
     byId("time-runs").replaceChildren(
       ...pickRun("Run", timeRun, (number) => { timeRun = number; drawTime(); })
     );
@@ -232,6 +291,16 @@ const Figures = (() => {
     select.value = chosen;
     select.addEventListener("change", () => pick(Number(select.value)));
     return [el("label", {}, `${label} `, select)];
+  }
+
+  const has = (title) => data.panels.some((panel) => panel.title === title);
+
+  // Mark steps in all panels, and go to the one with this title.
+  function mark(title, steps, run) {
+    marked = steps.length ? { title, steps } : null;
+    eventRun = Math.max(0, data.runs.findIndex((each) => each.name === run));
+    redraw();
+    plots.find(({ panel }) => panel.title === title).plot.closest("figure").scrollIntoView({ block: "center" });
   }
 
   function redraw(forPrint = false) {
@@ -259,7 +328,7 @@ const Figures = (() => {
     }
     plots.forEach((entry, number) => { entry.panel = data.panels[number]; });
     return redraw().then(() => {
-      for (const { plot } of plots) {
+      for (const plot of [...plots.map((each) => each.plot), byId("time-plot")]) {
         if (!plot.dataset.synchronised) {
           plot.dataset.synchronised = "yes";
           synchronise(plot);
@@ -268,5 +337,5 @@ const Figures = (() => {
     });
   }
 
-  return { show, redraw, variable };
+  return { show, redraw, variable, has, mark };
 })();

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from bapo_megatron.report.checks import MIN_GROWN_MISMATCH
 from bapo_megatron.report.runs import Run, RunGroup
 
 MAX_POINTS = 1500
@@ -16,6 +17,7 @@ MAX_POINTS = 1500
 _ALL_POINTS = 8000
 """Points of the curves of all groups in one panel, by which their number is limited further."""
 _DIGITS = 5
+_MIN_PHASE_SHARE = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +35,31 @@ class Panel:
     """Whether held-out accuracies are drawn in it, with their intervals."""
     log: bool = False
     """Logarithmic axis."""
+    from_zero: bool = False
+    """Whether the axis begins at 0 even where that hides changes."""
+    min_top: float = 0.0
+    """Values below it are noise: the axis reaches at least this high."""
     note: str = ""
     """What a reader must know of it, below its title."""
 
 
 PANELS = (
-    Panel("Reward and held-out accuracy", "means", {"mean reward": "reward/mean"}, scores=True),
-    Panel("Reward by data set", "mean reward", each="data/*/reward_mean"),
+    Panel(
+        *("Reward and held-out accuracy", "means", {"mean reward": "reward/mean"}),
+        scores=True,
+        from_zero=True,
+    ),
+    Panel("Reward by data set", "mean reward", each="data/*/reward_mean", from_zero=True),
     Panel("Entropy of the policy", "nats per token", {"entropy": "policy/entropy"}),
-    Panel("Clip bounds", "ratio", {"upper": "bapo/clip_high", "lower": "bapo/clip_low"}),
+    Panel(
+        "Clip bounds",
+        "ratio",
+        {"upper": "bapo/clip_high", "lower": "bapo/clip_low"},
+        note=(
+            "Tokens of positive advantage no longer count above the upper bound, those of negative "
+            "advantage below the lower one."
+        ),
+    ),
     Panel(
         "Clipped tokens",
         "share",
@@ -61,7 +79,13 @@ PANELS = (
         "updates",
         {"mean": "rollout/age_mean", "90th percentile": "rollout/age_p90"},
     ),
-    Panel("Distance from the sampling policy", "nats per token", {"KL": "policy/kl_behaviour"}),
+    Panel(
+        "Distance from the sampling policy",
+        "nats per token",
+        {"KL": "policy/kl_behaviour"},
+        min_top=0.001,
+        note="Estimate of KL(μ ‖ π): μ sampled the tokens, at their age, and π is being trained.",
+    ),
     Panel(
         "Engine against trainer",
         "mean |Δ log-prob| of equal weights, nats",
@@ -69,6 +93,7 @@ PANELS = (
             "in the batch": "mismatch/logprob_abs_mean",
             "checked after pushes": "weight_sync/logprob_difference",
         },
+        min_top=MIN_GROWN_MISMATCH,
         note=(
             "Only steps that trained tokens of the current weights, or checked a push "
             "(rollout.weight_sync.verify), have a value."
@@ -89,6 +114,10 @@ PANELS = (
         "Outcome of groups",
         "share",
         {"mixed rewards": "reward/mixed_groups", "solved": "reward/solved_groups"},
+        note=(
+            "A solved group has right responses only. Only mixed ones teach: an update whose "
+            "groups all have equal rewards is skipped."
+        ),
     ),
     Panel(
         "Throughput",
@@ -129,7 +158,8 @@ def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
             for points in (_scores(run) if panel.scores else [])
         ]
         if curves or points:
-            about = {key: getattr(panel, key) for key in ("title", "unit", "log", "note")}
+            keys = ("title", "unit", "log", "from_zero", "min_top", "note")
+            about = {key: getattr(panel, key) for key in keys}
             found.append({**about, "curves": curves, "points": points})
     return found
 
@@ -183,7 +213,10 @@ def _scores(run: Run) -> list[dict[str, Any]]:
 
 
 def phases_of(run: Run) -> dict[str, Any]:
-    """Return the seconds of each phase by step, the longest phase first, and their shares."""
+    """Return the seconds of each phase by step, the longest phase first, and their shares.
+
+    Phases of less than 0.05% of the time are left out.
+    """
     names = run.matching("time/", "_s")
     rows = [row for row in run.rows if any(f"time/{name}_s" in row for name in names)]
     rows = rows[:: max(1, math.ceil(len(rows) / MAX_POINTS))]
@@ -196,10 +229,11 @@ def phases_of(run: Run) -> dict[str, Any]:
             {
                 "name": name.replace("_", " "),
                 "total_s": rounded(total_s[name]),
-                "share": rounded(total_s[name] / all_s) if all_s else 0.0,
+                "share": rounded(total_s[name] / all_s),
                 "y": [rounded(row.get(f"time/{name}_s", 0.0)) for row in rows],
             }
             for name in sorted(names, key=lambda name: -total_s[name])
+            if total_s[name] > _MIN_PHASE_SHARE * all_s
         ],
     }
 

@@ -1,10 +1,12 @@
 """What a page says of its runs in words and tables: overview, differences, evaluations."""
 
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,9 @@ from bapo_megatron.evaluation.estimators import difference_over_seeds, student_i
 from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.evaluation.runs import evaluations_in
 from bapo_megatron.evaluation.settings import ResultsError
-from bapo_megatron.report.checks import findings_of
+from bapo_megatron.report.checks import findings_of, results_of
 from bapo_megatron.report.runs import Row, Run, RunGroup, events_of
+from bapo_megatron.types import EvalResult
 
 _RESAMPLES = 2000
 """Resamples for the interval of a change; the run made those of the scores themselves."""
@@ -33,10 +36,11 @@ def describe(run: Run, group: int) -> dict[str, Any]:
 
 
 def card_of(group: RunGroup) -> dict[str, Any]:
-    """Return the overview of a group: its settings in words, figures of every run, findings.
+    """Return the overview of a group: its settings, and figures, findings and checks of every run.
 
     ``rows`` has a row per run under ``headings``; a finding names its run where there are several.
     """
+    several = len(group.runs) > 1
     figures = [dict(_figures(run)) for run in group.runs]
     headings = list(dict.fromkeys(label for own in figures for label in own))
     return {
@@ -47,12 +51,51 @@ def card_of(group: RunGroup) -> dict[str, Any]:
             [run.name, run.seed, *(own.get(label, "") for label in headings)]
             for run, own in zip(group.runs, figures, strict=True)
         ],
+        "notes": [
+            f"{run.name}: {note}" if several else note
+            for run in group.runs
+            if (note := _skipped(run))
+        ],
         "findings": [
-            {"run": run.name if len(group.runs) > 1 else "", **asdict(finding)}
+            {"run": run.name if several else "", **asdict(finding)}
             for run in group.runs
             for finding in findings_of(run)
         ],
+        "checks": {
+            "headings": [
+                "check",
+                "result",
+                "steps measured",
+                "what is lacking",
+                *["run"] * several,
+            ],
+            "rows": [
+                [*row, *[run.name] * several] for run in group.runs for row in results_of(run)
+            ],
+        },
+        "settings": {"headings": ["setting", "value"], "rows": _setting_rows(group)},
     }
+
+
+def _skipped(run: Run) -> str:
+    """Say why updates were skipped, as far as the metrics tell."""
+    skipped = math.fsum(run.values("train/skipped_updates"))
+    if not skipped:
+        return ""
+    because = "all groups of such an update had equal rewards"
+    if any(run.values("rollout/masked_token_share")) or any(run.values("train/nonfinite_tokens")):
+        because += ", or none of its tokens could train"
+    equal = [1 - share for share in run.values("reward/mixed_groups")]
+    share = f"; {fmean(equal):.1%} of the groups had equal rewards" if equal else ""
+    return f"{skipped:,.0f} updates were skipped: {because}{share}."
+
+
+def _setting_rows(group: RunGroup) -> list[tuple[str, str]]:
+    """The configuration of a group as the page may show it, after what its first run ran on."""
+    rows = [(key, public_setting(key, value)) for key, value in group.settings.items()]
+    if starts := group.runs[0].starts:
+        rows = [("commit", starts[-1].commit or "unknown"), *starts[-1].versions.items(), *rows]
+    return rows
 
 
 def _words(run: Run) -> str:
@@ -84,7 +127,12 @@ def _model(run: Run) -> str:
     for directory in (run.path / "hf", path):
         file = directory / "config.json"
         if file.is_file():
-            found = json.loads(file.read_bytes())
+            try:
+                found = json.loads(file.read_bytes())
+            except ValueError:
+                break
+            if not isinstance(found, dict):
+                break
             kind, layers = found.get("model_type"), found.get("num_hidden_layers")
             if kind and layers and found.get("hidden_size"):
                 about = f" ({kind}, {layers} layers of width {found['hidden_size']})"
@@ -96,13 +144,14 @@ def _figures(run: Run) -> list[tuple[str, str]]:
     """Labels and values of the headline figures."""
     last_step = run.steps[-1] if run.steps else 0
     total = run.settings.get("train.steps")
-    found = [("steps", f"{last_step}" + (f" of {total}" if total is not None else ""))]
+    of_all = f" of {total:,}" if isinstance(total, int) else ""
+    found = [("steps", f"{last_step:,}{of_all}")]
     for name in run.eval_sets:
         metric = f"eval/{name}/avg_at_k"
         scored = [row for row in run.rows if metric in row]
         if len(scored) > 1:
             found.append((f"{name} accuracy at first", _percent(scored[0][metric])))
-        found.append((f"{name} accuracy (95 % interval)", _score(scored[-1], metric)))
+        found.append((f"{name} accuracy (95% interval)", _score(scored[-1], metric)))
     for label, metric, form in (
         ("reward", "reward/mean", "{:.3f}"),
         ("entropy, nats", "policy/entropy", "{:.3f}"),
@@ -141,29 +190,37 @@ def _distinct(key: str, values: Sequence[Any]) -> list[str]:
 def evaluation_table(runs: Sequence[Run]) -> dict[str, Any]:
     """Return every evaluation, a row per run, set and step; cells are texts or numbers."""
     headings = [
-        *("run", "set", "step", "avg@k (95 % interval)", "change since the first", "pass@k"),
-        *("maj@k", "answered", "truncated", "tokens"),
+        *("run", "set", "step", "k", "problems", "avg@k (95% interval)"),
+        *("change since the first, pp", "pass@k", "maj@k", "answered"),
+        *("truncated", "tokens"),
     ]
     rows: list[list[Any]] = []
     for run in runs:
+        results = {step: read_results(file) for step, file in evaluations_in(run.path).items()}
         for name in run.eval_sets:
+            own = {step: r for step, each in results.items() for r in each if r.name == name}
             start = f"eval/{name}/"
             scored = [row for row in run.rows if f"{start}avg_at_k" in row]
-            change = _change(run, name, int(scored[-1]["step"])) if len(scored) > 1 else ""
+            change = _change(own, int(scored[-1]["step"]))
             for row in scored:
                 shares = [
                     _percent(row.get(f"{start}{metric}"))
                     for metric in ("pass_at_k", "maj_at_k", "answer_found_share", "truncated_share")
                 ]
+                step = int(row["step"])
+                size: tuple[int | str, ...] = ("", "")
+                if step in own:
+                    size = own[step].samples_per_prompt, own[step].num_prompts
                 rows.append(
                     [
-                        *(run.name, name, int(row["step"]), _score(row, f"{start}avg_at_k")),
+                        *(run.name, name, step, *size, _score(row, f"{start}avg_at_k")),
                         *(change if row is scored[-1] else "", *shares),
                         f"{row.get(f'{start}response_tokens_mean', 0.0):,.1f}",
                     ]
                 )
-    if not any(row[4] for row in rows):  # no run has two evaluations with their files
-        headings, *rows = ([*each[:4], *each[5:]] for each in (headings, *rows))
+    # Where no run has its files, nothing is known of k, problems and changes.
+    shown = [n for n in range(len(headings)) if any(row[n] != "" for row in rows)]
+    headings, *rows = ([each[n] for n in shown] for each in (headings, *rows))
     return {"headings": headings, "rows": rows}
 
 
@@ -179,7 +236,7 @@ def seed_table(groups: Sequence[RunGroup]) -> dict[str, Any]:
         return {"headings": headings, "rows": []}
     first = several[0]
     if len(several) > 1:
-        headings.append(f"against {first.label}, paired")
+        headings.append(f"against {first.label}, paired, pp")
     names = dict.fromkeys(name for group in several for run in group.runs for name in run.eval_sets)
     rows = []
     for name in names:
@@ -212,8 +269,7 @@ def _last_scores(group: RunGroup, metric: str) -> tuple[int, dict[str, float]]:
 def _difference(differences_S: np.ndarray) -> str:
     """A mean difference over seeds, with its interval and p-value."""
     found = difference_over_seeds(differences_S)
-    text = _interval(found.difference, found.low, found.high, "+")
-    return f"{text}, p = {found.p_value:.2g}"
+    return f"{_points(found.difference, found.low, found.high)}, p = {found.p_value:.2g}"
 
 
 def _score(row: Row, metric: str) -> str:
@@ -223,28 +279,30 @@ def _score(row: Row, metric: str) -> str:
     return _interval(row[metric], row[f"{metric}_low"], row[f"{metric}_high"])
 
 
-def _interval(value: float, low: float, high: float, sign: str = "") -> str:
-    return f"{value:{sign}.1%} ({low:{sign}.1%} … {high:{sign}.1%})"
+def _interval(value: float, low: float, high: float) -> str:
+    return f"{value:.1%} ({low:.1%} … {high:.1%})"
+
+
+def _points(difference: float, low: float, high: float) -> str:
+    """A difference of shares and its interval in percentage points."""
+    values = (f"{100 * each:+.1f}".replace("-", "−") for each in (difference, low, high))
+    return "{} ({} … {})".format(*values)
 
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def _change(run: Run, name: str, step: int) -> str:
-    """The paired difference of the last from the first evaluation; empty if a file is gone."""
-    files = evaluations_in(run.path)
-    first, last = next(iter(files.values()), None), files.get(step)
-    if first is None or last is None or first == last:
-        return ""
-    pair = [[r for r in read_results(file) if r.name == name] for file in (first, last)]
-    if not all(pair):
+def _change(results: Mapping[int, EvalResult], step: int) -> str:
+    """The paired difference of this evaluation from the first; empty if one is not known."""
+    first, last = next(iter(results.values()), None), results.get(step)
+    if first is None or last is None or first is last:
         return ""
     try:
         compared = compare_results(
-            *pair, k_values=(), num_resamples=_RESAMPLES, seed=0, common_only=True
+            *([first], [last]), k_values=(), num_resamples=_RESAMPLES, seed=0, common_only=True
         )
     except ResultsError:  # a resumed run may have other data under the same name
         return "other problems"
     paired = compared[0].scores[0].paired
-    return _interval(paired.difference, paired.low, paired.high, "+")
+    return _points(paired.difference, paired.low, paired.high)

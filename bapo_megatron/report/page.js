@@ -13,6 +13,27 @@ function el(tag, attributes = {}, ...children) {
   return element;
 }
 
+function whole(value) {
+  return value.toLocaleString("en-US");
+}
+
+function number(value, digits = 3) {
+  if (value === null) return "?";
+  const rounded = Number(value.toPrecision(digits));
+  return (Math.abs(rounded) < 1000 ? String(rounded) : whole(rounded)).replace("-", "−");
+}
+
+function percent(share) {
+  return `${(100 * share).toFixed(1)}%`;
+}
+
+function button(text, act, attributes = {}) {
+  const element = el("button", { type: "button", ...attributes }, text);
+  element.addEventListener("click", act);
+  return element;
+}
+
+const RESULTS = ["found", "not measured", "passed in few steps", "passed"];
 const POLL_MS = 3000;
 const THEMES = ["automatic", "light", "dark"];
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
@@ -25,15 +46,33 @@ function card(given, number) {
   const findings = given.findings.map((finding) => el(
     "li", { class: `finding ${finding.level}` },
     el("b", {}, finding.level === "fault" ? "Likely defect: " : "Look at: "),
-    finding.run ? `${finding.run}: ` : "", finding.text
+    finding.run ? `${finding.run}: ` : "", finding.text, ...evidence(finding, given.rows[0][0])
   ));
   const figures = given.rows.length > 1 ? sortable(given) : el("dl", { class: "figures" }, ...given.headings.slice(2).map(
     (label, at) => el("div", {}, el("dd", {}, given.rows[0][at + 2]), el("dt", {}, label))
   ));
+  const count = (result) => given.checks.rows.filter((row) => row[1] === result).length;
+  const total = RESULTS.filter(count).map((result) => `${count(result)} ${result}`).join(", ");
+  const fine = `None of the ${given.checks.rows.length - count("not measured")} checks with enough data found a defect.`;
   return el(
     "article", { class: "card" }, el("h3", {}, swatch, given.label + seed), el("p", {}, given.words), figures,
-    el("ul", { class: "findings" }, ...(findings.length ? findings : [el("li", { class: "finding fine" }, "The checks found nothing unusual.")]))
+    ...given.notes.map((note) => el("p", { class: "note" }, note)),
+    el("ul", { class: "findings" }, ...(findings.length ? findings : [el("li", { class: "finding fine" }, fine)])),
+    folded(`Checks: ${total}`, given.checks), folded("Configuration, commit and versions", given.settings)
   );
+}
+
+// Where to see what a check found.
+function evidence(finding, onlyRun) {
+  const run = finding.run || onlyRun;
+  const links = [];
+  if (Figures.has(finding.panel)) links.push(button("Show the curve", () => Figures.mark(finding.panel, finding.steps, run), { class: "link" }));
+  if (finding.rollouts && Reader.has(run)) links.push(button("Show the rollouts", () => Reader.group(run, finding.rollouts), { class: "link" }));
+  return links.flatMap((link) => [" ", link]);
+}
+
+function folded(summary, table) {
+  return el("details", {}, el("summary", {}, summary), sortable(table));
 }
 
 function sortable(given) {
@@ -50,14 +89,13 @@ function sortable(given) {
     return x !== null && y !== null ? x - y : String(a).localeCompare(String(b));
   };
   const heads = given.headings.map((heading, at) => {
-    const button = el("button", { type: "button" }, heading);
-    const head = el("th", { scope: "col" }, button);
-    button.addEventListener("click", () => {
+    const sort = button(heading, () => {
       const isUp = head.getAttribute("aria-sort") === "ascending";
       for (const other of heads) other.removeAttribute("aria-sort");
       head.setAttribute("aria-sort", isUp ? "descending" : "ascending");
       fill([...given.rows].sort((a, b) => (isUp ? -1 : 1) * compare(a[at], b[at])));
     });
+    const head = el("th", { scope: "col" }, sort);
     return head;
   });
   fill(given.rows);
@@ -78,7 +116,7 @@ function eventTable(runs) {
 
 function timeTable(phases) {
   const names = [...new Set(phases.flatMap((run) => run.phases.map((phase) => phase.name)))];
-  const cell = (phase) => (phase ? `${phase.total_s.toLocaleString(undefined, { maximumFractionDigits: 1 })} s (${(100 * phase.share).toFixed(0)} %)` : "");
+  const cell = (phase) => (phase ? `${phase.total_s.toFixed(1)} s (${percent(phase.share)})` : "");
   tableOr("time-table", {
     headings: ["run", ...names],
     rows: phases.map((run) => [run.run, ...names.map((name) => cell(run.phases.find((phase) => phase.name === name)))]),
@@ -90,7 +128,6 @@ function show(data) {
   byId("title").textContent = labels.length > 3 ? `${data.runs.length} runs` : labels.join(" · ");
   const seeds = data.groups.some((group) => group.seeds > 1);
   byId("cards").className = seeds ? "full" : "";
-  byId("cards").replaceChildren(...data.cards.map(card));
   for (const part of document.querySelectorAll("#differences, [href='#differences']")) part.hidden = data.runs.length === 1;
   tableOr("difference-table", data.differences, "All runs have the same configuration, apart from their seeds.");
   byId("seed-table").replaceChildren(...(data.seeds.rows.length ? [sortable(data.seeds)] : []));
@@ -100,7 +137,9 @@ function show(data) {
   eventTable(data.runs);
   timeTable(data.phases);
   Reader.show(data.rollouts);
-  return Figures.show(data);
+  const drawn = Figures.show(data);
+  byId("cards").replaceChildren(...data.cards.map(card));
+  return drawn;
 }
 
 function setTheme(name) {

@@ -17,30 +17,35 @@ const Reader = (() => {
   const MAX_ROWS = 300;
   // There the response stands below the list (page.css).
   const NARROW = matchMedia("(max-width: 900px)");
-  let runs = [], run = 0, chosen = null, coloring = "logprob", cursor = -1, rows = [];
+  let runs = [], run = 0, chosen = null, coloring = "logprob", cursor = -1, sections = [], moveCursor = () => {};
 
   const current = () => runs[run];
   const groupOf = (sample) => current().groups[sample.group];
   const textOf = (sample) => sample.text ??= sample.pieces.map((n) => current().pieces[n][1]).join("");
 
+  const KINDS = {
+    all: () => true, right: (s) => s.right, wrong: (s) => !s.right, truncated: (s) => s.exit === "length",
+  };
+
   function matches(sample, words) {
-    const group = groupOf(sample);
+    const group = groupOf(sample), source = byId("pick-source").value;
+    if (!KINDS[byId("pick-kind").value](sample) || (source && group.source !== source)) return false;
     const all = [group.prompt, group.answer, group.prompt_id, textOf(sample)].join("\n").toLowerCase();
     return words.every((word) => all.includes(word));
   }
 
   function powerOfTwo(tokens) {
     const low = 2 ** Math.floor(Math.log2(Math.max(1, tokens)));
-    return [low, `${low.toLocaleString()} to ${(2 * low - 1).toLocaleString()} tokens`];
+    return [low, `${whole(low)} to ${whole(2 * low - 1)} tokens`];
   }
 
   // Order and heading of a sample's group, by what the list is grouped by.
   const GROUPINGS = {
-    step: (s) => [groupOf(s).step, `Step ${groupOf(s).step}`],
-    problem: (s) => [s.group, `${groupOf(s).prompt_id || "problem"} · step ${groupOf(s).step}`],
+    step: (s) => [groupOf(s).step, `Step ${whole(groupOf(s).step)}`],
+    problem: (s) => [s.group, `${groupOf(s).prompt_id || "problem"} · step ${whole(groupOf(s).step)}`],
     reward: (s) => [s.reward, `Reward ${number(s.reward)}`],
     length: (s) => powerOfTwo(s.tokens),
-    age: (s) => [s.age, `Oldest token ${s.age} updates old`],
+    age: (s) => [s.age, `Oldest token ${whole(s.age)} updates old`],
     exit: (s) => [s.exit, EXITS[s.exit] || s.exit],
     source: (s) => [groupOf(s).source, `Set ${groupOf(s).source || "without a name"}`],
   };
@@ -48,10 +53,6 @@ const Reader = (() => {
     order: () => 0, low: (a, b) => a.reward - b.reward, high: (a, b) => b.reward - a.reward,
     long: (a, b) => b.tokens - a.tokens, old: (a, b) => b.age - a.age,
   };
-
-  function number(value, digits = 3) {
-    return value === null ? "?" : Number(value.toPrecision(digits)).toString().replace("-", "−");
-  }
 
   function signed(value) {
     return (value > 0 ? "+" : "") + number(value);
@@ -61,54 +62,71 @@ const Reader = (() => {
     const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = current().samples.filter((sample) => matches(sample, words));
     found.sort(SORTS[byId("pick-sort").value]);
-    byId("num-found").textContent = `${found.length.toLocaleString()} of ${current().samples.length.toLocaleString()}`;
-    const sections = new Map();
+    byId("num-found").textContent = `${whole(found.length)} of ${whole(current().samples.length)}`;
+    const byHeading = new Map();
     for (const sample of found) {
       const [order, heading] = GROUPINGS[byId("pick-group").value](sample);
-      if (!sections.has(heading)) sections.set(heading, { order, heading, samples: [] });
-      sections.get(heading).samples.push(sample);
+      if (!byHeading.has(heading)) byHeading.set(heading, { order, heading, samples: [], rows: [] });
+      byHeading.get(heading).samples.push(sample);
     }
-    const sorted = [...sections.values()].sort((a, b) => (a.order < b.order ? -1 : a.order > b.order ? 1 : 0));
-    rows = [];
-    const isOpen = (section, at) => (chosen ? section.samples.includes(chosen) : at === 0) || found.length <= 40;
-    byId("list").replaceChildren(...sorted.map((section, at) => sectionElement(section, isOpen(section, at))));
-    if (!sorted.length) {
-      byId("list").replaceChildren(el("p", { class: "note" }, words.length ? "No response has these words." : "No rollouts are kept."));
+    sections = [...byHeading.values()].sort((a, b) => (a.order < b.order ? -1 : a.order > b.order ? 1 : 0));
+    const holder = sections.findIndex((section) => section.samples.includes(chosen));
+    byId("list").replaceChildren(...sections.map((section, at) => sectionElement(section, at === Math.max(0, holder) || found.length <= 40)));
+    if (!sections.length) {
+      byId("list").replaceChildren(el("p", { class: "note" }, current().samples.length ? "No response fits." : "No rollouts are kept."));
     }
   }
 
   function sectionElement(section, isOpen) {
-    const mean = section.samples.reduce((sum, sample) => sum + sample.reward, 0) / section.samples.length;
-    const details = el("details", {}, el(
-      "summary", {}, section.heading,
-      el("small", {}, `${section.samples.length} · mean reward ${number(mean)}`)
-    ));
-    const fill = () => {
-      if (!details.open || details.childElementCount > 1) return;
-      details.append(...section.samples.slice(0, MAX_ROWS).map(rowElement));
-      if (section.samples.length > MAX_ROWS) {
-        details.append(el("p", { class: "note" }, `and ${section.samples.length - MAX_ROWS} more: search, or group otherwise`));
-      }
+    const total = section.samples.length;
+    const mean = section.samples.reduce((sum, sample) => sum + sample.reward, 0) / total;
+    const count = el("small"), more = button("", () => section.fill(section.rows.length + 1), { class: "link more" });
+    const details = el("details", {}, el("summary", {}, section.heading, count), more);
+    // Rows come by the page, up to the one with this number.
+    section.fill = (wanted) => {
+      const added = section.samples.slice(section.rows.length, Math.ceil(wanted / MAX_ROWS) * MAX_ROWS).map(rowElement);
+      section.rows.push(...added);
+      more.before(...added);
+      const shown = section.rows.length;
+      more.hidden = shown === total;
+      more.textContent = `Show ${whole(Math.min(MAX_ROWS, total - shown))} more`;
+      count.textContent = `${whole(total)}${0 < shown && shown < total ? `, ${whole(shown)} shown` : ""} · mean reward ${number(mean)}`;
     };
-    details.addEventListener("toggle", fill);
+    section.details = details;
+    section.fill(isOpen ? 1 : 0);
     details.open = isOpen;
-    fill();
+    details.addEventListener("toggle", () => { if (!section.rows.length) section.fill(1); });
     return details;
   }
 
+  // What tells a prompt from the others of the run: the template and the instructions are in all.
+  function ownPart(prompt) {
+    const prompts = current().groups.map((group) => group.prompt ?? "");
+    const reversed = (text) => [...text].reverse().join("");
+    const shared = (texts) => texts.reduce((start, text) => {
+      let length = 0;
+      while (length < start.length && start[length] === text[length]) length += 1;
+      return start.slice(0, length);
+    }).replace(/[\p{L}\p{N}]+$/u, "").length;
+    current().shared ??= [shared(prompts), shared(prompts.map(reversed))];
+    const [start, end] = current().shared;
+    return prompt.slice(start, prompt.length - end).trim() || prompt;
+  }
+
   function rowElement(sample) {
-    const row = el(
-      "button", { type: "button", class: "row", title: "Read this response" }, badge(sample),
-      el("span", { class: "what" }, textOf(sample).trim().replace(/\s+/g, " ").slice(0, 120) || "(empty)"),
-      el("span", { class: "facts" }, `${verdict(sample)}${sample.tokens} tok · age ${sample.age}${sample.exit === "stop" ? "" : ` · ${sample.exit}`}`)
+    const line = (text) => text.trim().replace(/\s+/g, " ").slice(0, 120);
+    const { prompt } = groupOf(sample);
+    const row = button("", () => {
+      open(sample);
+      if (NARROW.matches) byId("rollout").scrollIntoView();
+    }, { class: "row", title: "Read this response" });
+    row.append(
+      badge(sample), ...(prompt ? [el("span", { class: "what" }, line(ownPart(prompt)))] : []),
+      el("span", { class: "what said" }, line(textOf(sample)) || "(empty)"),
+      el("span", { class: "facts" }, `${verdict(sample)}${whole(sample.tokens)} tok · age ${whole(sample.age)}${sample.exit === "stop" ? "" : ` · ${sample.exit}`}`)
     );
     row.sample = sample;
     if (sample === chosen) row.setAttribute("aria-current", "true");
-    row.addEventListener("click", () => {
-      open(sample);
-      if (NARROW.matches) byId("rollout").scrollIntoView();
-    });
-    rows.push(row);
     return row;
   }
 
@@ -138,16 +156,15 @@ const Reader = (() => {
     const group = groupOf(sample);
     const siblings = current().samples.filter((other) => other.group === sample.group);
     const buttons = siblings.map((other) => {
-      const button = el("button", { type: "button", class: "sibling", title: `Response ${other.index} of this group` }, badge(other));
-      if (other === sample) button.setAttribute("aria-current", "true");
-      button.addEventListener("click", () => open(other));
-      return button;
+      const sibling = button(badge(other), () => { open(other); reveal(other); }, { class: "sibling", title: `Response ${other.index} of this group` });
+      if (other === sample) sibling.setAttribute("aria-current", "true");
+      return sibling;
     });
     byId("rollout").replaceChildren(
-      el("h3", {}, `Step ${group.step} · group ${group.id} · response ${sample.index}`),
+      el("h3", {}, `Step ${whole(group.step)} · group ${whole(group.id)} · response ${sample.index}`),
       el("p", { class: "facts" }, [
-        group.source && `set ${group.source}`, group.prompt_id, `${sample.tokens.toLocaleString()} tokens`,
-        `oldest ${sample.age} updates`, EXITS[sample.exit] || sample.exit,
+        group.source && `set ${group.source}`, group.prompt_id, `${whole(sample.tokens)} tokens`,
+        `oldest ${whole(sample.age)} updates`, EXITS[sample.exit] || sample.exit,
       ].filter(Boolean).join(" · ")),
       el("div", { class: "siblings", role: "group", "aria-label": "Responses of this group" }, "Group ", ...buttons),
       why(sample, group),
@@ -177,12 +194,11 @@ const Reader = (() => {
     const has = { ratio: sample.ratios !== null, advantage: sample.advantage !== null };
     if (has[coloring] === false) coloring = "logprob";
     const buttons = COLORINGS.map(([name, label]) => {
-      const button = el("button", { type: "button", "aria-pressed": String(name === coloring) }, label);
-      button.disabled = has[name] === false;
-      if (button.disabled) button.title = name === "ratio" ? `This response has no ratios. ${current().ratios}` : "The run's own estimator is not called, so advantages are not known.";
-      button.addEventListener("click", () => { coloring = name; paint(); });
-      button.dataset.coloring = name;
-      return button;
+      const pick = button(label, () => { coloring = name; paint(); }, { "aria-pressed": String(name === coloring) });
+      pick.disabled = has[name] === false;
+      if (pick.disabled) pick.title = name === "ratio" ? `This response has no ratios. ${current().ratios}` : "The run's own estimator is not called, so advantages are not known.";
+      pick.dataset.coloring = name;
+      return pick;
     });
     const versions = expanded(sample.versions), levels = expanded(sample.levels);
     const tokens = el("div", { class: "tokens", tabindex: "0", role: "document", "aria-label": "Response; arrow keys move from token to token" });
@@ -194,7 +210,7 @@ const Reader = (() => {
     spans.forEach((span, at) => {
       if (at === sample.cut_at) {
         const left = sample.tokens - sample.pieces.length;
-        tokens.append(el("em", { class: "cut" }, ` … ${left.toLocaleString()} tokens are not on this page … `));
+        tokens.append(el("em", { class: "cut" }, ` … ${whole(left)} tokens are not on this page … `));
       }
       tokens.append(span);
     });
@@ -202,7 +218,7 @@ const Reader = (() => {
     const scale = el("div", { class: "scale" });
 
     function paint() {
-      for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.coloring === coloring));
+      for (const pick of buttons) pick.setAttribute("aria-pressed", String(pick.dataset.coloring === coloring));
       const known = [...new Set(versions)].filter((version) => version >= 0);
       spans.forEach((span, at) => { span.className = shade(sample, at, versions, levels, known); });
       scale.replaceChildren(...legend(sample, versions, levels, known));
@@ -217,21 +233,19 @@ const Reader = (() => {
         ? cursor + sample.tokens - sample.pieces.length : cursor;
       const logprob = sample.logprobs[cursor], ratio = sample.ratios?.[cursor] ?? null;
       readout.textContent = [
-        `token ${(position + 1).toLocaleString()}`, `${JSON.stringify(text)} (id ${id})`, LEVELS[levels[cursor]],
-        logprob === null ? "" : `log-prob ${number(logprob)} (p ${number(100 * Math.exp(logprob))} %)`,
+        `token ${whole(position + 1)}`, `${JSON.stringify(text)} (id ${id})`, LEVELS[levels[cursor]],
+        logprob === null ? "" : `log-prob ${number(logprob)} (p ${number(100 * Math.exp(logprob))}%)`,
         ratio === null ? "" : `ratio ${number(ratio, 4)}`,
         versions[cursor] < 0 ? "" : `version ${versions[cursor]}, ${groupOf(sample).version - versions[cursor]} updates old`,
       ].filter(Boolean).join(" · ");
     }
 
     tokens.addEventListener("mouseover", (event) => { if (event.target.at !== undefined) point(event.target.at); });
-    tokens.addEventListener("keydown", (event) => {
-      const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-      if (!move || !spans.length) return;
-      event.preventDefault();
-      point(cursor + move);
-      spans[cursor].scrollIntoView({ block: "nearest" });
-    });
+    moveCursor = (by) => {
+      if (!spans.length) return;
+      point(cursor + by);
+      spans[cursor].scrollIntoView({ block: "nearest", behavior: "instant" });
+    };
     paint();
     const heading = el("div", { class: "bar" }, el("h4", {}, "Response"), el("div", { class: "segments", role: "group", "aria-label": "Colour of tokens" }, ...buttons));
     const plain = current().has_texts ? [] : [
@@ -277,32 +291,56 @@ const Reader = (() => {
     if (coloring === "version") {
       return known.map((version, at) => {
         const count = versions.filter((each) => each === version).length;
-        return item(`v${at % 8}`, `version ${version}: ${count} tokens, ${groupOf(sample).version - version} updates old`);
+        return item(`v${at % 8}`, `version ${version}: ${whole(count)} tokens, ${groupOf(sample).version - version} updates old`);
       });
     }
     return LEVELS.map((label, level) => [label, level, levels.filter((each) => each === level).length])
-      .filter(([, , count]) => count).map(([label, level, count]) => item(`m${level}`, `${label} (${count})`));
+      .filter(([, , count]) => count).map(([label, level, count]) => item(`m${level}`, `${label} (${whole(count)})`));
+  }
+
+  // Focus the row of a response, wherever in the list it is.
+  function reveal(sample) {
+    const section = sections.find((each) => each.samples.includes(sample));
+    if (!section) return;
+    const at = section.samples.indexOf(sample), frame = byId("list");
+    section.details.open = true;
+    if (at >= section.rows.length) section.fill(at + 1);
+    section.rows[at].focus({ preventScroll: true });
+    const [row, box] = [section.rows[at], frame].map((each) => each.getBoundingClientRect());
+    const heading = section.details.firstChild.offsetHeight;
+    if (row.top < box.top + heading) frame.scrollTop += row.top - box.top - heading;
+    else if (row.bottom > box.bottom) frame.scrollTop += row.bottom - box.bottom;
+  }
+
+  function isInView(element) {
+    const { top } = element.getBoundingClientRect();
+    return top >= 0 && top < innerHeight / 2;
   }
 
   function step(by) {
-    const shown = [...document.querySelectorAll("#list details[open] .row")];
-    const next = shown[shown.findIndex((row) => row.sample === chosen) + by];
+    const order = sections.flatMap((section) => section.samples);
+    const next = order[order.indexOf(chosen) + by];
     if (!next) return;
-    open(next.sample);
-    next.scrollIntoView({ block: "nearest" });
+    open(next);
+    if (!isInView(byId("rollout"))) (NARROW.matches ? byId("rollout") : byId("list").parentElement).scrollIntoView({ behavior: "instant" });
+    reveal(next);
   }
 
   function keys(event) {
+    if (event.target.id === "search" && event.key === "Escape") { event.preventDefault(); event.target.blur(); }
     const isTyping = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
     if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
+    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    const isReading = chosen && (event.target.closest("#rollouts") || (event.target === document.body && isInView(byId("rollout"))));
     if (event.key === "j") step(1);
     else if (event.key === "k") step(-1);
     else if (event.key === "/") { event.preventDefault(); byId("search").focus(); }
+    else if (move && isReading) { event.preventDefault(); moveCursor(move); }
   }
 
   function notes() {
     byId("rollout-note").textContent = [
-      current().note, current().samples.length ? current().ratios : "", "Keys: j and k read the next and the previous response, / searches.",
+      current().note, current().samples.length ? current().ratios : "", "Keys: j and k read the next and the previous response, ← and → its tokens; / searches, and Esc leaves the search.",
     ].filter(Boolean).join(" ");
   }
 
@@ -310,7 +348,7 @@ const Reader = (() => {
     let timer;
     byId("search").addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(list, 120); });
     byId("filters").addEventListener("submit", (event) => event.preventDefault());
-    for (const id of ["pick-group", "pick-sort"]) byId(id).addEventListener("change", list);
+    for (const id of ["pick-group", "pick-sort", "pick-kind", "pick-source"]) byId(id).addEventListener("change", list);
     byId("pick-run").addEventListener("change", (event) => { pick(Number(event.target.value)); });
     document.addEventListener("keydown", keys);
   }
@@ -319,6 +357,9 @@ const Reader = (() => {
     run = given;
     byId("pick-run").value = String(run);
     chosen = null;
+    const sources = [...new Set(current().groups.map((group) => group.source))].sort();
+    byId("pick-source").replaceChildren(el("option", { value: "" }, "all"), ...sources.filter(Boolean).map((name) => el("option", {}, name)));
+    byId("pick-source").parentElement.hidden = sources.length < 2;
     notes();
     list();
     byId("rollout").replaceChildren(el("p", { class: "note" }, current().samples.length ? "Choose a response to read it." : "This run has nothing to read."));
@@ -329,19 +370,28 @@ const Reader = (() => {
     const key = (sample) => [groupOf(sample).step, groupOf(sample).id, sample.index].join();
     const before = chosen && key(chosen);
     runs = given;
-    byId("pick-run").replaceChildren(...runs.map((each, at) => el("option", { value: at }, `${each.run} (${each.samples.length})`)));
+    byId("pick-run").replaceChildren(...runs.map((each, at) => el("option", { value: at }, `${each.run} (${whole(each.samples.length)})`)));
+    byId("pick-run").parentElement.hidden = runs.length < 2;
     if (isFirst) listen();
     const wanted = /^#rollout=(\d+)\.(\d+)$/.exec(location.hash);
     const first = runs.findIndex((each) => each.samples.length);
     pick(isFirst ? (wanted && runs[wanted[1]] ? Number(wanted[1]) : Math.max(0, first)) : Math.min(run, runs.length - 1));
     const again = isFirst ? current().samples[wanted?.[2]] : current().samples.find((sample) => key(sample) === before);
     if (!again) return;
+    const hadFocus = isFirst || byId("list").contains(document.activeElement);
     chosen = again;
     list();
     open(again);
-    const row = rows.find((each) => each.sample === again);
-    if (row) byId("list").scrollTop = row.offsetTop - byId("list").clientHeight / 2;
+    if (hadFocus) reveal(again);
   }
 
-  return { show };
+  const has = (name) => runs.some((each) => each.run === name && each.samples.length);
+
+  function group(name, grouping) {
+    byId("pick-group").value = grouping;
+    pick(runs.findIndex((each) => each.run === name));
+    byId("rollouts").scrollIntoView();
+  }
+
+  return { show, has, group };
 })();

@@ -20,6 +20,7 @@ from bapo_megatron.report.figures import rounded
 from bapo_megatron.report.runs import Run
 from bapo_megatron.report.samples import Step, dump_files, read_step
 from bapo_megatron.report.tokens import Pieces, TokenDumps
+from bapo_megatron.telemetry.metrics import is_right
 from bapo_megatron.types import Group, RolloutBatch, Sample
 
 MAX_STEPS = 16
@@ -140,6 +141,7 @@ def _sample_record(
     record = {
         "index": sample.index,
         "reward": rounded(sample.reward),
+        "right": is_right(sample),
         "components": {name: rounded(v) for name, v in sample.reward_components.items()},
         "found": sample.answer_found,
         "advantage": None if advantage is None else rounded(advantage),

@@ -182,7 +182,8 @@ def events_of(run: Run) -> list[Event]:
         pushes = row.get("weight_sync/pushes", 0.0)
         if pushes > 0:
             seconds = row.get("weight_sync/push_s", 0.0)
-            events.append(Event("push", step, f"{pushes:.0f} pushes of weights, {seconds:.2f} s"))
+            text = "push" if pushes == 1 else f"{pushes:,.0f} pushes"
+            events.append(Event("push", step, f"{text} of weights, {seconds:.2f} s"))
         scores = {name: row.get(f"eval/{name}/avg_at_k") for name in sets}
         texts = [f"{name} {score:.1%}" for name, score in scores.items() if score is not None]
         if texts:

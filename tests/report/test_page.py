@@ -13,8 +13,8 @@ import pytest
 
 from bapo_megatron.data.token_dump import read_token_dump, token_dump_path, write_token_dump
 from bapo_megatron.evaluation.report import write_results
-from bapo_megatron.report.checks import findings_of
-from bapo_megatron.report.figures import panels_of
+from bapo_megatron.report.checks import CHECKS, findings_of, results_of
+from bapo_megatron.report.figures import PANELS, panels_of, phases_of
 from bapo_megatron.report.overview import (
     card_of,
     difference_table,
@@ -135,7 +135,7 @@ def test_scores_have_intervals_over_seeds_and_differences_are_paired_by_seed() -
         ["bapo (3 seeds)", "heldout", 4, 3, "60.0% (35.2% … 84.8%)", ""],
         [
             *("clip (3 seeds)", "heldout", 4, 3, "70.0% (45.2% … 94.8%)"),
-            "+10.0% (-14.8% … +34.8%), p = 0.23",
+            "+10.0 (−14.8 … +34.8), p = 0.23",
         ],
     ]
     assert seed_table(group_runs(runs[-1:])[0])["rows"] == []
@@ -146,7 +146,13 @@ def test_evaluations_on_other_problems_of_the_same_name_are_not_compared(tmp_pat
     for name, problem in (("start", "a:0"), ("step_000006", "b:0")):
         write_results([result({problem: ["2"]}, name="heldout")], path / "eval" / f"{name}.json")
     table = evaluation_table(read_runs([path]))
-    assert [row[4] for row in table["rows"]] == ["", "other problems"]
+    assert table["headings"][3:7] == [
+        "k",
+        "problems",
+        "avg@k (95% interval)",
+        "change since the first, pp",
+    ]
+    assert [row[3:7:3] for row in table["rows"]] == [[1, ""], [1, "other problems"]]
 
 
 def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(tmp_path: Path) -> None:
@@ -203,6 +209,28 @@ def test_checks_find_runs_that_go_wrong(
     found = findings_of(run_of(*({"step": n, metric: v} for n, v in enumerate(values, start=1))))
     assert [finding.level for finding in found] == [level]
     assert text in found[0].text
+
+
+def test_every_check_says_in_how_many_steps_it_was_measured_and_what_it_lacks() -> None:
+    rows = [{"step": n, "reward/mean": 0.1 * n, "data/sums/reward_mean": 0.5} for n in range(4)]
+    rows[1]["mismatch/logprob_abs_mean"] = 3e-7
+    found = {name: row for name, *row in results_of(run_of(*rows))}
+    assert found["constant reward"] == ["passed", "3 of 3", ""]
+    assert found["falling reward"] == ["not measured", "3 of 3", "Needs 10 steps."]
+    assert found["data set without reward"] == ["not measured", "0 of 3", "Needs two data sets."]
+    result, count, lacking = found["engine against trainer"]
+    assert (result, count) == ("passed in few steps", "1 of 3")
+    assert "rollout.weight_sync.verify: every would compare after each push" in lacking
+    rows[2]["mismatch/logprob_abs_mean"] = 0.3
+    found = {name: row for name, *row in results_of(run_of(*rows))}
+    assert found["engine against trainer"][0] == "found"
+
+
+def test_a_finding_names_a_panel_that_exists_and_how_to_group_its_rollouts() -> None:
+    assert {check.panel for check in CHECKS} <= {panel.title for panel in PANELS}
+    row = {"step": 1, "data/sums/reward_mean": 0.5, "data/words/reward_mean": 0.0}
+    (found,) = findings_of(run_of(row))
+    assert (found.panel, found.rollouts) == ("Reward by data set", "source")
 
 
 def test_checks_are_silent_about_a_run_that_learns() -> None:
@@ -313,6 +341,33 @@ def test_the_card_says_how_many_updates_were_possible_and_of_which_step_a_figure
     assert shown["reward, last step"] == "0.200"
 
 
+def test_the_card_says_why_updates_were_skipped_and_holds_the_configuration() -> None:
+    row = {"step": 1, "train/skipped_updates": 3, "reward/mixed_groups": 0.25}
+    start = Start("2026-11-24T00:00:00+00:00", 0, "1f", {"torch": "2.13"}, "node", 1)
+    run = replace(run_of(row, **{"train.steps": 1}), starts=(start,))
+    card = card_of(group_runs([run])[0][0])
+    assert card["notes"] == [
+        "3 updates were skipped: all groups of such an update had equal rewards; 75.0% of the "
+        "groups had equal rewards."
+    ]
+    assert card["settings"]["rows"] == [("commit", "1f"), ("torch", "2.13"), ("train.steps", "1")]
+    masked = run_of({**row, "rollout/masked_token_share": 0.1})
+    assert "or none of its tokens could train" in card_of(group_runs([masked])[0][0])["notes"][0]
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_description_of_the_model_is_left_out(tmp_path: Path, text: str) -> None:
+    path = make_run(tmp_path / "a")
+    (path / "model/config.json").write_text(text)
+    card = card_of(group_runs(read_runs([path]))[0][0])
+    assert card["words"].startswith("The model 'model', trained with BAPO")
+
+
+def test_phases_that_took_no_time_are_left_out(tmp_path: Path) -> None:
+    (run,) = read_runs([make_run(tmp_path / "a")])
+    assert [phase["name"] for phase in phases_of(run)["phases"]] == ["training", "rollout"]
+
+
 def test_one_data_set_without_any_reward_is_found() -> None:
     row = {"step": 1, "data/sums/reward_mean": 0.5, "data/words/reward_mean": 0.0}
     (found,) = findings_of(run_of(row))
@@ -324,6 +379,7 @@ def test_ratios_come_from_the_token_dump_by_group_and_index(tmp_path: Path) -> N
     found = sample_rollouts(run, find_tokenizer(run), 1e6)
     first, *others = found["samples"]
     assert first["ratios"] == RATIOS
+    assert [sample["right"] for sample in found["samples"]] == [False, True] * 2
     assert [other["ratios"] for other in others] == [[1.0] * 4, None, None]
     assert found["ratios"].startswith("Ratios of 2 of 4 responses")
     assert [found["pieces"][piece][1] for piece in first["pieces"]] == [
@@ -394,6 +450,7 @@ def test_the_page_holds_no_markup_of_rollouts_no_outside_path_and_no_secret(tmp_
     assert shown["reward.functions.0.url"] == "http://host"
     assert shown["rollout.servers"] == "http://one:1, http://two:2"
     assert shown["custom.hf_token"] == "not shown"
+    assert ("custom.hf_token", "not shown") in data["cards"][1]["settings"]["rows"]
     held = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert held is not None
     assert "<" not in held[1]
