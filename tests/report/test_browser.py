@@ -122,6 +122,118 @@ async def change_theme(tab: Tab) -> None:
     assert await tab.run(paper()) != light
 
 
+async def press(tab: Tab, *keys: str) -> None:
+    for key in keys:
+        await tab.send("Input.dispatchKeyEvent", type="keyDown", key=key, code=key)
+
+
+@pytest.mark.browser
+def test_keys_walk_through_all_groups_of_rollouts_and_their_tokens(tmp_path: Path) -> None:
+    data = page_data([make_run(tmp_path / "made")])
+    data["rollouts"][0]["samples"] *= 200  # two rows of each reward become 400
+    for group, sum_ in zip(data["rollouts"][0]["groups"], ("12+3", "17+4"), strict=True):
+        group["prompt"] = f"<user>What is {sum_}?<assistant>"
+    page = tmp_path / "page.html"
+    page.write_text(render(data))
+    row = "document.activeElement.querySelector('.badge').textContent"
+    count = "document.querySelector('#list details[open] summary small').textContent"
+    title = "document.querySelector('#rollout h3').textContent"
+
+    async def choose(tab: Tab, name: str, value: str) -> None:
+        await tab.run(
+            f"document.getElementById('{name}').value = '{value}';"
+            f"document.getElementById('{name}').dispatchEvent(new Event('change'))"
+        )
+
+    async def look() -> None:
+        async with chromium_tab(tmp_path / "profile") as tab:
+            await tab.open(page.as_uri())
+            await choose(tab, "pick-group", "reward")
+            await press(tab, "j")
+            top = await tab.run("document.getElementById('rollout').getBoundingClientRect().top")
+            assert 0 < top < 450
+            assert await tab.run(title) == "Step 1 · group 0 · response 0"
+            assert await tab.run(count) == "400, 300 shown · mean reward 0"
+            await tab.run("document.querySelector('.more').click()")
+            assert await tab.run(count) == "400 · mean reward 0"
+            await tab.run("document.querySelector('.row:nth-last-of-type(2)').click()")
+            await press(tab, "j")
+            assert await tab.run(row) == "1"  # of the group that was closed
+            await press(tab, "k")
+            assert await tab.run(row) == "0"
+            assert await tab.run("document.querySelectorAll('#list [aria-current]').length") == 1
+            await press(tab, "ArrowRight", "ArrowRight")
+            assert "(id 4)" in await tab.run("document.querySelector('.readout').textContent")
+            await press(tab, "/")
+            assert await tab.run("document.activeElement.id") == "search"
+            await press(tab, "Escape")
+            assert await tab.run("document.activeElement.id") == ""
+            await choose(tab, "pick-kind", "right")
+            assert await tab.run("document.getElementById('num-found').textContent") == "400 of 800"
+            assert await tab.run("document.querySelector('#list .what').textContent") == "12+3"
+            assert tab.errors == []
+
+    asyncio.run(look())
+
+
+@pytest.mark.browser
+def test_panels_show_values_of_the_pointer_s_step_only_and_mark_those_of_a_finding(
+    tmp_path: Path,
+) -> None:
+    made = make_run(tmp_path / "made")
+    rows = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
+    rows[2]["mismatch/logprob_abs_mean"] = 3e-7
+    rows[5]["train/updates"] = 0.0
+    for row, norm in zip(rows[1:], (0.31, 0.45, 0.4, 0.4, 0.4, 0.4), strict=True):
+        row |= {"reward/mean": 0.2, "policy/grad_norm": norm, "reward/mixed_groups": 1.0}
+    (made / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = tmp_path / "page.html"
+    page.write_text(render(page_data([made])))
+
+    async def look() -> None:
+        async with chromium_tab(tmp_path / "profile") as tab:
+            await tab.open(page.as_uri())
+            plot = (
+                "[...document.querySelectorAll('figure')].find(f => f.textContent.includes('{}'))"
+            )
+            plot += ".querySelector('.plot')"
+            reward = plot.format("Reward and")
+
+            async def label(step: float) -> str:
+                await tab.run(
+                    f"(plot => {{ const axis = plot._fullLayout.xaxis;"
+                    "const x = plot.getBoundingClientRect().left + axis._offset"
+                    f" + axis.d2p({step});"
+                    "plot.dispatchEvent(new MouseEvent('mousemove', {clientX: x})); })"
+                    f"({reward})"
+                )
+                return await tab.run(f"{reward}.querySelector('.tip').textContent")
+
+            assert await label(0.2) == "step 0heldout: accuracy 25.0%evaluation: heldout 25.0%"
+            assert await label(0.8) == "step 1mean reward 0.2push of weights, 0.00 s"
+            assert await tab.run("document.querySelectorAll('#time-plot .tip').length") == 1
+
+            async def axis(title: str) -> list[float]:
+                return await tab.run(f"{plot.format(title)}._fullLayout.yaxis.range")
+
+            low, high = await axis("Engine against")
+            assert -0.001 < low < 0
+            assert 0.005 <= high < 0.006
+            low, _ = await axis("Reward and")
+            assert -0.1 < low < 0
+            texts = f"[...{plot.format('Gradient norm')}.querySelectorAll('.ytick')]"
+            assert await tab.run(f"{texts}.map(tick => tick.textContent)") == ["0.2", "0.5", "1"]
+            finding = "[...document.querySelectorAll('.finding')]"
+            finding += ".find(each => each.textContent.includes('made no update'))"
+            await tab.run(f"{finding}.querySelector('.link').click()")
+            shape = await tab.run(f"(({{x0, x1}}) => [x0, x1])({reward}.layout.shapes[0])")
+            assert shape == [4.5, 5.5]
+            await tab.until(f"{plot.format('Outcome')}.getBoundingClientRect().top < innerHeight")
+            assert tab.errors == []
+
+    asyncio.run(look())
+
+
 @pytest.mark.browser
 def test_a_page_that_follows_a_run_shows_its_next_step(tmp_path: Path) -> None:
     made = make_run(tmp_path / "made", steps=4)
