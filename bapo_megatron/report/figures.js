@@ -194,7 +194,7 @@ const Figures = (() => {
 
   function phasesAt(step) {
     const at = data.phases[timeRun].x.indexOf(step);
-    return at < 0 ? [] : data.phases[timeRun].phases.map((phase, number_) => [color(number_), phase.name, `${number(phase.y[at])} s`]);
+    return at < 0 ? [] : data.phases[timeRun].phases.map((phase, nth) => [color(nth), phase.name, `${number(phase.y[at])} s`]);
   }
 
   // The step under the pointer; an evaluation, fault or restart within a few pixels comes first.
@@ -232,7 +232,7 @@ const Figures = (() => {
     if (plot.id === "time-plot") return;
     plot.on("plotly_relayout", (change) => {
       if (isZooming) return;
-      const range = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+      const range = change["xaxis.range"] ?? [change["xaxis.range[0]"], change["xaxis.range[1]"]];
       if (range[0] === undefined) return;
       isZooming = true;
       Promise.all(

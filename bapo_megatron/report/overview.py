@@ -87,7 +87,8 @@ def _skipped(run: Run) -> str:
         because += ", or none of its tokens could train"
     equal = [1 - share for share in run.values("reward/mixed_groups")]
     share = f"; {fmean(equal):.1%} of the groups had equal rewards" if equal else ""
-    return f"{skipped:,.0f} updates were skipped: {because}{share}."
+    total = skipped + math.fsum(run.values("train/updates"))
+    return f"{skipped:,.0f} of {total:,.0f} updates were skipped: {because}{share}."
 
 
 def _setting_rows(group: RunGroup) -> list[tuple[str, str]]:

@@ -309,7 +309,8 @@ const Reader = (() => {
     const [row, box] = [section.rows[at], frame].map((each) => each.getBoundingClientRect());
     const heading = section.details.firstChild.offsetHeight;
     if (row.top < box.top + heading) frame.scrollTop += row.top - box.top - heading;
-    else if (row.bottom > box.bottom) frame.scrollTop += row.bottom - box.bottom;
+    const bottom = Math.min(box.bottom, innerHeight);
+    if (row.bottom > bottom) frame.scrollTop += row.bottom - bottom;
   }
 
   function isInView(element) {
@@ -358,7 +359,9 @@ const Reader = (() => {
     byId("pick-run").value = String(run);
     chosen = null;
     const sources = [...new Set(current().groups.map((group) => group.source))].sort();
+    const source = byId("pick-source").value;
     byId("pick-source").replaceChildren(el("option", { value: "" }, "all"), ...sources.filter(Boolean).map((name) => el("option", {}, name)));
+    byId("pick-source").value = sources.includes(source) ? source : "";
     byId("pick-source").parentElement.hidden = sources.length < 2;
     notes();
     list();
@@ -388,6 +391,7 @@ const Reader = (() => {
   const has = (name) => runs.some((each) => each.run === name && each.samples.length);
 
   function group(name, grouping) {
+    byId("filters").reset();
     byId("pick-group").value = grouping;
     pick(runs.findIndex((each) => each.run === name));
     byId("rollouts").scrollIntoView();

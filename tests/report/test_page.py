@@ -347,8 +347,8 @@ def test_the_card_says_why_updates_were_skipped_and_holds_the_configuration() ->
     run = replace(run_of(row, **{"train.steps": 1}), starts=(start,))
     card = card_of(group_runs([run])[0][0])
     assert card["notes"] == [
-        "3 updates were skipped: all groups of such an update had equal rewards; 75.0% of the "
-        "groups had equal rewards."
+        "3 of 3 updates were skipped: all groups of such an update had equal rewards; 75.0% of "
+        "the groups had equal rewards."
     ]
     assert card["settings"]["rows"] == [("commit", "1f"), ("torch", "2.13"), ("train.steps", "1")]
     masked = run_of({**row, "rollout/masked_token_share": 0.1})
