@@ -199,8 +199,8 @@ const Figures = (() => {
 
   // The step under the pointer; an evaluation, fault or restart within a few pixels comes first.
   function stepAt(axis, x) {
-    const nearest = (steps) => steps.reduce((best, step) => (Math.abs(axis.d2p(step) - x) < Math.abs(axis.d2p(best) - x) ? step : best));
-    const parts = data.panels.flatMap((panel) => [...panel.curves, ...panel.points]);
+    const nearest = (steps) => steps.reduce((best, step) => (Math.abs(axis.d2p(step) - x) < Math.abs(axis.d2p(best) - x) ? step : best), steps[0] ?? null);
+    const parts = [data.phases[timeRun], ...data.panels.flatMap((panel) => [...panel.curves, ...panel.points])];
     const rare = shownEvents().filter((event) => event.kind !== "push").map((event) => event.step);
     const near = rare.filter((step) => Math.abs(axis.d2p(step) - x) <= 4);
     return nearest(near.length ? near : [...new Set(parts.flatMap((part) => part.x))]);

@@ -229,6 +229,11 @@ def test_panels_show_values_of_the_pointer_s_step_only_and_mark_those_of_a_findi
             shape = await tab.run(f"(({{x0, x1}}) => [x0, x1])({reward}.layout.shapes[0])")
             assert shape == [4.5, 5.5]
             await tab.until(f"{plot.format('Outcome')}.getBoundingClientRect().top < innerHeight")
+            await tab.run("document.querySelectorAll('.finding .link')[1].click()")
+            assert await tab.run("document.getElementById('pick-group').value") == "reward"
+            await tab.until(
+                "document.getElementById('rollouts').getBoundingClientRect().top < innerHeight"
+            )
             assert tab.errors == []
 
     asyncio.run(look())
