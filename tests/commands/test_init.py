@@ -160,13 +160,13 @@ def test_every_key_of_the_file_has_its_reason_and_the_file_is_a_screen(
 
 
 def test_names_with_signs_of_the_shell_and_of_yaml_are_quoted(
-    random_model: Path, sums: Path, tmp_path: Path, monkeypatch, capsys
+    random_model: Path, sums: Path, tmp_path: Path, capsys
 ) -> None:
     data, folder = sums.rename(tmp_path / "a${b}.jsonl"), tmp_path / "my ${run}" / ".5e3"
     config = init(folder, random_model, data, 4, "--node-gpus", "4")
     assert (config.name, config.run_dir) == (".5e3", folder / "run")
     assert config.data.train_sets[0].path == data
-    plan = run_printed_commands(capsys.readouterr().out, 4, monkeypatch, capsys)
+    plan = run_printed_commands(capsys.readouterr().out, capsys)
     assert plan["assumptions"]["node_gpus"] == 4
 
 
