@@ -7,6 +7,7 @@ _REMEDIES = {
     errno.EISDIR: "give a file",
     errno.ENOTDIR: "check the path: a part of it is a file",
     errno.EEXIST: "choose another path, or move away what is there",
+    errno.ESPIPE: "give a regular file",
     errno.ELOOP: "correct the symbolic links",
     errno.EACCES: "give this user the right to it",
     errno.EROFS: "choose another file system, this one is read-only",

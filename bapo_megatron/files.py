@@ -11,13 +11,42 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 MAX_LINE_BYTES = 64 << 20
 """A line of a file beyond it is an error, before memory is full."""
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open for reading what a run or a user left under ``path``, without waiting for a writer.
+
+    Besides regular files, devices and the pipes of a shell (``/dev/stdin``, ``<(…)``) can be read.
+
+    Raises:
+        OSError: It cannot be opened, or is a named pipe, whose other end may never come.
+    """
+    return open(path, "rb", opener=_descriptor_of)
+
+
+def _descriptor_of(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    is_shells = "/pipe:[" in os.path.realpath(path)  # it has no name in a file system
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode) and not is_shells:
+        os.close(descriptor)
+        raise OSError(errno.ESPIPE, "Is a named pipe", str(path))
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a file that ``open_regular`` opens."""
+    with open_regular(path) as stream, naming(path):
+        return stream.read()
 
 
 def read_lines(stream: BinaryIO, path: Path) -> Iterator[bytes]:

@@ -13,6 +13,7 @@ from bapo_megatron.files import (
     atomic_write_text,
     naming,
     read_lines,
+    read_regular,
 )
 
 
@@ -101,3 +102,18 @@ def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path, monkeypa
         with pytest.raises(ValueError, match=r"data\.jsonl:2: longer than 4 MB; give one JSON"):
             next(lines)
         assert stream.tell() < 5 << 20
+
+
+def test_a_named_pipe_is_refused_and_what_a_shell_opens_is_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="Is a named pipe") as refused:
+        read_regular(tmp_path / "pipe")
+    assert refused.value.filename == str(tmp_path / "pipe")
+    with pytest.raises(IsADirectoryError):
+        read_regular(tmp_path)
+    assert read_regular(Path("/dev/null")) == b""
+    reading, writing = os.pipe()  # as by <(command) or | command /dev/stdin
+    with os.fdopen(reading), os.fdopen(writing, "wb") as stream:
+        stream.write(b"a: 1\n")
+        stream.close()
+        assert read_regular(Path(f"/dev/fd/{reading}")) == b"a: 1\n"

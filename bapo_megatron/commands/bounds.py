@@ -21,6 +21,7 @@ from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.errors import first_line
+from bapo_megatron.files import open_regular
 from bapo_megatron.ops.contributions import BoundSearch, TokenCounts, count_tokens
 from bapo_megatron.ops.extension import SearchResult
 from bapo_megatron.telemetry.console import uncut_console
@@ -181,7 +182,7 @@ def _read_columns(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
     if path.suffix not in (".npz", ".parquet"):
         raise ValueError(f"{path}: must end in .npz or .parquet; save the columns as one of these")
     wanted = (*COLUMNS, "mask")
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         try:
             if path.suffix == ".npz":
                 with np.lib.npyio.NpzFile(stream, allow_pickle=False) as archive:

@@ -19,7 +19,7 @@ from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelC
 from bapo_megatron.config.reward import RewardFunctionConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.files import parse_json
+from bapo_megatron.files import parse_json, read_regular
 
 _RELATIVE = "paths are relative to the current directory"
 
@@ -105,7 +105,7 @@ def check_model(model: ModelConfig) -> dict[str, Any]:
             raise ConfigError(f"model.path: '{model.path}' has no {pattern}; {remedy}")
     place, problem = f"model.path: '{model.path / 'config.json'}'", "must hold a JSON object"
     try:
-        hf_config = parse_json((model.path / "config.json").read_bytes())
+        hf_config = parse_json(read_regular(model.path / "config.json"))
     except ValueError as error:
         hf_config, problem = None, f"is {error}"
     if not isinstance(hf_config, dict):

@@ -25,6 +25,7 @@ from bapo_megatron.calls import dotted
 from bapo_megatron.config.describe import Place, explain
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import Section
+from bapo_megatron.files import read_regular
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -154,7 +155,7 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, Any]]
 def _read_file(path: Path, asked_by: str = "") -> Any:
     """One file's OmegaConf mapping."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except FileNotFoundError as error:
         raise ConfigError(f"{asked_by}{path}: no such file; check the path") from error
     except OSError as error:

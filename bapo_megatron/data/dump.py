@@ -25,7 +25,7 @@ from pydantic import Field
 from bapo_megatron.calls import decode_json
 from bapo_megatron.data.columns import DumpError, RowFile
 from bapo_megatron.data.staleness import num_spanned
-from bapo_megatron.files import atomic_write_bytes
+from bapo_megatron.files import atomic_write_bytes, open_regular
 from bapo_megatron.types import (
     EncodedBatch,
     FinishReason,
@@ -123,7 +123,7 @@ def read_batch(path: Path) -> RolloutBatch:
 
 def read_encoded(path: Path) -> EncodedBatch:
     """Read a dump without looking into it; raises ``OSError``."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         content = bytearray(path.stat().st_size)
         del content[file.readinto(content) :]
     return EncodedBatch(str(path), content)

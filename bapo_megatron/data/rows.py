@@ -21,7 +21,7 @@ from bapo_megatron.config.data import DatasetConfig
 from bapo_megatron.data.chat import Message
 from bapo_megatron.data.columns import PARQUET_ERRORS
 from bapo_megatron.errors import first_line
-from bapo_megatron.files import parse_json, read_lines
+from bapo_megatron.files import open_regular, parse_json, read_lines, read_regular
 
 _MAX_REASON = 300
 _BATCH_ROWS = 1024
@@ -70,14 +70,14 @@ def read_rows(dataset: DatasetConfig) -> Iterator[Row]:
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
     """One JSON object per line; blank lines count as rows but hold no prompt."""
-    with path.open("rb") as lines:
+    with open_regular(path) as lines:
         for number, line in enumerate(read_lines(lines, path)):
             if line.strip():
                 yield _row(f"{path.name}:{number}", f"{path}:{number + 1}", _parse_json(line))
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    records = _parse_json(path.read_bytes())
+    records = _parse_json(read_regular(path))
     if isinstance(records, ValueError):
         raise DataError(f"{path}: {records}; correct the file")
     if not isinstance(records, list):
@@ -87,7 +87,7 @@ def _read_json(path: Path) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         try:
             batches = pq.ParquetFile(stream).iter_batches(batch_size=_BATCH_ROWS)
             yield from _rows_of_batches(batches, path.name, str(path))

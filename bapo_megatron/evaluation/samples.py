@@ -34,7 +34,7 @@ from bapo_megatron.evaluation.settings import (
     settings_path,
     write_settings,
 )
-from bapo_megatron.files import lock, naming, parse_json, read_lines
+from bapo_megatron.files import lock, naming, open_regular, parse_json, read_lines
 from bapo_megatron.types import FinishReason
 
 _LOG = logging.getLogger(__name__)
@@ -272,7 +272,7 @@ def iterate_samples(path: Path, *, allow_torn: bool = False) -> Iterator[EvalSam
     """
     seen: set[tuple[str, int]] = set()
     answers: dict[str, str] = {}
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         for number, line in enumerate(read_lines(stream, path), start=1):
             place = f"{path}:{number}"
             if not line.endswith(b"\n"):

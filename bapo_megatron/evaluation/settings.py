@@ -19,7 +19,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import MAX_INTEGER
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.prompts import load_eval_set, log_warnings
-from bapo_megatron.files import atomic_write_text, parse_json
+from bapo_megatron.files import atomic_write_text, parse_json, read_regular
 from bapo_megatron.types import Prompt
 
 MAX_NUMBER = 1e15
@@ -150,7 +150,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Read a settings file; ResultsError where it is missing or damaged."""
     remedy = "put it back, or change run_dir"
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
         decode_json(_Settings, content)
         settings: dict[str, Any] = parse_json(content)
     except FileNotFoundError as error:

@@ -24,7 +24,13 @@ import xxhash
 
 from bapo_megatron.calls import decode_json, shown_value
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.files import atomic_write_text, parse_json, publish_directory, replaced_directory
+from bapo_megatron.files import (
+    atomic_write_text,
+    parse_json,
+    publish_directory,
+    read_regular,
+    replaced_directory,
+)
 
 FORMAT = 5
 """In format 4, state.json had no checksum; in format 3, it held what is in rollout.parquet."""
@@ -194,7 +200,7 @@ def read_state(directory: Path) -> CheckpointState:
     """Read state.json; raise ``CheckpointError`` if it is missing, damaged or of another format."""
     path = directory / STATE_NAME
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
         fields = parse_json(content)
         found = fields.get("format", FORMAT) if isinstance(fields, dict) else FORMAT
         if found == FORMAT:

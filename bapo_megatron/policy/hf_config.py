@@ -12,7 +12,7 @@ from bapo_megatron.calls import shown_value
 from bapo_megatron.config.check import check_heads, check_layers
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
-from bapo_megatron.files import parse_json
+from bapo_megatron.files import parse_json, read_regular
 
 if TYPE_CHECKING:
     from bapo_megatron.data.packing import SequenceFlops
@@ -171,7 +171,7 @@ def read_hf_config_file(path: Path) -> HfConfig:
             field and the value.
     """
     try:
-        fields = parse_json(path.read_bytes())
+        fields = parse_json(read_regular(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}; restore the file") from error
     if not isinstance(fields, dict):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bapo_megatron.calls import decode_json
 from bapo_megatron.config.schema import LogConfig
-from bapo_megatron.files import atomic_write_text, naming
+from bapo_megatron.files import atomic_write_text, naming, read_regular
 from bapo_megatron.telemetry.console import show
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.telemetry.prometheus import ShowRow
@@ -47,7 +47,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         ValueError: A line is not a JSON object of numbers with a step; the message names file, line
             and key.
     """
-    content, _, _ = path.read_bytes().rpartition(b"\n")
+    content, _, _ = read_regular(path).rpartition(b"\n")
     rows: list[dict[str, float]] = []
     for number, line in enumerate(content.splitlines(), start=1):
         try:

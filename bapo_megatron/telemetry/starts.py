@@ -1,13 +1,14 @@
 """``starts.jsonl`` of a run: one object per process that began or resumed its training."""
 
 import json
+import os
 import socket
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from bapo_megatron.calls import decode_json
-from bapo_megatron.files import atomic_write_bytes
+from bapo_megatron.files import atomic_write_bytes, read_regular
 from bapo_megatron.versions import own_software
 
 _NAME = "starts.jsonl"
@@ -39,7 +40,7 @@ def record_start(run_dir: Path, step: int, world_size: int) -> None:
     software, now = own_software(), datetime.now(UTC).isoformat(timespec="seconds")
     start = Start(now, step, software.commit, software.versions, socket.gethostname(), world_size)
     path = run_dir / _NAME
-    before = path.read_bytes() if path.exists() else b""
+    before = read_regular(path) if os.path.lexists(path) else b""
     atomic_write_bytes(path, before + json.dumps(asdict(start)).encode() + b"\n")
 
 
@@ -52,7 +53,7 @@ def read_starts(run_dir: Path) -> list[Start]:
     """
     path = run_dir / _NAME
     starts = []
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    lines = read_regular(path).splitlines() if os.path.lexists(path) else []
     for number, line in enumerate(lines, start=1):
         try:
             starts.append(decode_json(Start, line))

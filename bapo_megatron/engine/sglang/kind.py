@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from bapo_megatron.config.check import check_heads, check_model, check_unique
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
+from bapo_megatron.files import read_regular
 from bapo_megatron.gpus import count_gpus
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _read(path: Path) -> list[str]:
     """Return the words of a file, whose last line is complete."""
     rule = f"rollout.servers_file: '{path}' must hold an address on each line"
     try:
-        text = path.read_text()
+        text = read_regular(path).decode()
     except OSError as error:
         raise ConfigError(f"{rule}, got {error.strerror}; correct it") from error
     except UnicodeDecodeError as error:
