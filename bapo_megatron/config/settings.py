@@ -10,12 +10,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from bapo_megatron.config.describe import describe_keys
-from bapo_megatron.config.load import ConfigError, load_config
+from bapo_megatron.config.load import ConfigError, load_config, read_mapping
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.errors import first_line
 from bapo_megatron.types import FinishReason
 
 _SECRET = re.compile(
@@ -38,18 +35,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     returned as it is.
 
     Raises:
-        ConfigError: It is not readable YAML.
-        OSError: It cannot be read.
+        ConfigError: It cannot be read, or is not a YAML mapping.
     """
     try:
         return flat_settings(load_config(path))
     except ConfigError:
-        pass  # of another version
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not readable YAML ({first_line(error)}); restore it") from error
-    return flat_settings(loaded if isinstance(loaded, dict) else {})
+        return flat_settings(read_mapping(path))  # of another version
 
 
 def flat_settings(config: RunConfig | dict[str, Any]) -> dict[str, Any]:

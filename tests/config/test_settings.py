@@ -91,7 +91,7 @@ def test_settings_are_read_from_a_configuration_file_by_dotted_key(tmp_path) -> 
     file.write_text("")
     assert read_settings(file) == {}
     file.write_text("a: [")
-    with pytest.raises(ConfigError, match=r"config.yaml: not readable YAML \(.*\); restore it"):
+    with pytest.raises(ConfigError, match=r"config.yaml:2: not valid YAML: .*; correct this line"):
         read_settings(file)
 
 
