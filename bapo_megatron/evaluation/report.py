@@ -13,7 +13,7 @@ from bapo_megatron.calls import decode_json
 from bapo_megatron.config.evaluation import MAX_SAMPLES
 from bapo_megatron.evaluation.settings import MAX_NUMBER, ResultsError
 from bapo_megatron.evaluation.summary import is_shown
-from bapo_megatron.files import atomic_write_text
+from bapo_megatron.files import atomic_write_text, read_regular
 from bapo_megatron.types import EvalResult
 
 _SCORE_HEADINGS = ("set", "score", "value", "95 % interval")
@@ -84,7 +84,7 @@ def read_results(path: Path) -> list[EvalResult]:
         OSError: It cannot be read.
     """
     try:
-        results = decode_json(list[EvalResult], path.read_bytes())
+        results = decode_json(list[EvalResult], read_regular(path))
         _check(results)
     except ValueError as error:
         raise ResultsError(
@@ -96,6 +96,8 @@ def read_results(path: Path) -> list[EvalResult]:
 
 def _check(results: Sequence[EvalResult]) -> None:
     """Raise ValueError, with the field, for results that contradict themselves."""
+    if not results:
+        raise ValueError("the list must have a set, got none")
     for number, result in enumerate(results):
         problems, num_each = result.problems, result.samples_per_prompt
         if result.name in {earlier.name for earlier in results[:number]}:

@@ -65,7 +65,7 @@ def read_group(run_dirs: Sequence[Path]) -> ResultsBySeed:
                 "finish the runs of the group"
             )
         results = read_results(file)
-        seed = results[0].settings.get("seed") if results else None
+        seed = results[0].settings.get("seed")
         if not isinstance(seed, int):
             raise ResultsError(f"{file}: does not tell its seed; evaluate the run again")
         if seed in group:
