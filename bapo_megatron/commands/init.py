@@ -1,6 +1,7 @@
 """``bapo-megatron init``: the first configuration for a model, a file of prompts and some GPUs."""
 
 import math
+import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def command(
 ) -> None:
     """Write DIR/run.yaml, a commented configuration to begin with, and say what comes next."""
     target = directory / FILE_NAME
-    if target.exists():
+    if os.path.lexists(target):
         raise ValueError(f"{target}: exists and is not overwritten; remove it, or give another DIR")
     train_set = TrainSetConfig(
         path=data,

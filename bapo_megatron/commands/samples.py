@@ -3,6 +3,7 @@
 The dump is first looked at (``inspect_step``, what ``--json`` prints), then printed for people.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,7 +134,7 @@ def _settings_of(dump: Path) -> dict[str, Any]:
     """The settings of the run whose dump it is; none for one that lies elsewhere."""
     folder = dump.absolute().parent
     config = folder.parent / "config.yaml"
-    return read_settings(config) if folder.name == "rollouts" and config.is_file() else {}
+    return read_settings(config) if folder.name == "rollouts" and os.path.lexists(config) else {}
 
 
 def inspect_step(

@@ -269,7 +269,7 @@ def _check_shared(path: Path, runs: Sequence[PlannedRun], *, is_here: bool) -> N
 def _check_run_dir(run: PlannedRun) -> None:
     """Refuse a run of other settings in its place: neither may it be continued, nor counted."""
     file = run.run_dir / "config.yaml"
-    if not file.exists():
+    if not os.path.lexists(file):
         return
     try:
         found = load_config(file)

@@ -227,6 +227,10 @@ def test_an_existing_file_stays(random_model: Path, sums: Path, tmp_path: Path) 
     with pytest.raises(ValueError, match="exists and is not overwritten; remove it"):
         init(tmp_path / "run", random_model, sums, 1)
     assert (tmp_path / "run" / "run.yaml").read_text() == "mine"
+    (tmp_path / "run" / "run.yaml").unlink()
+    (tmp_path / "run" / "run.yaml").symlink_to("nowhere.yaml")
+    with pytest.raises(ValueError, match="exists and is not overwritten; remove it"):
+        init(tmp_path / "run", random_model, sums, 1)
 
 
 def test_columns_that_are_not_known_can_be_named(random_model: Path, tmp_path: Path) -> None:
