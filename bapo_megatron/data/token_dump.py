@@ -8,6 +8,7 @@ Shape legend: T = tokens of an update.
 
 import io
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pyarrow.parquet as pq
 from bapo_megatron.calls import shown_value
 from bapo_megatron.data.columns import PARQUET_ERRORS, DumpError
 from bapo_megatron.errors import first_line
-from bapo_megatron.files import atomic_write_bytes, parse_json
+from bapo_megatron.files import atomic_write_bytes, open_regular, parse_json
 
 FORMAT = 2
 """Files of format 1 had no metadata, and their rows named no response."""
@@ -40,6 +41,17 @@ _KEY = b"bapo_megatron.tokens"
 def token_dump_path(run_dir: Path, step: int, update: int) -> Path:
     """Return where a run keeps the tokens of an update, counted from 0 in its step."""
     return run_dir / "tokens" / f"step_{step:06d}_update_{update:03d}.parquet"
+
+
+def token_dump_paths(run_dir: Path, step: int) -> list[Path]:
+    """Return the files of a step's updates, in their order."""
+    start = f"step_{step:06d}_update_"
+    found = [
+        (int(match[1]), path)
+        for path in (run_dir / "tokens").glob(f"{start}*.parquet")
+        if (match := re.fullmatch(rf"{start}(\d+)\.parquet", path.name))
+    ]
+    return [path for _, path in sorted(found)]
 
 
 def write_token_dump(path: Path, columns: Mapping[str, np.ndarray]) -> None:
@@ -65,7 +77,7 @@ def read_token_dump(path: Path) -> dict[str, np.ndarray]:
         DumpError: The file is damaged, not a token dump, or of another format.
         OSError: It cannot be read.
     """
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         try:
             table = pq.ParquetFile(stream).read(use_threads=False)
         except PARQUET_ERRORS as error:

@@ -1,6 +1,5 @@
 """What a page says of its runs in words and tables: overview, differences, evaluations."""
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from bapo_megatron.evaluation.estimators import difference_over_seeds, student_i
 from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.evaluation.runs import evaluations_in
 from bapo_megatron.evaluation.settings import ResultsError
+from bapo_megatron.files import parse_json, read_regular
 from bapo_megatron.report.checks import findings_of, results_of
 from bapo_megatron.report.runs import Row, Run, RunGroup, events_of
 from bapo_megatron.types import EvalResult
@@ -129,11 +129,11 @@ def _model(run: Run) -> str:
         file = directory / "config.json"
         if file.is_file():
             try:
-                found = json.loads(file.read_bytes())
-            except ValueError:
-                break
+                found = parse_json(read_regular(file))
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}; restore the file") from error
             if not isinstance(found, dict):
-                break
+                raise ValueError(f"{file}: must hold a JSON object; restore the file")
             kind, layers = found.get("model_type"), found.get("num_hidden_layers")
             if kind and layers and found.get("hidden_size"):
                 about = f" ({kind}, {layers} layers of width {found['hidden_size']})"
@@ -275,9 +275,10 @@ def _difference(differences_S: np.ndarray) -> str:
 
 def _score(row: Row, metric: str) -> str:
     """A score with its interval, if it has one."""
-    if f"{metric}_low" not in row:
+    low, high = (row.get(f"{metric}_{end}") for end in ("low", "high"))
+    if low is None or high is None:
         return _percent(row[metric])
-    return _interval(row[metric], row[f"{metric}_low"], row[f"{metric}_high"])
+    return _interval(row[metric], low, high)
 
 
 def _interval(value: float, low: float, high: float) -> str:

@@ -122,7 +122,7 @@ def _read_run(path: Path, name: str) -> Run:
     if not rows:
         raise ValueError(f"{metrics}: no step was recorded yet; wait for the first one")
     config = path / "config.yaml"
-    settings = read_settings(config) if config.exists() else {}
+    settings = read_settings(config) if os.path.lexists(config) else {}
     return Run(path, name, tuple(rows), settings, tuple(read_starts(path)))
 
 

@@ -3,7 +3,9 @@
 Shape legend: P = groups, G = responses per group, Q = tokens of a response that the policy sampled.
 """
 
+import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ValidationError
 
+from bapo_megatron.config.objectives import ADVANTAGES
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.settings import masked_reasons
 from bapo_megatron.data.dump import read_batch, texts_by_sample
@@ -43,7 +46,7 @@ class Step:
         return self.texts.get((sample.group_id, sample.index))
 
     def advantage(self, sample: Sample) -> float | None:
-        """Return A of all its tokens; None where no estimator is known."""
+        """Return A of all its tokens; None where no estimator is known, or A is not finite."""
         return self._advantages.get((sample.group_id, sample.index))
 
     def age(self, sample: Sample) -> int:
@@ -107,15 +110,18 @@ def read_step(path: Path, settings: Settings, estimator: str | None = None) -> S
             f"{path.parent.parent / 'config.yaml'}: rollout.staleness is not of this version; read "
             "the run with the version that wrote it"
         ) from error
-    own = str(settings.get("algorithm.advantage", ":"))
+    own = settings.get("algorithm.advantage")
     kind = estimator or own
-    is_known = estimator is not None or (":" not in own and len(batch.groups[0].samples) > 1)
-    shift = float(settings.get("algorithm.baseline_shift", 0.0)) if kind == own else 0.0
+    shift = settings.get("algorithm.baseline_shift", 0.0) if kind == own else 0.0
+    # Settings of a file that this version cannot use may be anything.
+    is_sound = type(shift) in (int, float) and abs(shift) <= sys.float_info.max
+    is_named = estimator is not None or (own in ADVANTAGES and len(batch.groups[0].samples) > 1)
+    is_known = is_named and is_sound
     return Step(
         batch=batch,
         texts=texts_by_sample(path) or {},
-        estimator=kind if is_known else "",
-        _advantages=_advantages(batch, kind, shift) if is_known else {},
+        estimator=str(kind) if is_known else "",
+        _advantages=_advantages(batch, str(kind), float(shift)) if is_known else {},
         _staleness=staleness,
         _settings=settings,
     )
@@ -129,4 +135,5 @@ def _advantages(batch: RolloutBatch, kind: str, shift: float) -> dict[Key, float
         (sample.group_id, sample.index): value
         for group, values_G in zip(batch.groups, values_PG, strict=True)
         for sample, value in zip(group.samples, values_G, strict=True)
+        if math.isfinite(value)
     }

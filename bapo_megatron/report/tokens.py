@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.data.columns import DumpError
-from bapo_megatron.data.token_dump import read_token_dump, token_dump_path
+from bapo_megatron.data.token_dump import read_token_dump, token_dump_paths
+from bapo_megatron.files import read_regular
 from bapo_megatron.report.runs import Run
 from bapo_megatron.types import Sample
 
@@ -93,7 +94,9 @@ def find_tokenizer(run: Run, given: Path | None = None) -> Any:
         file = directory / "tokenizer.json"
         if file.is_file() or given is not None:
             try:
-                return Tokenizer.from_file(str(file))
+                return Tokenizer.from_buffer(read_regular(file))
+            except OSError:
+                raise
             except Exception as error:
                 raise ValueError(
                     f"{file}: not a readable tokenizer ({error}); give --tokenizer a Hugging Face "
@@ -114,11 +117,9 @@ class TokenDumps:
         self._ratios: dict[tuple[int, int], np.ndarray] = {}
         self.exist = False
         """Whether the step has any."""
-        for update in range(int(run.settings.get("algorithm.updates_per_batch", 1))):
-            path = token_dump_path(run.path, step, update)
-            if path.exists():
-                self.exist = True
-                self._add(read_token_dump(path))
+        for path in token_dump_paths(run.path, step):
+            self.exist = True
+            self._add(read_token_dump(path))
 
     def _add(self, columns: Mapping[str, np.ndarray]) -> None:
         logprob_T, behaviour_T = columns["logprob"], columns["behaviour_logprob"]
@@ -130,7 +131,7 @@ class TokenDumps:
         for name, ratio_Q in zip(
             names_T[[0, *starts]].tolist(), np.split(ratio_T, starts), strict=True
         ):
-            self._ratios[name[0], name[1]] = ratio_Q
+            self._ratios.setdefault((name[0], name[1]), ratio_Q)  # the first pass comes first
 
     def ratios(self, sample: Sample) -> np.ndarray | None:
         """Return π/μ [Q] of a response at its update; None if it was in none that was kept.

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.fuzz import mutations as harm
 from tests.fuzz.forks import Case
 from tests.fuzz.kinds import DUMP, METADATA, SHOW, SHOW_DUMP, replay_of, template_of
+from tests.fuzz.known_runs import RUNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -373,5 +374,5 @@ EVALUATIONS: dict[str, Any] = {
     "fewer rewards than samples": partial(results, change=_put(*REWARDS, value=[1.0])),
 }
 
-KNOWN = {**DUMPS, **MODELS, **FILES, **EVALUATIONS}
+KNOWN = {**DUMPS, **MODELS, **FILES, **EVALUATIONS, **RUNS}
 """By name, what makes the case from the directories of intact and of its own files."""
