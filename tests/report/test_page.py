@@ -355,14 +355,6 @@ def test_the_card_says_why_updates_were_skipped_and_holds_the_configuration() ->
     assert "or none of its tokens could train" in card_of(group_runs([masked])[0][0])["notes"][0]
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_damaged_description_of_the_model_is_left_out(tmp_path: Path, text: str) -> None:
-    path = make_run(tmp_path / "a")
-    (path / "model/config.json").write_text(text)
-    card = card_of(group_runs(read_runs([path]))[0][0])
-    assert card["words"].startswith("The model 'model', trained with BAPO")
-
-
 def test_phases_that_took_no_time_are_left_out(tmp_path: Path) -> None:
     (run,) = read_runs([make_run(tmp_path / "a")])
     assert [phase["name"] for phase in phases_of(run)["phases"]] == ["training", "rollout"]
