@@ -27,7 +27,6 @@ from bapo_megatron.types import FinishReason, VersionSpans
 
 START_VERSION = 0
 """Weights version that an engine reports at first: the weights of ``model.path``."""
-_NUM_JOINED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +96,7 @@ def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion
 
 
 class CompletionSink:
-    """Takes what a request yields, and keeps it."""
-
-    def __init__(self) -> None:
-        self._parts: list[Completion] = []
-        self._num_small = 0
+    """Takes what a request yields."""
 
     def is_known(self, version: int) -> bool:
         """Whether this weights version may have sampled."""
@@ -115,21 +110,6 @@ class CompletionSink:
 
     def take(self, part: Completion) -> None:
         """Take a piece; the last one says why the request ended, and may have no token."""
-        self._parts.append(part)
-        self._num_small += 1
-        if self._num_small == _NUM_JOINED:
-            # The overhead of a piece of few tokens is 100 times the memory of its tokens.
-            self._parts[-_NUM_JOINED:] = [join(self._parts[-_NUM_JOINED:], part.finish_reason)]
-            self._num_small = 0
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """Finish reason of the last piece; ABORT if there is none."""
-        return self._parts[-1].finish_reason if self._parts else FinishReason.ABORT
-
-    def completion(self) -> Completion:
-        """Return what came so far."""
-        return join(self._parts, self.finish_reason)
 
 
 PauseMode = Literal["retract", "in_place"]

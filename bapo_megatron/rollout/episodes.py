@@ -330,6 +330,17 @@ class Episodes:
         max_tokens, is_resumed = request.sampling.max_new_tokens, pending.is_within_turn
         stop_at = min(max_tokens, pending.rests_at)
 
+        def plan() -> GenerateRequest | None:
+            remaining = stop_at - pending.num_tokens
+            if remaining == 0:
+                return None
+            return replace(
+                request,
+                input_ids=pending.input_ids(),
+                sampling=replace(request.sampling, max_new_tokens=remaining),
+                sampled_tokens=pending.num_tokens,
+            )
+
         def take(part: Completion) -> None:
             num_tokens = pending.num_tokens + len(part.token_ids)
             if part.finish_reason is FinishReason.LENGTH and stop_at <= num_tokens < max_tokens:
@@ -337,13 +348,6 @@ class Episodes:
             pending.append(part, max_tokens)
             self.generated_tokens += len(part.token_ids)
 
-        remaining = stop_at - pending.num_tokens
-        request = replace(
-            request,
-            input_ids=pending.input_ids(),
-            sampling=replace(request.sampling, max_new_tokens=remaining),
-            sampled_tokens=pending.num_tokens,
-        )
-        completion = await self.pool.generate(request, take, pending.sample.group_id)
-        self.resumed_samples += is_resumed and completion is not None
+        was_sent = await self.pool.generate(plan, take, pending.sample.group_id)
+        self.resumed_samples += is_resumed and was_sent
         return pending.is_finished or pending.awaits_answer

@@ -13,7 +13,6 @@ from bapo_megatron.engine.base import (
     Engine,
     GenerateRequest,
     PauseMode,
-    join,
 )
 from bapo_megatron.engine.pooled import EngineState, EngineStates, PooledEngine
 from bapo_megatron.errors import (
@@ -83,36 +82,46 @@ class EnginePool:
         return any(affinity >= 0 for affinity in self._num_calls)
 
     async def generate(
-        self, request: GenerateRequest, on_part: Callable[[Completion], None], affinity: int
-    ) -> Completion | None:
+        self,
+        plan: Callable[[], GenerateRequest | None],
+        on_part: Callable[[Completion], None],
+        affinity: int,
+    ) -> bool:
         """Sample one completion, on one engine after the other if they are lost.
 
-        The pool sets ``version`` and ``stream_tokens`` of the request. ``on_part`` takes each piece
-        as soon as tokens, log-probs and versions are certain; the finish reason is ABORT until the
-        last one. Requests of one ``affinity`` go to the same engine as long as one of them is on
-        its way, because it has their common prompt in its cache. Affinities below 0 are those of an
-        evaluation: ``drain`` interrupts its requests, which then go on, and those that are lost are
-        not counted.
+        ``plan`` makes the request for what is left to be sampled: at first, and again where it goes
+        on with what came so far; None where nothing is left. The pool sets its ``version`` and
+        ``stream_tokens``. ``on_part`` takes each piece as soon as tokens, log-probs and versions
+        are certain; the finish reason is ABORT until the last one, and for all of them where
+        ``drain`` came first. Requests of one ``affinity`` go to the same engine as long as one of
+        them is on its way, because it has their common prompt in its cache. Affinities below 0 are
+        those of an evaluation: ``drain`` interrupts its requests, which then go on, and those that
+        are lost are not counted.
 
-        Returns all of it, ABORT where ``drain`` came first; none where nothing was sent before.
+        Returns whether any engine got it.
 
         Raises:
             RolloutError: The request is refused, there was no usable engine for
                 ``rollout.health.patience_s``, or attempts at this request failed again and again.
         """
         self.states.watch()
-        request = replace(request, stream_tokens=self._config.piece_tokens)
-        trace = RequestTrace(self._timeline, request.label, request.sampled_tokens)
+        request = plan()
+        assert request is not None, "something is left"
+        trace = RequestTrace(self._timeline, request.label)
         job = _Job(self, request, on_part, trace, affinity)
         self._num_calls[affinity] += 1
         try:
             while pooled := await self._admit(job):
                 try:
                     if await self._try(job, pooled):
-                        return job.completion()
+                        return True
                 finally:
                     self._admission.release(pooled, job.claim, has_ended=job.has_ended)
                     self.states.wake()
+                if (request := plan()) is None:  # its engine was lost after the last token
+                    trace.ended(FinishReason.LENGTH.value, 0)
+                    return True
+                job.request = request
         except BaseException as error:
             trace.ended("cancelled" if isinstance(error, asyncio.CancelledError) else "failed", 0)
             raise
@@ -122,7 +131,7 @@ class EnginePool:
                 del self._num_calls[affinity]
                 self._admission.forget(affinity)
         trace.ended("abort", 0)
-        return job.completion() if job.was_sent else None
+        return job.was_sent
 
     async def drain(self) -> None:
         """Abort everything; returns when ``generate`` has returned a batch's requests as they are.
@@ -202,10 +211,6 @@ class EnginePool:
         """Let one engine go on with a job; returns whether the job has ended."""
         version = self.states.version
         assert version is not None, "a usable engine has the pool's version"
-        if job.num_remaining == 0:  # its engine was lost after the last token
-            job.take(join([], FinishReason.LENGTH))
-            job.trace.ended(FinishReason.LENGTH.value, 0)
-            return True
         num_broken = pooled.num_broken
         try:
             await pooled.engine.stream(job.start(pooled, version), job)
@@ -283,14 +288,17 @@ class EnginePool:
 
 @dataclass(eq=False)
 class _Job(CompletionSink):
-    """One response: what was asked for, and what came so far from whichever server."""
+    """One response: what is asked for, and how it fares with whichever server."""
 
     pool: EnginePool
     request: GenerateRequest
+    """What is left, when it was planned last."""
     on_part: Callable[[Completion], None]
     trace: RequestTrace
     affinity: int
     claim: Claim = field(init=False)
+    finish_reason: FinishReason = FinishReason.ABORT
+    """Of its last piece."""
     num_received: int = 0
     """Tokens since it was sent the last time."""
     was_sent: bool = False
@@ -299,12 +307,10 @@ class _Job(CompletionSink):
     """Those of the pool when it was sent the last time."""
     num_failures: int = 0
     """How often a server failed it since the last token came."""
-    _num_before: int = 0
     _oldest_version: int = 0
     _pooled: PooledEngine = field(init=False)
 
     def __post_init__(self) -> None:
-        super().__init__()
         request = self.request
         position = request.sampled_tokens
         self.claim = Claim(
@@ -319,26 +325,13 @@ class _Job(CompletionSink):
         """Whether the policy has ended it, not a limit or an abort."""
         return self.finish_reason is FinishReason.STOP
 
-    @property
-    def num_remaining(self) -> int:
-        """Tokens that may still come."""
-        return self.request.sampling.max_new_tokens - self._num_before - self.num_received
-
     def start(self, pooled: PooledEngine, version: int) -> GenerateRequest:
-        """Note that it goes to an engine with ``version``; return the request for what is left."""
-        self._pooled = pooled
-        self._oldest_version = version
-        self._num_before, self.num_received = self._num_before + self.num_received, 0
+        """Note that it goes to an engine with ``version``; return the request for that engine."""
+        self._pooled, self._oldest_version, self.num_received = pooled, version, 0
         self.was_sent, self.num_drains = True, self.pool.num_drains
-        self.trace.sent(pooled.address, self._num_before)
-        request = self.request
-        return replace(
-            request,
-            input_ids=[*request.input_ids, *self.completion().token_ids.tolist()],
-            sampling=replace(request.sampling, max_new_tokens=self.num_remaining),
-            version=version,
-            sampled_tokens=request.sampled_tokens + self._num_before,
-        )
+        self.trace.sent(pooled.address, self.request.sampled_tokens)
+        piece_tokens = self.pool._config.piece_tokens
+        return replace(self.request, version=version, stream_tokens=piece_tokens)
 
     def is_known(self, version: int) -> bool:
         """Whether this weights version may have sampled.
@@ -357,10 +350,10 @@ class _Job(CompletionSink):
         self.pool.num_retractions += num_times
 
     def take(self, part: Completion) -> None:
-        """Keep a piece and hand it on; tokens show that engines answer sensibly."""
+        """Hand a piece on; tokens show that engines answer sensibly."""
         if len(part.token_ids):
             self.num_failures = self._pooled.num_broken = self.pool.num_unusable = 0
         self.num_received += len(part.token_ids)
+        self.finish_reason = part.finish_reason
         self.pool._admission.advance(self._pooled, self.claim, len(part.token_ids))
-        super().take(part)
         self.on_part(part)

@@ -132,18 +132,16 @@ class RequestTrace:
 
     timeline: Timeline
     label: str
-    sampled_tokens: int = 0
-    """Number of tokens at the end of its input that came in earlier requests."""
 
     def __post_init__(self) -> None:
         self._block = self.timeline.begin(_QUEUE_ROW, "queued", label=self.label)
 
     def sent(self, server: str, prefix_tokens: int) -> None:
-        """The request left the queue, with the tokens that lost servers have sampled for it."""
+        """The request left the queue, with the tokens that its response has already."""
         self._block.end(self.timeline.clock(), "sent")
-        resumed_at = self.sampled_tokens + prefix_tokens
-        name = "prefill (resumed)" if resumed_at else "prefill"
-        self._block = self.timeline.begin(server, name, label=self.label, prefix_tokens=resumed_at)
+        name = "prefill (resumed)" if prefix_tokens else "prefill"
+        args = {"label": self.label, "prefix_tokens": prefix_tokens}
+        self._block = self.timeline.begin(server, name, **args)
 
     def first_tokens(self, cached_tokens: int) -> None:
         """The first sampled tokens came; ``cached_tokens`` of the input were in the cache."""

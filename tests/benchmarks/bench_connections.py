@@ -88,7 +88,7 @@ class Client:
                 sampling=SamplingSettings(1.0, min(length, self._load.response_tokens)),
                 label=f"request {number}",
             )
-            await self.pool.generate(request, self._take, affinity=number // 8)
+            await self.pool.generate(lambda sent=request: sent, self._take, number // 8)
             length = self._load.response_tokens
 
 

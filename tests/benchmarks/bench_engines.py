@@ -23,13 +23,14 @@ import torch
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
-from bapo_megatron.engine.base import CompletionSink, GenerateRequest, SamplingSettings
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.engine.local.engine import LocalEngine, load_model
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.rollout.episodes import BURST
 from bapo_megatron.tiny.model import build_tokenizer
 from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish
+from tests.engine.helpers import Kept
 from tests.engine.sglang.servers import KEYS, running
 from tests.policy.tiny_models import make_model
 
@@ -59,7 +60,7 @@ def make_requests(number: int, options: argparse.Namespace) -> list[GenerateRequ
 
 async def sample(engine: Engine, requests: Sequence[GenerateRequest]) -> int:
     """Sample all of them; returns the tokens."""
-    sinks = [CompletionSink() for _ in requests]
+    sinks = [Kept() for _ in requests]
     streams = [
         asyncio.create_task(engine.stream(request, sink))
         for request, sink in zip(requests, sinks, strict=True)

@@ -15,11 +15,11 @@ import numpy as np
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
-from bapo_megatron.engine.base import CompletionSink, GenerateRequest, SamplingSettings
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.engine.local.engine import LocalBackend
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
-from tests.engine.helpers import reference_logprobs
+from tests.engine.helpers import Kept, reference_logprobs
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 
 if TYPE_CHECKING:
@@ -124,22 +124,17 @@ async def _drive(stepper: Stepper) -> None:
         await asyncio.sleep(0 if num_steps else 0.01)
 
 
-class Sink(CompletionSink):
-    """Knows when the first tokens came, and each piece."""
+class Sink(Kept):
+    """Knows when the first tokens came, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: list[Completion] = []
         self.has_tokens = asyncio.Event()
 
     def first_tokens(self, cached_tokens: int) -> None:
         assert not self.has_tokens.is_set()
         assert cached_tokens >= 0
         self.has_tokens.set()
-
-    def take(self, part: Completion) -> None:
-        super().take(part)
-        self.parts.append(part)
 
     @property
     def num_tokens(self) -> int:

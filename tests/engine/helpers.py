@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 import torch
 
+from bapo_megatron.engine.base import Completion, CompletionSink, join
 from bapo_megatron.tiny.model import build_tokenizer
+from bapo_megatron.types import FinishReason
 from tests.policy.tiny_models import load_reference, make_model
 
 if TYPE_CHECKING:
@@ -21,6 +23,21 @@ if TYPE_CHECKING:
     import numpy as np
 
     from bapo_megatron.config.schema import RunConfig
+
+
+class Kept(CompletionSink):
+    """Keeps every piece as it came."""
+
+    def __init__(self) -> None:
+        self.parts: list[Completion] = []
+
+    def take(self, part: Completion) -> None:
+        self.parts.append(part)
+
+    def completion(self) -> Completion:
+        """What came so far."""
+        reason = self.parts[-1].finish_reason if self.parts else FinishReason.ABORT
+        return join(self.parts, reason)
 
 
 class MakeConfig(Protocol):

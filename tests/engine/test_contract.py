@@ -243,7 +243,9 @@ def test_requests_that_are_given_up_end_with_the_reason(case: Case) -> None:
             engine.give_up("the test ends")
             ended = await asyncio.gather(*(r.task for r in responses), return_exceptions=True)
             # One that had its last token by then has ended by itself.
-            is_running = all(r.sink.finish_reason is FinishReason.ABORT for r in responses)
+            is_running = all(
+                r.sink.completion().finish_reason is FinishReason.ABORT for r in responses
+            )
         for error in ended:
             assert isinstance(error, ServerGoneError)
             assert "the test ends" in str(error)

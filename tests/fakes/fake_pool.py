@@ -89,20 +89,22 @@ class FakePool:
 
     async def generate(
         self,
-        asked: GenerateRequest,
+        plan: Callable[[], GenerateRequest | None],
         on_part: Callable[[Completion], None],
         affinity: int | None = None,
-    ) -> Completion | None:
+    ) -> bool:
         await self._turn()
         if self._is_draining:
-            return None
+            return False
+        asked = plan()
+        assert asked is not None
         request = self._accept(asked, on_part)
         self.requests.append(request)
         self.sent.append(request)
         try:
-            completion = await request.ended
+            await request.ended
             await self._turn()
-            return completion
+            return True
         finally:
             self.requests.remove(request)
 

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import random
 import zlib
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -96,25 +95,15 @@ class SteppedPool(FakePool):
 
     async def generate(
         self,
-        asked: GenerateRequest,
+        plan: Callable[[], GenerateRequest | None],
         on_part: Callable[[Completion], None],
         affinity: int | None = None,
-    ) -> Completion | None:
-        def take(part: Completion) -> None:
-            nonlocal asked
-            remaining = asked.sampling.max_new_tokens - len(part.token_ids)
-            asked = replace(
-                asked,
-                sampled_tokens=asked.sampled_tokens + len(part.token_ids),
-                sampling=replace(asked.sampling, max_new_tokens=remaining),
-            )
-            on_part(part)
-
+    ) -> bool:
         while True:
             while self.needs_weights and not self._is_draining:
                 await asyncio.sleep(0.01)
             try:
-                return await super().generate(asked, take)
+                return await super().generate(plan, on_part)
             except ServerGoneError:
                 continue
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.staleness import num_spanned
-from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, join
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.pool import EnginePool
@@ -87,13 +88,25 @@ class Response:
     ) -> None:
         self.prompt = prompt or PROMPT
         self.parts: list[Completion] = []
-        request = GenerateRequest(
+        self._whole = GenerateRequest(
             input_ids=self.prompt,
             label="sample 1",
             **{"sampling": SamplingSettings(T, max_tokens), **options},
         )
         affinity = next(AFFINITIES) if affinity is None else affinity
-        self.task = asyncio.create_task(pool.generate(request, self.parts.append, affinity))
+        self.task = asyncio.create_task(pool.generate(self._plan, self.parts.append, affinity))
+
+    def _plan(self) -> GenerateRequest | None:
+        whole, token_ids = self._whole, self.token_ids
+        if len(token_ids) == whole.sampling.max_new_tokens:
+            return None
+        remaining = whole.sampling.max_new_tokens - len(token_ids)
+        return replace(
+            whole,
+            input_ids=[*self.prompt, *token_ids],
+            sampling=replace(whole.sampling, max_new_tokens=remaining),
+            sampled_tokens=whole.sampled_tokens + len(token_ids),
+        )
 
     @property
     def token_ids(self) -> list[int]:
@@ -101,11 +114,9 @@ class Response:
 
     async def check(self, length: int, finish: FinishReason) -> Completion:
         """Wait for the end: every token came once, in order, with its log-prob."""
-        completion = await self.task
-        assert completion is not None
-        start = len(self.prompt)
+        assert await self.task
+        completion, start = join(self.parts, self.parts[-1].finish_reason), len(self.prompt)
         assert self.token_ids == [token_at(start + index) for index in range(length)]
-        assert completion.token_ids.tolist() == self.token_ids
         expected = [logprob_of(token_id, T) for token_id in self.token_ids]
         np.testing.assert_allclose(completion.logprobs, expected, rtol=1e-6)
         assert num_spanned(completion.versions) == length

@@ -55,24 +55,25 @@ class Pool:
 
     async def generate(
         self,
-        request: GenerateRequest,
+        plan: Callable[[], GenerateRequest | None],
         on_part: Callable[[Completion], None],
         affinity: int,
-    ) -> Completion:
+    ) -> bool:
         await asyncio.sleep(0)
         if self.fails_after is not None and len(self.requests) >= self.fails_after:
             raise RolloutError("no server left")
         if self.loses_after is not None and len(self.requests) >= self.loses_after:
             self.needs_weights = True
             await asyncio.Event().wait()
+        request = plan()
+        assert request is not None
         assert not request.return_logprobs
         self.requests.append((request.label, request.sampling))
         self.affinities[request.label.rpartition(",")[0]] = affinity
         tokens = np.full(3, len(self.requests), dtype=np.int32)
         versions = (VersionSpan(self.version, 3),)
-        completion = Completion(tokens, np.empty(0, np.float32), versions, FinishReason.STOP)
-        on_part(completion)
-        return completion
+        on_part(Completion(tokens, np.empty(0, np.float32), versions, FinishReason.STOP))
+        return True
 
 
 class EvenIsRight:

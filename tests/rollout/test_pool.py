@@ -71,7 +71,7 @@ def test_a_response_that_is_continued_keeps_its_sampling_settings() -> None:
         settings = SamplingSettings(T, 20, top_p=0.9, top_k=5, seed=7)
         with FakeSglang(breaks_after={3: 9}, connections_to_drop=1) as fake:
             async with pool_of(fake) as pool:
-                assert await Response(pool, sampling=settings).task is not None
+                assert await Response(pool, sampling=settings).task
         sent = [request["sampling_params"] for request in fake.requests]
         assert [params["max_new_tokens"] for params in sent] == [20, 20, 11]
         for params in sent:
@@ -106,8 +106,8 @@ def test_drain_ends_every_request_with_what_it_has() -> None:
                 for response in sent:
                     # 5 tokens were streamed; the abort brings the other 2.
                     await response.check(7, FinishReason.ABORT)
-                assert await waiting.task is None
-                assert await Response(pool).task is None
+                assert await waiting.task is False
+                assert await Response(pool).task is False
                 pool.reopen()
                 one.stalls.clear()
                 two.stalls.clear()
@@ -128,7 +128,7 @@ def test_a_drain_interrupts_an_evaluation_which_then_goes_on_where_it_stopped() 
                 await until(lambda: all(len(r.token_ids) == 5 for r in [batch, *evaluated]))
                 await pool.drain()
                 await batch.check(7, FinishReason.ABORT)
-                assert await waiting[1].task is None
+                assert await waiting[1].task is False
                 one.stalls.clear()
                 two.stalls.clear()
                 for response in [*evaluated, waiting[0]]:  # nobody has reopened the pool

@@ -101,11 +101,11 @@ def test_a_lost_request_waits_again_and_is_resumed_on_another_server(
 
 
 def test_a_response_of_an_earlier_step_is_resumed_with_all_its_tokens(timeline: Timeline) -> None:
-    trace = RequestTrace(timeline, "r", sampled_tokens=100)
-    trace.sent("a", 0)
+    trace = RequestTrace(timeline, "r")
+    trace.sent("a", 100)
     trace.first_tokens(0)
     trace.ended("lost", 20)
-    trace.sent("a", 20)
+    trace.sent("a", 120)
     prefills = [e for e in slices(timeline)["a"] if e["name"] != "decode, lost"]
     assert [event["name"] for event in prefills] == ["prefill (resumed)"] * 2
     assert [event["args"]["prefix_tokens"] for event in prefills] == [100, 120]

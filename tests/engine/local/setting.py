@@ -10,9 +10,9 @@ import numpy as np
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
-from bapo_megatron.engine.base import Completion, CompletionSink, GenerateRequest, SamplingSettings
+from bapo_megatron.engine.base import Completion, GenerateRequest, SamplingSettings
 from bapo_megatron.engine.local.engine import LocalBackend
-from tests.engine.helpers import reference_logprobs
+from tests.engine.helpers import Kept, reference_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -56,7 +56,7 @@ class Stream:
     """A request in flight, and what it has got."""
 
     def __init__(self, engine: LocalEngine, given: GenerateRequest) -> None:
-        self.sink = CompletionSink()
+        self.sink = Kept()
         self.request = given
         self.task = asyncio.create_task(engine.stream(given, self.sink))
 

@@ -14,6 +14,7 @@ from bapo_megatron.data.staleness import num_spanned
 from bapo_megatron.engine.base import CompletionSink, SamplingSettings
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason, VersionSpan
+from tests.engine.helpers import Kept
 from tests.engine.local.setting import (
     Stream,
     assert_reference,
@@ -36,12 +37,11 @@ PROMPT = [3, 20, 77, 4]
 LONG = SamplingSettings(temperature=1.5, max_new_tokens=200, seed=41)
 
 
-class _Recorder(CompletionSink):
-    """Keeps every piece as it came."""
+class _Recorder(Kept):
+    """Keeps also how many tokens were in the cache."""
 
     def __init__(self, known: Sequence[int] = (0,)) -> None:
         super().__init__()
-        self.pieces: list[Completion] = []
         self.cached: list[int] = []
         self._known = known
 
@@ -50,10 +50,6 @@ class _Recorder(CompletionSink):
 
     def first_tokens(self, cached_tokens: int) -> None:
         self.cached.append(cached_tokens)
-
-    def take(self, part: Completion) -> None:
-        self.pieces.append(part)
-        super().take(part)
 
 
 def _tokens(stream: Stream) -> list[int]:
@@ -71,15 +67,15 @@ def test_pieces_come_with_each_burst_and_the_last_one_has_the_reason(model_dir: 
             await engine.decode(8)
 
     use_engine(model_dir, use)
-    assert [len(piece.token_ids) for piece in sink.pieces] == [8, 8, 4]
-    assert [piece.finish_reason for piece in sink.pieces] == [
+    assert [len(piece.token_ids) for piece in sink.parts] == [8, 8, 4]
+    assert [piece.finish_reason for piece in sink.parts] == [
         FinishReason.ABORT,
         FinishReason.ABORT,
         FinishReason.LENGTH,
     ]
     assert sink.cached == [0]
-    assert all(piece.token_ids.dtype == np.int32 for piece in sink.pieces)
-    assert all(piece.logprobs.dtype == np.float32 for piece in sink.pieces)
+    assert all(piece.token_ids.dtype == np.int32 for piece in sink.parts)
+    assert all(piece.logprobs.dtype == np.float32 for piece in sink.parts)
 
 
 def test_log_probs_are_left_out_if_not_asked_for(model_dir: Path) -> None:
@@ -271,7 +267,7 @@ def test_an_unknown_version_ends_its_request_only(model_dir: Path) -> None:
             await tasks[1]
 
     use_engine(model_dir, use)
-    assert sinks[0].pieces[0].versions == (VersionSpan(0, 4),)
+    assert sinks[0].parts[0].versions == (VersionSpan(0, 4),)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ import pytest
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
-from bapo_megatron.engine.base import CompletionSink, GenerateRequest, Readiness
+from bapo_megatron.engine.base import GenerateRequest, Readiness
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.processes import tail
+from tests.engine.helpers import Kept
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -132,7 +133,7 @@ async def sample(
     client: SglangClient, input_ids: Sequence[int], sampling: SamplingSettings, label: str = ""
 ) -> Completion:
     """One completion, whichever weights version the server holds."""
-    sink = CompletionSink()
+    sink = Kept()
     await client.stream(GenerateRequest(input_ids=input_ids, sampling=sampling, label=label), sink)
     return sink.completion()
 
