@@ -15,9 +15,21 @@ from bapo_megatron.config.load import ConfigError, load_config, read_mapping
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.types import FinishReason
 
-_SECRET = re.compile(
-    r"(^|_)(api_?key|key|password|secret|credential|authorization)s?($|_)|(^|_)token$", re.I
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_SECRET_WORD = re.compile(
+    r"(.*(password|secret|credential|apikey|token)|key|passphrase|auth|authorization)s?"
+    r"|pwd|pass|passwd|bearer|private"
 )
+_SECRET_TEXT = re.compile(
+    r"[^\s/@:]+:[^\s/@]+@[\w.-]"  # user:password@host
+    r"|\bbearer\s+\S"
+    r"|(?<![a-z])(token|key|password|passwd|pwd|secret|authorization)s?"
+    r"(=|[\"']?\s*:\s|[\"']\s*:)(?!\s*[\d.]+(\s|$))",
+    re.I,
+)
+_PATH_KEY = re.compile(r"(path|dir|directory|folder|file|dumps|template)(\.\d+)?$")
+_PATH_START = re.compile(r"\.{0,2}/|~/")
+_WINDOWS_START = re.compile(r"[a-z]:[\\/]|\\\\|[.~]{1,2}\\", re.I)
 _FREE = tuple(f"{key.name}." for key in describe_keys() if key.type == "mapping")
 """Beginnings of keys that the user chooses."""
 
@@ -103,7 +115,7 @@ def public_settings(config: RunConfig) -> dict[str, bool | int | float | str]:
     """
     return {
         key: value
-        if isinstance(value, int | float) and not _is_secret(key)
+        if isinstance(value, int | float) and not _is_secret(key, value)
         else public_setting(key, value)
         for key, value in flat_settings(config).items()
     }
@@ -120,25 +132,40 @@ def public_setting(key: str, value: Any) -> str:
     """Return a value of the configuration as others may see it.
 
     Paths keep their last name, addresses scheme, host and port; options of servers lose their
-    values. What is named like a secret is not shown, nor is a longer text with an address in it.
+    values. What is named like a secret is not shown, nor is a text that holds an address or what
+    looks like a secret.
     """
     if isinstance(value, list):
         if "extra_args" in key:
-            value = [str(each).partition("=")[0] for each in value if str(each).startswith("-")]
+            value = [re.split(r"[=\s]", str(each))[0] for each in value]
+            value = [each for each in value if each.startswith("-")]
         return ", ".join(public_setting(key, each) for each in value) or "none"
     if value is None or value == "":
         return "none"
-    if _is_secret(key):
+    if _is_secret(key, value):
         return "not shown"
     text = str(value)
     if "://" in text:
         address = _ADDRESS.fullmatch(text)
         return "".join(address.group("scheme", "host")) if address else "not shown"
-    if isinstance(value, str) and "/" in text and (" " not in text or text.startswith("/")):
-        path, colon, name = text.partition(":")
-        return Path(path).name + colon + name
+    if _SECRET_TEXT.search(text):
+        return "not shown"
+    is_windows = bool(_WINDOWS_START.match(text))
+    is_path = is_windows or _PATH_KEY.search(key) or _PATH_START.match(text)
+    if isinstance(value, str) and (is_path or ("/" in text and " " not in text)):
+        separators = "/\\" if is_windows else "/"
+        return re.split(f"[{re.escape(separators)}]", text.rstrip(separators))[-1]
     return text
 
 
-def _is_secret(key: str) -> bool:
-    return bool(_SECRET.search(key.rpartition(".")[2]))
+def _is_secret(key: str, value: Any) -> bool:
+    """Whether a key, or a section that it is in, is named like a secret.
+
+    Numbers of tokens are none, nor are names of variables of the environment.
+    """
+    if key.endswith("_variable"):
+        return False
+    words = {word.lower() for word in _WORD.findall(key)}
+    if isinstance(value, int | float):
+        words = {word for word in words if word not in ("token", "tokens")}
+    return any(map(_SECRET_WORD.fullmatch, words))

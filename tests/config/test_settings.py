@@ -62,6 +62,29 @@ CONFIG = RunConfig.model_validate(
         ("reward.functions.0.http.note", "s3://bucket:prod/x", "not shown"),
         ("data.system_prompt", f"Use https://me:{SECRET}@a.b: then answer", "not shown"),
         ("data.system_prompt", "Answer yes or no/maybe.", "Answer yes or no/maybe."),
+        *(
+            (f"custom.{name}", SECRET, "not shown")
+            for name in (
+                *("apiToken", "authToken", "hf_tokens", "access-key", "APIKey", "pwd", "pass"),
+                *("passwd", "bearer", "private", "credentials.user", "token.value", "accessToken"),
+            )
+        ),
+        ("custom.pin-key", 271828, "not shown"),
+        ("custom.max_tokens", 80, "80"),
+        ("custom.tokens.most", 80, "80"),
+        ("custom.keyboard", "qwerty", "qwerty"),
+        ("custom.proxy", f"me:{SECRET}@proxy.example", "not shown"),
+        ("custom.header", f"Authorization: Bearer {SECRET}", "not shown"),
+        ("custom.query", f"HF_TOKEN={SECRET}", "not shown"),
+        ("custom.call", "max_tokens=80", "max_tokens=80"),
+        ("reward.functions.0.function", "mine.token:grade", "mine.token:grade"),
+        ("model.path", "my runs/jane doe/Qwen 3", "Qwen 3"),
+        ("custom.model", "../jane doe/Qwen 3", "Qwen 3"),
+        ("custom.model", r"C:\Users\jane doe\Qwen 3", "Qwen 3"),
+        ("custom.model", r"\\server\jane\Qwen", "Qwen"),
+        ("data.system_prompt", r"Use \boxed{} at the end.", r"Use \boxed{} at the end."),
+        ("model.path", "Qwen/Qwen3-8B/", "Qwen3-8B"),
+        ("rollout.server.extra_args", [f"--hf-token {SECRET}", "--tp 2"], "--hf-token, --tp"),
     ],
 )
 def test_settings_show_no_outside_path_and_no_secret(key: str, value: object, shown: str) -> None:
