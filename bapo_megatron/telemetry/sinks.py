@@ -1,7 +1,6 @@
 """Where metrics go: ``metrics.jsonl`` always; terminal, TensorBoard, Weights & Biases if asked."""
 
 import json
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +35,13 @@ _COLUMNS = (
 _EVALUATION_TIME = "time/evaluation_s"
 """Left out of a step's time, so that steps with an evaluation compare with the others."""
 
+_MAX_VALUE = 1e150
+"""Limit of a metric: sums and differences of such stay finite, also where figures make them."""
+
+
+def _is_kept(value: float) -> bool:
+    return abs(value) <= _MAX_VALUE  # NaN is not
+
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Rows of a ``metrics.jsonl``; ``step`` is the number of finished steps, 0 before training.
@@ -52,8 +58,10 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             row = decode_json(dict[str, float], line)
-            if not (row.get("step", -1.0) >= 0 and all(map(math.isfinite, row.values()))):
-                raise ValueError("'step' and all other numbers must be there and finite")
+            if not (row.get("step", -1.0) >= 0 and all(map(_is_kept, row.values()))):
+                raise ValueError(
+                    f"'step' must be there, and all numbers from -{_MAX_VALUE:g} to {_MAX_VALUE:g}"
+                )
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}; remove the line") from error
         rows.append(row)
@@ -99,7 +107,7 @@ class MetricsSinks:
 
     def write(self, metrics: StepMetrics) -> None:
         """Report a step everywhere; flush its JSON line to disk."""
-        finite = {k: v for k, v in metrics.values.items() if math.isfinite(v)}
+        finite = {k: v for k, v in metrics.values.items() if _is_kept(v)}
         row = {"step": metrics.step, **finite}
         if self._show_row is not None:
             self._show_row(row)
