@@ -82,14 +82,22 @@ def dynamics_figure(run_dirs: Sequence[Path]) -> Any:
     for axis, title in zip(figure.subplots(3, 3).flat, PANELS, strict=True):
         _draw_panel(axis, title, groups, colors)
     if len(groups) == 1:
-        figure.suptitle(groups[0].label)
+        figure.suptitle(_plain(groups[0].label))
     else:
         handles = [Line2D([], [], color=color, linewidth=2.5) for color in colors]
-        labels = [group.label for group in groups]
+        labels = [_plain(group.label) for group in groups]
         figure.legend(
             handles, labels, loc="outside upper center", ncols=_LEGEND_COLUMNS, frameon=False
         )
     return figure
+
+
+def _plain(text: str) -> str:
+    """The text as matplotlib draws it: ``$`` begins no formula, halves of surrogate pairs are told.
+
+    Names of sets and runs may hold anything.
+    """
+    return text.encode(errors="backslashreplace").decode().replace("$", r"\$")
 
 
 def _draw_panel(axis: Any, title: str, groups: Sequence[RunGroup], colors: Sequence[Any]) -> None:
@@ -134,5 +142,7 @@ def _draw_scores(axis: Any, groups: Sequence[RunGroup], colors: Sequence[Any]) -
             if curve:
                 axis.plot(curve["x"], curve["y"], marker, color=shade, markersize=5)
         shade = f"C{number + 1}" if len(groups) == 1 else _GREY
-        legend[f"{name}: accuracy"] = Line2D([], [], marker=marker, linestyle="", color=shade)
+        legend[_plain(f"{name}: accuracy")] = Line2D(
+            [], [], marker=marker, linestyle="", color=shade
+        )
     return legend

@@ -129,7 +129,9 @@ def _read_run(path: Path, name: str) -> Run:
 def _names(paths: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that tell them apart, of equally many parts each."""
     for length in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-length:]).lstrip("/") for path in paths]
+        ends = ["/".join(path.parts[-length:]).lstrip("/") for path in paths]
+        # Bytes that are not UTF-8 are in no page, and figures cannot draw them.
+        names = [os.fsencode(end).decode(errors="backslashreplace") for end in ends]
         if len(set(names)) == len(names):
             return names
     raise AssertionError("different absolute paths differ in their whole length")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,6 +42,14 @@ def test_it_writes_a_png_beside_the_metrics(tmp_path: Path) -> None:
 def test_a_directory_without_metrics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file; give the directory of a run"):
         dynamics_figure([tmp_path])
+
+
+def test_a_name_that_is_not_utf_8_is_told(tmp_path: Path) -> None:
+    run = write_run(tmp_path / os.fsdecode(b"r\xff"), "bapo", 0)
+    drawn = dynamics_figure([run, write_run(tmp_path / "a", "bapo", 0)])
+    FigureCanvasAgg(drawn).draw()
+    labels = [text.get_text() for text in drawn.legends[0].get_texts()]
+    assert labels == [r"r\xff/bapo-0", "a/bapo-0"]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -458,3 +459,10 @@ def test_rollouts_of_many_bytes_are_sampled_to_the_room(tmp_path: Path) -> None:
     assert len(half["samples"]) == 2
     assert not half["has_texts"]
     assert "answer is 3" in half["samples"][0]["text"]
+
+
+def test_a_tokenizer_is_found_whatever_bytes_its_path_has(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "made").rename(tmp_path / os.fsdecode(b"r\xff"))
+    [run] = read_runs([made])
+    assert find_tokenizer(run, made / "model").decode([1, 2]) == " 1  2"
+    assert r"r\xff</title>" in render(page_data([made]))
