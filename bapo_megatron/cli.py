@@ -138,6 +138,8 @@ def _report(error: Exception) -> int:
         line = error.format_message()
     elif isinstance(error, OSError) and error.filename is not None:
         line = f"{error.filename}: {describe_os_error(error)}"
+    elif isinstance(error, FileNotFoundError) and _is_homeless():
+        line = "the current working directory has been deleted; change to another one"
     elif isinstance(error, RolloutError):
         line = str(error)  # may end with the last lines of a log
     is_usage = isinstance(error, typer.TyperException | ConfigError)
@@ -150,6 +152,15 @@ def _report(error: Exception) -> int:
     if not _is_peer_loss(error):
         _tell_torchrun(line)
     return 2 if is_usage else 1
+
+
+def _is_homeless() -> bool:
+    """Whether the working directory is gone: ``os.getcwd`` then names no file in its error."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _as_lost_peer(error: Exception) -> Exception | None:

@@ -220,3 +220,18 @@ def test_every_shipped_configuration_resolves_and_is_checked(name: str) -> None:
     recipe = run(["config", f"configs/{name}", *overrides, "model.path=no/model", preset])
     assert "behaviour: recomputed" in recipe.stdout
     assert "dual_clip: 3.0" in recipe.stdout
+
+
+def test_a_working_directory_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr("sys.argv", ["bapo-megatron", "plot", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        "bapo-megatron: the current working directory has been deleted; change to another one\n"
+    )
