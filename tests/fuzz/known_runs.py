@@ -177,6 +177,27 @@ RUNS: dict[str, Any] = {
         is_wrong=False,
     ),
     **{
+        f"data.train.path of {url}": partial(
+            read_run, change=configured("data", "train", "path", value=url), is_wrong=False
+        )
+        for url in ("http://h:abc/x", "http://[::1")
+    },
+    **{
+        f"rewards of 1e308, in {command}": partial(
+            read_run,
+            change=measured({"step": 1, "reward/mean": 1e308}, {"step": 2, "reward/mean": -1e308}),
+            command=command,
+            places=("metrics.jsonl:1", "1e+150"),
+        )
+        for command in ("report", "plot")
+    },
+    "set named $x^$, in plot": partial(
+        read_run,
+        change=measured({"step": 1, "eval/$x^$/avg_at_k": 0.5}),
+        command="plot",
+        is_wrong=False,
+    ),
+    **{
         f"{name} that is a named pipe, in {command}": partial(
             read_run, change=piped(name), command=command, places=(name, "named pipe")
         )
