@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
-from sympy.core.function import AppliedUndef
+from sympy.core.function import AppliedUndef, Derivative
 from sympy.core.relational import Relational
 from sympy.functions.elementary.trigonometric import TrigonometricFunction
 from sympy.logic.boolalg import BooleanAtom
@@ -36,6 +36,7 @@ SameValue = Callable[[Any, Any], bool]
 """Whether two expressions, sets or matrices have one value; the first is the given one."""
 
 _TOLERANCE = 1e-40
+_UNKNOWNS = ("x", "y")
 _SWAPPED = {
     sympy.StrictLessThan: sympy.StrictGreaterThan,
     sympy.LessThan: sympy.GreaterThan,
@@ -63,14 +64,36 @@ def assigned(chain: Sequence[Relational]) -> Relational | None:
 def is_answer(chain: Sequence[Relational]) -> bool:
     """Return whether the last side of an equation may be what was asked for.
 
-    It is not in ``5=5``, which says nothing, ``3=5``, which is false, and ``0=x+1``.
+    It may be where the first side names a value (``f(2)=3``, ``2x+y=3``) or has the same one. It is
+    not in ``5=5``, which says nothing, ``3=5``, which is false, ``0=x+1``, and ``2x=5``, which
+    gives ``x`` another value.
     """
     first, last = chain[0].lhs, chain[-1].rhs
     if len(chain) == 1 and first == last:
         return False
-    if not all(isinstance(side, sympy.Expr) for side in (first, last)) or not first.is_number:
+    if not all(isinstance(side, sympy.Expr) for side in (first, last)):
         return True
-    return last.is_number and not differ(first, last)
+    if first.is_number:
+        return last.is_number and not differ(first, last)
+    return _names_a_value(first, last) or not differ(first, last)
+
+
+def _names_a_value(first: sympy.Expr, last: sympy.Expr) -> bool:
+    """Whether a question may ask for the first side, rather than for its letter.
+
+    It may if the side has several letters, or one in a form that is no common equation for it.
+    """
+    if first.is_Atom or len(first.free_symbols) != 1:
+        return True
+    if first.has(AppliedUndef, Derivative, sympy.pi):  # f(x), dy/dx, the area of a circle
+        return True
+    if first.has(TrigonometricFunction):
+        is_bounded = isinstance(first, sympy.sin | sympy.cos) and last.is_real
+        return not is_bounded or bool(abs(last) <= 1)
+    [letter] = first.free_symbols
+    if isinstance(first, sympy.Abs) and str(letter) not in _UNKNOWNS:
+        return True  # |z|, but not |x|
+    return not first.is_polynomial(letter) and first.count(letter) > 1  # x+1/x
 
 
 def are_equal_chains(

@@ -35,8 +35,8 @@ from bapo_megatron.reward.math_relations import (
     is_answer,
     relations_of,
 )
-from bapo_megatron.reward.math_text import as_number
-from bapo_megatron.reward.math_values import differ, is_affordable, is_undefined
+from bapo_megatron.reward.math_text import OF_AN_ANGLE, as_number
+from bapo_megatron.reward.math_values import differ, is_affordable, is_infinite, is_undefined
 
 # It warns that its own time limits are off, which is intended: the worker's limits apply.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -54,6 +54,7 @@ _OPEN, _CLOSE = "([{", ")]}"
 _VARIABLES = frozenset("abcxyzmnpqrk")
 """Letters that stand side by side as a product; other words are words."""
 _MAX_PRODUCT = 3
+_MAX_BASE = 36
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*(?!=)([^=]+)")
 _NUMBERS_SIDE_BY_SIDE = re.compile(r"(?<![_^\d])\d+(?:\.\d+)? \d")
 _FACTOR = re.compile(r"((?<![_^.\w\\}])\d+\s*(?=\()|(?<![\w}])\(-?\d+\)\s*(?=[\d(\\]))")
@@ -67,8 +68,18 @@ _CAPITAL = re.compile(
 )
 _NESTED_SETS = re.compile(r"\\\{[^}]*\\\{")
 _BASE = re.compile(r"([0-9A-Za-z]+)_\{?(?:\\text\{)?(\d+)(?:\})?\}?")
-_ELLIPSIS = re.compile(r"(?:(?<![\d.])\d+|[^\d\s}])\s*\\ldots")
-"""An ellipsis that the parser would leave out, and that does not continue decimals."""
+_MISREAD = re.compile(
+    r"(?:(?<![\d.])\d+|[^\d\s}])\s*\\ldots|(?<![\w.])0[xXbBoO][\dA-Fa-f]"
+    r"|\\binom\{-\d+\}\{-"
+)
+"""What the parser gives a value that it has not: an ellipsis that does not continue decimals, a
+hexadecimal number, a binomial of negative numbers.
+"""
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\{?\s*\\(?:circ|degree)\s*\}?")
+_TRANSPOSED = re.compile(r"(?<![A-Za-z\\])([A-Z])\^\{?\s*(?:T|\\top)(?![A-Za-z])\s*\}?")
+_PRIMED_NUMBER = re.compile(r"(?<![\w{.,])\d[\d.,]*'+")
+_THOUSANDS = re.compile(r"(?<==)\s*[1-9]\d{0,2}(?:,\d{3})+$")
+_CLOCK = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)")
 _ARITHMETIC = re.compile(
     r"(?:[\d\s+\-*/^().,{}!]|\\(?:frac|sqrt|binom|cdot|times|div|pi)(?![A-Za-z]))+"
 )
@@ -90,40 +101,55 @@ def is_equal_symbolically(given: str, wanted: str) -> bool:
         TooLargeError: One of them cannot be evaluated in reasonable time.
     """
     if given.casefold() == wanted.casefold() or any(
-        _NUMBERS_SIDE_BY_SIDE.search(text) or _ELLIPSIS.search(text) for text in (given, wanted)
+        _NUMBERS_SIDE_BY_SIDE.search(text) or _MISREAD.search(text) for text in (given, wanted)
     ):
         return False  # other letters; and the parser would add the numbers
     given, wanted = _SEPARATOR.sub(",", given), _SEPARATOR.sub(",", wanted)
     given, wanted = (
         _PRIME.sub(lambda match: "'" * match[1].count("p"), t) for t in (given, wanted)
     )
-    if _differ_in_primes(given, wanted):
+    if _differ_in_primes(given, wanted) or _is_time(given, wanted):
         return False
+    given, wanted = _without_degrees(given, wanted), _without_degrees(wanted, given)
     given, wanted = (_with_all_letters(text) for text in (given, wanted))
-    for text in (given, wanted):
-        if nesting(text) > MAX_NESTING:
-            raise TooLargeError("brackets are nested too deeply")
+    if max(nesting(given), nesting(wanted)) > MAX_NESTING:
+        raise TooLargeError("brackets are nested too deeply")
     aligned = _aligned(given, wanted)
     if aligned is None:
         return False
     left, right = (_parse(text) for text in aligned)
     if left is None or right is None:
         return False
-    for expression in (left, right):
-        if not is_affordable(expression):
-            raise TooLargeError("the numbers are too large")
+    if not (is_affordable(left) and is_affordable(right)):
+        raise TooLargeError("the numbers are too large")
+    if any(
+        len(_split(text)) > 1 and isinstance(other, sympy.Expr)
+        for text, other in ((given, right), (wanted, left))
+    ):
+        return False  # several values are not one, as 5,5 would be
     return _is_same(left, right)
+
+
+def _is_time(text: str, other: str) -> bool:
+    """Whether a text is a time of day, rather than a ratio in lowest terms, and the other none."""
+    clock = _CLOCK.fullmatch(text)
+    if clock is None or ":" in other:
+        return False
+    return clock[2].startswith("0") or math.gcd(int(clock[1]), int(clock[2])) > 1
+
+
+def _without_degrees(text: str, other: str) -> str:
+    r"""As ``\sin 30`` where the other one, a sine too, leaves out the sign of degrees."""
+    is_left_out = OF_AN_ANGLE.search(other) is not None and _DEGREES.search(other) is None
+    return _DEGREES.sub(r"\1", text) if is_left_out and OF_AN_ANGLE.search(text) else text
 
 
 def _is_same(given: Any, wanted: Any) -> bool:
     """Whether two parsed answers say the same, and something."""
     given_chain, wanted_chain = relations_of(given), relations_of(wanted)
     if given_chain and wanted_chain:
-        is_membership = isinstance(given, sympy.Eq) and isinstance(given.rhs, sympy.Set)
-        if is_membership and not isinstance(wanted, sympy.Eq):  # x in [1,2] for 1<=x<=2
-            return given.lhs in wanted.free_symbols and _is_solution(
-                given.rhs, wanted, wanted_chain
-            )
+        if (are_members := _are_solutions(given, wanted, wanted_chain)) is not None:
+            return are_members
         return are_equal_chains(given_chain, wanted_chain, _is_same)
     if given_chain:  # the value that an equation ends with
         is_equation = all(isinstance(part, sympy.Eq) for part in given_chain)
@@ -135,11 +161,35 @@ def _is_same(given: Any, wanted: Any) -> bool:
         return are_matched(given.args, wanted.args, _is_same)
     if not all(isinstance(part, sympy.Basic | sympy.MatrixBase) for part in (given, wanted)):
         return False
-    if is_undefined(given) or _is_infinite(given) != _is_infinite(wanted):
+    if is_undefined(given) or is_infinite(given) != is_infinite(wanted):
         return False
-    if differ(given, wanted):
+    return not differ(given, wanted) and _are_proved_equal(given, wanted)
+
+
+def _are_proved_equal(given: Any, wanted: Any) -> bool:
+    if verify([wanted], [given], timeout_seconds=None):
+        return _is_close(given, wanted)
+    are_formulas = all(
+        isinstance(part, sympy.Expr) and not isinstance(part, sympy.MatrixBase)
+        for part in (given, wanted)
+    )
+    if not are_formulas or given.is_Symbol == wanted.is_Symbol:
         return False
-    return bool(verify([wanted], [given], timeout_seconds=None)) and _is_close(given, wanted)
+    # math-verify compares a lone letter by its spelling.
+    return bool(verify([wanted + 1], [given + 1], timeout_seconds=None))
+
+
+def _are_solutions(given: Any, wanted: Any, wanted_chain: Sequence[Relational]) -> bool | None:
+    r"""Whether one, ``x\in[1,2]`` or ``x=\pm1``, gives what solves the other; else None."""
+    given_set, wanted_set = (
+        part.rhs if isinstance(part, sympy.Eq) and isinstance(part.rhs, sympy.Set) else None
+        for part in (given, wanted)
+    )
+    if given_set is not None and wanted_set is None:
+        return given.lhs in wanted.free_symbols and _is_solution(given_set, wanted, wanted_chain)
+    if isinstance(wanted_set, sympy.FiniteSet) and given_set is None:
+        return _is_same(wanted, given)
+    return None
 
 
 def _is_solution(given: Any, wanted: Any, chain: Sequence[Relational]) -> bool:
@@ -192,8 +242,8 @@ def _arithmetic_value(text: str) -> tuple[Any, Any] | None:
 
 
 def _with_all_letters(text: str) -> str:
-    """Names for letters that the parser does not tell apart: capital Greek ones, primed ones."""
-    text = _CAPITAL.sub(r"{X_{capital\1}}", text)
+    """Names for letters that the parser does not tell apart: capital Greek, primed, transposed."""
+    text = _TRANSPOSED.sub(r"{X_{turned\1}}", _CAPITAL.sub(r"{X_{capital\1}}", text))
     if r"\text" in text:
         return text
     return _PRIMED.sub(_named_prime, text)
@@ -205,7 +255,12 @@ def _named_prime(primed: re.Match[str]) -> str:
 
 
 def _differ_in_primes(given: str, wanted: str) -> bool:
-    """Whether one has a function where the other has its derivative; both are f to the parser."""
+    """Whether one has a function where the other has its derivative; both are f to the parser.
+
+    Or a number with primes where the other has none: feet or minutes of arc.
+    """
+    if sorted(_PRIMED_NUMBER.findall(given)) != sorted(_PRIMED_NUMBER.findall(wanted)):
+        return True
     one, other = (set(_PRIMED_FUNCTION.findall(text)) for text in (given, wanted))
     both = {letter for letter, _ in one} & {letter for letter, _ in other}
     return any(letter in both for letter, _ in one ^ other)
@@ -256,13 +311,21 @@ def _in_bases(given: str, wanted: str) -> tuple[str, str] | None:
             return str(values[0]), str(values[1])
         if left[1].isdigit() and right[1].isdigit():  # a base lacks a digit: no numbers, but names
             # The parser would leave the bases out.
-            named = [rf"X_{{{digits}in{base}}}" for digits, base in (left.groups(), right.groups())]
-            return named[0], named[1]
+            return _named_numeral(left), _named_numeral(right)
     if left is not None and left[1].isdigit() and wanted.isdigit():
-        return left[1], wanted
+        return _digits_of(left), wanted
     if right is not None and right[1].isdigit() and given.isdigit():
-        return given, right[1]
+        return given, _digits_of(right)
     return None
+
+
+def _digits_of(numeral: re.Match[str]) -> str:
+    """Its digits; a name where the index is no base."""
+    return numeral[1] if 2 <= int(numeral[2]) <= _MAX_BASE else _named_numeral(numeral)
+
+
+def _named_numeral(numeral: re.Match[str]) -> str:
+    return rf"X_{{{numeral[1]}in{numeral[2]}}}"
 
 
 def _in_base(digits: str, base: str) -> int | None:
@@ -341,6 +404,11 @@ def _parse(text: str) -> Any:
     if any(int(top) >= int(bottom) for _, top, bottom in mixed):
         return None  # neither a mixed number nor clearly a product
     text = _FACTOR.sub(r"\1\\cdot ", _MIXED.sub(_improper, text))
+    text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    if OF_AN_ANGLE.search(text):
+        text = _DEGREES.sub(r"{\\frac{\1\\pi}{180}}", text)
+    if r"\equiv" not in text:
+        text = text.replace(r"\bmod", r"\mod")
     try:
         latex = normalize_latex(text, _NORMALIZATION)
         try:
@@ -377,13 +445,6 @@ def _is_close(left: Any, right: Any) -> bool:
         return True
     one, other = abs(complex(left.doit().evalf())), abs(complex(right.doit().evalf()))
     return math.isclose(one, other, rel_tol=_RELATIVE_TOLERANCE)
-
-
-def _is_infinite(expression: Any) -> bool:
-    r"""Whether a sum or product, which is not evaluated, holds an infinity: ``3\infty-2``."""
-    if isinstance(expression, sympy.Add | sympy.Mul):
-        return any(map(_is_infinite, expression.args))
-    return expression in (sympy.oo, -sympy.oo)
 
 
 def _is_number(expression: Any) -> bool:

@@ -46,8 +46,8 @@ _LATEX_SPACE = re.compile(r"(?<!\\)\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z]
 _NEGATIVE_SPACE = re.compile(r"\s*(?<!\\)\\!\s*")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _SIZING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])")
-_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
-_BRACELESS = re.compile(r"\\frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})|\\overline\s*(\d)")
+_FRACTION = re.compile(r"\\[dtc](frac|binom)(?![A-Za-z])")
+_BRACELESS = re.compile(r"\\(frac|binom)\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})|\\overline\s*(\d)")
 """TeX takes one digit where there are no braces: ``\\frac13`` is 1/3."""
 _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|textnormal|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox"
@@ -57,8 +57,9 @@ _NEEDLESS_SPACE = re.compile(r"(?<![\w,\\]) | (?![\w\\])|(?<=,) (?!\d)|(?<=\w) (
 _BRACED_COMMA = re.compile(r"\s*\{\s*,\s*\}\s*")
 _MATH_MARKS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _UNIT = re.compile(
-    r"(?P<value>.*[\d\w})\]!|])\s*"
-    r"(?:\\text\{(?P<text>[^{}]*)\}|(?<![A-Za-z])(?<!\\)(?P<plain>[A-Za-z][A-Za-z/. ]*))"
+    r"(?!0[xXbBoO][\dA-Fa-f]+$)(?P<value>.*[\d\w})\]!|])\s*"
+    r"(?:\\text\{(?P<text>[^{}]*)\}"
+    r"|(?<![A-Za-z])(?<![A-Za-z]{2} )(?<!\\)(?P<plain>[A-Za-z][A-Za-z/. ]*))"
     r"(?P<power>\^\{?[23]\}?)?\.?",
     re.DOTALL,
 )
@@ -66,6 +67,8 @@ _DEGREE = re.compile(
     r"(?P<value>.*[\d})])\s*\^\{?\s*\\(?:circ|degree)\s*\}?\s*"
     r"(?:\\text\{)?\s*(?P<scale>[CF]?)\s*\}?"
 )
+OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+"""In what stands before a degree sign, which then belongs to the function's argument."""
 _PERCENT = re.compile(
     r"(?P<value>.+?)\s*(?:\\?%|\\text\{\s*(?:percent|percentage|pct)\s*\}|(?:percent|percentage|pct))"
 )
@@ -73,7 +76,12 @@ _SUM = re.compile(r".[+-]|\\$")
 """In what stands before a percent sign, which then belongs to the last part alone."""
 _CURRENCY = re.compile(r"(?P<sign>-?)\s*(?P<mark>\\\$|£|€|¥|₹)\s*(?P<value>[\d.,].*)")
 _CHOICE = re.compile(r"\\text\{\s*\(?([A-Ja-j])\)?[.:]?\s*\}|\(([A-Ja-j])\)|([A-J])[.):]?")
-_OPTION = re.compile(r"(?:\\text\{\s*\(([A-J])\)\s*\}|\(([A-J])\)(?=\s))[\s:]*(?=\S)(?P<rest>.+)")
+_OPTION = re.compile(
+    r"(?:\\text\{\s*\(([A-J])\)\s*\}|\(([A-J])\)(?=\s|\\text\{))[\s:]*"
+    r"(?!.*(?<!\w)\([A-J]\)|(?:\\text\{)?\W*(?:(?:and|or|nor|but|if|unless|maybe|perhaps)\b"
+    r"|(?:is|was)(?:\b(?! correct| right)|n't)|(?:not|wrong|incorrect)\W*$))(?=\S)(?P<rest>.+)"
+)
+"""An option and its text, which neither names another option nor takes this one back."""
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '.,-]+[^\W\d_]+)*[.!]?")
 _NUMBER = re.compile(
     r"(?P<sign>[+-]?)(?P<digits>\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?(?P<decimals>\.\d*)?"
@@ -139,16 +147,22 @@ _CANONICAL = {
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3}
 _SCALES |= {"million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NO_UNIT_WORDS = """
-    a all alpha an and approximately arccos arcsin arctan are as at base beta but choose cos
-    cot csc cubed delta det divided dozen e equals exp factorial factor false fifth fifths for
-    from fourth fourths gamma gcd greater half halves hundred i if inf infinity infty is lcm
-    least less ln log max maybe minus mod modulo more most no none nor not of oo or over phi
-    pi plus quarter quarters sin sqrt squared sum tan tau than then theta thirds third
-    thousand million billion trillion through times to true twice union unless until up where
-    which with yes
+    a all alpha also alternatively although an and approximately arccos arcsin arctan are as at
+    base because beta billion but choose cos cot csc cubed delta depending det divided dozen e
+    eight eighteen eighty either eleven equals except exp factor factorial false fifteen fifth
+    fifths fifty five for forty four fourteen fourth fourths from gamma gcd greater half halves
+    however hundred i if inf infinity infty instead is lcm least less ln log max maybe million
+    minus mod modulo more most neither nine nineteen ninety no none nor not of one oo or
+    otherwise over perhaps phi pi plus possibly probably quarter quarters rather seven seventeen
+    seventy sin since six sixteen sixty sqrt squared sum tan tau ten than then theta third
+    thirds thirteen thirty though thousand three through times to trillion true twelve twenty
+    twice two union unless until up versus vs when whenever where which with xor yes zero
     """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _POWER_WORDS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3"}
+_MIN_WORD = 4
+_LETTERS = frozenset("uvwxyz")
+"""``5ab`` and ``5 xy`` are products: fewer letters right after a number, or these alone."""
 _MIN_LETTERS = 2
 """A unit outside ``\\text{}`` has at least this many: a single letter is a variable."""
 
@@ -167,7 +181,7 @@ def canonical(answer: str) -> str:
     r"""Return one spelling of an answer; ``\text{…}`` stands for all commands of upright text."""
     text = _unwrapped(_plain_unicode(answer).strip())
     text = text.removesuffix(".").strip() if not text.endswith("..") else text
-    text = _BRACELESS.sub(_braced, _FRACTION.sub(r"\\frac", _SIZING.sub("", text)))
+    text = _BRACELESS.sub(_braced, _FRACTION.sub(r"\\\1", _SIZING.sub("", text)))
     text = text.replace(r"\varnothing", r"\emptyset")
     text = _TEXT.sub(r"\\text{\1}", _BRACED_COMMA.sub(",", text))
     text = _NEGATIVE_SPACE.sub("", text)
@@ -207,10 +221,10 @@ def _unwrapped(text: str) -> str:
 
 
 def _braced(match: re.Match[str]) -> str:
-    if match[3]:
-        return rf"\overline{{{match[3]}}}"
-    top, bottom = (part.strip("{}") for part in (match[1], match[2]))
-    return rf"\frac{{{top}}}{{{bottom}}}"
+    if match[4]:
+        return rf"\overline{{{match[4]}}}"
+    top, bottom = (part.strip("{}") for part in (match[2], match[3]))
+    return rf"\{match[1]}{{{top}}}{{{bottom}}}"
 
 
 def quantity(text: str) -> Quantity:
@@ -227,7 +241,8 @@ def quantity(text: str) -> Quantity:
     percent = _PERCENT.fullmatch(text)
     if percent is not None and not _SUM.search(percent["value"]):
         return Quantity(percent["value"], "%")
-    if (degree := _DEGREE.fullmatch(text)) is not None:
+    degree = _DEGREE.fullmatch(text)
+    if degree is not None and not OF_AN_ANGLE.search(degree["value"]):
         scales = {"C": "celsius", "F": "fahrenheit"}
         return Quantity(degree["value"], scales.get(degree["scale"], "degree"))
     match = _UNIT.fullmatch(text)
@@ -246,6 +261,10 @@ def _with_unit(text: str, match: re.Match[str]) -> Quantity:
             value = rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
         return quantity(rf"{value}\text{{{rest.strip()}}}") if rest.strip() else Quantity(value)
     unit = _known_unit(words, match["power"] or "", is_text=is_text)
+    if unit == "" and not is_text and len(first) < _MIN_WORD:
+        is_attached = not text[: match.start("plain")].endswith(" ")
+        if is_attached or set(first) <= _LETTERS:
+            return Quantity(text)
     return Quantity(text) if unit is None else Quantity(value, unit)
 
 

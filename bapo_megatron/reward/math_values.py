@@ -1,13 +1,14 @@
 r"""Values of expressions: at a few points, where they prove that two answers differ; their size.
 
 Most answers are wrong, and simplifying a difference that is not 0 costs a hundred times as much as
-evaluating it. Letters get fixed real values, from their names alone, and all arithmetic has 80
+evaluating it. Letters get fixed real values, from their names alone, and all arithmetic has 130
 digits. Values that clearly differ refute equality; ``differ`` never proves it.
 """
 
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,7 @@ import sympy
 from sympy.core.function import AppliedUndef, Derivative
 
 _CONTEXT = mpmath.MPContext()
-_CONTEXT.dps = 80
+_CONTEXT.dps = 130
 _MAX_DIGITS = 20_000
 """Digits of the longest integer that the comparison may write out."""
 _MAX_TERMS = 5_000
@@ -26,8 +27,8 @@ _MAX_BITS = 60_000
 _MAX_ARGUMENT_BITS = 40
 """Functions lose their digits at larger arguments, or take for ever."""
 _LOST = mpmath.mpf(2) ** -200
-"""A sum this much smaller than its terms is 0; what is left has more than 19 digits."""
-_CLEARLY = 1e-9
+"""A sum this much smaller than its terms is 0; what is left has more than 69 digits."""
+_CLEARLY = 1e-50
 _CLEARLY_ROUNDED = 2e-6
 """The same for decimals, of which math-verify compares six."""
 _NUM_POINTS = 6
@@ -101,13 +102,26 @@ def differ(one: Any, other: Any) -> bool:
 
 
 def _values_differ(one: sympy.Expr, other: sympy.Expr) -> bool:
-    is_rounded = one.has(sympy.Float) or other.has(sympy.Float)
+    decimals = one.atoms(sympy.Float) | other.atoms(sympy.Float)
     try:
-        return any(
-            _are_apart(left, right, is_rounded) for left, right in _common_values(one, other)
-        )
+        for left, right in _common_values(one, other):
+            gap, size = abs(left - right), max(abs(left), abs(right))
+            if gap > (_CLEARLY_ROUNDED * max(1, size) if decimals else _CLEARLY * size):
+                return True
+            if decimals and gap > _CLEARLY_ROUNDED and not one.free_symbols | other.free_symbols:
+                # In a sum with a large number, only the last places of the decimals are rounded.
+                moved = {decimal: _moved(decimal) for decimal in decimals}
+                changes = value_at(one, moved) - left, value_at(other, moved) - right
+                return bool(gap > sum(map(abs, changes)) + _CLEARLY_ROUNDED)
     except UnknownError:
-        return False
+        pass
+    return False
+
+
+def _moved(decimal: sympy.Float) -> Any:
+    """A decimal with its last place one higher."""
+    place = Decimal(str(decimal)).as_tuple().exponent
+    return _constant(decimal) + _CONTEXT.mpf(10) ** place
 
 
 def is_undefined(expression: Any) -> bool:
@@ -116,12 +130,27 @@ def is_undefined(expression: Any) -> bool:
         return any(map(is_undefined, expression))
     if not isinstance(expression, sympy.Expr):
         return False
-    if expression.has(sympy.nan, sympy.zoo):
+    if expression.has(sympy.nan, sympy.zoo) or any(
+        map(_is_power_of_infinity, expression.atoms(sympy.Pow, sympy.exp))
+    ):
         return True
     try:
         return all(value_at(expression, point) is None for point in points(letters_of(expression)))
     except UnknownError:
         return False
+
+
+def _is_power_of_infinity(power: Any) -> bool:
+    r"""Whether it stands for a limit: ``\infty^0``, ``\frac1\infty``, but not ``\infty^2``."""
+    base, exponent = power.as_base_exp()
+    return is_infinite(exponent) or (is_infinite(base) and not exponent.is_positive)
+
+
+def is_infinite(expression: Any) -> bool:
+    r"""Whether a formula, which is not evaluated, or a set holds an infinity: ``3\infty-2``."""
+    if isinstance(expression, sympy.Add | sympy.Mul | sympy.Pow | sympy.exp | sympy.FiniteSet):
+        return any(map(is_infinite, expression.args))
+    return expression in (sympy.oo, -sympy.oo)
 
 
 def letters_of(*expressions: Any) -> frozenset[Any]:
@@ -157,12 +186,6 @@ def _common_values(one: sympy.Expr, other: sympy.Expr) -> Iterator[tuple[Any, An
 def is_real(value: Any) -> bool:
     """Return whether a value has no imaginary part, but for rounding."""
     return bool(abs(_CONTEXT.im(value)) <= _LOST * abs(value))
-
-
-def _are_apart(left: Any, right: Any, is_rounded: bool) -> bool:
-    size = max(abs(left), abs(right))
-    allowed = _CLEARLY_ROUNDED * max(1, size) if is_rounded else _CLEARLY * size
-    return bool(abs(left - right) > allowed)
 
 
 @lru_cache(maxsize=4096)
@@ -283,6 +306,8 @@ def _digits(node: Any) -> float:
         return 17
     parts = [_digits(part) for part in node.args]
     if max(parts) > _MAX_DIGITS:
+        return math.inf
+    if isinstance(node, sympy.Product) and node.has(sympy.oo):
         return math.inf
     if isinstance(node, sympy.Pow):
         return _power_digits(node, parts)
