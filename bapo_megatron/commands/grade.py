@@ -169,20 +169,22 @@ async def _grade_one(rewards: Rewards, place: str, line: bytes) -> bytes:
 async def _lines(path: Path, stream: io.FileIO) -> AsyncIterator[tuple[str, bytes]]:
     """The lines that are not blank, with their places, as soon as they can be read."""
     name = "standard input" if path == STANDARD_INPUT else str(path)
-    number, rest = 0, b""
+    number, rest = 0, bytearray()
     while chunk := await _in_thread(lambda: stream.read(_CHUNK_BYTES)):
-        *whole, rest = (rest + chunk).split(b"\n")
-        for content in whole:
-            number += 1
-            if content.strip():
-                yield f"{name}:{number}", content
+        rest += chunk  # in place: a long line is not copied with each chunk
+        if b"\n" in chunk:
+            *whole, rest = rest.split(b"\n")
+            for content in whole:
+                number += 1
+                if content.strip():
+                    yield f"{name}:{number}", bytes(content)
         if len(rest) > MAX_LINE_BYTES:
             raise GradeError(
                 f"{name}:{number + 1}: longer than {MAX_LINE_BYTES >> 20} MB; give one JSON "
                 "object per line"
             )
     if rest.strip():
-        yield f"{name}:{number + 1}", rest
+        yield f"{name}:{number + 1}", bytes(rest)
 
 
 def _parse(place: str, line: bytes) -> Response:

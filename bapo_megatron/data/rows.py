@@ -180,11 +180,15 @@ def parse_answer(value: Any) -> str:
         accepted = _parse_json(value) if value.lstrip().startswith('["') else None
         if isinstance(accepted, list) and all(isinstance(each, str) for each in accepted):
             return parse_answer(accepted)
-        answer = _marked_answer(value) or value.strip()
+        marked = _marked_answer(value)
+        answer = value.strip() if marked is None else marked
         if not answer:
-            raise ValueError("must be an answer, got an empty text")
+            what = "an empty text" if marked is None else f"nothing after ####: {_quoted(value)}"
+            raise ValueError(f"must be an answer, got {what}")
         return _utf8(answer)
     if isinstance(value, list) and value:
+        if any(isinstance(entry, list) for entry in value):
+            raise ValueError("must be a text, a number or a list of them, got a list of lists")
         answers = [parse_answer(entry) for entry in value]
         return answers[0] if len(answers) == 1 else json.dumps(answers, ensure_ascii=False)
     is_number = isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool)
@@ -352,15 +356,15 @@ def _utf8(text: str) -> str:
     return text
 
 
-def _marked_answer(solution: Any) -> str:
-    """What follows the first ``####`` of a text's last line; empty where there is none.
+def _marked_answer(solution: Any) -> str | None:
+    """What follows the first ``####`` of a text's last line, without spaces; None without ``####``.
 
     Linear in the length; a regular expression is not.
     """
     if not isinstance(solution, str):
-        return ""
-    last_line = solution.rstrip().rpartition("\n")[2]
-    return last_line.partition("####")[2].lstrip(" \t")
+        return None
+    _, mark, answer = solution.rstrip().rpartition("\n")[2].partition("####")
+    return answer.lstrip(" \t") if mark else None
 
 
 def _up_to_closing_brace(text: str) -> str | None:

@@ -228,10 +228,20 @@ def test_long_solutions_are_read_in_linear_time(bait):
     assert time.process_time() - start_s < 1
 
 
-def test_marks_without_an_answer_are_none():
-    assert parse_answer("5\n####  ") == "5\n####"
+def test_marks_without_an_answer_are_refused():
+    with pytest.raises(ValueError, match=r'^must be an answer, got nothing after ####: "5\\n####'):
+        parse_answer("5\n####  ")
     with pytest.raises(ValueError, match="must be a text that ends in '#### answer'"):
         worked_answer("5\n####  ")
+
+
+@pytest.mark.parametrize("depth", [2, 900])
+def test_a_list_of_lists_is_no_answer(depth):
+    value = "1"
+    for _ in range(depth):
+        value = [value]
+    with pytest.raises(ValueError, match="or a list of them, got a list of lists"):
+        parse_answer(value)
 
 
 def test_the_first_marks_of_the_last_line_count():

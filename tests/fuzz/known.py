@@ -374,5 +374,48 @@ EVALUATIONS: dict[str, Any] = {
     "fewer rewards than samples": partial(results, change=_put(*REWARDS, value=[1.0])),
 }
 
-KNOWN = {**DUMPS, **MODELS, **FILES, **EVALUATIONS, **RUNS}
+# --- command lines ----------------------------------------------------------------------------
+
+
+def command(
+    intact: Path,
+    files: Path,
+    *,
+    given: str,
+    place: str,
+    make: Callable[[Path, Path], Any] = lambda intact, files: None,
+    target: str = "",
+) -> Case:
+    """A command in the directory of the case's files, which ``make`` makes.
+
+    Words are divided by spaces; ``{intact}`` in them stands for that directory.
+    """
+    make(intact, files)
+    words = [word.replace("{intact}", str(intact)) for word in given.split(" ")]
+    return Case(words, (place,), True, files / target if target else None)
+
+
+def graded(intact: Path, files: Path, *, content: str, place: str = "responses.jsonl:1") -> Case:
+    """Grade one line."""
+    (files / "responses.jsonl").write_text(content + "\n")
+    return Case(["grade", "responses.jsonl"], (place,), is_wrong=True)
+
+
+def _answer(answer: str) -> partial[Case]:
+    return partial(graded, content=f'{{"response": "1", "answer": {answer}}}', place="'answer'")
+
+
+COMMANDS: dict[str, Any] = {
+    "finish reason that is a list": partial(
+        graded,
+        content='{"response": "1", "answer": "1", "finish_reason": ["stop"]}',
+        place="finish_reason",
+    ),
+    "answer in 900 lists": _answer("[" * 900 + '"1"' + "]" * 900),
+    "answer in two lists": _answer('[["1"]]'),
+    "answer that ends in ####": _answer('"x #### "'),
+    "line of 66 MiB": partial(graded, content='{"response": "' + "a" * (66 << 20) + '"}'),
+}
+
+KNOWN = {**DUMPS, **MODELS, **FILES, **EVALUATIONS, **COMMANDS, **RUNS}
 """By name, what makes the case from the directories of intact and of its own files."""
