@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -22,6 +23,7 @@ from bapo_megatron.gpus import count_gpus
 from bapo_megatron.processes import environment_set
 from bapo_megatron.trainer.check import check_training
 
+MAX_RUNS = 10_000
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=,+-]*")
 """Name of a variant, which is also that of a directory."""
 _NOT_IN_RUN_NAMES = re.compile(r"[^A-Za-z0-9._-]")
@@ -74,6 +76,7 @@ class SweepConfig(Section):
                 raise ValueError(
                     f"grid must have a value for each key, got none for {key}; add one"
                 )
+        self._refuse_too_many()
         for name in self.by_name():
             if not _NAME.fullmatch(name):
                 raise ValueError(
@@ -81,7 +84,7 @@ class SweepConfig(Section):
                     f"._=,+- (each is a directory), got '{name}'; "
                     + ("list variants with names instead" if self.grid else "rename it")
                 )
-        if self.grid and len(self.by_name()) < len(list(itertools.product(*self.grid.values()))):
+        if len(self.by_name()) < self._num_variants:
             raise ValueError("grid must not have a value twice; remove one")
         for override in (*self.overrides, *itertools.chain(*self.by_name().values())):
             if override.partition("=")[0] in _OWN_KEYS:
@@ -90,6 +93,17 @@ class SweepConfig(Section):
                     "remove it"
                 )
         return self
+
+    @property
+    def _num_variants(self) -> int:
+        return len(self.variants) or math.prod(map(len, self.grid.values()))
+
+    def _refuse_too_many(self) -> None:
+        if self._num_variants * len(self.seeds) > MAX_RUNS:
+            raise ValueError(
+                f"{'grid' if self.grid else 'variants'} and seeds must give at most {MAX_RUNS:,} "
+                f"runs, got {self._num_variants:,} × {len(self.seeds):,}; leave some out"
+            )
 
     def by_name(self) -> dict[str, tuple[str, ...]]:
         """Return the overrides of each variant."""
