@@ -5,6 +5,7 @@ way to Hugging Face one file of the result. A checkpoint written here keeps what
 (config.json, tokenizer, chat template, generation settings) under ``hf/``.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,7 @@ def _to_megatron(
     source: Path, target: Path, wanted: torch.dtype | None, max_file_bytes: int, report: Report
 ) -> Conversion:
     hf = read_hf_config_file(source / "config.json")
+    weight_export.find_companions(source)  # what is wrong with them is better said now
     table = hf_weights.weight_table(hf)
     files = hf_weights.find_tensors(hf, source)
     dtypes = hf_weights.stored_dtypes(table, files, hf, source)
@@ -125,6 +127,7 @@ def _to_hf(
     report: Report,
 ) -> Conversion:
     hf = read_hf_config_file(hf_dir / "config.json")
+    weight_export.find_companions(hf_dir)
     table = hf_weights.weight_table(hf)
     reader = TorchDistReader(source, hf)
     dtype = _target_dtype(source, reader.dtypes, wanted)
@@ -173,7 +176,7 @@ def _find_companions(source: Path) -> Path:
     own = source / COMPANIONS_NAME
     if (own / "config.json").is_file():
         return own
-    run_config = source.resolve().parent.parent / "config.yaml"
+    run_config = Path(os.path.realpath(source)).parent.parent / "config.yaml"
     if not run_config.is_file():
         raise ValueError(
             f"{source}: does not say which model it is of; give the directory with its config.json "
@@ -189,11 +192,14 @@ def _find_companions(source: Path) -> Path:
 
 
 def _check_target(target: Path, sources: list[Path], *, force: bool) -> None:
+    if target.name in ("", ".."):
+        raise ValueError(f"{target}: must end in a name of its own; choose another target")
+    real = Path(os.path.realpath(target))
     for source in sources:
-        if target.resolve() in (source.resolve(), *source.resolve().parents):
+        if Path(os.path.realpath(source)).is_relative_to(real):
             raise ValueError(f"{target}: writing it would delete {source}; choose another target")
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target}: is a file; choose another target")
+    if os.path.lexists(target) and not target.is_dir():
+        raise ValueError(f"{target}: not a directory; choose another target")
     if target.is_dir() and any(target.iterdir()) and not force:
         raise ValueError(
             f"{target}: exists and is not empty; choose another target, or replace it with --force"

@@ -6,7 +6,7 @@ Everything that would change what the model computes is either understood here o
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bapo_megatron.calls import shown_value
 from bapo_megatron.config.check import check_heads, check_layers
@@ -16,6 +16,8 @@ from bapo_megatron.files import parse_json, read_regular
 
 if TYPE_CHECKING:
     from bapo_megatron.data.packing import SequenceFlops
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ READ_FIELDS = (
     *("rope_theta", "rope_scaling", "rope_parameters"),
 )
 
+_ROPE_NAMES = ("rope_parameters", "rope_scaling")
 MAX_SIZES = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 17,
@@ -237,22 +240,44 @@ def _refuse_other_computations(fields: dict[str, Any]) -> None:
 
 
 def _rope(fields: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
-    """Read both spellings: transformers 5 writes ``rope_parameters``, older ones two fields."""
-    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
-    rope = fields.get(name) or {}
-    if not isinstance(rope, dict):
-        raise _unsupported(name, rope, "an object")
-    theta = _number("rope_theta", rope.get("rope_theta", fields.get("rope_theta")))
+    """Read both spellings: transformers 5 writes ``rope_parameters``, older ones two fields.
+
+    Where a file has both, they must agree, since readers differ in which of them counts.
+    """
+    given = {name: fields[name] for name in _ROPE_NAMES if fields.get(name) is not None}
+    for name, rope in given.items():
+        if not isinstance(rope, dict):
+            raise _unsupported(name, rope, "an object")
+    places = {f"{name}.rope_theta": rope.get("rope_theta") for name, rope in given.items()}
+    places = {"rope_theta": fields.get("rope_theta"), **places}
+    found = {place: theta for place, theta in places.items() if theta is not None}
+    thetas = {place: _number(place, theta) for place, theta in (found or places).items()}
+    scalings = {name: _scaling(name, rope) for name, rope in given.items() if rope}
+    return _agreed(thetas), _agreed(scalings) if scalings else None
+
+
+def _scaling(name: str, rope: dict[str, Any]) -> Llama3Rope | None:
     partial = rope.get("partial_rotary_factor", 1)
     if partial != 1:
         raise _unsupported(f"{name}.partial_rotary_factor", partial, "only 1")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return theta, None
+        return None
     if kind != "llama3":
         raise _unsupported(f"{name}.rope_type", kind, "'default' or 'llama3'")
     values = {f: _number(f"{name}.{f}", rope.get(f)) for f in Llama3Rope.__dataclass_fields__}
-    return theta, Llama3Rope(**values)
+    return Llama3Rope(**values)
+
+
+def _agreed(values: dict[str, _T]) -> _T:
+    """Return the value that all places have."""
+    (first, value), *others = values.items()
+    for place, other in others:
+        if other != value:
+            raise ValueError(
+                f"{place} means {_shown(other)}, but {first} {_shown(value)}; correct one of them"
+            )
+    return value
 
 
 def _positive(fields: dict[str, Any], name: str, default: int | None = None) -> int:

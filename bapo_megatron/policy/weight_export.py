@@ -154,6 +154,20 @@ def _write_file(weights: Iterator[tuple[str, Tensor]], sizes: dict[str, int], pa
     path.chmod(0o644)  # safetensors makes it private; a server may be another user
 
 
+def find_companions(source: Path) -> list[Path]:
+    """Return the files of a model that hold no weights, without its config.json.
+
+    Raises:
+        ValueError: One of them is no file, so that the copy would be another model.
+    """
+    found = sorted(source.iterdir())  # glob leaves out links that lead nowhere
+    paths = [path for path in found if any(map(path.match, COMPANION_PATTERNS))]
+    for path in paths:
+        if path.suffix and not path.is_file():
+            raise ValueError(f"{path}: must be a file, got something else; restore or remove it")
+    return [path for path in paths if path.is_file()]
+
+
 def copy_companions(source: Path, directory: Path, dtype: torch.dtype) -> None:
     """Copy config.json with the dtype of the weights, tokenizer, template, generation settings."""
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -162,7 +176,5 @@ def copy_companions(source: Path, directory: Path, dtype: torch.dtype) -> None:
     fields.update(dict.fromkeys(keys, str(dtype).removeprefix("torch.")))
     text = json.dumps(fields, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
-    for pattern in COMPANION_PATTERNS:
-        for path in sorted(source.glob(pattern)):
-            if path.is_file():
-                shutil.copyfile(path, directory / path.name)
+    for path in find_companions(source):
+        shutil.copyfile(path, directory / path.name)
