@@ -40,8 +40,8 @@ def regrade(
 
     Args:
         paths: Complete samples files.
-        config: Settings of rewards and scores; by default those that the samples were graded with,
-            and the schema's defaults.
+        config: Settings of rewards and scores; by default the functions that the samples were
+            graded with, and the schema's defaults.
         out_dir: If given, gets the samples with their new scores, ``eval.json`` and ``eval.md``.
 
     Raises:
@@ -51,12 +51,12 @@ def regrade(
     for path in paths:
         if not path.is_file():
             raise ResultsError(f"{path}: no such file; give a .jsonl of samples")
-        if out_dir is not None and out_dir.resolve() == path.parent.resolve():
+        if out_dir is not None and os.path.realpath(out_dir) == os.path.realpath(path.parent):
             raise ResultsError(
                 f"--out: would replace {path}, which is graded again; give another directory"
             )
     for number, path in enumerate(paths):
-        if path.resolve() in [other.resolve() for other in paths[:number]]:
+        if any(map(path.samefile, paths[:number])):
             raise ResultsError(f"--from: must be different files, got {path} twice; leave one out")
         if out_dir is not None and path.name in [other.name for other in paths[:number]]:
             raise ResultsError(
@@ -114,7 +114,10 @@ async def _regrade(
 
 
 def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:
-    """The reward section beside samples, which may come from anywhere and may name no code."""
+    """The reward section beside samples, which may come from anywhere.
+
+    It may name no code; how much of this machine grading may use is not for it to say.
+    """
     rewards = parse_section(RewardConfig, settings.get("reward", {}), place)
     for number, entry in enumerate(rewards.functions):
         if entry.function not in BUILT_IN_FUNCTIONS:
@@ -122,7 +125,9 @@ def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:
                 f"{place}: reward.functions[{number}] is {entry.url or entry.function}, which "
                 "samples alone may not run; give the CONFIG that may run it"
             )
-    return rewards
+    own = RewardConfig()
+    limits = {name: getattr(own, name) for name in ("workers", "timeout_s", "memory_limit_mb")}
+    return rewards.model_copy(update=limits)
 
 
 async def _grade_again(

@@ -6,7 +6,13 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from bapo_megatron.config.section import Section, built_in_or_own, is_loopback
+from bapo_megatron.config.section import (
+    MAX_MEMORY_MB,
+    MAX_WORKERS,
+    Section,
+    built_in_or_own,
+    is_loopback,
+)
 
 BUILT_IN_FUNCTIONS = ("math",)
 """Reward functions that need no module."""
@@ -26,7 +32,7 @@ class HttpRewardConfig(Section):
 
     batch_size: int = Field(32, ge=1)
     """Maximum number of responses in a request."""
-    connections: int = Field(4, ge=1)
+    connections: int = Field(4, ge=1, le=MAX_WORKERS)
     """Requests in flight at a time."""
     gather_s: float = Field(0.02, ge=0)
     """Wait this long for further responses before a request is sent."""
@@ -124,7 +130,8 @@ class FormatConfig(Section):
     def _pattern_compiles(cls, pattern: str | None) -> str | None:
         try:
             re.compile(pattern or "")
-        except re.error as error:
+        # Python's parser of patterns has no limits of its own for counts and for nesting.
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"is no regular expression ({error}); correct it") from error
         return pattern
 
@@ -143,11 +150,11 @@ class RewardConfig(Section):
 
     functions: RewardFunctions = (RewardFunctionConfig(name="math", function="math"),)
     """Functions whose weighted sum is the reward; the first one says which answer was found."""
-    workers: int = Field(2, ge=1)
+    workers: int = Field(2, ge=1, le=MAX_WORKERS)
     """Grader processes."""
     timeout_s: float = Field(5.0, gt=0)
     """Time limit of a function for one answer; beyond it the answer scores 0 and is counted."""
-    memory_limit_mb: int = Field(2048, ge=256)
+    memory_limit_mb: int = Field(2048, ge=256, le=MAX_MEMORY_MB)
     """Limit of a grader's address space, libraries included; treated like ``timeout_s``."""
     on_error: Literal["raise", "zero"] = "raise"
     """When a function fails: end the run, or score 0 and count the failure."""

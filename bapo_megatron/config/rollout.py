@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bapo_megatron.config.section import Section, built_in_or_own
+from bapo_megatron.config.section import MAX_MEMORY_MB, MAX_WORKERS, Section, built_in_or_own
 
 ENGINES = ("sglang", "local")
 """Engines that need no module."""
@@ -136,9 +136,9 @@ class EpisodesConfig(Section):
     """Maximum number of policy turns in a response."""
     step_timeout_s: float = Field(30.0, gt=0)
     """Time limit of one call; an environment that exceeds it has failed."""
-    workers: int = Field(4, ge=1)
+    workers: int = Field(4, ge=1, le=MAX_WORKERS)
     """Processes that run the environment, each one call at a time."""
-    memory_limit_mb: int = Field(2048, ge=256)
+    memory_limit_mb: int = Field(2048, ge=256, le=MAX_MEMORY_MB)
     """Limit of each worker's address space; beyond it the environment has failed."""
     on_error: Literal["raise", "zero", "mask"] = "raise"
     """When an environment fails: end the run, or only the episode, which is counted and has the

@@ -9,6 +9,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 MAX_SECONDS = 1e8
 """Limit of every time in the configuration: three years. Waiting functions overflow far beyond."""
+MAX_WORKERS = 4096
+"""Limit of the processes of one kind on a node."""
+MAX_MEMORY_MB = 1 << 30
+"""Limit of a process's address space: a pebibyte. The kernel takes no number far beyond."""
 MAX_INTEGER = 2**53
 """Limit of every whole number: beyond it, JSON and float64 no longer hold it exactly."""
 
