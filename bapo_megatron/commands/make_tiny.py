@@ -5,10 +5,14 @@ from typing import Annotated
 
 import typer
 
+_MAX_SEED = 2**63 - 1
+
 
 def command(
     out: Annotated[Path, typer.Argument(help="Directory for model/, train.jsonl, heldout.jsonl.")],
-    seed: Annotated[int, typer.Option(help="Seed of data, initialisation and warm-up.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=_MAX_SEED, help="Seed of data, initialisation and warm-up.")
+    ] = 0,
 ) -> None:
     """Make a tiny Qwen2 model, warmed up on sums, and its data (deterministic)."""
     from bapo_megatron.tiny.make import make_tiny  # transformers takes seconds

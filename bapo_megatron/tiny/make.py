@@ -1,6 +1,7 @@
 """Make the tiny model and its data: deterministic, and complete or absent."""
 
 import json
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from bapo_megatron.files import atomic_directory
+from bapo_megatron.files import atomic_directory, naming
 from bapo_megatron.tiny.model import build_model, build_tokenizer, save_model
 from bapo_megatron.tiny.task import Problem, SolutionMixture, split_problems
 from bapo_megatron.tiny.warmup import WarmupSettings, warm_up
@@ -49,44 +50,45 @@ def make_tiny(out_dir: Path, seed: int, settings: WarmupSettings | None = None) 
         OSError: ``out_dir`` cannot be written.
     """
     settings, mixture = settings or WarmupSettings(), SolutionMixture()
-    out_dir = out_dir.resolve()
+    out_dir = Path(os.path.realpath(out_dir))
     _refuse_foreign(out_dir)
     splits = split_problems(NUM_TRAIN, NUM_HELDOUT, seed)
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed)
-    started_s = time.monotonic()
-    final_loss = warm_up(model, tokenizer, splits.warmup, mixture, settings, seed)
-    warmup_s = time.monotonic() - started_s
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    about = {
-        "recipe": {
-            "seed": seed,
-            "num_train": NUM_TRAIN,
-            "num_heldout": NUM_HELDOUT,
-            "mixture": asdict(mixture),
-            "warmup": asdict(settings),
-        },
-        "torch": torch.__version__,
-        "result": {
-            "num_parameters": num_parameters,
-            "elapsed_s": warmup_s,
-            "final_loss": final_loss,
-        },
-    }
-    with atomic_directory(out_dir) as temporary_dir:
-        (temporary_dir / "model").mkdir()
-        save_model(model, tokenizer, temporary_dir / "model")
+    with naming(out_dir), atomic_directory(out_dir) as temporary_dir:
+        # First, so that a directory that cannot be written costs no warm-up.
         _write_problems(temporary_dir / "train.jsonl", splits.train)
         _write_problems(temporary_dir / "heldout.jsonl", splits.heldout)
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer, seed)
+        started_s = time.monotonic()
+        final_loss = warm_up(model, tokenizer, splits.warmup, mixture, settings, seed)
+        warmup_s = time.monotonic() - started_s
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        about = {
+            "recipe": {
+                "seed": seed,
+                "num_train": NUM_TRAIN,
+                "num_heldout": NUM_HELDOUT,
+                "mixture": asdict(mixture),
+                "warmup": asdict(settings),
+            },
+            "torch": torch.__version__,
+            "result": {
+                "num_parameters": num_parameters,
+                "elapsed_s": warmup_s,
+                "final_loss": final_loss,
+            },
+        }
+        (temporary_dir / "model").mkdir()
+        save_model(model, tokenizer, temporary_dir / "model")
         (temporary_dir / RECIPE_NAME).write_text(json.dumps(about, indent=2) + "\n")
     return TinyReport(out_dir / "model", num_parameters, warmup_s, final_loss)
 
 
 def _refuse_foreign(out_dir: Path) -> None:
-    if not out_dir.exists():
+    if not os.path.lexists(out_dir):
         return
     if not out_dir.is_dir():
-        raise ValueError(f"{out_dir} is a file; name a directory")
+        raise ValueError(f"{out_dir}: not a directory; name another one")
     try:
         is_ours = "recipe" in json.loads((out_dir / RECIPE_NAME).read_text())
     except (OSError, ValueError, TypeError):

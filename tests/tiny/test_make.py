@@ -93,7 +93,7 @@ def test_a_directory_of_somebody_else_is_refused_and_unchanged(tmp_path):
 
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path):
     (tmp_path / "tiny").touch()
-    with pytest.raises(ValueError, match="is a file; name a directory"):
+    with pytest.raises(ValueError, match=": not a directory; name another one"):
         make_short(tmp_path / "tiny")
 
 
