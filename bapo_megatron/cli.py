@@ -1,6 +1,7 @@
 """The table of commands; a user's error becomes one line and a non-zero exit status."""
 
 import importlib
+import io
 import json
 import os
 import sys
@@ -18,8 +19,10 @@ from bapo_megatron.errors import (
     RolloutError,
     describe_cause,
     describe_os_error,
+    is_explained,
 )
 from bapo_megatron.processes import (
+    CLOSED_PIPE,
     end_by_exception,
     own_compiler_cache,
     write_stacks_on_signal,
@@ -98,6 +101,44 @@ for _name, _help in COMMANDS.items():
     app.command(_name, help=_help)(_listed)
 
 
+class _StandardOutput(io.FileIO):
+    """Standard output whose errors name it; where its reader has ended, the command ends, too."""
+
+    def write(self, content: Any, /) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            # Nobody gets what is left, which Python would try to write once more at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if isinstance(error, BrokenPipeError):
+                sys.exit(CLOSED_PIPE)
+            raise OSError(error.errno, error.strerror, "standard output") from error
+
+
+def _prepare() -> None:
+    """Check what every command is given: arguments and standard output, which gets its class."""
+    for argument in sys.argv[1:]:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            shown = repr(os.fsencode(argument)).removeprefix("b")
+            raise ValueError(
+                f"argument {shown}: must be UTF-8, names of files, too; rename the file"
+            ) from None
+    output: Any = sys.stdout
+    if sys.stdout is None:
+        raise ValueError("standard output: closed; redirect it to a file, or to /dev/null")
+    if sys.stdout is sys.__stdout__:
+        raw: Any = _StandardOutput(output.fileno(), "w", closefd=False)
+        sys.stdout = io.TextIOWrapper(
+            raw if output.write_through else io.BufferedWriter(raw),
+            output.encoding,
+            output.errors,
+            line_buffering=output.line_buffering,
+            write_through=output.write_through,
+        )
+
+
 def main() -> None:
     """Run the command line.
 
@@ -108,6 +149,7 @@ def main() -> None:
     end_by_exception()
     write_stacks_on_signal()
     try:
+        _prepare()
         own_compiler_cache()
         # standalone_mode=False returns the status that a command asked for instead of exiting; an
         # interrupt inside a command comes back as a status too.
@@ -135,9 +177,10 @@ def _report(error: Exception) -> int:
     error = lost_peer or error
     line = describe_cause(error)
     if isinstance(error, typer.BadParameter):
-        line = error.format_message()
-    elif isinstance(error, OSError) and error.filename is not None:
-        line = f"{error.filename}: {describe_os_error(error)}"
+        line = " ".join(error.format_message().split())
+        line += "" if ";" in line else "; see --help"
+    elif isinstance(error, OSError) and (error.filename is not None or is_explained(error)):
+        line = f"{error.filename or 'this process'}: {describe_os_error(error)}"
     elif isinstance(error, FileNotFoundError) and _is_homeless():
         line = "the current working directory has been deleted; change to another one"
     elif isinstance(error, RolloutError):

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.section import is_loopback
-from bapo_megatron.processes import environment_set, nccl_settings
+from bapo_megatron.processes import environment_set, launched_number, nccl_settings
 
 Value = TypeVar("Value")
 
@@ -122,7 +122,7 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
     os.environ.update(nccl_settings())  # before NCCL reads them, once
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if has_torchrun else 0)
+        device = torch.device("cuda", launched_number("LOCAL_RANK", 0))
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=parallel.timeout_s)

@@ -13,6 +13,8 @@ _REMEDIES = {
     errno.EROFS: "choose another file system, this one is read-only",
     errno.ENOSPC: "free space, or choose another file system",
     errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "raise its limit, with ulimit -n",
+    errno.ENFILE: "raise the machine's limit, fs.file-max",
 }
 
 
@@ -50,6 +52,11 @@ def describe_os_error(error: OSError) -> str:
     """Return what the operating system says of a file, and what to do about it."""
     remedy = _REMEDIES.get(error.errno or 0, "check the path and its file system")
     return f"{(error.strerror or type(error).__name__).lower()}; {remedy}"
+
+
+def is_explained(error: OSError) -> bool:
+    """Return whether the error says enough without the name of a file."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -28,6 +28,9 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 OWNER_PID_VARIABLE = "BAPO_MEGATRON_OWNER_PID"
 """Environment variable with the process id of a child's owner."""
 
+CLOSED_PIPE = 141
+"""Exit status when the reader of the output has ended, as after SIGPIPE."""
+
 RUN_DIR_FILE = "BAPO_MEGATRON_RUN_DIR_FILE"
 """Environment variable of the file in which rank 0 notes its run directory for ``torchrun``."""
 
@@ -66,6 +69,24 @@ def nccl_settings() -> dict[str, str]:
     another one; groups of members that differ fail or hang.
     """
     return {name: os.environ.get(name, value) for name, value in _NCCL_DEFAULTS.items()}
+
+
+def launched_number(name: str, default: int) -> int:
+    """Return a number, such as ``WORLD_SIZE``, that torchrun sets in the environment of a rank.
+
+    Raises:
+        ValueError: It is none; one line with the remedy.
+    """
+    given = os.environ.get(name)
+    if given is None:
+        return default
+    least = 1 if name.endswith("SIZE") else 0
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and int(given) >= least):
+        raise ValueError(
+            f"{name}: must be a whole number from {least} on, got '{given}'; unset it, or start "
+            "ranks with python -m bapo_megatron.torchrun"
+        )
+    return int(given)
 
 
 @contextlib.contextmanager

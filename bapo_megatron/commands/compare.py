@@ -22,6 +22,7 @@ from bapo_megatron.evaluation.summary import summarise, votes_pool
 from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.types import EvalResult
 
+_MAX_RESAMPLES = 1_000_000
 _ABOUT = {
     "problems": "The interval is about other problems: a bootstrap over those of the set.",
     "seeds": "The interval is about other seeds, on these problems: Student's t over the seeds.",
@@ -42,7 +43,8 @@ def command(
         Path, typer.Argument(metavar="B", help="The other of its kind; differences are B − A.")
     ],
     resamples: Annotated[
-        int, typer.Option(min=100, help="Resamples of the bootstrap over problems.")
+        int,
+        typer.Option(min=100, max=_MAX_RESAMPLES, help="Resamples of the bootstrap over problems."),
     ] = 10000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
     common: Annotated[

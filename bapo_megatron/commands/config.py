@@ -1,6 +1,5 @@
 """``bapo-megatron config``."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from rich.table import Table
 from bapo_megatron.commands.options import OverridesArgument, load
 from bapo_megatron.config.describe import describe_keys
 from bapo_megatron.config.load import dump_yaml
+from bapo_megatron.processes import launched_number
 from bapo_megatron.trainer.check import check_training
 
 
@@ -35,7 +35,7 @@ def command(
     # Neither servers nor a number of ranks are needed.
     layout = run_config.parallel
     replica_size = layout.tensor * layout.pipeline * layout.context
-    world_size = int(os.environ.get("WORLD_SIZE", replica_size))
+    world_size = launched_number("WORLD_SIZE", replica_size)
     check_training(run_config, world_size, trains_here=False)
 
 

@@ -24,8 +24,8 @@ from bapo_megatron.config.check import check_rewards
 from bapo_megatron.config.load import ConfigError, load_config
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.data.rows import parse_answer
-from bapo_megatron.files import MAX_LINE_BYTES, parse_json
-from bapo_megatron.processes import run_async
+from bapo_megatron.files import MAX_LINE_BYTES, naming, parse_json
+from bapo_megatron.processes import CLOSED_PIPE, run_async
 from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.telemetry.console import ProgressLine
@@ -33,8 +33,6 @@ from bapo_megatron.types import FinishReason
 
 STANDARD_INPUT = Path("-")
 """The file that stands for standard input."""
-CLOSED_PIPE = 141
-"""Exit status when the reader of the output has ended, as after SIGPIPE."""
 
 _LINES_PER_WORKER = 16
 """Lines to read ahead."""
@@ -170,7 +168,12 @@ async def _lines(path: Path, stream: io.FileIO) -> AsyncIterator[tuple[str, byte
     """The lines that are not blank, with their places, as soon as they can be read."""
     name = "standard input" if path == STANDARD_INPUT else str(path)
     number, rest = 0, bytearray()
-    while chunk := await _in_thread(lambda: stream.read(_CHUNK_BYTES)):
+
+    def read() -> bytes | None:
+        with naming(Path(name)):
+            return stream.read(_CHUNK_BYTES)
+
+    while chunk := await _in_thread(read):
         rest += chunk  # in place: a long line is not copied with each chunk
         if b"\n" in chunk:
             *whole, rest = rest.split(b"\n")
@@ -229,6 +232,8 @@ def _parse(place: str, line: bytes) -> Response:
 
 def _open(path: Path) -> io.FileIO:
     """Without a buffer: its lock would be held by a thread that still reads at the end."""
+    if path == STANDARD_INPUT and sys.stdin is None:
+        raise GradeError("standard input: closed; give a file of JSON lines")
     try:
         if path == STANDARD_INPUT:
             return io.FileIO(sys.stdin.fileno(), closefd=False)
@@ -241,8 +246,9 @@ def _open(path: Path) -> io.FileIO:
 
 def _write(output: int, content: bytes) -> None:
     rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(output, rest) :]
+    with naming(Path("standard output")):
+        while rest:
+            rest = rest[os.write(output, rest) :]
 
 
 async def _in_thread(function: Callable[[], _T]) -> _T:

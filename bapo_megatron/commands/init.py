@@ -23,6 +23,7 @@ from bapo_megatron.data.prompts import PromptSet, load_train_sets
 from bapo_megatron.data.rows import DataError, Row, RowFormat, read_rows, recognise
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.planning.choice import choose_layout
+from bapo_megatron.planning.layout import MAX_GPUS
 from bapo_megatron.planning.plan import Plan, PlanOptions
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.telemetry.console import say
@@ -61,9 +62,11 @@ def command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Gets run.yaml and the run.")],
     model: Annotated[Path, typer.Option(help="Directory of a Hugging Face model.")],
     data: Annotated[Path, typer.Option(help="Prompts with answers: jsonl, json or parquet.")],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs in all, to train and to sample.")],
+    gpus: Annotated[
+        int, typer.Option(min=1, max=MAX_GPUS, help="GPUs in all, to train and to sample.")
+    ],
     gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
-    node_gpus: Annotated[int, typer.Option(min=1, help="GPUs per node.")] = 8,
+    node_gpus: Annotated[int, typer.Option(min=1, max=MAX_GPUS, help="GPUs per node.")] = 8,
     response_tokens: Annotated[
         int, typer.Option(min=1, help="Longest response, as far as the model's positions go.")
     ] = 8192,
@@ -142,7 +145,7 @@ def _draft(directory: Path, model: Path, found: _Found, response_tokens: int) ->
     positions, report = found.hf.max_position_embeddings, found.prompts.report
     prompt = min(_rounded_up(report.longest_tokens, _TOKENS_MULTIPLE), report.max_prompt_tokens)
     response = min(response_tokens, positions - prompt)
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", directory.resolve().name) or "run"
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(os.path.realpath(directory)).name) or "run"
     whole_updates = len(found.prompts.prompts) // _UPDATES_PER_BATCH * _UPDATES_PER_BATCH
     groups = max(_UPDATES_PER_BATCH, min(_MAX_GROUPS_PER_STEP, whole_updates))
     return RunConfig.model_validate(

@@ -15,7 +15,7 @@ from rich.table import Table
 from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.planning.disk import BUFFER_TOKEN_BYTES, DUMP_TOKEN_BYTES, OPTIMIZER_BYTES
-from bapo_megatron.planning.layout import Layout, chunk_parameters
+from bapo_megatron.planning.layout import MAX_GPUS, Layout, chunk_parameters
 from bapo_megatron.planning.plan import ESTIMATED, MISS_SHARE, Plan, PlanOptions, make_plan
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.telemetry.console import say, uncut_console
@@ -25,6 +25,9 @@ _PLACES = {
     "same node": "others of the trainer's node",
     "elsewhere": "of other nodes",
 }
+_MAX_MEMORY_GB = 1e6
+_MAX_TOKENS = 1 << 31
+_MAX_TOKENS_PER_S = 1e9
 MAX_LAYOUTS = 12
 """Rows of the list of layouts; --json has all of them."""
 
@@ -33,13 +36,15 @@ def command(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     gpus: Annotated[
-        int | None, typer.Option(help="Trainer GPUs; default: those of one replica.")
+        int | None,
+        typer.Option(max=MAX_GPUS, help="Trainer GPUs; default: those of one replica."),
     ] = None,
     gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
     gpu_memory: Annotated[
-        float | None, typer.Option(min=1, help="GB of one GPU; default: that GPU's.")
+        float | None,
+        typer.Option(min=1, max=_MAX_MEMORY_GB, help="GB of one GPU; default: that GPU's."),
     ] = None,
-    node_gpus: Annotated[int, typer.Option(min=1, help="GPUs per node.")] = 8,
+    node_gpus: Annotated[int, typer.Option(min=1, max=MAX_GPUS, help="GPUs per node.")] = 8,
     mfu: Annotated[
         float, typer.Option(min=0.01, max=1, help="Share of the peak that products reach.")
     ] = 0.4,
@@ -47,16 +52,24 @@ def command(
         bool, typer.Option("--local-layers", help="Without Transformer Engine.")
     ] = False,
     prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Mean; default: 256, or the longest if that is less.")
+        int | None,
+        typer.Option(
+            min=1, max=_MAX_TOKENS, help="Mean; default: 256, or the longest if that is less."
+        ),
     ] = None,
     response_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Mean; default: half of the longest.")
+        int | None,
+        typer.Option(min=1, max=_MAX_TOKENS, help="Mean; default: half of the longest."),
     ] = None,
     rollout_gpus: Annotated[
-        int | None, typer.Option(min=1, help="Default: rollout.servers', else as the trainer.")
+        int | None,
+        typer.Option(min=1, max=MAX_GPUS, help="Default: rollout.servers', else as the trainer."),
     ] = None,
     rollout_tokens_per_s: Annotated[
-        float | None, typer.Option(min=0.001, help="Of one rollout GPU; default: estimated.")
+        float | None,
+        typer.Option(
+            min=0.001, max=_MAX_TOKENS_PER_S, help="Of one rollout GPU; default: estimated."
+        ),
     ] = None,
     misses: Annotated[
         float, typer.Option(min=0, max=1, help="Share of predicted bounds that are wrong.")

@@ -13,6 +13,7 @@ from bapo_megatron.policy.hf_config import HfConfig, check_division, padded_voca
 
 Group = Literal["tensor", "context", "pipeline", "data"]
 
+MAX_GPUS = 1 << 16
 MAX_VIRTUAL = 8
 """Limit of chunks per stage in listed layouts."""
 
@@ -87,6 +88,11 @@ def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
     """
     replica = parallel.tensor * parallel.pipeline * parallel.context
     gpus = replica if gpus is None else gpus
+    if replica > MAX_GPUS:
+        raise ValueError(
+            f"parallel: tensor × pipeline × context must be at most {MAX_GPUS}, got {replica}; "
+            "lower them"
+        )
     if gpus < 1 or gpus % replica:
         raise ValueError(
             f"--gpus: must be a multiple of parallel.tensor × pipeline × context = {replica}, got "

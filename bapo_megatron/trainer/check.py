@@ -1,7 +1,6 @@
 """What training needs, checked before anything is started; imports torch only for a user's code."""
 
 import importlib.util
-import os
 
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import ConfigError
@@ -10,6 +9,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.gpus import count_gpus
 from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.processes import launched_number
 
 
 def check_training(
@@ -61,7 +61,7 @@ def _check_packages(wandb_project: str) -> None:
 def _check_gpus(rollout: RolloutConfig) -> None:
     """Servers beside the ranks of this node have other GPUs than these, or release their memory."""
     server, num_gpus = rollout.server, count_gpus()
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_ranks = launched_number("LOCAL_WORLD_SIZE", 1)
     has_own = rollout.engine == "sglang" and rollout.starts_servers
     if not has_own or rollout.colocated or not num_gpus or server.first_gpu >= num_ranks:
         return

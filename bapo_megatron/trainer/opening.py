@@ -15,7 +15,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.settings import differing, flat_settings, read_settings
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy.checkpoint_files import find_latest
-from bapo_megatron.processes import RUN_DIR_FILE
+from bapo_megatron.processes import RUN_DIR_FILE, launched_number
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.rollout.replay import ReplaySource
@@ -52,8 +52,8 @@ def open_run(config: RunConfig, stopping: Stopping) -> Iterator[Opening]:
     Raises:
         ValueError: The configuration cannot be trained, or ``run_dir`` holds an earlier run.
     """
-    rank, timer = int(os.environ.get("RANK", "0")), PhaseTimer()
-    check_training(config, int(os.environ.get("WORLD_SIZE", "1")), owns_files=rank == 0)
+    rank, timer = launched_number("RANK", 0), PhaseTimer()
+    check_training(config, launched_number("WORLD_SIZE", 1), owns_files=rank == 0)
     if rank != 0:
         yield Opening(timer)
         return

@@ -4,7 +4,6 @@ Rank 0 owns what talks to the outside: the rollout source, the sinks, the files 
 other ranks take part in the collectives.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -31,7 +30,7 @@ from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import name_best
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.processes import stacks_appended_to
+from bapo_megatron.processes import launched_number, stacks_appended_to
 from bapo_megatron.telemetry.console import Pulse, say, show
 from bapo_megatron.telemetry.hang import HangWatch
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
@@ -109,7 +108,7 @@ class Run:
     @contextmanager
     def open(cls, config: RunConfig, stopping: Stopping, opening: Opening) -> Iterator[Self]:
         """Meet the other ranks and build the policy, while servers load; end it all at exit."""
-        rank = int(os.environ.get("RANK", "0"))
+        rank = launched_number("RANK", 0)
         logs, source, timer = config.run_dir / "logs", opening.source, opening.timer
         with ExitStack() as stack:
             stack.enter_context(stacks_appended_to(logs / f"stacks_rank_{rank}.txt"))
