@@ -78,7 +78,7 @@ def make(root: Path) -> None:
 def _run_all(root: Path, given: argparse.Namespace) -> Iterator[Ended]:
     from tests.fuzz.forks import run_case
     from tests.fuzz.kinds import KINDS
-    from tests.fuzz.known import KNOWN
+    from tests.fuzz.known_commands import KNOWN
 
     known = {} if given.first or given.kinds else KNOWN
     for number, (name, make_known) in enumerate(known.items()):

@@ -66,8 +66,12 @@ def load_commands() -> None:
         data_show,
         evaluate,
         grade,
+        init,
+        make_tiny,
+        plan,
         plot,
         samples,
+        sweep,
         train,
     )
     from bapo_megatron.policy import convert as conversion  # noqa: F401

@@ -1,4 +1,7 @@
-"""Known cases of bad input, each by its name; every one has been a traceback or a silent error."""
+"""Known cases of bad input, each by its name; every one has been a traceback or a silent error.
+
+Here are those of files; ``known_commands`` has the others, and all of them together.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from tests.fuzz import mutations as harm
 from tests.fuzz.forks import Case
 from tests.fuzz.kinds import DUMP, METADATA, SHOW, SHOW_DUMP, replay_of, template_of
-from tests.fuzz.known_runs import RUNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +33,7 @@ def _json_file(path: Path, change: Callable[[Any], Any]) -> None:
     path.write_text(json.dumps(change(tree) or tree))
 
 
-def _put(*place: Any, value: Any) -> Callable[[Any], Any]:
+def put_at(*place: Any, value: Any) -> Callable[[Any], Any]:
     return lambda tree: harm.put(tree, place, value)
 
 
@@ -85,15 +87,17 @@ DUMPS: dict[str, Any] = {
         metadata, change=b'{"format": 4, "step": 1, "stats"\xba {}}'
     ),
     "metadata nested deeply": partial(metadata, change=b"[" * harm.DEEP),
-    "step of 10^30": partial(metadata, change=_put("step", value=10**30), place="'step'"),
-    "version NaN": partial(metadata, change=_put("version", value=float("nan")), place="'version'"),
+    "step of 10^30": partial(metadata, change=put_at("step", value=10**30), place="'step'"),
+    "version NaN": partial(
+        metadata, change=put_at("version", value=float("nan")), place="'version'"
+    ),
     "counter NaN": partial(
         metadata,
-        change=_put("stats", "generation_s", value=float("nan")),
+        change=put_at("stats", "generation_s", value=float("nan")),
         place="'stats.generation_s'",
     ),
     "unknown counter": partial(
-        metadata, change=_put("stats", "lost", value=1), place="'stats.lost'"
+        metadata, change=put_at("stats", "lost", value=1), place="'stats.lost'"
     ),
     "flipped length of the footer": partial(flipped, find=lambda _: -6, bits=1),
     "column name that is not UTF-8": partial(
@@ -156,16 +160,20 @@ def no_tokenizer(intact: Path, files: Path, *, content: str | None) -> Case:
 INDEX = "model.safetensors.index.json"
 MODELS: dict[str, Any] = {
     "weight_map that is a list": partial(
-        model, source="sharded", file=INDEX, change=_put("weight_map", value=[]), place="weight_map"
+        model,
+        source="sharded",
+        file=INDEX,
+        change=put_at("weight_map", value=[]),
+        place="weight_map",
     ),
     "weight_map that names the wrong shard": partial(
         model, source="sharded", file=INDEX, change=_wrong_shard, place="model"
     ),
     "a billion layers": partial(
-        model, file="config.json", change=_put("num_hidden_layers", value=10**9), place="layers"
+        model, file="config.json", change=put_at("num_hidden_layers", value=10**9), place="layers"
     ),
     "a vocabulary of 10^12": partial(
-        model, file="config.json", change=_put("vocab_size", value=10**12), place="vocab_size"
+        model, file="config.json", change=put_at("vocab_size", value=10**12), place="vocab_size"
     ),
     "integer weights in convert": partial(integer_weights, command="convert"),
     "integer weights in train": partial(integer_weights, command="train"),
@@ -296,7 +304,7 @@ FILES: dict[str, Any] = {
         resumed, file=STATE, change=_without("layout"), place="layout"
     ),
     "state with an unknown field": partial(
-        resumed, file=STATE, change=_put("other", value=1), place="other"
+        resumed, file=STATE, change=put_at("other", value=1), place="other"
     ),
     "metrics that are not UTF-8": metrics,
     "chain of 2,000 files": chain,
@@ -358,64 +366,18 @@ EVALUATIONS: dict[str, Any] = {
     "setting of another type": partial(
         samples,
         file="sums.settings.json",
-        change=_put("samples_per_prompt", value="2"),
+        change=put_at("samples_per_prompt", value="2"),
         place="samples_per_prompt",
     ),
     "sample number out of range": partial(
-        samples, change=_put("index", value=10**9), place="index"
+        samples, change=put_at("index", value=10**9), place="index"
     ),
     "two answers for one prompt": partial(
-        samples, change=_put("answer", value="9"), place="answer"
+        samples, change=put_at("answer", value="9"), place="answer"
     ),
-    "reward that is a text": partial(samples, change=_put("reward", value="1"), place="reward"),
+    "reward that is a text": partial(samples, change=put_at("reward", value="1"), place="reward"),
     "one file twice": partial(given_twice, copied=False),
     "two sets of one name": partial(given_twice, copied=True),
-    "rewards that are texts": partial(results, change=_put(*REWARDS, value=["1", "0"])),
-    "fewer rewards than samples": partial(results, change=_put(*REWARDS, value=[1.0])),
+    "rewards that are texts": partial(results, change=put_at(*REWARDS, value=["1", "0"])),
+    "fewer rewards than samples": partial(results, change=put_at(*REWARDS, value=[1.0])),
 }
-
-# --- command lines ----------------------------------------------------------------------------
-
-
-def command(
-    intact: Path,
-    files: Path,
-    *,
-    given: str,
-    place: str,
-    make: Callable[[Path, Path], Any] = lambda intact, files: None,
-    target: str = "",
-) -> Case:
-    """A command in the directory of the case's files, which ``make`` makes.
-
-    Words are divided by spaces; ``{intact}`` in them stands for that directory.
-    """
-    make(intact, files)
-    words = [word.replace("{intact}", str(intact)) for word in given.split(" ")]
-    return Case(words, (place,), True, files / target if target else None)
-
-
-def graded(intact: Path, files: Path, *, content: str, place: str = "responses.jsonl:1") -> Case:
-    """Grade one line."""
-    (files / "responses.jsonl").write_text(content + "\n")
-    return Case(["grade", "responses.jsonl"], (place,), is_wrong=True)
-
-
-def _answer(answer: str) -> partial[Case]:
-    return partial(graded, content=f'{{"response": "1", "answer": {answer}}}', place="'answer'")
-
-
-COMMANDS: dict[str, Any] = {
-    "finish reason that is a list": partial(
-        graded,
-        content='{"response": "1", "answer": "1", "finish_reason": ["stop"]}',
-        place="finish_reason",
-    ),
-    "answer in 900 lists": _answer("[" * 900 + '"1"' + "]" * 900),
-    "answer in two lists": _answer('[["1"]]'),
-    "answer that ends in ####": _answer('"x #### "'),
-    "line of 66 MiB": partial(graded, content='{"response": "' + "a" * (66 << 20) + '"}'),
-}
-
-KNOWN = {**DUMPS, **MODELS, **FILES, **EVALUATIONS, **COMMANDS, **RUNS}
-"""By name, what makes the case from the directories of intact and of its own files."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fuzz.known import KNOWN
+from tests.fuzz.known_commands import KNOWN
 from tests.launch import REPOSITORY
 
 pytestmark = pytest.mark.slow
