@@ -19,13 +19,15 @@ class Score:
     """Grading exceeded its limit of time or memory and was ended; the reward is 0."""
     reason: str = ""
     """Why it is right or wrong, in a word: what the function says (``math``: a
-    ``math_answer.Reason``), ``limit`` where a limit ended it, ``error`` where it failed."""
+    ``math_answer.Reason``), ``limit`` where a limit ended it, ``error`` where it failed,
+    ``crash`` where ``math`` ended its process."""
     components: Mapping[str, float] = field(default_factory=dict)
     """What each reward function gave, by its name and without its weight."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of a function; of a composition, with the function's name and a slash."""
     failed: bool = False
-    """A function failed on this response, and ``reward.on_error: zero`` made it 0."""
+    """A function failed on this response, and ``reward.on_error: zero`` made it 0; or ``math``
+    ended its process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,10 +71,12 @@ class RewardPool:
 
         A function of one response gets that one. A function of groups gets all responses to a
         prompt, with the ``rewards`` that functions of one response gave them. All scores are 0,
-        with ``timed_out``, where a limit was exceeded.
+        with ``timed_out``, where a limit was exceeded, and with ``failed``, where a built-in
+        function ended its process: no response may end the run by that.
 
         Raises:
-            FunctionFailedError: The function raised an error, or returned what is no reward.
+            FunctionFailedError: The function raised an error, returned what is no reward, or ended
+                its process.
         """
         if function in BUILT_IN:  # these need no more, and a row may be large
             responses = [Response(response.text, response.answer) for response in responses]
@@ -100,7 +102,14 @@ class RewardPool:
             raise FunctionFailedError(
                 f"reward function '{function}' failed: {outcome.value}; correct it"
             )
+        if outcome.kind == "died" and function not in BUILT_IN:
+            raise FunctionFailedError(
+                f"reward function '{function}' failed: it ended two processes, or returned more "
+                "than they can send; correct it"
+            )
         ended = Score(reward=0.0, answer_found=False, timed_out=True, reason="limit")
+        if outcome.kind == "died":
+            ended = Score(reward=0.0, answer_found=False, failed=True, reason="crash")
         return [ended] * len(responses)
 
     async def matches(self, pattern: str | None, text: str) -> bool | None:

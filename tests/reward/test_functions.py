@@ -15,6 +15,7 @@ from bapo_megatron.reward.base import (
 )
 from bapo_megatron.reward.functions import BUILT_IN, as_score, build
 from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.workers import Outcome
 from tests.reward import own_functions
 
 OWN = "tests.reward.own_functions"
@@ -120,8 +121,29 @@ def test_the_first_traceback_of_a_line_that_fails_is_written_for_the_log(capfd):
     assert written.count("RuntimeError: cannot\nscore x") == 1
 
 
-@pytest.mark.parametrize("name", ["hang", "eat_memory", "end_the_process"])
-def test_a_function_that_exceeds_a_limit_or_dies_scores_zero(name):
+def test_a_function_that_ends_its_process_has_failed_and_not_timed_out():
+    async def ask():
+        async with RewardPool(1, 10, (f"{OWN}:end_the_process",)) as pool:
+            await pool.score(GIVEN)
+
+    with pytest.raises(FunctionFailedError, match="_process' failed: it ended two processes"):
+        asyncio.run(ask())
+
+
+def test_the_built_in_function_scores_zero_by_a_reason_of_its_own_where_it_crashes(monkeypatch):
+    async def ask():
+        async with RewardPool(1, 10) as pool:
+            monkeypatch.setattr(pool._workers, "ask", died)
+            return await pool.score("1", "1")
+
+    async def died(request):
+        return Outcome("died")
+
+    assert asyncio.run(ask()) == Score(reward=0.0, answer_found=False, failed=True, reason="crash")
+
+
+@pytest.mark.parametrize("name", ["hang", "eat_memory"])
+def test_a_function_that_exceeds_a_limit_scores_zero(name):
     async def ask():
         functions = (f"{OWN}:{name}", f"{OWN}:length")
         async with RewardPool(1, timeout_s=1, functions=functions) as pool:
