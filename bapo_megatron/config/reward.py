@@ -2,7 +2,6 @@
 
 import re
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -12,6 +11,7 @@ from bapo_megatron.config.section import (
     Section,
     built_in_or_own,
     is_loopback,
+    split_address,
 )
 
 BUILT_IN_FUNCTIONS = ("math",)
@@ -69,12 +69,8 @@ class RewardFunctionConfig(Section):
             raise ValueError(f"needs either function or url, got {given}; give one of them")
         if self.url is None:
             return self
-        try:
-            parts = urlsplit(self.url)
-            host = parts.hostname if parts.port != 0 else None
-        except ValueError:  # the port is no number, or a bracket is not closed
-            host = None
-        if not host or parts.scheme not in ("http", "https"):
+        parts = split_address(self.url)
+        if parts is None:
             raise ValueError(
                 f"url must be http://host… or https://host…, got '{self.url}'; correct it"
             )
@@ -83,7 +79,8 @@ class RewardFunctionConfig(Section):
                 "url must hold no password, since it is logged; name a variable with a token: "
                 "http.token_variable"
             )
-        if self.http.token_variable and parts.scheme == "http" and not is_loopback(host):
+        is_open = parts.scheme == "http" and not is_loopback(parts.hostname or "")
+        if self.http.token_variable and is_open:
             raise ValueError(
                 "url must be https, or on this machine, with http.token_variable, got "
                 f"'{self.url}': the token would cross the network unencrypted; use https"

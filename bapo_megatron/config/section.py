@@ -4,6 +4,7 @@ import ipaddress
 import re
 from pathlib import Path
 from typing import Self
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
@@ -62,6 +63,17 @@ def _module_of(name: str) -> str:
     if path.is_absolute():
         return f"; give {path.stem}:{attribute}, and set PYTHONPATH={path.parent}"
     return f"; give {'.'.join(path.with_suffix('').parts)}:{attribute}"
+
+
+def split_address(address: str) -> SplitResult | None:
+    """Return the parts of an ``http://`` or ``https://`` address; None if nothing can be there."""
+    try:
+        parts = urlsplit(address)
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number or above 65535, or a bracket is not closed
+        return None
+    is_one_word = address.isprintable() and " " not in address
+    return parts if has_host and is_one_word and parts.scheme in ("http", "https") else None
 
 
 def is_loopback(host: str) -> bool:

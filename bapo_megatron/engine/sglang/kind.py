@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from bapo_megatron.config.check import check_heads, check_model, check_unique
 from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.section import split_address
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.files import read_regular
 from bapo_megatron.gpus import count_gpus
@@ -88,6 +89,11 @@ def given_addresses(rollout: RolloutConfig) -> list[str]:
             raise ConfigError(
                 f"{key}: must be addresses like http://host:port, got '{address}'; did you mean "
                 f"'http://{address}'?"
+            )
+        parts = split_address(address)
+        if parts is None or "?" in address or "#" in address:
+            raise ConfigError(
+                f"{key}: must be addresses like http://host:port, got {address!r}; correct it"
             )
     check_unique(key, addresses)
     return addresses

@@ -70,6 +70,20 @@ def check(tmp_path, monkeypatch):
             "rollout.servers_file: must be addresses like http://host:port, got 'a:1'; did you "
             "mean 'http://a:1'?",
         ),
+        *(
+            (
+                [f"rollout.servers=['{given}']"],
+                f"rollout.servers: must be addresses like http://host:port, got '{given}'; "
+                "correct it",
+            )
+            for given in (
+                "http://a b",
+                "http://a:0",
+                "http://a:99999",
+                "http://a:1/?b=c",
+                "http://:1",
+            )
+        ),
         (
             ["rollout.servers=[http://user:password@a:1]"],
             "rollout.servers: must hold no user or password, got an address with '@': it would be "
