@@ -19,7 +19,7 @@ from bapo_megatron.evaluation.runs import find_group, newest_results, read_group
 from bapo_megatron.evaluation.samples import read_samples
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.evaluation.summary import summarise, votes_pool
-from bapo_megatron.telemetry.console import uncut_console
+from bapo_megatron.telemetry.console import uncut_console, visible
 from bapo_megatron.types import EvalResult
 
 _MAX_RESAMPLES = 1_000_000
@@ -109,14 +109,15 @@ def _show(found: Sequence[Comparison]) -> None:
             problems += f" over {num_seeds} seeds"
         elif num_seeds:
             problems = f"{comparison.num_problems // num_seeds:,} problems × {num_seeds} seeds"
-        typer.echo(f"{comparison.set_name}: {problems}{left_out}")
+        typer.echo(visible(f"{comparison.set_name}: {problems}{left_out}"))
         if num_seeds:
             seeds = ", ".join(map(str, comparison.seeds))
             others = ", ".join(map(str, comparison.seeds_left_out))
             left_out = f"; left out: {others}" if others else ""
-            typer.echo(f"{comparison.set_name}: pairs of runs by the seeds {seeds}{left_out}")
+            line = f"{comparison.set_name}: pairs of runs by the seeds {seeds}{left_out}"
+            typer.echo(visible(line))
         for difference in comparison.different_settings:
-            typer.echo(f"{comparison.set_name}: sampled with {difference}")
+            typer.echo(visible(f"{comparison.set_name}: sampled with {difference}"))
     typer.echo(_ABOUT[found[0].over])
 
 

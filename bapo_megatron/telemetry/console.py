@@ -38,15 +38,25 @@ _LOG = logging.getLogger(__name__)
 """What ``say`` and ``show`` print, for ``console_kept_in``."""
 
 
+class _VisibleConsole(Console):
+    """Shows the control characters in a string, a table's cell or title, instead of sending them.
+
+    A ``Text`` is its maker's to make ``visible``.
+    """
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
+
+
 def uncut_console() -> Console:
     """Standard output, wide enough for every row unless it is a terminal or ``COLUMNS`` is set.
 
     In a pipe, Rich would take 80 columns and cut cells that people may want to search for.
     """
-    console = Console()
-    return (
-        console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_UNCUT_COLUMNS)
-    )
+    console = _VisibleConsole()
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return _VisibleConsole(width=_UNCUT_COLUMNS)
 
 
 def visible(text: str) -> str:
@@ -64,23 +74,23 @@ def visible_json(value: Any) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line for people on standard error, as it is."""
-    Console(stderr=True).print(Text(line), soft_wrap=True)
-    _LOG.info("%s", line)
+    """Print a line for people on standard error, as it is but for control characters."""
+    _VisibleConsole(stderr=True).print(Text(visible(line)), soft_wrap=True)
+    _LOG.info("%s", visible(line))
 
 
 def show(part: str | Table, style: str = "") -> None:
-    """Print a line, as it is, or a table for people on standard output."""
+    """Print a line, as ``say`` does, or a table for people on standard output."""
     console = uncut_console()
     if isinstance(part, str):
-        console.print(Text(part, style), soft_wrap=True)
-        _LOG.info("%s", part)
+        console.print(Text(visible(part), style), soft_wrap=True)
+        _LOG.info("%s", visible(part))
     else:
         console.print(part)
         plain = io.StringIO()
-        Console(file=plain, width=_UNCUT_COLUMNS, color_system=None, force_terminal=False).print(
-            part
-        )
+        _VisibleConsole(
+            file=plain, width=_UNCUT_COLUMNS, color_system=None, force_terminal=False
+        ).print(part)
         _LOG.info("\n%s", plain.getvalue().rstrip())
 
 
@@ -122,7 +132,7 @@ class ProgressLine:
     """A status line on standard error that changes in place; plain lines without a terminal."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
+        self._console = _VisibleConsole(stderr=True)
         self._status = self._console.status("starting") if self._console.is_terminal else None
         self._last_print_s = time.monotonic()
         self._file: Path | None = None
@@ -146,11 +156,11 @@ class ProgressLine:
     def update(self, text: str) -> None:
         """Show the progress, such as ``rollout 12: 40/64 groups, 2100 tokens/s``."""
         if self._status is not None:
-            self._status.update(Text(text))
+            self._status.update(Text(visible(text)))
         elif time.monotonic() - self._last_print_s >= _PLAIN_INTERVAL_S:
             with suppress(OSError):  # no run ends because the disk is too full to say how it goes
                 if self._file is None:
-                    self._console.print(Text(text), soft_wrap=True)
+                    self._console.print(Text(visible(text)), soft_wrap=True)
                 else:
                     self._file.write_text(f"{text}\n", encoding="utf-8")
             self._last_print_s = time.monotonic()

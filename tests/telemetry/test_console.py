@@ -68,6 +68,24 @@ def test_the_file_has_lines_tables_and_the_last_error_of_every_start(tmp_path, c
     assert "time: export" in capsys.readouterr().out
 
 
+def test_control_characters_of_data_are_seen_and_not_obeyed(tmp_path, capsys) -> None:
+    table = Table("a\x1b]0;title\x07", title="set \x1b[2J")
+    table.add_row("\x9b31m")
+    with console_kept_in(tmp_path / "console.log"):
+        say("said \x1b[31m")
+        show("shown \x1b[31m")
+        show(table)
+
+    printed = capsys.readouterr()
+    kept = (tmp_path / "console.log").read_text()
+    for text in (printed.out, printed.err, kept):
+        assert not {"\x1b", "\x9b", "\x07"} & set(text)
+    assert "said ␛[31m" in printed.err
+    assert "shown ␛[31m" in printed.out
+    assert "␛]0;title" in printed.out
+    assert "set ␛[2J" in kept
+
+
 def test_warnings_are_in_the_file_and_once_on_standard_error(tmp_path) -> None:
     path = tmp_path / "console.log"
     found = subprocess.run(
