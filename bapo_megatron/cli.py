@@ -105,6 +105,8 @@ class _StandardOutput(io.FileIO):
     """Standard output whose errors name it; where its reader has ended, the command ends, too."""
 
     def write(self, content: Any, /) -> int:
+        if not content:  # typer tries so whether it may write, and /dev/full refuses that
+            return 0
         try:
             return super().write(content)
         except OSError as error:
@@ -154,6 +156,7 @@ def main() -> None:
         # standalone_mode=False returns the status that a command asked for instead of exiting; an
         # interrupt inside a command comes back as a status too.
         status = app(standalone_mode=False)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         status = INTERRUPTED
     except InterruptedRunError as error:

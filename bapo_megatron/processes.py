@@ -83,8 +83,8 @@ def launched_number(name: str, default: int) -> int:
     least = 1 if name.endswith("SIZE") else 0
     if not (given.isascii() and given.isdecimal() and len(given) < 10 and int(given) >= least):
         raise ValueError(
-            f"{name}: must be a whole number from {least} on, got '{given}'; unset it, or start "
-            "ranks with python -m bapo_megatron.torchrun"
+            f"{name}: must be a whole number from {least} on, got '{given[:20]}'; unset it, or "
+            "start ranks with python -m bapo_megatron.torchrun"
         )
     return int(given)
 

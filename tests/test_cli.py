@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +17,7 @@ from bapo_megatron.commands import train
 from tests.launch import REPOSITORY, run, torchrun
 from tests.trainer.dumps import make_random_model
 
-if TYPE_CHECKING:
-    from pathlib import Path
+COMMAND = [sys.executable, "-m", "bapo_megatron"]
 
 
 @pytest.fixture
@@ -235,3 +235,44 @@ def test_a_working_directory_that_is_gone_is_named(
     assert capsys.readouterr().err == (
         "bapo-megatron: the current working directory has been deleted; change to another one\n"
     )
+
+
+def test_standard_output_that_cannot_be_written_is_named() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "--version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "bapo-megatron: standard output: no space left on device; free space, or choose another "
+        "file system\n",
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["config"]])
+def test_a_command_ends_silently_once_nobody_reads_its_output(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [*COMMAND, *arguments], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_closed_standard_output_is_an_error() -> None:
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *COMMAND, "config"],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "bapo-megatron: standard output: closed; redirect it to a file, or to /dev/null\n"
+    )
+
+
+def test_control_characters_of_an_error_are_seen_and_not_obeyed() -> None:
+    said = run(["grade", "\x1b]0;x\x07"]).stderr
+    assert said.startswith("bapo-megatron: ␛]0;x␇: cannot be read (No such file or directory)")

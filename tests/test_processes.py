@@ -19,6 +19,7 @@ from bapo_megatron.processes import (
     child_environment,
     describe_exit,
     end_group,
+    launched_number,
     open_log,
     own_compiler_cache,
     request_stacks,
@@ -171,3 +172,12 @@ def test_a_private_directory_goes_with_its_maker_at_the_latest_when_the_next_one
         directory.close()
         directory.close()
     assert not list(tmp_path.glob("bapo_megatron-????????"))
+
+
+@pytest.mark.parametrize("given", ["x", "", "-1", "0", "1e3", "²", "9" * 5000])
+def test_a_number_of_ranks_that_is_none_is_refused(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", given)
+    with pytest.raises(ValueError, match=r"^WORLD_SIZE: must be a whole number from 1 on, got '"):
+        launched_number("WORLD_SIZE", 1)
