@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
 
+import numpy as np
+
 from bapo_megatron.report.runs import FAULTS, Run
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 
@@ -315,7 +317,9 @@ def _fallen_reward(run: Run) -> Iterator[Finding]:
         return
     last = _tail(rewards)
     width = len(last)
-    best = max((rewards[n : n + width] for n in range(len(rewards) - width + 1)), key=_mean)
+    windows = np.lib.stride_tricks.sliding_window_view([value for _, value in rewards], width)
+    start = int(windows.mean(axis=1).argmax())
+    best = rewards[start : start + width]
     if _mean(best) > 0 and _mean(last) < _MIN_REWARD_RATIO * _mean(best):
         oldest = max(run.values("rollout/age_max"), default=math.inf)
         causes = "A learning rate too high or old tokens are the usual causes."
