@@ -183,7 +183,9 @@ def parse_answer(value: Any) -> str:
         marked = _marked_answer(value)
         answer = value.strip() if marked is None else marked
         if not answer:
-            what = "an empty text" if marked is None else f"nothing after ####: {shown_value(value)}"
+            what = (
+                "an empty text" if marked is None else f"nothing after ####: {shown_value(value)}"
+            )
             raise ValueError(f"must be an answer, got {what}")
         return _utf8(answer)
     if isinstance(value, list) and value:

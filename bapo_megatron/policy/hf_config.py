@@ -275,7 +275,8 @@ def _agreed(values: dict[str, _T]) -> _T:
     for place, other in others:
         if other != value:
             raise ValueError(
-                f"{place} means {shown_value(other)}, but {first} {shown_value(value)}; correct one of them"
+                f"{place} means {shown_value(other)}, but {first} {shown_value(value)}; correct "
+                "one of them"
             )
     return value
 
