@@ -296,5 +296,5 @@ def test_a_conversion_never_deletes_its_source(models: dict[str, Path], tmp_path
             run_convert(model, target, force=True)
     assert_same(weights(model), weights(models["qwen2"]))
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is a file"):
+    with pytest.raises(ValueError, match="file: not a directory"):
         run_convert(model, tmp_path / "file", force=True)
