@@ -229,7 +229,7 @@ def test_long_solutions_are_read_in_linear_time(bait):
 
 
 def test_marks_without_an_answer_are_refused():
-    with pytest.raises(ValueError, match=r'^must be an answer, got nothing after ####: "5\\n####'):
+    with pytest.raises(ValueError, match=r"^must be an answer, got nothing after ####: '5 ####'$"):
         parse_answer("5\n####  ")
     with pytest.raises(ValueError, match="must be a text that ends in '#### answer'"):
         worked_answer("5\n####  ")

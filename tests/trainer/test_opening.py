@@ -62,7 +62,7 @@ def test_keys_that_an_earlier_version_did_not_have_are_no_other_settings(tmp_pat
 
 def test_an_earlier_configuration_that_is_damaged_is_refused(tmp_path) -> None:
     (tmp_path / "config.yaml").write_text("name: [")
-    with pytest.raises(ConfigError, match="not readable YAML"):
+    with pytest.raises(ConfigError, match=r"config\.yaml:2: not valid YAML"):
         write_config(config_of(tmp_path, resume=True))
 
 
