@@ -27,6 +27,11 @@ _SECRET_TEXT = re.compile(
     r"(=|[\"']?\s*:\s|[\"']\s*:)(?!\s*[\d.]+(\s|$))",
     re.I,
 )
+_ADDRESS = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*://)([^\s/?#]*@)?"  # user and password
+    r"(?P<host>([\w.-]+|\[[0-9a-f:.]+\])(:\d+)?)([/?#][^\s@]*)?",
+    re.I,
+)
 _PATH_KEY = re.compile(r"(path|dir|directory|folder|file|dumps|template)(\.\d+)?$")
 _PATH_START = re.compile(r"\.{0,2}/|~/")
 _WINDOWS_START = re.compile(r"[a-z]:[\\/]|\\\\|[.~]{1,2}\\", re.I)
@@ -119,13 +124,6 @@ def public_settings(config: RunConfig) -> dict[str, bool | int | float | str]:
         else public_setting(key, value)
         for key, value in flat_settings(config).items()
     }
-
-
-_ADDRESS = re.compile(
-    r"(?P<scheme>[a-z][a-z0-9+.-]*://)([^\s/?#]*@)?"  # user and password
-    r"(?P<host>([\w.-]+|\[[0-9a-f:.]+\])(:\d+)?)([/?#][^\s@]*)?",
-    re.I,
-)
 
 
 def public_setting(key: str, value: Any) -> str:

@@ -99,7 +99,7 @@ def _to_megatron(
     source: Path, target: Path, wanted: torch.dtype | None, max_file_bytes: int, report: Report
 ) -> Conversion:
     hf = read_hf_config_file(source / "config.json")
-    weight_export.find_companions(source)  # what is wrong with them is better said now
+    weight_export.companion_files(source)  # what is wrong with them is better said now
     table = hf_weights.weight_table(hf)
     files = hf_weights.find_tensors(hf, source)
     dtypes = hf_weights.stored_dtypes(table, files, hf, source)
@@ -127,7 +127,7 @@ def _to_hf(
     report: Report,
 ) -> Conversion:
     hf = read_hf_config_file(hf_dir / "config.json")
-    weight_export.find_companions(hf_dir)
+    weight_export.companion_files(hf_dir)
     table = hf_weights.weight_table(hf)
     reader = TorchDistReader(source, hf)
     dtype = _target_dtype(source, reader.dtypes, wanted)

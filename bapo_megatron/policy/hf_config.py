@@ -165,13 +165,12 @@ HARMLESS_FIELDS = (
 """Fields that do not change what the model computes."""
 
 
-def read_hf_config_file(path: Path) -> HfConfig:
-    """Read and check a model's ``config.json``.
+def read_fields(path: Path) -> dict[str, Any]:
+    """Read the fields of a ``config.json``, whatever model it describes.
 
     Raises:
+        ValueError: It is damaged or no JSON object; the message names the file.
         OSError: It cannot be read.
-        ValueError: It describes a model that is not supported; the message names the file, the
-            field and the value.
     """
     try:
         fields = parse_json(read_regular(path))
@@ -181,6 +180,18 @@ def read_hf_config_file(path: Path) -> HfConfig:
         raise ValueError(
             f"{path}: must hold a JSON object, got {shown_value(fields)}; restore the file"
         )
+    return fields
+
+
+def read_hf_config_file(path: Path) -> HfConfig:
+    """Read and check a model's ``config.json``.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It describes a model that is not supported; the message names the file, the
+            field and the value.
+    """
+    fields = read_fields(path)
     try:
         return _understand(fields)
     except ValueError as error:

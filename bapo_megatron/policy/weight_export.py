@@ -154,7 +154,7 @@ def _write_file(weights: Iterator[tuple[str, Tensor]], sizes: dict[str, int], pa
     path.chmod(0o644)  # safetensors makes it private; a server may be another user
 
 
-def find_companions(source: Path) -> list[Path]:
+def companion_files(source: Path) -> list[Path]:
     """Return the files of a model that hold no weights, without its config.json.
 
     Raises:
@@ -176,5 +176,5 @@ def copy_companions(source: Path, directory: Path, dtype: torch.dtype) -> None:
     fields.update(dict.fromkeys(keys, str(dtype).removeprefix("torch.")))
     text = json.dumps(fields, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
-    for path in find_companions(source):
+    for path in companion_files(source):
         shutil.copyfile(path, directory / path.name)

@@ -16,7 +16,7 @@ from bapo_megatron.evaluation.estimators import difference_over_seeds, student_i
 from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.evaluation.runs import evaluations_in
 from bapo_megatron.evaluation.settings import ResultsError
-from bapo_megatron.files import parse_json, read_regular
+from bapo_megatron.policy.hf_config import read_fields
 from bapo_megatron.report.checks import findings_of, results_of
 from bapo_megatron.report.runs import Row, Run, RunGroup, events_of
 from bapo_megatron.types import EvalResult
@@ -128,12 +128,7 @@ def _model(run: Run) -> str:
     for directory in (run.path / "hf", path):
         file = directory / "config.json"
         if file.is_file():
-            try:
-                found = parse_json(read_regular(file))
-            except ValueError as error:
-                raise ValueError(f"{file}: {error}; restore the file") from error
-            if not isinstance(found, dict):
-                raise ValueError(f"{file}: must hold a JSON object; restore the file")
+            found = read_fields(file)
             kind, layers = found.get("model_type"), found.get("num_hidden_layers")
             if kind and layers and found.get("hidden_size"):
                 about = f" ({kind}, {layers} layers of width {found['hidden_size']})"

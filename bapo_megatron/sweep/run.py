@@ -135,9 +135,8 @@ class _Loop:
             process = subprocess.Popen(
                 [sys.executable, "-m", "bapo_megatron.sweep.owned", *run.command()],
                 env=environment,
-                pass_fds=(
-                    self._lock_file.fileno(),
-                ),  # held until the run has ended, whatever ends the sweep
+                # The lock is held until the run has ended, whatever ends the sweep.
+                pass_fds=(self._lock_file.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
