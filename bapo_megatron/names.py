@@ -7,6 +7,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.processes import AskedExit
+
 _OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
 """What the dynamic loader says when the address space is used up."""
 _NOT_USER_CODE = (
@@ -36,7 +38,9 @@ def load_named(name: str, *, memory_remedy: str = "free memory", kind: str = "fu
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except AskedExit:
+        raise
+    except (Exception, SystemExit) as error:
         remedy = "correct the name, add its directory to PYTHONPATH, or correct the module"
         if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
             remedy = memory_remedy

@@ -193,6 +193,19 @@ def own_compiler_cache() -> None:
     os.environ[_COMPILER_CACHE] = str(path)
 
 
+def kill_marked(name: str, value: str) -> None:
+    """Kill this user's processes that were started with an environment variable of this value.
+
+    They are what a process with the variable started, in sessions of their own too, except for
+    those that were given another environment. Waits for nobody.
+    """
+    mark = f"{name}={value}".encode()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it is another user's, or ended meanwhile
+            if mark in entry.read_bytes().split(b"\0"):
+                os.kill(int(entry.parent.name), signal.SIGKILL)
+
+
 class PrivateDirectory:
     """A directory for temporary files that only this user can enter, gone after ``close``.
 
@@ -346,8 +359,12 @@ def end_with_parent(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
+class AskedExit(SystemExit):
+    """An exit that this package asks for. A ``SystemExit`` that is none comes from others' code."""
+
+
 def end_by_exception() -> None:
-    """Have the first SIGINT raise ``KeyboardInterrupt``, SIGTERM or SIGUSR1 ``SystemExit``.
+    """Have the first SIGINT raise ``KeyboardInterrupt``, SIGTERM or SIGUSR1 ``AskedExit``.
 
     That is in the main thread. Python drops an exception that is raised within a finalizer or a
     weak reference's callback and tells ``sys.unraisablehook``; there it is raised again a moment
@@ -407,12 +424,12 @@ def _ignore_signals() -> None:
 def _raise(number: int) -> NoReturn:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    sys.exit(128 + number)
+    raise AskedExit(128 + number)
 
 
 def _end_later(unraisable: "sys.UnraisableHookArgs") -> None:
     dropped = unraisable.exc_value
-    if not isinstance(dropped, KeyboardInterrupt | SystemExit):
+    if not isinstance(dropped, KeyboardInterrupt | AskedExit):
         sys.__unraisablehook__(unraisable)
         return
     number = signal.SIGINT if isinstance(dropped, KeyboardInterrupt) else signal.SIGTERM

@@ -1,32 +1,44 @@
 """One worker process: reads requests from its standard input, writes replies to its output.
 
-Each message is one line of JSON. The first is ``{"ready": facts}``, then each request gets one of
+Each message is one line of JSON. The first is ``{"ready": facts}``, or ``{"error": "…"}`` if the
+handler cannot be built. A request is ``{"id": n, "request": …}``, and its reply has the same id and
 
-    {"result": …}    what the handler returned
-    {"error": "…"}   it raised an error; instead of ``ready``: the handler cannot be built. The
-                     first traceback of each line of a user's code goes to standard error
-    {"memory": true} it exceeded the memory limit; the parent ends the process
+    "result": …      what the handler returned
+    "error": "…"     it raised an error, or SystemExit. The first traceback of each line of a user's
+                     code goes to standard error
+    "memory": true   it exceeded the memory limit; the parent ends the process
 
-The parent (``workers.WorkerPool``) kills the process when a request takes too long, so nothing here
-needs a clock. It ends when its input closes or its parent dies.
+and, where children that the worker forked came back from the handler, ``"forked": ["…"]``, the
+names of their requests. Such a child is ended: it has neither pipe, so it cannot reply.
+
+The parent (``workers.WorkerPool``) kills the process when a request takes too long, so only the
+import of a user's module needs a clock here. The process ends when its input closes or its parent
+dies.
 """
 
 import asyncio
+import contextlib
 import importlib
 import inspect
-import json
 import os
 import resource
 import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO, Protocol
+
+# By name: a user's module may replace what ``json`` has.
+from json import dumps, loads
+from types import FrameType
+from typing import Any, BinaryIO, NoReturn, Protocol
 
 from bapo_megatron.names import LoadError, raised_at, shown, with_place
 from bapo_megatron.processes import end_with_parent, write_stacks_on_signal
 
+LOAD_LIMIT_S = 60
+"""Time limit for building the handler, which imports a user's module."""
 _MAX_ERROR = 500
+_MAX_NAME_BYTES = 4096  # PIPE_BUF
 
 
 class Handler(Protocol):
@@ -35,6 +47,9 @@ class Handler(Protocol):
     @property
     def facts(self) -> Any:
         """What the parent learns when the worker is ready: a JSON value."""
+
+    def name(self, request: Any) -> str:
+        """What a request calls, for messages: ``reward function 'my_rewards:length'``."""
 
     def answer(self, request: Any) -> Any:
         """Reply to a request, both JSON values; an error is sent to the parent as one line."""
@@ -61,32 +76,105 @@ def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: i
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # A handler that reads must not take the next request.
     requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device
-        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    _detach(sys.stdin.fileno())
 
-    module, _, function = name.partition(":")
-    build: Callable[..., Handler] = getattr(importlib.import_module(module), function)
+    children = _ForkedChildren(output, requests)
     try:
-        handler = build(*arguments)
+        handler = _load(name, arguments)
     except LoadError as error:
-        _send(output, _encoded({"error": str(error)}))
+        if not children.is_this:
+            _send(output, _encoded({"error": str(error)}))
         return
+    if children.is_this:
+        os._exit(1)
     _send(output, _encoded({"ready": handler.facts}))
     shown_places: set[str] = set()
     for line in requests:
-        request = json.loads(line)
-        try:  # not around the sending: a part of a line must not be followed by another one
-            reply = _encoded({"result": handler.answer(request)})
-        except MemoryError:
-            # The parent ends this process: its heap is not to be trusted.
-            reply = _encoded({"memory": True})
-        except Exception as error:  # noqa: BLE001 - sent to the parent
-            reply = _encoded({"error": with_place(shown(error, _MAX_ERROR), error)})
-            place = raised_at(error)
-            if place is not None and place not in shown_places:  # thousands may fail there
-                shown_places.add(place)
-                traceback.print_exception(error)
-        _send(output, reply)
+        message = loads(line)
+        reply = _reply(handler, message, shown_places)
+        if children.is_this:
+            children.end(handler.name(message["request"]))
+        _send(output, children.reported_in(reply))
+
+
+def _load(name: str, arguments: list[Any]) -> Handler:
+    module, _, function = name.partition(":")
+    build: Callable[..., Handler] = getattr(importlib.import_module(module), function)
+    signal.signal(signal.SIGALRM, _stop_loading)
+    signal.alarm(LOAD_LIMIT_S)
+    try:
+        return build(*arguments)
+    finally:
+        signal.alarm(0)
+        if signal.getsignal(signal.SIGALRM) is _stop_loading:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _stop_loading(number: int, frame: FrameType | None) -> NoReturn:
+    raise TimeoutError(f"took longer than {LOAD_LIMIT_S} s")
+
+
+def _reply(handler: Handler, message: dict[str, Any], shown_places: set[str]) -> bytes:
+    """Return the line that answers a request; print a traceback for each new place of an error."""
+    number, worker_pid = message["id"], os.getpid()
+    try:
+        return _encoded({"id": number, "result": handler.answer(message["request"])})
+    except MemoryError:
+        # The parent ends this process: its heap is not to be trusted.
+        return _encoded({"id": number, "memory": True})
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and os.getpid() != worker_pid:
+            raise  # a forked child may exit
+        place = raised_at(error)
+        if place is not None and place not in shown_places:  # thousands may fail there
+            shown_places.add(place)
+            traceback.print_exception(error)
+        return _encoded({"id": number, "error": with_place(shown(error, _MAX_ERROR), error)})
+
+
+class _ForkedChildren:
+    """Processes that the handler's code forks from this one, and that come back from it.
+
+    Without this they would go on as the worker: read requests and reply to them.
+    """
+
+    def __init__(self, *pipes: BinaryIO) -> None:
+        self._worker_pid = os.getpid()
+        # A write of this size is not mixed with another child's.
+        self._names, self._says_name = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+        def detach() -> None:
+            for pipe in pipes:
+                _detach(pipe.fileno())
+
+        os.register_at_fork(after_in_child=detach)
+
+    @property
+    def is_this(self) -> bool:
+        """Whether this process is such a child."""
+        return os.getpid() != self._worker_pid
+
+    def end(self, name: str) -> NoReturn:
+        """End this child, and let the worker know the name of the request that forked it."""
+        with contextlib.suppress(BlockingIOError):  # thousands have said theirs
+            os.write(self._says_name, name.encode()[: _MAX_NAME_BYTES - 1] + b"\n")
+        os._exit(1)
+
+    def reported_in(self, reply: bytes) -> bytes:
+        """Add the names of requests whose children came back, if there are any, to a reply."""
+        try:
+            names = os.read(self._names, _MAX_NAME_BYTES)
+        except BlockingIOError:
+            return reply
+        forked = names.decode(errors="replace").splitlines()
+        return _encoded({**loads(reply), "forked": forked})
+
+
+def _detach(descriptor: int) -> None:
+    """Make a descriptor one of /dev/null, where reads end and writes are lost."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, descriptor, inheritable=descriptor < 3)
+    os.close(nothing)
 
 
 def settled(result: Any, loop: asyncio.AbstractEventLoop) -> Any:
@@ -99,7 +187,7 @@ def settled(result: Any, loop: asyncio.AbstractEventLoop) -> Any:
 
 
 def _encoded(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+    return dumps(message).encode() + b"\n"
 
 
 def _send(output: BinaryIO, line: bytes) -> None:
@@ -108,4 +196,4 @@ def _send(output: BinaryIO, line: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

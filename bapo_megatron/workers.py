@@ -6,16 +6,26 @@ request can hang or crash the process that owns the pool. Workers end with their
 
 import asyncio
 import contextlib
+import itertools
 import json
+import logging
 import os
+import secrets
 import signal
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_START_TIMEOUT_S = 60.0
+from bapo_megatron.processes import describe_exit, kill_marked
+from bapo_megatron.worker import LOAD_LIMIT_S
+
+_LOG = logging.getLogger(__name__)
+_START_TIMEOUT_S = LOAD_LIMIT_S + 10.0
+"""For imports that hang in C, which the worker's own limit does not interrupt."""
+_MARK = "BAPO_MEGATRON_WORKER"
+"""Environment variable that a worker's descendants have, in sessions of their own too."""
 _SECOND_LOOK_S = 0.05
 _MAX_REPLY_BYTES = 16 << 20
 
@@ -25,7 +35,7 @@ class Outcome(NamedTuple):
 
     kind: str
     """``result``, or ``error``: the handler raised one. ``timeout``, ``memory``: it exceeded a
-    limit. ``died``: two workers ended over this request, or replied with more than can be read."""
+    limit. ``died``: over this request two workers ended, or sent something else than its reply."""
     value: Any = None
     """What the handler returned, a JSON value; or its error, one line."""
 
@@ -38,6 +48,7 @@ class WorkerPool:
         handler: str,
         arguments: Sequence[Any],
         *,
+        label: str,
         workers: int,
         timeout_s: float,
         memory_limit_mb: int,
@@ -48,6 +59,7 @@ class WorkerPool:
         Args:
             handler: ``module:function`` that builds a ``worker.Handler`` in each worker.
             arguments: The function's arguments, JSON values.
+            label: What the workers load, for messages: ``environment 'games:Chess'``.
             workers: Number of workers.
             timeout_s: Time limit of one request, not counting the wait for a free worker or for a
                 processor on a busy machine.
@@ -56,13 +68,17 @@ class WorkerPool:
                 cannot be built, no worker starts, or the pool is closed.
         """
         self._handler = handler, json.dumps(list(arguments))
+        self._label = label
         self._timeout_s = timeout_s
         self._memory_limit_bytes = memory_limit_mb << 20
         self._error = error
         self._idle: asyncio.Queue[Process | None] = asyncio.Queue()
         for _ in range(workers):
             self._idle.put_nowait(None)
-        self._running: set[Process] = set()
+        self._running: dict[Process, str] = {}
+        """With the value of ``_MARK`` in its environment."""
+        self._numbers = itertools.count(1)
+        self._forking: set[str] = set()
         self._facts: Any = None
         self._closed = False
 
@@ -99,31 +115,48 @@ class WorkerPool:
         is_kept = False
         try:
             self._refuse_if_closed()
-            outcome = await self._outcome(worker, request)
+            reply = await self._reply(worker, request)
             self._refuse_if_closed()
-            is_kept = outcome.kind in ("result", "error")
+            forked = reply.pop("forked", ())
+            self._warn_of_forks(forked)
+            outcome = Outcome(*reply.popitem())
+            is_kept = outcome.kind in ("result", "error") and not forked
             return outcome
         finally:
             self._idle.put_nowait(worker if is_kept else None)
             if not is_kept:  # its reply was not read: it is out of step and of no use any more
                 await self._end(worker)
 
-    async def _outcome(self, worker: Process, request: Any) -> Outcome:
-        asking = asyncio.create_task(_ask(worker, request))
+    async def _reply(self, worker: Process, request: Any) -> dict[str, Any]:
+        """Return what the worker replies, without its id, or what became of the worker instead."""
+        number = next(self._numbers)
+        asking = asyncio.create_task(_ask(worker, {"id": number, "request": request}))
         try:
             # The second look is for a loop that stood still until the time was over, with the reply
             # in the pipe. Not wait_for: in Python 3.11 it loses a cancellation that comes with it.
             timeout_s, starved_s = self._timeout_s, _starved_s(worker.pid)
             while not (await asyncio.wait([asking], timeout=timeout_s))[0]:
                 if timeout_s == _SECOND_LOOK_S:
-                    return Outcome("timeout")
+                    return {"timeout": True}
                 before_s, starved_s = starved_s, _starved_s(worker.pid)
                 timeout_s = max(starved_s - before_s, _SECOND_LOOK_S)
             reply = asking.result()
-            return Outcome("died") if reply is None else Outcome(*reply.popitem())
+            # The reply to another request was written by the handler's own code.
+            is_its_own = reply is not None and reply.pop("id", None) == number
+            return reply if reply and is_its_own else {"died": True}
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
+
+    def _warn_of_forks(self, names: Iterable[str]) -> None:
+        for name in {*names} - self._forking:
+            self._forking.add(name)
+            _LOG.warning(
+                "%s: a process that it forked came back from the call; it was ended, and its "
+                "answer is not used. Each time this costs a worker: end forked processes with "
+                "os._exit, or start them with subprocess",
+                name,
+            )
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -133,29 +166,32 @@ class WorkerPool:
         """Start a worker and wait until it can answer."""
         self._refuse_if_closed()
         options = str(os.getpid()), str(self._memory_limit_bytes)
+        mark = secrets.token_hex(8)
         worker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "bapo_megatron.worker", *self._handler, *options),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_REPLY_BYTES,
+            env={**os.environ, _MARK: mark},
             start_new_session=True,  # so that what a handler starts is killed with it
         )
-        self._running.add(worker)
-        message = None
+        self._running[worker] = mark
+        message, how = None, f"was not ready within {_START_TIMEOUT_S:g} s"
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_START_TIMEOUT_S):
                     message = await _read(worker)
-                    if message is None:
-                        await worker.wait()  # its output has ended: it is exiting by itself
+                    if message is None:  # its output has ended: it is exiting by itself
+                        status = describe_exit(await worker.wait())
+                        how = f"ended before it was ready ({status})"
         finally:
             if message is None or "error" in message or self._closed:
                 await self._end(worker)
         self._refuse_if_closed()
         if message is None:
             raise self._error(
-                f"a worker of {self._handler[0].partition(':')[0]} ended while it started, or took "
-                f"{_START_TIMEOUT_S:g} s (exit code {worker.returncode}); its own message is above"
+                f"{self._label}: the process that loads it {how}; see what it printed, and let its "
+                "module neither exit nor wait when it is imported"
             )
         if "error" in message:
             raise self._error(message["error"])
@@ -170,7 +206,9 @@ class WorkerPool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
         await worker.wait()
-        self._running.discard(worker)
+        if worker in self._running:
+            mark = self._running.pop(worker)
+            await asyncio.to_thread(kill_marked, _MARK, mark)
 
 
 def _starved_s(pid: int) -> float:
@@ -198,9 +236,7 @@ async def _read(worker: Process) -> dict[str, Any] | None:
     assert worker.stdout is not None
     try:
         line = await worker.stdout.readline()
-    except ValueError:  # longer than any reply
+        message = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:  # longer than any reply, or no JSON
         return None
-    if not line.endswith(b"\n"):
-        return None
-    message: dict[str, Any] = json.loads(line)
-    return message
+    return message if isinstance(message, dict) else None

@@ -34,7 +34,7 @@ def build(name: str) -> EnvironmentHandler:
         LoadError: It cannot be imported or made, or lacks a method.
     """
     try:
-        return EnvironmentHandler(_load(name))
+        return EnvironmentHandler(name, _load(name))
     except MemoryError as error:
         raise LoadError(f"'{name}' needs more memory than it may have; {_MEMORY_REMEDY}") from error
     except LoadError as error:
@@ -49,7 +49,7 @@ def _load(name: str) -> UserEnvironment:
         environment: UserEnvironment = named()
     except MemoryError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LoadError(
             f"must be a class that is made without arguments: {shown(error)}; correct it"
         ) from error
@@ -70,9 +70,14 @@ class EnvironmentHandler:
 
     facts = None
 
-    def __init__(self, environment: UserEnvironment) -> None:
+    def __init__(self, name: str, environment: UserEnvironment) -> None:
+        self._name = name
         self._environment = environment
         self._loop = asyncio.new_event_loop()
+
+    def name(self, request: Mapping[str, Any]) -> str:
+        """See ``worker.Handler``."""
+        return f"rollout.environment: {self._name}.{'start' if 'task' in request else 'step'}"
 
     def answer(self, request: Mapping[str, Any]) -> Any:
         """Return a first state, or the fields of a step."""

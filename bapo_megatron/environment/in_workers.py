@@ -27,6 +27,7 @@ class WorkerEnvironment:
         self._workers = WorkerPool(
             "bapo_megatron.environment.handler:build",
             (name,),
+            label=f"'{name}'",
             workers=limits.workers,
             timeout_s=limits.step_timeout_s,
             memory_limit_mb=limits.memory_limit_mb,
@@ -67,7 +68,8 @@ class WorkerEnvironment:
             limit = f"rollout.episodes.memory_limit_mb = {limits.memory_limit_mb}"
             what = f"needs more memory than {limit}"
         else:
-            reason = "it ended two processes" if outcome.kind == "died" else outcome.value
+            died = "it ended two processes, or wrote into their replies"
+            reason = died if outcome.kind == "died" else outcome.value
             what, remedy = f"failed: {reason}", "correct it,"
         raise EnvironmentFailedError(
             f"rollout.environment: {self._name}.{method} {what} ({episode}); {remedy} or set "

@@ -38,8 +38,13 @@ def build(*names: str) -> "RewardHandler":
         try:
             functions[name] = load(name)
         except LoadError as error:
-            raise LoadError(f"reward function '{name}' {error}") from error
+            raise LoadError(f"{label(name)} {error}") from error
     return RewardHandler(functions)
+
+
+def label(*names: str) -> str:
+    """Return what messages call these functions."""
+    return f"reward function{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}"
 
 
 class LoadedFunction(NamedTuple):
@@ -63,6 +68,10 @@ class RewardHandler:
     def facts(self) -> list[str]:
         """The functions that see whole groups."""
         return [name for name, function in self._functions.items() if function.sees_groups]
+
+    def name(self, request: Mapping[str, Any]) -> str:
+        """See ``worker.Handler``."""
+        return "reward.format" if "pattern" in request else label(request["function"])
 
     def answer(self, request: Mapping[str, Any]) -> Any:
         """Return a score for each response, or whether a pattern was found."""

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Self
 
 from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, Score
-from bapo_megatron.reward.functions import BUILT_IN
+from bapo_megatron.reward.functions import BUILT_IN, label
 from bapo_megatron.workers import WorkerPool
 
 
@@ -38,6 +38,7 @@ class RewardPool:
         self._workers = WorkerPool(
             "bapo_megatron.reward.functions:build",
             self._functions,
+            label=label(*([name for name in functions if name not in BUILT_IN] or functions)),
             workers=workers,
             timeout_s=timeout_s,
             memory_limit_mb=memory_limit_mb,
@@ -99,13 +100,11 @@ class RewardPool:
         if outcome.kind == "result":
             return [Score(**score) for score in outcome.value]
         if outcome.kind == "error":
-            raise FunctionFailedError(
-                f"reward function '{function}' failed: {outcome.value}; correct it"
-            )
+            raise FunctionFailedError(f"{label(function)} failed: {outcome.value}; correct it")
         if outcome.kind == "died" and function not in BUILT_IN:
             raise FunctionFailedError(
-                f"reward function '{function}' failed: it ended two processes, or returned more "
-                "than they can send; correct it"
+                f"{label(function)} failed: it ended two processes, wrote into their replies, or "
+                "returned more than they can send; correct it"
             )
         ended = Score(reward=0.0, answer_found=False, timed_out=True, reason="limit")
         if outcome.kind == "died":

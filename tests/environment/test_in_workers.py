@@ -163,7 +163,7 @@ def test_a_step_that_ends_its_process_is_tried_twice_and_is_an_error():
     error, after = fail(call=lambda environment: environment.step(None, turn_of("leave")))
 
     assert error.kind == "error"
-    assert "Bad.step failed: it ended two processes (prompt" in str(error)
+    assert "Bad.step failed: it ended two processes, or wrote into their replies (" in str(error)
     assert after.is_done
 
 

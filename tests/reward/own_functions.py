@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -102,6 +103,10 @@ def eat_memory():
 
 
 def end_the_process():
+    os._exit(0)
+
+
+def exits():
     sys.exit(0)
 
 
@@ -119,6 +124,19 @@ def fork(response, answer):
     Path(response).write_text(str(child))
     if answer == "crash":
         os._exit(1)
+    return 1.0
+
+
+def replaces_json(response):
+    json.dumps = json.loads = lambda *_, **__: ""
+    return len(response)
+
+
+def start_a_session(response):
+    started = subprocess.Popen(
+        ["sh", "-c", "sleep 600 & echo $!"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    Path(response).write_text(started.stdout.readline().decode())
     return 1.0
 
 

@@ -33,6 +33,7 @@ NAMES = (
     "a_score",
     "a_score_of_numpy",
     "raises",
+    "exits",
     "not_finite",
     "no_number",
     "no_reward",
@@ -55,7 +56,7 @@ def outcomes():
                     found[name] = await pool.score(GIVEN, function=f"{OWN}:{name}")
                 except RewardError as error:
                     found[name] = error
-            assert pool._workers._running == {worker}
+            assert list(pool._workers._running) == [worker]
         return found
 
     return asyncio.run(ask())
@@ -97,6 +98,7 @@ def test_a_score_may_hold_numbers_of_numpy(outcomes):
             "raises",
             rf"RuntimeError: cannot score .* \(/.*/own_functions\.py:{RAISES}\); correct it$",
         ),
+        ("exits", r"failed: SystemExit: 0 \(/.*/own_functions\.py:\d+\); correct it$"),
         ("not_finite", "failed: ValueError: 'reward' must be finite, got nan"),
         ("no_number", "failed: ValueError: 'reward' must be a number, got str"),
         ("no_reward", r"failed: ValueError: it returned a mapping without 'reward' \(keys: score"),

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron import worker as worker_module
 from bapo_megatron import workers as workers_module
-from bapo_megatron.reward.base import RewardError, Score
+from bapo_megatron.names import LoadError
+from bapo_megatron.reward.base import FunctionFailedError, RewardError, Score
 from bapo_megatron.reward.pool import RewardPool
 
 HANGING = r"\boxed{\prod_{k=1}^{10^9} (k+x)}"
@@ -231,7 +233,8 @@ def test_a_worker_that_cannot_start_is_an_error(monkeypatch):
 
     with pytest.raises(
         RewardError,
-        match=r"reward\.functions ended while it started.*exit code 1",
+        match="reward function 'math': the process that loads it ended before it was ready "
+        r"\(exit status 1\)",
     ):
         asyncio.run(grade())
 
@@ -245,6 +248,10 @@ def test_a_worker_that_cannot_start_is_an_error(monkeypatch):
             "tests.reward.broken_module:grade",
             r"ZeroDivisionError: division by zero \(/.*/broken_module\.py:3\); correct the name",
         ),
+        (
+            "tests.reward.exits_at_import:grade",
+            r"SystemExit: 0 \(/.*/exits_at_import\.py:5\); correct the name",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_used_is_one_line_before_any_answer(function, message):
@@ -257,6 +264,59 @@ def test_a_function_that_cannot_be_used_is_one_line_before_any_answer(function, 
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith(f"reward function '{function}' ")
     assert children() == set()
+
+
+def refusal_of(*functions):
+    async def start():
+        async with RewardPool(workers=1, timeout_s=10, functions=functions) as pool:
+            await pool.start()
+
+    with pytest.raises(RewardError) as raised:
+        asyncio.run(start())
+    assert children() == set()
+    return str(raised.value)
+
+
+def test_a_module_that_ends_its_process_when_it_is_imported_is_named():
+    assert refusal_of("math", "tests.reward.ends_at_import:grade") == (
+        "reward function 'tests.reward.ends_at_import:grade': the process that loads it ended "
+        "before it was ready (exit status 0); see what it printed, and let its module neither exit "
+        "nor wait when it is imported"
+    )
+
+
+def test_a_module_that_waits_when_it_is_imported_is_named_with_its_line(monkeypatch):
+    monkeypatch.setattr(worker_module, "LOAD_LIMIT_S", 1)
+    name = "tests.reward.waits_at_import:grade"
+    place = r"TimeoutError: took longer than 1 s \(/.*/waits_at_import\.py:5\)"
+    with pytest.raises(LoadError, match=rf"^reward function '{name}' cannot import .*{place}"):
+        worker_module._load("bapo_megatron.reward.functions:build", [name])
+
+
+def test_a_module_that_waits_in_c_when_it_is_imported_is_named(monkeypatch):
+    monkeypatch.setattr(workers_module, "_START_TIMEOUT_S", 2.0)
+    assert refusal_of("tests.reward.waits_at_import:grade").startswith(
+        "reward function 'tests.reward.waits_at_import:grade': the process that loads it was not "
+        "ready within 2 s; "
+    )
+
+
+def test_a_function_may_replace_what_the_json_module_has():
+    async def grade():
+        async with RewardPool(1, 20, (f"{OWN}:replaces_json",)) as pool:
+            return [(await pool.score("abc")).reward for _ in range(2)]
+
+    assert asyncio.run(grade()) == [3.0, 3.0]
+
+
+def test_processes_in_sessions_of_their_own_end_with_their_worker(tmp_path):
+    async def grade():
+        async with RewardPool(1, 20, (f"{OWN}:start_a_session",)) as pool:
+            return (await pool.score(str(tmp_path / "pid"))).reward
+
+    assert asyncio.run(grade()) == 1.0
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or is_zombie(pid))
 
 
 def test_a_module_that_needs_more_memory_than_it_may_have_names_the_key():
@@ -284,7 +344,8 @@ def test_a_worker_that_ends_by_itself_takes_what_its_function_started_with_it(tm
     async def grade():
         functions = (f"{OWN}:fork", f"{OWN}:length")
         async with RewardPool(workers=1, timeout_s=1.5, functions=functions) as pool:
-            assert await pool.score(str(tmp_path / "crashed"), "crash") == TIMED_OUT
+            with pytest.raises(FunctionFailedError, match="it ended two processes"):
+                await pool.score(str(tmp_path / "crashed"), "crash")
             assert await pool.score(str(tmp_path / "idle")) == Score(reward=1.0)
             os.kill(children().pop(), signal.SIGKILL)
             await asyncio.sleep(0.2)

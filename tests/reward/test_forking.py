@@ -1,0 +1,108 @@
+"""Functions whose process forks: no reward or state is another request's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+import pytest
+
+from bapo_megatron.config.rollout import EpisodesConfig
+from bapo_megatron.environment.base import Task, Turn
+from bapo_megatron.environment.in_workers import WorkerEnvironment
+from bapo_megatron.reward.base import FunctionFailedError, Response
+from bapo_megatron.reward.pool import RewardPool
+from tests.reward.test_pool import children
+
+FORKING = "tests.reward.forking"
+WARNING = (
+    "{}: a process that it forked came back from the call; it was ended, and its answer is not "
+    "used. Each time this costs a worker: end forked processes with os._exit, or start them with "
+    "subprocess"
+)
+
+
+def warnings(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", ["at_once", "late", "by_an_error", "in_c", "in_a_coroutine"])
+def test_rewards_are_those_of_the_process_that_was_asked(kind, caplog):
+    name = f"{FORKING}:{kind}"
+
+    async def grade():
+        async with RewardPool(workers=2, timeout_s=20, functions=(name,)) as pool:
+            return await asyncio.gather(*(pool.score(str(number)) for number in range(200)))
+
+    rewards = [score.reward for score in asyncio.run(grade())]
+
+    assert rewards == list(range(200))
+    assert warnings(caplog) == [WARNING.format(f"reward function '{name}'")]
+    assert children() == set()
+
+
+def test_rewards_of_groups_are_those_of_the_process_that_was_asked(caplog):
+    name = f"{FORKING}:of_groups"
+
+    async def grade():
+        async with RewardPool(workers=2, timeout_s=20, functions=(name,)) as pool:
+            groups = [[Response(str(8 * g + i), "") for i in range(8)] for g in range(50)]
+            asked = (pool.run(name, group, rewards=[0.0] * 8) for group in groups)
+            return await asyncio.gather(*asked)
+
+    rewards = [score.reward for scores in asyncio.run(grade()) for score in scores]
+
+    assert rewards == list(range(400))
+    assert warnings(caplog) == [WARNING.format(f"reward function '{name}'")]
+
+
+def test_states_of_an_environment_are_those_of_the_process_that_was_asked(caplog):
+    name = f"{FORKING}:Counting"
+
+    async def episode(environment, number):
+        state = await environment.start(Task(str(number), "set", "", str(number), {}, seed=0))
+        turn = Turn(0, str(number + 1), (), remaining_tokens=9, prompt_id=str(number))
+        return (await environment.step(state, lambda: turn)).state
+
+    async def play():
+        environment = WorkerEnvironment(name, EpisodesConfig(workers=2))
+        try:
+            await environment.open()
+            return await asyncio.gather(*(episode(environment, n) for n in range(100)))
+        finally:
+            await environment.close()
+
+    assert asyncio.run(play()) == [[str(n), str(n + 1)] for n in range(100)]
+    assert sorted(warnings(caplog)) == [
+        WARNING.format(f"rollout.environment: {name}.{method}") for method in ("start", "step")
+    ]
+
+
+def test_a_forked_child_may_exit(caplog):
+    async def grade():
+        async with RewardPool(1, timeout_s=20, functions=(f"{FORKING}:exits",)) as pool:
+            first = await pool.score("0")
+            before = children()
+            return first.reward, (await pool.score("5")).reward, before == children()
+
+    assert asyncio.run(grade()) == (0.0, 5.0, True)
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("forged", ["this_id", "next_id", "no_json", "no_object"])
+def test_a_reply_that_the_function_writes_itself_is_not_used(forged):
+    name = f"{FORKING}:forge_{forged}"
+
+    async def grade():
+        async with RewardPool(1, timeout_s=20, functions=(name, f"{FORKING}:at_once")) as pool:
+            if forged != "this_id":
+                message = f"'{name}' failed: it ended two processes, wrote into their replies"
+                with pytest.raises(FunctionFailedError, match=re.escape(message)):
+                    await pool.score("1", function=name)
+            else:  # nobody can tell it from the worker's, but what follows is not taken for another
+                await pool.score("1", function=name)
+            asked = (pool.score(str(n), function=f"{FORKING}:at_once") for n in range(1, 5))
+            return [score.reward for score in await asyncio.gather(*asked)]
+
+    assert asyncio.run(grade()) == [1.0, 2.0, 3.0, 4.0]
