@@ -21,10 +21,13 @@ from bapo_megatron.errors import (
     describe_os_error,
     is_explained,
 )
+from bapo_megatron.exits import exits_noticed
 from bapo_megatron.processes import (
     CLOSED_PIPE,
+    AskedExit,
     end_by_exception,
     own_compiler_cache,
+    rank_mark,
     write_stacks_on_signal,
 )
 
@@ -113,7 +116,7 @@ class _StandardOutput(io.FileIO):
             # Nobody gets what is left, which Python would try to write once more at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             if isinstance(error, BrokenPipeError):
-                sys.exit(CLOSED_PIPE)
+                raise AskedExit(CLOSED_PIPE) from None
             raise OSError(error.errno, error.strerror, "standard output") from error
 
 
@@ -150,12 +153,15 @@ def main() -> None:
     """
     end_by_exception()
     write_stacks_on_signal()
+    if (mark := rank_mark()) is not None:
+        mark.touch()
     try:
         _prepare()
         own_compiler_cache()
-        # standalone_mode=False returns the status that a command asked for instead of exiting; an
-        # interrupt inside a command comes back as a status too.
-        status = app(standalone_mode=False)
+        with exits_noticed(_end_early):
+            # standalone_mode=False returns the status that a command asked for instead of exiting;
+            # an interrupt inside a command comes back as a status too.
+            status = app(standalone_mode=False)
         sys.stdout.flush()
     except KeyboardInterrupt:
         status = INTERRUPTED
@@ -168,7 +174,15 @@ def main() -> None:
         sys.exit(_report(error))
     if status == INTERRUPTED:
         _complain("interrupted")
+    if mark is not None:
+        mark.unlink()
     sys.exit(status)
+
+
+def _end_early(line: str) -> None:
+    """Say that others' code ends this process."""
+    _complain(line)
+    _tell_torchrun(line)
 
 
 def _report(error: Exception) -> int:

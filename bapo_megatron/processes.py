@@ -34,6 +34,8 @@ CLOSED_PIPE = 141
 RUN_DIR_FILE = "BAPO_MEGATRON_RUN_DIR_FILE"
 """Environment variable of the file in which rank 0 notes its run directory for ``torchrun``."""
 
+_RANK_MARK = "rank_{}"
+
 _NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0"}
 """What all members of an NCCL group must have in common, with the values that SGLang sets."""
 _KILL_GRACE_S = 10.0
@@ -60,6 +62,19 @@ _DUMP_S = 0.05
 """Enough for one process to write its stacks before the next one writes to the same file."""
 _RETRY_S = 0.01
 _T = TypeVar("_T")
+
+
+def rank_mark() -> Path | None:
+    """Return the file that a rank of our ``torchrun`` has until it is done; None for others."""
+    if RUN_DIR_FILE not in os.environ or "RANK" not in os.environ:
+        return None
+    return Path(os.environ[RUN_DIR_FILE]).with_name(_RANK_MARK.format(os.environ["RANK"]))
+
+
+def unfinished_ranks(run_dir_file: Path) -> list[str]:
+    """Return the ranks, on this node, whose process has ended without being done."""
+    marks = run_dir_file.parent.glob(_RANK_MARK.format("[0-9]*"))
+    return sorted(mark.name.removeprefix(_RANK_MARK.format("")) for mark in marks)
 
 
 def nccl_settings() -> dict[str, str]:

@@ -37,6 +37,7 @@ from bapo_megatron.processes import (
     PrivateDirectory,
     describe_exit,
     environment_set,
+    unfinished_ranks,
 )
 from bapo_megatron.trainer.stopping import SAME_SIGNAL_S, STOPPED_NAME
 
@@ -163,6 +164,11 @@ def main() -> None:
         args.log_dir = args.log_dir or str(logs.path)
         with environment_set(RUN_DIR_FILE, str(noted)):
             run(args)  # type: ignore[no-untyped-call]
+        if early := unfinished_ranks(noted):
+            sys.exit(
+                f"bapo-megatron: rank {early[0]} ended with exit status 0 before it was done: its "
+                f"code, or a library's, exits or replaces the process{_way_on(noted)}"
+            )
     except ChildFailedError as failed:
         # torchrun's report; its traceback would only hide it
         sys.exit(f"{failed}\nbapo-megatron: {_describe_failure(failed, noted)}")

@@ -73,9 +73,14 @@ def _call(code: UserCode, reward_G: Tensor, group: Group) -> Tensor:
     with code.guard():
         advantage_G = code.object(reward_G.clone(), group.samples)
     if not isinstance(advantage_G, Tensor) or advantage_G.shape != reward_G.shape:
-        shape = getattr(advantage_G, "shape", None)
-        found = type(advantage_G).__name__ if shape is None else f"shape {list(shape)}"
-        code.refuse(f"returned {found} for {len(group.samples)} samples; return a tensor [G]")
+        kind = type(advantage_G)
+        found = f"a {kind.__module__}.{kind.__name__}".replace(" builtins.", " ")
+        if isinstance(advantage_G, Tensor):
+            found = f"a tensor of shape {list(advantage_G.shape)}"
+        code.refuse(
+            f"returned {found} for {len(group.samples)} samples; return a torch tensor of shape "
+            f"[{len(group.samples)}]"
+        )
     if not bool(torch.isfinite(advantage_G).all()):
         code.refuse(
             f"returned {advantage_G.tolist()} for the rewards {reward_G.tolist()}; advantages "

@@ -1,11 +1,17 @@
 """Errors in code that the configuration names: one line, with the user's file and line."""
 
 import inspect
-from collections.abc import Iterator
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
+
 from bapo_megatron.names import LoadError, load_named, raised_at, shown
+from bapo_megatron.processes import AskedExit
 
 
 class UserCodeError(ValueError):
@@ -28,23 +34,35 @@ class UserCode:
         self.key = key
         self.name = name
         try:
-            self.object: Any = load_named(name)
+            self.object: Any = None
+            with _shared_state_kept(self.refuse):
+                self.object = load_named(name)
         except LoadError as error:
             raise UserCodeError(f"{key}: '{name}': {error}") from error
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn an exception of the user's code into one line that names its place."""
+        """Turn an exception of the user's code into one line that names its place.
+
+        What it changes of the state that all code of the process shares is an error, too. A process
+        that it forks ends here, instead of going on as a second trainer.
+        """
+        pid = os.getpid()
         try:
-            yield
-        except (UserCodeError, MemoryError):
+            with _shared_state_kept(self.refuse):
+                yield
+        except (UserCodeError, MemoryError, AskedExit):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             defined_at = self._defined_at(self.object)
             place = raised_at(error, defined_at.rpartition(":")[0]) or defined_at
             raise UserCodeError(
                 f"{self.key}: '{self.name}' raised {shown(error)} ({place}); correct it"
             ) from error
+        finally:
+            if os.getpid() != pid:
+                sys.stderr.write(f"{self.key}: '{self.name}' forked a process that came back\n")
+                os._exit(1)
 
     def refuse(self, problem: str, culprit: Any = None) -> NoReturn:
         """Raise for a result that cannot be used.
@@ -67,3 +85,30 @@ class UserCode:
         begins = ("class ",) if inspect.isclass(culprit) else ("def ", "async def ")
         decorators = (i for i, line in enumerate(lines) if line.lstrip().startswith(begins))
         return f"{file}:{first + next(decorators, 0)}"
+
+
+@contextmanager
+def _shared_state_kept(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
+    """Take back what the block changes of torch's defaults and Python's warnings, and refuse it."""
+    dtype, has_gradients = torch.get_default_dtype(), torch.is_grad_enabled()
+    filters = warnings.filters[:]
+    try:
+        yield
+    finally:
+        changed = (torch.get_default_dtype(), torch.is_grad_enabled())
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(has_gradients)
+        raises = _num_errors(warnings.filters) > _num_errors(filters)
+        if raises:
+            warnings.filters[:] = filters
+    changes = {
+        f"sets torch's default dtype to {changed[0]}": changed[0] != dtype,
+        f"turns gradients {'on' if changed[1] else 'off'}": changed[1] != has_gradients,
+        "makes warnings errors": raises,
+    }
+    for change in (change for change, is_made in changes.items() if is_made):
+        refuse(f"{change}, for the trainer as well; change it within your own code only")
+
+
+def _num_errors(filters: Sequence[Any]) -> int:
+    return sum(each[0] == "error" for each in filters)

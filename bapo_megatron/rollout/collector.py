@@ -34,6 +34,7 @@ from bapo_megatron.environment.load import load_environment
 from bapo_megatron.errors import RolloutError, first_cause
 from bapo_megatron.evaluation.settings import load_sets
 from bapo_megatron.evaluation.summary import votes_pool
+from bapo_megatron.exits import exits_noticed
 from bapo_megatron.processes import (
     OWNER_PID_VARIABLE,
     PrivateDirectory,
@@ -423,7 +424,8 @@ def main(file_descriptor: int) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # to all of a Slurm step: the owner decides
         signal.signal(number, lambda *_: None)
-    asyncio.run(serve(socket.socket(fileno=file_descriptor)))
+    with exits_noticed(_LOG.error):
+        asyncio.run(serve(socket.socket(fileno=file_descriptor)))
 
 
 if __name__ == "__main__":

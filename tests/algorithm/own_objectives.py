@@ -5,6 +5,9 @@ Shape legend: T = tokens of a micro-batch or chunk.
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -385,6 +388,41 @@ class CountsZero(Objective):
         return -tokens.advantage * tokens.ratio
 
 
+def sets_default_dtype(tokens: TokenBatch) -> Tensor:
+    """Compute in float64, and leave it so."""
+    torch.set_default_dtype(torch.float64)
+    return -tokens.advantage * tokens.ratio
+
+
+def turns_gradients_off(tokens: TokenBatch) -> Tensor:
+    """Measure something without gradients, and leave it so."""
+    loss_T = -tokens.advantage * tokens.ratio
+    torch.set_grad_enabled(False)
+    return loss_T
+
+
+def makes_warnings_errors(tokens: TokenBatch) -> Tensor:
+    """Debug with warnings as errors, and leave it so."""
+    warnings.simplefilter("error")
+    return -tokens.advantage * tokens.ratio
+
+
+def exits(tokens: TokenBatch) -> Tensor:
+    """Stop where nothing is to be learned."""
+    sys.exit(0)
+
+
+def forks(tokens: TokenBatch) -> Tensor:
+    """Let a child go on as well."""
+    FORKED.append(os.fork())
+    return -tokens.advantage * tokens.ratio
+
+
+def numpy_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Any:
+    """Return an array."""
+    return (rewards - rewards.mean()).numpy()
+
+
 def bad_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
     """Return one number."""
     return rewards.mean()
@@ -396,3 +434,4 @@ def infinite_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
 
 
 NOT_CALLABLE = 3
+FORKED: list[int] = []

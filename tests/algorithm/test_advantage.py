@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +106,19 @@ def test_groups_do_not_influence_each_other(kind: str) -> None:
 def test_an_advantage_must_be_a_function() -> None:
     with pytest.raises(UserCodeError, match=r"NOT_CALLABLE' .*is a int; name a function$"):
         Advantages("tests.algorithm.own_objectives:NOT_CALLABLE")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("numpy_advantage", "a numpy.ndarray for 2 samples; return a torch tensor of shape [2]"),
+        ("bad_advantage", "a tensor of shape [] for 2 samples; return a torch tensor of shape [2]"),
+    ],
+)
+def test_an_advantage_that_is_no_tensor_of_the_group_is_named(name: str, found: str) -> None:
+    group = SimpleNamespace(samples=[SimpleNamespace(reward=0.0), SimpleNamespace(reward=1.0)])
+    with pytest.raises(UserCodeError, match=re.escape(f" returned {found}")):
+        Advantages(f"tests.algorithm.own_objectives:{name}").compute([group])
 
 
 def test_no_groups_give_no_advantages() -> None:

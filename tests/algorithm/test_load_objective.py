@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -88,6 +90,10 @@ REFUSED = {
     "ScalarDecision": "returns a float64 tensor [] as decision; return float64 [D]",
     "UnknownNeed": "declares needs = 'batch'; choose token, response, update, micro_batch",
     "AnchorsZero": "declares trains_zero_advantage = False, but A = 0 gives tokens a loss",
+    "sets_default_dtype": "sets torch's default dtype to torch.float64, for the trainer as well",
+    "turns_gradients_off": "turns gradients off, for the trainer as well; change it within your",
+    "makes_warnings_errors": "makes warnings errors, for the trainer as well",
+    "exits": "raised SystemExit: 0 (",
     "CountsZero": "but A = 0 gives tokens a part in the statistics; remove the declaration",
 }
 
@@ -106,6 +112,37 @@ def test_what_cannot_be_right_is_refused_in_one_line(name: str) -> None:
         places = re.findall(rf"\({re.escape(own_objectives.__file__)}:(\d+)\)", message)
         assert len(places) == 1
         assert first <= int(places[0]) < first + len(lines)
+
+
+def test_what_a_refused_function_has_changed_for_all_code_is_taken_back() -> None:
+    filters = warnings.filters[:]
+    for name in ("sets_default_dtype", "turns_gradients_off", "makes_warnings_errors"):
+        with pytest.raises(UserCodeError):
+            load_objective(config(name))
+    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (torch.float32, True)
+    assert warnings.filters == filters
+
+
+def test_a_module_that_changes_torchs_defaults_when_it_is_imported_is_refused() -> None:
+    name = "tests.algorithm.double_module:cispo"
+    with pytest.raises(UserCodeError) as refused:
+        load_objective(AlgorithmConfig(objective=name))
+    assert re.fullmatch(
+        rf"algorithm\.objective: '{name}' \(/.*/double_module\.py:8\) sets torch's default "
+        "dtype to torch.float64, for the trainer as well; change it within your own code only",
+        str(refused.value),
+    )
+
+
+def test_a_child_that_an_objective_forks_does_not_go_on_as_a_trainer(capfd) -> None:
+    pid = os.getpid()
+    load_objective(config("forks"))
+    assert os.getpid() == pid, "a child came back"
+    for child in own_objectives.FORKED:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert own_objectives.FORKED
+    line = f"algorithm.objective: '{OWN}:forks' forked a process that came back"
+    assert set(capfd.readouterr().err.splitlines()) == {line}
 
 
 def test_an_exception_of_the_user_names_its_line() -> None:

@@ -1,0 +1,85 @@
+"""Code of a user that ends a rank: never exit status 0, always one line with the place."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.launch import run, torchrun
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.distributed
+EXITING = "tests.trainer.exiting"
+WAY_ON = "the same command with --resume continues from {}/run/checkpoints/step_1"
+
+
+def arguments(config: Path, run_dir: Path, setting: str) -> list[str]:
+    return ["train", str(config), f"run_dir={run_dir}", "checkpoint.every_steps=1", setting]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sys_exit_in_a_rank_is_an_error_with_its_line(
+    ranks: int, replay_config: Path, tmp_path: Path
+) -> None:
+    setting = f"algorithm.advantage={EXITING}:exits"
+    result = run(arguments(replay_config, tmp_path / "run", setting), ranks=ranks)
+    assert result.returncode == 1
+    assert re.search(
+        rf"^bapo-megatron: algorithm\.advantage: '{EXITING}:exits' raised SystemExit: 0 "
+        r"\(/.*/exiting\.py:\d+\); correct it$",
+        result.stderr,
+        re.MULTILINE,
+    )
+    assert "Traceback" not in result.stderr
+
+
+def test_os_exit_in_a_rank_is_an_error_with_its_line(replay_config: Path, tmp_path: Path) -> None:
+    setting = f"algorithm.advantage={EXITING}:exits_at_once"
+    result = torchrun(arguments(replay_config, tmp_path / "run", setting), ranks=2)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    way_on = re.escape(WAY_ON.format(tmp_path))
+    assert re.fullmatch(
+        r"bapo-megatron: (rank 1: )?os\._exit\(0\) at /.*/exiting\.py:\d+ ended this process "
+        rf"before it was done; raise an error there instead; {way_on}",
+        last,
+    )
+
+
+def test_an_end_in_c_of_all_ranks_is_no_success(replay_config: Path, tmp_path: Path) -> None:
+    setting = f"algorithm.advantage={EXITING}:exits_in_c"
+    result = torchrun(arguments(replay_config, tmp_path / "run", setting), ranks=2)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == (
+        "bapo-megatron: rank 0 ended with exit status 0 before it was done: its code, or a "
+        f"library's, exits or replaces the process; {WAY_ON.format(tmp_path)}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (
+            "exits_at_import",
+            r"algorithm\.objective: 'tests\.reward\.exits_at_import:loss': cannot import "
+            r"tests\.reward\.exits_at_import: SystemExit: 0 \(/.*/exits_at_import\.py:5\); .*",
+        ),
+        (
+            "ends_at_import",
+            r"os\._exit\(0\) at /.*/ends_at_import\.py:5 ended this process before it was done; "
+            "raise an error there instead",
+        ),
+    ],
+)
+def test_an_import_that_exits_is_an_error_with_its_line(
+    name: str, line: str, replay_config: Path, tmp_path: Path
+) -> None:
+    setting = f"algorithm.objective=tests.reward.{name}:loss"
+    result = run(arguments(replay_config, tmp_path / "run", setting))
+    assert result.returncode == 1
+    assert re.fullmatch(rf"bapo-megatron: {line}\n", result.stderr)
+    assert not (tmp_path / "run").exists()
