@@ -7,8 +7,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.processes import AskedExit
-
 _OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
 """What the dynamic loader says when the address space is used up."""
 _NOT_USER_CODE = (
@@ -38,9 +36,9 @@ def load_named(name: str, *, memory_remedy: str = "free memory", kind: str = "fu
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except AskedExit:
-        raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and type(error) is not SystemExit:
+            raise  # a signal's (``processes.AskedExit``)
         remedy = "correct the name, add its directory to PYTHONPATH, or correct the module"
         if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
             remedy = memory_remedy

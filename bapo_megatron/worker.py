@@ -35,8 +35,6 @@ from typing import Any, BinaryIO, NoReturn, Protocol
 from bapo_megatron.names import LoadError, raised_at, shown, with_place
 from bapo_megatron.processes import end_with_parent, write_stacks_on_signal
 
-LOAD_LIMIT_S = 60
-"""Time limit for building the handler, which imports a user's module."""
 _MAX_ERROR = 500
 _MAX_NAME_BYTES = 4096  # PIPE_BUF
 
@@ -55,12 +53,14 @@ class Handler(Protocol):
         """Reply to a request, both JSON values; an error is sent to the parent as one line."""
 
 
-def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: int) -> None:
+def main(
+    name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: int, load_limit_s: int
+) -> None:
     """Answer until the input ends, or the parent.
 
     ``name`` is ``module:function`` of this package: with ``arguments``, JSON values, it builds the
-    ``Handler``, or raises ``LoadError``. Past the limit of the address space the handler sees
-    MemoryError.
+    ``Handler`` within ``load_limit_s``, or raises ``LoadError``. Past the limit of the address
+    space the handler sees MemoryError.
     """
     # Ctrl-C reaches the whole process group; the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -80,7 +80,7 @@ def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: i
 
     children = _ForkedChildren(output, requests)
     try:
-        handler = _load(name, arguments)
+        handler = _load(name, arguments, load_limit_s)
     except LoadError as error:
         if not children.is_this:
             _send(output, _encoded({"error": str(error)}))
@@ -97,21 +97,22 @@ def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: i
         _send(output, children.reported_in(reply))
 
 
-def _load(name: str, arguments: list[Any]) -> Handler:
+def _load(name: str, arguments: list[Any], limit_s: int) -> Handler:
+    """Build the handler; an import that takes too long is a TimeoutError of the user's module."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise TimeoutError(f"took longer than {limit_s} s")
+
     module, _, function = name.partition(":")
     build: Callable[..., Handler] = getattr(importlib.import_module(module), function)
-    signal.signal(signal.SIGALRM, _stop_loading)
-    signal.alarm(LOAD_LIMIT_S)
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(limit_s)
     try:
         return build(*arguments)
     finally:
         signal.alarm(0)
-        if signal.getsignal(signal.SIGALRM) is _stop_loading:
+        if signal.getsignal(signal.SIGALRM) is stop:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-
-def _stop_loading(number: int, frame: FrameType | None) -> NoReturn:
-    raise TimeoutError(f"took longer than {LOAD_LIMIT_S} s")
 
 
 def _reply(handler: Handler, message: dict[str, Any], shown_places: set[str]) -> bytes:
@@ -196,4 +197,4 @@ def _send(output: BinaryIO, line: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], loads(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bapo_megatron.processes import describe_exit, kill_marked
-from bapo_megatron.worker import LOAD_LIMIT_S
 
 _LOG = logging.getLogger(__name__)
-_START_TIMEOUT_S = LOAD_LIMIT_S + 10.0
-"""For imports that hang in C, which the worker's own limit does not interrupt."""
+_LOAD_LIMIT_S = 60
+"""Time limit of a worker for what it imports."""
+_START_TIMEOUT_S = 70.0
+"""For imports that wait in C, which the worker does not interrupt."""
 _MARK = "BAPO_MEGATRON_WORKER"
 """Environment variable that a worker's descendants have, in sessions of their own too."""
 _SECOND_LOOK_S = 0.05
@@ -165,7 +166,7 @@ class WorkerPool:
     async def _start(self) -> Process:
         """Start a worker and wait until it can answer."""
         self._refuse_if_closed()
-        options = str(os.getpid()), str(self._memory_limit_bytes)
+        options = str(os.getpid()), str(self._memory_limit_bytes), str(_LOAD_LIMIT_S)
         mark = secrets.token_hex(8)
         worker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "bapo_megatron.worker", *self._handler, *options),

@@ -91,16 +91,17 @@ class UserCode:
 def _shared_state_kept(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
     """Take back what the block changes of torch's defaults and Python's warnings, and refuse it."""
     dtype, has_gradients = torch.get_default_dtype(), torch.is_grad_enabled()
-    filters = warnings.filters[:]
+    shown: list[Any] = warnings.filters  # type: ignore[assignment]
+    filters = shown[:]
     try:
         yield
     finally:
         changed = (torch.get_default_dtype(), torch.is_grad_enabled())
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(has_gradients)
-        raises = _num_errors(warnings.filters) > _num_errors(filters)
+        raises = _num_errors(shown) > _num_errors(filters)
         if raises:
-            warnings.filters[:] = filters
+            shown[:] = filters
     changes = {
         f"sets torch's default dtype to {changed[0]}": changed[0] != dtype,
         f"turns gradients {'on' if changed[1] else 'off'}": changed[1] != has_gradients,

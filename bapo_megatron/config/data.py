@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from bapo_megatron.config.section import LIST_TAG, SET_TAG, Section
+from bapo_megatron.config.section import LIST_TAG, SET_TAG, AbsolutePath, Section
 
 
 def is_pattern(path: Path) -> bool:
@@ -16,7 +16,7 @@ def is_pattern(path: Path) -> bool:
 class DatasetConfig(Section):
     """One set of prompts: a file, several files, or a data set of the Hugging Face Hub."""
 
-    path: Path | None = None
+    path: AbsolutePath | None = None
     """A jsonl, json or parquet file; ``*``, ``?`` and ``[]`` in its name match several files."""
     hub: str = ""
     """Instead of ``path``: an id on the Hugging Face Hub, such as ``openai/gsm8k``."""
@@ -124,7 +124,7 @@ class DataConfig(Section):
     """Put before the question as a system message, unless empty."""
     prompt_suffix: str = ""
     """Appended to the question ("Put your answer in \\boxed{}."), unless empty."""
-    chat_template: Path | None = None
+    chat_template: AbsolutePath | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
     chat_template_arguments: dict[str, Any] = Field({})
     """Values for the template's variables, such as ``enable_thinking: false``."""

@@ -15,11 +15,18 @@ from pydantic_core import PydanticUndefined
 from bapo_megatron.calls import dotted, rule_of, shown_value
 from bapo_megatron.config.objectives import BAPO_PRESETS, BapoConfig
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.config.section import LIST_TAG, SET_TAG
+from bapo_megatron.config.section import LIST_TAG, SET_TAG, AbsolutePath
 
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 """Limits as the metadata of a field name them."""
-_TYPE_NAMES = {int: "integer", float: "number", bool: "true | false", str: "text", Path: "path"}
+_TYPE_NAMES = {
+    int: "integer",
+    float: "number",
+    bool: "true | false",
+    str: "text",
+    Path: "path",
+    AbsolutePath: "path",
+}
 _NAMES_ELSEWHERE = {
     "n": "rollout.samples_per_group",
     "num_generations": "rollout.samples_per_group",

@@ -1,17 +1,16 @@
 """Configuration of the model and of what Megatron does with it."""
 
-from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from bapo_megatron.config.section import Section
+from bapo_megatron.config.section import AbsolutePath, Section
 
 
 class ModelConfig(Section):
     """The policy."""
 
-    path: Path
+    path: AbsolutePath
     """Directory of a Hugging Face model (config.json, safetensors, tokenizer)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation type; with bfloat16 the optimizer keeps float32 master weights."""

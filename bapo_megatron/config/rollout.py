@@ -8,7 +8,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bapo_megatron.config.section import MAX_MEMORY_MB, MAX_WORKERS, Section, built_in_or_own
+from bapo_megatron.config.section import (
+    MAX_MEMORY_MB,
+    MAX_WORKERS,
+    AbsolutePath,
+    Section,
+    built_in_or_own,
+)
 
 ENGINES = ("sglang", "local")
 """Engines that need no module."""
@@ -194,7 +200,7 @@ class RolloutConfig(Section):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     servers: tuple[str, ...] = ()
     """Addresses (http://host:port) of running servers; empty: the trainer starts its own."""
-    servers_file: Path | None = None
+    servers_file: AbsolutePath | None = None
     """File with these addresses instead, one on each line, read again while the run goes on:
     servers join and leave as their lines come and go."""
     min_servers: int | None = Field(None, ge=1)
@@ -322,7 +328,7 @@ class RolloutConfig(Section):
 class ReplayConfig(Section):
     """Samples to train on again. ``replay: DIR`` is short for ``replay: {dumps: DIR}``."""
 
-    dumps: Path | None = None
+    dumps: AbsolutePath | None = None
     """Directory of rollout dumps to train on, without any server."""
     batches: int = Field(0, ge=0)
     """Number of earlier batches whose groups may be trained on again, beside new ones."""

@@ -6,7 +6,6 @@ turns validation errors into one line; ``check.check_config`` holds rules that c
 
 import math
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -39,7 +38,7 @@ from bapo_megatron.config.objectives import (
 )
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-from bapo_megatron.config.section import MAX_SECONDS, Section, built_in_or_own
+from bapo_megatron.config.section import MAX_SECONDS, AbsolutePath, Section, built_in_or_own
 
 
 class CorrectionConfig(Section):
@@ -273,7 +272,7 @@ class RunConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """Name of the run."""
-    run_dir: Path
+    run_dir: AbsolutePath
     """Directory for everything that the run writes."""
     seed: int = Field(0, ge=0, le=2**32 - 1)
     """Seed of data order, sampling, replay, intervals of scores, and the ranks' random streams."""

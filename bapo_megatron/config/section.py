@@ -1,9 +1,10 @@
 """The base of every section of the configuration, and what several sections share."""
 
 import ipaddress
+import os
 import re
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
@@ -16,6 +17,12 @@ MAX_MEMORY_MB = 1 << 30
 """Limit of a process's address space: a pebibyte. The kernel takes no number far beyond."""
 MAX_INTEGER = 2**53
 """Limit of every whole number: beyond it, JSON and float64 no longer hold it exactly."""
+
+AbsolutePath = Annotated[
+    Path, AfterValidator(lambda path: Path(os.path.abspath(os.path.expanduser(path))))  # noqa: PTH100, PTH111
+]
+"""A path that is made absolute when it is read: user code may change the working directory. ``~``
+is the user's home directory. Symbolic links stay."""
 
 SET_TAG, LIST_TAG = "<set>", "<list>"
 """What validation puts between the keys of a value that is one section or a list of them."""

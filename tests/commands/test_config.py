@@ -103,7 +103,7 @@ def test_a_configuration_is_printed_and_checked(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.train.path=no.jsonl", r"data\.train\.path: no such file 'no\.jsonl'"),
+        ("data.train.path=no.jsonl", r"data\.train\.path: no such file '/.*/no\.jsonl'"),
         ("rollout.servers=[a:1]", r"rollout\.servers: must be addresses like http://host"),
         ("algorithm.objective=no_module:f", "no_module"),
         ("algorithm.advantage=no_module:f", "no_module"),

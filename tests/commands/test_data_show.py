@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -152,12 +153,14 @@ def test_what_is_missing_is_named(config_file, capsys):
         "data.train: needed without eval.sets, got null; set data.train.path=FILE"
     )
     assert error_of("data.chat_template=no.jinja").startswith(
-        "data.chat_template: no such file 'no.jinja'"
+        f"data.chat_template: no such file '{Path('no.jinja').absolute()}'"
     )
     assert error_of("eval.sets=[{path: 'no-*.jsonl', name: x}]").startswith(
-        "eval.sets[0].path: no file matches 'no-*.jsonl'"
+        f"eval.sets[0].path: no file matches '{Path('no-*.jsonl').absolute()}'"
     )
-    assert error_of("model.path=nowhere").startswith("nowhere: no usable tokenizer")
+    assert error_of("model.path=nowhere").startswith(
+        f"{Path('nowhere').absolute()}: no usable tokenizer"
+    )
 
 
 def test_lengths_are_quantiles_by_nearest_rank():

@@ -158,7 +158,7 @@ def test_the_parameters_can_be_checked_against_megatron(config: str) -> None:
         (
             [],
             1,
-            "model.path: 'models/absent' does not exist; give the model's config.json by",
+            "models/absent' does not exist; give the model's config.json by",
         ),
         (["--model-config", "none.json"], 1, "--model-config: no such file 'none.json'"),
         (["--model-config", MODEL, "--gpus", "12"], 1, "--gpus: must be a multiple of"),

@@ -334,17 +334,18 @@ def test_ranks_that_read_no_files_need_the_model_only(check, monkeypatch):
     ],
 )
 def test_each_rule_names_key_rule_value_and_remedy(check, overrides, world_size, message):
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ConfigError) as refused:
         check(*overrides, world_size=world_size)
+    assert str(refused.value).replace(f"{Path.cwd()}/", "") == message
 
 
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("model.safetensors", r"model\.path: 'model' has no \*\.safetensors; save the model"),
+        ("model.safetensors", r"model\.path: '/.*/model' has no \*\.safetensors; save the model"),
         (
             "tokenizer_config.json",
-            r"model\.path: 'model' has no tokenizer_config\.json; save the tok",
+            r"model\.path: '/.*/model' has no tokenizer_config\.json; save the tok",
         ),
     ],
 )
@@ -359,7 +360,7 @@ def test_an_incomplete_model_directory_is_refused(check, file, message):
 def test_a_broken_model_configuration_is_refused(check, text, message):
     Path("model/config.json").write_text(text)
 
-    with pytest.raises(ConfigError, match=rf"model\.path: 'model/config\.json' .*{message}"):
+    with pytest.raises(ConfigError, match=rf"model\.path: '/.*/model/config\.json' .*{message}"):
         check()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ def test_what_is_not_given_has_the_schema_s_default(folder):
     config = load_config(folder / "base.yaml")
 
     assert config == RunConfig(name="demo", run_dir="runs/demo", model={"path": "models/tiny"})
-    assert config.model.path == Path("models/tiny")
+    assert config.model.path == Path("models/tiny").absolute()
     assert config.algorithm.bapo.target == 0.4
 
 
@@ -46,7 +47,7 @@ def test_overrides_stand_above_the_file_which_stands_above_its_base(folder):
     assert config.optimizer.lr == 0.0002
     assert config.log.wandb_project == ""
     assert config.data.prompt_suffix == "Put it in \\boxed{}."
-    assert config.eval.sets[0].path == Path("x.jsonl")
+    assert config.eval.sets[0].path == Path("x.jsonl").absolute()
 
 
 def test_inherit_is_relative_to_the_file_that_says_it(folder):
@@ -71,7 +72,7 @@ def test_references_are_resolved(folder, monkeypatch):
 
     config = load_config(path)
 
-    assert (config.run_dir, config.model.path) == (Path("runs/r"), Path("/models/tiny"))
+    assert (config.run_dir, config.model.path) == (Path("runs/r").absolute(), Path("/models/tiny"))
 
 
 def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
@@ -195,7 +196,7 @@ def test_a_file_without_a_name_is_called_a_base(folder):
         "configs/a.yaml: Interpolation key 'name' not found; this is a base for other files: give "
         "one that inherits it and has a name"
     )
-    assert load_config(path, ["name=x"]).run_dir == Path("runs/x")
+    assert load_config(path, ["name=x"]).run_dir == Path("runs/x").absolute()
 
 
 def test_a_section_is_parsed_from_options():
@@ -211,3 +212,26 @@ def test_a_section_is_parsed_from_options():
         with pytest.raises(ConfigError) as caught:
             parse_section(BapoConfig, given, "options")
         assert str(caught.value) == f"options: {message}"
+
+
+def test_paths_are_absolute_from_the_start_and_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(
+        "name: a\nrun_dir: ~/runs/a\nmodel: {path: models/../model}\n"
+        "data: {train: {path: 'parts/*.jsonl', name: parts}, chat_template: ./t.jinja}\n"
+        "eval: {sets: [{path: e.jsonl}]}\n"
+    )
+    config = load_config(Path("a.yaml"), ["replay=old/rollouts"])
+    os.chdir("/")
+    assert [
+        str(path.relative_to(tmp_path))
+        for path in (
+            config.run_dir,
+            config.model.path,
+            config.data.train_sets[0].path,
+            config.data.chat_template,
+            config.eval.sets[0].path,
+            config.replay.dumps,
+        )
+    ] == ["home/runs/a", "model", "parts/*.jsonl", "t.jinja", "e.jsonl", "old/rollouts"]

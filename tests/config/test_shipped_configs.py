@@ -26,7 +26,7 @@ def test_every_file_loads_is_a_screen_at_most_and_says_what_it_is_for(name: str)
     config = load_shipped(name)
     if name not in FRAGMENTS:
         assert config.name == name
-        assert config.run_dir == Path("runs") / name
+        assert config.run_dir == Path("runs").absolute() / name
 
 
 @pytest.mark.parametrize("name", PAPER_RUNS)

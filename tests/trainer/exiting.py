@@ -38,6 +38,12 @@ def exits_at_once(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
     return rewards - rewards.mean()
 
 
+def changes_directory(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Leave the directory in which the run was started."""
+    os.chdir("/")
+    return rewards - rewards.mean()
+
+
 def exits_in_c(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
     """End the process without Python's knowledge."""
     if _is_second_step():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-from typing import TYPE_CHECKING
+import shutil
+from pathlib import Path
 
 import pytest
 
-from tests.launch import run, torchrun
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.launch import REPOSITORY, run, torchrun
 
 pytestmark = pytest.mark.distributed
 EXITING = "tests.trainer.exiting"
@@ -83,3 +82,17 @@ def test_an_import_that_exits_is_an_error_with_its_line(
     assert result.returncode == 1
     assert re.fullmatch(rf"bapo-megatron: {line}\n", result.stderr)
     assert not (tmp_path / "run").exists()
+
+
+def test_code_that_changes_the_working_directory_moves_no_file(replay_config: Path) -> None:
+    relative = Path("build") / f"moves-no-file-{os.getpid()}"
+    run_dir = REPOSITORY / relative
+    try:
+        setting = f"algorithm.advantage={EXITING}:changes_directory"
+        result = run(arguments(replay_config, relative, setting))
+        assert result.returncode == 0, result.stderr
+        assert (run_dir / "summary.json").is_file()
+        assert (run_dir / "checkpoints" / "step_5").is_dir()
+        assert not (Path("/") / relative).exists()
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
