@@ -169,8 +169,11 @@ def replaced_directory(path: Path) -> Path:
     return path.with_name(f".{path.name}.replaced.tmp")
 
 
-def lock(file: IO[bytes]) -> bool:
-    """Lock a file that is open for writing; processes that inherit it hold the lock, too.
+def lock(file: IO[bytes], *, inherited: bool = True) -> bool:
+    """Lock a file that is open for writing.
+
+    Processes that inherit it hold the lock, too; without ``inherited`` this process alone does, and
+    loses it when it closes any descriptor of the file.
 
     Returns:
         False where its file system has no locks.
@@ -180,7 +183,7 @@ def lock(file: IO[bytes]) -> bool:
         OSError: It cannot be locked.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (fcntl.flock if inherited else fcntl.lockf)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise

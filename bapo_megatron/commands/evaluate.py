@@ -26,6 +26,7 @@ from bapo_megatron.evaluation.summary import votes_pool
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.evaluation import results_file, samples_file, summarise_set
 from bapo_megatron.telemetry.console import ProgressLine, say, uncut_console
+from bapo_megatron.telemetry.run_lock import run_dir_locked
 from bapo_megatron.types import EvalResult
 
 
@@ -71,7 +72,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
 
     Raises:
         ValueError: No evaluation set is configured, a file is missing or unreadable, or the run
-            directory holds samples that this evaluation may not continue.
+            directory is in use, or holds samples that this evaluation may not continue.
         RolloutError: A server failed.
     """
     check_eval_config(config)
@@ -81,11 +82,16 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     sets = load_sets(config.eval, renderer, config.data.max_prompt_tokens)
     files = fingerprint(config.model.path)
     model = f"{config.model.path.name} ({config.model.dtype}, files {files})"
-    if not _announce(sets, config, model):
+    with run_dir_locked(config.run_dir, "eval"):
+        if _announce(sets, config, model):
+            return _sample(config, model)
         results = run_graded(_summarise_finished(sets, config, model))
         write_results(results, results_file(config.run_dir, ""))
         return results
-    config.run_dir.mkdir(parents=True, exist_ok=True)
+
+
+def _sample(config: RunConfig, model: str) -> list[EvalResult]:
+    """Score what there is once the missing samples are made."""
     with ProgressLine() as progress:
         source = CollectorClient(config, on_progress=progress.update, for_training=False)
         try:

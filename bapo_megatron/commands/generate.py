@@ -15,6 +15,7 @@ from bapo_megatron.engine.load import load_kind
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine
 from bapo_megatron.telemetry.metrics import batch_metrics
+from bapo_megatron.telemetry.run_lock import run_dir_locked
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.types import StepMetrics
 
@@ -38,15 +39,23 @@ def generate_batches(config: RunConfig, steps: int) -> None:
     are shown and written to ``<run_dir>/metrics.jsonl`` as in training.
 
     Raises:
-        ValueError: The configuration cannot be used, or the run directory holds another run.
+        ValueError: The configuration cannot be used, or the run directory is in use or holds
+            another run.
         RolloutError: Generation failed; earlier batches are kept.
     """
     check_generate_config(config)
     load_kind(config.rollout.engine).check(config)
-    dumps = (config.run_dir / "rollouts").glob("step_*.parquet")
-    if any(dumps) or (config.run_dir / "metrics.jsonl").exists():
-        raise ValueError(f"{config.run_dir} already holds a run; change run_dir, or move it away")
-    config.run_dir.mkdir(parents=True, exist_ok=True)
+    with run_dir_locked(config.run_dir, "generate"):
+        dumps = (config.run_dir / "rollouts").glob("step_*.parquet")
+        if any(dumps) or (config.run_dir / "metrics.jsonl").exists():
+            raise ValueError(
+                f"{config.run_dir} already holds a run; change run_dir, or move it away"
+            )
+        _generate(config, steps)
+
+
+def _generate(config: RunConfig, steps: int) -> None:
+    """Do it in a run directory that nobody else uses."""
     # Nothing is generated for later steps, nobody else needs the servers' memory, and every group
     # is dumped once.
     train = config.train.model_copy(update={"steps": steps})

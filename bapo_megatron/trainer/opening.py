@@ -27,6 +27,7 @@ from bapo_megatron.telemetry.console import (
     say,
 )
 from bapo_megatron.telemetry.prometheus import ShowRow, rows_served
+from bapo_megatron.telemetry.run_lock import run_dir_locked
 from bapo_megatron.trainer.check import check_training
 from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
 from bapo_megatron.versions import own_software
@@ -50,7 +51,8 @@ def open_run(config: RunConfig, stopping: Stopping) -> Iterator[Opening]:
     """Check the configuration and, on rank 0, start what generates; it ends at exit.
 
     Raises:
-        ValueError: The configuration cannot be trained, or ``run_dir`` holds an earlier run.
+        ValueError: The configuration cannot be trained, or ``run_dir`` holds an earlier run or is
+            in use.
     """
     rank, timer = launched_number("RANK", 0), PhaseTimer()
     check_training(config, launched_number("WORLD_SIZE", 1), owns_files=rank == 0)
@@ -58,6 +60,7 @@ def open_run(config: RunConfig, stopping: Stopping) -> Iterator[Opening]:
         yield Opening(timer)
         return
     with ExitStack() as stack:
+        stack.enter_context(run_dir_locked(config.run_dir, "train"))
         show_row = stack.enter_context(rows_served(config.log))
         claim_run_dir(config)
         stack.enter_context(console_kept_in(config.run_dir / "console.log"))
@@ -69,7 +72,7 @@ def open_run(config: RunConfig, stopping: Stopping) -> Iterator[Opening]:
 
 
 def claim_run_dir(config: RunConfig) -> None:
-    """Make the run directory, and let torchrun know it.
+    """Make sure that the run may begin in its directory, and let torchrun know it.
 
     Raises:
         ValueError: It holds an earlier run, and ``resume`` is not set.
@@ -81,7 +84,6 @@ def claim_run_dir(config: RunConfig) -> None:
         raise ValueError(
             f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
         )
-    run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / STOPPED_NAME).unlink(missing_ok=True)
     if RUN_DIR_FILE in os.environ:
         Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir))
