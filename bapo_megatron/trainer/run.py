@@ -30,7 +30,7 @@ from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import name_best
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.processes import launched_number, stacks_appended_to
+from bapo_megatron.processes import stacks_appended_to
 from bapo_megatron.telemetry.console import Pulse, say, show
 from bapo_megatron.telemetry.hang import HangWatch
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
@@ -108,14 +108,15 @@ class Run:
     @contextmanager
     def open(cls, config: RunConfig, stopping: Stopping, opening: Opening) -> Iterator[Self]:
         """Meet the other ranks and build the policy, while servers load; end it all at exit."""
-        rank = launched_number("RANK", 0)
         logs, source, timer = config.run_dir / "logs", opening.source, opening.timer
         with ExitStack() as stack:
-            stack.enter_context(stacks_appended_to(logs / f"stacks_rank_{rank}.txt"))
             record_collectives(logs)
             if not torch.cuda.is_available():
                 cpu_compat.install()  # lets Megatron-core run without CUDA
-            groups = init_distributed(config.parallel)
+            with stopping.joining():
+                groups = init_distributed(config.parallel)
+            # Only now: a rank that has met rank 0 knows that it holds the run directory.
+            stack.enter_context(stacks_appended_to(logs / f"stacks_rank_{groups.rank}.txt"))
             stack.callback(_watch_for_hangs(config, groups, timer.pulse))
             with fail_together(groups, StoppedError):
                 if (stopped := stopping.error()) is not None:

@@ -9,13 +9,15 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from types import FrameType
+from typing import Any
 
 from bapo_megatron.config.schema import TrainConfig
 from bapo_megatron.errors import StoppedError
-from bapo_megatron.processes import end_once
+from bapo_megatron.processes import end_once, launched_number
 from bapo_megatron.telemetry.console import say
 
 STOPPED_NAME = "stopped"
@@ -30,6 +32,9 @@ SAME_SIGNAL_S = 5.0
 _STDERR = 2
 _ASK_AGAIN_S = 600.0
 _ANSWER_LIMIT_S = 60.0
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+_SAVING = (signal.SIGTERM, signal.SIGUSR1)
+_AT_ONCE = dict.fromkeys((*_SAVING, signal.SIGINT), signal.SIG_DFL)
 
 
 class Stopping:
@@ -42,19 +47,21 @@ class Stopping:
         self._signalled_s: float | None = None
         self.is_interrupted = False
         """Whether Ctrl-C stopped the run."""
+        self._handlers: dict[signal.Signals, _Handler] = {}
         self._keeps_time = False
         self._stop_at_s = self._job_end_s = math.inf
 
     def listen(self, *, keeps_time: bool) -> None:
         """Note SIGTERM and SIGUSR1 from now on; a second signal ends the process at once.
 
-        With ``keeps_time`` (rank 0) also watch the clock.
+        With ``keeps_time`` (rank 0) also watch the clock. Another rank notes nothing until it has
+        joined: it has nothing to save, and torchrun waits for it where rank 0 has failed.
         """
         self._keeps_time = keeps_time
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._note)
         if not keeps_time:
+            self._install(_AT_ONCE)
             return
+        self._install(dict.fromkeys(_SAVING, self._note))
         if self._config.stop_after is not None:
             self._stop_at_s = time.time() + self._config.stop_after
         self._job_end_s = _job_end_of_environment()
@@ -66,7 +73,26 @@ class Stopping:
 
         Until then there is nothing to save, and it ends the process at once.
         """
-        signal.signal(signal.SIGINT, self._note)
+        self._install({signal.SIGINT: self._note})
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Let any signal end this process at once while it joins the other ranks; then note them.
+
+        It waits for them in C++, where Python runs no handler, and they may have ended by the same
+        signal.
+
+        Raises:
+            ValueError: A signal came before.
+        """
+        if not self._handlers or launched_number("WORLD_SIZE", 1) == 1:
+            yield
+            return
+        self._install(_AT_ONCE)
+        if self._signalled_s is not None:
+            raise ValueError(f"{self._error} before the ranks had met")
+        yield
+        self._install(dict.fromkeys(_SAVING, self._note) | {signal.SIGINT: end_once})
 
     def error(self) -> StoppedError | None:
         """Return what the run is to end with; None while it is to go on."""
@@ -85,6 +111,11 @@ class Stopping:
         if any_rank(self.error() is not None) and self._error is None:
             self._error = StoppedError(_BY_OTHER)
         return self._error
+
+    def _install(self, handlers: Mapping[signal.Signals, _Handler]) -> None:
+        self._handlers |= handlers
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()

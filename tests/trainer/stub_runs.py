@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ from tests.trainer.stub_source import StubSource
 from tests.trainer.whole_run import train_whole_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -113,7 +113,7 @@ def _outcome(
                 source.at = functools.partial(signals.at, stopping)
                 stack.enter_context(mock.patch.object(generation, "_MAX_SILENCE_S", 0.1))
                 stack.enter_context(mock.patch.object(BatchTrainer, "train", _observed(source)))
-                source.at("start")
+                stack.enter_context(mock.patch.object(Stopping, "joining", _begun(source)))
             train_whole_run(config, stopping)
     except (RolloutError, OSError, KeyboardInterrupt, StoppedError) as caught:
         error = f"{type(caught).__name__}: {caught}"
@@ -195,6 +195,18 @@ def _observed(source: StubSource) -> Callable[..., Any]:
         return train_batch(trainer, batch)
 
     return observed
+
+
+def _begun(source: StubSource) -> Callable[..., Any]:
+    joining = Stopping.joining
+
+    @contextmanager
+    def begun(stopping: Stopping) -> Iterator[None]:
+        with joining(stopping):
+            yield
+        source.at("start")
+
+    return begun
 
 
 def stopped_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:

@@ -110,10 +110,11 @@ def stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stoppi
 def test_signals_within_five_seconds_count_once_and_a_later_one_ends_the_process(
     stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter((100.0, 104.9, 105.1))
+    clock = iter((99.0, 100.0, 104.9, 105.1))
     fake = SimpleNamespace(monotonic=lambda: next(clock), time=time.time)
     monkeypatch.setattr(stopping_module, "time", fake)
-    stopping.listen(keeps_time=False)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    stopping.listen(keeps_time=True)
     assert stopping.error() is None
     signal.raise_signal(signal.SIGUSR1)
     signal.raise_signal(signal.SIGTERM)
@@ -191,6 +192,35 @@ def test_a_run_stops_after_the_time_that_it_was_given(
     time.sleep(0.02)
     assert str(limited.error()) == "stopped by train.stop_after"
     assert stopping.error() is None
+
+
+def test_a_rank_other_than_the_first_dies_of_a_signal_until_it_has_joined_and_then_notes_it(
+    stopping: Stopping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    stopping.listen(keeps_time=False)
+    assert [signal.getsignal(number) for number in numbers] == [signal.SIG_DFL] * 3
+    with stopping.joining():
+        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_DFL] * 3
+    signal.raise_signal(signal.SIGTERM)
+    assert str(stopping.error()) == "stopped by SIGTERM"
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_the_first_rank_notes_a_signal_but_joins_no_others_after_it(
+    stopping: Stopping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID")
+    stopping.listen(keeps_time=True)
+    with stopping.joining():  # a single rank waits for nobody
+        signal.raise_signal(signal.SIGTERM)
+    assert str(stopping.error()) == "stopped by SIGTERM"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = "^stopped by SIGTERM before the ranks had met$"
+    with pytest.raises(ValueError, match=message), stopping.joining():
+        pass
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -20,7 +22,6 @@ from tests.trainer.dumps import MANY_STEPS
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.distributed
 
@@ -74,6 +75,74 @@ def test_a_dump_that_cannot_be_used_is_named_when_the_steps_before_are_saved(
     assert f"step_000003.parquet: {problem}" in line
     # torchrun may end rank 1 before it has said anything.
     assert complaints[1] in ([], [line])
+
+
+def test_what_rank_0_alone_refuses_ends_all_ranks_at_once(
+    replay_config: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    # torchrun kills half a minute later what does not end.
+    environment = {"PET_SHUTDOWN_TIMEOUT": "240"}
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    arguments = ["train", str(replay_config), f"run_dir={tmp_path}"]
+    process = start(arguments, ranks=2, environment=environment)
+    started.append(process)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stderr.splitlines()[-1] == (
+        f"bapo-megatron: {tmp_path} already holds a run; continue it with resume=true, or change "
+        "run_dir"
+    )
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_rank_0_waits_for_another_rank_ends_everything_and_leaves_nothing(
+    number: signal.Signals,
+    replay_config: Path,
+    tmp_path: Path,
+    started: list[subprocess.Popen[str]],
+) -> None:
+    run_dir, scratch, data = tmp_path / "run", tmp_path / "scratch", tmp_path / "train.jsonl"
+    scratch.mkdir()
+    data.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    settings = {
+        "run_dir": run_dir,
+        "algorithm.advantage": "tests.trainer.late_rank:advantage",
+        "replay.dumps": "null",
+        "rollout.engine": "local",  # with a collector of its own
+        "rollout.groups_per_step": 2,
+        "rollout.max_response_tokens": 16,
+        "data.train.path": data,
+        "data.max_prompt_tokens": 64,
+    }
+    overrides = [f"{name}={value}" for name, value in settings.items()]
+    process = start(
+        ["train", str(replay_config), *overrides],
+        ranks=2,
+        environment={"PET_SHUTDOWN_TIMEOUT": "240", "TMPDIR": str(scratch)},
+    )
+    started.append(process)
+    wait_for(process, (run_dir / "config.yaml").exists, "rank 0")
+    ranks = psutil.Process(process.pid).children()
+    (rank_0,) = (each for each in ranks if each.environ().get("RANK") == "0")
+    wait_for(process, lambda: not _handles(rank_0, signal.SIGTERM), "rank 0 to join")
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    _, stderr = process.communicate(timeout=30)
+    assert stderr.splitlines()[-1] == (
+        f"bapo-megatron: ended by {number.name}; no checkpoint yet: the same command with --resume "
+        "starts at step 1"
+    )
+    assert len(children) >= 3
+    _, alive = psutil.wait_procs(children, timeout=15)
+    assert not alive
+    assert not list(scratch.iterdir())
+
+
+def _handles(process: psutil.Process, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    (mask,) = re.findall(r"^SigCgt:\t(\w+)$", status, re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def test_ctrl_c_before_the_first_checkpoint_saves_the_steps_and_leaves_no_process(
