@@ -48,6 +48,7 @@ class Stopping:
         self.is_interrupted = False
         """Whether Ctrl-C stopped the run."""
         self._handlers: dict[signal.Signals, _Handler] = {}
+        self._taken_back: set[str] = set()
         self._keeps_time = False
         self._stop_at_s = self._job_end_s = math.inf
 
@@ -63,7 +64,7 @@ class Stopping:
             return
         self._install(dict.fromkeys(_SAVING, self._note))
         if self._config.stop_after is not None:
-            self._stop_at_s = time.time() + self._config.stop_after
+            self._stop_at_s = time.monotonic() + self._config.stop_after
         self._job_end_s = _job_end_of_environment()
         if "SLURM_JOB_ID" in os.environ:
             threading.Thread(target=self._follow_job, name="job-end", daemon=True).start()
@@ -85,6 +86,7 @@ class Stopping:
         Raises:
             ValueError: A signal came before.
         """
+        self._keep_handlers()
         if not self._handlers or launched_number("WORLD_SIZE", 1) == 1:
             yield
             return
@@ -96,10 +98,10 @@ class Stopping:
 
     def error(self) -> StoppedError | None:
         """Return what the run is to end with; None while it is to go on."""
-        now_s, lead_s = time.time(), self._config.stop_lead_s
-        if self._error is None and now_s >= self._stop_at_s:
+        lead_s = self._config.stop_lead_s
+        if self._error is None and time.monotonic() >= self._stop_at_s:
             self._error = StoppedError("stopped by train.stop_after")
-        if self._error is None and now_s >= self._job_end_s - lead_s:
+        if self._error is None and time.time() >= self._job_end_s - lead_s:
             end = datetime.fromtimestamp(self._job_end_s).isoformat(" ", "seconds")
             self._error = StoppedError(
                 f"stopped by train.stop_lead_s = {lead_s:g}: the Slurm job ends at {end}"
@@ -108,6 +110,8 @@ class Stopping:
 
     def agree(self, any_rank: Callable[[bool], bool]) -> StoppedError | None:
         """Return ``error()``, on all ranks if one has it; ``any_rank`` is a collective."""
+        if threading.current_thread() is threading.main_thread():  # which alone may
+            self._keep_handlers()
         if any_rank(self.error() is not None) and self._error is None:
             self._error = StoppedError(_BY_OTHER)
         return self._error
@@ -116,6 +120,20 @@ class Stopping:
         self._handlers |= handlers
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+    def _keep_handlers(self) -> None:
+        """Restore handlers that a user's code has replaced, and name each of its own once."""
+        for number, own in self._handlers.items():
+            if (found := signal.getsignal(number)) == own:
+                continue
+            signal.signal(number, own)
+            handler = _describe_handler(found)
+            if handler not in self._taken_back:
+                self._taken_back.add(handler)
+                say(
+                    f"rank {launched_number('RANK', 0)}: {handler} had replaced the handler of "
+                    f"{number.name}; restored, because the signal stops the run"
+                )
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
@@ -141,6 +159,15 @@ class Stopping:
                 if self._job_end_s == math.inf:
                     say(f"squeue tells no end of this job ({error}); the run does not stop for it")
             time.sleep(_ASK_AGAIN_S)
+
+
+def _describe_handler(handler: _Handler) -> str:
+    if isinstance(handler, signal.Handlers):
+        return handler.name
+    named: Any = handler if hasattr(handler, "__qualname__") else type(handler)
+    code = getattr(handler, "__code__", None)
+    place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    return f"{named.__module__}.{named.__qualname__}{place}"
 
 
 def _job_end_of_environment() -> float:

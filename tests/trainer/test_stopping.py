@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ from tests.trainer import stub_runs
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from types import FrameType
 
     from tests.trainer.stub_runs import Outcome
 
@@ -194,6 +197,20 @@ def test_a_run_stops_after_the_time_that_it_was_given(
     assert stopping.error() is None
 
 
+def test_a_clock_that_is_set_ends_no_run_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now_s=50.0, wall_s=1e9)
+    fake = SimpleNamespace(monotonic=lambda: clock.now_s, time=lambda: clock.wall_s)
+    monkeypatch.setattr(stopping_module, "time", fake)
+    stopping = Stopping(TrainConfig(stop_after=60))
+    stopping.listen(keeps_time=True)
+    clock.wall_s += 86400
+    clock.now_s += 59
+    assert stopping.error() is None
+    clock.wall_s -= 2 * 86400
+    clock.now_s += 1
+    assert str(stopping.error()) == "stopped by train.stop_after"
+
+
 def test_a_rank_other_than_the_first_dies_of_a_signal_until_it_has_joined_and_then_notes_it(
     stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +238,46 @@ def test_the_first_rank_notes_a_signal_but_joins_no_others_after_it(
     message = "^stopped by SIGTERM before the ranks had met$"
     with pytest.raises(ValueError, match=message), stopping.joining():
         pass
+
+
+def _of_user(number: int, frame: FrameType | None) -> None:
+    raise AssertionError("not the run's handler")
+
+
+def test_a_handler_of_a_users_code_is_named_once_and_the_run_is_stopped_by_the_signal_again(
+    stopping: Stopping, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("SLURM_JOB_ID")
+    stopping.listen(keeps_time=True)
+    stopping.listen_to_interrupts()
+    stopping.agree(lambda flag: flag)
+    assert capsys.readouterr().err == ""
+    line = _of_user.__code__.co_firstlineno
+    for said in (
+        f"rank 3: tests.trainer.test_stopping._of_user ({__file__}:{line}) had replaced the "
+        "handler of SIGTERM; restored, because the signal stops the run\n",
+        "",
+    ):
+        signal.signal(signal.SIGTERM, _of_user)
+        assert stopping.agree(lambda flag: flag) is None
+        assert capsys.readouterr().err == said
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, functools.partial(_of_user))
+    stopping.agree(lambda flag: flag)
+    assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "rank 3: functools.partial had replaced the handler of SIGUSR1",
+        "rank 3: SIG_IGN had replaced the handler of SIGINT",
+    ]
+    signal.raise_signal(signal.SIGTERM)
+    assert str(stopping.agree(lambda flag: flag)) == "stopped by SIGTERM"
+
+
+def test_handlers_are_left_alone_by_a_thread_which_may_not_set_them(stopping: Stopping) -> None:
+    stopping.listen(keeps_time=False)
+    signal.signal(signal.SIGTERM, _of_user)
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(stopping.agree, lambda flag: flag).result() is None
 
 
 @pytest.mark.parametrize(
