@@ -31,7 +31,6 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from bapo_megatron.config.section import is_loopback
-from bapo_megatron.policy.checkpoint_files import how_to_continue
 from bapo_megatron.processes import (
     RUN_DIR_FILE,
     PrivateDirectory,
@@ -39,6 +38,7 @@ from bapo_megatron.processes import (
     environment_set,
     unfinished_ranks,
 )
+from bapo_megatron.trainer.resume import how_to_continue
 from bapo_megatron.trainer.stopping import SAME_SIGNAL_S, STOPPED_NAME
 
 _BACKEND = "bapo-megatron"

@@ -103,7 +103,7 @@ class CheckpointSaver:
         """Save everything that training continues from; return the checkpoint's directory.
 
         The directory exists once the checkpoint is complete. One of the same number is replaced;
-        those of higher numbers are removed: the attempt that wrote them was abandoned for this one.
+        those of higher numbers stay (see ``checkpoint_files.begin_at``).
 
         ``extra`` is state of the caller, plain JSON values; ``best`` is what the file ``best`` says
         from when this checkpoint is complete. ``save_rollout`` begins to write a further file, and
@@ -221,10 +221,10 @@ def load_checkpoint(
     """
     groups = policy.groups
     with fail_together(groups, files.CheckpointError):
-        state = files.read_state(directory)
-        if groups.rank == 0:
-            files.check_files(directory, state)
         with files.damage_of(directory):
+            state = files.read_state(directory)
+            if groups.rank == 0:
+                files.check_files(directory, state)
             reader = open_checked(directory, verify=verify, verifies_small_files=groups.rank == 0)
         if state.distributed_optimizer != _is_distributed(policy):
             wanted = f"megatron.distributed_optimizer: {str(state.distributed_optimizer).lower()}"
@@ -260,8 +260,8 @@ def _load_shards(directory: Path, policy: MegatronPolicy, reader: CheckedReader)
             if isinstance(first := _first(error), files.DamagedError):
                 raise first from error
         raise files.CheckpointError(
-            f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with "
-            f"the model that saved it; or, {files.OTHER_CHECKPOINT}"
+            f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with the "
+            f"model that saved it; if a file is damaged, {files.other_checkpoint(directory)}"
         ) from error
 
 
@@ -310,7 +310,7 @@ def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
         return torch.load(path, weights_only=True)
     except LOAD_ERRORS as error:
         raise files.CheckpointError(
-            f"{path}: damaged ({_reason(error)}); {files.OTHER_CHECKPOINT}"
+            f"{path}: damaged ({_reason(error)}); {files.other_checkpoint(directory)}"
         ) from error
 
 

@@ -4,17 +4,21 @@
                         rng_<rank>.pt, rollout.parquet (what the rollout's source continues from)
     <root>/latest       name of the newest complete checkpoint
     <root>/best         the checkpoint with the best evaluation, metric and value, as JSON
+    <root>/abandoned_<k>/step_<n>/    newer than the one that a run continued from
 
 A checkpoint is written under a temporary name, flushed, and renamed; only then ``latest`` moves,
 and then ``best`` if it is the best one. A kill at any moment leaves the previous checkpoint in
 place; where one of the same number was being replaced, under the name of
-``files.replaced_directory``, until the next save puts it back.
+``files.replaced_directory``, until the next save puts it back. Saves remove only checkpoints of
+steps up to their own.
 """
 
+import itertools
 import json
+import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +30,7 @@ from bapo_megatron.calls import decode_json, shown_value
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.files import (
     atomic_write_text,
+    open_regular,
     parse_json,
     publish_directory,
     read_regular,
@@ -41,12 +46,7 @@ CHECKSUMS_NAME = "checksums.json"
 METADATA_NAME = ".metadata"
 ROLLOUT_NAME = "rollout.parquet"
 _MAX_NAME_BYTES = 64
-STEP_PATTERN = re.compile(r"step_(\d+)")
-
-OTHER_CHECKPOINT = (
-    f"to resume from another checkpoint, write its name (step_<n>) into checkpoints/{LATEST_NAME}"
-)
-"""The remedy for a damaged checkpoint."""
+STEP_PATTERN = re.compile(r"step_(0|[1-9][0-9]*)")
 
 
 class CheckpointError(ValueError):
@@ -54,15 +54,16 @@ class CheckpointError(ValueError):
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint has changed, or holds what none may; the message names it alone."""
+    """A file of a checkpoint has changed, or holds what none may; the message has no remedy."""
 
 
 @contextmanager
-def damage_of(directory: Path, remedy: str = OTHER_CHECKPOINT) -> Iterator[None]:
-    """Say of a damaged file which checkpoint it is in, and what to do."""
+def damage_of(directory: Path, remedy: str = "") -> Iterator[None]:
+    """Say of a damaged file which checkpoint it is in, and what to do (``other_checkpoint``)."""
     try:
         yield
     except DamagedError as error:
+        remedy = remedy or other_checkpoint(directory)
         raise CheckpointError(f"{directory}: damaged, {error}; {remedy}") from error
 
 
@@ -123,44 +124,97 @@ def unfinished_directory(root: Path, step: int) -> Path:
     return root / f".step_{step}.tmp"
 
 
-def checkpoint_exists(root: Path, step: int) -> bool:
-    """Return whether the complete checkpoint of a step exists, even while it is being replaced."""
-    return _existing(step_directory(root, step)) is not None
-
-
-def _existing(directory: Path) -> Path | None:
-    """Return where a complete checkpoint lies; a kill may have left it under its other name."""
+def find_checkpoint(root: Path, step: int) -> Path | None:
+    """Return where the checkpoint of a step lies; a kill may have left it under its other name."""
+    directory = step_directory(root, step)
     return next((d for d in (directory, replaced_directory(directory)) if d.is_dir()), None)
 
 
+def step_name(directory: Path) -> str:
+    """Return what ``latest`` calls a checkpoint."""
+    match = STEP_PATTERN.search(directory.name)
+    assert match is not None, "a checkpoint of a run"
+    return match[0]
+
+
+def step_of(directory: Path) -> int:
+    """Return the number of a checkpoint."""
+    return int(step_name(directory).removeprefix("step_"))
+
+
+def find_steps(root: Path) -> list[int]:
+    """Return the steps of all checkpoints under ``root`` in order, complete or not."""
+    paths = root.iterdir() if root.is_dir() else ()
+    names = (path.name.removeprefix(".").removesuffix(".replaced.tmp") for path in paths)
+    steps = {int(match[1]) for name in names if (match := STEP_PATTERN.fullmatch(name))}
+    return sorted(step for step in steps if find_checkpoint(root, step) is not None)
+
+
+def holds_checkpoints(root: Path) -> bool:
+    """Return whether a run has saved under ``root``, as far as names tell."""
+    patterns = ("step_*", ".step_*.replaced.tmp", "abandoned_*")
+    found = any(path for pattern in patterns for path in root.glob(pattern))
+    return found or os.path.lexists(root / LATEST_NAME)
+
+
 def find_latest(root: Path) -> Path | None:
-    """Return the newest complete checkpoint under ``root``, or None where none was saved.
+    """Return the checkpoint that ``latest`` names, complete or not; None where there is no file.
 
     Raises:
-        CheckpointError: ``latest`` names a checkpoint that is not there.
+        DamagedError: It cannot be read, or names no checkpoint beside it; the message names it.
     """
     pointer = root / LATEST_NAME
-    if not pointer.is_file():
+    if not os.path.lexists(pointer):
         return None
-    name = pointer.read_bytes()[:_MAX_NAME_BYTES].decode(errors="replace").strip()
-    directory = _existing(root / name) if STEP_PATTERN.fullmatch(name) else None
+    try:
+        with open_regular(pointer) as stream:
+            content = stream.read(_MAX_NAME_BYTES + 1)
+    except OSError as error:
+        raise DamagedError(f"{pointer}: unreadable ({error.strerror})") from error
+    name = content.decode(errors="replace").strip()
+    match = STEP_PATTERN.fullmatch(name) if len(content) <= _MAX_NAME_BYTES else None
+    if match is None:
+        raise DamagedError(f"{pointer}: holds {shown_value(name)} instead of a checkpoint's name")
+    directory = find_checkpoint(root, int(match[1]))
     if directory is None:
-        raise CheckpointError(
-            f"{pointer}: names {name!r}, which is not a checkpoint beside it; write the name of "
-            "one that is (step_<n>) into it, or delete it to start anew"
-        )
+        raise DamagedError(f"{pointer}: names {name}, which is not there")
     return directory
 
 
-def how_to_continue(run_dir: Path) -> str:
-    """Return what a message says after the reason for which a run ended."""
+def check_complete(directory: Path, *, verify: bool = True) -> None:
+    """Raise ``DamagedError`` for what sizes and, with ``verify``, the small files tell of damage.
+
+    Damage of shards shows only when they are read. Another format is a ``CheckpointError``.
+    """
+    check_files(directory, read_state(directory))
+    checksums = read_checksums(directory) if verify else None
+    if checksums is not None:
+        verify_small_files(directory, checksums)
+
+
+def lack_of(directory: Path) -> str:
+    """Return why a checkpoint is not complete; '' if it is."""
     try:
-        newest = find_latest(run_dir / "checkpoints")
+        check_complete(directory)
     except CheckpointError as error:
-        return f"; {error}"
-    if newest is None:
-        return "; no checkpoint yet: the same command with --resume starts at step 1"
-    return f"; the same command with --resume continues from {newest}"
+        return str(error)
+    return ""
+
+
+def first_complete(root: Path, steps: Iterable[int]) -> Path | None:
+    """Return the first checkpoint of ``steps`` that is complete (``check_complete``)."""
+    found = (find_checkpoint(root, step) for step in steps)
+    return next((path for path in found if path is not None and not lack_of(path)), None)
+
+
+def other_checkpoint(directory: Path) -> str:
+    """Return the remedy for a damaged checkpoint: the newest complete one before it, or after."""
+    root, step = directory.parent, step_of(directory)
+    others = sorted(set(find_steps(root)) - {step}, key=lambda other: (other > step, -other))
+    other = first_complete(root, others)
+    if other is None:
+        return "restore it from a copy, or change run_dir: no other checkpoint is complete"
+    return f"write {step_name(other)} into {root / LATEST_NAME} to continue from there"
 
 
 def find_best(root: Path) -> BestCheckpoint | None:
@@ -176,7 +230,7 @@ def find_best(root: Path) -> BestCheckpoint | None:
         best = decode_json(BestCheckpoint, pointer.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{pointer}: damaged ({error}); delete the file") from error
-    if not STEP_PATTERN.fullmatch(best.checkpoint) or not checkpoint_exists(root, best.step):
+    if not STEP_PATTERN.fullmatch(best.checkpoint) or not find_checkpoint(root, best.step):
         raise CheckpointError(
             f"{pointer}: names {best.checkpoint!r}, which is not a checkpoint beside it; write one "
             "that is, or delete the file"
@@ -197,39 +251,39 @@ def encode_state(state: CheckpointState) -> str:
 
 
 def read_state(directory: Path) -> CheckpointState:
-    """Read state.json; raise ``CheckpointError`` if it is missing, damaged or of another format."""
+    """Read state.json.
+
+    Raises:
+        DamagedError: It is missing or damaged.
+        CheckpointError: It is of another format.
+    """
     path = directory / STATE_NAME
     try:
         content = read_regular(path)
         fields = parse_json(content)
         found = fields.get("format", FORMAT) if isinstance(fields, dict) else FORMAT
-        if found == FORMAT:
-            state = decode_json(CheckpointState, content)
-            if encode_state(state).encode() != content:
-                raise ValueError("it has changed since it was written")
-            return state
+        state = decode_json(CheckpointState, content) if found == FORMAT else None
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{directory}: not a complete checkpoint, {STATE_NAME} is missing; {OTHER_CHECKPOINT}"
-        ) from error
+        raise DamagedError(f"{STATE_NAME} is missing") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged ({error}); {OTHER_CHECKPOINT}") from error
-    raise CheckpointError(
-        f"{path}: format {shown_value(found)}, this version reads format {FORMAT}; resume with the "
-        "version that saved it"
-    )
+        raise DamagedError(f"{STATE_NAME} cannot be read ({error})") from error
+    if state is None:
+        raise CheckpointError(
+            f"{path}: format {shown_value(found)}, this version reads format {FORMAT}; resume with "
+            "the version that saved it"
+        )
+    if encode_state(state).encode() != content:
+        raise DamagedError(f"{STATE_NAME} has changed since it was written")
+    return state
 
 
 def check_files(directory: Path, state: CheckpointState) -> None:
-    """Raise ``CheckpointError`` for a file that is not what ``state`` says."""
+    """Raise ``DamagedError`` for a file that is not what ``state`` says."""
     found = _file_bytes(directory)
     for name, num_bytes in state.file_bytes.items():
         if found.get(name) != num_bytes:
             actual = f"has {found[name]} bytes" if name in found else "is missing"
-            raise CheckpointError(
-                f"{directory}: damaged, {name} {actual} instead of {num_bytes} bytes; "
-                f"{OTHER_CHECKPOINT}"
-            )
+            raise DamagedError(f"{name} {actual} instead of {num_bytes} bytes")
 
 
 new_checksum = xxhash.xxh3_64
@@ -263,15 +317,18 @@ def read_checksums(directory: Path) -> Checksums | None:
         return None
     try:
         return decode_json(Checksums, path.read_bytes())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise DamagedError(f"{CHECKSUMS_NAME} cannot be read ({error})") from error
 
 
 def verify_small_files(directory: Path, checksums: Checksums) -> None:
     """Raise ``DamagedError`` for a small file that has changed since it was written."""
     for name, written in checksums.files.items():
-        path = directory / name
-        if not path.is_file() or checksum(path.read_bytes()) != written:
+        try:
+            content = (directory / name).read_bytes()
+        except (OSError, ValueError) as error:
+            raise DamagedError(f"{name} cannot be read ({error})") from error
+        if checksum(content) != written:
             raise DamagedError(f"{name} has changed since it was written")
 
 
@@ -279,10 +336,39 @@ def remove_unfinished(root: Path) -> None:
     """Remove what killed saves and removals left; put back what was about to be replaced."""
     for path in root.glob(".step_*.tmp"):
         step = root / path.name.removeprefix(".").partition(".")[0]
-        if path == replaced_directory(step) and not step.exists():
+        is_replaced = path == replaced_directory(step)
+        if is_replaced and not step.exists():
             path.rename(step)
-        else:
+        elif not is_replaced or not lack_of(step):
             shutil.rmtree(path)
+
+
+def begin_at(root: Path, directory: Path) -> str:
+    """Let a run begin at a checkpoint: newer ones move aside, whole, and ``latest`` names it.
+
+    Returns:
+        What to say of those that moved; '' where there are none.
+    """
+    pointer, step = root / LATEST_NAME, step_of(directory)
+    newer = [step_directory(root, n) for n in find_steps(root) if n > step]
+    moved = [path for each in newer for path in (each, replaced_directory(each)) if path.is_dir()]
+    if pointer.is_dir() and not pointer.is_symlink():
+        moved.append(pointer)
+    said = ""
+    if moved:
+        numbered = (root / f"abandoned_{k}" for k in itertools.count(1))
+        abandoned = next(path for path in numbered if not os.path.lexists(path))
+        abandoned.mkdir()
+        for path in moved:
+            target = abandoned / path.name.removeprefix(".").removesuffix(".replaced.tmp")
+            path.rename(target.with_suffix(".replaced") if target.exists() else target)
+        names = ", ".join(sorted(path.name for path in abandoned.iterdir()))
+        said = (
+            f"moved {names} to {abandoned}, because this run continues from step_{step}; no run "
+            "deletes that directory"
+        )
+    atomic_write_text(pointer, f"step_{step}\n")
+    return said
 
 
 def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[str]) -> None:
@@ -311,21 +397,16 @@ def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[s
 def remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None:
     """Keep the newest checkpoints, those to keep for good, the best one, and nothing else.
 
-    Steps above the one just saved belong to an attempt that was abandoned for this one, and go; so
-    does ``best`` if it names one of them. A damaged ``best`` is a ``CheckpointError``, and nothing
-    is removed.
+    Steps above the one just saved are not this run's, and stay. A damaged ``best`` is a
+    ``CheckpointError``, and nothing is removed.
     """
-    steps = [
-        int(match[1]) for path in root.iterdir() if (match := STEP_PATTERN.fullmatch(path.name))
-    ]
-    kept = set(sorted(step for step in steps if step <= saved_step)[-config.keep_last :])
+    steps = [step for step in find_steps(root) if step <= saved_step]
+    kept = set(steps[-config.keep_last :])
     if config.keep_every > 0:
-        kept.update(s for s in steps if s <= saved_step and s % config.keep_every == 0)
+        kept.update(step for step in steps if step % config.keep_every == 0)
     best = find_best(root)
-    if best is not None and best.step <= saved_step:
+    if best is not None:
         kept.add(best.step)
-    elif best is not None:
-        (root / BEST_NAME).unlink()
     for step in set(steps) - kept:
         # Renamed first: a kill in the middle must not leave half a checkpoint under a valid name.
         removed = unfinished_directory(root, step)

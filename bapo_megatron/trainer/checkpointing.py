@@ -13,24 +13,28 @@ from pydantic import Field
 
 from bapo_megatron.algorithm.bapo import EXIT_METRICS
 from bapo_megatron.calls import decode_json
-from bapo_megatron.distributed import ProcessGroups, broadcast_bytes
+from bapo_megatron.distributed import ProcessGroups, broadcast_bytes, fail_together
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.checkpoint import load_checkpoint
 from bapo_megatron.policy.checkpoint_files import (
     BEST_NAME,
-    OTHER_CHECKPOINT,
     ROLLOUT_NAME,
     STATE_NAME,
     BestCheckpoint,
     CheckpointError,
-    checkpoint_exists,
+    DamagedError,
+    begin_at,
+    damage_of,
     find_best,
-    find_latest,
+    find_checkpoint,
     name_best,
+    other_checkpoint,
 )
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
+from bapo_megatron.trainer.resume import as_checkpoint_error, choose_checkpoint
 from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
 
 
@@ -92,32 +96,58 @@ class Progress:
 
 
 def load_run(
-    root: Path, policy: MegatronPolicy, source: RolloutSource | None, *, verify: bool
+    run_dir: Path, policy: MegatronPolicy, source: RolloutSource | None, *, verify: bool
 ) -> Progress:
-    """Continue from the newest checkpoint; start from the beginning where there is none yet.
+    """Continue from a checkpoint of ``run_dir``; start from the beginning where there is none yet.
 
-    ``source`` is given on the first rank only, which decides which checkpoint under ``root`` is the
-    newest: not every node sees a change of ``latest`` at once. ``verify``: see ``load_checkpoint``.
+    ``source`` is given on the first rank only, which decides which checkpoint it is: not every node
+    sees a change of ``latest`` at once. Once it is loaded, newer ones move aside. ``verify``: see
+    ``load_checkpoint``.
+
+    Raises:
+        CheckpointError: No checkpoint can be continued; raised on every rank.
     """
-    newest = find_latest(root) if source is not None else None
-    own = None if source is None else (newest.name if newest else "").encode()
-    name = broadcast_bytes(own, policy.groups).decode()
+    root, groups = run_dir / "checkpoints", policy.groups
+    name = _agree_on_checkpoint(run_dir, groups, verify=verify)
     if not name:
-        if source is not None:
-            say(f"{root}: no checkpoint yet, starting at step 1")
         return Progress()
     extra = load_checkpoint(root / name, policy, verify=verify)
-    try:
-        progress = decode_json(Progress, json.dumps(extra.get("progress")).encode())
-    except ValueError as error:
-        raise CheckpointError(
-            f"{root / name / STATE_NAME}: extra.progress: {error}; {OTHER_CHECKPOINT}"
-        ) from error
+    with damage_of(root / name):
+        try:
+            progress = decode_json(Progress, json.dumps(extra.get("progress")).encode())
+        except ValueError as error:
+            raise DamagedError(f"{STATE_NAME}: extra.progress: {error}") from error
     if source is not None:
-        _restore_best(root, progress)
-        source.restore(root / name / ROLLOUT_NAME)
-        say(f"resumed from {newest}: {progress.finished_steps} steps done")
+        _restore_source(source, root / name)
+    with fail_together(groups, CheckpointError), as_checkpoint_error():
+        if source is not None:
+            _restore_best(root, progress)
+            if moved := begin_at(root, root / name):
+                say(moved)
+            say(f"resumed from {root / name}: {progress.finished_steps} steps done")
     return progress
+
+
+def _agree_on_checkpoint(run_dir: Path, groups: ProcessGroups, *, verify: bool) -> str:
+    """Return the name of the directory that rank 0 chooses; '' to start from the beginning."""
+    name = b"" if groups.rank == 0 else None
+    with fail_together(groups, CheckpointError):
+        if groups.rank == 0:
+            checkpoint, news = choose_checkpoint(run_dir, verify=verify)
+            name = checkpoint.name.encode() if checkpoint else b""
+            if news:
+                say(news)
+    return broadcast_bytes(name, groups).decode()
+
+
+def _restore_source(source: RolloutSource, directory: Path) -> None:
+    path = directory / ROLLOUT_NAME
+    try:
+        source.restore(path)
+    except RolloutError as error:
+        if not str(error).startswith(str(path.absolute())):
+            raise  # not the file's fault
+        raise CheckpointError(f"{error}: {other_checkpoint(directory)}") from error
 
 
 def _restore_best(root: Path, progress: Progress) -> None:
@@ -127,7 +157,7 @@ def _restore_best(root: Path, progress: Progress) -> None:
     checkpoint: what was better later belongs to the try that was abandoned. Where the directory of
     the best one is gone, there is none.
     """
-    if progress.best is not None and not checkpoint_exists(root, progress.best.step):
+    if progress.best is not None and not find_checkpoint(root, progress.best.step):
         progress.best = None
     if progress.best is None:
         named = find_best(root)

@@ -14,7 +14,7 @@ from bapo_megatron.config.load import dump_yaml
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.settings import differing, flat_settings, read_settings
 from bapo_megatron.files import atomic_write_text
-from bapo_megatron.policy.checkpoint_files import find_latest
+from bapo_megatron.policy.checkpoint_files import holds_checkpoints
 from bapo_megatron.processes import RUN_DIR_FILE, launched_number
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.messages import RolloutSource
@@ -80,7 +80,7 @@ def claim_run_dir(config: RunConfig) -> None:
     run_dir = config.run_dir
     metrics = run_dir / "metrics.jsonl"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
-    if not config.resume and (has_metrics or find_latest(run_dir / "checkpoints")):
+    if not config.resume and (has_metrics or holds_checkpoints(run_dir / "checkpoints")):
         raise ValueError(
             f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
         )

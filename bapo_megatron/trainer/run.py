@@ -144,10 +144,10 @@ class Run:
         Nothing comes that could be saved, so what ends the run here is raised at once.
         """
         if self.config.resume:
-            root, verify = self.config.run_dir / "checkpoints", self.config.checkpoint.verify
+            run_dir, verify = self.config.run_dir, self.config.checkpoint.verify
             with fail_together(self._groups, StoppedError):
                 source = self._generation.source
-                self.progress = load_run(root, self.policy, source, verify=verify)
+                self.progress = load_run(run_dir, self.policy, source, verify=verify)
         with self.timer.phase("server_start"):
             self._generation.wait_ready()
         self._raise_failure()

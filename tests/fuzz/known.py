@@ -238,7 +238,13 @@ def timestamps(intact: Path, files: Path) -> Case:
 
 
 def resumed(
-    intact: Path, files: Path, *, file: str, change: bytes | Callable[[Any], Any], place: str
+    intact: Path,
+    files: Path,
+    *,
+    file: str,
+    change: bytes | Callable[[Any], Any],
+    place: str,
+    is_wrong: bool = True,
 ) -> Case:
     """Continue a run of which a file of the checkpoint is changed."""
     shutil.copytree(intact / "run", files / "run")
@@ -248,7 +254,7 @@ def resumed(
     else:
         _json_file(path, change)
     given = ["train", str(intact / "replay.yaml"), f"run_dir={files / 'run'}", "resume=true"]
-    return Case([*given, "log.console=false"], (file, place), is_wrong=True)
+    return Case([*given, "log.console=false"], (path.name, place), is_wrong=is_wrong)
 
 
 def metrics(intact: Path, files: Path) -> Case:
@@ -299,7 +305,9 @@ FILES: dict[str, Any] = {
     ),
     "symbolic link to itself": partial(prompts, name="p.jsonl", content=None),
     "dates beyond Python's": timestamps,
-    "binary latest": partial(resumed, file="latest", change=b"\xff\x00\xfe", place="latest"),
+    "binary latest": partial(
+        resumed, file="latest", change=b"\xff\x00\xfe", place="latest", is_wrong=False
+    ),
     "state without a field": partial(
         resumed, file=STATE, change=_without("layout"), place="layout"
     ),

@@ -13,6 +13,7 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.policy.checkpoint_files import (
     BestCheckpoint,
     CheckpointError,
+    DamagedError,
     check_files,
     find_best,
     find_latest,
@@ -72,13 +73,13 @@ def test_a_checkpoint_to_keep_for_good_is_also_one_of_the_newest(tmp_path: Path)
     assert _left(tmp_path) == ["latest", "step_10", "step_9"]
 
 
-def test_checkpoints_of_an_abandoned_try_make_room_for_the_one_just_saved(tmp_path: Path) -> None:
+def test_a_save_removes_no_checkpoint_of_a_higher_step(tmp_path: Path) -> None:
     for step in (2, 5, 6, 10):
-        _save(tmp_path, step, keep_last=9, keep_every=5)
-    (tmp_path / "latest").write_text("step_2\n")
-    _save(tmp_path, 3, keep_last=9, keep_every=5)
+        _save(tmp_path, step, keep_last=9)
+    name_best(tmp_path, BestCheckpoint("step_6", "eval/sums/avg_at_k", 0.5))
+    _save(tmp_path, 3, keep_last=1)
     assert find_latest(tmp_path) == tmp_path / "step_3"
-    assert _left(tmp_path) == ["latest", "step_2", "step_3"]
+    assert _left(tmp_path) == ["best", "latest", "step_10", "step_3", "step_5", "step_6"]
 
 
 @pytest.mark.parametrize(
@@ -169,9 +170,9 @@ def test_there_is_no_latest_checkpoint_before_the_first_save(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("content", ["step_3\n", "../elsewhere\n", ""])
-def test_a_pointer_to_nothing_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_pointer_to_nothing_is_an_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "latest").write_text(content)
-    with pytest.raises(CheckpointError, match="not a checkpoint beside it"):
+    with pytest.raises(DamagedError, match=r"latest: (names step_3, which is not|holds '.*' inst)"):
         find_latest(tmp_path)
 
 
@@ -185,16 +186,6 @@ def test_the_best_checkpoint_stays_until_another_one_is_named(tmp_path: Path) ->
     _save(tmp_path, 5, keep_last=1)
     assert _left(tmp_path) == ["best", "latest", "step_4", "step_5"]
     assert find_best(tmp_path) == BestCheckpoint("step_4", "eval/sums/avg_at_k", 0.625)
-
-
-def test_the_best_checkpoint_of_an_abandoned_try_goes_with_it(tmp_path: Path) -> None:
-    for step in (2, 6):
-        _save(tmp_path, step, keep_last=9)
-    name_best(tmp_path, BestCheckpoint("step_6", "eval/sums/avg_at_k", 0.5))
-    (tmp_path / "latest").write_text("step_2\n")
-    _save(tmp_path, 3, keep_last=9)
-    assert _left(tmp_path) == ["latest", "step_2", "step_3"]
-    assert find_best(tmp_path) is None
 
 
 @pytest.mark.parametrize(

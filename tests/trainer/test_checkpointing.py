@@ -86,7 +86,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     for name, tensor in expected_weights.items():
         assert (resumed_weights[name] - tensor).abs().max() < tolerance, name
     names = {path.name for path in (run_dir / "checkpoints").iterdir()}
-    assert names == {"latest", *(f"step_{step}" for step in range(1, 4))}
+    assert names == {"abandoned_1", "latest", *(f"step_{step}" for step in range(1, 4))}
 
 
 def _end_in_the_middle(

@@ -1,0 +1,374 @@
+"""Which checkpoint a resumed run continues from, and that it destroys no complete one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.policy.checkpoint_files import (
+    BestCheckpoint,
+    CheckpointError,
+    begin_at,
+    name_best,
+)
+from bapo_megatron.telemetry.sinks import read_metrics
+from bapo_megatron.trainer.checkpointing import _restore_source
+from bapo_megatron.trainer.opening import claim_run_dir
+from bapo_megatron.trainer.resume import choose_checkpoint, how_to_continue
+from tests.config.files import run_config
+from tests.launch import run, torchrun
+from tests.policy.small_checkpoints import content_of, save_small
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Checkpoints of steps 8, 10 and 12, of which ``latest`` names the last."""
+    for step in (8, 10, 12):
+        save_small(tmp_path / "checkpoints", step)
+    return tmp_path / "checkpoints"
+
+
+def _refusal(run_dir: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        choose_checkpoint(run_dir)
+    return str(caught.value)
+
+
+def _unlink(latest: Path) -> None:
+    latest.unlink()
+
+
+def _leave_dangling(latest: Path) -> None:
+    latest.unlink()
+    latest.symlink_to("gone")
+
+
+def _make_directory(latest: Path) -> None:
+    latest.unlink()
+    latest.mkdir()
+    (latest / "kept").touch()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_unlink, "missing"),
+        (_leave_dangling, "unreadable (No such file or directory)"),
+        (_make_directory, "unreadable (Is a directory)"),
+        (lambda latest: latest.write_bytes(b""), "holds '' instead of a checkpoint's name"),
+        (
+            lambda latest: latest.write_bytes(b"\xff\n\x00"),
+            "holds '\ufffd \\x00' instead of a checkpoint's name",
+        ),
+        (
+            lambda latest: latest.write_text("../step_8"),
+            "holds '../step_8' instead of a checkpoint's name",
+        ),
+        (lambda latest: latest.write_text("step_14\n"), "names step_14, which is not there"),
+    ],
+)
+def test_where_latest_names_nothing_the_newest_complete_checkpoint_continues(
+    root: Path, change: Callable[[Path], object], problem: str
+) -> None:
+    (root / "step_12" / "state.json").unlink()
+    (root / "step_12").rename(root / "step_13")
+    save_small(root, 12)
+    change(root / "latest")
+    checkpoint, said = choose_checkpoint(root.parent)
+    assert checkpoint == root / "step_12"
+    assert said == (
+        f"{root}/latest: {problem}; continuing from step_12, the newest complete checkpoint"
+    )
+    begin_at(root, checkpoint)
+    assert (root / "latest").read_text() == "step_12\n"
+    assert choose_checkpoint(root.parent) == (root / "step_12", "")
+    save_small(root, 14)
+    names = sorted(path.name for path in root.iterdir())
+    assert names == ["abandoned_1", "latest", "step_10", "step_12", "step_14", "step_8"]
+
+
+def test_a_checkpoint_that_was_being_replaced_when_the_run_was_killed_counts(root: Path) -> None:
+    (root / "step_12").rename(root / ".step_12.replaced.tmp")
+    (root / "latest").unlink()
+    checkpoint, said = choose_checkpoint(root.parent)
+    assert checkpoint == root / ".step_12.replaced.tmp"
+    assert said.endswith(
+        "/latest: missing; continuing from step_12, the newest complete checkpoint"
+    )
+    assert begin_at(root, checkpoint) == ""
+    assert (root / "latest").read_text() == "step_12\n"
+
+
+def test_where_no_checkpoint_is_complete_one_line_says_what_the_newest_lack(root: Path) -> None:
+    save_small(root, 6)
+    (root / "latest").unlink()
+    (root / "step_12" / "state.json").unlink()
+    (root / "step_10" / "rng_0.pt").unlink()
+    (root / "step_8" / "__0_0.distcp").write_bytes(b"Weights of step 8")
+    (root / "step_6" / "__0_0.distcp").unlink()
+    assert _refusal(root.parent) == (
+        f"{root}/latest: missing; no complete checkpoint: step_12 (state.json is missing), step_10 "
+        "(rng_0.pt is missing instead of 23 bytes), step_8 (__0_0.distcp has changed since it was "
+        "written); restore one from a copy, or change run_dir"
+    )
+
+
+def test_a_latest_beside_which_there_is_no_checkpoint_is_refused(root: Path) -> None:
+    for step in (8, 10, 12):
+        shutil.rmtree(root / f"step_{step}")
+    assert _refusal(root.parent) == (
+        f"{root}/latest: names step_12, which is not there; no checkpoint beside it; restore one "
+        "from a copy, or change run_dir"
+    )
+
+
+@pytest.mark.parametrize(
+    ("latest", "damaged", "remedy"),
+    [
+        (12, (12,), "write step_10 into {root}/latest to continue from there"),
+        (12, (12, 10), "write step_8 into {root}/latest to continue from there"),
+        (10, (10,), "write step_8 into {root}/latest to continue from there"),
+        (8, (8,), "write step_12 into {root}/latest to continue from there"),
+        (
+            12,
+            (12, 10, 8),
+            "restore it from a copy, or change run_dir: no other checkpoint is complete",
+        ),
+    ],
+)
+def test_the_remedy_for_a_damaged_checkpoint_names_one_that_is_complete(
+    root: Path, latest: int, damaged: tuple[int, ...], remedy: str
+) -> None:
+    (root / "latest").write_text(f"step_{latest}\n")
+    for step in damaged:
+        (root / f"step_{step}" / "state.json").unlink()
+    line = f"{root}/step_{latest}: damaged, state.json is missing; {remedy.format(root=root)}"
+    assert _refusal(root.parent) == line
+    assert how_to_continue(root.parent) == f"; {line}"
+
+
+def test_checksums_decide_unless_they_are_not_to_be_verified(root: Path) -> None:
+    (root / "step_12" / "rng_0.pt").write_bytes(b"Random state of step 12")
+    assert "step_12: damaged, rng_0.pt has changed since it was written; " in _refusal(root.parent)
+    assert choose_checkpoint(root.parent, verify=False) == (root / "step_12", "")
+
+
+def test_another_format_is_no_damage(root: Path) -> None:
+    path = root / "step_12" / "state.json"
+    path.write_text(path.read_text().replace('"format": 5', '"format": 4'))
+    assert _refusal(root.parent) == (
+        f"{path}: format 4, this version reads format 5; resume with the version that saved it"
+    )
+
+
+def _write_history(
+    run_dir: Path, steps: int, *, continued_from: int = 0, settings: tuple[dict[str, object], ...]
+) -> None:
+    start = {"time": "", "step": continued_from, "commit": None, "versions": {}, "host": "a"}
+    (run_dir / "starts.jsonl").write_text(json.dumps(start | {"world_size": 1}) + "\n")
+    rows = "".join(json.dumps({"step": step}) + "\n" for step in range(1, steps + 1))
+    (run_dir / "metrics.jsonl").write_text(rows)
+    for number, section in enumerate(settings):
+        name = f"config.{number}.yaml" if number else "config.yaml"
+        (run_dir / name).write_text(yaml.safe_dump({"checkpoint": section}))
+
+
+EVERY_2, EVERY_5 = {"every_steps": 2}, {"every_steps": 5}
+
+
+@pytest.mark.parametrize(
+    ("steps", "continued_from", "settings", "told"),
+    [
+        (1, 6, (EVERY_5,), "starts.jsonl says that the run continued from step 6"),
+        (3, 0, (EVERY_2,), "metrics.jsonl reaches step 3, and one was saved every 2 steps"),
+        (6, 0, (EVERY_2, EVERY_5), "metrics.jsonl reaches step 6, and one was saved every 5 steps"),
+        (
+            5,
+            0,
+            ({**EVERY_2, "asynchronous": True},),
+            "metrics.jsonl reaches step 5, and one was saved every 2 steps",
+        ),
+    ],
+)
+def test_a_run_that_has_saved_does_not_start_anew_where_its_checkpoints_are_gone(
+    tmp_path: Path,
+    steps: int,
+    continued_from: int,
+    settings: tuple[dict[str, object], ...],
+    told: str,
+) -> None:
+    _write_history(tmp_path, steps, continued_from=continued_from, settings=settings)
+    assert _refusal(tmp_path) == (
+        f"{tmp_path}/checkpoints: no checkpoint, but {told}; restore one from a copy, or change "
+        "run_dir"
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings"),
+    [
+        (2, (EVERY_2,)),  # the save comes after the row
+        (4, ({**EVERY_2, "asynchronous": True},)),
+        (3, (EVERY_2, EVERY_5)),  # it may have ended before it saved more often
+        (3, ({"every_steps": 0},)),
+        (0, (EVERY_2,)),
+    ],
+)
+def test_a_run_that_ended_before_its_first_save_starts_at_step_1(
+    tmp_path: Path, steps: int, settings: tuple[dict[str, object], ...]
+) -> None:
+    _write_history(tmp_path, steps, settings=settings)
+    (tmp_path / "checkpoints" / ".step_2.tmp").mkdir(parents=True)
+    assert choose_checkpoint(tmp_path) == (
+        None,
+        f"{tmp_path}/checkpoints: no checkpoint yet, starting at step 1",
+    )
+    assert how_to_continue(tmp_path) == (
+        "; no checkpoint yet: the same command with --resume starts at step 1"
+    )
+
+
+def test_metrics_that_cannot_be_read_are_an_error_that_all_ranks_can_raise(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{\n")
+    assert _refusal(tmp_path).startswith(f"{tmp_path}/metrics.jsonl:1: not valid JSON")
+
+
+def test_newer_checkpoints_move_aside_whole_when_a_run_continues_from_an_older_one(
+    root: Path,
+) -> None:
+    newer = {step: content_of(root / f"step_{step}") for step in (10, 12)}
+    (root / "latest").write_text("step_8\n")
+    checkpoint, said = choose_checkpoint(root.parent)
+    assert (checkpoint, said) == (root / "step_8", "")
+    assert begin_at(root, root / "step_8") == (
+        f"moved step_10, step_12 to {root}/abandoned_1, because this run continues from step_8; "
+        "no run deletes that directory"
+    )
+    for step in (9, 10):
+        save_small(root, step, keep_last=1)
+    assert sorted(path.name for path in root.iterdir()) == ["abandoned_1", "latest", "step_10"]
+    for step, content in newer.items():
+        assert content_of(root / "abandoned_1" / f"step_{step}") == content
+
+
+def test_every_time_newer_checkpoints_move_to_a_directory_of_their_own(root: Path) -> None:
+    (root / ".step_12.replaced.tmp").mkdir()
+    (root / "step_10").rename(root / ".step_10.replaced.tmp")
+    begin_at(root, root / "step_8")
+    save_small(root, 9)
+    assert begin_at(root, root / "step_8").startswith(f"moved step_9 to {root}/abandoned_2, ")
+    found = sorted(str(path.relative_to(root)) for path in root.glob("abandoned_*/*"))
+    assert found == [
+        "abandoned_1/step_10",
+        "abandoned_1/step_12",
+        "abandoned_1/step_12.replaced",
+        "abandoned_2/step_9",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["step_12/", "step_1x/", ".step_3.replaced.tmp/", "latest", "abandoned_1/"]
+)
+def test_a_new_run_refuses_a_directory_that_holds_anything_of_a_checkpoint(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "checkpoints" / name
+    path.parent.mkdir()
+    path.mkdir() if name.endswith("/") else path.symlink_to("gone")
+    with pytest.raises(ValueError, match="already holds a run; continue it with resume=true, or"):
+        claim_run_dir(run_config(tmp_path))
+
+
+def test_a_new_run_may_begin_where_an_earlier_one_was_killed_in_its_first_save(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "checkpoints" / ".step_2.tmp").mkdir(parents=True)
+    claim_run_dir(run_config(tmp_path))
+
+
+@dataclass
+class FailingSource:
+    """A source that cannot restore its file."""
+
+    error: str
+
+    def restore(self, path: Path) -> None:
+        raise RolloutError(self.error.format(path=path))
+
+
+def test_a_damaged_file_of_the_rollout_has_the_remedy_of_a_damaged_checkpoint(root: Path) -> None:
+    source: Any = FailingSource("{path}: not a readable parquet file; resume from another one")
+    with pytest.raises(CheckpointError) as caught:
+        _restore_source(source, root / "step_12")
+    assert str(caught.value) == (
+        f"{root}/step_12/rollout.parquet: not a readable parquet file; resume from another one: "
+        f"write step_10 into {root}/latest to continue from there"
+    )
+    source.error = "the collector process died (SIGKILL)"
+    with pytest.raises(RolloutError, match=r"^the collector process died \(SIGKILL\)$"):
+        _restore_source(source, root / "step_12")
+
+
+@pytest.fixture(scope="module")
+def saved(
+    replay_config: Path, many_dumps: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], Path]:
+    """The arguments of a run, and its directory after 12 steps: checkpoints 8, 10 and 12."""
+    run_dir = tmp_path_factory.mktemp("saved") / "run"
+    settings = ("optimizer.schedule=constant", "checkpoint.every_steps=2", "checkpoint.keep_last=3")
+    arguments = ["train", str(replay_config), f"replay={many_dumps}", *settings]
+    result = run([*arguments, f"run_dir={run_dir}", "train.steps=12"])
+    assert result.returncode == 0, result.stderr
+    return arguments, run_dir
+
+
+@pytest.mark.distributed
+def test_a_run_whose_latest_is_gone_continues_from_its_newest_checkpoint(
+    saved: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    arguments, finished = saved
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    root = run_dir / "checkpoints"
+    (root / "latest").unlink()
+    name_best(root, BestCheckpoint("step_10", "eval/sums/avg_at_k", 0.5))
+    result = run([*arguments, f"run_dir={run_dir}", "train.steps=13", "--resume"])
+    assert result.returncode == 0, result.stderr
+    news = f"{root}/latest: missing; continuing from step_12, the newest complete checkpoint\n"
+    assert f"{news}resumed from {root}/step_12: 12 steps done\n" in result.stderr
+    assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == list(range(1, 14))
+    names = sorted(path.name for path in root.iterdir())
+    assert names == ["best", "latest", "step_10", "step_12", "step_13"]
+
+
+@pytest.mark.distributed
+def test_both_ranks_refuse_a_damaged_checkpoint_and_the_last_line_says_how_to_go_on_once(
+    saved: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    arguments, finished = saved
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    root = run_dir / "checkpoints"
+    (root / "step_12" / "state.json").unlink()
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    result = torchrun([*arguments, f"run_dir={run_dir}", "train.steps=13", "--resume"], ranks=2)
+    assert result.returncode != 0
+    line = (
+        f"{root}/step_12: damaged, state.json is missing; write step_10 into {root}/latest to "
+        "continue from there"
+    )
+    assert result.stderr.splitlines()[-1] == f"bapo-megatron: {line}"
+    told = [line for line in result.stderr.splitlines() if line.startswith("[rank 1] bapo")]
+    # torchrun may end rank 1 before it has said anything.
+    assert told in ([], [f"[rank 1] bapo-megatron: another rank: {line}"])
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
