@@ -188,6 +188,7 @@ def _end_early(line: str) -> None:
 def _report(error: Exception) -> int:
     """Say what ended the command, and return its exit status."""
     from bapo_megatron.config.load import ConfigError
+    from bapo_megatron.policy.checkpoint_files import CheckpointError
     from bapo_megatron.reward.base import RewardError
 
     lost_peer = _as_lost_peer(error)
@@ -210,7 +211,7 @@ def _report(error: Exception) -> int:
     else:
         _complain(line)
     if not _is_peer_loss(error):
-        _tell_torchrun(line)
+        _tell_torchrun(line, is_explained=isinstance(error, CheckpointError))
     return 2 if is_usage else 1
 
 
@@ -262,11 +263,15 @@ def _complain(line: str) -> None:
     sys.stderr.flush()
 
 
-def _tell_torchrun(line: str) -> None:
-    """Give torchrun the error for its own report, the last thing that it prints."""
+def _tell_torchrun(line: str, *, is_explained: bool) -> None:
+    """Give torchrun the error for its own report, the last thing that it prints.
+
+    With ``is_explained`` the line says how to continue, and nothing is to be added.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         from bapo_megatron.telemetry.console import visible  # a quarter of a second
 
-        message = {"message": visible(line), "extraInfo": {"timestamp": str(int(time.time()))}}
+        extra = {"timestamp": str(int(time.time())), "is_explained": is_explained}
+        message = {"message": visible(line), "extraInfo": extra}
         Path(file).write_text(json.dumps({"message": message}))

@@ -190,7 +190,8 @@ def _describe_failure(failed: ChildFailedError, noted: Path) -> str:
         if isinstance(said, dict):
             place = f"rank {rank}: " if rank else ""
             first_line = said["message"].splitlines()[0].removesuffix(":")
-            return f"{place}{first_line}{_way_on(noted)}"
+            is_explained = said.get("extraInfo", {}).get("is_explained", False)
+            return f"{place}{first_line}{'' if is_explained else _way_on(noted)}"
     # torchrun ends the others by SIGTERM, and half a minute later by SIGKILL. Those that lost a
     # peer have an exit status, and a signal's code is negative.
     rank, first = min(
