@@ -263,7 +263,7 @@ def _complain(line: str) -> None:
     sys.stderr.flush()
 
 
-def _tell_torchrun(line: str, *, is_explained: bool) -> None:
+def _tell_torchrun(line: str, *, is_explained: bool = False) -> None:
     """Give torchrun the error for its own report, the last thing that it prints.
 
     With ``is_explained`` the line says how to continue, and nothing is to be added.

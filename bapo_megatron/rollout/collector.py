@@ -137,6 +137,8 @@ class Collector:
     async def open(self, request: messages.Open) -> None:
         """Answer ``messages.OPEN``."""
         self._config = run = request.config
+        limiting = asyncio.create_task(limits.limit_logs(run.run_dir / "logs"))
+        self._stack.callback(limiting.cancel)
         # First, so that a reward function or an environment that cannot be loaded is found before
         # any server is started.
         rewards = eval_rewards = await self._start_rewards(eval_reward(run.reward, run.eval))
@@ -144,8 +146,8 @@ class Collector:
             rewards = await self._start_rewards(run.reward)
         if run.eval.sets:
             eval_rewards.require_single()
-        limits = run.rollout.episodes
-        environment = load_environment(run.rollout.environment, limits)
+        episodes = run.rollout.episodes
+        environment = load_environment(run.rollout.environment, episodes)
         self._stack.push_async_callback(environment.close)
         await environment.open()
         if run.rollout.timeline:
@@ -163,7 +165,7 @@ class Collector:
             shaping = Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
             self._probe_prompts = train_sets[0].prompts[:4]
             self._batches = BatchCollector(
-                Interaction(environment, renderer, limits),
+                Interaction(environment, renderer, episodes),
                 Grader(tokenizer, rewards, shaping, sees_groups=bool(rewards.group_names)),
                 PromptMixture(train_sets, run.seed, run.data.shuffle),
                 run.rollout,
@@ -175,7 +177,7 @@ class Collector:
         for overlap in find_overlaps(train_sets, [(each.name, each.prompts) for each in sets]):
             _LOG.warning("%s", overlap.warning())
         self._evaluator = Evaluator(
-            Interaction(environment, renderer, limits),  # its own: each counts its errors
+            Interaction(environment, renderer, episodes),  # its own: each counts its errors
             Grader(tokenizer, eval_rewards),
             await self._stack.enter_async_context(votes_pool(run.reward)),
             sets,

@@ -1,14 +1,20 @@
-"""What one collector process can carry: open files, garbage, and the lag of its event loop."""
+"""What one collector process can carry: open files, garbage, logs, the lag of its event loop."""
 
 import asyncio
+import contextlib
 import gc
+import os
 import resource
+import shutil
+from pathlib import Path
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.errors import RolloutError
 
 _INTERVAL_S = 0.1
 _GARBAGE_THRESHOLDS = (50_000, 50, 50)
+_MAX_LOG_BYTES = 64 << 20
+_LOG_INTERVAL_S = 1.0
 _OTHER_FILES = 256
 """Open files beside the connections of requests: logs, graders, control calls."""
 
@@ -47,6 +53,28 @@ def collect_garbage_rarely() -> None:
     """
     gc.freeze()
     gc.set_threshold(*_GARBAGE_THRESHOLDS)
+
+
+async def limit_logs(directory: Path) -> None:
+    """Keep the logs in a directory below a size, for ever: a user's function may print a lot.
+
+    What is cut is in ``<name>.log.1`` until the next time. Whoever writes must append, as with
+    ``processes.open_log``, and may lose what comes during a cut.
+    """
+    while True:
+        for path in directory.glob("*.log"):
+            with contextlib.suppress(OSError):  # a full disk must not end the run here
+                if path.stat().st_size > _MAX_LOG_BYTES:
+                    await asyncio.to_thread(_cut_log, path)
+        await asyncio.sleep(_LOG_INTERVAL_S)
+
+
+def _cut_log(path: Path) -> None:
+    kept = path.with_name(f"{path.name}.1")
+    shutil.copyfile(path, kept)
+    os.truncate(path, 0)
+    with path.open("a") as log:
+        log.write(f"--- longer than {_MAX_LOG_BYTES >> 20} MB; what was before is in {kept.name}\n")
 
 
 class LoopLag:

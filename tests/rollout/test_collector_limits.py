@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.processes import open_log
 from bapo_megatron.rollout import limits
 from bapo_megatron.rollout.limits import LoopLag, check_files
 
@@ -58,3 +60,33 @@ def test_long_responses_are_sent_in_longer_pieces(max_response_tokens: int, expe
     config = RolloutConfig(max_response_tokens=max_response_tokens)
     assert config.piece_tokens == expected
     assert config.model_copy(update={"stream_tokens": 8}).piece_tokens == 8
+
+
+def test_a_log_that_grows_is_cut_and_what_was_before_is_kept_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "_MAX_LOG_BYTES", 1 << 20)
+    monkeypatch.setattr(limits, "_LOG_INTERVAL_S", 0.01)
+    log, kept = tmp_path / "collector.log", tmp_path / "collector.log.1"
+    line = "x" * 1023 + "\n"
+
+    async def grow() -> None:
+        limiting = asyncio.create_task(limits.limit_logs(tmp_path))
+        with open_log(log) as stream:
+            for _ in range(3):
+                stream.write(line.encode() * 1100)
+                stream.flush()
+                for _ in range(1000):
+                    if log.stat().st_size < 1 << 20:
+                        break
+                    await asyncio.sleep(0.01)
+            stream.write(b"the end\n")
+        limiting.cancel()
+
+    asyncio.run(grow())
+    assert log.read_text() == (
+        "--- longer than 1 MB; what was before is in collector.log.1\nthe end\n"
+    )
+    assert kept.stat().st_size > 1 << 20
+    assert kept.read_text().endswith(line)
+    assert sorted(tmp_path.iterdir()) == [log, kept]
