@@ -17,9 +17,9 @@ dies.
 """
 
 import asyncio
-import contextlib
 import importlib
 import inspect
+import mmap
 import os
 import resource
 import signal
@@ -142,7 +142,8 @@ class _ForkedChildren:
     def __init__(self, *pipes: BinaryIO) -> None:
         self._worker_pid = os.getpid()
         # A write of this size is not mixed with another child's.
-        self._names, self._says_name = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._names, self._says_name = os.pipe2(os.O_CLOEXEC)
+        self._has_names = mmap.mmap(-1, 1)  # shared with the children; faster than asking the pipe
 
         def detach() -> None:
             for pipe in pipes:
@@ -157,17 +158,16 @@ class _ForkedChildren:
 
     def end(self, name: str) -> NoReturn:
         """End this child, and let the worker know the name of the request that forked it."""
-        with contextlib.suppress(BlockingIOError):  # thousands have said theirs
+        if not self._has_names[0]:  # one name is enough
             os.write(self._says_name, name.encode()[: _MAX_NAME_BYTES - 1] + b"\n")
+            self._has_names[0] = 1
         os._exit(1)
 
     def reported_in(self, reply: bytes) -> bytes:
         """Add the names of requests whose children came back, if there are any, to a reply."""
-        try:
-            names = os.read(self._names, _MAX_NAME_BYTES)
-        except BlockingIOError:
+        if not self._has_names[0]:
             return reply
-        forked = names.decode(errors="replace").splitlines()
+        forked = os.read(self._names, _MAX_NAME_BYTES).decode(errors="replace").splitlines()
         return _encoded({**loads(reply), "forked": forked})
 
 

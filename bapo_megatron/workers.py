@@ -118,8 +118,8 @@ class WorkerPool:
             self._refuse_if_closed()
             reply = await self._reply(worker, request)
             self._refuse_if_closed()
-            forked = reply.pop("forked", ())
-            self._warn_of_forks(forked)
+            if forked := reply.pop("forked", ()):
+                self._warn_of_forks(forked)
             outcome = Outcome(*reply.popitem())
             is_kept = outcome.kind in ("result", "error") and not forked
             return outcome
