@@ -24,7 +24,7 @@ from bapo_megatron.errors import (
 from bapo_megatron.exits import exits_noticed
 from bapo_megatron.processes import (
     CLOSED_PIPE,
-    AskedExit,
+    RequestedExit,
     end_by_exception,
     own_compiler_cache,
     rank_mark,
@@ -116,7 +116,7 @@ class _StandardOutput(io.FileIO):
             # Nobody gets what is left, which Python would try to write once more at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             if isinstance(error, BrokenPipeError):
-                raise AskedExit(CLOSED_PIPE) from None
+                raise RequestedExit(CLOSED_PIPE) from None
             raise OSError(error.errno, error.strerror, "standard output") from error
 
 
@@ -153,9 +153,10 @@ def main() -> None:
     """
     end_by_exception()
     write_stacks_on_signal()
-    if (mark := rank_mark()) is not None:
-        mark.touch()
+    mark = rank_mark()
     try:
+        if mark is not None:
+            mark.touch()
         _prepare()
         own_compiler_cache()
         with exits_noticed(_end_early):
@@ -175,7 +176,7 @@ def main() -> None:
     if status == INTERRUPTED:
         _complain("interrupted")
     if mark is not None:
-        mark.unlink()
+        mark.unlink(missing_ok=True)
     sys.exit(status)
 
 
@@ -211,7 +212,7 @@ def _report(error: Exception) -> int:
     else:
         _complain(line)
     if not _is_peer_loss(error):
-        _tell_torchrun(line, is_explained=isinstance(error, CheckpointError))
+        _tell_torchrun(line, has_remedy=isinstance(error, CheckpointError))
     return 2 if is_usage else 1
 
 
@@ -263,15 +264,15 @@ def _complain(line: str) -> None:
     sys.stderr.flush()
 
 
-def _tell_torchrun(line: str, *, is_explained: bool = False) -> None:
+def _tell_torchrun(line: str, *, has_remedy: bool = False) -> None:
     """Give torchrun the error for its own report, the last thing that it prints.
 
-    With ``is_explained`` the line says how to continue, and nothing is to be added.
+    With ``has_remedy`` the line says how to continue, and nothing is to be added.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         from bapo_megatron.telemetry.console import visible  # a quarter of a second
 
-        extra = {"timestamp": str(int(time.time())), "is_explained": is_explained}
+        extra = {"timestamp": str(int(time.time())), "has_remedy": has_remedy}
         message = {"message": visible(line), "extraInfo": extra}
         Path(file).write_text(json.dumps({"message": message}))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from bapo_megatron.names import raised_at
-from bapo_megatron.processes import AskedExit
+from bapo_megatron.processes import RequestedExit
 
 
 class EarlyExitError(ValueError):
@@ -29,15 +29,17 @@ def exits_noticed(tell: Callable[[str], None]) -> Iterator[None]:
         if os.getpid() == pid:
             caller = sys._getframe(1)
             place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-            tell(_describe(f"os._exit({status})", place))
-            status = status or 1
+            try:
+                tell(_describe(f"os._exit({status})", place))
+            finally:
+                exit_at_once(status & 0xFF or 1)
         exit_at_once(status)
 
     os._exit = exit_after_telling
     try:
         yield
     except SystemExit as error:
-        if isinstance(error, AskedExit) or os.getpid() != pid:
+        if isinstance(error, RequestedExit) or os.getpid() != pid:
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = raised_at(error) or f"{last.filename}:{last.lineno}"

@@ -38,7 +38,7 @@ def load_named(name: str, *, memory_remedy: str = "free memory", kind: str = "fu
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and type(error) is not SystemExit:
-            raise  # a signal's (``processes.AskedExit``)
+            raise  # a signal's (``processes.RequestedExit``)
         remedy = "correct the name, add its directory to PYTHONPATH, or correct the module"
         if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
             remedy = memory_remedy

@@ -71,10 +71,10 @@ def rank_mark() -> Path | None:
     return Path(os.environ[RUN_DIR_FILE]).with_name(_RANK_MARK.format(os.environ["RANK"]))
 
 
-def unfinished_ranks(run_dir_file: Path) -> list[str]:
+def unfinished_ranks(run_dir_file: Path) -> list[int]:
     """Return the ranks, on this node, whose process has ended without being done."""
     marks = run_dir_file.parent.glob(_RANK_MARK.format("[0-9]*"))
-    return sorted(mark.name.removeprefix(_RANK_MARK.format("")) for mark in marks)
+    return sorted(int(mark.name.removeprefix(_RANK_MARK.format(""))) for mark in marks)
 
 
 def nccl_settings() -> dict[str, str]:
@@ -208,17 +208,21 @@ def own_compiler_cache() -> None:
     os.environ[_COMPILER_CACHE] = str(path)
 
 
-def kill_marked(name: str, value: str) -> None:
-    """Kill this user's processes that were started with an environment variable of this value.
+def kill_marked(name: str, prefix: str) -> None:
+    """Kill this user's processes that were started with an environment variable that begins so.
 
     They are what a process with the variable started, in sessions of their own too, except for
     those that were given another environment. Waits for nobody.
     """
-    mark = f"{name}={value}".encode()
-    for entry in Path("/proc").glob("[0-9]*/environ"):
+    mark = f"\0{name}={prefix}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it is another user's, or ended meanwhile
-            if mark in entry.read_bytes().split(b"\0"):
-                os.kill(int(entry.parent.name), signal.SIGKILL)
+            process = os.pidfd_open(int(entry.name))  # its number may be given to another one
+            try:
+                if mark in b"\0" + (entry / "environ").read_bytes():
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            finally:
+                os.close(process)
 
 
 class PrivateDirectory:
@@ -374,12 +378,27 @@ def end_with_parent(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
-class AskedExit(SystemExit):
-    """An exit that this package asks for. A ``SystemExit`` that is none comes from others' code."""
+class RequestedExit(SystemExit):
+    """A SystemExit that this package raises; any other one comes from user or library code."""
+
+
+def exit_forked(error: BaseException | None) -> NoReturn:
+    """End a forked child at once, with the status of its SystemExit, or 1.
+
+    Nothing of its parent's is closed: a child that ran Python's own end would unregister what an
+    event loop shares with the parent, and flush the parent's files a second time.
+    """
+    status = 1
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        status = int(error.code or 0)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def end_by_exception() -> None:
-    """Have the first SIGINT raise ``KeyboardInterrupt``, SIGTERM or SIGUSR1 ``AskedExit``.
+    """Have the first SIGINT raise ``KeyboardInterrupt``, SIGTERM or SIGUSR1 ``RequestedExit``.
 
     That is in the main thread. Python drops an exception that is raised within a finalizer or a
     weak reference's callback and tells ``sys.unraisablehook``; there it is raised again a moment
@@ -439,12 +458,12 @@ def _ignore_signals() -> None:
 def _raise(number: int) -> NoReturn:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise AskedExit(128 + number)
+    raise RequestedExit(128 + number)
 
 
 def _end_later(unraisable: "sys.UnraisableHookArgs") -> None:
     dropped = unraisable.exc_value
-    if not isinstance(dropped, KeyboardInterrupt | AskedExit):
+    if not isinstance(dropped, KeyboardInterrupt | RequestedExit):
         sys.__unraisablehook__(unraisable)
         return
     number = signal.SIGINT if isinstance(dropped, KeyboardInterrupt) else signal.SIGTERM

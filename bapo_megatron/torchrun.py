@@ -165,10 +165,7 @@ def main() -> None:
         with environment_set(RUN_DIR_FILE, str(noted)):
             run(args)  # type: ignore[no-untyped-call]
         if early := unfinished_ranks(noted):
-            sys.exit(
-                f"bapo-megatron: rank {early[0]} ended with exit status 0 before it was done: its "
-                f"code, or a library's, exits or replaces the process{_way_on(noted)}"
-            )
+            sys.exit(f"bapo-megatron: {_describe_early(early[0], noted)}")
     except ChildFailedError as failed:
         # torchrun's report; its traceback would only hide it
         sys.exit(f"{failed}\nbapo-megatron: {_describe_failure(failed, noted)}")
@@ -190,8 +187,10 @@ def _describe_failure(failed: ChildFailedError, noted: Path) -> str:
         if isinstance(said, dict):
             place = f"rank {rank}: " if rank else ""
             first_line = said["message"].splitlines()[0].removesuffix(":")
-            is_explained = said.get("extraInfo", {}).get("is_explained", False)
-            return f"{place}{first_line}{'' if is_explained else _way_on(noted)}"
+            has_remedy = said.get("extraInfo", {}).get("has_remedy", False)
+            return f"{place}{first_line}{'' if has_remedy else _way_on(noted)}"
+    if early := [rank for rank in unfinished_ranks(noted) if rank not in failed.failures]:
+        return _describe_early(early[0], noted)
     # torchrun ends the others by SIGTERM, and half a minute later by SIGKILL. Those that lost a
     # peer have an exit status, and a signal's code is negative.
     rank, first = min(
@@ -199,6 +198,13 @@ def _describe_failure(failed: ChildFailedError, noted: Path) -> str:
         key=lambda of: (of[1].exitcode == -signal.SIGTERM, of[1].timestamp, of[1].exitcode),
     )
     return f"rank {rank} ended by {describe_exit(first.exitcode)}{_way_on(noted) or _AGAIN}"
+
+
+def _describe_early(rank: int, noted: Path) -> str:
+    return (
+        f"rank {rank} ended with exit status 0 before it was done: user or library code calls exit "
+        f"in C, or exec; remove that call{_way_on(noted)}"
+    )
 
 
 def _describe_stop(error: SignalException, noted: Path) -> str:

@@ -25,7 +25,8 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 # By name: a user's module may replace what ``json`` has.
 from json import dumps, loads
@@ -33,7 +34,7 @@ from types import FrameType
 from typing import Any, BinaryIO, NoReturn, Protocol
 
 from bapo_megatron.names import LoadError, raised_at, shown, with_place
-from bapo_megatron.processes import end_with_parent, write_stacks_on_signal
+from bapo_megatron.processes import end_with_parent, exit_forked, write_stacks_on_signal
 
 _MAX_ERROR = 500
 _MAX_NAME_BYTES = 4096  # PIPE_BUF
@@ -80,20 +81,16 @@ def main(
 
     children = _ForkedChildren(output, requests)
     try:
-        handler = _load(name, arguments, load_limit_s)
+        with children.ended(lambda: ", ".join(map(str, arguments))):
+            handler = _load(name, arguments, load_limit_s)
     except LoadError as error:
-        if not children.is_this:
-            _send(output, _encoded({"error": str(error)}))
+        _send(output, _encoded({"error": str(error)}))
         return
-    if children.is_this:
-        os._exit(1)
     _send(output, _encoded({"ready": handler.facts}))
     shown_places: set[str] = set()
     for line in requests:
         message = loads(line)
-        reply = _reply(handler, message, shown_places)
-        if children.is_this:
-            children.end(handler.name(message["request"]))
+        reply = _reply(handler, message, children, shown_places)
         _send(output, children.reported_in(reply))
 
 
@@ -115,17 +112,22 @@ def _load(name: str, arguments: list[Any], limit_s: int) -> Handler:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-def _reply(handler: Handler, message: dict[str, Any], shown_places: set[str]) -> bytes:
+def _reply(
+    handler: Handler,
+    message: dict[str, Any],
+    children: "_ForkedChildren",
+    shown_places: set[str],
+) -> bytes:
     """Return the line that answers a request; print a traceback for each new place of an error."""
-    number, worker_pid = message["id"], os.getpid()
+    number, request = message["id"], message["request"]
     try:
-        return _encoded({"id": number, "result": handler.answer(message["request"])})
+        with children.ended(lambda: handler.name(request)):
+            result = handler.answer(request)
+        return _encoded({"id": number, "result": result})
     except MemoryError:
         # The parent ends this process: its heap is not to be trusted.
         return _encoded({"id": number, "memory": True})
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and os.getpid() != worker_pid:
-            raise  # a forked child may exit
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - sent to the parent
         place = raised_at(error)
         if place is not None and place not in shown_places:  # thousands may fail there
             shown_places.add(place)
@@ -144,24 +146,37 @@ class _ForkedChildren:
         # A write of this size is not mixed with another child's.
         self._names, self._says_name = os.pipe2(os.O_CLOEXEC)
         self._has_names = mmap.mmap(-1, 1)  # shared with the children; faster than asking the pipe
+        attached = list(pipes)
 
         def detach() -> None:
-            for pipe in pipes:
-                _detach(pipe.fileno())
+            while attached:  # a child's own children have other files under these numbers
+                _detach(attached.pop().fileno())
 
         os.register_at_fork(after_in_child=detach)
 
-    @property
-    def is_this(self) -> bool:
-        """Whether this process is such a child."""
-        return os.getpid() != self._worker_pid
+    @contextmanager
+    def ended(self, name: Callable[[], str]) -> Iterator[None]:
+        """End a forked child where it leaves the block, and let the worker know the name.
 
-    def end(self, name: str) -> NoReturn:
-        """End this child, and let the worker know the name of the request that forked it."""
-        if not self._has_names[0]:  # one name is enough
+        One that leaves it by SystemExit was meant to end, and has no name.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if os.getpid() != self._worker_pid:
+                if not isinstance(error, SystemExit):
+                    traceback.print_exception(error)
+                    self._report(name())
+                exit_forked(error)
+            raise
+        if os.getpid() != self._worker_pid:
+            self._report(name())
+            exit_forked(None)
+
+    def _report(self, name: str) -> None:
+        if not self._has_names[0]:  # one is enough
             os.write(self._says_name, name.encode()[: _MAX_NAME_BYTES - 1] + b"\n")
             self._has_names[0] = 1
-        os._exit(1)
 
     def reported_in(self, reply: bytes) -> bytes:
         """Add the names of requests whose children came back, if there are any, to a reply."""

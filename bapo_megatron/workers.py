@@ -78,7 +78,10 @@ class WorkerPool:
             self._idle.put_nowait(None)
         self._running: dict[Process, str] = {}
         """With the value of ``_MARK`` in its environment."""
+        self._mark = f"{secrets.token_hex(8)}."
+        """Beginning of these values; the workers' numbers follow."""
         self._numbers = itertools.count(1)
+        """Of workers and requests."""
         self._forking: set[str] = set()
         self._facts: Any = None
         self._closed = False
@@ -96,8 +99,11 @@ class WorkerPool:
     async def close(self) -> None:
         """End every worker; requests in progress raise the pool's error. Safe to call twice."""
         self._closed = True
-        for worker in list(self._running):
-            await self._end(worker)
+        workers = list(self._running)
+        self._running.clear()  # one search for what all of them started
+        await asyncio.gather(*map(self._end, workers))
+        if workers:
+            await asyncio.to_thread(kill_marked, _MARK, self._mark)
 
     async def _take(self) -> Process:
         """Wait for a free worker, which has to be put back."""
@@ -143,8 +149,8 @@ class WorkerPool:
                 timeout_s = max(starved_s - before_s, _SECOND_LOOK_S)
             reply = asking.result()
             # The reply to another request was written by the handler's own code.
-            is_its_own = reply is not None and reply.pop("id", None) == number
-            return reply if reply and is_its_own else {"died": True}
+            has_its_id = reply is not None and reply.pop("id", None) == number
+            return reply if reply and has_its_id else {"died": True}
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -167,7 +173,7 @@ class WorkerPool:
         """Start a worker and wait until it can answer."""
         self._refuse_if_closed()
         options = str(os.getpid()), str(self._memory_limit_bytes), str(_LOAD_LIMIT_S)
-        mark = secrets.token_hex(8)
+        mark = f"{self._mark}{next(self._numbers)}."
         worker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "bapo_megatron.worker", *self._handler, *options),
             stdin=asyncio.subprocess.PIPE,
@@ -207,8 +213,7 @@ class WorkerPool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
         await worker.wait()
-        if worker in self._running:
-            mark = self._running.pop(worker)
+        if (mark := self._running.pop(worker, None)) is not None:
             await asyncio.to_thread(kill_marked, _MARK, mark)
 
 

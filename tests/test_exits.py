@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bapo_megatron.exits import EarlyExitError, exits_noticed
-from bapo_megatron.processes import AskedExit
+from bapo_megatron.processes import RequestedExit
 
 
 def status_of(block) -> tuple[int, str]:
@@ -28,7 +28,7 @@ def status_of(block) -> tuple[int, str]:
         return os.waitstatus_to_exitcode(status), told.read()
 
 
-@pytest.mark.parametrize(("given", "status"), [(0, 1), (1, 1), (7, 7)])
+@pytest.mark.parametrize(("given", "status"), [(0, 1), (1, 1), (7, 7), (256, 1)])
 def test_an_exit_at_once_tells_its_place_and_is_no_success(given: int, status: int) -> None:
     line = exit_with.__code__.co_firstlineno + 1
     assert status_of(lambda: exit_with(given)) == (
@@ -72,7 +72,7 @@ def test_an_exit_of_others_is_an_error_with_its_place(code: object) -> None:
 
 def test_exits_that_were_asked_for_pass_and_nothing_stays_replaced() -> None:
     exit_at_once = os._exit
-    with pytest.raises(AskedExit) as raised, exits_noticed(print):
-        raise AskedExit(143)
+    with pytest.raises(RequestedExit) as raised, exits_noticed(print):
+        raise RequestedExit(143)
     assert raised.value.code == 143
     assert os._exit is exit_at_once

@@ -74,11 +74,11 @@ def _call(code: UserCode, reward_G: Tensor, group: Group) -> Tensor:
         advantage_G = code.object(reward_G.clone(), group.samples)
     if not isinstance(advantage_G, Tensor) or advantage_G.shape != reward_G.shape:
         kind = type(advantage_G)
-        found = f"a {kind.__module__}.{kind.__name__}".replace(" builtins.", " ")
+        returned = f"a {kind.__module__}.{kind.__name__}".replace(" builtins.", " ")
         if isinstance(advantage_G, Tensor):
-            found = f"a tensor of shape {list(advantage_G.shape)}"
+            returned = f"a tensor of shape {list(advantage_G.shape)}"
         code.refuse(
-            f"returned {found} for {len(group.samples)} samples; return a torch tensor of shape "
+            f"returned {returned} for {len(group.samples)} samples; return a torch tensor of shape "
             f"[{len(group.samples)}]"
         )
     if not bool(torch.isfinite(advantage_G).all()):

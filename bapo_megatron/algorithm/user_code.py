@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from bapo_megatron.names import LoadError, load_named, raised_at, shown
-from bapo_megatron.processes import AskedExit
+from bapo_megatron.processes import RequestedExit, exit_forked
 
 
 class UserCodeError(ValueError):
@@ -35,7 +35,7 @@ class UserCode:
         self.name = name
         try:
             self.object: Any = None
-            with _shared_state_kept(self.refuse):
+            with _forks_ended(f"{key}: '{name}'"), _shared_state_kept(self.refuse):
                 self.object = load_named(name)
         except LoadError as error:
             raise UserCodeError(f"{key}: '{name}': {error}") from error
@@ -47,11 +47,10 @@ class UserCode:
         What it changes of the state that all code of the process shares is an error, too. A process
         that it forks ends here, instead of going on as a second trainer.
         """
-        pid = os.getpid()
         try:
-            with _shared_state_kept(self.refuse):
+            with _forks_ended(f"{self.key}: '{self.name}'"), _shared_state_kept(self.refuse):
                 yield
-        except (UserCodeError, MemoryError, AskedExit):
+        except (UserCodeError, MemoryError, RequestedExit):
             raise
         except (Exception, SystemExit) as error:
             defined_at = self._defined_at(self.object)
@@ -59,10 +58,6 @@ class UserCode:
             raise UserCodeError(
                 f"{self.key}: '{self.name}' raised {shown(error)} ({place}); correct it"
             ) from error
-        finally:
-            if os.getpid() != pid:
-                sys.stderr.write(f"{self.key}: '{self.name}' forked a process that came back\n")
-                os._exit(1)
 
     def refuse(self, problem: str, culprit: Any = None) -> NoReturn:
         """Raise for a result that cannot be used.
@@ -88,28 +83,51 @@ class UserCode:
 
 
 @contextmanager
+def _forks_ended(label: str) -> Iterator[None]:
+    """End a forked child where it leaves the block, and say so unless it leaves by SystemExit."""
+    pid, error = os.getpid(), None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if os.getpid() != pid:
+            if not isinstance(error, SystemExit):
+                sys.stderr.write(f"{label} forked a process that came back; it was ended\n")
+            exit_forked(error)
+
+
+@contextmanager
 def _shared_state_kept(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
     """Take back what the block changes of torch's defaults and Python's warnings, and refuse it."""
     dtype, has_gradients = torch.get_default_dtype(), torch.is_grad_enabled()
-    shown: list[Any] = warnings.filters  # type: ignore[assignment]
-    filters = shown[:]
+    active_filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    filters_before = active_filters[:]
     try:
         yield
     finally:
-        changed = (torch.get_default_dtype(), torch.is_grad_enabled())
+        dtype_after, has_gradients_after = torch.get_default_dtype(), torch.is_grad_enabled()
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(has_gradients)
-        raises = _num_errors(shown) > _num_errors(filters)
-        if raises:
-            shown[:] = filters
+        has_new_errors = _num_errors(active_filters) > _num_errors(filters_before)
+        if has_new_errors:
+            active_filters[:] = filters_before
     changes = {
-        f"sets torch's default dtype to {changed[0]}": changed[0] != dtype,
-        f"turns gradients {'on' if changed[1] else 'off'}": changed[1] != has_gradients,
-        "makes warnings errors": raises,
+        f"sets torch's default dtype to {dtype_after}": dtype_after != dtype,
+        f"turns gradients {'on' if has_gradients_after else 'off'}": (
+            has_gradients_after != has_gradients
+        ),
+        "makes warnings errors": has_new_errors,
     }
     for change in (change for change, is_made in changes.items() if is_made):
         refuse(f"{change}, for the trainer as well; change it within your own code only")
 
 
 def _num_errors(filters: Sequence[Any]) -> int:
-    return sum(each[0] == "error" for each in filters)
+    """Count the filters that make errors of the warnings that torch and this package give."""
+    kinds = (Warning, UserWarning, DeprecationWarning, FutureWarning, RuntimeWarning)
+    return sum(
+        action == "error" and message is None and module is None and category in kinds
+        for action, message, category, module, _ in filters
+    )

@@ -19,7 +19,8 @@ MAX_INTEGER = 2**53
 """Limit of every whole number: beyond it, JSON and float64 no longer hold it exactly."""
 
 AbsolutePath = Annotated[
-    Path, AfterValidator(lambda path: Path(os.path.abspath(os.path.expanduser(path))))  # noqa: PTH100, PTH111
+    Path,
+    AfterValidator(lambda path: Path(os.path.expanduser(path)).absolute()),  # noqa: PTH111
 ]
 """A path that is made absolute when it is read: user code may change the working directory. ``~``
 is the user's home directory. Symbolic links stay."""

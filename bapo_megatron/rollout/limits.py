@@ -5,7 +5,6 @@ import contextlib
 import gc
 import os
 import resource
-import shutil
 from pathlib import Path
 
 from bapo_megatron.config.rollout import RolloutConfig
@@ -62,19 +61,25 @@ async def limit_logs(directory: Path) -> None:
     ``processes.open_log``, and may lose what comes during a cut.
     """
     while True:
-        for path in directory.glob("*.log"):
-            with contextlib.suppress(OSError):  # a full disk must not end the run here
-                if path.stat().st_size > _MAX_LOG_BYTES:
-                    await asyncio.to_thread(_cut_log, path)
+        with contextlib.suppress(OSError):  # the next time comes
+            for path in directory.glob("*.log"):
+                if (num_bytes := path.stat().st_size) > _MAX_LOG_BYTES:
+                    await asyncio.to_thread(_cut_log, path, num_bytes)
         await asyncio.sleep(_LOG_INTERVAL_S)
 
 
-def _cut_log(path: Path) -> None:
+def _cut_log(path: Path, num_bytes: int) -> None:
     kept = path.with_name(f"{path.name}.1")
-    shutil.copyfile(path, kept)
+    try:
+        with path.open("rb") as log, kept.open("wb") as copy:
+            os.sendfile(copy.fileno(), log.fileno(), 0, num_bytes)
+        where = f"is in {kept.name}"
+    except OSError as error:  # a full disk needs the cut more than anything
+        kept.unlink(missing_ok=True)
+        where = f"could not be kept ({error.strerror})"
     os.truncate(path, 0)
-    with path.open("a") as log:
-        log.write(f"--- longer than {_MAX_LOG_BYTES >> 20} MB; what was before is in {kept.name}\n")
+    with path.open("a") as log_end:
+        log_end.write(f"--- longer than {_MAX_LOG_BYTES >> 20} MB; what was before {where}\n")
 
 
 class LoopLag:

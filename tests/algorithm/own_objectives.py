@@ -407,6 +407,16 @@ def makes_warnings_errors(tokens: TokenBatch) -> Tensor:
     return -tokens.advantage * tokens.ratio
 
 
+class OwnWarning(UserWarning):
+    """One that nobody else gives."""
+
+
+def makes_own_warnings_errors(tokens: TokenBatch) -> Tensor:
+    """Make errors of warnings of one's own."""
+    warnings.filterwarnings("error", category=OwnWarning)
+    return -tokens.advantage * tokens.ratio
+
+
 def exits(tokens: TokenBatch) -> Tensor:
     """Stop where nothing is to be learned."""
     sys.exit(0)

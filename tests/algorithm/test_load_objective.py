@@ -16,6 +16,7 @@ from bapo_megatron.algorithm.user_code import UserCodeError
 from bapo_megatron.config.load import ConfigError, parse_section
 from bapo_megatron.config.schema import AlgorithmConfig
 from tests.algorithm import own_objectives
+from tests.algorithm.own_objectives import OwnWarning
 
 OWN = "tests.algorithm.own_objectives"
 
@@ -134,6 +135,13 @@ def test_a_module_that_changes_torchs_defaults_when_it_is_imported_is_refused() 
     )
 
 
+def test_errors_of_a_warning_of_ones_own_are_no_change_for_others() -> None:
+    try:
+        load_objective(config("makes_own_warnings_errors"))
+    finally:
+        warnings.filters[:] = [f for f in warnings.filters if f[2] is not OwnWarning]
+
+
 def test_a_child_that_an_objective_forks_does_not_go_on_as_a_trainer(capfd) -> None:
     pid = os.getpid()
     load_objective(config("forks"))
@@ -141,7 +149,7 @@ def test_a_child_that_an_objective_forks_does_not_go_on_as_a_trainer(capfd) -> N
     for child in own_objectives.FORKED:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert own_objectives.FORKED
-    line = f"algorithm.objective: '{OWN}:forks' forked a process that came back"
+    line = f"algorithm.objective: '{OWN}:forks' forked a process that came back; it was ended"
     assert set(capfd.readouterr().err.splitlines()) == {line}
 
 

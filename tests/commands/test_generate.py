@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -29,6 +30,7 @@ from bapo_megatron.types import (
 )
 from tests.fakes.fake_sglang import FakeSglang
 from tests.launch import run, start
+from tests.reward.forking import digest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -204,3 +206,32 @@ def test_weights_are_loaded_before_the_first_batch_and_into_servers_that_restart
     assert source.steps == 3  # and not those of a training: nothing is generated beyond them
     assert source.replayed_batches == 0  # a group would be in several dumps
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
+
+
+@pytest.mark.slow
+def test_rewards_in_a_dump_are_those_of_their_texts_where_the_function_forks(
+    config: Path, tmp_path: Path
+) -> None:
+    overrides = {
+        "run_dir": tmp_path / "run",
+        "rollout.engine": "local",
+        "rollout.oversample_groups": 0,
+        "rollout.samples_per_group": 12,
+        "rollout.timeline": "false",
+        "reward.workers": 2,
+        "reward.functions": "[{name: text, function: 'tests.reward.forking:of_a_text'}]",
+    }
+    arguments = [f"{key}={value}" for key, value in overrides.items()]
+    result = run(["generate", str(config), *arguments])
+    assert result.returncode == 0, result.stderr
+    assert "a process that it forked came back from the call" in result.stderr
+    dump = tmp_path / "run" / "rollouts" / "step_000001.parquet"
+    rewards = {
+        (row["group_id"], row["index"]): row["reward"] for row in pq.read_table(dump).to_pylist()
+    }
+    texts = pq.read_table(texts_path(dump)).to_pylist()
+    assert len(texts) == 48
+    assert rewards == {
+        (row["group_id"], row["index"]): pytest.approx(digest(row["response_text"]))
+        for row in texts
+    }

@@ -218,7 +218,7 @@ def test_paths_are_absolute_from_the_start_and_a_tilde_is_the_home_directory(tmp
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text(
-        "name: a\nrun_dir: ~/runs/a\nmodel: {path: models/../model}\n"
+        "name: a\nrun_dir: ~/runs/a\nmodel: {path: ./model}\n"
         "data: {train: {path: 'parts/*.jsonl', name: parts}, chat_template: ./t.jinja}\n"
         "eval: {sets: [{path: e.jsonl}]}\n"
     )

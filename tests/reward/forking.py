@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import hashlib
 import json
 import os
 import sys
@@ -59,28 +60,84 @@ def exits(response):
     return float(response)
 
 
-def every_time(response):
-    os.fork()
+async def uses_a_thread(response):
+    """Look something up as an HTTP client does, with a loop that a forked child shares."""
+    if _forks(response):
+        sys.exit(0)
+    await asyncio.get_running_loop().run_in_executor(None, time.sleep, 0.001)
     return float(response)
 
 
-def of_groups(responses):
-    if _forks(responses[0]):
-        time.sleep(0.01 * (int(responses[0]) % 2))
+def daemon(response):
+    """A child closes what it inherited, opens files of its own, and forks again."""
+    if _forks(response):
+        os.closerange(3, 64)
+        with Path(f"/proc/{os.getpid()}/stat").open() as first, Path("/proc/stat").open() as second:
+            if os.fork() == 0:
+                os._exit(0 if first.read(1) and second.read(1) else 5)
+            os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+    elif int(response) % 5 == 0:
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+    return float(response)
+
+
+def _come_back(kind, number):
+    """What a forked child does before it comes back."""
+    if kind == "late":
+        time.sleep(0.005 * (int(number) % 3))
+    elif kind == "by_an_error":
+        raise RuntimeError("the program was not found")
+
+
+def groups_at_once(responses):
+    _forks(responses[0])
     return [float(response) for response in responses]
 
 
-class Counting:
+def groups_late(responses):
+    if _forks(responses[0]):
+        _come_back("late", responses[0])
+    return [float(response) for response in responses]
+
+
+def groups_by_an_error(responses):
+    if _forks(responses[0]):
+        _come_back("by_an_error", responses[0])
+    return [float(response) for response in responses]
+
+
+class EpisodesAtOnce:
     """An environment whose state is the numbers that it was told, forking as above."""
 
+    kind = "at_once"
+
     def start(self, task):
-        _forks(task.answer)
+        if _forks(task.answer):
+            _come_back(self.kind, task.answer)
         return [task.answer]
 
     def step(self, state, turn):
         if _forks(turn.text):
-            time.sleep(0.005)
+            _come_back(self.kind, turn.text)
         return Step([*state, turn.text], [], (), is_done=True)
+
+
+class EpisodesLate(EpisodesAtOnce):
+    kind = "late"
+
+
+class EpisodesByAnError(EpisodesAtOnce):
+    kind = "by_an_error"
+
+
+def of_a_text(response):
+    """Score any text by its digest, so that equal rewards of different texts are unlikely."""
+    os.fork()
+    return digest(response)
+
+
+def digest(text):
+    return int(hashlib.sha256(text.encode()).hexdigest()[:6], 16) / 2**24
 
 
 def _write_to_pipes(line: str) -> None:
@@ -95,7 +152,7 @@ def _forged(number: int) -> str:
 
 
 def forge_this_id(response):
-    _write_to_pipes(_forged(1))
+    _write_to_pipes(_forged(2))  # 1 is the worker
     return float(response)
 
 

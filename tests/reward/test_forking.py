@@ -42,8 +42,9 @@ def test_rewards_are_those_of_the_process_that_was_asked(kind, caplog):
     assert children() == set()
 
 
-def test_rewards_of_groups_are_those_of_the_process_that_was_asked(caplog):
-    name = f"{FORKING}:of_groups"
+@pytest.mark.parametrize("kind", ["at_once", "late", "by_an_error"])
+def test_rewards_of_groups_are_those_of_the_process_that_was_asked(kind, caplog):
+    name = f"{FORKING}:groups_{kind}"
 
     async def grade():
         async with RewardPool(workers=2, timeout_s=20, functions=(name,)) as pool:
@@ -57,8 +58,9 @@ def test_rewards_of_groups_are_those_of_the_process_that_was_asked(caplog):
     assert warnings(caplog) == [WARNING.format(f"reward function '{name}'")]
 
 
-def test_states_of_an_environment_are_those_of_the_process_that_was_asked(caplog):
-    name = f"{FORKING}:Counting"
+@pytest.mark.parametrize("kind", ["AtOnce", "Late", "ByAnError"])
+def test_states_of_an_environment_are_those_of_the_process_that_was_asked(kind, caplog):
+    name = f"{FORKING}:Episodes{kind}"
 
     async def episode(environment, number):
         state = await environment.start(Task(str(number), "set", "", str(number), {}, seed=0))
@@ -79,14 +81,16 @@ def test_states_of_an_environment_are_those_of_the_process_that_was_asked(caplog
     ]
 
 
-def test_a_forked_child_may_exit(caplog):
+@pytest.mark.parametrize("kind", ["exits", "uses_a_thread", "daemon"])
+def test_a_forked_child_may_exit_and_the_worker_goes_on(kind, caplog):
     async def grade():
-        async with RewardPool(1, timeout_s=20, functions=(f"{FORKING}:exits",)) as pool:
-            first = await pool.score("0")
+        async with RewardPool(1, timeout_s=20, functions=(f"{FORKING}:{kind}",)) as pool:
+            await pool.score("0")
             before = children()
-            return first.reward, (await pool.score("5")).reward, before == children()
+            scores = [await pool.score(str(number)) for number in range(20)]
+            return [score.reward for score in scores], before == children()
 
-    assert asyncio.run(grade()) == (0.0, 5.0, True)
+    assert asyncio.run(grade()) == (list(range(20)), True)
     assert warnings(caplog) == []
 
 

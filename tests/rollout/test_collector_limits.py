@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from pathlib import Path
 
@@ -76,10 +77,9 @@ def test_a_log_that_grows_is_cut_and_what_was_before_is_kept_once(
             for _ in range(3):
                 stream.write(line.encode() * 1100)
                 stream.flush()
-                for _ in range(1000):
-                    if log.stat().st_size < 1 << 20:
-                        break
-                    await asyncio.sleep(0.01)
+                async with asyncio.timeout(30):
+                    while not log.read_bytes().endswith(b" is in collector.log.1\n"):
+                        await asyncio.sleep(0.01)
             stream.write(b"the end\n")
         limiting.cancel()
 
@@ -90,3 +90,19 @@ def test_a_log_that_grows_is_cut_and_what_was_before_is_kept_once(
     assert kept.stat().st_size > 1 << 20
     assert kept.read_text().endswith(line)
     assert sorted(tmp_path.iterdir()) == [log, kept]
+
+
+def test_a_log_is_cut_on_a_full_disk_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(limits.os, "sendfile", refuse)
+    log = tmp_path / "server_0.log"
+    log.write_text("x" * 2048)
+    limits._cut_log(log, 2048)
+    assert log.read_text() == (
+        "--- longer than 64 MB; what was before could not be kept (No space left on device)\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["server_0.log"]

@@ -46,6 +46,6 @@ def changes_directory(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
 
 def exits_in_c(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
     """End the process without Python's knowledge."""
-    if _is_second_step():
+    if _is_second_step() and os.environ["RANK"] in os.environ["EXITING_RANKS"]:
         ctypes.CDLL(None)._exit(0)
     return rewards - rewards.mean()

@@ -49,13 +49,17 @@ def test_os_exit_in_a_rank_is_an_error_with_its_line(replay_config: Path, tmp_pa
     )
 
 
-def test_an_end_in_c_of_all_ranks_is_no_success(replay_config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["01", "1"])
+def test_an_end_in_c_is_no_success_and_names_the_rank(
+    ranks: str, replay_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXITING_RANKS", ranks)
     setting = f"algorithm.advantage={EXITING}:exits_in_c"
     result = torchrun(arguments(replay_config, tmp_path / "run", setting), ranks=2)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
-        "bapo-megatron: rank 0 ended with exit status 0 before it was done: its code, or a "
-        f"library's, exits or replaces the process; {WAY_ON.format(tmp_path)}"
+        f"bapo-megatron: rank {ranks[0]} ended with exit status 0 before it was done: user or "
+        f"library code calls exit in C, or exec; remove that call; {WAY_ON.format(tmp_path)}"
     )
 
 

@@ -267,16 +267,16 @@ def test_what_a_rank_says_counts_before_how_the_others_ended(tmp_path: Path) -> 
         "data.jsonl: empty; add rows; no checkpoint yet: the same command with --resume starts at "
         "step 1"
     )
-    explained = _failure(tmp_path, 1, ended_s=101, said="step_2: damaged", is_explained=True)
+    explained = _failure(tmp_path, 1, ended_s=101, said="step_2: damaged", has_remedy=True)
     assert _describe_failure(ChildFailedError("train", {0: explained}), noted) == "step_2: damaged"
 
 
 def _failure(
-    scratch: Path, exitcode: int, ended_s: int, said: str = "", *, is_explained: bool = False
+    scratch: Path, exitcode: int, ended_s: int, said: str = "", *, has_remedy: bool = False
 ) -> ProcessFailure:
     file = scratch / "error.json"
     if said:
-        extra = {"timestamp": "1", "is_explained": is_explained}
+        extra = {"timestamp": "1", "has_remedy": has_remedy}
         file.write_text(json.dumps({"message": {"message": said, "extraInfo": extra}}))
     failure = ProcessFailure(0, 1, exitcode, str(file))
     failure.timestamp = ended_s
