@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,8 @@ def test_a_batch_carries_the_parts_of_its_rewards_after_all_processes_wrote_thei
             with forked_collectors():
                 client.launch()
             client.sync_weights(tmp_path, 1)
-            asked = request_stacks()
+            # An earlier test may have had this process handle the signal.
+            asked = [pid for pid in request_stacks() if pid != os.getpid()]
             encoded = client.collect(1)
         finally:
             client.close()

@@ -112,7 +112,7 @@ def check(tmp_path, monkeypatch):
 def test_servers_that_cannot_be_used_are_refused(check, overrides, message):
     with pytest.raises(ConfigError) as caught:
         check(*overrides)
-    assert str(caught.value) == message
+    assert str(caught.value).replace(f"{Path.cwd()}/", "") == message
 
 
 def test_servers_of_others_need_not_fit_this_machine(check):
@@ -168,7 +168,7 @@ def test_servers_that_this_machine_cannot_run_are_refused(
     monkeypatch.setattr("bapo_megatron.engine.sglang.kind.count_gpus", lambda: num_gpus)
     with pytest.raises(ConfigError) as caught:
         check(*overrides)
-    assert str(caught.value) == message
+    assert str(caught.value).replace(f"{Path.cwd()}/", "") == message
 
 
 def test_servers_that_fit_this_machine_pass(check, monkeypatch):
