@@ -17,7 +17,7 @@ from bapo_megatron.telemetry import run_lock
 
 
 def main() -> None:
-    run_lock._RETRY_S = 0.03
+    run_lock._LIVE_S = 0.3
     for line in sys.stdin:
         delay_s, run_dir = line.split()
         time.sleep(float(delay_s))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
@@ -120,7 +124,7 @@ def test_a_holder_whose_line_is_damaged_is_another_process(
     monkeypatch: pytest.MonkeyPatch,
     content: str,
 ) -> None:
-    monkeypatch.setattr(run_lock, "_RETRY_S", 0)
+    monkeypatch.setattr(run_lock, "_ENDING_S", 0)
     make_holder().hold(tmp_path)
     (tmp_path / ".lock").write_text(content)
     with pytest.raises(ValueError, match="run_dir") as caught, run_dir_locked(tmp_path, "train"):
@@ -128,6 +132,86 @@ def test_a_holder_whose_line_is_damaged_is_another_process(
     assert str(caught.value) == (
         f"{tmp_path}: in use by another process; wait until it ends, or choose another run_dir"
     )
+
+
+@pytest.fixture
+def killed() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has ended, and whose parent has not noticed."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        yield process
+
+
+def _write_holder(run_dir: Path, *, pid: int, host: str = "") -> str:
+    """Writes who holds the lock; returns how a line names it."""
+    host = host or socket.gethostname()
+    holder = {"command": "train", "pid": pid, "host": host, "start": "2026-11-01T12:00:00+00:00"}
+    (run_dir / ".lock").write_text(json.dumps(holder) + "\n")
+    return f"train, process {pid} on {host} since 2026-11-01 12:00:00 +0000"
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_here", "is_live"),
+    [
+        ("_LIVE_S", True, True),
+        ("_ENDING_S", True, False),
+        ("_ELSEWHERE_S", False, True),
+        ("_ELSEWHERE_S", False, False),
+    ],
+)
+def test_how_long_a_start_waits_depends_on_whether_the_holder_can_still_end(
+    make_holder: Callable[[], Holder],
+    killed: subprocess.Popen[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    limit: str,
+    is_here: bool,
+    is_live: bool,
+) -> None:
+    for name in ("_LIVE_S", "_ENDING_S", "_ELSEWHERE_S"):
+        monkeypatch.setattr(run_lock, name, 0.4 if name == limit else 0.0)
+    make_holder().hold(tmp_path)
+    name = _write_holder(
+        tmp_path, pid=os.getpid() if is_live else killed.pid, host="" if is_here else "node7"
+    )
+    began_s = time.monotonic()
+    with pytest.raises(ValueError, match="in use") as caught, run_dir_locked(tmp_path, "train"):
+        pass
+    assert time.monotonic() - began_s >= 0.4
+    assert str(caught.value) == (
+        f"{tmp_path}: in use by {name}; wait until it ends, or choose another run_dir"
+    )
+    line = f"{tmp_path}: in use by {name}; waiting for its end, at most 0.4 s\n"
+    assert capsys.readouterr().err == ("" if limit == "_LIVE_S" else line)
+
+
+def test_a_start_gets_the_lock_when_a_machine_that_has_died_loses_it(
+    make_holder: Callable[[], Holder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run_lock, "_LIVE_S", 0.1)
+    holder = make_holder()
+    holder.hold(tmp_path)
+    name = _write_holder(tmp_path, pid=3, host="node7")
+    timer = threading.Timer(0.5, holder.process.kill)
+    timer.start()
+    with run_dir_locked(tmp_path, "train"):
+        assert f'"pid": {os.getpid()}' in (tmp_path / ".lock").read_text()
+    assert capsys.readouterr().err == (
+        f"{tmp_path}: in use by {name}; waiting for its end, at most 120 s\n"
+    )
+
+
+def test_a_process_is_live_until_it_is_killed_or_unknown(
+    killed: subprocess.Popen[bytes],
+) -> None:
+    assert run_lock._is_live(os.getpid())
+    assert not run_lock._is_live(killed.pid)
+    assert not run_lock._is_live(2**22 + 1)  # more than Linux gives
 
 
 def test_a_file_system_without_locks_is_said_once(
