@@ -86,9 +86,17 @@ class CheckpointSaver:
     on all of them if the new checkpoint cannot be written; complete ones are untouched.
     """
 
-    def __init__(self, root: Path, config: CheckpointConfig) -> None:
+    def __init__(
+        self,
+        root: Path,
+        config: CheckpointConfig,
+        *,
+        on_publish: Callable[[Path], None] = lambda _: None,
+    ) -> None:
+        """Save nothing yet; rank 0 gives ``on_publish`` each checkpoint that is complete."""
         self._root = root
         self._config = config
+        self._on_publish = on_publish
         self._save: _Save | None = None
 
     def save(
@@ -167,6 +175,7 @@ class CheckpointSaver:
                 pieces = {name: of for _, _, pieces in written for name, of in pieces.items()}
                 files.write_checksums(files.unfinished_directory(root, save.step), pieces)
                 files.publish(root, save.step, save.fields, names)
+                self._on_publish(files.step_directory(root, save.step))
                 if save.best is not None:
                     files.name_best(root, save.best)
         if groups.rank == 0:

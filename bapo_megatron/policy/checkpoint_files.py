@@ -153,8 +153,8 @@ def find_steps(root: Path) -> list[int]:
 def holds_checkpoints(root: Path) -> bool:
     """Return whether a run has saved under ``root``, as far as names tell."""
     patterns = ("step_*", ".step_*.replaced.tmp", "abandoned_*")
-    found = any(path for pattern in patterns for path in root.glob(pattern))
-    return found or os.path.lexists(root / LATEST_NAME)
+    has_any = any(path for pattern in patterns for path in root.glob(pattern))
+    return has_any or os.path.lexists(root / LATEST_NAME)
 
 
 def find_latest(root: Path) -> Path | None:
@@ -181,18 +181,18 @@ def find_latest(root: Path) -> Path | None:
     return directory
 
 
-def check_complete(directory: Path, *, verify: bool = True) -> None:
-    """Raise ``DamagedError`` for what sizes and, with ``verify``, the small files tell of damage.
+def check_complete(directory: Path) -> None:
+    """Raise ``DamagedError`` for what sizes and the checksums of small files tell of damage.
 
     Damage of shards shows only when they are read. Another format is a ``CheckpointError``.
     """
     check_files(directory, read_state(directory))
-    checksums = read_checksums(directory) if verify else None
+    checksums = read_checksums(directory)
     if checksums is not None:
         verify_small_files(directory, checksums)
 
 
-def lack_of(directory: Path) -> str:
+def why_incomplete(directory: Path) -> str:
     """Return why a checkpoint is not complete; '' if it is."""
     try:
         check_complete(directory)
@@ -203,8 +203,8 @@ def lack_of(directory: Path) -> str:
 
 def first_complete(root: Path, steps: Iterable[int]) -> Path | None:
     """Return the first checkpoint of ``steps`` that is complete (``check_complete``)."""
-    found = (find_checkpoint(root, step) for step in steps)
-    return next((path for path in found if path is not None and not lack_of(path)), None)
+    directories = (find_checkpoint(root, step) for step in steps)
+    return next((path for path in directories if path and not why_incomplete(path)), None)
 
 
 def other_checkpoint(directory: Path) -> str:
@@ -339,7 +339,7 @@ def remove_unfinished(root: Path) -> None:
         is_replaced = path == replaced_directory(step)
         if is_replaced and not step.exists():
             path.rename(step)
-        elif not is_replaced or not lack_of(step):
+        elif not is_replaced or not why_incomplete(step):
             shutil.rmtree(path)
 
 

@@ -108,7 +108,7 @@ def load_run(
         CheckpointError: No checkpoint can be continued; raised on every rank.
     """
     root, groups = run_dir / "checkpoints", policy.groups
-    name = _agree_on_checkpoint(run_dir, groups, verify=verify)
+    name = _agree_on_checkpoint(run_dir, groups)
     if not name:
         return Progress()
     extra = load_checkpoint(root / name, policy, verify=verify)
@@ -128,12 +128,12 @@ def load_run(
     return progress
 
 
-def _agree_on_checkpoint(run_dir: Path, groups: ProcessGroups, *, verify: bool) -> str:
+def _agree_on_checkpoint(run_dir: Path, groups: ProcessGroups) -> str:
     """Return the name of the directory that rank 0 chooses; '' to start from the beginning."""
     name = b"" if groups.rank == 0 else None
     with fail_together(groups, CheckpointError):
         if groups.rank == 0:
-            checkpoint, news = choose_checkpoint(run_dir, verify=verify)
+            checkpoint, news = choose_checkpoint(run_dir, checks_latest=False)
             name = checkpoint.name.encode() if checkpoint else b""
             if news:
                 say(news)

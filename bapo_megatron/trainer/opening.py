@@ -29,6 +29,7 @@ from bapo_megatron.telemetry.console import (
 from bapo_megatron.telemetry.prometheus import ShowRow, rows_served
 from bapo_megatron.telemetry.run_lock import run_dir_locked
 from bapo_megatron.trainer.check import check_training
+from bapo_megatron.trainer.resume import evidence_of_save
 from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
 from bapo_megatron.versions import own_software
 
@@ -78,15 +79,20 @@ def claim_run_dir(config: RunConfig) -> None:
         ValueError: It holds an earlier run, and ``resume`` is not set.
     """
     run_dir = config.run_dir
-    metrics = run_dir / "metrics.jsonl"
-    has_metrics = metrics.exists() and metrics.stat().st_size > 0
-    if not config.resume and (has_metrics or holds_checkpoints(run_dir / "checkpoints")):
+    if not config.resume and _holds_run(run_dir):
         raise ValueError(
             f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
         )
     (run_dir / STOPPED_NAME).unlink(missing_ok=True)
     if RUN_DIR_FILE in os.environ:
         Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir))
+
+
+def _holds_run(run_dir: Path) -> bool:
+    metrics = run_dir / "metrics.jsonl"
+    has_metrics = metrics.exists() and metrics.stat().st_size > 0
+    has_checkpoints = holds_checkpoints(run_dir / "checkpoints")
+    return has_metrics or has_checkpoints or bool(evidence_of_save(run_dir))
 
 
 def write_config(config: RunConfig) -> None:

@@ -6,10 +6,10 @@ Neither this module nor what it imports may import torch: the command begins wit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from bapo_megatron.config.settings import read_settings
+from bapo_megatron.calls import shown_value
 from bapo_megatron.errors import describe_os_error
+from bapo_megatron.files import atomic_write_text, read_regular
 from bapo_megatron.policy.checkpoint_files import (
     LATEST_NAME,
     CheckpointError,
@@ -21,12 +21,13 @@ from bapo_megatron.policy.checkpoint_files import (
     find_steps,
     first_complete,
     holds_checkpoints,
-    lack_of,
     step_name,
+    why_incomplete,
 )
-from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.telemetry.starts import read_starts
 
+SAVED_NAME = "saved"
+"""File of a run directory: the newest checkpoint's name, which outlives ``checkpoints/``."""
 _REMEDY = "restore one from a copy, or change run_dir"
 _MAX_NAMED = 3
 """Incomplete checkpoints that a message names, the newest ones."""
@@ -46,11 +47,12 @@ def as_checkpoint_error() -> Iterator[None]:
 
 
 @as_checkpoint_error()
-def choose_checkpoint(run_dir: Path, *, verify: bool = True) -> tuple[Path | None, str]:
+def choose_checkpoint(run_dir: Path, *, checks_latest: bool = True) -> tuple[Path | None, str]:
     """Return the checkpoint to continue from, and what to say where ``latest`` does not name it.
 
-    None stands for the beginning: no checkpoint was saved yet. Nothing is changed. ``verify``: see
-    ``check_complete``.
+    None stands for the beginning: no checkpoint was saved yet. Nothing is changed. Without
+    ``checks_latest`` the one that ``latest`` names may be damaged: ``load_checkpoint`` says the
+    same of it.
 
     Raises:
         CheckpointError: The one that ``latest`` names is damaged; or there is none that is complete
@@ -63,8 +65,9 @@ def choose_checkpoint(run_dir: Path, *, verify: bool = True) -> tuple[Path | Non
     except DamagedError as error:
         latest, problem = None, str(error)
     if latest is not None:
-        with damage_of(latest):
-            check_complete(latest, verify=verify)
+        if checks_latest:
+            with damage_of(latest):
+                check_complete(latest)
         return latest, ""
     steps = find_steps(root)[::-1]
     newest = first_complete(root, steps)
@@ -72,29 +75,36 @@ def choose_checkpoint(run_dir: Path, *, verify: bool = True) -> tuple[Path | Non
         name = step_name(newest)
         return newest, f"{problem}; continuing from {name}, the newest complete checkpoint"
     if holds_checkpoints(root):
-        found = [path for n in steps[:_MAX_NAMED] if (path := find_checkpoint(root, n))]
-        lacks = ", ".join(f"{step_name(path)} ({lack_of(path)})" for path in found)
-        lacks = f"no complete checkpoint: {lacks}" if lacks else "no checkpoint beside it"
-        raise CheckpointError(f"{problem}; {lacks}; {_REMEDY}")
-    if told := _told_of_save(run_dir):
-        raise CheckpointError(f"{root}: no checkpoint, but {told}; {_REMEDY}")
+        incomplete = [path for n in steps[:_MAX_NAMED] if (path := find_checkpoint(root, n))]
+        reasons = ", ".join(f"{step_name(path)} ({why_incomplete(path)})" for path in incomplete)
+        lack = f"no complete checkpoint: {reasons}" if reasons else "no checkpoint beside it"
+        raise CheckpointError(f"{problem}; {lack}; {_REMEDY}")
+    if evidence := evidence_of_save(run_dir):
+        raise CheckpointError(f"{root}: no checkpoint, but {evidence}; {_REMEDY}")
     return None, f"{root}: no checkpoint yet, starting at step 1"
 
 
-def _told_of_save(run_dir: Path) -> str:
-    """Return by what a run must have had a checkpoint; '' where it may have ended before."""
-    starts = read_starts(run_dir)
-    if starts and starts[-1].step > 0:
-        return f"starts.jsonl says that the run continued from step {starts[-1].step}"
-    metrics = run_dir / "metrics.jsonl"
-    rows = read_metrics(metrics) if metrics.exists() else []
-    last_step = max((int(row["step"]) for row in rows), default=0)
-    earlier = [read_settings(path) for path in run_dir.glob("config*.yaml")]
-    every: list[Any] = [settings.get("checkpoint.every_steps") for settings in earlier]
-    # One that is written in the background is complete when the next one begins.
-    factor = 1 + any(settings.get("checkpoint.asynchronous") for settings in earlier)
-    if every and all(isinstance(n, int) and 0 < factor * n < last_step for n in every):
-        return f"metrics.jsonl reaches step {last_step}, and one was saved every {max(every)} steps"
+def note_save(run_dir: Path, checkpoint: Path) -> None:
+    """Write ``saved``, once a checkpoint is complete."""
+    atomic_write_text(run_dir / SAVED_NAME, f"{checkpoint.name}\n")
+
+
+def evidence_of_save(run_dir: Path) -> str:
+    """Return what shows that a run has saved or finished; '' if it may have ended before that.
+
+    Raises:
+        ValueError: ``starts.jsonl`` is damaged.
+        OSError: A file cannot be read.
+    """
+    saved = run_dir / SAVED_NAME
+    if saved.exists():
+        name = read_regular(saved).decode(errors="replace").strip()
+        return f"{saved} names {shown_value(name)}"
+    last_step = max((start.step for start in read_starts(run_dir)), default=0)
+    if last_step > 0:
+        return f"starts.jsonl says that the run continued from step {last_step}"
+    if (run_dir / "summary.json").exists():
+        return "summary.json says that the run finished"
     return ""
 
 

@@ -42,6 +42,7 @@ from bapo_megatron.trainer.generation import Generation
 from bapo_megatron.trainer.opening import Opening
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump
+from bapo_megatron.trainer.resume import note_save
 from bapo_megatron.trainer.sample_table import sample_rows
 from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.trainer.step import BatchTrainer
@@ -88,7 +89,11 @@ class Run:
             note=timer.pulse.note,
         )
         self.progress = Progress()
-        self.saver = CheckpointSaver(config.run_dir / "checkpoints", config.checkpoint)
+        self.saver = CheckpointSaver(
+            config.run_dir / "checkpoints",
+            config.checkpoint,
+            on_publish=partial(note_save, config.run_dir),
+        )
         self._groups = groups
         self._stack = stack
         self._sinks: MetricsSinks | None = None

@@ -1,4 +1,4 @@
-"""A user's code that rank 1 imports for a minute, while rank 0 waits for it."""
+"""A user's code that rank 1 imports for ten minutes, while rank 0 waits for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bapo_megatron.types import Sample
 
 if os.environ.get("RANK") == "1":
-    time.sleep(60)
+    time.sleep(600)
 
 
 def advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:

@@ -159,6 +159,7 @@ def test_a_run_that_ends_while_it_saves_in_the_background_goes_on_from_its_last_
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == done + 2
     names = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert names == {"latest", f"step_{done + 1}", f"step_{done + 2}"}
+    assert (run_dir / "saved").read_text() == f"step_{done + 2}\n"
     if number == signal.SIGKILL:
         never = ("checkpoint.every_steps=0", "checkpoint.at_end=false")
         whole = [*saves_often(steps, *never), f"run_dir={tmp_path / 'whole'}"]

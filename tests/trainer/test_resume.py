@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
-import yaml
 
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.checkpoint_files import (
@@ -18,9 +19,10 @@ from bapo_megatron.policy.checkpoint_files import (
     name_best,
 )
 from bapo_megatron.telemetry.sinks import read_metrics
-from bapo_megatron.trainer.checkpointing import _restore_source
+from bapo_megatron.trainer import checkpointing
+from bapo_megatron.trainer.checkpointing import _restore_source, load_run
 from bapo_megatron.trainer.opening import claim_run_dir
-from bapo_megatron.trainer.resume import choose_checkpoint, how_to_continue
+from bapo_megatron.trainer.resume import choose_checkpoint, how_to_continue, note_save
 from tests.config.files import run_config
 from tests.launch import run, torchrun
 from tests.policy.small_checkpoints import content_of, save_small
@@ -157,10 +159,10 @@ def test_the_remedy_for_a_damaged_checkpoint_names_one_that_is_complete(
     assert how_to_continue(root.parent) == f"; {line}"
 
 
-def test_checksums_decide_unless_they_are_not_to_be_verified(root: Path) -> None:
+def test_checksums_decide_unless_who_loads_the_checkpoint_checks_it(root: Path) -> None:
     (root / "step_12" / "rng_0.pt").write_bytes(b"Random state of step 12")
     assert "step_12: damaged, rng_0.pt has changed since it was written; " in _refusal(root.parent)
-    assert choose_checkpoint(root.parent, verify=False) == (root / "step_12", "")
+    assert choose_checkpoint(root.parent, checks_latest=False) == (root / "step_12", "")
 
 
 def test_another_format_is_no_damage(root: Path) -> None:
@@ -171,63 +173,60 @@ def test_another_format_is_no_damage(root: Path) -> None:
     )
 
 
-def _write_history(
-    run_dir: Path, steps: int, *, continued_from: int = 0, settings: tuple[dict[str, object], ...]
-) -> None:
-    start = {"time": "", "step": continued_from, "commit": None, "versions": {}, "host": "a"}
-    (run_dir / "starts.jsonl").write_text(json.dumps(start | {"world_size": 1}) + "\n")
-    rows = "".join(json.dumps({"step": step}) + "\n" for step in range(1, steps + 1))
-    (run_dir / "metrics.jsonl").write_text(rows)
-    for number, section in enumerate(settings):
-        name = f"config.{number}.yaml" if number else "config.yaml"
-        (run_dir / name).write_text(yaml.safe_dump({"checkpoint": section}))
+def _write_history(run_dir: Path, *continued_from: int, rows: int = 0) -> None:
+    start = {"time": "", "commit": None, "versions": {}, "host": "a", "world_size": 1}
+    starts = [json.dumps(start | {"step": step}) + "\n" for step in continued_from]
+    (run_dir / "starts.jsonl").write_text("".join(starts))
+    lines = [json.dumps({"step": step}) + "\n" for step in range(1, rows + 1)]
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
 
 
-EVERY_2, EVERY_5 = {"every_steps": 2}, {"every_steps": 5}
+def _save_and_lose(run_dir: Path) -> None:
+    note_save(run_dir, save_small(run_dir / "checkpoints", 4))
+    note_save(run_dir, save_small(run_dir / "checkpoints", 6))
+    shutil.rmtree(run_dir / "checkpoints")
 
 
 @pytest.mark.parametrize(
-    ("steps", "continued_from", "settings", "told"),
+    ("write", "evidence"),
     [
-        (1, 6, (EVERY_5,), "starts.jsonl says that the run continued from step 6"),
-        (3, 0, (EVERY_2,), "metrics.jsonl reaches step 3, and one was saved every 2 steps"),
-        (6, 0, (EVERY_2, EVERY_5), "metrics.jsonl reaches step 6, and one was saved every 5 steps"),
+        (_save_and_lose, "{run_dir}/saved names 'step_6'"),
+        (lambda run_dir: (run_dir / "saved").touch(), "{run_dir}/saved names ''"),
         (
-            5,
-            0,
-            ({**EVERY_2, "asynchronous": True},),
-            "metrics.jsonl reaches step 5, and one was saved every 2 steps",
+            lambda run_dir: (run_dir / "saved").write_bytes(b"\xff\n\x00"),
+            "{run_dir}/saved names '\ufffd \\x00'",
+        ),
+        (
+            lambda run_dir: _write_history(run_dir, 0, 6, rows=1),
+            "starts.jsonl says that the run continued from step 6",
+        ),
+        (
+            lambda run_dir: _write_history(run_dir, 0, 6, 0),
+            "starts.jsonl says that the run continued from step 6",
+        ),
+        (
+            lambda run_dir: (run_dir / "summary.json").write_text("{}"),
+            "summary.json says that the run finished",
         ),
     ],
 )
 def test_a_run_that_has_saved_does_not_start_anew_where_its_checkpoints_are_gone(
-    tmp_path: Path,
-    steps: int,
-    continued_from: int,
-    settings: tuple[dict[str, object], ...],
-    told: str,
+    tmp_path: Path, write: Callable[[Path], object], evidence: str
 ) -> None:
-    _write_history(tmp_path, steps, continued_from=continued_from, settings=settings)
+    write(tmp_path)
     assert _refusal(tmp_path) == (
-        f"{tmp_path}/checkpoints: no checkpoint, but {told}; restore one from a copy, or change "
-        "run_dir"
+        f"{tmp_path}/checkpoints: no checkpoint, but {evidence.format(run_dir=tmp_path)}; "
+        "restore one from a copy, or change run_dir"
     )
+    claim_run_dir(run_config(tmp_path, resume=True))
+    with pytest.raises(ValueError, match="already holds a run; continue it with resume=true, or"):
+        claim_run_dir(run_config(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("steps", "settings"),
-    [
-        (2, (EVERY_2,)),  # the save comes after the row
-        (4, ({**EVERY_2, "asynchronous": True},)),
-        (3, (EVERY_2, EVERY_5)),  # it may have ended before it saved more often
-        (3, ({"every_steps": 0},)),
-        (0, (EVERY_2,)),
-    ],
-)
-def test_a_run_that_ended_before_its_first_save_starts_at_step_1(
-    tmp_path: Path, steps: int, settings: tuple[dict[str, object], ...]
-) -> None:
-    _write_history(tmp_path, steps, settings=settings)
+@pytest.mark.parametrize("rows", [0, 7])
+def test_a_run_that_ended_before_its_first_save_starts_at_step_1(tmp_path: Path, rows: int) -> None:
+    _write_history(tmp_path, 0, 0, rows=rows)
+    (tmp_path / "config.yaml").write_text("checkpoint: {every_steps: 2}\n")
     (tmp_path / "checkpoints" / ".step_2.tmp").mkdir(parents=True)
     assert choose_checkpoint(tmp_path) == (
         None,
@@ -238,9 +237,9 @@ def test_a_run_that_ended_before_its_first_save_starts_at_step_1(
     )
 
 
-def test_metrics_that_cannot_be_read_are_an_error_that_all_ranks_can_raise(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("{\n")
-    assert _refusal(tmp_path).startswith(f"{tmp_path}/metrics.jsonl:1: not valid JSON")
+def test_starts_that_cannot_be_read_are_an_error_that_all_ranks_can_raise(tmp_path: Path) -> None:
+    (tmp_path / "starts.jsonl").write_text("{\n")
+    assert _refusal(tmp_path).startswith(f"{tmp_path}/starts.jsonl:1: not valid JSON")
 
 
 def test_newer_checkpoints_move_aside_whole_when_a_run_continues_from_an_older_one(
@@ -294,6 +293,26 @@ def test_a_new_run_may_begin_where_an_earlier_one_was_killed_in_its_first_save(
 ) -> None:
     (tmp_path / "checkpoints" / ".step_2.tmp").mkdir(parents=True)
     claim_run_dir(run_config(tmp_path))
+
+
+def test_nothing_moves_where_the_checkpoint_cannot_be_loaded(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "latest").write_text("step_8\n")
+    name_best(root, BestCheckpoint("step_10", "eval/sums/avg_at_k", 0.5))
+    before = {path: path.lstat().st_mtime_ns for path in (root, *root.rglob("*"))}
+
+    def fail(directory: Path, *_: object, **__: object) -> NoReturn:
+        raise CheckpointError(f"{directory}: of another model")
+
+    monkeypatch.setattr(checkpointing, "load_checkpoint", fail)
+    monkeypatch.setattr(checkpointing, "fail_together", lambda *_: nullcontext())
+    monkeypatch.setattr(checkpointing, "broadcast_bytes", lambda name, _: name)
+    policy: Any = SimpleNamespace(groups=SimpleNamespace(rank=0))
+    source: Any = FailingSource("{path}: must not be restored")
+    with pytest.raises(CheckpointError, match=r"/step_8: of another model$"):
+        load_run(root.parent, policy, source, verify=True)
+    assert {path: path.lstat().st_mtime_ns for path in (root, *root.rglob("*"))} == before
 
 
 @dataclass
@@ -352,6 +371,26 @@ def test_a_run_whose_latest_is_gone_continues_from_its_newest_checkpoint(
 
 
 @pytest.mark.distributed
+def test_a_finished_run_without_its_checkpoints_does_not_start_anew(
+    saved: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    arguments, finished = saved
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "summary.json").unlink()
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    never = "checkpoint.every_steps=99"
+    result = run([*arguments, f"run_dir={run_dir}", "train.steps=13", never, "--resume"])
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == (
+        f"bapo-megatron: {run_dir}/checkpoints: no checkpoint, but {run_dir}/saved names "
+        "'step_12'; restore one from a copy, or change run_dir"
+    )
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.distributed
 def test_both_ranks_refuse_a_damaged_checkpoint_and_the_last_line_says_how_to_go_on_once(
     saved: tuple[list[str], Path], tmp_path: Path
 ) -> None:
@@ -370,5 +409,5 @@ def test_both_ranks_refuse_a_damaged_checkpoint_and_the_last_line_says_how_to_go
     assert result.stderr.splitlines()[-1] == f"bapo-megatron: {line}"
     told = [line for line in result.stderr.splitlines() if line.startswith("[rank 1] bapo")]
     # torchrun may end rank 1 before it has said anything.
-    assert told in ([], [f"[rank 1] bapo-megatron: another rank: {line}"])
+    assert told in ([], [f"[rank 1] bapo-megatron: {line}"])
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before

@@ -86,7 +86,7 @@ def test_what_rank_0_alone_refuses_ends_all_ranks_at_once(
     arguments = ["train", str(replay_config), f"run_dir={tmp_path}"]
     process = start(arguments, ranks=2, environment=environment)
     started.append(process)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=180)
     assert process.returncode == 1
     assert stderr.splitlines()[-1] == (
         f"bapo-megatron: {tmp_path} already holds a run; continue it with resume=true, or change "
@@ -173,6 +173,7 @@ def test_ctrl_c_before_the_first_checkpoint_saves_the_steps_and_leaves_no_proces
     assert stderr.count("interrupted: the run is saved and ends;") == 1
     made = len(steps(run_dir))
     assert made < MANY_STEPS
+    assert (run_dir / "saved").read_text() == f"step_{made}\n"
     assert stderr.splitlines()[-1] == (
         "bapo-megatron: stopped by SIGINT; the same command with --resume continues from "
         f"{run_dir}/checkpoints/step_{made}"
