@@ -92,7 +92,9 @@ class Stopping:
             return
         self._install(_AT_ONCE)
         if self._signalled_s is not None:
-            raise ValueError(f"{self._error} before the ranks had met")
+            raise ValueError(
+                f"{self._error} before rendezvous; nothing to save, start the run again"
+            )
         yield
         self._install(dict.fromkeys(_SAVING, self._note) | {signal.SIGINT: end_once})
 
@@ -123,15 +125,16 @@ class Stopping:
 
     def _keep_handlers(self) -> None:
         """Restore handlers that a user's code has replaced, and name each of its own once."""
-        for number, own in self._handlers.items():
-            if (found := signal.getsignal(number)) == own:
+        for number, handler in self._handlers.items():
+            current = signal.getsignal(number)
+            signal.signal(number, handler)  # always: Python knows of none that C code installs
+            if current == handler:
                 continue
-            signal.signal(number, own)
-            handler = _describe_handler(found)
-            if handler not in self._taken_back:
-                self._taken_back.add(handler)
+            replacement = _describe_handler(current)
+            if replacement not in self._taken_back:
+                self._taken_back.add(replacement)
                 say(
-                    f"rank {launched_number('RANK', 0)}: {handler} had replaced the handler of "
+                    f"rank {launched_number('RANK', 0)}: {replacement} had replaced the handler of "
                     f"{number.name}; restored, because the signal stops the run"
                 )
 
@@ -162,6 +165,8 @@ class Stopping:
 
 
 def _describe_handler(handler: _Handler) -> str:
+    if handler is None:
+        return "a handler that was installed from C"
     if isinstance(handler, signal.Handlers):
         return handler.name
     named: Any = handler if hasattr(handler, "__qualname__") else type(handler)

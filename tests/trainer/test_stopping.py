@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import signal
@@ -197,18 +198,20 @@ def test_a_run_stops_after_the_time_that_it_was_given(
     assert stopping.error() is None
 
 
+@pytest.mark.usefixtures("stopping")
 def test_a_clock_that_is_set_ends_no_run_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     clock = SimpleNamespace(now_s=50.0, wall_s=1e9)
     fake = SimpleNamespace(monotonic=lambda: clock.now_s, time=lambda: clock.wall_s)
     monkeypatch.setattr(stopping_module, "time", fake)
-    stopping = Stopping(TrainConfig(stop_after=60))
-    stopping.listen(keeps_time=True)
+    limited = Stopping(TrainConfig(stop_after=60))
+    limited.listen(keeps_time=True)
     clock.wall_s += 86400
     clock.now_s += 59
-    assert stopping.error() is None
+    assert limited.error() is None
     clock.wall_s -= 2 * 86400
     clock.now_s += 1
-    assert str(stopping.error()) == "stopped by train.stop_after"
+    assert str(limited.error()) == "stopped by train.stop_after"
 
 
 def test_a_rank_other_than_the_first_dies_of_a_signal_until_it_has_joined_and_then_notes_it(
@@ -235,7 +238,7 @@ def test_the_first_rank_notes_a_signal_but_joins_no_others_after_it(
         signal.raise_signal(signal.SIGTERM)
     assert str(stopping.error()) == "stopped by SIGTERM"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    message = "^stopped by SIGTERM before the ranks had met$"
+    message = "^stopped by SIGTERM before rendezvous; nothing to save, start the run again$"
     with pytest.raises(ValueError, match=message), stopping.joining():
         pass
 
@@ -271,6 +274,32 @@ def test_a_handler_of_a_users_code_is_named_once_and_the_run_is_stopped_by_the_s
     ]
     signal.raise_signal(signal.SIGTERM)
     assert str(stopping.agree(lambda flag: flag)) == "stopped by SIGTERM"
+
+
+def test_a_handler_that_c_code_installs_is_replaced_without_a_word(
+    stopping: Stopping, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID")
+    stopping.listen(keeps_time=True)
+    ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(signal.SIG_IGN))
+    signal.raise_signal(signal.SIGTERM)
+    assert stopping.agree(lambda flag: flag) is None
+    signal.raise_signal(signal.SIGTERM)
+    assert str(stopping.agree(lambda flag: flag)) == "stopped by SIGTERM"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_handler_that_python_does_not_know_is_described_in_words(
+    stopping: Stopping, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID")
+    stopping.listen(keeps_time=True)
+    monkeypatch.setattr(signal, "getsignal", lambda _: None)
+    stopping.agree(lambda flag: flag)
+    assert capsys.readouterr().err == (
+        "rank 0: a handler that was installed from C had replaced the handler of SIGTERM; "
+        "restored, because the signal stops the run\n"
+    )
 
 
 def test_handlers_are_left_alone_by_a_thread_which_may_not_set_them(stopping: Stopping) -> None:
