@@ -91,7 +91,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
 
 
 def _sample(config: RunConfig, model: str) -> list[EvalResult]:
-    """Score what there is once the missing samples are made."""
+    """Sample what is missing, then score every set."""
     with ProgressLine() as progress:
         source = CollectorClient(config, on_progress=progress.update, for_training=False)
         try:

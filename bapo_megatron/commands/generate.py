@@ -55,7 +55,7 @@ def generate_batches(config: RunConfig, steps: int) -> None:
 
 
 def _generate(config: RunConfig, steps: int) -> None:
-    """Do it in a run directory that nobody else uses."""
+    """Generate the batches; the caller holds the run directory's lock."""
     # Nothing is generated for later steps, nobody else needs the servers' memory, and every group
     # is dumped once.
     train = config.train.model_copy(update={"steps": steps})

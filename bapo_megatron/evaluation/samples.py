@@ -40,7 +40,7 @@ from bapo_megatron.types import FinishReason
 _LOG = logging.getLogger(__name__)
 _SYNC_INTERVAL_S = 1.0
 _LOCK_PATIENCE_S = 15.0
-"""The collector of a command that was killed ends within a few seconds."""
+"""An orphaned collector ends within a few seconds."""
 _LOCK_POLL_S = 0.2
 
 _Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
@@ -186,21 +186,22 @@ class SampleJournal:
 
 
 async def _lock(path: Path, file: FileIO) -> None:
+    """Wait until the collector of a command that was killed has ended.
+
+    The run directory's lock went with that command. A sample that its collector appends after this
+    one has read or emptied the file would be there twice, or be one of other weights.
+    """
     deadline_s = time.monotonic() + _LOCK_PATIENCE_S
     while True:
         try:
-            has_locks = lock(file)
-            break
+            lock(file)  # where there are no locks, ``run_dir_locked`` has said so
+            return
         except BlockingIOError as error:
             if time.monotonic() > deadline_s:
                 raise ResultsError(
                     f"{path}: another process is writing it; wait until it ends, or change run_dir"
                 ) from error
             await asyncio.sleep(_LOCK_POLL_S)
-    if not has_locks:
-        _LOG.warning(
-            "%s: its file system has no locks; do not start two evaluations in one run_dir", path
-        )
 
 
 def _remove_torn_line(path: Path, file: FileIO) -> None:
