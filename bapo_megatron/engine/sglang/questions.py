@@ -22,7 +22,7 @@ class InfoAnswers:
     def __init__(self, app: App) -> None:
         """Stand before an application."""
         self._app = app
-        self._num_waiting = 0
+        self._waiting: set[object] = set()
 
     async def __call__(self, scope: Message, receive: Any, send: Send) -> None:
         """Answer one call, or let it through."""
@@ -31,14 +31,25 @@ class InfoAnswers:
             await self._take_weights(scope, receive, send)
         elif path != "/server_info":
             await self._app(scope, receive, send)
-        elif self._num_waiting:
+        elif self._waiting:
             await send({"type": "http.response.start", "status": 503, "headers": []})
             await send({"type": "http.response.body", "body": b"it takes new weights"})
         else:
             await self._app(scope, receive, lambda message: send(_with_settings(message)))
 
     async def _take_weights(self, scope: Message, receive: Any, send: Send) -> None:
-        """Count a call about weights until it is answered, or its caller is gone."""
+        """Count a call about weights until it is answered, or its caller is gone.
+
+        It is answered with the last part of the answer, not when the application returns: the
+        caller's next call may come in between.
+        """
+        caller = object()
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                self._waiting.discard(caller)
+            await send(message)
+
         body = [await receive()]
         while body[-1].get("more_body"):
             body.append(await receive())
@@ -46,13 +57,13 @@ class InfoAnswers:
         async def receive_again() -> Any:
             return body.pop(0) if body else await receive()
 
-        work = asyncio.ensure_future(self._app(scope, receive_again, send))
+        work = asyncio.ensure_future(self._app(scope, receive_again, answer))
         is_gone = asyncio.ensure_future(receive())
-        self._num_waiting += 1
+        self._waiting.add(caller)
         try:
             await asyncio.wait((work, is_gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._num_waiting -= 1
+            self._waiting.discard(caller)
             is_gone.cancel()
         await work
 

@@ -98,6 +98,26 @@ def test_the_scheduler_is_asked_again_once_the_caller_is_gone_though_it_still_ta
     play(use)
 
 
+def test_the_scheduler_is_asked_again_with_the_answer_before_the_application_returns() -> None:
+    async def use(answers: InfoAnswers, scheduler: Scheduler) -> None:
+        scheduler.is_done.set()
+        statuses = []
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":  # the caller has it, and asks at once
+                statuses.append((await call(answers, "/server_info"))[0]["status"])
+
+        body = list(BODY)
+
+        async def receive() -> dict[str, Any]:
+            return body.pop(0) if body else await asyncio.Event().wait()
+
+        await answers({"type": "http", "path": "/update_weights_from_disk"}, receive, send)
+        assert statuses == [200]
+
+    play(use)
+
+
 def test_the_scheduler_is_asked_again_once_a_call_about_weights_is_cancelled() -> None:
     async def use(answers: InfoAnswers, scheduler: Scheduler) -> None:
         update = asyncio.create_task(call(answers, "/update_weights_from_disk"))

@@ -279,12 +279,13 @@ def test_no_process_or_temporary_file_outlives_an_owner_that_is_killed(
     )
     try:
         deadline_s = time.monotonic() + 120
-        while not _has_everything(descendants(owner.pid)):
+        sockets: list[Path] = []
+        while not (_has_everything(descendants(owner.pid)) and sockets):
             assert owner.poll() is None
             assert time.monotonic() < deadline_s, descendants(owner.pid)
             time.sleep(0.2)
-        made = list(scratch.rglob("*"))
-        assert {path.parent.parent for path in made if path.is_socket()} == {scratch}
+            sockets = [path for path in scratch.rglob("*") if path.is_socket()]
+        assert {path.parent.parent for path in sockets} == {scratch}
         launcher = next(p for p in descendants(owner.pid) if "sglang.launcher" in str(p.cmdline()))
         shared = shared_files(launcher.pid)
         command_line = psutil.Process(owner.pid).cmdline()
