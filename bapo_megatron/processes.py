@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, NoReturn, TypeVar
@@ -382,12 +382,30 @@ class RequestedExit(SystemExit):
     """A SystemExit that this package raises; any other one comes from user or library code."""
 
 
-def exit_forked(error: BaseException | None) -> NoReturn:
-    """End a forked child at once, with the status of its SystemExit, or 1.
+@contextlib.contextmanager
+def forks_ended(report: Callable[[BaseException | None], object]) -> Iterator[None]:
+    """End a forked child at once where it leaves the block; the process itself goes on.
 
-    Nothing of its parent's is closed: a child that ran Python's own end would unregister what an
-    event loop shares with the parent, and flush the parent's files a second time.
+    ``report`` first gets the error that the child leaves by, or None. A child that leaves by
+    SystemExit was meant to end: it is not reported, and has that status instead of 1. Nothing of
+    its parent's is closed: a child that ran Python's own end would unregister what an event loop
+    shares with the parent, and flush the parent's files a second time.
     """
+    pid = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != pid:
+            if not isinstance(error, SystemExit):
+                report(error)
+            _exit_forked(error)
+        raise
+    if os.getpid() != pid:
+        report(None)
+        _exit_forked(None)
+
+
+def _exit_forked(error: BaseException | None) -> NoReturn:
     status = 1
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         status = int(error.code or 0)

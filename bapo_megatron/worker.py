@@ -25,8 +25,8 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 # By name: a user's module may replace what ``json`` has.
 from json import dumps, loads
@@ -34,7 +34,7 @@ from types import FrameType
 from typing import Any, BinaryIO, NoReturn, Protocol
 
 from bapo_megatron.names import LoadError, raised_at, shown, with_place
-from bapo_megatron.processes import end_with_parent, exit_forked, write_stacks_on_signal
+from bapo_megatron.processes import end_with_parent, forks_ended, write_stacks_on_signal
 
 _MAX_ERROR = 500
 _MAX_NAME_BYTES = 4096  # PIPE_BUF
@@ -142,7 +142,6 @@ class _ForkedChildren:
     """
 
     def __init__(self, *pipes: BinaryIO) -> None:
-        self._worker_pid = os.getpid()
         # A write of this size is not mixed with another child's.
         self._names, self._says_name = os.pipe2(os.O_CLOEXEC)
         self._has_names = mmap.mmap(-1, 1)  # shared with the children; faster than asking the pipe
@@ -154,24 +153,18 @@ class _ForkedChildren:
 
         os.register_at_fork(after_in_child=detach)
 
-    @contextmanager
-    def ended(self, name: Callable[[], str]) -> Iterator[None]:
+    def ended(self, name: Callable[[], str]) -> AbstractContextManager[None]:
         """End a forked child where it leaves the block, and let the worker know the name.
 
         One that leaves it by SystemExit was meant to end, and has no name.
         """
-        try:
-            yield
-        except BaseException as error:
-            if os.getpid() != self._worker_pid:
-                if not isinstance(error, SystemExit):
-                    traceback.print_exception(error)
-                    self._report(name())
-                exit_forked(error)
-            raise
-        if os.getpid() != self._worker_pid:
+
+        def report(error: BaseException | None) -> None:
+            if error is not None:
+                traceback.print_exception(error)
             self._report(name())
-            exit_forked(None)
+
+        return forks_ended(report)
 
     def _report(self, name: str) -> None:
         if not self._has_names[0]:  # one is enough

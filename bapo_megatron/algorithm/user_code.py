@@ -1,7 +1,6 @@
 """Errors in code that the configuration names: one line, with the user's file and line."""
 
 import inspect
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from bapo_megatron.names import LoadError, load_named, raised_at, shown
-from bapo_megatron.processes import RequestedExit, exit_forked
+from bapo_megatron.processes import RequestedExit, forks_ended
 
 
 class UserCodeError(ValueError):
@@ -35,7 +34,7 @@ class UserCode:
         self.name = name
         try:
             self.object: Any = None
-            with _forks_ended(f"{key}: '{name}'"), _shared_state_kept(self.refuse):
+            with forks_ended(self._report_fork), _shared_state_kept(self.refuse):
                 self.object = load_named(name)
         except LoadError as error:
             raise UserCodeError(f"{key}: '{name}': {error}") from error
@@ -48,7 +47,7 @@ class UserCode:
         that it forks ends here, instead of going on as a second trainer.
         """
         try:
-            with _forks_ended(f"{self.key}: '{self.name}'"), _shared_state_kept(self.refuse):
+            with forks_ended(self._report_fork), _shared_state_kept(self.refuse):
                 yield
         except (UserCodeError, MemoryError, RequestedExit):
             raise
@@ -58,6 +57,10 @@ class UserCode:
             raise UserCodeError(
                 f"{self.key}: '{self.name}' raised {shown(error)} ({place}); correct it"
             ) from error
+
+    def _report_fork(self, error: BaseException | None) -> None:
+        line = f"{self.key}: '{self.name}' forked a process that came back; it was ended\n"
+        sys.stderr.write(line)
 
     def refuse(self, problem: str, culprit: Any = None) -> NoReturn:
         """Raise for a result that cannot be used.
@@ -83,22 +86,6 @@ class UserCode:
 
 
 @contextmanager
-def _forks_ended(label: str) -> Iterator[None]:
-    """End a forked child where it leaves the block, and say so unless it leaves by SystemExit."""
-    pid, error = os.getpid(), None
-    try:
-        yield
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
-        if os.getpid() != pid:
-            if not isinstance(error, SystemExit):
-                sys.stderr.write(f"{label} forked a process that came back; it was ended\n")
-            exit_forked(error)
-
-
-@contextmanager
 def _shared_state_kept(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
     """Take back what the block changes of torch's defaults and Python's warnings, and refuse it."""
     dtype, has_gradients = torch.get_default_dtype(), torch.is_grad_enabled()
@@ -120,8 +107,8 @@ def _shared_state_kept(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
         ),
         "makes warnings errors": has_new_errors,
     }
-    for change in (change for change, is_made in changes.items() if is_made):
-        refuse(f"{change}, for the trainer as well; change it within your own code only")
+    if actual := [change for change, is_made in changes.items() if is_made]:
+        refuse(f"{actual[0]}, for the trainer as well; change it within your own code only")
 
 
 def _num_errors(filters: Sequence[Any]) -> int:

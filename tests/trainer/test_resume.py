@@ -351,13 +351,18 @@ def saved(
     return arguments, run_dir
 
 
+@pytest.fixture
+def copied(saved: tuple[list[str], Path], tmp_path: Path) -> tuple[list[str], Path]:
+    """The same with a copy of the directory, to change."""
+    arguments, finished = saved
+    return arguments, shutil.copytree(finished, tmp_path / "run")
+
+
 @pytest.mark.distributed
 def test_a_run_whose_latest_is_gone_continues_from_its_newest_checkpoint(
-    saved: tuple[list[str], Path], tmp_path: Path
+    copied: tuple[list[str], Path],
 ) -> None:
-    arguments, finished = saved
-    run_dir = tmp_path / "run"
-    shutil.copytree(finished, run_dir)
+    arguments, run_dir = copied
     root = run_dir / "checkpoints"
     (root / "latest").unlink()
     name_best(root, BestCheckpoint("step_10", "eval/sums/avg_at_k", 0.5))
@@ -372,11 +377,9 @@ def test_a_run_whose_latest_is_gone_continues_from_its_newest_checkpoint(
 
 @pytest.mark.distributed
 def test_a_finished_run_without_its_checkpoints_does_not_start_anew(
-    saved: tuple[list[str], Path], tmp_path: Path
+    copied: tuple[list[str], Path],
 ) -> None:
-    arguments, finished = saved
-    run_dir = tmp_path / "run"
-    shutil.copytree(finished, run_dir)
+    arguments, run_dir = copied
     shutil.rmtree(run_dir / "checkpoints")
     (run_dir / "summary.json").unlink()
     before = (run_dir / "metrics.jsonl").read_bytes()
@@ -392,11 +395,9 @@ def test_a_finished_run_without_its_checkpoints_does_not_start_anew(
 
 @pytest.mark.distributed
 def test_both_ranks_refuse_a_damaged_checkpoint_and_the_last_line_says_how_to_go_on_once(
-    saved: tuple[list[str], Path], tmp_path: Path
+    copied: tuple[list[str], Path],
 ) -> None:
-    arguments, finished = saved
-    run_dir = tmp_path / "run"
-    shutil.copytree(finished, run_dir)
+    arguments, run_dir = copied
     root = run_dir / "checkpoints"
     (root / "step_12" / "state.json").unlink()
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
