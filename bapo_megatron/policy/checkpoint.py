@@ -36,12 +36,8 @@ from bapo_megatron.distributed import (
 from bapo_megatron.errors import first_line
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.policy import checkpoint_files as files
-from bapo_megatron.policy.checkpoint_reader import (
-    CheckedReader,
-    megatron_reads_by,
-    open_checked,
-)
-from bapo_megatron.policy.checkpoint_shards import ShardWriter, torch_bytes, write_common
+from bapo_megatron.policy.checkpoint_reader import check_admitted, only_weights, read_metadata
+from bapo_megatron.policy.checkpoint_shards import ShardWriter, torch_bytes
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import load_state, sharded_state
 from bapo_megatron.telemetry.console import say
@@ -124,15 +120,14 @@ class CheckpointSaver:
             if groups.rank == 0:
                 files.remove_unfinished(self._root)
                 unfinished.mkdir(parents=True)
-                if save_rollout is not None:
-                    wait_for_rollout = save_rollout(unfinished / files.ROLLOUT_NAME)
         policy.finish_weights()
-        writer = ShardWriter(_sharded_state(policy, is_loading=False), unfinished, groups.data)
+        state = _sharded_state(policy, is_loading=False)
+        writer = ShardWriter(state, unfinished, groups, copies=self._config.asynchronous)
         with _written_together(self._root, step, groups):
-            if groups.rank == 0:
-                write_common(writer.common, unfinished)
+            if groups.rank == 0 and save_rollout is not None:
+                wait_for_rollout = save_rollout(unfinished / files.ROLLOUT_NAME)
             rng = torch_bytes(_rng_state(groups)).getvalue()
-            atomic_write_bytes(unfinished / _rng_name(groups), rng)
+            atomic_write_bytes(unfinished / _rng_name(groups.rank), rng)
         fields = {
             "num_updates": policy.num_updates,
             "layout": rng_layout(groups),
@@ -166,14 +161,13 @@ class CheckpointSaver:
                 raise OSError(_reason(writer.error)) from writer.error
             if save.wait_for_rollout is not None:
                 save.wait_for_rollout()
-        own = [*writer.file_names, _rng_name(groups)], writer.results, writer.pieces
-        written = gather_objects(own, groups)
+        written = gather_objects((writer.results, writer.pieces), groups)
         with _written_together(root, save.step, groups):
             if written is not None:
-                writer.write_metadata([results for _, results, _ in written])
-                names = [name for names, _, _ in written for name in names]
-                pieces = {name: of for _, _, pieces in written for name, of in pieces.items()}
+                writer.write_metadata([results for results, _ in written])
+                pieces = {name: of for _, pieces in written for name, of in pieces.items()}
                 files.write_checksums(files.unfinished_directory(root, save.step), pieces)
+                names = [*pieces, *(_rng_name(rank) for rank in range(len(written)))]
                 files.publish(root, save.step, save.fields, names)
                 self._on_publish(files.step_directory(root, save.step))
                 if save.best is not None:
@@ -219,8 +213,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Continue from a checkpoint of this layout or another; return its ``extra``.
 
-    A collective over all ranks. Nothing that the files hold is run. With ``verify`` rank 0 compares
-    the small files with their checksums, and each rank the pieces that it reads. Random states are
+    A collective over all ranks. Nothing that the files hold is run. With ``verify`` files are first
+    compared with their checksums, the small ones by rank 0, shards by all ranks. Random states are
     restored where the layout is the one that saved them; in another layout each rank keeps the
     streams that its seed gave it.
 
@@ -234,15 +228,17 @@ def load_checkpoint(
             state = files.read_state(directory)
             if groups.rank == 0:
                 files.check_files(directory, state)
-            reader = open_checked(directory, verify=verify, verifies_small_files=groups.rank == 0)
         if state.distributed_optimizer != _is_distributed(policy):
             wanted = f"megatron.distributed_optimizer: {str(state.distributed_optimizer).lower()}"
             raise files.CheckpointError(
                 f"{directory}: saved with {wanted}, whose state the other optimizer does not read; "
                 f"resume with {wanted}"
             )
+    with fail_together(groups, files.CheckpointError):
+        with files.damage_of(directory):
+            _check_content(directory, groups, verify=verify)
         rng = _read_rng(directory, groups) if state.layout == rng_layout(groups) else None
-    loaded = _load_shards(directory, policy, reader)
+    loaded = _load_shards(directory, policy)
     for number, chunk in enumerate(policy.chunks):
         chunk.load_state_dict(loaded[f"model{number}"])
     load_state(policy.optimizer, loaded["optimizer"])
@@ -252,12 +248,28 @@ def load_checkpoint(
     return state.extra
 
 
-def _load_shards(directory: Path, policy: MegatronPolicy, reader: CheckedReader) -> dict[str, Any]:
+def _check_content(directory: Path, groups: ProcessGroups, *, verify: bool) -> None:
+    """Raise ``DamagedError`` for what this rank finds in its part of the checks."""
+    checksums = files.read_checksums(directory) if verify else None
+    if checksums is not None and groups.rank == 0:
+        files.verify_small_files(directory, checksums)
+    metadata = read_metadata(directory)
+    if checksums is None:
+        return
+    # Where the layout has not changed, a rank has the file that it wrote in its page cache.
+    names = sorted(checksums.pieces, key=lambda name: (len(name), name))
+    my_names = names[groups.rank :: groups.world_size]
+    places = (metadata.storage_data or {}).values()
+    my_places = (place for place in places if place.relative_path in my_names)
+    files.verify_pieces(directory, checksums, my_places)
+
+
+def _load_shards(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
     # One rank of each data-parallel group reads a shard, and gives it to the others.
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), policy.groups.data)
+    wanted = _sharded_state(policy, is_loading=True)
     try:
-        with megatron_reads_by(reader):
-            wanted = _sharded_state(policy, is_loading=True)
+        with only_weights():
             loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), strategy)
             return loaded
     except LOAD_ERRORS as error:
@@ -266,8 +278,7 @@ def _load_shards(directory: Path, policy: MegatronPolicy, reader: CheckedReader)
         ):
             raise  # not the checkpoint's fault
         with files.damage_of(directory):
-            if isinstance(first := _first(error), files.DamagedError):
-                raise first from error
+            check_admitted(_first(error))
         raise files.CheckpointError(
             f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with the "
             f"model that saved it; if a file is damaged, {files.other_checkpoint(directory)}"
@@ -288,8 +299,8 @@ def _is_distributed(policy: MegatronPolicy) -> bool:
     return bool(policy.wrapped[0].ddp_config.use_distributed_optimizer)
 
 
-def _rng_name(groups: ProcessGroups) -> str:
-    return f"rng_{groups.rank}.pt"
+def _rng_name(rank: int) -> str:
+    return f"rng_{rank}.pt"
 
 
 def _rng_state(groups: ProcessGroups) -> dict[str, Any]:
@@ -314,7 +325,7 @@ def _restore_rng(state: dict[str, Any]) -> None:
 
 
 def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
-    path = directory / _rng_name(groups)
+    path = directory / _rng_name(groups.rank)
     try:
         return torch.load(path, weights_only=True)
     except LOAD_ERRORS as error:

@@ -13,6 +13,7 @@ place; where one of the same number was being replaced, under the name of
 steps up to their own.
 """
 
+import io
 import itertools
 import json
 import os
@@ -21,8 +22,10 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import xxhash
 
@@ -37,8 +40,9 @@ from bapo_megatron.files import (
     replaced_directory,
 )
 
-FORMAT = 5
-"""In format 4, state.json had no checksum; in format 3, it held what is in rollout.parquet."""
+FORMAT = 6
+"""Formats up to 5 are those of megatron-core 0.16, with a common.pt."""
+_EARLIER_VERSIONS = dict.fromkeys((3, 4, 5), "0.1.0")
 LATEST_NAME = "latest"
 BEST_NAME = "best"
 STATE_NAME = "state.json"
@@ -46,6 +50,8 @@ CHECKSUMS_NAME = "checksums.json"
 METADATA_NAME = ".metadata"
 ROLLOUT_NAME = "rollout.parquet"
 _MAX_NAME_BYTES = 64
+_CHUNK_BYTES = 1 << 20
+"""Read size; small enough to stay in a core's cache until it is hashed."""
 STEP_PATTERN = re.compile(r"step_(0|[1-9][0-9]*)")
 
 
@@ -67,6 +73,15 @@ def damage_of(directory: Path, remedy: str = "") -> Iterator[None]:
         raise CheckpointError(f"{directory}: damaged, {error}; {remedy}") from error
 
 
+class Place(Protocol):
+    """Where ``.metadata`` says that a piece of a tensor, or an object, lies."""
+
+    relative_path: str
+    """Name of the file."""
+    offset: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True)
 class Checksums:
     """Contents of checksums.json: XXH3 of 64 bits in hexadecimal digits."""
@@ -74,7 +89,7 @@ class Checksums:
     files: dict[str, str]
     """Checksum of every small file; state.json and rollout.parquet have their own."""
     pieces: dict[str, dict[str, str]]
-    """Checksum of each piece of a file of shards, by its first byte: ranks read only pieces."""
+    """Checksum of each piece of a file of shards, by its first byte; ``convert`` reads some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +283,15 @@ def read_state(directory: Path) -> CheckpointState:
     except (OSError, ValueError) as error:
         raise DamagedError(f"{STATE_NAME} cannot be read ({error})") from error
     if state is None:
+        saved_by = _EARLIER_VERSIONS.get(found) if isinstance(found, int) else None
+        remedy = (
+            f"resume with bapo-megatron {saved_by}, or start a run from its weights (bapo-megatron "
+            "convert)"
+            if saved_by
+            else "resume with the version that saved it"
+        )
         raise CheckpointError(
-            f"{path}: format {shown_value(found)}, this version reads format {FORMAT}; resume with "
-            "the version that saved it"
+            f"{path}: format {shown_value(found)}, this version reads format {FORMAT}; {remedy}"
         )
     if encode_state(state).encode() != content:
         raise DamagedError(f"{STATE_NAME} has changed since it was written")
@@ -286,13 +307,35 @@ def check_files(directory: Path, state: CheckpointState) -> None:
             raise DamagedError(f"{name} {actual} instead of {num_bytes} bytes")
 
 
-new_checksum = xxhash.xxh3_64
-"""The hash of ``Checksums``, for content that comes in parts."""
-
-
 def checksum(content: bytes) -> str:
     """Return what ``Checksums`` holds of some bytes."""
-    return new_checksum(content).hexdigest()
+    return xxhash.xxh3_64(content).hexdigest()
+
+
+def piece_checksums(directory: Path, places: Iterable[Place]) -> dict[str, dict[str, str]]:
+    """Return the ``Checksums.pieces`` of some pieces, as they are on disk now."""
+    pieces: dict[str, dict[str, str]] = {}
+    by_file = groupby(sorted(places, key=_position), attrgetter("relative_path"))
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    for name, file_places in by_file:
+        with (directory / name).open("rb", buffering=0) as file:
+            pieces[name] = {
+                str(place.offset): _hash_piece(file, place, buffer) for place in file_places
+            }
+    return pieces
+
+
+def _position(place: Place) -> tuple[str, int]:
+    return place.relative_path, place.offset
+
+
+def _hash_piece(file: io.FileIO, place: Place, buffer: memoryview) -> str:
+    hashed, num_left = xxhash.xxh3_64(), place.length
+    file.seek(place.offset)
+    while num_read := file.readinto(buffer[:num_left]):
+        hashed.update(buffer[:num_read])
+        num_left -= num_read
+    return hashed.hexdigest()
 
 
 def write_checksums(directory: Path, pieces: Mapping[str, Mapping[str, str]]) -> None:
@@ -330,6 +373,22 @@ def verify_small_files(directory: Path, checksums: Checksums) -> None:
             raise DamagedError(f"{name} cannot be read ({error})") from error
         if checksum(content) != written:
             raise DamagedError(f"{name} has changed since it was written")
+
+
+def verify_pieces(directory: Path, checksums: Checksums, places: Iterable[Place]) -> None:
+    """Raise ``DamagedError`` for a piece that has changed since it was written."""
+    places = list(places)
+    try:
+        actual = piece_checksums(directory, places)
+    except OSError as error:
+        raise DamagedError(f"a shard cannot be read ({error})") from error
+    for place in places:
+        name, start = place.relative_path, str(place.offset)
+        if actual[name][start] != checksums.pieces.get(name, {}).get(start):
+            raise DamagedError(
+                f"{name} has changed since it was written, in the {place.length} bytes from "
+                f"{start} on"
+            )
 
 
 def remove_unfinished(root: Path) -> None:

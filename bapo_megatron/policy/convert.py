@@ -111,7 +111,7 @@ def _to_megatron(
             yield weight, hf_weights.to_shard(weight, tensors, hf, rank=0, size=1)
 
     with atomic_directory(target) as temporary:
-        num_files = write_parameters(parameters(), hf, temporary, max_file_bytes)
+        num_files = write_parameters(parameters(), dtype, hf, temporary, max_file_bytes)
         companions = temporary / COMPANIONS_NAME
         companions.mkdir()
         weight_export.copy_companions(source, companions, dtype)

@@ -10,9 +10,8 @@ import math
 import pickle
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from itertools import chain, starmap
+from contextlib import contextmanager
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple
 from zipfile import BadZipFile
@@ -21,37 +20,44 @@ import torch
 from megatron.core.dist_checkpointing.core import maybe_load_config, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
+    DefaultSavePlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _write_item
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from bapo_megatron.errors import first_line
+from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.policy import hf_weights
 from bapo_megatron.policy.checkpoint_files import (
     damage_of,
+    piece_checksums,
+    read_checksums,
+    verify_pieces,
+    verify_small_files,
     write_checksums,
 )
-from bapo_megatron.policy.checkpoint_reader import open_checked
-from bapo_megatron.policy.checkpoint_shards import (
-    BACKEND,
-    TORCH_SAVE,
-    HashedFile,
-    torch_bytes,
-    write_common,
-)
+from bapo_megatron.policy.checkpoint_reader import read_metadata
+from bapo_megatron.policy.checkpoint_shards import BACKEND, torch_bytes
 from bapo_megatron.policy.hf_config import HfConfig
 from bapo_megatron.policy.hf_weights import Weight
 
 _OTHER = "restore the files or use another checkpoint"
-
-Piece = tuple[dcp_planner.WriteItem, Tensor | io.BytesIO, int]
-"""What a file holds, and its bytes."""
 
 OPTIMIZER_STATE = re.compile(r"(^|\.)optimizer\.")
 """Tensors of a checkpoint that are not parameters."""
@@ -101,14 +107,15 @@ class TorchDistReader:
         """
         self.directory = directory
         with damage_of(directory, _OTHER):
-            self._reader = open_checked(directory)
-        self._metadata = self._reader.read_metadata()
+            self._checksums = read_checksums(directory)
+            if self._checksums is not None:
+                verify_small_files(directory, self._checksums)
+            self._metadata = read_metadata(directory)
         _check_format(directory)
         self._stored = {
             key: stored
             for key, stored in self._metadata.state_dict_metadata.items()
-            if isinstance(stored, dcp_metadata.TensorStorageMetadata)
-            and not OPTIMIZER_STATE.search(key)
+            if isinstance(stored, TensorStorageMetadata) and not OPTIMIZER_STATE.search(key)
         }
         self._slots: dict[str, _Slot] = {}
         table = hf_weights.weight_table(hf)
@@ -134,6 +141,7 @@ class TorchDistReader:
                 shapes.append((key, found, expected))
         hf_weights.refuse_shapes(shapes, directory)
         self._check_files()
+        self._reader = FileSystemReader(directory)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self.dtypes = {key: self._stored[key].properties.dtype for key in keys}
 
@@ -154,9 +162,14 @@ class TorchDistReader:
         planner.set_up_planner(
             {slot.key: CheckpointableShardedTensor.from_sh_ten(target)}, self._metadata
         )
+        plan = planner.create_local_plan()
         try:
-            with damage_of(self.directory, _OTHER), _first_error(str(self.directory)):
-                self._reader.read_data(planner.create_local_plan(), planner).wait()
+            if self._checksums is not None:
+                places = [self._metadata.storage_data[item.storage_index] for item in plan.items]
+                with damage_of(self.directory, _OTHER):
+                    verify_pieces(self.directory, self._checksums, places)
+            with _first_error(str(self.directory)):
+                self._reader.read_data(plan, planner).wait()
         except (RuntimeError, EOFError, pickle.UnpicklingError, BadZipFile) as error:
             raise ValueError(
                 f"{self.directory}: {slot.key} is damaged ({first_line(error)}); restore the "
@@ -186,79 +199,91 @@ class TorchDistReader:
                 )
 
 
+class _Planner(DefaultSavePlanner):
+    """Gives the writer what comes next, in the order of the plan."""
+
+    def __init__(self, data: Iterator[Tensor | io.BytesIO]) -> None:
+        super().__init__()
+        self._data = data
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Return the next parameter, or the next object."""
+        del write_item
+        return next(self._data)
+
+
 def write_parameters(
-    parameters: Iterable[tuple[Weight, Tensor]], hf: HfConfig, directory: Path, max_file_bytes: int
+    parameters: Iterable[tuple[Weight, Tensor]],
+    dtype: torch.dtype,
+    hf: HfConfig,
+    directory: Path,
+    max_file_bytes: int,
 ) -> int:
     """Write a checkpoint of ``parameters`` alone, and return the number of its files.
 
-    One parameter at a time is in memory, as one rank without parallelism would hold it. The
-    directory exists and is empty.
+    They come in the order of the table of weights, all of ``dtype``, and one at a time is in
+    memory, as one rank without parallelism would hold it. The directory exists and is empty.
     """
     storage = FileSystemWriter(directory, sync_files=False)  # publishing it flushes it
-    items: list[dcp_planner.WriteItem] = []
-    results: list[WriteResult] = []
-    num_files = 0
-    stream: io.BufferedWriter | None = None
-    pieces: dict[str, dict[str, str]] = {}
-    try:
-        # No generator: while it makes the next piece, it would hold on to the last parameter.
-        for item, data, num_bytes in chain(
-            starmap(partial(_parameter_piece, hf), parameters), map(_state_piece, _empty_states(hf))
-        ):
-            if stream is None or 0 < stream.tell() > max_file_bytes - num_bytes:
-                if stream is not None:
-                    stream.close()
-                # Megatron's names: the rank that wrote the file, and its number.
-                stream = (directory / f"__0_{num_files}.distcp").open("xb")
-                hashed = HashedFile(stream)
-                pieces[Path(stream.name).name] = hashed.pieces
-                num_files += 1
-            name = Path(stream.name).name
-            with _first_error(stream.name):
-                written = _write_item(storage.transforms, hashed, data, item, name, TORCH_SAVE)
-            hashed.end_piece()
-            items.append(item)
-            results.append(written)
-            del data  # before the next one is read
-        assert stream is not None
-        stream.close()
-    finally:
-        if stream is not None:
-            with suppress(OSError):  # it is closed already, or another error is on its way
-                stream.close()
+    storage.set_up_storage_writer(True)
+    items = [_parameter_item(hf, weight, dtype) for weight in hf_weights.weight_table(hf)]
+    objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in _empty_states(hf)]
+    files = _divide(items, max_file_bytes)
+    files[0] = objects + files[0]  # torch writes the objects of a file first
+    # As if a rank had written each file.
+    plans, metadata = create_default_global_save_plan([SavePlan(items) for items in files])
+    state = torch_bytes([None])  # a list: one entry per rank that shares the object
+    pieces = (_whole_piece(hf, weight, parameter) for weight, parameter in parameters)
+    data = chain(repeat(state, len(objects)), pieces)
+    planner = _Planner(data)
+    results = []
+    for plan in storage.prepare_global_plan(plans):
+        with _first_error(str(directory)):
+            results.append(storage.write_data(plan, planner).wait())
+    assert next(data, None) is None, "every parameter has its place"
     # The version tells Megatron's trainer the order of the rows of linear_qkv; without it the
-    # trainer assumes the oldest.
-    write_common({"checkpoint_version": 3.0, "iteration": 0}, directory)
-    _, metadata = create_default_global_save_plan([dcp_planner.SavePlan(items)])
-    storage.finish(metadata, [results])
+    # trainer assumes the oldest. Releases before 0.17 know no other place for it than this file.
+    common = torch_bytes({"checkpoint_version": 3.0, "iteration": 0}).getvalue()
+    atomic_write_bytes(directory / COMMON_STATE_FNAME, common)
+    storage.finish(metadata, results)
     save_config(BACKEND, str(directory))
-    write_checksums(directory, pieces)
-    return num_files
+    places = [result.storage_data for written in results for result in written]
+    write_checksums(directory, piece_checksums(directory, places))
+    return len(plans)
 
 
-def _parameter_piece(hf: HfConfig, weight: Weight, parameter: Tensor) -> Piece:
+def _parameter_item(hf: HfConfig, weight: Weight, dtype: torch.dtype) -> WriteItem:
+    slot = _stacked_slot(weight, hf)
+    offsets = torch.Size([slot.layer or 0] + [0] * (len(slot.shape) - 1))
+    chunk = ChunkStorageMetadata(offsets, torch.Size(slot.piece_shape))
+    properties = TensorProperties(dtype=dtype)
+    return WriteItem(
+        MetadataIndex(slot.key, offsets),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk, properties, torch.Size(slot.shape)),
+    )
+
+
+def _divide(items: list[WriteItem], max_file_bytes: int) -> list[list[WriteItem]]:
+    """Divide the parameters over files in their order; a larger one has a file of its own."""
+    files: list[list[WriteItem]] = []
+    num_free = 0
+    for item in items:
+        assert item.tensor_data is not None
+        num_elements = math.prod(item.tensor_data.chunk.sizes)
+        num_bytes = num_elements * item.tensor_data.properties.dtype.itemsize
+        if num_bytes > num_free or not files:
+            files.append([])
+            num_free = max_file_bytes
+        files[-1].append(item)
+        num_free -= num_bytes
+    return files
+
+
+def _whole_piece(hf: HfConfig, weight: Weight, parameter: Tensor) -> Tensor:
     slot = _stacked_slot(weight, hf)
     assert parameter.numel() == math.prod(slot.piece_shape), (weight.megatron, parameter.shape)
-    offsets = torch.Size([slot.layer or 0] + [0] * (len(slot.shape) - 1))
-    chunk = dcp_metadata.ChunkStorageMetadata(offsets, torch.Size(slot.piece_shape))
-    item = dcp_planner.WriteItem(
-        dcp_metadata.MetadataIndex(slot.key, offsets),
-        dcp_planner.WriteItemType.SHARD,
-        tensor_data=dcp_planner.TensorWriteData(
-            chunk, dcp_metadata.TensorProperties(dtype=parameter.dtype), torch.Size(slot.shape)
-        ),
-    )
-    # A storage is written whole, including what lies outside a view.
-    piece = parameter.reshape(slot.piece_shape)
-    if piece.untyped_storage().nbytes() != piece.nbytes or not piece.is_contiguous():
-        piece = piece.clone(memory_format=torch.contiguous_format)
-    return item, piece, piece.nbytes
-
-
-def _state_piece(key: str) -> Piece:
-    state = torch_bytes([None])  # a list: one entry per rank that shares the object
-    index, kind = dcp_metadata.MetadataIndex(key), dcp_planner.WriteItemType.BYTE_IO
-    return dcp_planner.WriteItem(index, kind), state, len(state.getvalue())
+    return parameter.reshape(slot.piece_shape)
 
 
 @contextmanager

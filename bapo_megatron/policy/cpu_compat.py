@@ -32,12 +32,13 @@ def install() -> None:
     def current_device() -> str:
         return "cpu"
 
-    def nothing() -> None:
-        """Work on the CPU is already done, and there is no cache to empty."""
+    def nothing(*_: Any) -> None:
+        """Work on the CPU is already done; there are no streams, and no cache to empty."""
 
     torch.cuda.current_device = current_device  # type: ignore[assignment]
     torch.cuda.synchronize = nothing  # type: ignore[assignment]
     torch.cuda.empty_cache = nothing
+    torch.cuda.current_stream = nothing  # type: ignore[assignment]
 
     from megatron.core.tensor_parallel import random as megatron_random
 

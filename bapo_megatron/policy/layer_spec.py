@@ -12,6 +12,7 @@ H = heads on this rank, G = key/value groups on this rank, D = channels of a hea
 """
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -55,7 +57,8 @@ def layer_spec(
     attention.core_attention = PackedCausalAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    submodules.mlp.submodules.linear_fc1 = NormColumnParallelLinear
+    mlp = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
+    submodules.mlp = partial(MLP.as_mlp_submodule, submodules=mlp)
     # The local spec renames separate norms to the fused names in checkpoints; ours have them.
     submodules.sharded_state_dict_keys_map = {}
     num_layers = get_num_layers_to_build(config, vp_stage)

@@ -1,6 +1,8 @@
 """How a command imports Megatron-core: without noise, and on the CPU without the compiler."""
 
 import importlib.util
+import logging
+import re
 import sys
 import types
 import warnings
@@ -28,10 +30,31 @@ MESSAGES = (
 )
 
 
+LOGGED = {
+    # nvcc without a GPU; Megatron imports the module whether it compiles or not.
+    "torch.utils.cpp_extension": r"No CUDA runtime is found",
+}
+"""Beginnings of what loggers would say on every start, by logger."""
+
+
+class _Without(logging.Filter):
+    """Drops messages that begin with a pattern."""
+
+    def __init__(self, pattern: str) -> None:
+        super().__init__()
+        self._pattern = re.compile(pattern)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to keep ``record``."""
+        return not self._pattern.match(record.getMessage())
+
+
 def import_megatron() -> None:
     """Import Megatron-core; to be called before any module that imports it."""
     for message in MESSAGES:
         warnings.filterwarnings("ignore", message=message)
+    for name, pattern in LOGGED.items():
+        logging.getLogger(name).addFilter(_Without(pattern))
     if torch.cuda.is_available():
         stand_in_for_apex()
     with uncompiled_imports(), _absent("wandb"):

@@ -103,6 +103,9 @@ def build_optimizer(
     for group in optimizer.param_groups:
         # Megatron leaves that to a scheduler of its own, and decays everything without it.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        # Loading finds a group by all that Megatron's scheduler reads of it, and so would refuse
+        # to resume with another learning rate; ours reads none of it.
+        del group["max_lr"], group["min_lr"]
     _prepare(optimizer)
     return optimizer
 

@@ -176,7 +176,7 @@ def test_an_exit_is_a_number_with_this_name() -> None:
 
 def test_build_info_names_version_compiler_flags_and_instruction_set() -> None:
     info = extension.build_info()
-    assert info["version"] == "0.1.0"
+    assert info["version"] == "0.2.0"
     assert "-ffp-contract=off" in info["flags"]
     assert "-march" not in info["flags"]
     assert info["isa"] == info["available_isas"][-1]

@@ -117,7 +117,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "crafted rank file": lambda path: _craft_file(path / "rng_0.pt"),
     "shards outside": _leave,
     "scrambled shards": lambda path: _scramble(path / "__1_0.distcp"),
-    "scrambled common part": lambda path: _scramble(path / "common.pt"),
+    "scrambled description": lambda path: _scramble(path / "metadata.json"),
     "scrambled metadata": lambda path: _scramble(path / ".metadata"),
     "scrambled rank file": lambda path: _scramble(path / "rng_1.pt"),
     "missing shards": lambda path: (path / "__1_0.distcp").unlink(),
@@ -128,5 +128,5 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "state of nothing": lambda path: (path / "state.json").write_text("[]"),
     "state without a field": lambda path: _change_state(path, '"num_updates"', '"updates"'),
     "another number": lambda path: _change_state(path, '"num_updates": ', '"num_updates": 1'),
-    "earlier format": lambda path: _change_state(path, '"format": 5', '"format": 4'),
+    "earlier format": lambda path: _change_state(path, '"format": 6', '"format": 5'),
 }

@@ -17,11 +17,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.distributed import ProcessGroups, init_distributed
-from bapo_megatron.policy import checkpoint_files, checkpoint_shards
+from bapo_megatron.policy import checkpoint_files
 from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.checkpoint_files import CheckpointError, find_latest
 from bapo_megatron.policy.checkpoint_shards import ShardWriter
@@ -81,7 +82,7 @@ def killed_peer(model: Path, root: Path) -> None:
         saver.save(1, policy, {"saved": 1})
         saver.wait()
         if groups.rank == 1:
-            checkpoint_shards._write_item = _kill
+            MCoreSavePlanner.resolve_data = _kill
         saver.save(2, policy, {"saved": 2})
         saver.wait()
 
@@ -137,9 +138,9 @@ def _die(moment: str, asynchronous: bool, model: Path, root: Path) -> None:
 def _arm(moment: str) -> None:
     """Kill this process at a moment of the next save."""
     if moment == "in the first shard":
-        checkpoint_shards._write_item = _kill
+        MCoreSavePlanner.resolve_data = _kill
     elif moment == "in a later shard":
-        _kill_in(checkpoint_shards, "_write_item", call=20)
+        _kill_in(MCoreSavePlanner, "resolve_data", call=20)
     elif moment == "before the metadata":
         ShardWriter.write_metadata = _kill
     elif moment == "before the rename":
@@ -328,19 +329,19 @@ def _failed(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
 @contextmanager
 def _held_writers() -> Iterator[Callable[[], None]]:
     """Background writers stop at their first tensor until what is given is called."""
-    original = checkpoint_shards._write_item
+    original = MCoreSavePlanner.resolve_data
     released = threading.Event()
 
     def hold(*args: Any) -> Any:
         assert released.wait(60)
         return original(*args)
 
-    checkpoint_shards._write_item = hold
+    MCoreSavePlanner.resolve_data = hold
     try:
         yield released.set
     finally:
         released.set()
-        checkpoint_shards._write_item = original
+        MCoreSavePlanner.resolve_data = original
 
 
 @contextmanager

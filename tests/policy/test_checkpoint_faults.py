@@ -106,14 +106,14 @@ def test_when_a_rank_is_killed_in_its_writer_the_checkpoint_before_loads_on_all_
     [
         ("truncated", "damaged, __1_0.distcp has "),
         ("scrambled shards", "damaged, __1_0.distcp has changed since it was written, in the "),
-        ("scrambled common part", "damaged, common.pt has changed since it was written"),
+        ("scrambled description", "damaged, metadata.json has changed since it was written"),
         ("scrambled metadata", "damaged, .metadata has changed since it was written"),
         ("scrambled rank file", "damaged, rng_1.pt has changed since it was written"),
         ("flipped bit", "_0.distcp has changed since it was written, in the "),
         ("unreadable checksums", "damaged, checksums.json cannot be read ("),
         ("crafted metadata", "damaged, .metadata names posix.mkdir, which no checkpoint needs"),
-        ("crafted object", "damaged, a shard names posix.mkdir, which no checkpoint needs"),
-        ("crafted common part", "cannot be loaded into this model (a file is damaged)"),
+        ("crafted object", "damaged, a file names posix.mkdir, which no checkpoint needs"),
+        ("crafted common part", "damaged, a file names posix.mkdir, which no checkpoint needs"),
         ("crafted rank file", "rng_0.pt: damaged (a file is damaged)"),
         ("shards outside", "damaged, .metadata names '../step_1/__"),
         ("missing shards", "damaged, __1_0.distcp is missing instead of "),
@@ -124,7 +124,7 @@ def test_when_a_rank_is_killed_in_its_writer_the_checkpoint_before_loads_on_all_
         ("state of nothing", "damaged, state.json cannot be read (must be an object, got [])"),
         ("state without a field", "damaged, state.json cannot be read ("),
         ("another number", "damaged, state.json has changed since it was written"),
-        ("earlier format", "format 4, this version reads format 5; resume with the version that"),
+        ("earlier format", "format 5, this version reads format 6; resume with bapo-megatron 0.1"),
         ("other model", "cannot be loaded into this model"),
         ("other width", "cannot be loaded into this model"),
         ("other depth", "cannot be loaded into this model"),
@@ -142,9 +142,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line_by_every_rank(
     else:
         assert "; resume with " in first
     assert "\n" not in first
-    if name == "missing rank file":  # rank 0 misses it, rank 1 cannot read it
-        assert "rng_1.pt: damaged (No such file" in second.replace("[Errno 2] ", "")
-    elif name in ("missing metadata", "scrambled metadata"):
+    if name == "scrambled metadata":  # rank 0 compares it with its checksum, both read it
         assert ".metadata cannot be read (" in second
     elif name == "scrambled rank file":
         assert "rng_1.pt: damaged (a file is damaged)" in second

@@ -90,7 +90,7 @@ def test_weights_beyond_the_limit_are_divided_over_files(
     made = run_convert(models["qwen2"], tmp_path / "megatron", max_file_bytes=40_000)
     pieces = sorted(path.name for path in (tmp_path / "megatron").glob("*.distcp"))
     assert made.num_files == len(pieces) > 3
-    assert pieces[:3] == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"]
+    assert pieces[:3] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
 
     made = run_convert(tmp_path / "megatron", tmp_path / "back", max_file_bytes=40_000)
 

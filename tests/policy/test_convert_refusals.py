@@ -152,7 +152,7 @@ def _truncate(path: Path) -> None:
 
 def _overwrite(checkpoint: Path) -> None:
     """Zeroes over the beginning of a tensor's record."""
-    path = checkpoint / "__0_1.distcp"
+    path = checkpoint / "__1_0.distcp"
     content = bytearray(path.read_bytes())
     content[:200] = bytes(200)
     path.write_bytes(content)
@@ -165,8 +165,8 @@ def _rename_a_module(checkpoint: Path) -> None:
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (lambda d: _truncate(d / "__0_1.distcp"), "damaged, __0_1.distcp has "),
-    "missing file": (lambda d: (d / "__0_1.distcp").unlink(), "damaged, __0_1.distcp is missing"),
+    "truncated": (lambda d: _truncate(d / "__1_0.distcp"), "damaged, __1_0.distcp has "),
+    "missing file": (lambda d: (d / "__1_0.distcp").unlink(), "damaged, __1_0.distcp is missing"),
     "overwritten": (_overwrite, "is damaged ("),
     "no description": (lambda d: (d / ".metadata").unlink(), "incomplete checkpoint, .metadata"),
     "damaged description": (
@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     assert message in error_of(checkpoint, tmp_path / "back")
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_1.distcp", "common.pt", "metadata.json"])
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp", "common.pt", "metadata.json"])
 def test_a_flipped_bit_is_found_by_the_checksums(
     models: dict[str, Path], tmp_path: Path, name: str
 ) -> None:

@@ -60,7 +60,8 @@ def test_memory_holds_one_layer_and_one_file_whatever_the_model_weighs(
         convert_ranks.peak_growth_bytes, 1, models["qwen2"], large, tmp_path, file_bytes
     )
     slack_bytes = 20_000_000  # what the allocator keeps, buffers of torch.load
-    assert to_megatron < layer_bytes + slack_bytes
+    # torch's writer keeps the last tensor of each key until its file ends: those of a layer.
+    assert to_megatron < 2 * layer_bytes + slack_bytes
     assert to_hf < layer_bytes + file_bytes + slack_bytes
     assert 4 * (layer_bytes + file_bytes + slack_bytes) < LARGE_BYTES
     assert_same(weights(tmp_path / "large back"), weights(large))
@@ -74,7 +75,7 @@ def test_an_interrupted_conversion_leaves_nothing_under_the_targets_name(
     target = tmp_path / "megatron"
     process = start(["convert", str(large), str(target), "--max-file-gb", "0.03"])
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".megatron.tmp/__0_1.distcp")):
+    while not list(tmp_path.glob(".megatron.tmp/__1_0.distcp")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -132,8 +133,8 @@ def test_ctrl_c_stays_ctrl_c_wherever_torch_reads_or_writes(
     def open_interrupted(path: Path, mode: str = "r", **options: Any) -> Any:
         stream = open_normally(path, mode, **options)
         if path.suffix != ".distcp" or not isinstance(stream, io.BufferedIOBase):
-            return stream  # what a thread reads for the checksums is not buffered
-        kind = InterruptedWriter if "x" in mode else InterruptedReader
+            return stream  # what is read for the checksums is not buffered
+        kind = InterruptedWriter if "w" in mode else InterruptedReader
         return kind(stream.detach())
 
     monkeypatch.setattr(Path, "open", open_interrupted)
