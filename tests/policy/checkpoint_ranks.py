@@ -198,7 +198,7 @@ def last_rank(model: Path, root: Path, sources: list[str]) -> dict[str, Any]:
                 "uninterrupted": train_and_save(model, place, groups, **options)["weights"],
                 "resumed": resume(model, place, groups, **options)["weights"],
             }
-            results[f"decay {name}"] = _decay(model, place, groups, **options)
+            results[f"changed {name}"] = _configured_anew(model, place, groups, **options)
             first, continued = (build(model, groups, megatron=megatron) for _ in range(2))
             load_checkpoint(save(root / f"start {name}", 0, first, {}), continued)
             results[f"start {name}"] = {"uninterrupted": train(first), "resumed": train(continued)}
@@ -213,11 +213,14 @@ def _stale_weights(directory: Path) -> list[str]:
     return [n for n, value in masters.items() if not value.equal(tensors[n[len(MASTER_PREFIX) :]])]
 
 
-def _decay(model: Path, root: Path, groups: ProcessGroups, **options: Any) -> set[float]:
-    """The weight decay of a run that continues one of 0.1 and was configured with 0.3."""
-    policy = build(model, groups, **{**OPTIMIZER, "weight_decay": 0.3}, **options)
+def _configured_anew(model: Path, root: Path, groups: ProcessGroups, **options: Any) -> set[Any]:
+    """Weight decays and learning rate of a run that continues one with others."""
+    changed = {"lr": 2e-3, "min_lr": 1e-3, "schedule": "constant", "weight_decay": 0.3}
+    policy = build(model, groups, **{**OPTIMIZER, **changed}, **options)
     load_checkpoint(root / "step_1", policy)
-    return {group["weight_decay"] for group in policy.optimizer.param_groups}
+    update(policy)
+    groups_of_adam = policy.optimizer.param_groups
+    return {group[name] for group in groups_of_adam for name in ("weight_decay", "lr")}
 
 
 def _problem(lengths: tuple[int, ...], seed: int) -> Problem:

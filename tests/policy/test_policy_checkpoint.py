@@ -161,11 +161,10 @@ def test_a_single_rank_resumes_bit_by_bit(
 
 
 @pytest.mark.parametrize("optimizer", ["distributed", "plain"])
-def test_the_configuration_decides_on_weight_decay_and_not_the_checkpoint(
+def test_the_configuration_decides_on_weight_decay_and_learning_rate_and_not_the_checkpoint(
     results: dict[str, list[Any]], optimizer: str
 ) -> None:
-    assert 0.3 in results[f"decay {optimizer}"][0]
-    assert 0.1 not in results[f"decay {optimizer}"][0]
+    assert results[f"changed {optimizer}"][0] - {0.0} == {0.3, 2e-3}
 
 
 def test_an_update_that_was_still_on_its_way_to_the_weights_is_in_the_checkpoint(
