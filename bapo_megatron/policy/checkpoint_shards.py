@@ -100,9 +100,10 @@ class ShardWriter:
             if not is_main_replica(shard.replica_id):
                 continue
             if self._copies and isinstance(shard, ShardedTensor):
-                # Tensor by tensor: what Megatron gathered on a GPU for this save is freed at once.
-                on_host = shard.data.device.type == "cpu"
-                shard.data = shard.data.detach().to("cpu", copy=on_host)
+                # Beside a GPU, what is in host memory already was brought there for this save;
+                # without one it may be the weights themselves.
+                copy = self._groups.device.type == "cpu"
+                shard.data = shard.data.detach().to("cpu", copy=copy)
             is_object = isinstance(shard, ShardedObject)
             shards[shard.unique_key if is_object else shard.key].append(shard)
         is_coordinator, rank = self._groups.rank == 0, self._groups.rank

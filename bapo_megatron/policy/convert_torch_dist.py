@@ -234,7 +234,7 @@ def write_parameters(
     plans, metadata = create_default_global_save_plan([SavePlan(items) for items in files])
     state = torch_bytes([None])  # a list: one entry per rank that shares the object
     pieces = (_whole_piece(hf, weight, parameter) for weight, parameter in parameters)
-    data = chain(repeat(state, len(objects)), pieces)
+    data: Iterator[Tensor | io.BytesIO] = chain(repeat(state, len(objects)), pieces)
     planner = _Planner(data)
     results = []
     for plan in storage.prepare_global_plan(plans):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,35 @@ def test_export_gives_back_the_weights_bit_by_bit(
     assert not list(exports[layout].glob(".*"))
     reloaded = load_reference(family, exported).state_dict()
     assert all(torch.equal(reloaded[name], expected[name]) for name in expected)
+
+
+GENERATE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+for directory in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.generation_config.eos_token_id = None  # the model is random
+    tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
+    print(*tokens[0].tolist())
+"""
+
+
+def test_an_exported_model_generates_with_transformers_alone(
+    one_rank: dict[str, Any], models: dict[str, Path], exports: dict[str, Path]
+) -> None:
+    directories = [exports["single"] / family for family in FAMILIES]
+    command = [sys.executable, "-c", GENERATE, *map(str, directories)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr
+    generated = [[int(token) for token in line.split()] for line in result.stdout.splitlines()]
+    assert generated == [_greedy(load_reference(family, models[family])) for family in FAMILIES]
+
+
+def _greedy(model: Any) -> list[int]:
+    tokens = [1, 2, 3]
+    for _ in range(8):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens
 
 
 def test_large_exports_are_divided_over_files_with_an_index(
