@@ -41,9 +41,6 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
     # These take seconds to import; reading prompts does not need them.
     from transformers import AutoTokenizer
 
-    from bapo_megatron.cpu_torch import declare_torchvision_operators
-
-    declare_torchvision_operators()
     remedy = "save the model's tokenizer there"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)

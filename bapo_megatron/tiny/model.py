@@ -12,8 +12,6 @@ from tokenizers import AddedToken, pre_tokenizers
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2Tokenizer
 
-from bapo_megatron.cpu_torch import declare_torchvision_operators
-
 PAD, EOS, BOS, USER, ASSISTANT = "<pad>", "<eos>", "<bos>", "<|user|>", "<|assistant|>"
 """Their ids are 0 to 4; the bytes follow."""
 
@@ -66,7 +64,6 @@ INITIAL_STD = 0.08
 
 def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
     """Build a two-layer ``Qwen2ForCausalLM`` of 115,264 parameters, whose values ``seed`` draws."""
-    declare_torchvision_operators()
     from transformers import Qwen2ForCausalLM
 
     config = Qwen2Config(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.cpu_torch import declare_torchvision_operators
 from bapo_megatron.data.micro_batch import TOKEN_FIELDS, shard_context
 from bapo_megatron.types import MicroBatch
 
@@ -53,7 +52,6 @@ def load_reference(family: str, directory: Path) -> Any:
 
 
 def model_class(family: str) -> Any:
-    declare_torchvision_operators()
     import transformers
 
     return {

@@ -7,13 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
-from bapo_megatron.cpu_torch import declare_torchvision_operators
 from bapo_megatron.engine.base import (
     START_VERSION,
     Capabilities,
@@ -38,12 +37,9 @@ from bapo_megatron.types import FinishReason, VersionSpan
 
 ADDRESS = "local"
 
-_T = TypeVar("_T")
-
 
 def load_model(path: Path, dtype: str, device: str) -> tuple[Any, frozenset[int]]:
     """Load a model of transformers, ready to sample, and the tokens that end a response."""
-    declare_torchvision_operators()
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -300,7 +296,7 @@ class LocalEngine:
         for flight in self._open_flights():
             flight.end(type(error)(f"{error} (request: {flight.response.request.label})"))
 
-    async def _compute(self, work: Callable[[], _T]) -> _T:
+    async def _compute[T](self, work: Callable[[], T]) -> T:
         """Run work in the thread to its end, even if cancelled; a failure is a ``RolloutError``."""
         if self._is_closed:
             raise ServerGoneError(f"{ADDRESS}: closed")

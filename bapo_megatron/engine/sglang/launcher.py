@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from bapo_megatron.cpu_torch import declare_torchvision_operators, uncompiled_imports
+from bapo_megatron.cpu_torch import uncompiled_imports
 from bapo_megatron.engine.sglang.keys import KeyCheck
 from bapo_megatron.engine.sglang.questions import InfoAnswers
 from bapo_megatron.processes import OWNER_PID_VARIABLE, unlink_shared_files
@@ -57,7 +57,6 @@ def _prepare_cpu() -> None:
     imports stands in, whose functions raise. A fork, which could not use a CUDA context of its
     parent, saves each process from importing everything again: most of the start-up time.
     """
-    declare_torchvision_operators()
     kernels = types.ModuleType("sgl_kernel")
     kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
     for name in _SGL_KERNEL_NAMES:
