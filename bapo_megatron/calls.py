@@ -17,20 +17,18 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 from typing_extensions import TypeForm
 
 _MAX_SHOWN = 80
-RequestT = TypeVar("RequestT")
-ResponseT = TypeVar("ResponseT")
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[RequestT, ResponseT]):
+class Call[RequestT, ResponseT]:
     """A call: its name, request and response types."""
 
     name: str
@@ -41,7 +39,7 @@ class Call(Generic[RequestT, ResponseT]):
 class Caller(Protocol):
     """Starts calls on the other process."""
 
-    def start(
+    def start[RequestT, ResponseT](
         self, call: Call[RequestT, ResponseT], request: RequestT, /
     ) -> Callable[[], ResponseT]:
         """Start a call; the returned function waits for the response.
@@ -101,7 +99,7 @@ class Answers:
     def __init__(self) -> None:
         self._bound: dict[str, tuple[TypeForm[Any], Callable[[Any], Awaitable[Any]]]] = {}
 
-    def bind(
+    def bind[RequestT, ResponseT](
         self, call: Call[RequestT, ResponseT], answer: Callable[[RequestT], Awaitable[ResponseT]]
     ) -> None:
         """Have ``answer`` answer a call."""
@@ -133,7 +131,7 @@ def decode_reply(line: bytes) -> Reply:
     return decode(Reply, json.loads(line))
 
 
-def decode(kind: TypeForm[ResponseT], values: Any) -> ResponseT:
+def decode[ResponseT](kind: TypeForm[ResponseT], values: Any) -> ResponseT:
     """Make a record from its JSON values.
 
     Raises:
@@ -146,7 +144,7 @@ def decode(kind: TypeForm[ResponseT], values: Any) -> ResponseT:
     return record
 
 
-def decode_json(kind: TypeForm[ResponseT], content: bytes) -> ResponseT:
+def decode_json[ResponseT](kind: TypeForm[ResponseT], content: bytes) -> ResponseT:
     """Make a record from its JSON text, of exactly the types of its fields; raise as ``decode``."""
     try:
         record: ResponseT = _adapter(kind).validate_json(content, strict=True)

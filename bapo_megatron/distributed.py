@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,6 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.section import is_loopback
 from bapo_megatron.processes import environment_set, launched_number, nccl_settings
-
-Value = TypeVar("Value")
 
 _FLIGHT_RECORDER = {
     "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
@@ -143,6 +141,7 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
             distributed_timeout_minutes=parallel.timeout_s / 60,  # made a timedelta
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(control, dist.ProcessGroup), "every rank is a member"
     return megatron_groups(parallel, control, device)
 
 
@@ -305,7 +304,7 @@ def first_message(message: str | None, groups: ProcessGroups) -> str | None:
     return next((each for each in messages if each is not None), None)
 
 
-def gather_objects(value: Value, groups: ProcessGroups) -> list[Value] | None:
+def gather_objects[Value](value: Value, groups: ProcessGroups) -> list[Value] | None:
     """Collect a picklable value of each rank on rank 0, in rank order; None elsewhere.
 
     A collective over ``groups.control``.

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn
 
 OWNER_PID_VARIABLE = "BAPO_MEGATRON_OWNER_PID"
 """Environment variable with the process id of a child's owner."""
@@ -61,7 +61,6 @@ _STDERR = 2
 _DUMP_S = 0.05
 """Enough for one process to write its stacks before the next one writes to the same file."""
 _RETRY_S = 0.01
-_T = TypeVar("_T")
 
 
 def rank_mark() -> Path | None:
@@ -427,14 +426,14 @@ def end_by_exception() -> None:
     sys.unraisablehook = _end_later
 
 
-def run_async(work: Coroutine[Any, Any, _T]) -> _T:
+def run_async[T](work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` to its end; a signal cancels it, then raises its exception.
 
     Otherwise the exception would be raised in whichever task happens to run.
     """
     received: list[int] = []
 
-    async def run() -> _T:
+    async def run() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None, "asyncio.run makes one"
 

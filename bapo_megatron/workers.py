@@ -140,7 +140,7 @@ class WorkerPool:
         asking = asyncio.create_task(_ask(worker, {"id": number, "request": request}))
         try:
             # The second look is for a loop that stood still until the time was over, with the reply
-            # in the pipe. Not wait_for: in Python 3.11 it loses a cancellation that comes with it.
+            # in the pipe.
             timeout_s, starved_s = self._timeout_s, _starved_s(worker.pid)
             while not (await asyncio.wait([asking], timeout=timeout_s))[0]:
                 if timeout_s == _SECOND_LOOK_S:

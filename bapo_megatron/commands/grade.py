@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
@@ -37,7 +37,6 @@ STANDARD_INPUT = Path("-")
 _LINES_PER_WORKER = 16
 """Lines to read ahead."""
 _CHUNK_BYTES = 1 << 16
-_T = TypeVar("_T")
 
 
 class GradeError(ValueError):
@@ -251,9 +250,9 @@ def _write(output: int, content: bytes) -> None:
             rest = rest[os.write(output, rest) :]
 
 
-async def _in_thread(function: Callable[[], _T]) -> _T:
+async def _in_thread[T](function: Callable[[], T]) -> T:
     """Run a function that may block; where this is cancelled, nobody waits for its thread."""
-    future: Future[_T] = Future()
+    future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # a cancellation leaves it to the thread
 
     def run() -> None:

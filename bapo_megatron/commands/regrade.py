@@ -5,7 +5,7 @@ import os
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from bapo_megatron.config.check import check_rewards
 from bapo_megatron.config.evaluation import EvalConfig, eval_reward
@@ -29,8 +29,6 @@ from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.telemetry.console import ProgressLine, say
 from bapo_megatron.types import EvalResult
-
-_T = TypeVar("_T")
 
 
 def regrade(
@@ -165,7 +163,7 @@ def _describe_changes(
     return f"{len(changes):,} samples graded again, {num_up:,} rewards rose, {num_down:,} fell"
 
 
-def run_graded(work: Coroutine[Any, Any, _T]) -> _T:
+def run_graded[T](work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` to its end; the failure of a reward function becomes one line.
 
     Raises:

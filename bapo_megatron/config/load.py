@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -26,8 +26,6 @@ from bapo_megatron.config.describe import Place, explain
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import Section
 from bapo_megatron.files import read_regular
-
-SectionT = TypeVar("SectionT", bound=Section)
 
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=(?P<value>.*)", re.DOTALL)
 _MAX_DEPTH = 50
@@ -74,7 +72,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return parse_section(RunConfig, resolved, place_of)
 
 
-def parse_section(section: type[SectionT], given: Any, place: Place) -> SectionT:
+def parse_section[SectionT: Section](section: type[SectionT], given: Any, place: Place) -> SectionT:
     """Validate one section from its keys; what is not given has its default.
 
     Raises:

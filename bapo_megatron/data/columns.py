@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +16,6 @@ import pyarrow.parquet as pq
 from bapo_megatron.calls import decode_json, shown_value
 from bapo_megatron.errors import first_line
 from bapo_megatron.files import parse_json
-
-RecordT = TypeVar("RecordT")
 
 PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What Arrow raises for a damaged file; names of columns are decoded when it is opened."""
@@ -28,7 +26,7 @@ class DumpError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class RowFile(Generic[RecordT]):
+class RowFile[RecordT]:
     """A kind of file."""
 
     what: str

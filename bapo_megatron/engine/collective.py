@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 
 from bapo_megatron.engine.base import BucketLayout, GroupPlace
 from bapo_megatron.processes import environment_set
-
-_T = TypeVar("_T")
 
 
 def join_group(place: GroupPlace, meet_s: float, limit_s: float) -> Any:
@@ -49,12 +47,12 @@ def join_group(place: GroupPlace, meet_s: float, limit_s: float) -> Any:
     return nccl
 
 
-def start_thread(operation: Callable[[], _T], name: str) -> Future[_T]:
+def start_thread[T](operation: Callable[[], T], name: str) -> Future[T]:
     """Run a collective, which nothing can interrupt, in a daemon thread that can be abandoned.
 
     The future cannot be cancelled; whatever the operation raises becomes a ``RuntimeError``.
     """
-    future: Future[_T] = Future()
+    future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:

@@ -62,7 +62,7 @@ def apply_token_loss(logprob_T: Tensor, entropy_T: Tensor, token_loss: TokenLoss
         entropy_T: [T] H, with a graph; no gradient reaches it where the loss does not depend on it.
         token_loss: Is not called where there is no token: the loss is 0 then.
     """
-    loss: Tensor = _AppliedLoss.apply(logprob_T, entropy_T, token_loss)  # type: ignore[no-untyped-call]
+    loss: Tensor = _AppliedLoss.apply(logprob_T, entropy_T, token_loss)
     return loss
 
 
@@ -202,9 +202,7 @@ def chunked_loss(
     columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
     kernels = kernels or select_kernels("auto", hidden_MH.device)
     chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, kernels)
-    loss, logprob_T, entropy_T = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_MH, head.weight, chunks, token_loss
-    )
+    loss, logprob_T, entropy_T = _ChunkedLoss.apply(hidden_MH, head.weight, chunks, token_loss)
     return loss, TokenLogprobs(logprob_T, entropy_T)
 
 

@@ -96,7 +96,7 @@ def vocab_parallel_logprobs(
     if kernels is None:
         is_float64 = logits_NV.dtype == torch.float64
         kernels = select_kernels("reference" if is_float64 else "auto", logits_NV.device)
-    logprob_T, entropy_T = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
+    logprob_T, entropy_T = _VocabParallelLogprobs.apply(
         logits_NV, target_T, rows_T, columns, group, kernels, overwrite_logits
     )
     return TokenLogprobs(logprob_T, entropy_T)

@@ -40,9 +40,7 @@ def importance_ratio(
         kernels = reference.KERNELS
     elif kernels is None:
         kernels = select_kernels("auto", logprob_T.device)
-    ratio_T: Tensor = _ImportanceRatio.apply(  # type: ignore[no-untyped-call]
-        logprob_T, behaviour_logprob_T, kernels
-    )
+    ratio_T: Tensor = _ImportanceRatio.apply(logprob_T, behaviour_logprob_T, kernels)
     return ratio_T
 
 

@@ -6,7 +6,7 @@ Everything that would change what the model computes is either understood here o
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.calls import shown_value
 from bapo_megatron.config.check import check_heads, check_layers
@@ -16,8 +16,6 @@ from bapo_megatron.files import parse_json, read_regular
 
 if TYPE_CHECKING:
     from bapo_megatron.data.packing import SequenceFlops
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +278,7 @@ def _scaling(name: str, rope: dict[str, Any]) -> Llama3Rope | None:
     return Llama3Rope(**values)
 
 
-def _agreed(values: dict[str, _T]) -> _T:
+def _agreed[T](values: dict[str, T]) -> T:
     """Return the value that all places have."""
     (first, value), *others = values.items()
     for place, other in others:

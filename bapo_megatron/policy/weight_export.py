@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,8 +36,6 @@ COMPANION_PATTERNS = (
     *("special_tokens_map.json", "chat_template*"),
 )
 """Files of the source directory that belong to the model but hold no weights."""
-
-Item = TypeVar("Item")
 
 
 def gather_weights(
@@ -105,7 +102,9 @@ def plan_files(hf: HfConfig, dtype: torch.dtype, max_file_bytes: int) -> list[di
     return [dict(file) for file in _filled(sizes, max_file_bytes)]
 
 
-def _filled(sizes: Iterable[tuple[Item, int]], max_bytes: int) -> list[list[tuple[Item, int]]]:
+def _filled[Item](
+    sizes: Iterable[tuple[Item, int]], max_bytes: int
+) -> list[list[tuple[Item, int]]]:
     """Divide (item, bytes) pairs, in order, into parts as full as the limit allows."""
     parts: list[list[tuple[Item, int]]] = [[]]
     filled_bytes = 0

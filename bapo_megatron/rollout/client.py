@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron import calls
-from bapo_megatron.calls import Call, Caller, RequestT, ResponseT
+from bapo_megatron.calls import Call, Caller
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_encoded
 from bapo_megatron.engine.base import START_VERSION
@@ -149,7 +149,7 @@ class CollectorClient:
         """This client: it is a ``Caller``, once ``wait_ready`` has returned."""
         return self
 
-    def start(
+    def start[RequestT, ResponseT](
         self, call: Call[RequestT, ResponseT], request: RequestT, /
     ) -> Callable[[], ResponseT]:
         """See ``Caller``."""
@@ -235,7 +235,9 @@ class CollectorClient:
             self._on_progress("reading the prompts")
             wait()
 
-    def _call(self, call: Call[RequestT, ResponseT], request: RequestT) -> ResponseT:
+    def _call[RequestT, ResponseT](
+        self, call: Call[RequestT, ResponseT], request: RequestT
+    ) -> ResponseT:
         return self.start(call, request)()
 
     def _wait_for(self, number: int, call: Call[Any, Any]) -> Any:

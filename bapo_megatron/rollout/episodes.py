@@ -279,9 +279,7 @@ class Episodes:
     async def _wait_for_news(self) -> None:
         """Wait for news, but only for a moment; they count as read."""
         with contextlib.suppress(TimeoutError):
-            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
-            async with asyncio.timeout(_MAX_WAIT_S):
-                await self.news.wait()
+            await asyncio.wait_for(self.news.wait(), _MAX_WAIT_S)
         self.news.clear()
 
     def _end(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:

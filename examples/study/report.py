@@ -9,7 +9,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Row = dict[str, Any]
-_Results = TypeVar("_Results")
 MARGIN = 0.02
 """Differences of expected reward within it do not matter; fixed beforehand."""
 _COLLAPSE = 0.8
@@ -406,11 +405,11 @@ def _draw_contrasts(results: Results, axes: Axes) -> None:
     axes.legend(fontsize=7)
 
 
-def write_report(
+def write_report[ResultsT](
     description: str,
-    read: Callable[[Path], _Results],
-    tables: Callable[[_Results], str],
-    draw: Callable[[_Results, Path], None],
+    read: Callable[[Path], ResultsT],
+    tables: Callable[[ResultsT], str],
+    draw: Callable[[ResultsT, Path], None],
 ) -> None:
     """Write ``tables.md`` and ``figure.png`` beside the shards that the command line names."""
     parser = argparse.ArgumentParser(description=description)

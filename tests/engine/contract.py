@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,7 +35,6 @@ LONG = 240
 LIMIT_S = 300
 """No test comes near it on a machine that works."""
 _FAKE_STOP = 200
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +93,10 @@ async def _connect(address: str, keys: ApiKeys) -> Engine:
     return SglangClient(address, keys, request_timeout_s=60.0)
 
 
-def play(case: Case, use: Callable[[Engine], Awaitable[_T]]) -> _T:
+def play[T](case: Case, use: Callable[[Engine], Awaitable[T]]) -> T:
     """Run ``use`` with the engine, which is made to sample meanwhile if it does not by itself."""
 
-    async def run() -> _T:
+    async def run() -> T:
         engine = await case.connect()
         tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(use(engine))]
         if engine.stepper is not None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,8 +18,6 @@ from torch import Tensor
 from bapo_megatron.engine.base import BucketLayout, GroupPlace
 from bapo_megatron.engine.collective import join_group, start_thread, tensor_sizes, unpack
 from bapo_megatron.errors import RolloutError, ServerGoneError
-
-_T = TypeVar("_T")
 
 
 class LocalWeights:
@@ -153,7 +151,7 @@ class LocalWeights:
         self._is_whole = True
 
 
-async def _in_thread(operation: Callable[[], _T], what: str, timeout_s: float) -> _T:
+async def _in_thread[T](operation: Callable[[], T], what: str, timeout_s: float) -> T:
     """Run a collective in a thread, which is abandoned if it takes longer.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -22,19 +22,17 @@ if TYPE_CHECKING:
 EOS = 1
 SETTINGS = SamplingSettings(temperature=0.8, max_new_tokens=40, seed=5)
 
-_T = TypeVar("_T")
 
-
-def use_engine(
+def use_engine[T](
     model_dir: Path,
-    use: Callable[[LocalEngine], Awaitable[_T]],
+    use: Callable[[LocalEngine], Awaitable[T]],
     *,
     max_rows: int = 256,
     dtype: Literal["float32", "bfloat16"] = "float32",
-) -> _T:
+) -> T:
     """Run ``use`` with an engine on the CPU, in an event loop of its own."""
 
-    async def run() -> _T:
+    async def run() -> T:
         model = ModelConfig(path=model_dir, dtype=dtype)
         engine = await LocalBackend(model, LocalConfig(max_rows=max_rows), "cpu").connect("local")
         try:

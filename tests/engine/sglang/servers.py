@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 KEYS = ApiKeys(api_key="a" * 32, admin_api_key="b" * 32)
 SERVER = {"max_total_tokens": 8192, "mem_fraction": 0.3}
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -95,14 +94,14 @@ def make_server(
     )
 
 
-def with_client(
+def with_client[T](
     address: str,
-    use: Callable[[SglangClient], Awaitable[_T]],
+    use: Callable[[SglangClient], Awaitable[T]],
     keys: ApiKeys | None = None,
-) -> _T:
+) -> T:
     """Run ``use`` with a client in an event loop of its own."""
 
-    async def run() -> _T:
+    async def run() -> T:
         client = SglangClient(address, keys or ApiKeys(), request_timeout_s=60.0)
         try:
             return await use(client)
@@ -112,14 +111,14 @@ def with_client(
     return asyncio.run(run())
 
 
-def with_http(
+def with_http[T](
     address: str,
-    use: Callable[[SglangHttp], Awaitable[_T]],
+    use: Callable[[SglangHttp], Awaitable[T]],
     keys: ApiKeys | None = None,
-) -> _T:
+) -> T:
     """Run ``use`` with what calls a server in an event loop of its own."""
 
-    async def run() -> _T:
+    async def run() -> T:
         http = SglangHttp(address, keys or ApiKeys(), 60.0)
         try:
             return await use(http)
