@@ -35,7 +35,7 @@ def _make_setup(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess
     [
         (
             {"PYTHON": "/no/such/python"},
-            "setup: /no/such/python does not run or is not Python 3.11",
+            "setup: /no/such/python does not run or is not Python 3.12",
         ),
         ({"CXX": "/no/such/compiler"}, "setup: no C++ compiler (/no/such/compiler) was found"),
     ],
@@ -114,20 +114,125 @@ def test_warnings_of_nvcc_fail_only_a_build_that_asks_for_it(tmp_path: Path, str
     assert ("--Werror all-warnings" in calls) == (strict == "1")
 
 
-def test_a_python_without_venv_is_named(tmp_path: Path) -> None:
-    bare = tmp_path / "python"
-    # It runs and has the right version, but cannot import venv.
-    bare.write_text('#!/bin/sh\ncase "$2" in *venv*) exit 1 ;; esac\nexit 0\n')
-    bare.chmod(0o755)
-    result = _make_setup(tmp_path, PYTHON=str(bare))
-    assert result.returncode != 0
-    assert "has no venv module; install it" in result.stderr.splitlines()[0]
+SHIM = "#!/bin/sh\necho pyenv: python3.12: command not found\nexit 127\n"
+OLD = "import sys; sys.version_info = (3, 11, 7)"
+NO_VENV = "import sys; sys.modules['venv'] = None"
+NO_HEADERS = "import sysconfig; sysconfig.get_path = lambda name: '/no/such/folder'"
+NONE_FOUND = (
+    "setup: no Python 3.12 was found; install one (uv python install 3.12, or pyenv install 3.12) "
+    "or set PYTHON="
+)
+
+
+class Pythons:
+    """A machine on whose PATH there is nothing but what set-up needs beside Python."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.bin = folder, folder / "bin"
+        self.bin.mkdir()
+        for tool in ("bash", "dirname", "sh", "uname"):
+            (self.bin / tool).symlink_to(shutil.which(tool) or "")
+        self.script("bin/c++", "#!/bin/sh\n")
+
+    def script(self, place: str, text: str) -> Path:
+        path = self.folder / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    def add(self, place: str, defect: str = "") -> Path:
+        """A Python 3.12, with a defect of Python code, whose version is its place."""
+        program = f'exec {sys.executable} -c "{defect}\n$2"'
+        cases = f"-c) {program} ;;\n--version) echo {place} ;;\n*) exit 9 ;;"
+        return self.script(place, f'#!/bin/sh\ncase "$1" in\n{cases}\nesac\n')
+
+    def set_up(self, *python: Path, **variables: str) -> list[str]:
+        """What set-up says; it ends where it would create the environment."""
+        result = subprocess.run(
+            ["bash", REPOSITORY / "requirements" / "install.sh", self.folder / "venv", *python],
+            env={"PATH": str(self.bin), "HOME": str(self.folder), **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert result.returncode == (9 if result.stdout else 1)
+        return [
+            line.rpartition(" with ")[2] for line in (result.stdout + result.stderr).split("\n")
+        ]
+
+
+@pytest.fixture
+def pythons(tmp_path: Path) -> Pythons:
+    """Its python3.12 is a shim that runs nothing, its python3 is a Python 3.11."""
+    machine = Pythons(tmp_path)
+    machine.script("bin/python3.12", SHIM)
+    machine.add("bin/python3", OLD)
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("place", "variables"),
+    [
+        ("bin/python3.12", {}),
+        ("bin/python3", {}),
+        (".pyenv/versions/3.12.1/bin/python", {}),
+        ("elsewhere/versions/3.12.11/bin/python", {"PYENV_ROOT": "elsewhere"}),
+        ("from-uv", {}),
+    ],
+)
+def test_a_python_is_found_wherever_it_is(
+    pythons: Pythons, place: str, variables: dict[str, str]
+) -> None:
+    found = pythons.add(place)
+    if place == "from-uv":
+        answer = f'[ "$*" = "python find --system 3.12" ] && echo {found}'
+        pythons.script("bin/uv", f"#!/bin/sh\n{answer}\n")
+    folders = {name: str(pythons.folder / folder) for name, folder in variables.items()}
+    assert pythons.set_up(**folders) == [place, ""]
+
+
+def test_without_any_python_set_up_says_how_to_get_one(pythons: Pythons) -> None:
+    assert pythons.set_up() == [NONE_FOUND, ""]
+    pythons.script("bin/uv", "#!/bin/sh\necho error: no interpreter found >&2\nexit 2\n")
+    assert pythons.set_up() == [NONE_FOUND, ""]
+
+
+@pytest.mark.parametrize(
+    ("defect", "message"),
+    [
+        (NO_VENV, "has no venv module; install it (Ubuntu: apt-get install python3.12-venv)"),
+        (
+            NO_HEADERS,
+            "has no headers (Python.h); install them (Ubuntu: apt-get install python3.12-dev)",
+        ),
+    ],
+)
+def test_an_incomplete_python_is_named_unless_there_is_another(
+    pythons: Pythons, defect: str, message: str
+) -> None:
+    pythons.add("bin/python3.12", defect)
+    assert pythons.set_up() == [f"setup: python3.12 {message}", ""]
+    complete = pythons.add(".pyenv/versions/3.12.1/bin/python")
+    assert pythons.set_up() == [".pyenv/versions/3.12.1/bin/python", ""]
+    incomplete = pythons.folder / "bin" / "python3.12"
+    assert pythons.set_up(incomplete) == [f"setup: {incomplete} {message}", ""]
+    assert pythons.set_up(complete) == [".pyenv/versions/3.12.1/bin/python", ""]
+
+
+def test_an_environment_of_another_python_is_refused(pythons: Pythons) -> None:
+    pythons.add("bin/python3.12")
+    pythons.add("venv/bin/python", OLD)
+    venv = pythons.folder / "venv"
+    message = f"setup: {venv} is not of Python 3.12; remove it, then run this again"
+    assert pythons.set_up() == [message, ""]
 
 
 def test_the_containerfile_runs_scripts_that_are_in_its_context() -> None:
     text = (REPOSITORY / "Containerfile").read_text()
     (base,) = re.findall(r"^FROM (\S+)$", text, re.MULTILINE)
-    assert re.fullmatch(r"python:3\.1[12]-slim", base)
+    assert re.fullmatch(r"python:3\.12-slim", base)
     assert "\nCOPY --chown=bapo . .\n" in text
     left_out = (REPOSITORY / ".dockerignore").read_text().split("\n")
     scripts = re.findall(r"(?:requirements|examples)/\S+\.sh", text)

@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import importlib
 import importlib.util
 import json
 import platform
@@ -12,12 +11,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from packaging.requirements import Requirement
+from packaging.version import Version
 from rich.table import Table
 
 from bapo_megatron import __version__
@@ -27,14 +27,15 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.processes import nccl_settings
+from bapo_megatron.stack import REMEDY, error_of, stack_errors
 from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.versions import installed_version
 
-MEGATRON_VERSION = "0.16.1"
+MEGATRON_VERSION = "0.19.2"
 """The version that pyproject.toml asks for."""
 _ANSWER_S = 30.0
-TRANSFORMER_ENGINE = "transformer-engine[core_cu13,pytorch]>=2.9,<2.12"
-"""The range that this Megatron-core declares."""
+TRANSFORMER_ENGINE_VERSION = "2.20.2"
+"""The version whose sources the tests import; Megatron-core declares none."""
 _NETWORK = Path("/sys/class/net")
 """A directory per interface, and files of drivers such as bonding."""
 REBUILD = "pip install --no-build-isolation -e ."
@@ -67,8 +68,8 @@ class Machine:
     """Installed version by distribution name."""
     apex_has_kernels: bool
     """Whether this apex is NVIDIA's (``amp_C``), not the web framework of the package index."""
-    transformer_engine_error: str
-    """Why Transformer Engine cannot be imported; empty if it can or is not installed."""
+    errors: dict[str, str]
+    """Why a package does not work, by distribution name; also of some that are not installed."""
     tools: dict[str, str | None]
     """Version line of each compiler."""
     interfaces: tuple[str, ...]
@@ -115,13 +116,13 @@ def command(
 
 
 def probe() -> Machine:
-    """Look at this machine; imports the extension, and Transformer Engine where it is installed."""
+    """Look at this machine; imports the extension and packages, and calls an operator."""
     build, load_error = None, ""
     try:
-        build = importlib.import_module("bapo_megatron.ops.extension").build_info()
+        build = import_module("bapo_megatron.ops.extension").build_info()
     except ImportError as error:
         load_error = str(error)
-    names = ("megatron-core", "transformers", "transformer-engine", "apex", *_engine_packages())
+    names = ("megatron-core", "transformers", "torchvision", "transformer-engine", "apex")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(index) for index in range(num_gpus)]
     return Machine(
@@ -131,9 +132,12 @@ def probe() -> Machine:
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
         gpus=tuple(Device(gpu.name, 10 * gpu.major + gpu.minor) for gpu in gpus),
-        packages={name: installed_version(name) for name in names},
+        packages={name: installed_version(name) for name in (*names, *_engine_packages())},
         apex_has_kernels=importlib.util.find_spec("amp_C") is not None,
-        transformer_engine_error=_import_error("transformer_engine.pytorch"),
+        errors={
+            **stack_errors(),
+            "transformer-engine": error_of(lambda: import_module("transformer_engine.pytorch")),
+        },
         tools={"c++": _version_line("c++", 0), "nvcc": _version_line("nvcc", -1)},
         interfaces=tuple(
             sorted(
@@ -155,6 +159,7 @@ def diagnose(machine: Machine) -> list[Finding]:
         _judge_version("megatron-core", machine, MEGATRON_VERSION, "problem"),
         *(_judge_version(name, machine, v, "note") for name, v in _engine_packages().items()),
         _judge_version("transformers", machine, None, "problem"),
+        _judge_version("torchvision", machine, None, "note"),
         _judge_transformer_engine(machine),
         _judge_apex(machine),
         Finding("NCCL", "ok", f"{_nccl()} in the trainer, and in servers that are started here"),
@@ -279,22 +284,24 @@ def _judge_version(name: str, machine: Machine, wanted: str | None, missing: Ver
     if wanted is not None and version != wanted:
         text = f"{version}, but this code was measured with {wanted}"
         return Finding(name, missing, text, remedy)
+    if error := machine.errors.get(name):
+        return Finding(name, "problem", f"{version} does not work: {error}", REMEDY)
     return Finding(name, "ok", version)
 
 
 def _judge_transformer_engine(machine: Machine) -> Finding:
     name = "transformer-engine"
-    version, error = machine.packages[name], machine.transformer_engine_error
+    version, error = machine.packages[name], machine.errors.get(name)
     if version is None and machine.gpus:
-        remedy = f"pip install --no-build-isolation '{TRANSFORMER_ENGINE}' (docs/launch.md)"
+        remedy = f"install {TRANSFORMER_ENGINE_VERSION} (docs/launch.md)"
         return Finding(name, "note", "not installed; layers are the slower local ones", remedy)
     if version is None:
         return Finding(name, "ok", "not installed, and of no use without a GPU")
-    if not error and Requirement(TRANSFORMER_ENGINE).specifier.contains(version, prereleases=True):
+    if not error and Version(version).public == TRANSFORMER_ENGINE_VERSION:
         return Finding(name, "ok", version)
     if not error:
-        text = f"{version}, outside the range of megatron-core {MEGATRON_VERSION}"
-        return Finding(name, "note", text, f"pip install '{TRANSFORMER_ENGINE}'")
+        text = f"{version}, but the tests import {TRANSFORMER_ENGINE_VERSION}"
+        return Finding(name, "note", text, f"install {TRANSFORMER_ENGINE_VERSION} (docs/launch.md)")
     text = f"{version} cannot be imported: {error}"
     if not machine.gpus:
         return Finding(name, "note", text)
@@ -327,16 +334,6 @@ def _judge_network(machine: Machine) -> Finding:
         "start ranks by python -m bapo_megatron.torchrun; close the network around their nodes "
         "(docs/security.md)",
     )
-
-
-def _import_error(module: str) -> str:
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        return ""
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001  (a broken build raises whatever it likes)
-        return " ".join(str(error).split()) or type(error).__name__
-    return ""
 
 
 def _version_line(tool: str, index: int) -> str | None:

@@ -33,28 +33,27 @@ BUILD: dict[str, Any] = {
 }
 
 CPU_ONLY = Machine(
-    python="3.11.7",
+    python="3.12.1",
     build={**BUILD, "cuda_driver": 0},
     load_error="",
-    torch="2.13.0+cpu",
-    torch_cuda=None,
+    torch="2.14.1+cu130",
+    torch_cuda="13.0",
     gpus=(),
     packages={
-        "megatron-core": "0.16.1",
-        "transformers": "5.12.1",
+        "megatron-core": "0.19.2",
+        "transformers": "5.19.0",
+        "torchvision": "0.29.1",
         "sglang": "0.5.21",
         "transformer-engine": None,
         "apex": None,
     },
     apex_has_kernels=False,
-    transformer_engine_error="",
+    errors={},
     tools={"c++": "g++ 12", "nvcc": None},
     interfaces=("eth0",),
 )
 
-ON_A_GPU = replace(
-    CPU_ONLY, build=BUILD, torch="2.13.0", torch_cuda="13.0", gpus=(Device("NVIDIA H200", 90),)
-)
+ON_A_GPU = replace(CPU_ONLY, build=BUILD, gpus=(Device("NVIDIA H200", 90),))
 
 
 def finding(machine: Machine, topic: str) -> Finding:
@@ -146,17 +145,15 @@ def test_the_web_framework_called_apex_is_told_from_nvidia_s() -> None:
 
 
 def test_a_broken_transformer_engine_is_a_problem_where_it_would_be_used() -> None:
-    packages = {**ON_A_GPU.packages, "transformer-engine": "2.9"}
-    broken = {"packages": packages, "transformer_engine_error": "undefined symbol"}
+    packages = {**ON_A_GPU.packages, "transformer-engine": "2.20.2"}
+    broken = {"packages": packages, "errors": {"transformer-engine": "undefined symbol"}}
     assert finding(replace(ON_A_GPU, **broken), "transformer-engine").verdict == "problem"
     assert finding(replace(CPU_ONLY, **broken), "transformer-engine").verdict == "note"
 
 
-def test_the_transformer_engine_that_is_recommended_is_the_one_that_megatron_declares() -> None:
-    # megatron-core 0.16.1, extra "dev": transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0
-    missing = finding(ON_A_GPU, "transformer-engine")
-    assert "'transformer-engine[core_cu13,pytorch]>=2.9,<2.12'" in missing.remedy
-    for version, verdict in (("2.9.0", "ok"), ("2.11.0+abc", "ok"), ("2.12.0", "note")):
+def test_the_transformer_engine_that_is_recommended_is_the_one_that_the_tests_import() -> None:
+    assert finding(ON_A_GPU, "transformer-engine").remedy == "install 2.20.2 (docs/launch.md)"
+    for version, verdict in (("2.20.2", "ok"), ("2.20.2+abc", "ok"), ("2.12.0", "note")):
         packages = {**ON_A_GPU.packages, "transformer-engine": version}
         found = finding(replace(ON_A_GPU, packages=packages), "transformer-engine")
         assert (found.verdict, version in found.text) == (verdict, True)
@@ -165,10 +162,11 @@ def test_the_transformer_engine_that_is_recommended_is_the_one_that_megatron_dec
 @pytest.mark.parametrize(
     ("name", "version", "verdict"),
     [
-        ("megatron-core", "0.19.0", "problem"),
+        ("megatron-core", "0.16.1", "problem"),
         ("megatron-core", None, "problem"),
         ("sglang", "0.4.0", "note"),
         ("sglang", None, "note"),
+        ("torchvision", None, "note"),
     ],
 )
 def test_other_versions_than_those_measured_are_named(
@@ -176,6 +174,17 @@ def test_other_versions_than_those_measured_are_named(
 ) -> None:
     found = finding(replace(CPU_ONLY, packages={**CPU_ONLY.packages, name: version}), name)
     assert found.verdict == verdict
+
+
+@pytest.mark.parametrize("name", ["torchvision", "transformers"])
+def test_a_package_that_is_installed_but_does_not_work_is_a_problem(name: str) -> None:
+    machine = replace(CPU_ONLY, errors={name: "operator torchvision::nms does not exist"})
+    found = finding(machine, name)
+    assert (found.verdict, found.remedy) == (
+        "problem",
+        "install the versions that requirements/install.sh names",
+    )
+    assert found.text.endswith(" does not work: operator torchvision::nms does not exist")
 
 
 @pytest.mark.slow

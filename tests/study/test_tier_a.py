@@ -134,7 +134,7 @@ def test_a_lost_shard_comes_again(small: Path, capsys: pytest.CaptureFixture[str
     assert len(read_shards(small / "report")) == others
     manifest = json.loads((small / "manifest.json").read_text())
     assert manifest["plan"]["tuning_tasks"] == [100]
-    assert manifest["made_with"][0]["torch"] == torch.__version__
+    assert torch.__version__.startswith(manifest["made_with"][0]["torch"])
 
 
 def test_the_report_tells_the_contrasts(small: Path):

@@ -145,7 +145,7 @@ def test_summary_and_resolved_configuration_are_written(uninterrupted: Path) -> 
     assert summary["seed"] == 0
     assert summary["accuracy_before"] is None
     assert summary["generated_tokens_per_s"] is None  # whatever the dumps say
-    assert summary["versions"]["megatron-core"] == "0.16.1"
+    assert summary["versions"]["megatron-core"] == "0.19.2"
     written = uninterrupted / "config.yaml"
     assert written.read_text().startswith(f"# commit {summary['commit'] or 'unknown'}\n# bapo-")
     assert load_config(written).train.max_tokens_per_micro_batch == 128

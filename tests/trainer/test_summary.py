@@ -69,4 +69,4 @@ def test_the_table_and_the_file_have_the_same_numbers_and_no_empty_times(tmp_pat
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["updates"], summary["search_moved_share"]) == (12, 0.75)
     assert summary["phase_s"] == {"training": 1.25, "export": 0.01}
-    assert summary["versions"]["megatron-core"] == "0.16.1"
+    assert summary["versions"]["megatron-core"] == "0.19.2"

@@ -1,0 +1,39 @@
+"""What set-up ends with: the installed packages work together, or one line says which do not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def check(folder: Path) -> tuple[int, str]:
+    """Exit status and errors, with the modules in a folder before those that are installed."""
+    result = subprocess.run(
+        [sys.executable, "-m", "bapo_megatron.stack"],
+        env={**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout == ""
+    return result.returncode, result.stderr
+
+
+@pytest.mark.slow
+def test_the_installed_packages_work_together(tmp_path: Path) -> None:
+    assert check(tmp_path) == (0, "")
+
+
+def test_packages_that_do_not_work_are_named_in_one_line(tmp_path: Path) -> None:
+    nms = "operator torchvision::nms does not exist"
+    (tmp_path / "torchvision.py").write_text(f"raise RuntimeError({nms!r} + chr(10) + 'details')")
+    (tmp_path / "transformers.py").write_text("raise ValueError")
+    expected = (
+        f"torchvision does not work: {nms}; transformers does not work: ValueError; install the "
+        "versions that requirements/install.sh names\n"
+    )
+    assert check(tmp_path) == (1, expected)
