@@ -18,6 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -112,6 +115,55 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         """Normalise ``hidden``, then multiply; returns (output, bias to add later)."""
         normalised = _rms_norm(hidden, self.layer_norm_weight, self.config.layernorm_epsilon)
         return super().forward(normalised, *args, **options)
+
+
+class PackedRotaryEmbedding(nn.Module):
+    """Rotations of the tokens of a packed batch, made once for all layers.
+
+    Megatron has the angles by position, and without Transformer Engine rotates one sequence after
+    the other, in every layer.
+    """
+
+    def __init__(self, by_position: RotaryEmbedding, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.by_position, self.dtype = by_position, dtype
+
+    def get_rotary_seq_len(self, *args: Any) -> PackedSeqParams:
+        """Return what GPTModel gives to ``forward``, in place of a length."""
+        packed_seq_params: PackedSeqParams = args[-1]
+        return packed_seq_params
+
+    def forward(
+        self, packed_seq_params: PackedSeqParams, *, cp_group: Any, **options: Any
+    ) -> Tensor:
+        """Return cosine and sine for each token of this context rank, [2, N, 1, D]."""
+        group = self.by_position.cp_group if cp_group is None else cp_group
+        size, rank = group.size(), group.rank()
+        angles = self.by_position(packed_seq_params.max_seqlen_q, **options)[:, :, 0]
+        parts = []
+        for length in packed_seq_params.cu_seqlens_q.diff().tolist():
+            if size == 1:
+                parts.append(angles[:length])
+            else:
+                chunks = angles[:length].chunk(2 * size)
+                parts += [chunks[rank], chunks[2 * size - 1 - rank]]
+        angles_N1D = torch.cat(parts)
+        return torch.stack([angles_N1D.cos(), angles_N1D.sin()]).to(self.dtype)
+
+
+def fuse_rotation(gpt: GPTModel) -> None:
+    """Have Megatron rotate a packed batch in one go, as it does with Transformer Engine."""
+    gpt.rotary_pos_emb = PackedRotaryEmbedding(gpt.rotary_pos_emb, gpt.config.params_dtype)
+    gpt.config.apply_rope_fusion = True
+    rope_utils.fused_apply_rotary_pos_emb_thd = _rotate_packed
+
+
+def _rotate_packed(tokens_NHD: Tensor, cu_seqlens: Tensor, rotation: Tensor, **_: Any) -> Tensor:
+    """Rotate queries or keys; the twin of Transformer Engine's kernel for packed batches."""
+    del cu_seqlens
+    cos_N1D, sin_N1D = rotation
+    first, second = tokens_NHD.chunk(2, dim=-1)
+    return tokens_NHD * cos_N1D + torch.cat((-second, first), dim=-1) * sin_N1D
 
 
 class PackedCausalAttention(nn.Module):

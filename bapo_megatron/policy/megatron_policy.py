@@ -326,13 +326,11 @@ class MegatronPolicy:
         """Describe the sequences; lengths are read from the host copy, so nothing waits for a GPU.
 
         Megatron keeps a table of rotations for each of the last 32 longest lengths, 32 MB each at
-        64k tokens; fused kernels take any upper bound, so few different ones are named. (The
-        unfused rotation would read a bound that equals the whole micro-batch as something else.)
+        64k tokens; any upper bound is right, so few different ones are named.
         """
         max_tokens = int(host_batch.cu_seqlens.diff().max())
-        if self.chunks[0].config.apply_rope_fusion:
-            multiple = math.lcm(4096, 2 * self.groups.context_size)
-            max_tokens = -(-max_tokens // multiple) * multiple
+        multiple = math.lcm(4096, 2 * self.groups.context_size)
+        max_tokens = -(-max_tokens // multiple) * multiple
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=micro_batch.cu_seqlens,

@@ -13,7 +13,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.policy.hf_config import HfConfig, check_division, padded_vocab_size
-from bapo_megatron.policy.layer_spec import layer_spec, uses_transformer_engine
+from bapo_megatron.policy.layer_spec import (
+    fuse_rotation,
+    layer_spec,
+    uses_transformer_engine,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -56,6 +60,8 @@ def build_chunks(
             # GPTModel's own option fixes all values but the factor.
             rope = gpt.rotary_pos_emb
             rope.inv_freq = rope._apply_scaling(rope.inv_freq, **asdict(hf.rope_scaling))
+        if not uses_transformer_engine(groups.device, config.params_dtype):
+            fuse_rotation(gpt)
         chunks.append(gpt.to(groups.device))
     return chunks
 
