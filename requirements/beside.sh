@@ -6,7 +6,7 @@ set -euo pipefail
 
 venv=${1:?usage: requirements/beside.sh VENV}
 
-for wanted in sglang==0.5.20 transformer-engine==2.11.0; do
+for wanted in transformer-engine==2.11.0; do
     folder=$venv/${wanted/==/-}
     [ ! -e "$folder/.complete" ] || continue
     "$venv/bin/python" -m pip --disable-pip-version-check --quiet install --no-deps --upgrade \

@@ -33,18 +33,14 @@ def join_group(place: GroupPlace, meet_s: float, limit_s: float) -> Any:
         store = PrefixStore(prefix, store)
     limit, rank = timedelta(seconds=limit_s), place.first_rank
     if place.backend == "gloo":
-        gloo = ProcessGroupGloo(store, rank, place.world_size, limit)
-        gloo._set_sequence_number_for_group()  # the other ranks wait for the number
-        return gloo
+        return ProcessGroupGloo(store, rank, place.world_size, limit)
     from torch._C._distributed_c10d import ProcessGroupNCCL  # not in a build for the CPU
 
     options = ProcessGroupNCCL.Options()
     options._timeout = limit
     # Have the group raise if an operation fails; otherwise its watchdog ends the process.
     with environment_set("TORCH_NCCL_BLOCKING_WAIT", "1"):
-        nccl = ProcessGroupNCCL(store, rank, place.world_size, options)
-    nccl._set_sequence_number_for_group()
-    return nccl
+        return ProcessGroupNCCL(store, rank, place.world_size, options)
 
 
 def start_thread[T](operation: Callable[[], T], name: str) -> Future[T]:

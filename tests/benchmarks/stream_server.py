@@ -67,7 +67,7 @@ class Server:
                 answer = json.dumps(
                     {
                         "weight_version": "0",
-                        "version": "0.5.21",
+                        "version": "0.5.23",
                         "model_path": "",
                         "tp_size": 1,
                         "pp_size": 1,

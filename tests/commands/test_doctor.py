@@ -43,7 +43,7 @@ CPU_ONLY = Machine(
         "megatron-core": "0.19.2",
         "transformers": "5.19.0",
         "torchvision": "0.29.1",
-        "sglang": "0.5.21",
+        "sglang": "0.5.23",
         "transformer-engine": None,
         "apex": None,
     },

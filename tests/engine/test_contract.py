@@ -1,6 +1,6 @@
 """What every engine must do, whatever it is; docs/extending.md says it in words.
 
-Real SGLang servers are held to it in ``tests.engine.sglang.test_dialect``, which imports these
+Real SGLang servers are held to it in ``tests.engine.sglang.test_real_server``, which imports these
 tests: a server takes long to start, and there the tests of its own use it, too.
 """
 

@@ -227,18 +227,6 @@ def test_a_server_of_the_wrong_convention_ends_the_run_at_its_start() -> None:
     asyncio.run(run())
 
 
-def test_a_server_that_cannot_retract_is_refused_where_that_is_wanted() -> None:
-    async def run() -> None:
-        with FakeSglang(sglang_version="0.5.20") as fake:
-            async with pool_of(fake, weight_sync={"in_flight": "in_place"}) as pool:
-                await pool.states.wait_for_engines()
-            async with pool_of(fake, weight_sync={"in_flight": "retract"}) as pool:
-                with pytest.raises(RolloutError, match=r"SGLang 0\.5\.20 .*in_flight: abort"):
-                    await pool.states.wait_for_engines()
-
-    asyncio.run(run())
-
-
 def test_reported_loads_are_summed_up_until_they_are_taken() -> None:
     def load(running: int, waiting: int, used: float) -> dict[str, float]:
         return {"num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": used}

@@ -3,7 +3,7 @@
 The token at position p of a sequence is p + 100, whatever came before; a response ends where its
 prompt says: at position ``stop_at`` (end of sequence) or after ``max_new_tokens``. The log-prob of
 token t at temperature T is that of the fixed logits ``LOGITS_V`` at index t mod V. Both ways to
-stream are those of SGLang 0.5.21, with their traps: events come after 1, 1 + k, 1 + 2k, … tokens
+stream are those of SGLang 0.5.23, with their traps: events come after 1, 1 + k, 1 + 2k, … tokens
 for ``stream_interval`` k, and after the last one. Their JSON has null for NaN.
 """
 
@@ -100,7 +100,7 @@ class FakeSglang:
     version: str = "0"
     is_incremental: bool = True
     """Started with ``--incremental-streaming-output``."""
-    sglang_version: str = "0.5.21"
+    sglang_version: str = "0.5.23"
     num_ranks: int = 1
     """Its tensor-parallel size."""
     cache_tokens: int = 1 << 20

@@ -19,7 +19,7 @@ LOGPROB = -1.5
 class FakeWeightServer:
     """Start it with ``with``; attributes may be changed while it runs."""
 
-    sglang_version: str = "0.5.21"
+    sglang_version: str = "0.5.23"
     tensor_ranks: int = 1
     pipeline_ranks: int = 1
     version: str = "0"
@@ -94,15 +94,13 @@ class FakeWeightServer:
 
     def _act(self, path: str, body: dict[str, Any]) -> str:
         """Change the state as SGLang does; returns why it refuses."""
-        has_sessions = self.sglang_version >= "0.5.21"
         if path in ("/begin_weight_update", "/end_weight_update"):
-            assert has_sessions, "unknown to older versions"
             begins = path == "/begin_weight_update"
             if begins == self.in_session:
                 return "a session is already open" if begins else "no session is open"
             self.in_session = begins
         elif path in ("/update_weights_from_distributed", "/update_weights_from_tensor"):
-            if has_sessions and not self.in_session:
+            if not self.in_session:
                 return "must run between begin_weight_update() and end_weight_update()"
         elif path == "/flush_cache" and self.is_busy:
             return "requests are running"

@@ -25,7 +25,7 @@ from bapo_megatron.engine.sglang.questions import InfoAnswers
 HANG_S = 1800.0
 """How long a broadcast may hang."""
 INFO = {
-    "version": "0.5.21",
+    "version": "0.5.23",
     "model_path": "",
     "tp_size": 1,
     "pp_size": 1,

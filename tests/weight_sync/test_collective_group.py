@@ -217,7 +217,7 @@ def test_payloads_hold_no_data_and_only_classes_that_sglang_admits() -> None:
         ("a", (5000,), torch.float32, 0, 20000, 20000),
         ("b", (2, 3), torch.bfloat16, 20000, 20012, 12),
     ]
-    # All of them are in ALLOWED_GLOBALS of sglang.srt.utils.common.SafeUnpickler of 0.5.21.
+    # All of them are in ALLOWED_GLOBALS of sglang.srt.utils.common.SafeUnpickler of 0.5.23.
     assert found == {
         ("builtins", "dict"),
         ("functools", "partial"),

@@ -82,16 +82,6 @@ def test_the_ranks_of_servers_follow_one_another_in_the_group() -> None:
     assert [join["world_size"] for join in joins] == [7, 7]
 
 
-def test_older_servers_know_no_session() -> None:
-    async def use(setting: Setting) -> None:
-        await setting.receive_all(7)
-
-    with FakeWeightServer(sglang_version="0.5.20") as server:
-        run_sync([server], use)
-        assert server.version == "7"
-        assert not any("weight_update" in path for path in server.paths if "group" not in path)
-
-
 def test_a_session_that_an_earlier_trainer_left_open_is_closed_first() -> None:
     async def use(setting: Setting) -> None:
         await setting.receive_all(7)

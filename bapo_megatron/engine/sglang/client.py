@@ -1,6 +1,6 @@
 """One SGLang server as an ``Engine``: typed answers, every answer checked.
 
-How SGLang 0.5.20 and 0.5.21 release memory and take it back:
+How SGLang releases memory and takes it back:
 
 * A server that is not idle crashes in release, on an assertion. ``/pause_generation`` in its mode
   ``abort`` answers requests, also those of other clients, with what there is, and lets no new one
@@ -39,8 +39,8 @@ from bapo_megatron.engine.sglang.convention import (
     check_temperature_convention,
     stream_body,
 )
-from bapo_megatron.engine.sglang.dialect import OLDEST_VERSION, ServerInfo
 from bapo_megatron.engine.sglang.http import SglangHttp
+from bapo_megatron.engine.sglang.info import VERSION, ServerInfo
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.stream import EventReader, StreamParser
 from bapo_megatron.errors import (
@@ -257,12 +257,8 @@ class SglangClient:
         self, temperature: float, in_flight: str, probe_prompts: Sequence[Sequence[int]] = ()
     ) -> None:
         """See ``Engine``; resume a server that a killed trainer left paused."""
+        del in_flight  # it supports every mode
         info = self._info or await self._ask_info()
-        if in_flight not in info.capabilities.in_flight:
-            raise RolloutError(
-                f"{self.address}: SGLang {info.version} ends when it gets weights while requests "
-                "are retracted; set rollout.weight_sync.in_flight: abort, or update it"
-            )
         if self._model is not None:
             await check_model(self._http, info.model_path, self._model)
         await self.resume()
@@ -328,8 +324,7 @@ class SglangClient:
             info = ServerInfo.parse(reply.json(), reply.headers)
         if not info.is_supported:
             raise RolloutError(
-                f"{self.address}: runs SGLang {info.version}, needs at least {OLDEST_VERSION}; "
-                "update it"
+                f"{self.address}: runs SGLang {info.version}, needs at least {VERSION}; update it"
             )
         self._info = info
         return info
@@ -344,14 +339,11 @@ class SglangWeightControl:
 
     def __init__(self, http: SglangHttp, info: ServerInfo, flush_cache: bool) -> None:
         self._http = http
-        self._has_session = info.has_update_session
         self._flush_cache = flush_cache
         self.tensor_ranks = info.tensor_ranks
 
     async def open_session(self, timeout_s: float) -> None:
         """See ``WeightControl``; a session that an earlier trainer left open is closed first."""
-        if not self._has_session:
-            return
         try:
             await self._http.control("/begin_weight_update", {}, timeout_s)
         except ServerGoneError:
@@ -362,8 +354,7 @@ class SglangWeightControl:
 
     async def close_session(self, timeout_s: float) -> None:
         """See ``WeightControl``."""
-        if self._has_session:
-            await self._http.control("/end_weight_update", {}, timeout_s)
+        await self._http.control("/end_weight_update", {}, timeout_s)
 
     async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
         """See ``WeightControl``."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from bapo_megatron.config.check import check_heads, check_model, check_unique
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.section import split_address
+from bapo_megatron.engine.sglang.info import VERSION
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.files import read_regular
 from bapo_megatron.gpus import count_gpus
@@ -27,8 +28,7 @@ _SECRET_ARGUMENTS = {"--api-key": API_KEY_VARIABLE, "--admin-api-key": ADMIN_API
 class Kind:
     """SGLang servers: the run's own, or those of ``rollout.servers`` or its file."""
 
-    packages: ClassVar[Mapping[str, str]] = {"sglang": "0.5.21"}
-    """The version that requirements/ installs."""
+    packages: ClassVar[Mapping[str, str]] = {"sglang": VERSION}
 
     def check(self, config: RunConfig, *, is_here: bool = True) -> None:
         """See ``EngineKind``."""

@@ -65,6 +65,8 @@ def _prepare_cpu() -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *method, force=False: None
+    # A CUDA build of torch answers with torch.cuda, which a fork cannot initialise.
+    torch.get_device_module = lambda *device: torch.cpu  # type: ignore[assignment]
     with uncompiled_imports():
         import sglang.srt.entrypoints.http_server
         import sglang.srt.models.registry  # noqa: F401

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import pytest
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
@@ -32,47 +27,12 @@ KEYS = ApiKeys(api_key="a" * 32, admin_api_key="b" * 32)
 SERVER = {"max_total_tokens": 8192, "mem_fraction": 0.3}
 
 
-@dataclass(frozen=True)
-class SglangRelease:
-    """A version of SGLang, and one of its ways to stream."""
-
-    version: str
-    is_installed: bool = True
-    """It is the environment's own; else it has a folder there (requirements/beside.sh)."""
-    is_incremental: bool = True
-
-    @property
-    def name(self) -> str:
-        """For the names of tests."""
-        return f"{self.version}-{'incremental' if self.is_incremental else 'cumulative'}"
-
-    @contextlib.contextmanager
-    def running(self, model_dir: Path, run_dir: Path) -> Iterator[SglangServer]:
-        """Run a server of it; skips the test where it is not there."""
-        with pytest.MonkeyPatch.context() as patch:
-            if not self.is_installed:
-                folder = Path(sys.prefix) / f"sglang-{self.version}"
-                if not (folder / ".complete").exists():
-                    pytest.skip(f"no {folder}; run requirements/beside.sh {sys.prefix}")
-                patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-            server_class = SglangServer if self.is_incremental else CumulativeServer
-            with running(make_server(model_dir, run_dir, server_class)) as server:
-                yield server
-
-
 class CumulativeServer(SglangServer):
     """Each event has all tokens."""
 
     def arguments(self) -> list[str]:
         """Arguments of ``sglang.launch_server``."""
         return [a for a in super().arguments() if a != "--incremental-streaming-output"]
-
-
-RELEASES = [
-    SglangRelease("0.5.21"),
-    SglangRelease("0.5.20", is_installed=False, is_incremental=False),
-]
-"""Both versions and both ways to stream. A stream is the same in both versions: two servers do."""
 
 
 def make_server(

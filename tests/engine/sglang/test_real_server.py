@@ -1,8 +1,6 @@
-"""Real servers of every supported SGLang version: the contract of engines, and SGLang's own calls.
+"""Real servers, of both ways to stream: the contract of engines, and SGLang's own calls.
 
-SGLang is tested as it is installed, and in an older version where ``requirements/beside.sh``
-has put it into a folder of its own, so that one environment serves both. Whatever needs a server of
-each version is in this module, because a start takes long.
+Whatever needs a server of each is in this module, because a start takes long.
 """
 
 from __future__ import annotations
@@ -22,15 +20,17 @@ from bapo_megatron.engine.sglang.convention import (
     check_temperature_convention,
     next_token_logprobs,
 )
-from bapo_megatron.engine.sglang.dialect import ServerInfo
+from bapo_megatron.engine.sglang.info import VERSION, ServerInfo
 from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
 from tests.engine.contract import PROMPT, Case, Response, sglang_case
 from tests.engine.sglang.servers import (
     KEYS,
-    RELEASES,
-    SglangRelease,
+    CumulativeServer,
+    make_server,
+    running,
     sample,
     with_client,
     with_http,
@@ -42,34 +42,29 @@ if TYPE_CHECKING:
 
     from bapo_megatron.engine.sglang.client import SglangClient
     from bapo_megatron.engine.sglang.http import SglangHttp
-    from bapo_megatron.engine.sglang.server import SglangServer
 
 pytestmark = pytest.mark.sglang
 
-Running = tuple[SglangRelease, "SglangServer"]
 
-
-@pytest.fixture(scope="module", params=RELEASES, ids=lambda release: release.name)
-def running(
+@pytest.fixture(scope="module", params=[SglangServer, CumulativeServer])
+def server(
     request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Running]:
-    """A server of each version; tests leave no request behind, and give it back its weights."""
-    release = request.param
-    with release.running(model_dir, tmp_path_factory.mktemp("server")) as server:
-        yield release, server
+) -> Iterator[SglangServer]:
+    """A server; tests leave no request behind, and give it back its weights."""
+    run_dir = tmp_path_factory.mktemp("server")
+    with running(make_server(model_dir, run_dir, request.param)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def case(running: Running, model_dir: Path) -> Case:
+def case(server: SglangServer, model_dir: Path) -> Case:
     """What the contract is tested with."""
-    _, server = running
     return sglang_case(server, model_dir)
 
 
 def test_the_server_says_how_it_was_started_and_with_which_model(
-    running: Running, model_dir: Path, tmp_path: Path
+    server: SglangServer, model_dir: Path, tmp_path: Path
 ) -> None:
-    release, server = running
     other = {"architectures": ["LlamaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(other))
 
@@ -83,22 +78,21 @@ def test_the_server_says_how_it_was_started_and_with_which_model(
 
     info = with_http(server.address, ask, server.keys)
     assert info == ServerInfo(
-        version=release.version,
+        version=VERSION,
         model_path=str(model_dir),
         tensor_ranks=1,
         pipeline_ranks=1,
         data_ranks=1,
         cache_tokens=8192,
-        is_incremental=release.is_incremental,
+        is_incremental=not isinstance(server, CumulativeServer),
         nccl_settings={"NCCL_CUMEM_ENABLE": "0"},
     )
 
 
 @pytest.mark.parametrize("is_given_up", [True, False])
 def test_a_request_that_nobody_waits_for_any_more_ends_on_the_server(
-    running: Running, is_given_up: bool
+    server: SglangServer, is_given_up: bool
 ) -> None:
-    _, server = running
 
     async def leave(client: SglangClient) -> bool:
         response = Response(client)
@@ -120,8 +114,7 @@ def test_a_request_that_nobody_waits_for_any_more_ends_on_the_server(
     with_client(server.address, wait_until_idle, server.keys)
 
 
-def test_control_calls_take_the_admin_key_only(running: Running) -> None:
-    _, server = running
+def test_control_calls_take_the_admin_key_only(server: SglangServer) -> None:
 
     async def abort(client: SglangClient) -> None:
         await client.abort(60)
@@ -145,9 +138,8 @@ def test_control_calls_take_the_admin_key_only(running: Running) -> None:
     "path", ["/server_info", "/get_server_info", "/v1/loads", "/set_trace_level?level=1"]
 )
 def test_nobody_but_the_admin_learns_the_keys_or_changes_the_server(
-    running: Running, path: str
+    server: SglangServer, path: str
 ) -> None:
-    _, server = running
     for key in ("nobody", server.keys.api_key):
         reply = httpx.get(
             f"{server.address}{path}",
@@ -162,9 +154,8 @@ def test_nobody_but_the_admin_learns_the_keys_or_changes_the_server(
 
 
 def test_what_the_api_key_opens_and_the_command_of_the_server_hold_no_key(
-    running: Running,
+    server: SglangServer,
 ) -> None:
-    _, server = running
 
     async def ask(http: SglangHttp) -> tuple[str, str]:
         open_to_all = await http.call("/model_info", admin=False)
@@ -175,23 +166,7 @@ def test_what_the_api_key_opens_and_the_command_of_the_server_hold_no_key(
         assert not any(key in text for key in (KEYS.api_key, KEYS.admin_api_key))
 
 
-def test_only_servers_with_sessions_have_their_endpoint(running: Running) -> None:
-    release, server = running
-
-    async def call(http: SglangHttp) -> None:
-        for path in ("/begin_weight_update", "/end_weight_update"):
-            await http.call(path, {}, admin=True)
-
-    if release.version == "0.5.21":
-        with_http(server.address, call, server.keys)
-    else:
-        assert release.version == "0.5.20"
-        with pytest.raises(RolloutError, match="HTTP 404"):
-            with_http(server.address, call, server.keys)
-
-
-def test_keys_are_needed_and_neither_listed_nor_logged(running: Running) -> None:
-    _, server = running
+def test_keys_are_needed_and_neither_listed_nor_logged(server: SglangServer) -> None:
     keys = (server.keys.api_key, server.keys.admin_api_key)
     for path in ("/generate", "/abort_request", "/update_weights_from_disk"):
         assert httpx.post(server.address + path, json={}).status_code == 401
@@ -209,8 +184,7 @@ def test_keys_are_needed_and_neither_listed_nor_logged(running: Running) -> None
         assert key not in log
 
 
-def test_the_convention_of_the_temperature_is_told_apart_by_far(running: Running) -> None:
-    _, server = running
+def test_the_convention_of_the_temperature_is_told_apart_by_far(server: SglangServer) -> None:
     prompts = [[5, 6, 7], [8, 9]]
 
     async def probe(http: SglangHttp) -> None:
@@ -224,9 +198,8 @@ def test_the_convention_of_the_temperature_is_told_apart_by_far(running: Running
     with_http(server.address, probe, server.keys)
 
 
-def test_a_server_generates_again_after_it_released_its_memory(running: Running) -> None:
+def test_a_server_generates_again_after_it_released_its_memory(server: SglangServer) -> None:
     """Without CUDA it keeps its memory; calls, their order and its state are the same."""
-    _, server = running
 
     async def use(client: SglangClient) -> None:
         sampling = asyncio.create_task(sample(client, [5, 6, 7], SamplingSettings(1.0, 200)))

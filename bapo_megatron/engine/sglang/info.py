@@ -1,16 +1,4 @@
-"""What differs between the supported SGLang versions, in one place.
-
-The differences (``tests/engine/sglang/test_dialect.py`` runs both versions):
-
-| | 0.5.20 | 0.5.21 |
-|---|---|---|
-| ``/update_weights_from_distributed``, ``…_from_tensor`` | at any time | only between ``/begin_weight_update`` and ``/end_weight_update``, which 0.5.20 does not have |
-| new weights with ``flush_cache`` while requests are retracted (``in_flight: retract``) | the scheduler fails an assertion and the server ends | works |
-| which model of a server with a draft model gets weights | ``disable_draft_model`` | ``selector`` |
-
-The stream of ``/generate``, abort, pause, ``/model_info`` and ``/server_info`` are the same, as far
-as this project uses them.
-"""  # noqa: E501 (a table)
+"""How a server was started, as ``/server_info`` says."""
 
 import json
 import re
@@ -21,8 +9,8 @@ from typing import Any, Self
 from bapo_megatron.engine.base import Capabilities
 from bapo_megatron.engine.sglang.questions import NCCL_HEADER
 
-OLDEST_VERSION = "0.5.20"
-"""The oldest SGLang that the contract tests hold."""
+VERSION = "0.5.23"
+"""The SGLang that requirements/ installs and the tests run; older ones are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +54,26 @@ class ServerInfo:
 
     @property
     def is_supported(self) -> bool:
-        """Whether it may be used."""
-        return self._is_at_least(OLDEST_VERSION)
-
-    @property
-    def has_update_session(self) -> bool:
-        """Whether weights are accepted only between ``/begin_weight_update`` and its end."""
-        return self._is_at_least("0.5.21")
+        """Whether it may be used. A build from source without leading numbers counts as newest."""
+        leading = re.match(r"\d+(\.\d+)*", self.version)
+        return leading is None or _numbers(leading[0]) >= _numbers(VERSION)
 
     @property
     def capabilities(self) -> Capabilities:
         """What such a server can do."""
-        in_flight, methods = {"abort", "in_place"}, {"disk"}
-        if self._is_at_least("0.5.21"):
-            in_flight.add("retract")
+        methods = {"disk"}
         # SGLang numbers tensor-parallel ranks only in a group, and gives the others no weights.
         if self.pipeline_ranks == self.data_ranks == 1:
             methods |= {"broadcast", "tensor"}
         return Capabilities(
             num_ranks=self.tensor_ranks * self.pipeline_ranks * self.data_ranks,
-            in_flight=frozenset(in_flight),
+            in_flight=frozenset({"abort", "retract", "in_place"}),
             methods=frozenset(methods),
             remedy="" if "tensor" in methods else "start it with --pp-size 1 and --dp-size 1",
             cache_tokens=self.cache_tokens * self.data_ranks,
             nccl_settings=self.nccl_settings,
         )
 
-    def _is_at_least(self, version: str) -> bool:
-        """A build from source, whose version has no leading numbers, counts as the newest."""
-        found = re.match(r"\d+(\.\d+)*", self.version)
-        own = [int(part) for part in found[0].split(".")] if found else [1 << 30]
-        return own >= [int(part) for part in version.split(".")]
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
