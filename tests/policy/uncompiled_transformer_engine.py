@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from contextlib import ExitStack, contextmanager
+from enum import IntEnum
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 HOPPER = SimpleNamespace(major=9, minor=0, name="no GPU")
 CUDNN_VERSION = 91300
 """9.13.0, as cuDNN encodes it."""
+ENUMERATIONS = {
+    "DType": "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1",
+    "NVTE_Fused_Attn_Backend": "NVTE_No_Backend NVTE_F16_arbitrary_seqlen NVTE_FP8",
+}
+"""Those of the compiled parts that the Python sources mirror; on import they compare the names."""
 
 
 def import_transformer_engine(folder: Path) -> None:
@@ -36,7 +42,9 @@ def import_transformer_engine(folder: Path) -> None:
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # else its import loads libraries of CUDA
     for name in ("transformer_engine_torch", "onnx", "onnxscript"):
         sys.modules[name] = MagicMock(__spec__=ModuleSpec(name, None))
-    sys.modules["transformer_engine_torch"].get_cudnn_version = lambda: CUDNN_VERSION  # type: ignore[attr-defined]
+    compiled: Any = sys.modules["transformer_engine_torch"]
+    compiled.get_cudnn_version = lambda: CUDNN_VERSION
+    vars(compiled).update({name: IntEnum(name, names) for name, names in ENUMERATIONS.items()})
     with uncompiled_imports(), warnings.catch_warnings(action="ignore"):
         import transformer_engine  # without its PyTorch part, whose library it does not find
 
