@@ -15,6 +15,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+
 from tests.gpu import acceptance
 
 PARTS = ("build", "model", "train", "kernels", "ipc", "nccl")
@@ -39,22 +41,23 @@ def hide_other_packages() -> None:
         if not visible & set(map(_normal, owners))
     }
 
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    class Finder(PathFinder):  # it also finds entry points: torch 2.14's gloo is one
+        @classmethod
+        def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
             if name.partition(".")[0] in hidden:
                 return None
-            return PathFinder.find_spec(name, path, target)
+            return super().find_spec(name, path, target)
 
     sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 
 
 def _with_requirements(name: str) -> set[str]:
-    required = {
-        _normal(re.split(r"[^\w.-]", line)[0])
-        for line in importlib.metadata.requires(name) or []
-        if "extra ==" not in line
-    }
+    requirements = map(Requirement, importlib.metadata.requires(name) or [])
+    required = [
+        _normal(requirement.name)
+        for requirement in requirements
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    ]
     return {name}.union(*map(_with_requirements, required))
 
 

@@ -93,7 +93,7 @@ def test_needs_lists_the_wheels_and_their_size(capsys: pytest.CaptureFixture[str
     assert acceptance.main(["needs"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:8]] == list(acceptance.PARTS)
-    assert "  2.58 MB  megatron-core==0.16.1" in lines
+    assert "  2.37 MB  megatron-core==0.19.2" in lines
     (total,) = (line for line in lines if "MB  in all" in line)
     assert 0 < float(total.split()[0]) <= 60
     assert lines[-1] == "pip install --no-deps -r requirements/gpu_acceptance.txt"
