@@ -20,17 +20,20 @@ from tests.trainer.dumps import make_random_model
 COMMAND = [sys.executable, "-m", "bapo_megatron"]
 
 
+def _write_tokens(path: Path, ratios: list[float], advantages: list[float]) -> Path:
+    np.savez(
+        path,
+        logprob=np.log(np.array(ratios, np.float32)),
+        behaviour_logprob=np.zeros(3, np.float32),
+        advantage=np.array(advantages, np.float32),
+    )
+    return path
+
+
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
     """Wrong tokens outweigh right ones until the upper bound lets the ratio of 2 count."""
-    path = tmp_path / "tokens.npz"
-    np.savez(
-        path,
-        logprob=np.log(np.array([2.0, 1.0, 1.0], np.float32)),
-        behaviour_logprob=np.zeros(3, np.float32),
-        advantage=np.array([1.0, -1.0, -1.2], np.float32),
-    )
-    return path
+    return _write_tokens(tmp_path / "tokens.npz", [2.0, 1.0, 1.0], [1.0, -1.0, -1.2])
 
 
 @pytest.mark.slow
@@ -57,13 +60,7 @@ def test_bounds_prints_a_table_for_people(tokens: Path) -> None:
 
 @pytest.mark.slow
 def test_bounds_uses_the_dual_clip_of_the_recipe(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.npz"
-    np.savez(
-        path,
-        logprob=np.log(np.array([1.0, 4.0, 1.0], np.float32)),
-        behaviour_logprob=np.zeros(3, np.float32),
-        advantage=np.array([1.0, -1.0, -0.25], np.float32),
-    )
+    path = _write_tokens(tmp_path / "tokens.npz", [1.0, 4.0, 1.0], [1.0, -1.0, -0.25])
     result = run(
         ["bounds", str(path), "--preset", "recipe", "--contribution", "gradient", "--json"]
     )

@@ -1,4 +1,4 @@
-"""What set-up ends with: the installed packages work together, or one line says which do not."""
+"""The installed packages work together, or one line says which do not; imports compile nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from bapo_megatron.cpu_torch import uncompiled_imports
 
 
 def check(folder: Path) -> tuple[int, str]:
@@ -37,3 +40,17 @@ def test_packages_that_do_not_work_are_named_in_one_line(tmp_path: Path) -> None
         "versions that requirements/install.sh names\n"
     )
     assert check(tmp_path) == (1, expected)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_torch_compile_is_left_alone_only_with_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    before = torch.compile
+    with uncompiled_imports():
+        assert (torch.compile is before) == has_gpu
+        if not has_gpu:
+            assert torch.compile(len) is len
+            assert torch.compile(dynamic=True)(len) is len
+    assert torch.compile is before

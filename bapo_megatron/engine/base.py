@@ -213,9 +213,7 @@ class Engine(Protocol):
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         """Return what it can do; the process that samples must answer, which detects hangs."""
 
-    async def check(
-        self, temperature: float, in_flight: str, probe_prompts: Sequence[Sequence[int]] = ()
-    ) -> None:
+    async def check(self, temperature: float, probe_prompts: Sequence[Sequence[int]] = ()) -> None:
         """Raise a ``RolloutError`` if a run with these settings must not use it.
 
         ``EngineKind.check`` has already refused what the configuration alone rules out. Log-probs

@@ -377,8 +377,7 @@ class EngineStates:
         if method == "broadcast":
             capabilities.check_nccl(pooled.address)
         if not self.memory_is_away:  # it would crash, and was checked at its first start
-            temperature, in_flight = self._config.temperature, self._config.weight_sync.in_flight
-            await pooled.engine.check(temperature, in_flight, self._probe_prompts)
+            await pooled.engine.check(self._config.temperature, self._probe_prompts)
 
     def _take_answer(self, pooled: PooledEngine, reported: str) -> None:
         """Take the weights version that an admitted engine reports."""

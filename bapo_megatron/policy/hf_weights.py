@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -224,10 +223,6 @@ def load_weights(
         shard = read_shard(weight, files, hf, groups.tensor_rank, groups.tensor_size)
         assert parameter.shape == shard.shape, (weight.megatron, parameter.shape, shard.shape)
         parameter.copy_(shard)
-        if weight.axis is not None and not hasattr(parameter, "tensor_model_parallel"):
-            # Mark it as Megatron's initialisation would. Unmarked parameters count as copies: the
-            # gradient norm would take them from rank 0 alone.
-            set_tensor_model_parallel_attributes(parameter, True, weight.axis, 1)
 
 
 def find_tensors(hf: HfConfig, model_dir: Path) -> dict[str, Path]:

@@ -24,6 +24,7 @@ MESSAGES = (
     r"full scope is deprecated",  # Megatron about its own default
     r"`torch\.distributed\.\w+` is deprecated",  # torch about Megatron's calls
     r"When using (sequence parallelism|async grad allreduce) it is recommended",  # tuning for GPUs
+    r"TypedStorage is deprecated",  # torch 2.10 about its own writer
     r"`load_state_dict` is deprecated",  # torch about Megatron's checkpoints
     r"Please use DTensor instead and we are deprecating ShardedTensor",  # the same
     r"The \.grad attribute of a Tensor that is not a leaf",  # Megatron inspects activations

@@ -77,9 +77,7 @@ class Proof:
         config, limit_s = self._config, self._config.health.stuck_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await entry.engine.check(
-                    config.temperature, config.weight_sync.in_flight, self._prompts
-                )
+                await entry.engine.check(config.temperature, self._prompts)
             entry.is_unproven = entry.is_lost
         except (TimeoutError, RolloutError) as error:
             hangs = f"its check took longer than {limit_s:g} s (rollout.health.stuck_timeout_s)"

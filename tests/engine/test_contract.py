@@ -87,8 +87,7 @@ def test_what_it_can_do_is_known_and_does_not_change(case: Case) -> None:
         assert "abort" in capabilities.in_flight <= {"abort", "retract", "in_place"}
         assert "disk" in capabilities.methods <= {"broadcast", "disk", "tensor"}
         assert 1 <= (await engine.weights(10.0)).tensor_ranks <= capabilities.num_ranks
-        for mode in capabilities.in_flight:
-            await engine.check(0.6, mode, [PROMPT, PROMPT[:2]])
+        await engine.check(0.6, [PROMPT, PROMPT[:2]])
 
     play(case, ask)
 

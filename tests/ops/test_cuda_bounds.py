@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bapo_megatron.ops import extension
-from tests.cuda_emulation import launchers
 from tests.cuda_emulation.launchers import EmulatedKernels
 from tests.ops.kernel_calls import filled_table, search_table
 from tests.oracles.bound_search import Tokens
@@ -18,13 +17,6 @@ from tests.oracles.token_batches import paper_rule, random_tokens
 LOWER, UPPER = (0.6, 0.9, 0.02), (1.2, 3.0, 0.05)
 EDGE_TOKENS = (0, 1, 31, 32, 33)
 ORDERS = (0, 1, 7)
-
-
-@pytest.fixture
-def kernels() -> EmulatedKernels:
-    emulated = launchers.emulated_kernels()
-    emulated.set_order(0)
-    return emulated
 
 
 def paper_grid(**changes: object) -> extension.ClipGrid:

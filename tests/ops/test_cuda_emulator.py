@@ -7,15 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from tests.cuda_emulation import launchers
 from tests.cuda_emulation.launchers import EmulatedKernels
-
-
-@pytest.fixture
-def kernels() -> EmulatedKernels:
-    emulated = launchers.emulated_kernels()
-    emulated.set_order(0)
-    return emulated
 
 
 class TestEmulator:

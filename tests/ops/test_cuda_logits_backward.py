@@ -10,18 +10,11 @@ import math
 import pytest
 import torch
 
-from tests.cuda_emulation import cases, launchers
+from tests.cuda_emulation import cases
 from tests.cuda_emulation.launchers import EmulatedKernels
 
 EDGE_TOKENS = (0, 1, 31, 32, 33)
 ORDERS = (0, 1, 7)
-
-
-@pytest.fixture
-def kernels() -> EmulatedKernels:
-    emulated = launchers.emulated_kernels()
-    emulated.set_order(0)
-    return emulated
 
 
 class TestLogitsBackward:

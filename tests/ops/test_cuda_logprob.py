@@ -11,17 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda_emulation import cases, launchers
+from tests.cuda_emulation import cases
 from tests.cuda_emulation.launchers import EmulatedKernels
 
 EDGE_TOKENS = (0, 1, 31, 32, 33)
-
-
-@pytest.fixture
-def kernels() -> EmulatedKernels:
-    emulated = launchers.emulated_kernels()
-    emulated.set_order(0)
-    return emulated
 
 
 def assert_partials(got_T4: Tensor, expected_T4: Tensor) -> None:

@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cuda_emulation import launchers
 from tests.cuda_emulation.launchers import EmulatedKernels
 from tests.oracles.token_batches import paper_rule, random_tokens
-
-
-@pytest.fixture
-def kernels() -> EmulatedKernels:
-    emulated = launchers.emulated_kernels()
-    emulated.set_order(0)
-    return emulated
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 31, 32, 33, 256, 257, 4097])

@@ -24,11 +24,12 @@ MODES = ("synchronous", "asynchronous")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    make_model("qwen2", root / "qwen2")
-    make_model("qwen3", root / "qwen3")
-    make_model("qwen2", root / "wide", intermediate_size=64)
-    make_model("qwen2", root / "deep", num_hidden_layers=3)
-    return {name: root / name for name in ("qwen2", "qwen3", "wide", "deep")}
+    return {
+        "qwen2": make_model("qwen2", root / "qwen2"),
+        "qwen3": make_model("qwen3", root / "qwen3"),
+        "wide": make_model("qwen2", root / "wide", intermediate_size=64),
+        "deep": make_model("qwen2", root / "deep", num_hidden_layers=3),
+    }
 
 
 @pytest.fixture(scope="module")

@@ -17,23 +17,11 @@ from tests.policy import convert_ranks
 from tests.policy.convert_models import (
     COMPANIONS,
     assert_same,
-    convert_models,
     copy_with,
-    make_models,
     run_convert,
     weights,
 )
 from tests.policy.tiny_models import FAMILIES, load_reference, set_config_field
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def converted(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return convert_models(models, tmp_path_factory.mktemp("converted"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

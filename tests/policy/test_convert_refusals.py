@@ -16,24 +16,12 @@ from torch import Tensor
 from tests.policy.checkpoint_damages import Crafted
 from tests.policy.convert_models import (
     assert_same,
-    convert_models,
     copy_with,
     error_of,
-    make_models,
     run_convert,
     weights,
 )
 from tests.policy.tiny_models import set_config_field
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def converted(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return convert_models(models, tmp_path_factory.mktemp("converted"))
 
 
 def _drop(name: str) -> Callable[[dict[str, Tensor]], Any]:

@@ -15,22 +15,10 @@ from tests.launch import run, start
 from tests.policy import convert_ranks
 from tests.policy.convert_models import (
     assert_same,
-    convert_models,
-    make_models,
     run_convert,
     weights,
 )
 from tests.policy.tiny_models import make_model
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def converted(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return convert_models(models, tmp_path_factory.mktemp("converted"))
 
 
 @pytest.fixture(scope="module")

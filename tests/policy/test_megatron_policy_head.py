@@ -21,9 +21,7 @@ FAMILIES = {"qwen2": "output_layer.weight", "qwen3": "embedding.word_embeddings.
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
-        make_model(family, root / family)
-    return {family: root / family for family in FAMILIES}
+    return {family: make_model(family, root / family) for family in FAMILIES}
 
 
 @pytest.fixture(scope="module")

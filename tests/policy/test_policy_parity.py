@@ -36,9 +36,7 @@ LAYOUTS = ("single", "tensor", "pipeline", "context", "data")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
-        make_model(family, root / family)
-    return {family: root / family for family in FAMILIES}
+    return {family: make_model(family, root / family) for family in FAMILIES}
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ SEQUENCES = (((7, 3), (5,), (11, 9, 40)), ((96, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9), (
 """Token ids of the sequences of each micro-batch: different lengths, one of a single token."""
 
 
-def make_model(family: str, directory: Path, **changes: Any) -> None:
+def make_model(family: str, directory: Path, **changes: Any) -> Path:
     """Write a random model in float32; norms and biases are random too."""
     torch.manual_seed(FAMILIES.index(family))
     model = model_class(family)(_config(family, changes)).float()
@@ -44,6 +44,7 @@ def make_model(family: str, directory: Path, **changes: Any) -> None:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(directory)
     (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    return directory
 
 
 def load_reference(family: str, directory: Path) -> Any:

@@ -18,6 +18,7 @@ from bapo_megatron.config.schema import (
     ParallelConfig,
 )
 from bapo_megatron.data.dump import read_batch
+from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.chunked import LossGradient, apply_token_loss
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
@@ -28,17 +29,17 @@ from tests.policy.parity_ranks import hf_gradients
 from tests.trainer.dumps import ONE_RANK
 
 
+def _build(model_dir: Path, dtype: str, groups: ProcessGroups) -> MegatronPolicy:
+    model, optimizer = ModelConfig(path=model_dir, dtype=dtype), OptimizerConfig(lr=0.0)
+    return MegatronPolicy.build(
+        model, ParallelConfig(), optimizer, total_updates=1, seed=0, groups=groups
+    )
+
+
 def watch_the_logits(model_dir: Path, dump: Path) -> dict[str, Any]:
     """Train once in bfloat16 with and without overwriting; tell where the logits lived."""
     with joined() as groups:
-        policy = MegatronPolicy.build(
-            ModelConfig(path=model_dir, dtype="bfloat16"),
-            ParallelConfig(),
-            OptimizerConfig(lr=0.0),
-            total_updates=1,
-            seed=0,
-            groups=groups,
-        )
+        policy = _build(model_dir, "bfloat16", groups)
         config = AlgorithmConfig.model_validate({})
         (update,) = split_step(
             read_batch(dump),
@@ -106,14 +107,7 @@ class _Watch:
 def refuse_multi_token_prediction(model_dir: Path) -> str:
     """What a policy says about a model with multi-token prediction."""
     with joined() as groups:
-        policy = MegatronPolicy.build(
-            ModelConfig(path=model_dir, dtype="float32"),
-            ParallelConfig(),
-            OptimizerConfig(lr=0.0),
-            total_updates=1,
-            seed=0,
-            groups=groups,
-        )
+        policy = _build(model_dir, "float32", groups)
         policy.chunks[-1].mtp_process = True
         try:
             replace(policy)

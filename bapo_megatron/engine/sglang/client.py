@@ -40,8 +40,9 @@ from bapo_megatron.engine.sglang.convention import (
     stream_body,
 )
 from bapo_megatron.engine.sglang.http import SglangHttp
-from bapo_megatron.engine.sglang.info import VERSION, ServerInfo
+from bapo_megatron.engine.sglang.info import ServerInfo
 from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.engine.sglang.kind import VERSION
 from bapo_megatron.engine.sglang.stream import EventReader, StreamParser
 from bapo_megatron.errors import (
     BrokenConnectionError,
@@ -253,11 +254,8 @@ class SglangClient:
         """See ``Engine``."""
         return replace((await self._ask_info(timeout_s)).capabilities, gpus=self._gpus)
 
-    async def check(
-        self, temperature: float, in_flight: str, probe_prompts: Sequence[Sequence[int]] = ()
-    ) -> None:
+    async def check(self, temperature: float, probe_prompts: Sequence[Sequence[int]] = ()) -> None:
         """See ``Engine``; resume a server that a killed trainer left paused."""
-        del in_flight  # it supports every mode
         info = self._info or await self._ask_info()
         if self._model is not None:
             await check_model(self._http, info.model_path, self._model)

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from bapo_megatron.engine.base import Capabilities
+from bapo_megatron.engine.sglang.kind import VERSION
 from bapo_megatron.engine.sglang.questions import NCCL_HEADER
-
-VERSION = "0.5.23"
-"""The SGLang that requirements/ installs and the tests run; older ones are refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 from bapo_megatron.config.check import check_heads, check_model, check_unique
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.section import split_address
-from bapo_megatron.engine.sglang.info import VERSION
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.files import read_regular
 from bapo_megatron.gpus import count_gpus
@@ -19,6 +18,9 @@ if TYPE_CHECKING:
     from bapo_megatron.config.rollout import RolloutConfig
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.engine.base import Backend
+
+VERSION = "0.5.23"
+"""The SGLang that requirements/ installs and the tests run; older servers are refused."""
 
 _MAX_PORT = 65535
 _SECRET_ARGUMENTS = {"--api-key": API_KEY_VARIABLE, "--admin-api-key": ADMIN_API_KEY_VARIABLE}

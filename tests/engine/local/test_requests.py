@@ -319,6 +319,6 @@ def test_it_says_what_it_can_do(model_dir: Path) -> None:
         assert capabilities.num_ranks == 1
         assert capabilities.in_flight == {"abort", "retract"}
         assert capabilities.methods == {"broadcast", "disk"}
-        await engine.check(1.0, "retract")
+        await engine.check(1.0)
 
     use_engine(model_dir, use)

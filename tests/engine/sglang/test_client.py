@@ -200,7 +200,7 @@ def test_a_control_call_without_an_answer_finds_the_server_gone_and_nonsense_is_
         with pytest.raises(ServerError, match=r"unusable answer \(probe of its log-probs\)"):
             await client.score([1, 2], 10.0)
         with pytest.raises(ServerError, match=r"unusable answer \(probe of the temperature"):
-            await client.check(0.5, "abort", [[1, 2]])
+            await client.check(0.5, [[1, 2]])
         fake.is_hanging = True
         with pytest.raises(ServerGoneError, match=r"no answer within 0\.5 s"):
             await client.version(0.5)
@@ -223,5 +223,5 @@ def test_a_server_with_ranks_that_buckets_do_not_reach_takes_directories_only() 
 def test_a_server_that_a_killed_trainer_left_paused_goes_on_when_it_is_checked() -> None:
     with FakeSglang() as fake:
         fake.pause_mode = "retract"
-        with_client(fake.address, lambda client: client.check(1.0, "abort"))
+        with_client(fake.address, lambda client: client.check(1.0))
         assert fake.pause_mode is None

@@ -20,8 +20,9 @@ from bapo_megatron.engine.sglang.convention import (
     check_temperature_convention,
     next_token_logprobs,
 )
-from bapo_megatron.engine.sglang.info import VERSION, ServerInfo
+from bapo_megatron.engine.sglang.info import ServerInfo
 from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.engine.sglang.kind import VERSION
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
