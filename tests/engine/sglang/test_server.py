@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -19,6 +21,8 @@ import pytest
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
+from bapo_megatron.engine.load import load_kind
+from bapo_megatron.engine.sglang import launcher
 from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.errors import RolloutError
@@ -307,3 +311,46 @@ def _has_everything(started: set[psutil.Process]) -> bool:
     lines = [" ".join(process.cmdline()) for process in started if process.is_running()]
     spawned = [line for line in lines if "spawn_main" in line or "sglang::" in line]
     return any("rollout.collector" in line for line in lines) and len(spawned) >= 2
+
+
+def test_own_servers_share_random_keys_and_are_connected_to_where_they_listen(
+    make_config: MakeConfig,
+) -> None:
+    config = make_config(server={"count": 2, "port": 30000})
+    kind = load_kind("sglang")
+    first, second = (kind.open(config, "cpu", awaits_weights=True) for _ in range(2))
+    keys = [server.keys for backend in (first, second) for server in backend.servers]
+    assert keys[0] == keys[1] != keys[2] == keys[3]
+    assert [len(key) for key in (keys[0].api_key, keys[0].admin_api_key)] == [32, 32]
+    assert keys[0].api_key != keys[0].admin_api_key
+    addresses = ["http://127.0.0.1:30000", "http://127.0.0.1:30001"]
+    assert [server.address for server in first.servers] == addresses
+    assert first.addresses() == addresses
+
+
+def test_servers_of_others_are_connected_to_and_not_started(make_config: MakeConfig) -> None:
+    backend = load_kind("sglang").open(
+        make_config(servers=("http://node:30000/",)), "cpu", awaits_weights=True
+    )
+    assert backend.servers == ()
+    (address,) = backend.addresses()
+    engine = asyncio.run(backend.connect(address))
+    assert engine.address == "http://node:30000"
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments", "logged"),
+    [
+        ("the key %s of %d", ("secret", 2), "the key <redacted> of 2"),
+        ("%d keys", (2,), "2 keys"),
+        ("no place for it", ("secret",), "no place for it ('<redacted>',)"),
+    ],
+)
+def test_keys_are_kept_out_of_the_log_and_a_faulty_call_ends_no_server(
+    monkeypatch: pytest.MonkeyPatch, message: str, arguments: tuple[object, ...], logged: str
+) -> None:
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
+    launcher._keep_out_of_log(["secret"])
+    make_record = logging.getLogRecordFactory()
+    record = make_record("sglang", logging.INFO, "file.py", 1, message, arguments, None)
+    assert record.getMessage() == logged
