@@ -222,6 +222,9 @@ def load_weights(
     for weight, parameter in local_weights(chunks, hf):
         shard = read_shard(weight, files, hf, groups.tensor_rank, groups.tensor_size)
         assert parameter.shape == shard.shape, (weight.megatron, parameter.shape, shard.shape)
+        # Megatron takes others for copies, and their share of the gradient norm from one rank.
+        is_marked = getattr(parameter, "tensor_model_parallel", False)
+        assert is_marked or weight.axis is None, weight.megatron
         parameter.copy_(shard)
 
 
