@@ -27,7 +27,10 @@ def clipped_loss(
     dual = math.inf if dual_clip is None else dual_clip
     floor_T = torch.where(is_negative_T, low, 0.0)
     ceiling_T = torch.where(is_negative_T, dual, high)
-    return -advantage_T * ratio_T.clamp(floor_T, ceiling_T)
+    # Not clamp alone: since torch 2.14 its derivative at a limit is a half.
+    is_inside_T = (ratio_T >= floor_T) & (ratio_T <= ceiling_T)
+    limited_T = torch.where(is_inside_T, ratio_T, ratio_T.detach().clamp(floor_T, ceiling_T))
+    return -advantage_T * limited_T
 
 
 def clipped_tokens(

@@ -134,7 +134,6 @@ def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> di
     if hf.qk_norm:
         tensors["norms of queries and keys"] = _head_norm_bytes(case)
     if case.assumptions.layers == "local":
-        tensors["cosines and sines"] = 4 * case.element_bytes * hf.head_dim
         tensors["silu(gate), up"] = 2 * mlp
         if recompute == "none":
             tensors["attention's output, by sequence"] = query

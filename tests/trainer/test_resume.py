@@ -167,9 +167,9 @@ def test_checksums_decide_unless_who_loads_the_checkpoint_checks_it(root: Path) 
 
 def test_another_format_is_no_damage(root: Path) -> None:
     path = root / "step_12" / "state.json"
-    path.write_text(path.read_text().replace('"format": 5', '"format": 4'))
+    path.write_text(path.read_text().replace('"format": 6', '"format": 7'))
     assert _refusal(root.parent) == (
-        f"{path}: format 4, this version reads format 5; resume with the version that saved it"
+        f"{path}: format 7, this version reads format 6; resume with the version that saved it"
     )
 
 
