@@ -73,7 +73,6 @@ class Server:
                         "pp_size": 1,
                         "dp_size": 1,
                         "max_total_num_tokens": 1 << 30,
-                        "enable_dp_attention": False,
                         "incremental_streaming_output": True,
                     }
                 ).encode()

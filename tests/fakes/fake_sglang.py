@@ -181,7 +181,6 @@ class FakeSglang:
                 "tp_size": self.num_ranks,
                 "pp_size": 1,
                 "dp_size": 1,
-                "enable_dp_attention": False,
                 "incremental_streaming_output": self.is_incremental,
                 "max_total_num_tokens": self.cache_tokens,
             }

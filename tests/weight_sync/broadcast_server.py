@@ -30,7 +30,6 @@ INFO = {
     "tp_size": 1,
     "pp_size": 1,
     "dp_size": 1,
-    "enable_dp_attention": False,
     "incremental_streaming_output": True,
     "max_total_num_tokens": 1000,
 }

@@ -265,8 +265,8 @@ class SglangClient:
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
         """See ``Engine``.
 
-        With ``flush_cache`` **the server crashes** on the last new weights if a request is running,
-        even one that is paused in place.
+        With ``flush_cache`` the last call for new weights fails if a request is running, even one
+        that is paused in place; the server has the weights then, and reports the old version.
         """
         return SglangWeightControl(self._http, await self._ask_info(timeout_s), flush_cache)
 

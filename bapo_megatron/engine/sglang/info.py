@@ -20,11 +20,11 @@ class ServerInfo:
     model_path: str
     """Directory of the model that it was started with, as it sees it."""
     tensor_ranks: int
-    """Ranks that share each layer; these join a group for weights."""
+    """Ranks that share each layer, those of data-parallel attention included; these join a group
+    for weights."""
     pipeline_ranks: int
     data_ranks: int
-    """Independent copies of the model behind one address; the ranks of data-parallel attention
-    count as tensor ranks instead."""
+    """Independent copies of the model behind one address."""
     cache_tokens: int
     """Tokens that fit into the cache of each copy of the model."""
     is_incremental: bool
@@ -44,7 +44,7 @@ class ServerInfo:
             model_path=str(answer["model_path"]),
             tensor_ranks=int(answer["tp_size"]),
             pipeline_ranks=int(answer["pp_size"]),
-            data_ranks=1 if answer["enable_dp_attention"] else int(answer["dp_size"]),
+            data_ranks=int(answer["dp_size"]),
             cache_tokens=int(answer["max_total_num_tokens"]),
             is_incremental=bool(answer["incremental_streaming_output"]),
             nccl_settings=json.loads(headers.get(NCCL_HEADER, "{}")),

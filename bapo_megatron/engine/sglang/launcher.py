@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> None:
     if server_args.tokenizer_worker_num != 1:
         sys.exit("--tokenizer-worker-num must be 1: with several, SGLang checks no key; remove it")
     auth.add_api_key_middleware = _add_middleware
-    is_one_group = server_args.nnodes == 1 and server_args.dp_size == 1
+    is_one_group = server_args.nnodes == server_args.dp_size == server_args.attn_dp_size == 1
     if is_one_group and not server_args.dist_init_addr:
         os.environ.setdefault(_MEETING_VARIABLE, f"file://{scratch / 'ranks'}")
         # Without a store's address, SGLang names shared memory of CPU kernels after these.

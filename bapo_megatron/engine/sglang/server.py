@@ -60,7 +60,6 @@ _CPU_ARGUMENTS = (
     "--attention-backend=torch_native",
     "--sampling-backend=pytorch",
     "--disable-overlap-schedule",
-    "--disable-cuda-graph",
     "--grammar-backend=none",
 )
 

@@ -181,6 +181,12 @@ def test_an_older_sglang_is_refused_by_its_version() -> None:
         assert "runs SGLang 0.5.22.post1, needs at least 0.5.23; update it" in _error(fake)
 
 
+@pytest.mark.parametrize("version", ["0.5.23.post1", "0.10.0", "1.0", "main"])
+def test_a_later_sglang_is_admitted(version: str) -> None:
+    with FakeSglang(sglang_version=version) as fake:
+        assert len(with_client(fake.address, _generate).token_ids) == 4
+
+
 def test_an_answer_of_another_program_is_refused() -> None:
     class Other(FakeSglang):
         def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:

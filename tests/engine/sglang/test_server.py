@@ -122,7 +122,6 @@ def test_with_a_gpu_no_cpu_argument_is_given(tmp_path: Path) -> None:
         "--attention-backend=torch_native",
         "--sampling-backend=pytorch",
         "--disable-overlap-schedule",
-        "--disable-cuda-graph",
         "--grammar-backend=none",
     }
     assert cpu_only <= set(on_cpu.arguments())
