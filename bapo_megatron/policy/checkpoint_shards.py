@@ -82,7 +82,9 @@ class ShardWriter:
         soon as this returns; otherwise when ``write`` has ended.
         """
         self._directory, self._groups, self._copies = directory, groups, copies
-        self._storage = FileSystemWriter(directory)
+        # A thread's current device is GPU 0, and copies are in host memory: copy nothing ahead.
+        copy_ahead_bytes = 0 if copies else 10_000_000
+        self._storage = FileSystemWriter(directory, per_thread_copy_ahead=copy_ahead_bytes)
         self._stop = threading.Event()
         self._planner: MCoreSavePlanner | None = _Planner(self._stop)
         self._metadata: Metadata | None = None

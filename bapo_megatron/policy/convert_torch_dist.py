@@ -208,8 +208,11 @@ class _Planner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """Return the next parameter, or the next object."""
-        del write_item
-        return next(self._data)
+        data = next(self._data)
+        if isinstance(data, Tensor):
+            assert write_item.tensor_data is not None
+            assert data.shape == write_item.tensor_data.chunk.sizes, write_item.index
+        return data
 
 
 def write_parameters(
@@ -224,7 +227,8 @@ def write_parameters(
     They come in the order of the table of weights, all of ``dtype``, and one at a time is in
     memory, as one rank without parallelism would hold it. The directory exists and is empty.
     """
-    storage = FileSystemWriter(directory, sync_files=False)  # publishing it flushes it
+    # Publishing it flushes it. Copying ahead, as beside a GPU, torch would ask by size.
+    storage = FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
     storage.set_up_storage_writer(True)
     items = [_parameter_item(hf, weight, dtype) for weight in hf_weights.weight_table(hf)]
     objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in _empty_states(hf)]
