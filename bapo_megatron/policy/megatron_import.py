@@ -8,6 +8,7 @@ import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,24 +46,12 @@ LOGGED = {
 """Beginnings of what loggers would say on every start, by logger."""
 
 
-class _Without(logging.Filter):
-    """Drops messages that begin with a pattern."""
-
-    def __init__(self, pattern: str) -> None:
-        super().__init__()
-        self._pattern = re.compile(pattern)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to keep ``record``."""
-        return not self._pattern.match(record.getMessage())
-
-
 def import_megatron() -> None:
     """Import Megatron-core; to be called before any module that imports it."""
     for message in MESSAGES:
         warnings.filterwarnings("ignore", message=message)
     for name, pattern in LOGGED.items():
-        logging.getLogger(name).addFilter(_Without(pattern))
+        logging.getLogger(name).addFilter(partial(_is_kept, pattern))
     if torch.cuda.is_available():
         stand_in_for_apex()
     with uncompiled_imports(), _absent("wandb"):
@@ -100,3 +89,8 @@ def stand_in_for_apex() -> None:
 def _accumulate(input_NI: Tensor, gradient_NO: Tensor, sum_OI: Tensor) -> None:
     """Add the weight's gradient: N tokens, I inputs and O outputs of a linear layer."""
     add_product_(sum_OI, gradient_NO.t(), input_NI)
+
+
+def _is_kept(pattern: str, record: logging.LogRecord) -> bool:
+    """Return whether a message does not begin with ``pattern``."""
+    return not re.match(pattern, record.getMessage())
