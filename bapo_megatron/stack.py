@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from bapo_megatron.errors import first_line
 
-REMEDY = "install the versions that requirements/install.sh names"
+REMEDY = "install the versions that requirements/install.sh names (requirements/gpu.txt on a GPU machine)"
 
 
 def stack_errors() -> dict[str, str]:

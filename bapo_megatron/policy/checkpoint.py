@@ -120,14 +120,16 @@ class CheckpointSaver:
             if groups.rank == 0:
                 files.remove_unfinished(self._root)
                 unfinished.mkdir(parents=True)
-        policy.finish_weights()
-        state = _sharded_state(policy, is_loading=False)
-        writer = ShardWriter(state, unfinished, groups, copies=self._config.asynchronous)
         with _written_together(self._root, step, groups):
+            if not unfinished.is_dir():
+                raise files.not_shared(unfinished.name)
             if groups.rank == 0 and save_rollout is not None:
                 wait_for_rollout = save_rollout(unfinished / files.ROLLOUT_NAME)
             rng = torch_bytes(_rng_state(groups)).getvalue()
             atomic_write_bytes(unfinished / _rng_name(groups.rank), rng)
+        policy.finish_weights()
+        state = _sharded_state(policy, is_loading=False)
+        writer = ShardWriter(state, unfinished, groups, copies=self._config.asynchronous)
         fields = {
             "num_updates": policy.num_updates,
             "layout": rng_layout(groups),
@@ -256,22 +258,47 @@ def _check_content(directory: Path, groups: ProcessGroups, *, verify: bool) -> N
     metadata = read_metadata(directory)
     if checksums is None:
         return
+    places = list((metadata.storage_data or {}).values())
     # Where the layout has not changed, a rank has the file that it wrote in its page cache.
-    names = sorted(checksums.pieces, key=lambda name: (len(name), name))
+    names = sorted({place.relative_path for place in places}, key=lambda name: (len(name), name))
     my_names = names[groups.rank :: groups.world_size]
-    places = (metadata.storage_data or {}).values()
     my_places = (place for place in places if place.relative_path in my_names)
     files.verify_pieces(directory, checksums, my_places)
 
 
+class _LoadTogether(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+    """Reads what Megatron has this rank read; an error is raised on all ranks, which wait for it.
+
+    Megatron itself exchanges nothing until all have read, not even that one cannot.
+    """
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        super().__init__()
+        self._groups = groups
+
+    def load(self, wanted: dict[str, Any], directory: Path, *args: Any) -> dict[str, Any]:
+        with fail_together(self._groups, files.CheckpointError), _unfit(Path(directory)):
+            loaded: dict[str, Any] = super().load(wanted, directory, *args)
+            return loaded
+
+
 def _load_shards(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
     # One rank of each data-parallel group reads a shard, and gives it to the others.
-    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), policy.groups.data)
+    groups = policy.groups
+    strategy = FullyParallelLoadStrategyWrapper(_LoadTogether(groups), groups.data)
     wanted = _sharded_state(policy, is_loading=True)
+    with only_weights(), _unfit(directory):
+        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), strategy)
+    return loaded
+
+
+@contextmanager
+def _unfit(directory: Path) -> Iterator[None]:
+    """Raise ``CheckpointError`` for what the libraries raise where a checkpoint does not fit."""
     try:
-        with only_weights():
-            loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), strategy)
-            return loaded
+        yield
+    except files.CheckpointError:
+        raise
     except LOAD_ERRORS as error:
         if isinstance(error, torch.OutOfMemoryError) or (
             isinstance(error, RuntimeError) and is_peer_loss(error)
@@ -335,7 +362,7 @@ def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the error of the first rank that failed, where torch has gathered them."""
+    """Return the error that made torch's reader fail, where it raises one of its own."""
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error

@@ -19,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -48,6 +48,8 @@ BEST_NAME = "best"
 STATE_NAME = "state.json"
 CHECKSUMS_NAME = "checksums.json"
 METADATA_NAME = ".metadata"
+COMMON_NAME = "common.pt"
+"""Where Megatron looks first for what all ranks share; its present releases write no such file."""
 ROLLOUT_NAME = "rollout.parquet"
 _MAX_NAME_BYTES = 64
 _CHUNK_BYTES = 1 << 20
@@ -285,8 +287,8 @@ def read_state(directory: Path) -> CheckpointState:
     if state is None:
         saved_by = _EARLIER_VERSIONS.get(found) if isinstance(found, int) else None
         remedy = (
-            f"resume with bapo-megatron {saved_by}, or start a run from its weights (bapo-megatron "
-            "convert)"
+            f"resume with bapo-megatron {saved_by} (its commit is in starts.jsonl), or start a run "
+            "from its weights (bapo-megatron convert)"
             if saved_by
             else "resume with the version that saved it"
         )
@@ -301,6 +303,8 @@ def read_state(directory: Path) -> CheckpointState:
 def check_files(directory: Path, state: CheckpointState) -> None:
     """Raise ``DamagedError`` for a file that is not what ``state`` says."""
     found = _file_bytes(directory)
+    if COMMON_NAME in found.keys() - state.file_bytes.keys():
+        raise DamagedError(f"{COMMON_NAME} is not part of it, and Megatron would read it")
     for name, num_bytes in state.file_bytes.items():
         if found.get(name) != num_bytes:
             actual = f"has {found[name]} bytes" if name in found else "is missing"
@@ -312,16 +316,19 @@ def checksum(content: bytes) -> str:
     return xxhash.xxh3_64(content).hexdigest()
 
 
-def piece_checksums(directory: Path, places: Iterable[Place]) -> dict[str, dict[str, str]]:
-    """Return the ``Checksums.pieces`` of some pieces, as they are on disk now."""
+def piece_checksums(
+    directory: Path, places: Iterable[Place], before_piece: Callable[[], None] = lambda: None
+) -> dict[str, dict[str, str]]:
+    """Return the ``Checksums.pieces`` of some pieces, as they are read now."""
     pieces: dict[str, dict[str, str]] = {}
     by_file = groupby(sorted(places, key=_position), attrgetter("relative_path"))
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for name, file_places in by_file:
         with (directory / name).open("rb", buffering=0) as file:
-            pieces[name] = {
-                str(place.offset): _hash_piece(file, place, buffer) for place in file_places
-            }
+            pieces[name] = {}
+            for place in file_places:
+                before_piece()
+                pieces[name][str(place.offset)] = _hash_piece(file, place, buffer)
     return pieces
 
 
@@ -443,14 +450,19 @@ def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[s
     unfinished = unfinished_directory(root, step)
     file_bytes = _file_bytes(unfinished)
     if missing := sorted(set(written) - set(file_bytes)):
-        raise OSError(
-            f"{missing[0]}, which another rank wrote, is not there; put run_dir on a file system "
-            "that all nodes share"
-        )
+        raise not_shared(missing[0])
     state = CheckpointState(**fields, file_bytes=file_bytes)
     atomic_write_text(unfinished / STATE_NAME, encode_state(state))
     publish_directory(unfinished, step_directory(root, step))
     atomic_write_text(root / LATEST_NAME, f"{step_directory(root, step).name}\n")
+
+
+def not_shared(name: str) -> OSError:
+    """Return the error of a rank that does not see what another rank made."""
+    return OSError(
+        f"{name}, which another rank wrote, is not there; put run_dir on a file system that all "
+        "nodes share"
+    )
 
 
 def remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None:

@@ -9,6 +9,7 @@ write, and must have been read so before Megatron reads it; objects may name onl
 import pickle
 import re
 from contextlib import AbstractContextManager
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,20 @@ def read_metadata(directory: Path) -> Metadata:
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _RECORDS.get(module, ()):
             raise DamagedError(_forbidden(METADATA_NAME, f"{module}.{name}"))
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """Be ``getattr`` for members of an enumeration, which is how Python 3.11.2 pickles them."""
+    if not isinstance(kind, EnumType) or name not in kind.__members__:
+        raise DamagedError(_forbidden(METADATA_NAME, "builtins.getattr"))
+    member: Enum = kind[name]
+    return member
 
 
 def check_admitted(error: BaseException) -> None:

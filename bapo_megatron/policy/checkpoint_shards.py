@@ -10,6 +10,7 @@ memory, and leaves the interpreter to others while it writes.
 import io
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,13 @@ def torch_bytes(value: Any) -> io.BytesIO:
 class _Planner(MCoreSavePlanner):
     """Megatron's planner, until it is stopped."""
 
-    def __init__(self, stop: threading.Event) -> None:
+    def __init__(self, check_stop: Callable[[], None]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._stop = stop
+        self._check_stop = check_stop
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return what is written next."""
-        if self._stop.is_set():
-            raise InterruptedError("the save was abandoned")
+        """Return what is written next; raises what ``check_stop`` raises."""
+        self._check_stop()
         return super().resolve_data(write_item)
 
 
@@ -86,7 +86,7 @@ class ShardWriter:
         copy_ahead_bytes = 0 if copies else 10_000_000
         self._storage = FileSystemWriter(directory, per_thread_copy_ahead=copy_ahead_bytes)
         self._stop = threading.Event()
-        self._planner: MCoreSavePlanner | None = _Planner(self._stop)
+        self._planner: MCoreSavePlanner | None = _Planner(self._check_stop)
         self._metadata: Metadata | None = None
         self._thread: threading.Thread | None = None
         self.pieces: dict[str, dict[str, str]] = {}
@@ -112,7 +112,7 @@ class ShardWriter:
         assert self._planner is not None
         self._planner.set_up_planner(mcore_to_pyt_state_dict(shards), None, is_coordinator)
         self._storage.set_up_storage_writer(is_coordinator)
-        plan = self._storage.prepare_local_plan(self._planner.create_local_plan())
+        plan = self._planner.create_local_plan()
         plans = gather_objects(plan, self._groups)
         if plans is not None:
             _, self._metadata = self._planner.create_global_plan(plans)
@@ -128,10 +128,14 @@ class ShardWriter:
         try:
             self.results = self._storage.write_data(self._planner.plan, self._planner).wait()
             places = [result.storage_data for result in self.results]
-            self.pieces = piece_checksums(self._directory, places)
+            self.pieces = piece_checksums(self._directory, places, self._check_stop)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for this writer
             self.error = error
         self._planner = None  # and all that was to be written
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise InterruptedError("the save was abandoned")
 
     def start(self) -> None:
         """Write in a thread."""
@@ -150,12 +154,12 @@ class ShardWriter:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Stop after the tensor that is being written."""
+        """Stop after the tensor that is being written or hashed."""
         self._stop.set()
         self.wait()
 
     def write_metadata(self, results: list[list[WriteResult]]) -> None:
         """Complete the checkpoint; on rank 0, with the results of all ranks."""
-        assert self._metadata is not None, "of rank 0"
+        assert self._metadata is not None, "only rank 0 has it"
         self._storage.finish(self._metadata, results)
         save_config(BACKEND, str(self._directory))

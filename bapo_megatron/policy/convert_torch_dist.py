@@ -224,8 +224,9 @@ def write_parameters(
 ) -> int:
     """Write a checkpoint of ``parameters`` alone, and return the number of its files.
 
-    They come in the order of the table of weights, all of ``dtype``, and one at a time is in
-    memory, as one rank without parallelism would hold it. The directory exists and is empty.
+    They come in the order of the table of weights, all of ``dtype``, as one rank without
+    parallelism would hold them; no more are asked for than one file holds. The directory exists
+    and is empty.
     """
     # Publishing it flushes it. Copying ahead, as beside a GPU, torch would ask by size.
     storage = FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)

@@ -33,7 +33,7 @@ MESSAGES = (
     r"The argument order of load has been changed",  # torch about Megatron's call
     r"torch\.distributed is disabled, unavailable or uninitialized",  # reading the common state
 )
-
+"""Beginnings of warnings that would stand on every start, each with who says it and why."""
 
 LOGGED = {
     # nvcc without a GPU; Megatron imports the module whether it compiles or not.

@@ -16,6 +16,7 @@ import torch
 
 from bapo_megatron.commands.doctor import Device, Finding, Machine, ask_servers, diagnose, probe
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.stack import REMEDY
 from tests.fakes.fake_sglang import FakeSglang
 from tests.launch import run
 
@@ -180,10 +181,7 @@ def test_other_versions_than_those_measured_are_named(
 def test_a_package_that_is_installed_but_does_not_work_is_a_problem(name: str) -> None:
     machine = replace(CPU_ONLY, errors={name: "operator torchvision::nms does not exist"})
     found = finding(machine, name)
-    assert (found.verdict, found.remedy) == (
-        "problem",
-        "install the versions that requirements/install.sh names",
-    )
+    assert (found.verdict, found.remedy) == ("problem", REMEDY)
     assert found.text.endswith(" does not work: operator torchvision::nms does not exist")
 
 

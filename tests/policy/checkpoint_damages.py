@@ -34,8 +34,8 @@ def _change_state(directory: Path, old: str, new: str) -> None:
     path.write_text(content.replace(old, new))
 
 
-def flip(directory: Path, *, verified: bool = True) -> None:
-    """Change one bit of one weight, far from the ends of its record."""
+def flip(directory: Path, *, verified: bool = True, whole_record: bool = False) -> None:
+    """Change one bit of one weight, far from the ends of its record, or the whole record."""
     metadata = FileSystemReader(directory).read_metadata()
     place = next(
         place
@@ -44,10 +44,22 @@ def flip(directory: Path, *, verified: bool = True) -> None:
     )
     part = directory / place.relative_path
     content = bytearray(part.read_bytes())
-    content[place.offset + place.length // 2] ^= 1
+    middle = place.offset + place.length // 2
+    start, end = (
+        (place.offset, place.offset + place.length) if whole_record else (middle, middle + 1)
+    )
+    content[start:end] = bytes(byte ^ 1 for byte in content[start:end])
     part.write_bytes(content)
     if not verified:
         _forget_checksums(directory)
+
+
+def _rename_in_checksums(directory: Path, old: str, new: str) -> None:
+    path = directory / "checksums.json"
+    content = path.read_text()
+    assert old in content
+    assert len(old) == len(new)
+    path.write_text(content.replace(old, new))
 
 
 def _forget_checksums(directory: Path) -> None:
@@ -111,6 +123,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "unreadable checksums": lambda path: (path / "checksums.json").write_bytes(
         b"[" * (path / "checksums.json").stat().st_size
     ),
+    "shards without checksums": lambda path: _rename_in_checksums(path, "__1_0.", "__1_9."),
     "crafted metadata": _craft_metadata,
     "crafted object": _craft_object,
     "crafted common part": lambda path: _craft_file(path / "common.pt"),

@@ -71,6 +71,8 @@ def two_ranks(models: dict[str, Path], root: Path, killed: Path) -> dict[str, An
             "damage": _damage(models, root / "damage", groups),
             "disk full": _disk_full(models["qwen2"], root / "full", groups),
         }
+    with joined() as groups:
+        results["damage of one"] = _damage_of_one(models["qwen2"], root / "replicas", groups)
     return results
 
 
@@ -208,6 +210,16 @@ def _damage(models: dict[str, Path], root: Path, groups: ProcessGroups) -> dict[
         other = build(models[model], groups, megatron=megatron)
         errors[name] = _load_error(root / "good" / "step_2", other)
     return {"errors": errors, "previous": previous, "executed": executed}
+
+
+def _damage_of_one(model: Path, root: Path, groups: ProcessGroups) -> str:
+    """What a replica says of a record that only one of them reads, for both."""
+    policy = build(model, groups)
+    saved = save(root, 1, policy, {})
+    if groups.rank == 0:
+        flip(saved, verified=False, whole_record=True)
+    torch.distributed.barrier()
+    return _load_error(saved, policy)
 
 
 def _disk_full(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:

@@ -111,10 +111,11 @@ def test_when_a_rank_is_killed_in_its_writer_the_checkpoint_before_loads_on_all_
         ("scrambled metadata", "damaged, .metadata has changed since it was written"),
         ("scrambled rank file", "damaged, rng_1.pt has changed since it was written"),
         ("flipped bit", "_0.distcp has changed since it was written, in the "),
+        ("shards without checksums", "damaged, __1_0.distcp has changed since it was written"),
         ("unreadable checksums", "damaged, checksums.json cannot be read ("),
         ("crafted metadata", "damaged, .metadata names posix.mkdir, which no checkpoint needs"),
         ("crafted object", "damaged, a file names posix.mkdir, which no checkpoint needs"),
-        ("crafted common part", "damaged, a file names posix.mkdir, which no checkpoint needs"),
+        ("crafted common part", "damaged, common.pt is not part of it, and Megatron would read it"),
         ("crafted rank file", "rng_0.pt: damaged (a file is damaged)"),
         ("shards outside", "damaged, .metadata names '../step_1/__"),
         ("missing shards", "damaged, __1_0.distcp is missing instead of "),
@@ -150,6 +151,14 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line_by_every_rank(
     else:
         errors = {error.removeprefix("another rank: ") for error in (first, second)}
         assert len(errors) == 1
+
+
+def test_damage_that_one_replica_finds_is_reported_by_all_of_them(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    errors = sorted(rank["damage of one"] for rank in two_ranks)
+    assert errors[1] == f"another rank: {errors[0]}"
+    assert "step_1: cannot be loaded into this model (" in errors[0]
 
 
 def test_nothing_that_a_crafted_checkpoint_holds_is_run(two_ranks: list[dict[str, Any]]) -> None:

@@ -58,6 +58,16 @@ def test_an_output_layer_stored_beside_the_tied_embedding_is_dropped(
     assert_same(weights(tmp_path / "back"), weights(models["llama"]))
 
 
+def test_beside_a_gpu_torch_does_not_change_the_order_of_the_parameters(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        run_convert(models["qwen3"], tmp_path / "megatron")
+    run_convert(tmp_path / "megatron", tmp_path / "back")
+    assert_same(weights(tmp_path / "back"), weights(models["qwen3"]))
+
+
 def test_weights_are_cast_where_another_dtype_is_asked_for(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
