@@ -5,7 +5,10 @@ from collections.abc import Callable
 
 from bapo_megatron.errors import first_line
 
-REMEDY = "install the versions that requirements/install.sh names (requirements/gpu.txt on a GPU machine)"
+REMEDY = (
+    "install the versions that requirements/install.sh names, on a GPU machine those of "
+    "requirements/gpu.txt"
+)
 
 
 def stack_errors() -> dict[str, str]:

@@ -225,8 +225,6 @@ class RolloutConfig(Section):
     keep_dumps: int = Field(0, ge=0)
     """Number of newest dumps that stay, with their texts; 0: all. Above ``checkpoint.every_steps``,
     so that a replay from the newest checkpoint has every step after it."""
-    timeline: bool = False
-    """Write ``<run_dir>/timeline/step_<n>.json``: every request of the step as Chrome trace."""
 
     @property
     def starts_servers(self) -> bool:

@@ -102,9 +102,6 @@ class CompletionSink:
         """Whether this weights version may have sampled."""
         return True
 
-    def first_tokens(self, cached_tokens: int) -> None:
-        """Note that the first tokens came; ``cached_tokens`` of the input were in the cache."""
-
     def retracted(self, num_times: int) -> None:
         """Note that the cache was too full for the request, so that it was computed again."""
 

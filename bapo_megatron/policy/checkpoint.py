@@ -266,7 +266,7 @@ def _check_content(directory: Path, groups: ProcessGroups, *, verify: bool) -> N
     files.verify_pieces(directory, checksums, my_places)
 
 
-class _LoadTogether(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+class _LoadTogether(TorchDistLoadShardedStrategy):
     """Reads what Megatron has this rank read; an error is raised on all ranks, which wait for it.
 
     Megatron itself exchanges nothing until all have read, not even that one cannot.

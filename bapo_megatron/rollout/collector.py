@@ -51,10 +51,9 @@ from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.membership import Membership
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.replay import remove_dumps, write_samples, write_timeline
+from bapo_megatron.rollout.replay import remove_dumps, write_samples
 from bapo_megatron.rollout.saved import read_saved, write_saved
 from bapo_megatron.rollout.selection import BatchPlan
-from bapo_megatron.rollout.timeline import Timeline
 from bapo_megatron.types import EvalResult, Prompt, RolloutBatch, SampleText
 from bapo_megatron.weight_sync.receive import WeightReceiver
 
@@ -86,8 +85,6 @@ class Collector:
         self.answers.bind(messages.SAVE, self.save)
         self.answers.bind(messages.SAVED, self.saved)
         self.answers.bind(messages.RESTORE, self.restore)
-        # Has every call as a slice, and every request.
-        self._timeline = Timeline(is_kept=False)
         self._stack = contextlib.AsyncExitStack()
         self._config: RunConfig
         self._has_weights: bool
@@ -110,8 +107,7 @@ class Collector:
     async def answer(self, request: calls.Request) -> calls.Result | calls.Failure:
         """Answer a call; what the user can do something about becomes one line."""
         try:
-            with self._timeline.span(request.call):
-                return calls.Result(request.id, await self.answers.answer(request))
+            return calls.Result(request.id, await self.answers.answer(request))
         except Exception as error:
             cause = first_cause(error)
             if not isinstance(cause, RolloutError | RewardError | ValueError | OSError):
@@ -150,8 +146,6 @@ class Collector:
         environment = load_environment(run.rollout.environment, episodes)
         self._stack.push_async_callback(environment.close)
         await environment.open()
-        if run.rollout.timeline:
-            self._timeline = Timeline()
         self._has_weights = run.rollout.starts_servers and not request.awaits_weights
         self._start_servers(request)  # early, because they take longest
         wire_dir = PrivateDirectory()
@@ -209,7 +203,7 @@ class Collector:
             await self._supervisor.wait_ready(self._report)
         engines = [await self._backend.connect(each) for each in self._backend.addresses()]
         version = START_VERSION if self._has_weights else None
-        self._pool = EnginePool(engines, rollout, version, self._timeline)
+        self._pool = EnginePool(engines, rollout, version)
         states = self._pool.states
         self._stack.push_async_callback(states.close)
         self._stack.push_async_callback(self._give_up_evaluation)
@@ -341,11 +335,6 @@ class Collector:
                 await asyncio.to_thread(remove_dumps, path.parent, batch.step - keep)
             except OSError as error:
                 _LOG.warning("cannot remove an old dump (%s); remove it by hand", error)
-        if self._config.rollout.timeline:
-            content = self._timeline.render()
-            self._timeline.clear()  # at once: what ends during the write belongs to the next file
-            path = self._config.run_dir / "timeline" / f"step_{batch.step:06d}.json"
-            await write_timeline(path, batch.step, content)
         if self._colocated is not None:
             await self._finish_evaluation()  # its servers go away
             await self._colocated.release()

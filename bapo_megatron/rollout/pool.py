@@ -23,7 +23,6 @@ from bapo_megatron.errors import (
     describe_cause,
 )
 from bapo_megatron.rollout.admission import Admission, Claim
-from bapo_megatron.rollout.timeline import RequestTrace, Timeline
 from bapo_megatron.types import FinishReason
 
 _ABORT_INTERVAL_S = 0.1
@@ -44,7 +43,6 @@ class EnginePool:
         engines: Sequence[Engine],
         config: RolloutConfig,
         version: int | None,
-        timeline: Timeline | None = None,
     ) -> None:
         """Take the engines, of which one with a ``stepper`` is alone; nothing is sent."""
         self.states = EngineStates(engines, config, version)
@@ -60,7 +58,6 @@ class EnginePool:
         """Requests that a full cache took out, of all engines that have ever been there."""
         self.is_paused = False
         self._config = config
-        self._timeline = timeline or Timeline(is_kept=False)
         self._admission = Admission(config.max_connections)
         self._turn = asyncio.Lock()
         """Held by the request that is admitted next; others follow in the order of their calls."""
@@ -107,8 +104,7 @@ class EnginePool:
         self.states.watch()
         request = plan()
         assert request is not None, "something is left"
-        trace = RequestTrace(self._timeline, request.label)
-        job = _Job(self, request, on_part, trace, affinity)
+        job = _Job(self, request, on_part, affinity)
         self._num_calls[affinity] += 1
         try:
             while pooled := await self._admit(job):
@@ -119,18 +115,13 @@ class EnginePool:
                     self._admission.release(pooled, job.claim, has_ended=job.has_ended)
                     self.states.wake()
                 if (request := plan()) is None:  # its engine was lost after the last token
-                    trace.ended(FinishReason.LENGTH.value, 0)
                     return True
                 job.request = request
-        except BaseException as error:
-            trace.ended("cancelled" if isinstance(error, asyncio.CancelledError) else "failed", 0)
-            raise
         finally:
             self._num_calls[affinity] -= 1
             if not self._num_calls[affinity]:
                 del self._num_calls[affinity]
                 self._admission.forget(affinity)
-        trace.ended("abort", 0)
         return job.was_sent
 
     async def drain(self) -> None:
@@ -217,22 +208,18 @@ class EnginePool:
             reason = job.finish_reason
             if reason is FinishReason.ABORT and job.num_drains == self.num_drains:
                 if pooled.state is EngineState.LEAVING:
-                    job.trace.ended("lost", job.num_received)
                     return False
                 raise ServerError(
                     f"{pooled.address}: gave up after {job.num_received} tokens "
                     f"({job.request.label}); somebody else aborts its requests, or its log says why"
                 )
         except ServerError as error:
-            job.trace.ended("lost", job.num_received)
             # Connections that break together count once.
             if isinstance(error, BrokenConnectionError) and pooled.num_broken == num_broken:
                 pooled.num_broken += 1
             await self._after_failure(job, pooled, error)
             return False
-        goes_on = reason is FinishReason.ABORT and job.affinity < 0
-        job.trace.ended("drained" if goes_on else reason.value, job.num_received)
-        return not goes_on
+        return reason is not FinishReason.ABORT or job.affinity >= 0
 
     async def _after_failure(self, job: "_Job", pooled: PooledEngine, error: ServerError) -> None:
         """Take the engine out, unless only the connection broke; raise after too many failures."""
@@ -294,7 +281,6 @@ class _Job(CompletionSink):
     request: GenerateRequest
     """What is left, when it was planned last."""
     on_part: Callable[[Completion], None]
-    trace: RequestTrace
     affinity: int
     claim: Claim = field(init=False)
     finish_reason: FinishReason = FinishReason.ABORT
@@ -329,7 +315,6 @@ class _Job(CompletionSink):
         """Note that it goes to an engine with ``version``; return the request for that engine."""
         self._pooled, self._oldest_version, self.num_received = pooled, version, 0
         self.was_sent, self.num_drains = True, self.pool.num_drains
-        self.trace.sent(pooled.address, self.request.sampled_tokens)
         piece_tokens = self.pool._config.piece_tokens
         return replace(self.request, version=version, stream_tokens=piece_tokens)
 
@@ -340,10 +325,6 @@ class _Job(CompletionSink):
         """
         newest = None if self.pool.is_paused else self.pool.states.version
         return self._oldest_version <= version and (newest is None or version <= newest)
-
-    def first_tokens(self, cached_tokens: int) -> None:
-        """The first tokens of a server came."""
-        self.trace.first_tokens(cached_tokens)
 
     def retracted(self, num_times: int) -> None:
         """The engine's cache was too full."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from bapo_megatron.data.dump import dump_path, read_encoded, write_batch, write_texts
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.files import atomic_write_text
 from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch, SampleText
 
 
@@ -42,12 +41,6 @@ def remove_dumps(directory: Path, last_step: int) -> None:
             step = path.stem.removeprefix("step_")
             if step.isdecimal() and int(step) <= last_step:
                 path.unlink()
-
-
-async def write_timeline(path: Path, step: int, content: str) -> None:
-    """Write what ``Timeline.render`` returned, in a thread."""
-    with write_errors(f"the timeline of step {step}", path, "set rollout.timeline=false"):
-        await _in_thread(functools.partial(atomic_write_text, path, content))
 
 
 @contextlib.contextmanager

@@ -71,7 +71,6 @@ def config(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path
                     "samples_per_group": 3,
                     "max_response_tokens": 40,
                     "oversample_groups": 2,
-                    "timeline": True,
                     "server": {"max_total_tokens": 8192, "mem_fraction": 0.3},
                 },
                 "reward": {"workers": 1},
@@ -84,9 +83,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["local", "sglang"])
-def test_batches_are_dumped_counted_and_drawn_as_a_timeline(
-    config: Path, tmp_path: Path, engine: str
-) -> None:
+def test_batches_are_dumped_and_counted(config: Path, tmp_path: Path, engine: str) -> None:
     run_dir = tmp_path / "run"
     arguments = ["generate", str(config), f"run_dir={run_dir}", f"rollout.engine={engine}"]
     with FakeSglang(stop_at=60, token_interval_s=0.005) as fake:
@@ -113,13 +110,6 @@ def test_batches_are_dumped_counted_and_drawn_as_a_timeline(
         assert row["rollout/generated_tokens"] == batch.stats.generated_tokens
         assert row["time/rollout_s"] > 0
         assert f"{step}/2" in result.stdout
-
-    events = json.loads((run_dir / "timeline" / "step_000001.json").read_text())["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
-    decoded = {e["args"]["label"] for e in slices if e["name"].startswith("decode")}
-    assert len(decoded) >= 12  # every sample of the batch, by its label
-    tokens = sum(e["args"].get("tokens", 0) for e in slices if e["name"].startswith("decode"))
-    assert tokens <= batches[0].stats.generated_tokens
 
     again = run(arguments)
     assert again.returncode == 1
@@ -217,7 +207,6 @@ def test_rewards_in_a_dump_are_those_of_their_texts_where_the_function_forks(
         "rollout.engine": "local",
         "rollout.oversample_groups": 0,
         "rollout.samples_per_group": 12,
-        "rollout.timeline": "false",
         "reward.workers": 2,
         "reward.functions": "[{name: text, function: 'tests.reward.forking:of_a_text'}]",
     }

@@ -130,10 +130,10 @@ class Sink(Kept):
         super().__init__()
         self.has_tokens = asyncio.Event()
 
-    def first_tokens(self, cached_tokens: int) -> None:
-        assert not self.has_tokens.is_set()
-        assert cached_tokens >= 0
-        self.has_tokens.set()
+    def take(self, part: Completion) -> None:
+        super().take(part)
+        if len(part.token_ids):
+            self.has_tokens.set()
 
     @property
     def num_tokens(self) -> int:

@@ -16,7 +16,6 @@ from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, join
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.timeline import Timeline
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 
@@ -40,7 +39,6 @@ async def pool_of(
     version: int | None = 0,
     keys: ApiKeys | None = None,
     health: dict[str, float] | None = None,
-    timeline: Timeline | None = None,
     **rollout: Any,
 ) -> AsyncIterator[EnginePool]:
     config = RolloutConfig.model_validate(
@@ -51,7 +49,7 @@ async def pool_of(
         }
     )
     addresses = [server if isinstance(server, str) else server.address for server in servers]
-    pool = EnginePool(clients_of(addresses, config, keys), config, version, timeline)
+    pool = EnginePool(clients_of(addresses, config, keys), config, version)
     try:
         async with asyncio.timeout(LIMIT_S):
             yield pool

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.buffer import PendingGroup
-from bapo_megatron.rollout.timeline import Timeline
 from bapo_megatron.types import FinishReason, Prompt
 from tests.fakes.fake_sglang import FakeSglang, token_at
 from tests.rollout.pool import PROMPT, Response, T, engine_of, pool_of, states_of, until
@@ -163,29 +161,6 @@ def test_a_server_without_its_memory_is_admitted_without_a_request() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("faults", "end"),
-    [({"stalls": {3: 5}}, "cancelled"), ({"changes": {"finish_reason": {"type": "length"}}}, "")],
-)
-def test_a_timeline_keeps_nothing_open_of_a_request_that_is_over(
-    faults: dict[str, Any], end: str
-) -> None:
-    async def run() -> None:
-        timeline = Timeline()
-        with FakeSglang(stop_at=9, **faults) as fake:
-            async with pool_of(fake, timeline=timeline) as pool:
-                response = Response(pool)
-                if end:
-                    await until(lambda: len(response.token_ids) == 5)
-                    response.task.cancel()
-                await asyncio.gather(response.task, return_exceptions=True)
-        assert all(block.span_s[1] < math.inf for block in timeline.blocks)
-        last = timeline.blocks[-1].slices[-1]
-        assert last.args["end"] == (end or "failed")
-
-    asyncio.run(run())
-
-
 FALLING = [
     {"version": "9", "start": 0, "end": 12},
     {"version": "0", "start": 12, "end": 20},
@@ -250,12 +225,11 @@ def test_a_server_that_is_lost_after_the_last_token_is_not_replaced() -> None:
             yield {**last, "meta_info": meta}
             raise ConnectionError
 
-    timeline = Timeline()
     (pending,) = PendingGroup.start(0, Prompt("", tuple(PROMPT), "", ""), 1).samples
 
     async def run() -> None:
         with FakeSglang() as other, Cut(is_incremental=False) as cut:
-            async with pool_of(cut, other, timeline=timeline) as pool:
+            async with pool_of(cut, other) as pool:
                 await pool.states.wait_for_engines()
                 response = Response(pool, 13)
                 await response.check(13, FinishReason.ABORT)
@@ -264,6 +238,5 @@ def test_a_server_that_is_lost_after_the_last_token_is_not_replaced() -> None:
         assert pending.sample.finish_reason is FinishReason.LENGTH
         assert len(pending.sample.response_token_ids) == 13
         assert other.requests == []
-        assert all(block.span_s[1] < math.inf for block in timeline.blocks)
 
     asyncio.run(run())

@@ -72,7 +72,6 @@ class _Flight:
     sink: CompletionSink
     response: Response
     ended: asyncio.Future[None]
-    has_begun: bool = False
 
     def end(self, error: Exception | None) -> None:
         """Let ``stream`` return, or raise."""
@@ -278,9 +277,6 @@ class LocalEngine:
                     f"{ADDRESS}: sampled with weights version {version}, which this run did not "
                     "give it; give each run an engine of its own"
                 )
-            if parts and not flight.has_begun:
-                flight.has_begun = True
-                flight.sink.first_tokens(0)
             if parts or reason is not None:
                 flight.sink.take(join(parts, reason or FinishReason.ABORT))
         except Exception as error:  # noqa: BLE001 — of this request alone, as from its sink

@@ -171,14 +171,11 @@ class SglangClient:
                 for event in events:
                     if parser.is_finished:
                         break
-                    had_tokens = parser.cached_tokens is not None
                     try:
                         with self._http.checked(label):
                             part = parser.feed(event)
                     except RefusedError as error:
                         raise RolloutError(f"{self.address}: {error} (request: {label})") from error
-                    if parser.cached_tokens is not None and not had_tokens:
-                        sink.first_tokens(parser.cached_tokens)
                     if num_retractions := flight.count_retractions(parser.num_retractions):
                         sink.retracted(num_retractions)
                     if part is not None:

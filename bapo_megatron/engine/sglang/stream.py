@@ -67,8 +67,6 @@ class StreamParser:
     """Whether a weights version may have sampled."""
     is_incremental: bool
     """Whether each event holds the new tokens only."""
-    cached_tokens: int | None = None
-    """Tokens of the input that the server had in its cache; known with the first token."""
     num_retractions: int = 0
     """How often the server took the request out of its cache, pauses included."""
     is_finished: bool = False
@@ -95,8 +93,6 @@ class StreamParser:
             raise _error(finish["status_code"], finish.get("message", finish))
         part = self._new_tokens(event["output_ids"], meta)
         num_new = len(part.token_ids)
-        if self.cached_tokens is None and num_new:
-            self.cached_tokens = int(meta.get("cached_tokens", 0))
         self.num_retractions = int(meta.get("num_retractions", 0))
         self._num_tokens += num_new
         if finish is not None:

@@ -38,7 +38,6 @@ def _event(
         "finish_reason": finish,
         "weight_version": str(version),
         "completion_tokens": total,
-        "cached_tokens": 5,
         "output_token_logprobs": _rows(ids) if rows is None else rows,
     }
     if spans is not None:
@@ -73,7 +72,6 @@ def test_pieces_of_one_version_come_at_once(is_incremental: bool) -> None:
     second = [16] if is_incremental else [8, 16]
     third = [24, 32] if is_incremental else [8, 16, 24, 32]
     assert _plain(parser.feed(_event([8], 1))) == ([8], [-1.0], [3], "abort")
-    assert parser.cached_tokens == 5
     assert _plain(parser.feed(_event(second, 2))) == ([16], [-2.0], [3], "abort")
     last = parser.feed(_event(third, 4, finish=STOP, spans=[(3, 0, 4)]))
     assert _plain(last) == ([24, 32], [-3.0, -4.0], [3, 3], "stop")
