@@ -32,13 +32,11 @@ def install() -> None:
     def current_device() -> str:
         return "cpu"
 
-    def nothing(*_: Any) -> None:
-        """Work on the CPU is already done; there are no streams, and no cache to empty."""
-
     torch.cuda.current_device = current_device  # type: ignore[assignment]
-    torch.cuda.synchronize = nothing  # type: ignore[assignment]
-    torch.cuda.empty_cache = nothing
-    torch.cuda.current_stream = nothing  # type: ignore[assignment]
+    # Work on the CPU is already done; there are no streams, and no cache to empty. A function each:
+    # torch.compile has a table of them.
+    for name in ("synchronize", "empty_cache", "current_stream"):
+        setattr(torch.cuda, name, lambda *_: None)
 
     from megatron.core.tensor_parallel import random as megatron_random
 

@@ -28,12 +28,13 @@ state = torch.cuda.get_rng_state(); torch.cuda.manual_seed(7); a = torch.rand(1)
 torch.manual_seed(7); print(torch.equal(a, torch.rand(1)))
 from megatron.core.tensor_parallel import random
 random._set_cuda_rng_state(state); print(torch.equal(torch.get_rng_state(), state))
+print(torch.compile(lambda x: torch.max(x), backend="eager")(torch.ones(2)).item())
 """
 
 
 @pytest.fixture(scope="module")
 def printed() -> list[str]:
-    """Lines of a fresh process: two before the shims are installed, then five."""
+    """Lines of a fresh process: two before the shims are installed, then six."""
     out = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IMPORTED + INSTALLED],
         capture_output=True,
@@ -43,6 +44,11 @@ def printed() -> list[str]:
         env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     ).stdout
     return out.split("\n")
+
+
+@pytest.mark.slow
+def test_torch_compile_works_beside_the_shims(printed: list[str]) -> None:
+    assert printed[7] == "1.0"
 
 
 @pytest.mark.slow
