@@ -120,6 +120,9 @@ class CheckpointSaver:
             if groups.rank == 0:
                 files.remove_unfinished(self._root)
                 unfinished.mkdir(parents=True)
+        policy.finish_weights()
+        state = _sharded_state(policy, is_loading=False)
+        writer = ShardWriter(state, unfinished, groups, copies=self._config.asynchronous)
         with _written_together(self._root, step, groups):
             if not unfinished.is_dir():
                 raise files.not_shared(unfinished.name)
@@ -127,9 +130,6 @@ class CheckpointSaver:
                 wait_for_rollout = save_rollout(unfinished / files.ROLLOUT_NAME)
             rng = torch_bytes(_rng_state(groups)).getvalue()
             atomic_write_bytes(unfinished / _rng_name(groups.rank), rng)
-        policy.finish_weights()
-        state = _sharded_state(policy, is_loading=False)
-        writer = ShardWriter(state, unfinished, groups, copies=self._config.asynchronous)
         fields = {
             "num_updates": policy.num_updates,
             "layout": rng_layout(groups),

@@ -73,6 +73,8 @@ def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["train", str(config), f"run_dir={run_dir}", "parallel.tensor=2"], ranks=2, timeout_s=400
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    ours = ("starting the SGLang server ", "evaluation: ")
+    assert [line for line in result.stderr.splitlines() if not line.startswith(ours)] == []
     return run_dir
 
 
