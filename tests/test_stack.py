@@ -36,7 +36,9 @@ def test_packages_that_do_not_work_are_named_in_one_line(tmp_path: Path) -> None
     nms = "operator torchvision::nms does not exist"
     (tmp_path / "torchvision.py").write_text(f"raise RuntimeError({nms!r} + chr(10) + 'details')")
     (tmp_path / "transformers.py").write_text("raise ValueError")
-    expected = f"torchvision does not work: {nms}; transformers does not work: ValueError; {REMEDY}\n"
+    expected = (
+        f"torchvision does not work: {nms}; transformers does not work: ValueError; {REMEDY}\n"
+    )
     assert check(tmp_path) == (1, expected)
 
 
