@@ -6,7 +6,7 @@ from collections.abc import Callable
 from bapo_megatron.errors import first_line
 
 REMEDY = (
-    "install the versions that requirements/install.sh names, on a GPU machine those of "
+    "install the versions in requirements/install.sh, or on a GPU machine those in "
     "requirements/gpu.txt"
 )
 

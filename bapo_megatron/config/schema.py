@@ -225,7 +225,7 @@ class CheckpointConfig(Section):
     asynchronous: bool = False
     """Write in the background while training goes on (from a copy in host memory)."""
     verify: bool = True
-    """Compare the files that a resumed run reads with the checksums of when they were written."""
+    """Compare the files that a resumed run reads with the checksums saved with them."""
     at_end: bool = True
     """Save a checkpoint and a Hugging Face export when the run ends."""
 

@@ -31,7 +31,6 @@ from bapo_megatron.distributed import (
     barrier,
     fail_together,
     gather_objects,
-    is_peer_loss,
 )
 from bapo_megatron.errors import first_line
 from bapo_megatron.files import atomic_write_bytes
@@ -266,10 +265,11 @@ def _check_content(directory: Path, groups: ProcessGroups, *, verify: bool) -> N
     files.verify_pieces(directory, checksums, my_places)
 
 
-class _LoadTogether(TorchDistLoadShardedStrategy):
-    """Reads what Megatron has this rank read; an error is raised on all ranks, which wait for it.
+class _AgreeingLoadStrategy(TorchDistLoadShardedStrategy):
+    """Reads this rank's shards, then waits for all ranks; a failure on one is raised on all.
 
-    Megatron itself exchanges nothing until all have read, not even that one cannot.
+    Megatron runs no collective before the exchange, so the others would wait for a rank that
+    failed.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
@@ -277,7 +277,7 @@ class _LoadTogether(TorchDistLoadShardedStrategy):
         self._groups = groups
 
     def load(self, wanted: dict[str, Any], directory: Path, *args: Any) -> dict[str, Any]:
-        with fail_together(self._groups, files.CheckpointError), _unfit(Path(directory)):
+        with _fail_together(Path(directory), self._groups):
             loaded: dict[str, Any] = super().load(wanted, directory, *args)
             return loaded
 
@@ -285,31 +285,35 @@ class _LoadTogether(TorchDistLoadShardedStrategy):
 def _load_shards(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
     # One rank of each data-parallel group reads a shard, and gives it to the others.
     groups = policy.groups
-    strategy = FullyParallelLoadStrategyWrapper(_LoadTogether(groups), groups.data)
+    strategy = FullyParallelLoadStrategyWrapper(_AgreeingLoadStrategy(groups), groups.data)
     wanted = _sharded_state(policy, is_loading=True)
-    with only_weights(), _unfit(directory):
+    with only_weights():
+        with _fail_together(directory, groups):
+            dist_checkpointing.load_common_state_dict(str(directory))  # as ``load`` does, alone
         loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), strategy)
     return loaded
 
 
 @contextmanager
-def _unfit(directory: Path) -> Iterator[None]:
-    """Raise ``CheckpointError`` for what the libraries raise where a checkpoint does not fit."""
-    try:
-        yield
-    except files.CheckpointError:
-        raise
-    except LOAD_ERRORS as error:
-        if isinstance(error, torch.OutOfMemoryError) or (
-            isinstance(error, RuntimeError) and is_peer_loss(error)
-        ):
-            raise  # not the checkpoint's fault
-        with files.damage_of(directory):
-            check_admitted(_first(error))
-        raise files.CheckpointError(
-            f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with the "
-            f"model that saved it; if a file is damaged, {files.other_checkpoint(directory)}"
-        ) from error
+def _fail_together(directory: Path, groups: ProcessGroups) -> Iterator[None]:
+    """Raise what the libraries cannot load as a ``CheckpointError``, on every rank.
+
+    The block reads files; it has no collective.
+    """
+    with fail_together(groups, files.CheckpointError):
+        try:
+            yield
+        except LOAD_ERRORS as error:
+            first = _first(error)
+            if not isinstance(first, Exception) or isinstance(first, torch.OutOfMemoryError):
+                raise first from error  # not the checkpoint's fault
+            with files.damage_of(directory):
+                check_admitted(first)
+            raise files.CheckpointError(
+                f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with "
+                f"the model that saved it; if a file is damaged, "
+                f"{files.other_checkpoint(directory)}"
+            ) from error
 
 
 def _sharded_state(policy: MegatronPolicy, *, is_loading: bool) -> dict[str, Any]:
@@ -362,7 +366,7 @@ def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the error that made torch's reader fail, where it raises one of its own."""
+    """Unwrap the first failure from torch's ``CheckpointException``."""
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error

@@ -49,7 +49,7 @@ STATE_NAME = "state.json"
 CHECKSUMS_NAME = "checksums.json"
 METADATA_NAME = ".metadata"
 COMMON_NAME = "common.pt"
-"""Where Megatron looks first for what all ranks share; its present releases write no such file."""
+"""Where Megatron looks first for what all ranks share; a run writes no such file."""
 ROLLOUT_NAME = "rollout.parquet"
 _MAX_NAME_BYTES = 64
 _CHUNK_BYTES = 1 << 20
@@ -303,8 +303,11 @@ def read_state(directory: Path) -> CheckpointState:
 def check_files(directory: Path, state: CheckpointState) -> None:
     """Raise ``DamagedError`` for a file that is not what ``state`` says."""
     found = _file_bytes(directory)
-    if COMMON_NAME in found.keys() - state.file_bytes.keys():
-        raise DamagedError(f"{COMMON_NAME} is not part of it, and Megatron would read it")
+    if COMMON_NAME in found:
+        raise CheckpointError(
+            f"{directory / COMMON_NAME}: not part of the checkpoint, and Megatron would load it; "
+            "delete the file"
+        )
     for name, num_bytes in state.file_bytes.items():
         if found.get(name) != num_bytes:
             actual = f"has {found[name]} bytes" if name in found else "is missing"
@@ -391,11 +394,12 @@ def verify_pieces(directory: Path, checksums: Checksums, places: Iterable[Place]
         raise DamagedError(f"a shard cannot be read ({error})") from error
     for place in places:
         name, start = place.relative_path, str(place.offset)
-        if actual[name][start] != checksums.pieces.get(name, {}).get(start):
-            raise DamagedError(
-                f"{name} has changed since it was written, in the {place.length} bytes from "
-                f"{start} on"
-            )
+        where = f"the {place.length} bytes from {start} on"
+        written = checksums.pieces.get(name, {}).get(start)
+        if written is None:
+            raise DamagedError(f"{CHECKSUMS_NAME} has no checksum of {name} for {where}")
+        if actual[name][start] != written:
+            raise DamagedError(f"{name} has changed since it was written, in {where}")
 
 
 def remove_unfinished(root: Path) -> None:

@@ -97,7 +97,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Enum:
-    """Be ``getattr`` for members of an enumeration, which is how Python 3.11.2 pickles them."""
+    """Stand in for ``getattr``: Python 3.11.2 pickles a member as ``getattr(class, name)``."""
     if not isinstance(kind, EnumType) or name not in kind.__members__:
         raise DamagedError(_forbidden(METADATA_NAME, "builtins.getattr"))
     member: Enum = kind[name]

@@ -10,7 +10,7 @@ memory, and leaves the interpreter to others while it writes.
 import io
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,19 @@ def torch_bytes(value: Any) -> io.BytesIO:
 class _Planner(MCoreSavePlanner):
     """Megatron's planner, until it is stopped."""
 
-    def __init__(self, check_stop: Callable[[], None]) -> None:
+    def __init__(self, stop: threading.Event) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._check_stop = check_stop
+        self._stop = stop
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return what is written next; raises what ``check_stop`` raises."""
-        self._check_stop()
+        """Return what is written next; raises ``InterruptedError`` once it is stopped."""
+        _check(self._stop)
         return super().resolve_data(write_item)
+
+
+def _check(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise InterruptedError("the save was abandoned")
 
 
 class ShardWriter:
@@ -86,7 +91,7 @@ class ShardWriter:
         copy_ahead_bytes = 0 if copies else 10_000_000
         self._storage = FileSystemWriter(directory, per_thread_copy_ahead=copy_ahead_bytes)
         self._stop = threading.Event()
-        self._planner: MCoreSavePlanner | None = _Planner(self._check_stop)
+        self._planner: MCoreSavePlanner | None = _Planner(self._stop)
         self._metadata: Metadata | None = None
         self._thread: threading.Thread | None = None
         self.pieces: dict[str, dict[str, str]] = {}
@@ -112,6 +117,8 @@ class ShardWriter:
         assert self._planner is not None
         self._planner.set_up_planner(mcore_to_pyt_state_dict(shards), None, is_coordinator)
         self._storage.set_up_storage_writer(is_coordinator)
+        # Not the storage's prepare_local_plan: it would make the directory on a node that does not
+        # share it.
         plan = self._planner.create_local_plan()
         plans = gather_objects(plan, self._groups)
         if plans is not None:
@@ -128,14 +135,10 @@ class ShardWriter:
         try:
             self.results = self._storage.write_data(self._planner.plan, self._planner).wait()
             places = [result.storage_data for result in self.results]
-            self.pieces = piece_checksums(self._directory, places, self._check_stop)
+            self.pieces = piece_checksums(self._directory, places, partial(_check, self._stop))
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for this writer
             self.error = error
         self._planner = None  # and all that was to be written
-
-    def _check_stop(self) -> None:
-        if self._stop.is_set():
-            raise InterruptedError("the save was abandoned")
 
     def start(self) -> None:
         """Write in a thread."""

@@ -1,4 +1,4 @@
-"""Megatron's torch_dist checkpoints, read and written one parameter at a time in one process.
+"""Megatron's torch_dist checkpoints in one process: read parameter by parameter, written by file.
 
 The format describes whole tensors and the pieces of them that each file holds, so it does not know
 the layout it came from: a parameter is what a single rank without any parallelism would hold. The
@@ -20,7 +20,6 @@ import torch
 from megatron.core.dist_checkpointing.core import maybe_load_config, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -45,6 +44,7 @@ from bapo_megatron.errors import first_line
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.policy import hf_weights
 from bapo_megatron.policy.checkpoint_files import (
+    COMMON_NAME,
     damage_of,
     piece_checksums,
     read_checksums,
@@ -249,7 +249,7 @@ def write_parameters(
     # The version tells Megatron's trainer the order of the rows of linear_qkv; without it the
     # trainer assumes the oldest. Releases before 0.17 know no other place for it than this file.
     common = torch_bytes({"checkpoint_version": 3.0, "iteration": 0}).getvalue()
-    atomic_write_bytes(directory / COMMON_STATE_FNAME, common)
+    atomic_write_bytes(directory / COMMON_NAME, common)
     storage.finish(metadata, results)
     save_config(BACKEND, str(directory))
     places = [result.storage_data for written in results for result in written]

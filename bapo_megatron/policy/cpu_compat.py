@@ -33,8 +33,8 @@ def install() -> None:
         return "cpu"
 
     torch.cuda.current_device = current_device  # type: ignore[assignment]
-    # Work on the CPU is already done; there are no streams, and no cache to empty. A function each:
-    # torch.compile has a table of them.
+    # Work on the CPU is already done; there are no streams, and no cache to empty. One function per
+    # name: torch.compile keys its handlers by function.
     for name in ("synchronize", "empty_cache", "current_stream"):
         setattr(torch.cuda, name, lambda *_: None)
 

@@ -154,7 +154,7 @@ class PackedRotaryEmbedding(nn.Module):
 def fuse_rotation(gpt: GPTModel) -> None:
     """Have Megatron rotate a packed batch in one go, as it does with Transformer Engine.
 
-    The kernel that it installs is that of all models of this process.
+    Replaces the kernel for every model of this process.
     """
     assert not gpt.config.rotary_interleaved, "_rotate_packed pairs the halves of a head"
     gpt.rotary_pos_emb = PackedRotaryEmbedding(gpt.rotary_pos_emb, gpt.config.params_dtype)

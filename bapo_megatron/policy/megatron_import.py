@@ -33,7 +33,7 @@ MESSAGES = (
     r"The argument order of load has been changed",  # torch about Megatron's call
     r"torch\.distributed is disabled, unavailable or uninitialized",  # reading the common state
 )
-"""Beginnings of warnings that would stand on every start, each with who says it and why."""
+"""Beginnings of warnings that would appear at every start, with who emits them and why."""
 
 LOGGED = {
     # nvcc without a GPU; Megatron imports the module whether it compiles or not.
@@ -43,7 +43,7 @@ LOGGED = {
     # The layout that it computes is the one to pass.
     "megatron.core.distributed.distributed_data_parallel": r".*full_param_layout not provided",
 }
-"""Beginnings of what loggers would say on every start, by logger."""
+"""Beginnings of what loggers would say at every start, by logger."""
 
 
 def import_megatron() -> None:

@@ -17,7 +17,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+)
 
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import CheckpointConfig
@@ -87,6 +90,17 @@ def killed_peer(model: Path, root: Path) -> None:
             MCoreSavePlanner.resolve_data = _kill
         saver.save(2, policy, {"saved": 2})
         saver.wait()
+
+
+def killed_reader(model: Path, root: Path) -> None:
+    """Rank 1 dies while both load the newest checkpoint."""
+    with joined(tensor=2) as groups:
+        policy = build(model, groups)
+        directory = find_latest(root)
+        assert directory is not None
+        if groups.rank == 1:
+            TorchDistLoadShardedStrategy.load = _kill
+        load_checkpoint(directory, policy)
 
 
 def delayed_writers(model: Path, root: Path) -> dict[str, Any]:
@@ -239,6 +253,8 @@ def _disk_full(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]
             errors[f"rank {full_rank}, {limit_bytes} bytes, {mode}"] = error
         with _failing_metadata():
             errors[f"metadata, {mode}"] = _save_error(saver, 2, policy)
+        with mock.patch.object(Path, "is_dir", return_value=groups.rank == 0):
+            errors[f"not shared, {mode}"] = _save_error(saver, 2, policy)
         errors[f"rollout, {mode}"] = _save_error(saver, 2, policy, save_rollout=_save_nothing)
     latest = find_latest(root)
     assert latest is not None

@@ -102,6 +102,14 @@ def test_when_a_rank_is_killed_in_its_writer_the_checkpoint_before_loads_on_all_
         }
 
 
+def test_a_rank_that_is_killed_while_it_reads_is_not_taken_for_damage(
+    models: dict[str, Path], killed_peer: Path, tmp_path: Path
+) -> None:
+    codes = run_to_exit(ranks.killed_reader, 2, models["qwen2"], killed_peer, scratch=tmp_path)
+    assert codes[1] == -signal.SIGKILL
+    assert "LostPeerError: another rank ended" in (tmp_path / "error_0").read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -111,11 +119,14 @@ def test_when_a_rank_is_killed_in_its_writer_the_checkpoint_before_loads_on_all_
         ("scrambled metadata", "damaged, .metadata has changed since it was written"),
         ("scrambled rank file", "damaged, rng_1.pt has changed since it was written"),
         ("flipped bit", "_0.distcp has changed since it was written, in the "),
-        ("shards without checksums", "damaged, __1_0.distcp has changed since it was written"),
+        ("shards without checksums", "damaged, checksums.json has no checksum of __1_0.distcp for"),
         ("unreadable checksums", "damaged, checksums.json cannot be read ("),
         ("crafted metadata", "damaged, .metadata names posix.mkdir, which no checkpoint needs"),
         ("crafted object", "damaged, a file names posix.mkdir, which no checkpoint needs"),
-        ("crafted common part", "damaged, common.pt is not part of it, and Megatron would read it"),
+        (
+            "crafted common part",
+            "common.pt: not part of the checkpoint, and Megatron would load it",
+        ),
         ("crafted rank file", "rng_0.pt: damaged (a file is damaged)"),
         ("shards outside", "damaged, .metadata names '../step_1/__"),
         ("missing shards", "damaged, __1_0.distcp is missing instead of "),
@@ -142,7 +153,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line_by_every_rank(
     if "damaged" in first:
         assert re.search(r"write step_1 into /.+/latest to continue from there$", first)
     else:
-        assert "; resume with " in first
+        assert re.search("; (resume with |delete the file$)", first)
     assert "\n" not in first
     if name == "scrambled metadata":  # rank 0 compares it with its checksum, both read it
         assert ".metadata cannot be read (" in second
@@ -186,6 +197,7 @@ def test_the_checkpoint_before_a_damaged_one_loads_on_all_ranks(
         ("rank 1, 100 bytes", "File too large"),
         ("metadata", "No space left on device"),
         ("rollout", "No space left on device"),
+        ("not shared", "put run_dir on a file system that all nodes share"),
     ],
 )
 def test_a_full_disk_on_one_rank_is_reported_in_one_line_by_every_rank(

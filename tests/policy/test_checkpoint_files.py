@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.policy.checkpoint_files import (
@@ -18,6 +19,7 @@ from bapo_megatron.policy.checkpoint_files import (
     find_best,
     find_latest,
     name_best,
+    piece_checksums,
     publish,
     read_state,
     remove_others,
@@ -53,6 +55,20 @@ def test_a_published_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
     assert (state.num_updates, state.layout, state.extra) == (7, {"tensor": 1}, {"a": [1, "ß"]})
     assert state.file_bytes == {"__0_0.distcp": 5}
     check_files(directory, state)
+
+
+def test_hashing_can_be_stopped_between_two_pieces(tmp_path: Path) -> None:
+    (tmp_path / "shard").write_bytes(bytes(20))
+    places = [_StorageInfo("shard", offset, 10) for offset in (0, 10)]
+    offsets = iter(["0"])
+
+    def before_piece() -> None:
+        if next(offsets, None) is None:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        piece_checksums(tmp_path, places, before_piece)
+    assert list(piece_checksums(tmp_path, places)["shard"]) == ["0", "10"]
 
 
 def test_the_newest_checkpoints_by_number_stay(tmp_path: Path) -> None:
