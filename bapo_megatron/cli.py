@@ -28,6 +28,7 @@ from bapo_megatron.processes import (
     end_by_exception,
     own_compiler_cache,
     rank_mark,
+    received_signal,
     write_stacks_on_signal,
 )
 
@@ -172,7 +173,11 @@ def main() -> None:
     except typer.Exit as error:
         sys.exit(error.exit_code)
     except Exception as error:  # noqa: BLE001 - the last handler; defects keep their traceback
-        sys.exit(_report(error))
+        # torch's C++ code may drop the exception of a signal and raise another one.
+        number = received_signal()
+        status = _report(error) if number is None else 128 + number
+        if status != INTERRUPTED:
+            sys.exit(status)
     if status == INTERRUPTED:
         _complain("interrupted")
     if mark is not None:

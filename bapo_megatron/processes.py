@@ -57,6 +57,7 @@ _MAPPED_INODE = re.compile(r" (\d+) +/dev/shm/")
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _STACKS_SIGNAL = signal.SIGUSR2
+_received: list[int] = []
 _STDERR = 2
 _DUMP_S = 0.05
 """Enough for one process to write its stacks before the next one writes to the same file."""
@@ -426,6 +427,11 @@ def end_by_exception() -> None:
     sys.unraisablehook = _end_later
 
 
+def received_signal() -> int | None:
+    """Return the signal that ``end_by_exception`` has raised an exception for."""
+    return _received[0] if _received else None
+
+
 def run_async[T](work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` to its end; a signal cancels it, then raises its exception.
 
@@ -459,6 +465,7 @@ def run_async[T](work: Coroutine[Any, Any, T]) -> T:
 
 def end_once(number: int, frame: FrameType | None) -> None:
     """Handle a signal as ``end_by_exception`` does."""
+    _received.append(number)
     _ignore_signals()
     _raise(number)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,27 @@ def _write_tokens(path: Path, ratios: list[float], advantages: list[float]) -> P
 def tokens(tmp_path: Path) -> Path:
     """Wrong tokens outweigh right ones until the upper bound lets the ratio of 2 count."""
     return _write_tokens(tmp_path / "tokens.npz", [2.0, 1.0, 1.0], [1.0, -1.0, -1.2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "shown"), [("SIGINT", "bapo-megatron: interrupted\n"), ("SIGTERM", "")]
+)
+def test_an_error_in_place_of_a_signals_exception_is_an_interrupt(number: str, shown: str) -> None:
+    # As torch.asarray does: "could not determine the shape of object type UntypedStorage".
+    code = f"""
+import signal
+from bapo_megatron import cli
+def app(**options):
+    try: signal.raise_signal(signal.{number})
+    except BaseException: raise TypeError("another") from None
+cli.app = app
+cli.main()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY
+    )
+    assert (result.returncode, result.stderr) == (128 + getattr(signal, number), shown)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Conversion between Hugging Face model directories and Megatron's torch_dist checkpoints.
 
-One process, on the CPU, without process groups; in memory are a parameter and the weights of one
-file of the result. A checkpoint written here keeps what is not weights
+One process, on the CPU, without process groups; in memory are the weights of a layer and, on the
+way to Hugging Face, of one file of the result. A checkpoint written here keeps what is not weights
 (config.json, tokenizer, chat template, generation settings) under ``hf/``.
 """
 

@@ -1,4 +1,4 @@
-"""Megatron's torch_dist checkpoints in one process: read parameter by parameter, written by file.
+"""Megatron's torch_dist checkpoints, read and written parameter by parameter in one process.
 
 The format describes whole tensors and the pieces of them that each file holds, so it does not know
 the layout it came from: a parameter is what a single rank without any parallelism would hold. The
@@ -225,8 +225,8 @@ def write_parameters(
     """Write a checkpoint of ``parameters`` alone, and return the number of its files.
 
     They come in the order of the table of weights, all of ``dtype``, as one rank without
-    parallelism would hold them; no more are asked for than one file holds. The directory exists
-    and is empty.
+    parallelism would hold them. torch keeps the newest one of each key until its file ends: a
+    layer. The directory exists and is empty.
     """
     # Publishing it flushes it. Copying ahead, as beside a GPU, torch would ask by size.
     storage = FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
