@@ -277,7 +277,7 @@ class _AgreeingLoadStrategy(TorchDistLoadShardedStrategy):
         self._groups = groups
 
     def load(self, wanted: dict[str, Any], directory: Path, *args: Any) -> dict[str, Any]:
-        with _fail_together(Path(directory), self._groups):
+        with _read_together(Path(directory), self._groups):
             loaded: dict[str, Any] = super().load(wanted, directory, *args)
             return loaded
 
@@ -288,14 +288,15 @@ def _load_shards(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
     strategy = FullyParallelLoadStrategyWrapper(_AgreeingLoadStrategy(groups), groups.data)
     wanted = _sharded_state(policy, is_loading=True)
     with only_weights():
-        with _fail_together(directory, groups):
-            dist_checkpointing.load_common_state_dict(str(directory))  # as ``load`` does, alone
+        with _read_together(directory, groups):
+            # ``load`` reads it once more, but outside the strategy, where nothing is agreed on.
+            dist_checkpointing.load_common_state_dict(str(directory))
         loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), strategy)
     return loaded
 
 
 @contextmanager
-def _fail_together(directory: Path, groups: ProcessGroups) -> Iterator[None]:
+def _read_together(directory: Path, groups: ProcessGroups) -> Iterator[None]:
     """Raise what the libraries cannot load as a ``CheckpointError``, on every rank.
 
     The block reads files; it has no collective.
@@ -311,7 +312,7 @@ def _fail_together(directory: Path, groups: ProcessGroups) -> Iterator[None]:
                 check_admitted(first)
             raise files.CheckpointError(
                 f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with "
-                f"the model that saved it; if a file is damaged, "
+                "the model that saved it; if a file is damaged, "
                 f"{files.other_checkpoint(directory)}"
             ) from error
 

@@ -301,7 +301,10 @@ def read_state(directory: Path) -> CheckpointState:
 
 
 def check_files(directory: Path, state: CheckpointState) -> None:
-    """Raise ``DamagedError`` for a file that is not what ``state`` says."""
+    """Raise ``DamagedError`` for a file that is not what ``state`` says.
+
+    A file that must not be there is a ``CheckpointError``.
+    """
     found = _file_bytes(directory)
     if COMMON_NAME in found:
         raise CheckpointError(

@@ -59,11 +59,11 @@ class _Planner(MCoreSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return what is written next; raises ``InterruptedError`` once it is stopped."""
-        _check(self._stop)
+        _check_running(self._stop)
         return super().resolve_data(write_item)
 
 
-def _check(stop: threading.Event) -> None:
+def _check_running(stop: threading.Event) -> None:
     if stop.is_set():
         raise InterruptedError("the save was abandoned")
 
@@ -135,7 +135,9 @@ class ShardWriter:
         try:
             self.results = self._storage.write_data(self._planner.plan, self._planner).wait()
             places = [result.storage_data for result in self.results]
-            self.pieces = piece_checksums(self._directory, places, partial(_check, self._stop))
+            self.pieces = piece_checksums(
+                self._directory, places, partial(_check_running, self._stop)
+            )
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for this writer
             self.error = error
         self._planner = None  # and all that was to be written

@@ -27,8 +27,7 @@ def _scramble(part: Path) -> None:
     part.write_bytes(bytes(part.stat().st_size))
 
 
-def _change_state(directory: Path, old: str, new: str) -> None:
-    path = directory / "state.json"
+def _replace(path: Path, old: str, new: str) -> None:
     content = path.read_text()
     assert old in content
     path.write_text(content.replace(old, new))
@@ -52,14 +51,6 @@ def flip(directory: Path, *, verified: bool = True, whole_record: bool = False) 
     part.write_bytes(content)
     if not verified:
         _forget_checksums(directory)
-
-
-def _rename_in_checksums(directory: Path, old: str, new: str) -> None:
-    path = directory / "checksums.json"
-    content = path.read_text()
-    assert old in content
-    assert len(old) == len(new)
-    path.write_text(content.replace(old, new))
 
 
 def _forget_checksums(directory: Path) -> None:
@@ -123,7 +114,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "unreadable checksums": lambda path: (path / "checksums.json").write_bytes(
         b"[" * (path / "checksums.json").stat().st_size
     ),
-    "shards without checksums": lambda path: _rename_in_checksums(path, "__1_0.", "__1_9."),
+    "shards without checksums": lambda path: _replace(path / "checksums.json", "__1_0.", "__1_9."),
     "crafted metadata": _craft_metadata,
     "crafted object": _craft_object,
     "crafted common part": lambda path: _craft_file(path / "common.pt"),
@@ -139,7 +130,11 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "no state": lambda path: (path / "state.json").unlink(),
     "unreadable state": lambda path: (path / "state.json").write_bytes(b"\xff\x00{"),
     "state of nothing": lambda path: (path / "state.json").write_text("[]"),
-    "state without a field": lambda path: _change_state(path, '"num_updates"', '"updates"'),
-    "another number": lambda path: _change_state(path, '"num_updates": ', '"num_updates": 1'),
-    "earlier format": lambda path: _change_state(path, '"format": 6', '"format": 5'),
+    "state without a field": lambda path: _replace(
+        path / "state.json", '"num_updates"', '"updates"'
+    ),
+    "another number": lambda path: _replace(
+        path / "state.json", '"num_updates": ', '"num_updates": 1'
+    ),
+    "earlier format": lambda path: _replace(path / "state.json", '"format": 6', '"format": 5'),
 }
