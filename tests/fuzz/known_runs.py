@@ -247,7 +247,7 @@ RUNS: dict[str, Any] = {
         swept, change=looped("config.yaml"), place="symbolic link"
     ),
     "run of a sweep whose configuration is nested deeply": partial(
-        swept, change=written("config.yaml", DEEP_YAML), place="nest"
+        swept, change=written("config.yaml", DEEP_YAML), place="exceeded maximum nesting depth"
     ),
     "run of a sweep whose configuration has recursive aliases": partial(
         swept, change=written("config.yaml", ALIASED), place="aliases"
