@@ -21,8 +21,8 @@ from bapo_megatron.errors import (
     describe_os_error,
     is_explained,
 )
-from bapo_megatron.exits import exits_noticed
-from bapo_megatron.processes import (
+from bapo_megatron.runtime.exits import exits_noticed
+from bapo_megatron.runtime.processes import (
     CLOSED_PIPE,
     RequestedExit,
     end_by_exception,
@@ -237,7 +237,7 @@ def _as_lost_peer(error: Exception) -> Exception | None:
     """
     if not _is_peer_loss(error):
         return None
-    from bapo_megatron.distributed import LostPeerError
+    from bapo_megatron.runtime.distributed import LostPeerError
 
     if isinstance(error, LostPeerError):
         return error
@@ -251,7 +251,7 @@ def _as_lost_peer(error: Exception) -> Exception | None:
 def _is_peer_loss(error: Exception) -> bool:
     if not isinstance(error, RuntimeError):
         return False
-    from bapo_megatron.distributed import LostPeerError, is_peer_loss  # torch takes seconds
+    from bapo_megatron.runtime.distributed import LostPeerError, is_peer_loss  # torch takes seconds
 
     return isinstance(error, LostPeerError) or is_peer_loss(error)
 

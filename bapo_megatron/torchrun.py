@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from bapo_megatron.config.section import is_loopback
-from bapo_megatron.processes import (
+from bapo_megatron.runtime.processes import (
     RUN_DIR_FILE,
     PrivateDirectory,
     describe_exit,

@@ -71,5 +71,5 @@ step "installing sglang (without the CUDA packages that it lists)"
 step "compiling csrc/ and installing bapo_megatron"
 # Against the torch above; in isolation pip would fetch another one to build with.
 "${pip[@]}" install --no-build-isolation --no-deps --editable .
-"$venv/bin/python" -m bapo_megatron.stack  # ends set-up with one line if they do not work together
+"$venv/bin/python" -m bapo_megatron.runtime.stack  # ends set-up with one line if they do not work together
 step "done"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bapo_megatron.processes import own_compiler_cache
+from bapo_megatron.runtime.processes import own_compiler_cache
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Modules of tests import Megatron as the commands do."""
-    from bapo_megatron.cpu_torch import uncompiled_imports
+    from bapo_megatron.runtime.cpu_torch import uncompiled_imports
 
     with uncompiled_imports():
         return (yield)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bapo_megatron.config.megatron import ParallelConfig
-from bapo_megatron.distributed import ProcessGroups, init_distributed, shutdown_distributed
+from bapo_megatron.runtime.distributed import ProcessGroups, init_distributed, shutdown_distributed
 
 MAX_LAYOUTS = 16
 """Process groups that one set of ranks can join, one after the other."""

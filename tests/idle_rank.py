@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 
 from bapo_megatron.config.megatron import ParallelConfig
-from bapo_megatron.distributed import barrier, init_distributed
-from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.megatron_import import import_megatron
+from bapo_megatron.runtime.distributed import barrier, init_distributed
+from bapo_megatron.runtime.files import atomic_write_text
 
 
 def main(ports: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from bapo_megatron.names import LoadError, load_named, raised_at, shown
-from bapo_megatron.processes import RequestedExit, forks_ended
+from bapo_megatron.runtime.names import LoadError, load_named, raised_at, shown
+from bapo_megatron.runtime.processes import RequestedExit, forks_ended
 
 
 class UserCodeError(ValueError):

@@ -15,15 +15,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bapo_megatron.calls import shown_value
 from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.errors import first_line
-from bapo_megatron.files import open_regular
 from bapo_megatron.ops.contributions import BoundSearch, TokenCounts, count_tokens
 from bapo_megatron.ops.extension import SearchResult
+from bapo_megatron.runtime.calls import shown_value
+from bapo_megatron.runtime.files import open_regular
 from bapo_megatron.telemetry.console import uncut_console
 
 COLUMNS = ("logprob", "behaviour_logprob", "advantage")

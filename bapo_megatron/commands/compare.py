@@ -13,13 +13,13 @@ from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.commands.regrade import run_graded, settings_beside
 from bapo_megatron.config.evaluation import EvalConfig
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.evaluation.compare import Comparison, compare_groups, compare_results
 from bapo_megatron.evaluation.report import read_results, rich_table
-from bapo_megatron.evaluation.runs import find_group, newest_results, read_group
 from bapo_megatron.evaluation.samples import read_samples
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.evaluation.summary import summarise, votes_pool
 from bapo_megatron.telemetry.console import uncut_console, visible
+from bapo_megatron.tools.compare import Comparison, compare_groups, compare_results
+from bapo_megatron.tools.evaluations import find_group, newest_results, read_group
 from bapo_megatron.types import EvalResult
 
 _MAX_RESAMPLES = 1_000_000

@@ -11,7 +11,7 @@ from rich.table import Table
 from bapo_megatron.commands.options import OverridesArgument, load
 from bapo_megatron.config.describe import describe_keys
 from bapo_megatron.config.load import dump_yaml
-from bapo_megatron.processes import launched_number
+from bapo_megatron.runtime.processes import launched_number
 from bapo_megatron.trainer.check import check_training
 
 

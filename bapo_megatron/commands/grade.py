@@ -19,15 +19,15 @@ from typing import Annotated, Any
 
 import typer
 
-from bapo_megatron.calls import shown_value
 from bapo_megatron.config.check import check_rewards
 from bapo_megatron.config.load import ConfigError, load_config
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.data.rows import parse_answer
-from bapo_megatron.files import MAX_LINE_BYTES, naming, parse_json
-from bapo_megatron.processes import CLOSED_PIPE, run_async
 from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.composition import Rewards
+from bapo_megatron.runtime.calls import shown_value
+from bapo_megatron.runtime.files import MAX_LINE_BYTES, naming, parse_json
+from bapo_megatron.runtime.processes import CLOSED_PIPE, run_async
 from bapo_megatron.telemetry.console import ProgressLine
 from bapo_megatron.types import FinishReason
 

@@ -14,11 +14,11 @@ from rich.table import Table
 
 from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.planning.disk import BUFFER_TOKEN_BYTES, DUMP_TOKEN_BYTES, OPTIMIZER_BYTES
-from bapo_megatron.planning.layout import MAX_GPUS, Layout, chunk_parameters
-from bapo_megatron.planning.plan import ESTIMATED, MISS_SHARE, Plan, PlanOptions, make_plan
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.telemetry.console import say, uncut_console
+from bapo_megatron.tools.planning.disk import BUFFER_TOKEN_BYTES, DUMP_TOKEN_BYTES, OPTIMIZER_BYTES
+from bapo_megatron.tools.planning.layout import MAX_GPUS, Layout, chunk_parameters
+from bapo_megatron.tools.planning.plan import ESTIMATED, MISS_SHARE, Plan, PlanOptions, make_plan
 
 _PLACES = {
     "colocated": "the same ones",

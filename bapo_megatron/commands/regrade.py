@@ -23,10 +23,10 @@ from bapo_megatron.evaluation.settings import (
     write_settings,
 )
 from bapo_megatron.evaluation.summary import summarise, votes_pool
-from bapo_megatron.files import atomic_write_bytes
-from bapo_megatron.processes import run_async
 from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.composition import Rewards
+from bapo_megatron.runtime.files import atomic_write_bytes
+from bapo_megatron.runtime.processes import run_async
 from bapo_megatron.telemetry.console import ProgressLine, say
 from bapo_megatron.types import EvalResult
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from bapo_megatron.files import atomic_write_text
+from bapo_megatron.runtime.files import atomic_write_text
 
 
 def command(
@@ -30,11 +30,11 @@ def command(
     if watch and out is not None:
         raise typer.BadParameter("--watch serves the page and writes none; leave out --out")
     if watch:
-        from bapo_megatron.report.watch import serve
+        from bapo_megatron.tools.report.watch import serve
 
         serve(run_dirs, tokenizer, port, typer.echo)
         return
-    from bapo_megatron.report.page import page_data, render
+    from bapo_megatron.tools.report.page import page_data, render
 
     target = out or run_dirs[0] / "report.html"
     page = render(page_data(run_dirs, tokenizer))

@@ -18,8 +18,8 @@ from bapo_megatron.config.objectives import ADVANTAGES
 from bapo_megatron.config.settings import read_settings
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import texts_path
-from bapo_megatron.report.samples import ORDERS, Order, Step, dump_files, read_step
 from bapo_megatron.telemetry.console import uncut_console, visible_json
+from bapo_megatron.tools.report.samples import ORDERS, Order, Step, dump_files, read_step
 from bapo_megatron.types import FinishReason, Sample
 
 _NUM_SHOWN = 4

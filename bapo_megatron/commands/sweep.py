@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from bapo_megatron.commands.options import JsonOption
-from bapo_megatron.files import atomic_write_text
-from bapo_megatron.sweep.figure import draw_sweep
-from bapo_megatron.sweep.file import load_sweep
-from bapo_megatron.sweep.results import print_table, read_scores, results_json
-from bapo_megatron.sweep.run import SweepError, run_sweep
-from bapo_megatron.sweep.slurm import slurm_script
+from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.telemetry.console import say, uncut_console
+from bapo_megatron.tools.sweep.figure import draw_sweep
+from bapo_megatron.tools.sweep.file import load_sweep
+from bapo_megatron.tools.sweep.results import print_table, read_scores, results_json
+from bapo_megatron.tools.sweep.run import SweepError, run_sweep
+from bapo_megatron.tools.sweep.slurm import slurm_script
 
 
 def command(

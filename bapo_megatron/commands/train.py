@@ -8,7 +8,7 @@ import typer
 
 from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, load
 from bapo_megatron.errors import InterruptedRunError, StoppedError
-from bapo_megatron.processes import end_with_parent
+from bapo_megatron.runtime.processes import end_with_parent
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.trainer.stopping import Stopping
 

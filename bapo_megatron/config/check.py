@@ -19,7 +19,7 @@ from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelC
 from bapo_megatron.config.reward import RewardFunctionConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.files import parse_json, read_regular
+from bapo_megatron.runtime.files import parse_json, read_regular
 
 _RELATIVE = "paths are relative to the current directory"
 

@@ -12,10 +12,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from bapo_megatron.calls import dotted, rule_of, shown_value
 from bapo_megatron.config.objectives import BAPO_PRESETS, BapoConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import LIST_TAG, SET_TAG, AbsolutePath
+from bapo_megatron.runtime.calls import dotted, rule_of, shown_value
 
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 """Limits as the metadata of a field name them."""

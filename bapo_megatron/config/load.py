@@ -21,11 +21,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from pydantic import ValidationError
 
-from bapo_megatron.calls import dotted
 from bapo_megatron.config.describe import Place, explain
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import Section
-from bapo_megatron.files import read_regular
+from bapo_megatron.runtime.calls import dotted
+from bapo_megatron.runtime.files import read_regular
 
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=(?P<value>.*)", re.DOTALL)
 _MAX_DEPTH = 50

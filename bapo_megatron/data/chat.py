@@ -14,7 +14,7 @@ import jinja2
 import jinja2.lexer
 
 from bapo_megatron.config.data import DataConfig
-from bapo_megatron.names import shown
+from bapo_megatron.runtime.names import shown
 
 Message = dict[str, str]
 """A chat message: ``role`` and ``content``."""

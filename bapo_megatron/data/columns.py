@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bapo_megatron.calls import decode_json, shown_value
 from bapo_megatron.errors import first_line
-from bapo_megatron.files import parse_json
+from bapo_megatron.runtime.calls import decode_json, shown_value
+from bapo_megatron.runtime.files import parse_json
 
 PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What Arrow raises for a damaged file; names of columns are decoded when it is opened."""

@@ -22,10 +22,10 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from bapo_megatron.calls import decode_json
 from bapo_megatron.data.columns import DumpError, RowFile
 from bapo_megatron.data.staleness import num_spanned
-from bapo_megatron.files import atomic_write_bytes, open_regular
+from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.files import atomic_write_bytes, open_regular
 from bapo_megatron.types import (
     EncodedBatch,
     FinishReason,

@@ -16,12 +16,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from bapo_megatron.calls import shown_value
 from bapo_megatron.config.data import DatasetConfig
 from bapo_megatron.data.chat import Message
 from bapo_megatron.data.columns import PARQUET_ERRORS
 from bapo_megatron.errors import first_line
-from bapo_megatron.files import open_regular, parse_json, read_lines, read_regular
+from bapo_megatron.runtime.calls import shown_value
+from bapo_megatron.runtime.files import open_regular, parse_json, read_lines, read_regular
 
 _MAX_REASON = 300
 _BATCH_ROWS = 1024

@@ -17,10 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bapo_megatron.calls import shown_value
 from bapo_megatron.data.columns import PARQUET_ERRORS, DumpError
 from bapo_megatron.errors import first_line
-from bapo_megatron.files import atomic_write_bytes, open_regular, parse_json
+from bapo_megatron.runtime.calls import shown_value
+from bapo_megatron.runtime.files import atomic_write_bytes, open_regular, parse_json
 
 FORMAT = 2
 """Files of format 1 had no metadata, and their rows named no response."""

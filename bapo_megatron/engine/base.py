@@ -22,7 +22,7 @@ import numpy as np
 
 from bapo_megatron.data.staleness import join_spans
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.processes import nccl_settings
+from bapo_megatron.runtime.processes import nccl_settings
 from bapo_megatron.types import FinishReason, VersionSpans
 
 START_VERSION = 0

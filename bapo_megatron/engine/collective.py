@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from bapo_megatron.engine.base import BucketLayout, GroupPlace
-from bapo_megatron.processes import environment_set
+from bapo_megatron.runtime.processes import environment_set
 
 
 def join_group(place: GroupPlace, meet_s: float, limit_s: float) -> Any:

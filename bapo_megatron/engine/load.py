@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.rollout import ENGINES
-from bapo_megatron.names import LoadError, load_named
+from bapo_megatron.runtime.names import LoadError, load_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

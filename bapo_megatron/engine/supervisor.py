@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import EngineServer, Readiness
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.processes import tail
+from bapo_megatron.runtime.processes import tail
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bapo_megatron.environment.base import Step, Task, Turn, UserEnvironment
-from bapo_megatron.names import LoadError, load_named, shown
-from bapo_megatron.worker import settled
+from bapo_megatron.runtime.names import LoadError, load_named, shown
+from bapo_megatron.runtime.worker import settled
 
 _MAX_STATE_BYTES = 1_000_000
 """Largest state, as JSON: every checkpoint holds those of all episodes in progress."""

@@ -10,7 +10,7 @@ from typing import Any
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.workers import WorkerPool
+from bapo_megatron.runtime.workers import WorkerPool
 
 
 class WorkerEnvironment:

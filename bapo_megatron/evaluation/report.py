@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bapo_megatron.calls import decode_json
 from bapo_megatron.config.evaluation import MAX_SAMPLES
 from bapo_megatron.evaluation.settings import MAX_NUMBER, ResultsError
 from bapo_megatron.evaluation.summary import is_shown
-from bapo_megatron.files import atomic_write_text, read_regular
+from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.files import atomic_write_text, read_regular
 from bapo_megatron.types import EvalResult
 
 _SCORE_HEADINGS = ("set", "score", "value", "95 % interval")

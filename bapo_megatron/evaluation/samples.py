@@ -23,7 +23,6 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, StrictBool, StrictInt
 
-from bapo_megatron.calls import decode, shown_value
 from bapo_megatron.config.evaluation import MAX_SAMPLES
 from bapo_megatron.config.section import MAX_INTEGER
 from bapo_megatron.evaluation.settings import (
@@ -34,7 +33,8 @@ from bapo_megatron.evaluation.settings import (
     settings_path,
     write_settings,
 )
-from bapo_megatron.files import lock, naming, open_regular, parse_json, read_lines
+from bapo_megatron.runtime.calls import decode, shown_value
+from bapo_megatron.runtime.files import lock, naming, open_regular, parse_json, read_lines
 from bapo_megatron.types import FinishReason
 
 _LOG = logging.getLogger(__name__)

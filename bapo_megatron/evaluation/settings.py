@@ -12,14 +12,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from bapo_megatron.calls import decode_json
 from bapo_megatron.config.evaluation import MAX_SAMPLES, EvalConfig, EvalSamplingConfig, eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import MAX_INTEGER
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.prompts import load_eval_set, log_warnings
-from bapo_megatron.files import atomic_write_text, parse_json, read_regular
+from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.files import atomic_write_text, parse_json, read_regular
 from bapo_megatron.types import Prompt
 
 MAX_NUMBER = 1e15

@@ -25,20 +25,20 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.distributed import (
+from bapo_megatron.errors import first_line
+from bapo_megatron.policy import checkpoint_files as files
+from bapo_megatron.policy.checkpoint_reader import check_admitted, only_weights, read_metadata
+from bapo_megatron.policy.checkpoint_shards import ShardWriter, torch_bytes
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.optimizer import load_state, sharded_state
+from bapo_megatron.runtime.distributed import (
     ProcessGroups,
     any_rank,
     barrier,
     fail_together,
     gather_objects,
 )
-from bapo_megatron.errors import first_line
-from bapo_megatron.files import atomic_write_bytes
-from bapo_megatron.policy import checkpoint_files as files
-from bapo_megatron.policy.checkpoint_reader import check_admitted, only_weights, read_metadata
-from bapo_megatron.policy.checkpoint_shards import ShardWriter, torch_bytes
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.policy.optimizer import load_state, sharded_state
+from bapo_megatron.runtime.files import atomic_write_bytes
 from bapo_megatron.telemetry.console import say
 
 METADATA = {

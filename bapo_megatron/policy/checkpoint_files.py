@@ -29,9 +29,9 @@ from typing import Any, ClassVar, Protocol
 
 import xxhash
 
-from bapo_megatron.calls import decode_json, shown_value
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.files import (
+from bapo_megatron.runtime.calls import decode_json, shown_value
+from bapo_megatron.runtime.files import (
     atomic_write_text,
     open_regular,
     parse_json,

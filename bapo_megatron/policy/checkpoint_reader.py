@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from bapo_megatron.errors import first_line
 from bapo_megatron.policy.checkpoint_files import METADATA_NAME, DamagedError
-from bapo_megatron.processes import environment_set
+from bapo_megatron.runtime.processes import environment_set
 
 _REFUSED = re.compile(r"GLOBAL (\S+)")
 """What torch calls a name that it does not admit."""

@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bapo_megatron.distributed import ProcessGroups, gather_objects
 from bapo_megatron.policy.checkpoint_files import piece_checksums
+from bapo_megatron.runtime.distributed import ProcessGroups, gather_objects
 
 BACKEND = CheckpointingConfig(sharded_backend="torch_dist", sharded_backend_version=1)
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config.settings import read_settings
-from bapo_megatron.files import atomic_directory
 from bapo_megatron.policy import hf_weights, weight_export
 from bapo_megatron.policy.checkpoint_files import METADATA_NAME
 from bapo_megatron.policy.convert_torch_dist import TorchDistReader, write_parameters
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.policy.megatron_setup import DTYPES
+from bapo_megatron.runtime.files import atomic_directory
 
 COMPANIONS_NAME = "hf"
 """Where a converted checkpoint keeps the files of its Hugging Face model that hold no weights."""

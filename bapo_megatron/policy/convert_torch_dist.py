@@ -41,7 +41,6 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from bapo_megatron.errors import first_line
-from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.policy import hf_weights
 from bapo_megatron.policy.checkpoint_files import (
     COMMON_NAME,
@@ -56,6 +55,7 @@ from bapo_megatron.policy.checkpoint_reader import read_metadata
 from bapo_megatron.policy.checkpoint_shards import BACKEND, torch_bytes
 from bapo_megatron.policy.hf_config import HfConfig
 from bapo_megatron.policy.hf_weights import Weight
+from bapo_megatron.runtime.files import atomic_write_bytes
 
 _OTHER = "restore the files or use another checkpoint"
 

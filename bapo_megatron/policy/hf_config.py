@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.calls import shown_value
 from bapo_megatron.config.check import check_heads, check_layers
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
-from bapo_megatron.files import parse_json, read_regular
+from bapo_megatron.runtime.calls import shown_value
+from bapo_megatron.runtime.files import parse_json, read_regular
 
 if TYPE_CHECKING:
     from bapo_megatron.data.packing import SequenceFlops

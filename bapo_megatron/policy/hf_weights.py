@@ -20,9 +20,9 @@ from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bapo_megatron.calls import decode_json
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size
+from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.distributed import ProcessGroups
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bapo_megatron.cpu_torch import uncompiled_imports
 from bapo_megatron.ops.chunked import add_product_
+from bapo_megatron.runtime.cpu_torch import uncompiled_imports
 
 APEX_PRODUCTS = "fused_weight_gradient_mlp_cuda"
 """The module of apex with which Megatron accumulates the gradients of weights, its only one."""

@@ -41,8 +41,6 @@ from bapo_megatron.config.megatron import (
     ParallelConfig,
 )
 from bapo_megatron.data.device_copy import on_device
-from bapo_megatron.distributed import ProcessGroups, fail_together
-from bapo_megatron.files import atomic_directory
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.policy import weight_export
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
@@ -59,6 +57,8 @@ from bapo_megatron.policy.optimizer import (
     learning_rate,
     wrap_for_data_parallel,
 )
+from bapo_megatron.runtime.distributed import ProcessGroups, fail_together
+from bapo_megatron.runtime.files import atomic_directory
 from bapo_megatron.types import MicroBatch
 
 Result = TypeVar("Result")

@@ -11,13 +11,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.policy.hf_config import HfConfig, check_division, padded_vocab_size
 from bapo_megatron.policy.layer_spec import (
     fuse_rotation,
     layer_spec,
     uses_transformer_engine,
 )
+from bapo_megatron.runtime.distributed import ProcessGroups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-from bapo_megatron.distributed import ProcessGroups, megatron_groups
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.hf_config import HfConfig
 from bapo_megatron.policy.megatron_setup import build_chunks
+from bapo_megatron.runtime.distributed import ProcessGroups, megatron_groups
 
 META = torch.device("meta")
 

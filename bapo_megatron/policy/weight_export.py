@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.policy.hf_config import HfConfig
 from bapo_megatron.policy.hf_weights import (
     EMBEDDING,
@@ -27,6 +26,7 @@ from bapo_megatron.policy.hf_weights import (
     shard_shape,
     weight_table,
 )
+from bapo_megatron.runtime.distributed import ProcessGroups
 
 MAX_FILE_BYTES = 5 * 1024**3
 """Largest weight file; it is also what rank 0 holds in host memory."""

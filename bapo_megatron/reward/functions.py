@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
-from bapo_megatron.names import LoadError, load_named
 from bapo_megatron.reward.base import GroupFunction, RewardFunction, SampleFacts, Score
 from bapo_megatron.reward.extraction import has_closed_box
-from bapo_megatron.worker import settled
+from bapo_megatron.runtime.names import LoadError, load_named
+from bapo_megatron.runtime.worker import settled
 
 BUILT_IN = {"math": "bapo_megatron.reward.math_answer:grade_math_answer"}
 """Where the functions of ``config.reward.BUILT_IN_FUNCTIONS`` are."""

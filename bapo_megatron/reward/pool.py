@@ -10,7 +10,7 @@ from typing import Self
 
 from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, Score
 from bapo_megatron.reward.functions import BUILT_IN, label
-from bapo_megatron.workers import WorkerPool
+from bapo_megatron.runtime.workers import WorkerPool
 
 
 class RewardPool:

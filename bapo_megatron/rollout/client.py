@@ -14,15 +14,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron import calls
-from bapo_megatron.calls import Call, Caller
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_encoded
 from bapo_megatron.engine.base import START_VERSION
 from bapo_megatron.errors import RolloutError, StoppedError
-from bapo_megatron.gpus import count_gpus
-from bapo_megatron.processes import child_environment, describe_exit, end_group, open_log, tail
 from bapo_megatron.rollout import messages
+from bapo_megatron.runtime import calls
+from bapo_megatron.runtime.calls import Call, Caller
+from bapo_megatron.runtime.gpus import count_gpus
+from bapo_megatron.runtime.processes import (
+    child_environment,
+    describe_exit,
+    end_group,
+    open_log,
+    tail,
+)
 from bapo_megatron.types import EncodedBatch, EvalResult
 from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load
 

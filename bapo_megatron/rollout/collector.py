@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bapo_megatron import calls
 from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
@@ -34,12 +33,6 @@ from bapo_megatron.environment.load import load_environment
 from bapo_megatron.errors import RolloutError, first_cause
 from bapo_megatron.evaluation.settings import load_sets
 from bapo_megatron.evaluation.summary import votes_pool
-from bapo_megatron.exits import exits_noticed
-from bapo_megatron.processes import (
-    OWNER_PID_VARIABLE,
-    PrivateDirectory,
-    write_stacks_on_signal,
-)
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
@@ -54,6 +47,13 @@ from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.replay import remove_dumps, write_samples
 from bapo_megatron.rollout.saved import read_saved, write_saved
 from bapo_megatron.rollout.selection import BatchPlan
+from bapo_megatron.runtime import calls
+from bapo_megatron.runtime.exits import exits_noticed
+from bapo_megatron.runtime.processes import (
+    OWNER_PID_VARIABLE,
+    PrivateDirectory,
+    write_stacks_on_signal,
+)
 from bapo_megatron.types import EvalResult, Prompt, RolloutBatch, SampleText
 from bapo_megatron.weight_sync.receive import WeightReceiver
 

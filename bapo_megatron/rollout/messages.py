@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bapo_megatron.calls import Call, Caller
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.runtime.calls import Call, Caller
 from bapo_megatron.types import EncodedBatch, EvalResult
 
 

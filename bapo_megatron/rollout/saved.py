@@ -16,13 +16,13 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self
 import pyarrow as pa
 from pydantic import Field
 
-from bapo_megatron.calls import decode
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.columns import DumpError, RowFile
 from bapo_megatron.data.dump import SAMPLE_COLUMNS, sample_of
 from bapo_megatron.data.stream import MixturePosition
-from bapo_megatron.files import naming, parse_json
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
+from bapo_megatron.runtime.calls import decode
+from bapo_megatron.runtime.files import naming, parse_json
 from bapo_megatron.types import Count, Prompt, Sample
 
 FORMAT = 8

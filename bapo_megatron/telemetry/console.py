@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapo_megatron.errors import StoppedError, describe_cause
-from bapo_megatron.processes import describe_exit
+from bapo_megatron.runtime.processes import describe_exit
 
 _PLAIN_INTERVAL_S = 10.0
 """Minimum time between two lines of progress without a terminal."""

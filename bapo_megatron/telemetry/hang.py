@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from bapo_megatron.processes import request_stacks
+from bapo_megatron.runtime.processes import request_stacks
 from bapo_megatron.telemetry.console import Pulse, say
 
 _MAX_INTERVAL_S = 15.0

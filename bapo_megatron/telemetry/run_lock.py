@@ -16,8 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from bapo_megatron.calls import decode_json
-from bapo_megatron.files import lock, naming
+from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.files import lock, naming
 from bapo_megatron.telemetry.console import say
 
 _NAME = ".lock"

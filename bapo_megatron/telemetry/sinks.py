@@ -5,9 +5,9 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bapo_megatron.calls import decode_json
 from bapo_megatron.config.schema import LogConfig
-from bapo_megatron.files import atomic_write_text, naming, read_regular
+from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.files import atomic_write_text, naming, read_regular
 from bapo_megatron.telemetry.console import show
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.telemetry.prometheus import ShowRow

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bapo_megatron.calls import decode_json
-from bapo_megatron.files import atomic_write_bytes, read_regular
-from bapo_megatron.versions import own_software
+from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.files import atomic_write_bytes, read_regular
+from bapo_megatron.runtime.versions import own_software
 
 _NAME = "starts.jsonl"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bapo_megatron.config.schema import LogConfig
-from bapo_megatron.files import atomic_write_text
+from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from bapo_megatron.files import atomic_directory, naming
+from bapo_megatron.runtime.files import atomic_directory, naming
 from bapo_megatron.tiny.model import build_model, build_tokenizer, save_model
 from bapo_megatron.tiny.task import Problem, SolutionMixture, split_problems
 from bapo_megatron.tiny.warmup import WarmupSettings, warm_up

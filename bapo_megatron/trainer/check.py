@@ -7,9 +7,9 @@ from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.gpus import count_gpus
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from bapo_megatron.processes import launched_number
+from bapo_megatron.runtime.gpus import count_gpus
+from bapo_megatron.runtime.processes import launched_number
 
 
 def check_training(

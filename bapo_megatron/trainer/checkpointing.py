@@ -12,8 +12,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from bapo_megatron.algorithm.bapo import EXIT_METRICS
-from bapo_megatron.calls import decode_json
-from bapo_megatron.distributed import ProcessGroups, broadcast_bytes, fail_together
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.checkpoint import load_checkpoint
 from bapo_megatron.policy.checkpoint_files import (
@@ -32,6 +30,8 @@ from bapo_megatron.policy.checkpoint_files import (
 )
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.messages import RolloutSource
+from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.distributed import ProcessGroups, broadcast_bytes, fail_together
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.trainer.resume import as_checkpoint_error, choose_checkpoint

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.distributed import ProcessGroups, gather_objects
-from bapo_megatron.gpus import peak_flops, recognize_gpu
+from bapo_megatron.runtime.distributed import ProcessGroups, gather_objects
+from bapo_megatron.runtime.gpus import peak_flops, recognize_gpu
 from bapo_megatron.telemetry.console import say
 
 _TIME = "time/"

@@ -11,16 +11,16 @@ import torch
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import decode_batch
-from bapo_megatron.distributed import (
+from bapo_megatron.errors import RolloutError, StoppedError
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.rollout.messages import RolloutSource
+from bapo_megatron.runtime.distributed import (
     ProcessGroups,
     any_rank,
     barrier,
     broadcast_answer,
     broadcast_buffer,
 )
-from bapo_megatron.errors import RolloutError, StoppedError
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.telemetry.console import Pulse
 from bapo_megatron.trainer.stopping import Stopping
 from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.distributed import ProcessGroups, reduce_over
+from bapo_megatron.runtime.distributed import ProcessGroups, reduce_over
 from bapo_megatron.trainer.loss import NUM_COUNTED, LossStage
 from bapo_megatron.trainer.records import TokenReport
 from bapo_megatron.types import UpdateResult

@@ -13,12 +13,13 @@ from pathlib import Path
 from bapo_megatron.config.load import dump_yaml
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.settings import differing, flat_settings, read_settings
-from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy.checkpoint_files import holds_checkpoints
-from bapo_megatron.processes import RUN_DIR_FILE, launched_number
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.rollout.replay import ReplaySource
+from bapo_megatron.runtime.files import atomic_write_text
+from bapo_megatron.runtime.processes import RUN_DIR_FILE, launched_number
+from bapo_megatron.runtime.versions import own_software
 from bapo_megatron.telemetry.console import (
     PhaseTimer,
     ProgressLine,
@@ -31,7 +32,6 @@ from bapo_megatron.telemetry.run_lock import run_dir_locked
 from bapo_megatron.trainer.check import check_training
 from bapo_megatron.trainer.resume import evidence_of_save
 from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
-from bapo_megatron.versions import own_software
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config.schema import OpsConfig
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.chunked import OutputHead, chunked_logprobs
 from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.types import MicroBatch
 
 

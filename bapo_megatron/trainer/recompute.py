@@ -14,9 +14,9 @@ from torch import Tensor
 from bapo_megatron.algorithm.loss import log_weights
 from bapo_megatron.algorithm.objective import add_over_responses, response_sums
 from bapo_megatron.config.schema import CorrectionConfig, OpsConfig
-from bapo_megatron.distributed import gather_objects
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.runtime.distributed import gather_objects
 from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.split import SplitShape
 from bapo_megatron.types import MicroBatch, Sample

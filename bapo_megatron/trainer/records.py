@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.algorithm.objective import TokenBatch
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
+from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.types import MicroBatch, RolloutBatch, UpdateResult
 
 Value = Callable[["TokenView"], Tensor]

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bapo_megatron.calls import shown_value
 from bapo_megatron.errors import describe_os_error
-from bapo_megatron.files import atomic_write_text, read_regular
 from bapo_megatron.policy.checkpoint_files import (
     LATEST_NAME,
     CheckpointError,
@@ -24,6 +22,8 @@ from bapo_megatron.policy.checkpoint_files import (
     step_name,
     why_incomplete,
 )
+from bapo_megatron.runtime.calls import shown_value
+from bapo_megatron.runtime.files import atomic_write_text, read_regular
 from bapo_megatron.telemetry.starts import read_starts
 
 SAVED_NAME = "saved"

@@ -14,7 +14,12 @@ import torch
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.settings import flat_settings, masked_reasons, public_settings
-from bapo_megatron.distributed import (
+from bapo_megatron.errors import StoppedError
+from bapo_megatron.policy import cpu_compat
+from bapo_megatron.policy.checkpoint import CheckpointSaver
+from bapo_megatron.policy.checkpoint_files import name_best
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.runtime.distributed import (
     ProcessGroups,
     barrier,
     fail_together,
@@ -24,13 +29,9 @@ from bapo_megatron.distributed import (
     shutdown_distributed,
     write_collectives,
 )
-from bapo_megatron.errors import StoppedError
-from bapo_megatron.files import atomic_write_text
-from bapo_megatron.policy import cpu_compat
-from bapo_megatron.policy.checkpoint import CheckpointSaver
-from bapo_megatron.policy.checkpoint_files import name_best
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.processes import stacks_appended_to
+from bapo_megatron.runtime.files import atomic_write_text
+from bapo_megatron.runtime.processes import stacks_appended_to
+from bapo_megatron.runtime.versions import own_software
 from bapo_megatron.telemetry.console import Pulse, say, show
 from bapo_megatron.telemetry.hang import HangWatch
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
@@ -54,7 +55,6 @@ from bapo_megatron.types import (
     StepMetrics,
     UpdateResult,
 )
-from bapo_megatron.versions import own_software
 from bapo_megatron.weight_sync.send import WeightSync, sync_metrics
 
 

@@ -10,7 +10,7 @@ from collections import deque
 import torch
 
 from bapo_megatron.config.objectives import Speculate
-from bapo_megatron.distributed import ProcessGroups, broadcast_bytes
+from bapo_megatron.runtime.distributed import ProcessGroups, broadcast_bytes
 from bapo_megatron.telemetry.console import say
 
 TRIAL_UPDATES = 2

@@ -22,10 +22,10 @@ from bapo_megatron.algorithm.objective import first_nonfinite
 from bapo_megatron.algorithm.prediction import Prediction
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
-from bapo_megatron.distributed import fail_together, first_message
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import OptimizerStep
+from bapo_megatron.runtime.distributed import fail_together, first_message
 from bapo_megatron.trainer.loss import Collected, LossStage
 from bapo_megatron.trainer.measurement import (
     NUM_FAULTS,

@@ -17,7 +17,7 @@ from typing import Any
 
 from bapo_megatron.config.schema import TrainConfig
 from bapo_megatron.errors import StoppedError
-from bapo_megatron.processes import end_once, launched_number
+from bapo_megatron.runtime.processes import end_once, launched_number
 from bapo_megatron.telemetry.console import say
 
 STOPPED_NAME = "stopped"

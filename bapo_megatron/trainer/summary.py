@@ -9,12 +9,12 @@ from typing import Any
 from rich.table import Table
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.files import atomic_write_text
+from bapo_megatron.runtime.files import atomic_write_text
+from bapo_megatron.runtime.versions import own_software
 from bapo_megatron.telemetry.console import say, show
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer.checkpointing import Progress
 from bapo_megatron.types import EvalResult
-from bapo_megatron.versions import own_software
 
 
 def report_run(config: RunConfig, progress: Progress, phase_s: dict[str, float]) -> None:

@@ -22,15 +22,15 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from bapo_megatron.calls import Caller
 from bapo_megatron.config.rollout import WeightSyncConfig
-from bapo_megatron.distributed import broadcast_bytes
 from bapo_megatron.engine.base import BucketLayout
 from bapo_megatron.engine.collective import tensor_sizes, unpack
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.hf_weights import hf_shapes
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.weight_export import gather_weights, plan_buckets
+from bapo_megatron.runtime.calls import Caller
+from bapo_megatron.runtime.distributed import broadcast_bytes
 from bapo_megatron.weight_sync import messages
 from bapo_megatron.weight_sync.collective_group import (
     WeightGroup,

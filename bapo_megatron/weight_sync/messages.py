@@ -10,8 +10,8 @@ starts again with the rest, first by ``load``: one call for weights on the disk.
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.calls import Call
 from bapo_megatron.engine.base import BucketLayout, GroupPlace
+from bapo_megatron.runtime.calls import Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

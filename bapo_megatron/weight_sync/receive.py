@@ -10,11 +10,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from bapo_megatron.calls import Answers
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import GroupPlace, WeightControl
 from bapo_megatron.engine.pooled import EngineStates, PooledEngine
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
+from bapo_megatron.runtime.calls import Answers
 from bapo_megatron.weight_sync import messages
 from bapo_megatron.weight_sync.proof import Proof
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from bapo_megatron.calls import Caller
 from bapo_megatron.config.rollout import WeightSyncConfig
-from bapo_megatron.distributed import broadcast_bytes, fail_together
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.runtime.calls import Caller
+from bapo_megatron.runtime.distributed import broadcast_bytes, fail_together
 from bapo_megatron.weight_sync import messages
 from bapo_megatron.weight_sync.carriers import (
     AttemptFailedError,

@@ -15,7 +15,7 @@ import matplotlib as mpl
 import numpy as np
 
 from bapo_megatron.evaluation.estimators import holm
-from bapo_megatron.files import atomic_write_text
+from bapo_megatron.runtime.files import atomic_write_text
 from examples.study.shards import read_shards
 from examples.study.statistics import Estimate, estimate
 from examples.study.tier_a import CONTRASTS, PRIMARY_LAGS

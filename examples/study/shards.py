@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bapo_megatron.files import atomic_write_bytes, atomic_write_text
-from bapo_megatron.processes import end_with_parent
-from bapo_megatron.versions import commit_of
+from bapo_megatron.runtime.files import atomic_write_bytes, atomic_write_text
+from bapo_megatron.runtime.processes import end_with_parent
+from bapo_megatron.runtime.versions import commit_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.loss import token_weights
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.logprob import TokenLogprobs
+from bapo_megatron.runtime.distributed import ProcessGroups
 from tests.algorithm.batches import CLIP, DUAL_CLIP, random_batch
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_stage, one_rank
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from bapo_megatron.evaluation.estimators import PairedDifference, difference_over_seeds
-from bapo_megatron.sweep.file import PlannedRun
 from bapo_megatron.telemetry.sinks import read_metrics
+from bapo_megatron.tools.sweep.file import PlannedRun
 from tests.benchmarks.harness import heading, machine, write_report
 from tests.benchmarks.variants import train_variants
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bapo_megatron.versions import commit_of
+from bapo_megatron.runtime.versions import commit_of
 from tests.benchmarks import harness
 from tests.launch import free_port
 

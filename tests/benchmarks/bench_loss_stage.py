@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.bapo import Bapo
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.chunked import OutputHead
+from bapo_megatron.runtime.distributed import ProcessGroups
 from tests.benchmarks.bench_logprob import by_log_softmax, by_logsumexp
 from tests.benchmarks.bench_search import recipe_loop
 from tests.benchmarks.collective_ranks import count_collectives

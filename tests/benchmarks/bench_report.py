@@ -29,9 +29,9 @@ from tokenizers.models import WordLevel
 
 from bapo_megatron.data.dump import write_batch, write_texts
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.report.page import page_data, render
-from bapo_megatron.report.rollouts import MAX_STEPS, spread
 from bapo_megatron.telemetry.sinks import read_metrics
+from bapo_megatron.tools.report.page import page_data, render
+from bapo_megatron.tools.report.rollouts import MAX_STEPS, spread
 from bapo_megatron.types import (
     FinishReason,
     Group,

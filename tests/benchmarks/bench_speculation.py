@@ -22,14 +22,14 @@ from bapo_megatron.algorithm.prediction import Predictor
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES
-from bapo_megatron.planning.plan import PlanOptions, make_plan
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.telemetry.sinks import read_metrics
+from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
 from bapo_megatron.trainer.speculation import Speculation
 from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
 from tests.fakes.given_tokens import one_rank
 from tests.launch import run
-from tests.planning.cases import MODELS
+from tests.tools.planning.cases import MODELS
 from tests.trainer.same_runs import assert_same_training
 
 UPDATES_PER_BATCH = 4

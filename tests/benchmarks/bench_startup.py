@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from bapo_megatron.processes import end_group
+from bapo_megatron.runtime.processes import end_group
 from tests.benchmarks import harness
 
 LIBRARIES = {

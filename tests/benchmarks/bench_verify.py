@@ -17,10 +17,10 @@ import torch
 
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.distributed import init_distributed, shutdown_distributed
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.megatron_import import import_megatron
+from bapo_megatron.runtime.distributed import init_distributed, shutdown_distributed
 from tests.benchmarks import harness
 
 

@@ -165,7 +165,7 @@ def deliver(path: Path, rank: int, num_ranks: int, port: int, repeats: int) -> d
 
 
 def _former(path: Path, groups: Any, marks: list[float]) -> types.RolloutBatch:
-    from bapo_megatron.distributed import broadcast_bytes
+    from bapo_megatron.runtime.distributed import broadcast_bytes
 
     content = dump.dump_bytes(dump.read_batch(path)) if groups.rank == 0 else None
     dist.barrier()
@@ -178,7 +178,7 @@ def _former(path: Path, groups: Any, marks: list[float]) -> types.RolloutBatch:
 
 
 def _current(path: Path, groups: Any, marks: list[float]) -> types.RolloutBatch:
-    from bapo_megatron.distributed import broadcast_buffer
+    from bapo_megatron.runtime.distributed import broadcast_buffer
 
     content = dump.read_encoded(path).content if groups.rank == 0 else None
     dist.barrier()

@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.ops import extension
-from bapo_megatron.versions import commit_of
+from bapo_megatron.runtime.versions import commit_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

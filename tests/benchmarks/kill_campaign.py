@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bapo_megatron.processes import end_by_exception
+from bapo_megatron.runtime.processes import end_by_exception
 from tests.benchmarks import harness
 from tests.benchmarks.kill_run import KINDS, MARK, KilledRun, Kind, mount, processes
 

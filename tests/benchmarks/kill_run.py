@@ -37,7 +37,7 @@ _WORDS = {
     "torchrun": "bapo_megatron.torchrun",
     "rank": "bapo_megatron train",
     "collector": "bapo_megatron.rollout.collector",
-    "grader": "bapo_megatron.worker",
+    "grader": "bapo_megatron.runtime.worker",
     "owner": "bapo_megatron serve",
     "server": "bapo_megatron.engine.sglang.launcher",
 }

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from bapo_megatron.cpu_torch import _unchanged
+from bapo_megatron.runtime.cpu_torch import _unchanged
 
 
 def run_main(name: str, *arguments: str) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.pooled import PooledEngine
 from bapo_megatron.rollout.admission import Admission, Claim
-from bapo_megatron.versions import commit_of
+from bapo_megatron.runtime.versions import commit_of
 from tests.benchmarks import harness
 from tests.benchmarks.sim_cluster import Hardware, Lengths
 from tests.benchmarks.sim_schedule import Mode, Simulation

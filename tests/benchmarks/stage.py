@@ -21,8 +21,8 @@ from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_tokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bapo_megatron.distributed import ProcessGroups
     from bapo_megatron.ops.chunked import OutputHead
+    from bapo_megatron.runtime.distributed import ProcessGroups
     from bapo_megatron.types import MicroBatch
 
 

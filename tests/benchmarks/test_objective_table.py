@@ -12,7 +12,7 @@ from bapo_megatron.telemetry.sinks import read_metrics
 from tests.benchmarks import variants
 from tests.benchmarks.objective_table import ARMS, Trained, markdown, read_run
 from tests.benchmarks.variants import CONFIG
-from tests.sweep.files import write_base
+from tests.tools.sweep.files import write_base
 
 if TYPE_CHECKING:
     from pathlib import Path

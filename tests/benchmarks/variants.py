@@ -6,8 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from bapo_megatron.sweep.file import PlannedRun, load_sweep
-from bapo_megatron.sweep.run import run_sweep
+from bapo_megatron.tools.sweep.file import PlannedRun, load_sweep
+from bapo_megatron.tools.sweep.run import run_sweep
 from tests.benchmarks.harness import REPOSITORY
 
 if TYPE_CHECKING:

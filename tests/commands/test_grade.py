@@ -14,8 +14,8 @@ import pytest
 
 from bapo_megatron.commands.grade import GradeError, grade_file
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.processes import run_async
 from bapo_megatron.reward.base import RewardError
+from bapo_megatron.runtime.processes import run_async
 from tests.launch import REPOSITORY, run
 
 pytestmark = pytest.mark.slow

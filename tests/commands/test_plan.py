@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.launch import run
-from tests.planning.cases import MODELS
+from tests.tools.planning.cases import MODELS
 
 if TYPE_CHECKING:
     from pathlib import Path

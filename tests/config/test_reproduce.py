@@ -10,8 +10,8 @@ import pytest
 
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import load_config
-from bapo_megatron.planning.plan import PlanOptions, make_plan
 from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
 from tests.config.shipped import FOLDER, hf_config, hf_config_file, write_inputs
 from tests.launch import REPOSITORY
 

@@ -16,12 +16,12 @@ import yaml
 from bapo_megatron.cli import COMMANDS
 from bapo_megatron.config.describe import describe_keys
 from bapo_megatron.config.load import load_config, parse_section
-from bapo_megatron.sweep.file import SweepConfig
+from bapo_megatron.tools.sweep.file import SweepConfig
 from tests.config.shipped import FRAGMENTS
 from tests.docs.pages import CURRENT, PAGES, Block, blocks, name_of, prose, spans
 from tests.docs.shell import Typed, options_of, parse, typed_commands
 from tests.launch import REPOSITORY
-from tests.report.made_runs import make_run
+from tests.tools.report.made_runs import make_run
 
 NEEDS = {f"needs {what}" for what in ("GPUs", "a cluster", "a finished demo", "minutes")}
 NEEDS |= {"needs the network", "needs podman"}

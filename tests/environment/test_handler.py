@@ -7,7 +7,7 @@ import re
 import pytest
 
 from bapo_megatron.environment.handler import build
-from bapo_megatron.names import LoadError
+from bapo_megatron.runtime.names import LoadError
 
 OWN = "tests.environment.own_environments"
 

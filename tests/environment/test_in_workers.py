@@ -218,7 +218,7 @@ def test_a_closed_environment_refuses_episodes():
 
 def test_processes_import_no_torch():
     program = (
-        "import sys, bapo_megatron.worker, bapo_megatron.environment.handler\n"
+        "import sys, bapo_megatron.runtime.worker, bapo_megatron.environment.handler\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'jinja2'} & set(sys.modules)))\n"
     )
 

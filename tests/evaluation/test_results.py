@@ -16,7 +16,6 @@ from rich.console import Console
 from bapo_megatron.config.evaluation import EvalConfig, eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.evaluation import summary
-from bapo_megatron.evaluation.compare import compare_results
 from bapo_megatron.evaluation.report import (
     markdown_table,
     read_results,
@@ -26,6 +25,7 @@ from bapo_megatron.evaluation.report import (
 )
 from bapo_megatron.evaluation.settings import ResultsError, fingerprint, prompts_digest
 from bapo_megatron.telemetry.metrics import eval_metrics
+from bapo_megatron.tools.compare import compare_results
 from bapo_megatron.types import EvalResult, FinishReason, Prompt
 from tests.evaluation.results import result
 

@@ -15,9 +15,9 @@ from torch._C._distributed_c10d import HashStore
 
 from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.ops.ratio import importance_ratio
+from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import LossStage
 from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.safe_tokens import UpdateContext

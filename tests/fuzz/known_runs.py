@@ -12,7 +12,7 @@ import yaml
 
 from tests.fuzz import mutations as harm
 from tests.fuzz.forks import Case
-from tests.report.made_runs import make_run
+from tests.tools.report.made_runs import make_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable

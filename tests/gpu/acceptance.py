@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.processes import end_by_exception, end_group
+from bapo_megatron.runtime.processes import end_by_exception, end_group
 
 WHEELS = Path(__file__).parents[2] / "requirements" / "gpu_acceptance.txt"
 """What is installed beside torch; behind each version the size of its wheel in MB."""

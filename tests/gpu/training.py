@@ -20,14 +20,14 @@ import torch
 from safetensors.torch import save_file
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.distributed import init_distributed, shutdown_distributed
-from bapo_megatron.planning.plan import PlanOptions, make_plan
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.hf_weights import hf_shapes, weight_table
 from bapo_megatron.policy.layer_spec import uses_transformer_engine
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.megatron_setup import DTYPES
+from bapo_megatron.runtime.distributed import init_distributed, shutdown_distributed
+from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
 from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.types import (
@@ -44,7 +44,7 @@ from tests.gpu.loss_clock import LossClock
 if TYPE_CHECKING:
     import argparse
 
-    from bapo_megatron.planning.hardware import LayerKind
+    from bapo_megatron.tools.planning.hardware import LayerKind
 
 SIZES = {
     "tiny": {"hidden": 64, "intermediate": 128, "layers": 2, "heads": 4, "kv": 2, "vocab": 320},

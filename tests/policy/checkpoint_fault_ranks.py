@@ -24,11 +24,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.distributed import ProcessGroups, init_distributed
 from bapo_megatron.policy import checkpoint_files
 from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.checkpoint_files import CheckpointError, find_latest
 from bapo_megatron.policy.checkpoint_shards import ShardWriter
+from bapo_megatron.runtime.distributed import ProcessGroups, init_distributed
 from tests.distributed_launch import joined
 from tests.policy.checkpoint_damages import DAMAGES, flip
 from tests.policy.checkpoint_ranks import OPTIMIZER, resume, save, train_and_save, update

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.data.micro_batch import TOKEN_FIELDS, shard_context
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
 from tests.policy.parity_ranks import build, forward_backward, snapshot

@@ -14,10 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bapo_megatron.config.megatron import ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.chunked import chunked_logprobs
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import LossStage
 from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.safe_tokens import UpdateContext

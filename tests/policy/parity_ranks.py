@@ -21,17 +21,17 @@ from bapo_megatron.config.megatron import (
     OptimizerConfig,
     ParallelConfig,
 )
-from bapo_megatron.distributed import (
+from bapo_megatron.policy import megatron_setup
+from bapo_megatron.policy.megatron_import import APEX_PRODUCTS, stand_in_for_apex
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.weight_export import gather_weights
+from bapo_megatron.runtime.distributed import (
     ProcessGroups,
     any_rank,
     broadcast_bytes,
     fail_together,
     first_message,
 )
-from bapo_megatron.policy import megatron_setup
-from bapo_megatron.policy.megatron_import import APEX_PRODUCTS, stand_in_for_apex
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.policy.weight_export import gather_weights
 from tests.distributed_launch import joined
 from tests.policy.tiny_models import VOCAB_SIZE, Problem, make_problems
 

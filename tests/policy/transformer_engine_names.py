@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
-from tests.planning.cases import MODELS
 from tests.policy.uncompiled_transformer_engine import imaginary_gpu, import_transformer_engine
+from tests.tools.planning.cases import MODELS
 
 FAMILIES = {
     "qwen2": "deepseek-r1-distill-qwen-7b",

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from bapo_megatron.cpu_torch import uncompiled_imports
+from bapo_megatron.runtime.cpu_torch import uncompiled_imports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS
-from bapo_megatron.names import LoadError
 from bapo_megatron.reward.base import (
     FunctionFailedError,
     Response,
@@ -15,7 +14,8 @@ from bapo_megatron.reward.base import (
 )
 from bapo_megatron.reward.functions import BUILT_IN, as_score, build
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.workers import Outcome
+from bapo_megatron.runtime.names import LoadError
+from bapo_megatron.runtime.workers import Outcome
 from tests.reward import own_functions
 
 OWN = "tests.reward.own_functions"

@@ -32,7 +32,11 @@ def children() -> set[int]:
             command = (stat.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(parent) == os.getpid() and state != "Z" and b"bapo_megatron.worker" in command:
+        if (
+            int(parent) == os.getpid()
+            and state != "Z"
+            and b"bapo_megatron.runtime.worker" in command
+        ):
             found.add(int(stat.parent.name))
     return found
 
@@ -438,7 +442,7 @@ def test_workers_die_with_a_killed_parent_even_while_they_hang():
 
 def test_workers_import_no_torch():
     program = (
-        "import sys, bapo_megatron.worker, bapo_megatron.reward.functions\n"
+        "import sys, bapo_megatron.runtime.worker, bapo_megatron.reward.functions\n"
         "import bapo_megatron.reward.math_answer\n"
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))\n"
     )

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from bapo_megatron.processes import OWNER_PID_VARIABLE
 from bapo_megatron.rollout import client
+from bapo_megatron.runtime.processes import OWNER_PID_VARIABLE
 from tests.distributed_launch import start_fork
 
 if TYPE_CHECKING:

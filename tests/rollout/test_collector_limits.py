@@ -11,9 +11,9 @@ import pytest
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.processes import open_log
 from bapo_megatron.rollout import limits
 from bapo_megatron.rollout.limits import LoopLag, check_files
+from bapo_megatron.runtime.processes import open_log
 
 
 def test_too_few_open_files_for_the_requests_in_flight_are_refused_in_one_line(

@@ -13,8 +13,8 @@ import pytest
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch, texts_path
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.processes import request_stacks
 from bapo_megatron.rollout.client import CollectorClient
+from bapo_megatron.runtime.processes import request_stacks
 from tests.engine.helpers import descendants
 from tests.fakes.fake_sglang import FakeSglang
 from tests.rollout.forked_collector import forked_collectors, prepare_forks
@@ -65,7 +65,7 @@ def test_a_batch_carries_the_parts_of_its_rewards_after_all_processes_wrote_thei
     _, collector, worker = re.split(r"--- stacks of process \d+ ---\n", log)
     assert len(asked) == 2
     assert re.search(r"rollout/collector.py\", line \d+ in main\n", collector)
-    assert re.search(r"bapo_megatron/worker.py\", line \d+ in main\n", worker)
+    assert re.search(r"bapo_megatron/runtime/worker.py\", line \d+ in main\n", worker)
     assert encoded is not None
     assert [path.name for path in old.parent.glob("*.parquet")] == ["step_000001.parquet"]
     batch = decode_batch(encoded)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bapo_megatron.calls import Answers, Call
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.rollout import messages
 from bapo_megatron.rollout.collector import Collector
+from bapo_megatron.runtime.calls import Answers, Call
 from bapo_megatron.weight_sync import messages as weight_messages
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.weight_sync.ranks import StubPool

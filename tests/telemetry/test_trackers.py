@@ -15,10 +15,10 @@ from tensorboard.plugins.hparams import metadata
 
 from bapo_megatron.config.settings import public_settings
 from bapo_megatron.data.columns import DumpError
+from bapo_megatron.runtime.versions import Software
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.telemetry.trackers import SampleRow, WeightsAndBiases
 from bapo_megatron.types import StepMetrics
-from bapo_megatron.versions import Software
 from tests.config.files import run_config
 
 if TYPE_CHECKING:

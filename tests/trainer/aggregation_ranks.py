@@ -16,8 +16,8 @@ from bapo_megatron.config.megatron import (
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, TrainConfig
 from bapo_megatron.data.dump import read_batch
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.split import ZeroAdvantage, split_shape
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.types import MicroBatch

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_batch
-from bapo_megatron.distributed import shutdown_distributed
+from bapo_megatron.runtime.distributed import shutdown_distributed
 from tests.distributed_launch import take_port
 from tests.trainer.whole_run import train_whole_run
 

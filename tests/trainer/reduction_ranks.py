@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, REFUSED
 from bapo_megatron.ops.logprob import TokenLogprobs
+from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import LossStage
 from bapo_megatron.trainer.measurement import NUM_FAULTS, judge, measure, read_measurements
 from bapo_megatron.trainer.records import Numbers, TokenReport

@@ -19,9 +19,9 @@ from bapo_megatron.config.megatron import (
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, TrainConfig
 from bapo_megatron.data.dump import read_batch
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer import speculation
 from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.split import split_shape

@@ -22,11 +22,11 @@ import torch
 
 from bapo_megatron.algorithm.advantage import group_advantages
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.distributed import shutdown_distributed
 from bapo_megatron.errors import RolloutError, StoppedError
-from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy.checkpoint_files import ROLLOUT_NAME, find_best, find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.runtime.distributed import shutdown_distributed
+from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.telemetry import hang
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer import generation, opening

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bapo_megatron.calls import Call
+    from bapo_megatron.runtime.calls import Call
     from bapo_megatron.types import EncodedBatch, EvalResult
 
 PAUSE_S = 0.25

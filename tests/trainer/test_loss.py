@@ -16,10 +16,10 @@ from torch import Tensor
 
 from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops import reference
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.ops.logprob import TokenLogprobs
+from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import LossStage
 from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.records import TokenReport

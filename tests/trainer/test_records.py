@@ -13,9 +13,9 @@ import torch
 
 from bapo_megatron.algorithm.bapo import Bapo
 from bapo_megatron.algorithm.load_objective import load_objective, trial_tokens
-from bapo_megatron.commands.plot import PANELS
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.telemetry.metrics import step_metrics
+from bapo_megatron.tools.plot import PANELS
 from bapo_megatron.trainer.records import Numbers, TokenView, update_metrics
 from bapo_megatron.types import UpdateResult
 from tests.telemetry.test_metrics import _batch

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer import speculation
 from bapo_megatron.trainer.speculation import Speculation
 from tests.fakes.given_tokens import one_rank

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bapo_megatron.calls import Answers, Request, encode
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import OpsConfig, ParallelConfig, TrainConfig
@@ -22,6 +21,7 @@ from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.hf_weights import local_weights
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.runtime.calls import Answers, Request, encode
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.weight_sync import send
@@ -32,8 +32,8 @@ from tests.distributed_launch import joined
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bapo_megatron.calls import Call, ResponseT
-    from bapo_megatron.distributed import ProcessGroups
+    from bapo_megatron.runtime.calls import Call, ResponseT
+    from bapo_megatron.runtime.distributed import ProcessGroups
 
 PROBE = ((3, 20, 77, 4, 9, 31), (5, 6, 7, 8), (42, 13))
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.config.schema import OpsConfig
-from bapo_megatron.distributed import barrier
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.runtime.distributed import barrier
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.weight_sync import carriers, send
 from bapo_megatron.weight_sync.messages import (
@@ -29,7 +29,7 @@ from tests.weight_sync.ranks import build_policy, layout_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bapo_megatron.calls import Call
+    from bapo_megatron.runtime.calls import Call
 
 MEGABYTE = 60_000
 """The model has 340 kB: several buckets."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bapo_megatron.calls import Answers, Request
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import BucketLayout
 from bapo_megatron.engine.sglang import server as sglang_server
@@ -23,6 +22,7 @@ from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.server import own_servers
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.runtime.calls import Answers, Request
 from bapo_megatron.weight_sync.carriers import Bucket
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from bapo_megatron.weight_sync.send import WeightSync
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bapo_megatron.calls import Call
+    from bapo_megatron.runtime.calls import Call
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

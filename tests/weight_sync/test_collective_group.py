@@ -38,8 +38,8 @@ from bapo_megatron.weight_sync.messages import Opened, Take
 from tests.distributed_launch import run_ranks
 
 if TYPE_CHECKING:
-    from bapo_megatron.calls import Call
     from bapo_megatron.engine.base import GroupPlace
+    from bapo_megatron.runtime.calls import Call
 
 LIMIT = timedelta(seconds=60)
 LOCAL = ("http://127.0.0.1:30000", "http://localhost:30001", "http://[::1]:30002")

@@ -32,7 +32,7 @@ from bapo_megatron.engine.local.decoder import Decoder, Response
 from bapo_megatron.engine.local.sampling import Uniforms
 from bapo_megatron.engine.local.weights import LocalWeights
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
-from bapo_megatron.names import shown
+from bapo_megatron.runtime.names import shown
 from bapo_megatron.types import FinishReason, VersionSpan
 
 ADDRESS = "local"

@@ -8,8 +8,8 @@ from bapo_megatron.config.check import check_heads, check_model, check_unique
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.section import split_address
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
-from bapo_megatron.files import read_regular
-from bapo_megatron.gpus import count_gpus
+from bapo_megatron.runtime.files import read_regular
+from bapo_megatron.runtime.gpus import count_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -29,10 +29,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from bapo_megatron.cpu_torch import uncompiled_imports
 from bapo_megatron.engine.sglang.keys import KeyCheck
 from bapo_megatron.engine.sglang.questions import InfoAnswers
-from bapo_megatron.processes import OWNER_PID_VARIABLE, unlink_shared_files
+from bapo_megatron.runtime.cpu_torch import uncompiled_imports
+from bapo_megatron.runtime.processes import OWNER_PID_VARIABLE, unlink_shared_files
 
 _MEETING_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _OWNER_POLL_S = 1.0

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from bapo_megatron.engine.sglang.keys import App, Message, Send
-from bapo_megatron.processes import nccl_settings
+from bapo_megatron.runtime.processes import nccl_settings
 
 NCCL_HEADER = "x-nccl-settings"
 """Header of an answer: the server's ``processes.nccl_settings`` as JSON."""

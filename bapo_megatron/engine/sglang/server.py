@@ -32,7 +32,7 @@ from bapo_megatron.engine.sglang.keys import MIN_KEY_BYTES, ApiKeys, check_key
 from bapo_megatron.engine.sglang.kind import given_addresses
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import RolloutError, ServerGoneError
-from bapo_megatron.processes import (
+from bapo_megatron.runtime.processes import (
     PrivateDirectory,
     child_environment,
     describe_exit,

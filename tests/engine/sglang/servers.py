@@ -15,7 +15,7 @@ from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.server import SglangServer
-from bapo_megatron.processes import tail
+from bapo_megatron.runtime.processes import tail
 from tests.engine.helpers import Kept
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from bapo_megatron.engine.sglang import launcher
 from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.processes import shared_files, unlink_shared_files
+from bapo_megatron.runtime.processes import shared_files, unlink_shared_files
 from tests.engine.helpers import descendants
 from tests.engine.sglang.servers import KEYS
 from tests.launch import free_port

@@ -1,0 +1,358 @@
+"""Process groups of a trainer rank, and the few collectives that are used outside policy/.
+
+Those over ``ProcessGroups.control`` raise ``LostPeerError`` when another rank has ended.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from bapo_megatron.config.megatron import ParallelConfig
+from bapo_megatron.config.section import is_loopback
+from bapo_megatron.runtime.processes import environment_set, launched_number, nccl_settings
+
+_FLIGHT_RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+    "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "{logs}/nccl_trace_rank_"),
+}
+"""Variables of torch, with their former names, and values."""
+
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+_PEER_LOSS_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Pair is closed",
+)
+"""gloo's messages about a connection whose other end is gone; it has no error class for it."""
+
+
+class LostPeerError(RuntimeError):
+    """Another rank ended while this one waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__("another rank ended; its own message says why")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroups:
+    """Where this rank stands, and the groups it belongs to."""
+
+    tensor: dist.ProcessGroup
+    """Ranks that share every layer of one model replica, and see the same tokens."""
+    context: dist.ProcessGroup
+    """Ranks that divide every sequence of a micro-batch."""
+    data: dist.ProcessGroup
+    """Ranks with the same part of the model and different tokens: other samples (data parallel) or
+    other parts of the same ones (context parallel). Gradients and sums over tokens are reduced over
+    it. Its size is ``data_size · context_size``."""
+    pipeline: dist.ProcessGroup
+    """Ranks that hold successive layers of one model replica."""
+    control: dist.ProcessGroup
+    """All ranks over gloo, with the time-out ``parallel.timeout_s``: for waiting for batches and
+    for one another. A rollout may outlast any NCCL time-out, so nobody waits inside NCCL."""
+    device: torch.device
+    """Where the model lives."""
+    rank: int
+    world_size: int
+    tensor_rank: int
+    tensor_size: int
+    context_rank: int
+    context_size: int
+    data_rank: int
+    """Which share of the samples this rank sees."""
+    data_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    virtual_size: int
+    """Chunks of layers on each rank; above 1 the schedule is interleaved."""
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank sees logits."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank is of the replica whose ranks rank 0 needs to see the whole model."""
+        return self.data_rank == 0 and self.context_rank == 0
+
+
+def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
+    """Join the process group that torchrun's environment describes and build Megatron's groups.
+
+    Without torchrun's environment the process is the only rank. Without CUDA the shims of
+    ``policy.cpu_compat.install`` must be in place. ``config.check`` knows which sizes divide the
+    number of ranks.
+
+    Raises:
+        ValueError: torchrun's environment is incomplete.
+    """
+    # Importing megatron takes seconds; those who only need the records or collectives don't pay.
+    from megatron.core import parallel_state
+
+    has_torchrun = "RANK" in os.environ
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if has_torchrun and missing:
+        raise ValueError(
+            f"RANK is set but {', '.join(missing)} is not: start ranks with torchrun, or unset "
+            "RANK to run a single process"
+        )
+    os.environ.update(nccl_settings())  # before NCCL reads them, once
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", launched_number("LOCAL_RANK", 0))
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=parallel.timeout_s)
+    place: dict[str, Any] = {"timeout": timeout}
+    if not has_torchrun:
+        place |= {"store": HashStore(), "rank": 0, "world_size": 1}
+    if device.type == "cuda":
+        place["device_id"] = device  # otherwise NCCL guesses it in the first barrier
+    with _gloo_within(os.environ.get("MASTER_ADDR", "")):
+        dist.init_process_group(backend, **place)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=(
+                parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+            ),
+            context_parallel_size=parallel.context,
+            distributed_timeout_minutes=parallel.timeout_s / 60,  # made a timedelta
+        )
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(control, dist.ProcessGroup), "every rank is a member"
+    return megatron_groups(parallel, control, device)
+
+
+@contextmanager
+def _gloo_within(master_address: str) -> Iterator[None]:
+    """Have gloo's groups of ranks that meet on the loopback listen only there.
+
+    Groups that are formed later may reach further: that of the weights has members elsewhere.
+    """
+    if not is_loopback(master_address) or _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    with environment_set(_GLOO_INTERFACE, "lo"):
+        yield
+
+
+def megatron_groups(
+    parallel: ParallelConfig, control: dist.ProcessGroup, device: torch.device
+) -> ProcessGroups:
+    """Return this rank's place in the groups that Megatron has built."""
+    from megatron.core import parallel_state
+
+    return ProcessGroups(
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        context=parallel_state.get_context_parallel_group(),
+        data=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        control=control,
+        device=device,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=parallel_state.get_context_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_size=parallel.virtual_pipeline,
+    )
+
+
+def record_collectives(logs: Path) -> None:
+    """Have torch keep the last collectives, and NCCL write its own where one exceeds its limit.
+
+    Call it before ``init_distributed``, and after servers were started, which would write to
+    ``logs`` as well. What the user has set stays.
+    """
+    for name, (former_name, value) in _FLIGHT_RECORDER.items():
+        if former_name not in os.environ:
+            os.environ.setdefault(name, value.format(logs=logs.absolute()))
+
+
+def write_collectives(logs: Path, rank: int) -> None:
+    """Write the last collectives of this rank, those of NCCL and gloo, for ``torchfrtrace``."""
+    for backend, name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
+        dump = getattr(torch._C._distributed_c10d, name, None)  # no NCCL in a build for the CPU
+        if dump is not None:
+            (logs / f"{backend}_trace_rank_{rank}").write_bytes(dump())
+
+
+def own_store(prefix: str) -> Store:
+    """Return a client of the process group's store that blocks no other, for keys of its own."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return PrefixStore(prefix, store.clone())
+
+
+def shutdown_distributed() -> None:
+    """Leave all process groups; does nothing when none was joined."""
+    if not dist.is_initialized():
+        return
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def broadcast_bytes(data: bytes | None, groups: ProcessGroups) -> bytes:
+    """Send a few bytes from rank 0 to every rank, as ``broadcast_buffer`` does."""
+    return bytes(broadcast_buffer(None if data is None else bytearray(data), groups))
+
+
+def broadcast_buffer(data: bytearray | None, groups: ProcessGroups) -> bytearray:
+    """Send bytes from rank 0 to every rank, without a copy; a collective over ``groups.control``.
+
+    Rank 0 gives the payload and gets it back itself; the others give None.
+    """
+    assert (data is None) != (groups.rank == 0), "rank 0 gives the payload, nobody else"
+    num_bytes = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
+    with _peers_needed():
+        dist.broadcast(num_bytes, src=0, group=groups.control)
+        payload = bytearray(int(num_bytes.item())) if data is None else data
+        if payload:
+            content = torch.frombuffer(payload, dtype=torch.uint8)
+            dist.broadcast(content, src=0, group=groups.control)
+    return payload
+
+
+def broadcast_answer(
+    answer: Callable[[], bytes] | None,
+    groups: ProcessGroups,
+    interval_s: float,
+    on_wait: Callable[[], object] = lambda: None,
+) -> bytes:
+    """Send what ``answer`` returns on rank 0 to every rank, however long it takes.
+
+    That is at least one byte. While rank 0 waits for it, a thread tells the other ranks every
+    ``interval_s`` to wait on, so that none of them runs into a time-out. All ranks call ``on_wait``
+    then, rank 0 in the thread; it may be a collective over ``groups.control``. ``answer`` must use
+    no collective; other ranks give None.
+    """
+    if answer is None:
+        while not (payload := broadcast_bytes(None, groups)):
+            on_wait()
+        return payload
+    ended = threading.Event()
+
+    def tell() -> None:
+        with suppress(RuntimeError):  # the next collective of this rank fails as well, and says it
+            while not ended.wait(interval_s):
+                broadcast_bytes(b"", groups)
+                on_wait()
+
+    thread = threading.Thread(target=tell, name="wait-on", daemon=True)
+    thread.start()
+    try:
+        payload = answer()
+    finally:
+        ended.set()
+        thread.join()
+    assert payload, "an empty payload means to wait on"
+    return broadcast_bytes(payload, groups)
+
+
+def reduce_over(
+    group: dist.ProcessGroup, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Reduce a tensor over a group, in place; a group of one rank needs no collective."""
+    if group.size() > 1:
+        dist.all_reduce(value, op=op, group=group)
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Return whether ``flag`` holds on any rank of a gloo group, on all of them alike."""
+    value = torch.tensor([int(flag)], dtype=torch.int32)
+    with _peers_needed():
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return bool(value.item())
+
+
+def first_message(message: str | None, groups: ProcessGroups) -> str | None:
+    """Return the message of the lowest rank that has one, on every rank; None if none has.
+
+    A collective over ``groups.control``.
+    """
+    messages: list[str | None] = [None] * groups.world_size
+    with _peers_needed():
+        dist.all_gather_object(messages, message, group=groups.control)
+    return next((each for each in messages if each is not None), None)
+
+
+def gather_objects[Value](value: Value, groups: ProcessGroups) -> list[Value] | None:
+    """Collect a picklable value of each rank on rank 0, in rank order; None elsewhere.
+
+    A collective over ``groups.control``.
+    """
+    gathered: list[Any] | None = [None] * groups.world_size if groups.rank == 0 else None
+    with _peers_needed():
+        dist.gather_object(value, gathered, dst=0, group=groups.control)
+    return gathered
+
+
+def barrier(groups: ProcessGroups) -> None:
+    """Wait for every rank, over ``groups.control`` and its time-out."""
+    with _peers_needed():
+        dist.barrier(group=groups.control)
+
+
+def is_peer_loss(error: RuntimeError) -> bool:
+    """Return whether a collective failed because another rank ended, by gloo's message."""
+    return any(text in str(error) for text in _PEER_LOSS_TEXTS)
+
+
+@contextmanager
+def fail_together(groups: ProcessGroups, kind: type[Exception] = OSError) -> Iterator[None]:
+    """Run a block on all ranks; an error of one kind on one of them is raised on all.
+
+    Also a barrier: when it is left, every rank has finished the block. A rank that failed raises
+    its own error, the others one with the message of the first that did.
+
+    ``kind`` is made from a message alone. Other errors must come on all ranks alike.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except kind as caught:
+        error = caught
+    message = first_message(None if error is None else str(error), groups)
+    if error is not None:
+        raise error
+    if message is not None:
+        raise kind(f"another rank: {message}")
+
+
+@contextmanager
+def _peers_needed() -> Iterator[None]:
+    """Raise ``LostPeerError`` where a collective of the block finds another rank gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_peer_loss(error):
+            raise
+        raise LostPeerError from error

@@ -1,0 +1,52 @@
+"""Ends of a process that nobody asked for: ``sys.exit`` and ``os._exit`` in others' code."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from bapo_megatron.runtime.names import raised_at
+from bapo_megatron.runtime.processes import RequestedExit
+
+
+class EarlyExitError(ValueError):
+    """Others' code ended a command before it was done; one line with the place of the call."""
+
+
+@contextmanager
+def exits_noticed(tell: Callable[[str], None]) -> Iterator[None]:
+    """Let no code end this process within the block as if all was done.
+
+    A ``SystemExit`` of others becomes an ``EarlyExitError``. ``os._exit`` still ends the process at
+    once, but first gives ``tell`` the line, and a status of 0 becomes 1. Forked processes may do
+    both. What ends the process in C, or replaces it, is not noticed here.
+    """
+    pid, exit_at_once = os.getpid(), os._exit
+
+    def exit_after_telling(status: int) -> NoReturn:
+        if os.getpid() == pid:
+            caller = sys._getframe(1)
+            place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            try:
+                tell(_describe(f"os._exit({status})", place))
+            finally:
+                exit_at_once(status & 0xFF or 1)
+        exit_at_once(status)
+
+    os._exit = exit_after_telling
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error, RequestedExit) or os.getpid() != pid:
+            raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = raised_at(error) or f"{last.filename}:{last.lineno}"
+        raise EarlyExitError(_describe(f"SystemExit({error.code!r})", place)) from error
+    finally:
+        os._exit = exit_at_once
+
+
+def _describe(call: str, place: str) -> str:
+    return f"{call} at {place} ended this process before it was done; raise an error there instead"

@@ -1,0 +1,248 @@
+"""Worker processes for code that may hang, crash or take all memory, under limits.
+
+A worker that exceeds a limit is killed and replaced, with every process it started; nothing in a
+request can hang or crash the process that owns the pool. Workers end with their parent.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bapo_megatron.runtime.processes import describe_exit, kill_marked
+
+_LOG = logging.getLogger(__name__)
+_LOAD_LIMIT_S = 60
+"""Time limit of a worker for what it imports."""
+_START_TIMEOUT_S = 70.0
+"""For imports that wait in C, which the worker does not interrupt."""
+_MARK = "BAPO_MEGATRON_WORKER"
+"""Environment variable that a worker's descendants have, in sessions of their own too."""
+_SECOND_LOOK_S = 0.05
+_MAX_REPLY_BYTES = 16 << 20
+
+
+class Outcome(NamedTuple):
+    """What became of one request."""
+
+    kind: str
+    """``result``, or ``error``: the handler raised one. ``timeout``, ``memory``: it exceeded a
+    limit. ``died``: over this request two workers ended, or sent something else than its reply."""
+    value: Any = None
+    """What the handler returned, a JSON value; or its error, one line."""
+
+
+class WorkerPool:
+    """Answers requests concurrently; belongs to the event loop that first uses it."""
+
+    def __init__(
+        self,
+        handler: str,
+        arguments: Sequence[Any],
+        *,
+        label: str,
+        workers: int,
+        timeout_s: float,
+        memory_limit_mb: int,
+        error: Callable[[str], Exception],
+    ) -> None:
+        """Set the pool up; each worker starts with the first request it gets.
+
+        Args:
+            handler: ``module:function`` that builds a ``worker.Handler`` in each worker.
+            arguments: The function's arguments, JSON values.
+            label: What the workers load, for messages: ``environment 'games:Chess'``.
+            workers: Number of workers.
+            timeout_s: Time limit of one request, not counting the wait for a free worker or for a
+                processor on a busy machine.
+            memory_limit_mb: Limit of a worker's address space, in MiB.
+            error: Makes the exception that the methods raise, from its message, if the handler
+                cannot be built, no worker starts, or the pool is closed.
+        """
+        self._handler = handler, json.dumps(list(arguments))
+        self._label = label
+        self._timeout_s = timeout_s
+        self._memory_limit_bytes = memory_limit_mb << 20
+        self._error = error
+        self._idle: asyncio.Queue[Process | None] = asyncio.Queue()
+        for _ in range(workers):
+            self._idle.put_nowait(None)
+        self._running: dict[Process, str] = {}
+        """With the value of ``_MARK`` in its environment."""
+        self._mark = f"{secrets.token_hex(8)}."
+        """Beginning of these values; the workers' numbers follow."""
+        self._numbers = itertools.count(1)
+        """Of workers and requests."""
+        self._forking: set[str] = set()
+        self._facts: Any = None
+        self._closed = False
+
+    async def start(self) -> Any:
+        """Start one worker, so that a bad handler is found now; return the handler's ``facts``."""
+        self._idle.put_nowait(await self._take())
+        return self._facts
+
+    async def ask(self, request: Any) -> Outcome:
+        """Have a free worker answer; if it dies, another one: somebody else may have ended it."""
+        outcome = await self._try(request)
+        return await self._try(request) if outcome.kind == "died" else outcome
+
+    async def close(self) -> None:
+        """End every worker; requests in progress raise the pool's error. Safe to call twice."""
+        self._closed = True
+        workers = list(self._running)
+        self._running.clear()  # one search for what all of them started
+        await asyncio.gather(*map(self._end, workers))
+        if workers:
+            await asyncio.to_thread(kill_marked, _MARK, self._mark)
+
+    async def _take(self) -> Process:
+        """Wait for a free worker, which has to be put back."""
+        worker = await self._idle.get()
+        try:
+            if worker is not None and worker.returncode is not None:
+                await self._end(worker)
+                worker = None
+            return worker or await self._start()
+        except BaseException:
+            self._idle.put_nowait(None)
+            raise
+
+    async def _try(self, request: Any) -> Outcome:
+        worker = await self._take()
+        is_kept = False
+        try:
+            self._refuse_if_closed()
+            reply = await self._reply(worker, request)
+            self._refuse_if_closed()
+            if forked := reply.pop("forked", ()):
+                self._warn_of_forks(forked)
+            outcome = Outcome(*reply.popitem())
+            is_kept = outcome.kind in ("result", "error") and not forked
+            return outcome
+        finally:
+            self._idle.put_nowait(worker if is_kept else None)
+            if not is_kept:  # its reply was not read: it is out of step and of no use any more
+                await self._end(worker)
+
+    async def _reply(self, worker: Process, request: Any) -> dict[str, Any]:
+        """Return what the worker replies, without its id, or what became of the worker instead."""
+        number = next(self._numbers)
+        asking = asyncio.create_task(_ask(worker, {"id": number, "request": request}))
+        try:
+            # The second look is for a loop that stood still until the time was over, with the reply
+            # in the pipe.
+            timeout_s, starved_s = self._timeout_s, _starved_s(worker.pid)
+            while not (await asyncio.wait([asking], timeout=timeout_s))[0]:
+                if timeout_s == _SECOND_LOOK_S:
+                    return {"timeout": True}
+                before_s, starved_s = starved_s, _starved_s(worker.pid)
+                timeout_s = max(starved_s - before_s, _SECOND_LOOK_S)
+            reply = asking.result()
+            # The reply to another request was written by the handler's own code.
+            has_its_id = reply is not None and reply.pop("id", None) == number
+            return reply if reply and has_its_id else {"died": True}
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    def _warn_of_forks(self, names: Iterable[str]) -> None:
+        for name in {*names} - self._forking:
+            self._forking.add(name)
+            _LOG.warning(
+                "%s: a process that it forked came back from the call; it was ended, and its "
+                "answer is not used. Each time this costs a worker: end forked processes with "
+                "os._exit, or start them with subprocess",
+                name,
+            )
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise self._error("the pool of workers is closed; ask before closing it")
+
+    async def _start(self) -> Process:
+        """Start a worker and wait until it can answer."""
+        self._refuse_if_closed()
+        options = str(os.getpid()), str(self._memory_limit_bytes), str(_LOAD_LIMIT_S)
+        mark = f"{self._mark}{next(self._numbers)}."
+        worker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "bapo_megatron.runtime.worker", *self._handler, *options),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_MAX_REPLY_BYTES,
+            env={**os.environ, _MARK: mark},
+            start_new_session=True,  # so that what a handler starts is killed with it
+        )
+        self._running[worker] = mark
+        message, how = None, f"was not ready within {_START_TIMEOUT_S:g} s"
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_START_TIMEOUT_S):
+                    message = await _read(worker)
+                    if message is None:  # its output has ended: it is exiting by itself
+                        status = describe_exit(await worker.wait())
+                        how = f"ended before it was ready ({status})"
+        finally:
+            if message is None or "error" in message or self._closed:
+                await self._end(worker)
+        self._refuse_if_closed()
+        if message is None:
+            raise self._error(
+                f"{self._label}: the process that loads it {how}; see what it printed, and let its "
+                "module neither exit nor wait when it is imported"
+            )
+        if "error" in message:
+            raise self._error(message["error"])
+        self._facts = message["ready"]
+        return worker
+
+    async def _end(self, worker: Process) -> None:
+        # Not worker.kill(): it polls, and would take the exit status from asyncio's own waiter.
+        # What a worker started may outlive it; as long as it does, the group keeps the worker's id
+        # from being given away, so a process that has that id again is not ours.
+        if worker.returncode is None or not Path(f"/proc/{worker.pid}").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+        await worker.wait()
+        if (mark := self._running.pop(worker, None)) is not None:
+            await asyncio.to_thread(kill_marked, _MARK, mark)
+
+
+def _starved_s(pid: int) -> float:
+    """Return how long the process has been ready to run but had no processor, in seconds.
+
+    0 where the kernel does not count it.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
+async def _ask(worker: Process, request: Any) -> dict[str, Any] | None:
+    """Send a request and return the reply, or None where the worker died."""
+    assert worker.stdin is not None
+    worker.stdin.write(json.dumps(request).encode() + b"\n")
+    with contextlib.suppress(ConnectionError):
+        await worker.stdin.drain()
+    return await _read(worker)
+
+
+async def _read(worker: Process) -> dict[str, Any] | None:
+    """The next message, or None where the process ended or wrote something else."""
+    assert worker.stdout is not None
+    try:
+        line = await worker.stdout.readline()
+        message = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:  # longer than any reply, or no JSON
+        return None
+    return message if isinstance(message, dict) else None

@@ -1,0 +1,284 @@
+"""Memory of a trainer GPU of each pipeline stage, and of a rollout GPU. Bytes throughout.
+
+Korthikanti et al. 2022 (arXiv 2205.05198) count the tensors that a layer's operations save for the
+backward pass. The same count for these models, in bytes per token of a rank: no dropout (no masks),
+grouped queries, SwiGLU, RMSNorm, and attention that saves one number per head and token instead of
+its scores. Symbols, all per rank:
+
+    h  hidden size                            s  tensor-parallel size with sequence parallel, else 1
+    q  query channels / tensor-parallel size  k  key (and value) channels / tensor-parallel size
+    f  MLP channels / tensor-parallel size    H  heads / tensor-parallel size, of D channels
+    e  bytes of an element (2 or 4)
+
+``transformer-engine`` is read off the saved tensors of its LayerNormLinear, Linear, RMSNorm and
+flash attention, and Megatron's fused SwiGLU; ``local`` off ours (``policy.layer_spec``), and
+measured by the tests.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bapo_megatron.config.check import check_heads
+from bapo_megatron.policy.hf_config import padded_vocab_size
+from bapo_megatron.tools.planning.layout import Layout, model_parameters, stage_parameters
+from bapo_megatron.tools.planning.workload import Scenario, Workload
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """One GPU of a pipeline stage at the peak of a backward pass."""
+
+    stage: int
+    parameters: int
+    """Held by the GPU."""
+    weights_bytes: float
+    gradients_bytes: float
+    """float32, all of the rank's parameters: each rank sums over its own micro-batches."""
+    optimizer_bytes: float
+    """float32 master weights (with bfloat16) and Adam's two moments, divided over data × context
+    ranks by the distributed optimizer."""
+    chunks_in_flight: int
+    """Forward passes of a chunk of layers that wait for their backward pass."""
+    activations_bytes: float
+    """Bytes that these forward passes keep."""
+    logits_bytes: float
+    """Last stage: final norm, logits and the gradients that the head makes."""
+    workspace_bytes: float
+    """One layer's (or recomputed block's) backward pass; not at the same time as the logits."""
+
+    @property
+    def total_bytes(self) -> float:
+        """The peak, without what is reserved."""
+        fixed = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return fixed + self.activations_bytes + max(self.logits_bytes, self.workspace_bytes)
+
+
+def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
+    """Return the memory of a GPU of each pipeline stage."""
+    layout, megatron, tokens = case.layout, case.config.megatron, work.max_micro_batch_tokens
+    chunk = chunk_bytes(case)
+    layers = layout.layers_per_chunk(case.hf)
+    chunk *= max(0, layers - megatron.activation_offload_layers) / layers
+    if layout.pipeline > 1 and case.assumptions.layers == "local":
+        chunk += case.hidden_bytes  # what a stage received; Transformer Engine keeps it anyway
+    passing = (recomputed_bytes(case) + workspace_bytes(case)) * tokens
+    head_bytes = logits_bytes(case, tokens)
+    # Master weights, unless the weights are float32 themselves, and two moments.
+    copies = 3 if case.element_bytes < FLOAT32_BYTES else 2
+    state_bytes = FLOAT32_BYTES * copies * (1 - megatron.optimizer_offload_share)
+    stages = []
+    for stage in range(layout.pipeline):
+        parameters = stage_parameters(case.hf, layout, stage)
+        in_flight = chunks_in_flight(layout, stage, work.micro_batches)
+        stages.append(
+            StageMemory(
+                stage=stage,
+                parameters=parameters,
+                weights_bytes=case.element_bytes * parameters,
+                gradients_bytes=FLOAT32_BYTES * parameters,
+                optimizer_bytes=state_bytes * parameters / case.optimizer_ranks,
+                chunks_in_flight=in_flight,
+                activations_bytes=in_flight * chunk * tokens,
+                logits_bytes=head_bytes if stage == layout.pipeline - 1 else 0.0,
+                workspace_bytes=passing,
+            )
+        )
+    return stages
+
+
+def chunk_bytes(case: Scenario) -> float:
+    """Return what the layers of one chunk keep of a token between its two passes.
+
+    ``recompute: full`` keeps the input of each block of ``recompute_layers`` layers.
+    """
+    megatron, layers = case.config.megatron, case.layout.layers_per_chunk(case.hf)
+    if megatron.recompute == "full":
+        return -(-layers // megatron.recompute_layers) * case.hidden_bytes
+    return layers * layer_bytes(case, megatron.recompute)
+
+
+def recomputed_bytes(case: Scenario) -> float:
+    """Return what comes back of a token for a while in the backward pass: one block of layers."""
+    megatron = case.config.megatron
+    if megatron.recompute == "full":
+        block = min(megatron.recompute_layers, case.layout.layers_per_chunk(case.hf))
+        return block * layer_bytes(case, "none")
+    return layer_bytes(case, "none") - layer_bytes(case, megatron.recompute)
+
+
+def layer_bytes(case: Scenario, recompute: Literal["none", "selective"]) -> float:
+    """Return the bytes that one layer keeps of each token: the sum of ``layer_tensors``."""
+    return sum(layer_tensors(case, recompute).values())
+
+
+def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> dict[str, float]:
+    """Return the bytes that one layer keeps of each token, by what they are.
+
+    The output of the QKV product lives on through the values, which are a part of it; queries and
+    keys are kept once more after their rotation.
+    """
+    hf = case.hf
+    query = case.divided_bytes(hf.num_heads * hf.head_dim)
+    key = case.divided_bytes(hf.num_kv_heads * hf.head_dim)
+    mlp = case.divided_bytes(hf.intermediate_size)
+    tensors = {
+        "norms and inputs of the two products": 2 * norm_bytes(case),
+        "queries, keys, values": query + 2 * key,
+        "rotated queries, keys": query + key,
+        "attention's output": query,
+        "gate and up": 2 * mlp,
+        "input of the down product": mlp,
+    }
+    if hf.qk_norm:
+        tensors["norms of queries and keys"] = _head_norm_bytes(case)
+    if case.assumptions.layers == "local":
+        tensors["silu(gate), up"] = 2 * mlp
+        if recompute == "none":
+            tensors["attention's output, by sequence"] = query
+    if recompute == "none":
+        tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // case.layout.tensor)
+    return tensors
+
+
+def norm_bytes(case: Scenario) -> float:
+    """Return what a norm and the product after it keep of a token, over the hidden states.
+
+    Transformer Engine: the norm's input and its output (the product's input), and 1/rms in float32.
+    Local: the input in float32, the normalised value (for the norm's weight), the product's input.
+    """
+    ranks = case.layout.sequence_ranks
+    if case.assumptions.layers == "transformer-engine":
+        return 2 * case.hidden_bytes + FLOAT32_BYTES / ranks
+    in_float32 = FLOAT32_BYTES * (case.hf.hidden_size + 1) / ranks
+    return in_float32 + 2 * case.hidden_bytes
+
+
+def _head_norm_bytes(case: Scenario) -> float:
+    """The norms over each head's query and key (Qwen3), whose inputs are parts of QKV's output.
+
+    Transformer Engine copies these parts, which are not contiguous; its output is only rotated, not
+    kept. Local: input in float32, and output.
+    """
+    num_heads = case.hf.num_heads + case.hf.num_kv_heads
+    heads = num_heads // case.layout.tensor
+    kept = case.divided_bytes(num_heads * case.hf.head_dim) + FLOAT32_BYTES * heads
+    if case.assumptions.layers == "local":
+        kept += FLOAT32_BYTES * heads * case.hf.head_dim
+    return kept
+
+
+def workspace_bytes(case: Scenario) -> float:
+    """Return what the backward pass of one layer holds of a token beside what was kept.
+
+    In the MLP: the gradients of the down product's input (f) and of gate and up (2f), the gathered
+    input of the gate and up product and its gradient (h each), and the residual's gradient.
+    """
+    mlp = case.divided_bytes(case.hf.intermediate_size)
+    return 3 * mlp + 2 * case.whole_hidden_bytes + case.hidden_bytes
+
+
+def logits_bytes(case: Scenario, tokens: int) -> float:
+    """Return what the last stage's head and loss hold for a micro-batch of ``tokens``.
+
+    All logits at once: [N, V/t] in the model's type, in whose memory their gradient is made, beside
+    the gradient of the head's weight in that type (its sum is float32 and counted with the
+    gradients) and the gathered input and its gradient.
+
+    Chunked (``ops.logits_chunk_tokens``): logits of a chunk, the gathered hidden states, their
+    gradient in float32, and the parts of both that belong to the chunk.
+    """
+    hidden, layout = case.hf.hidden_size, case.layout
+    row = case.divided_bytes(padded_vocab_size(case.hf.vocab_size, layout.tensor))
+    final_norm = tokens * norm_bytes(case)
+    gathered = tokens * case.whole_hidden_bytes if layout.sequence_ranks > 1 else 0
+    if case.config.ops.logits_chunk_tokens:
+        chunk = min(case.config.ops.logits_chunk_tokens, tokens)
+        gradient = FLOAT32_BYTES * tokens * hidden + tokens * case.hidden_bytes
+        parts = chunk * (case.whole_hidden_bytes + FLOAT32_BYTES * hidden)
+        return final_norm + gathered + gradient + parts + chunk * row
+    weight_gradient = row * hidden
+    input_gradient = tokens * case.whole_hidden_bytes
+    return final_norm + gathered + input_gradient + weight_gradient + tokens * row
+
+
+def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
+    """Return how many chunks of layers of a stage hold activations at a time.
+
+    Megatron's schedules with p stages of v chunks run w forward passes before the first backward
+    pass and then one and one (Narayanan et al. 2021, arXiv 2104.04473): one more than
+
+        w = p − 1 − stage                            without interleaving,
+        w = 2·(p − 1 − stage) + (v − 1)·p            with it.
+    """
+    behind = layout.pipeline - 1 - stage
+    warm_up = behind if layout.virtual == 1 else 2 * behind + (layout.virtual - 1) * layout.pipeline
+    return min(warm_up + 1, micro_batches * layout.virtual)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutMemory:
+    """One GPU of a rollout server."""
+
+    gpus_per_server: int
+    weights_bytes: float
+    kv_bytes_per_token: float
+    """Keys and values of all layers of one token, on this GPU."""
+    kv_cache_bytes: float
+    """What ``rollout.server.mem_fraction`` leaves beside the weights, or max_total_tokens need."""
+    kv_cache_tokens: int
+    """Tokens that the server holds; its GPUs divide each."""
+    mean_sequences: int
+    """Sequences of mean length, half generated on average, that fit."""
+    longest_sequences: int
+    """Sequences of the greatest length that fit."""
+
+
+def rollout_memory(case: Scenario) -> RolloutMemory:
+    """Return the memory of a rollout GPU.
+
+    A server has ``rollout.server.tensor`` GPUs, or twice, four times, … as many where that leaves
+    no room for the longest sequence: servers that run elsewhere are sized there. Its GPUs divide
+    weights, keys and values: 2 · layers · key channels · element bytes of each token.
+
+    Raises:
+        ValueError: The server cannot be divided so, or neither a node nor ``max_total_tokens`` has
+            room for one sequence.
+    """
+    hf, server, assumptions = case.hf, case.config.rollout.server, case.assumptions
+    longest = case.config.data.max_prompt_tokens + case.config.rollout.max_response_tokens
+    running = assumptions.prompt_tokens + assumptions.response_tokens / 2
+    gpus = server.tensor
+    check_heads(hf.division_fields, "rollout.server.tensor", gpus)
+    if server.max_total_tokens is not None and server.max_total_tokens < longest:
+        raise ValueError(
+            "rollout.server.max_total_tokens: must hold data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {longest}, got {server.max_total_tokens}; raise it"
+        )
+    while True:
+        weights = case.element_bytes * model_parameters(hf) / gpus
+        per_token = 2 * hf.num_layers * hf.num_kv_heads * hf.head_dim * case.element_bytes / gpus
+        cache = max(0.0, server.mem_fraction * assumptions.gpu_memory_bytes - weights)
+        tokens = int(cache // per_token)
+        if server.max_total_tokens is not None and server.max_total_tokens < tokens:
+            tokens = server.max_total_tokens
+            cache = tokens * per_token
+        if tokens >= longest:
+            return RolloutMemory(
+                gpus_per_server=gpus,
+                weights_bytes=weights,
+                kv_bytes_per_token=per_token,
+                kv_cache_bytes=cache,
+                kv_cache_tokens=tokens,
+                mean_sequences=int(tokens // running),
+                longest_sequences=tokens // longest,
+            )
+        gpus *= 2
+        if gpus > assumptions.node_gpus or hf.num_kv_heads % gpus:
+            raise ValueError(
+                f"rollout.server.mem_fraction: {server.mem_fraction} of {gpus // 2} GPUs leaves "
+                f"room for the keys and values of {tokens} tokens, fewer than one sequence of "
+                f"{longest}; raise it, lower rollout.max_response_tokens, or plan with another "
+                "--gpu"
+            )

@@ -1,0 +1,187 @@
+"""Bytes on the links and seconds of a step: rough estimates from the ``hardware`` assumed.
+
+Products and attention take operations / (GPUs × peak × MFU). A ring over g ranks sends (g − 1)/g of
+the whole tensor from each GPU for an all-gather or a reduce-scatter, and twice that for an
+all-reduce. Messages that nothing hides come on top, for each micro-batch, and a pipeline of p
+stages with v chunks each and m micro-batches makes all of it longer by the bubble,
+1 + (p − 1)/(v·m) (Narayanan et al. 2021).
+
+Left out, being small or hidden: latencies, the sums of loss and objective, those of tied embeddings
+between stages, and the gathering of shards for the servers.
+
+Symbols: t, c, p ranks of the tensor, context and pipeline group, d of data × context; n tokens of a
+micro-batch on a rank, h hidden size, k key channels, e bytes of an element, L layers of a stage.
+"""
+
+from dataclasses import dataclass
+
+from bapo_megatron.tools.planning.layout import Group, model_parameters
+from bapo_megatron.tools.planning.memory import FLOAT32_BYTES, RolloutMemory, StageMemory
+from bapo_megatron.tools.planning.workload import Scenario, Workload
+
+ADAM_TRAFFIC_BYTES = 30
+"""Read and written for each parameter of a rank's share: gradient 4, master weight, two moments
+2 · 12, weight 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """One phase of a step."""
+
+    name: str
+    seconds: float
+    compute_s: float
+    """The part spent on operations (optimizer and decoding: on memory traffic)."""
+    messages_s: float
+    """The part spent on messages and files that nothing hides."""
+    bubble_s: float
+    """The part spent waiting for other pipeline stages."""
+    sent_bytes: dict[Group, float]
+    """What one GPU sends to the others of each group."""
+
+
+def tensor_bytes(case: Scenario, tokens: int, *, trains: bool) -> float:
+    """Return what a micro-batch sends: 2·(2·L + 1) · (t − 1)/t · n·h·e forward.
+
+    A layer's two sums and the embedding's are all-reduces, or with sequence parallel a
+    reduce-scatter and an all-gather each, which cost the same. Backward sums gradients likewise;
+    sequence parallel then gathers inputs once more, and full recomputation repeats the layers'.
+    """
+    layout, layers = case.layout, 4 * case.hf.num_layers // case.layout.pipeline
+    times: float = layers + 2
+    if trains:
+        times = times * (2.5 if layout.sequence else 2.0) + layers * case.recomputes_all
+    return times * (layout.tensor - 1) / layout.tensor * tokens * case.whole_hidden_bytes
+
+
+def context_bytes(case: Scenario, tokens: int) -> float:
+    """Return what one round of the keys and values sends: (c − 1) · L · n · 2·k/t · e."""
+    hf, layout = case.hf, case.layout
+    channels = 2 * hf.num_kv_heads * hf.head_dim // layout.tensor
+    layers = hf.num_layers // layout.pipeline
+    return (layout.context - 1) * layers * tokens * channels * case.element_bytes
+
+
+def pipeline_bytes(case: Scenario, tokens: int) -> float:
+    """Return what one direction sends: v · n·h·e / t, where t counts with sequence parallel."""
+    chunks = case.layout.virtual if case.layout.pipeline > 1 else 0
+    return chunks * tokens * case.hidden_bytes
+
+
+def data_bytes(case: Scenario, parameters: int) -> float:
+    """Return what an update sends: (4 + e) · (d − 1)/d for each parameter of a rank.
+
+    The sum of float32 gradients, and the weights that each rank updated; without the distributed
+    optimizer an all-reduce of the gradients, 2 · 4 instead of 4 + e.
+    """
+    ranks, is_divided = case.layout.replicas, case.config.megatron.distributed_optimizer
+    size = FLOAT32_BYTES + (case.element_bytes if is_divided else FLOAT32_BYTES)
+    return size * parameters * (ranks - 1) / ranks
+
+
+def training_time(
+    case: Scenario, work: Workload, stages: list[StageMemory]
+) -> tuple[list[PhaseTime], float]:
+    """Estimate what the updates of a step take.
+
+    Returns:
+        The forward-only passes, forward and backward, and the optimizer; and the bubble's share of
+        the time of a pass.
+    """
+    layout, megatron = case.layout, case.config.megatron
+    reached_flops = case.assumptions.reached_flops * layout.gpus * work.micro_batches
+    head_s = work.head_flops_per_update / reached_flops
+    attention_s = work.attention_flops_per_update / reached_flops
+    layers_s = work.forward_flops_per_update / reached_flops - head_s
+    # The last stage has the head on top of its layers, and the others wait for it.
+    forward_s = layers_s + layout.pipeline * head_s
+    recompute_s = {"none": 0.0, "selective": attention_s, "full": layers_s}[megatron.recompute]
+    backward_s = 2 * forward_s + recompute_s
+    waiting = (layout.pipeline - 1) / (layout.virtual * work.micro_batches)
+    phases = []
+    for name, passes, trains in (
+        ("forward-only", work.passes.forward_only, False),
+        ("forward + backward", work.updates_per_step + work.passes.repeated, True),
+    ):
+        # Keys and values go round, and once more in the backward pass, with their gradients.
+        rounds = 3 + case.recomputes_all if trains else 1
+        sent: dict[Group, float] = {
+            "tensor": tensor_bytes(case, work.micro_batch_tokens, trains=trains),
+            "context": rounds * context_bytes(case, work.micro_batch_tokens),
+            "pipeline": (1 + trains) * pipeline_bytes(case, work.micro_batch_tokens),
+        }
+        compute_s, hidden_s = forward_s + trains * backward_s, rounds * attention_s
+        times = passes * work.micro_batches
+        phases.append(_phase(case, name, times, compute_s, sent, {"context": hidden_s}, waiting))
+    # Adam is bound by memory: each rank reads and writes its share of the state.
+    largest = max(stage.parameters for stage in stages)
+    owned_bytes = ADAM_TRAFFIC_BYTES * largest / case.optimizer_ranks
+    adam_s = owned_bytes / case.assumptions.reached_memory_bytes_per_s
+    hidden_s = backward_s * megatron.overlap_grad_reduce + forward_s * megatron.overlap_param_gather
+    sent = {"data": data_bytes(case, largest)}
+    updates = work.updates_per_step
+    phases.append(_phase(case, "optimizer", updates, adam_s, sent, {"data": hidden_s}, 0.0))
+    return phases, waiting / (1 + waiting)
+
+
+def _phase(
+    case: Scenario,
+    name: str,
+    times: float,
+    compute_s: float,
+    sent: dict[Group, float],
+    hidden_s: dict[Group, float],
+    waiting: float,
+) -> PhaseTime:
+    """Add up a phase of ``times`` equal parts; only what exceeds ``hidden_s`` costs time."""
+    links_s = {group: size / case.link_bytes_per_s(group) for group, size in sent.items()}
+    messages_s = sum(max(0.0, s - hidden_s.get(group, 0.0)) for group, s in links_s.items())
+    parts = (times * compute_s, times * messages_s, times * (compute_s + messages_s) * waiting)
+    return PhaseTime(name, sum(parts), *parts, {group: times * b for group, b in sent.items()})
+
+
+def rollout_time(case: Scenario, work: Workload, memory: RolloutMemory) -> tuple[PhaseTime, float]:
+    """Estimate generation; also returns the tokens per second of one rollout GPU.
+
+    A decoding step reads the weights and the keys and values of the running sequences, as many as
+    fit and as there are, and computes two operations per parameter and sequence; the slower of the
+    two counts. Without partial rollouts a step ends with its longest response, decoded alone; with
+    ``partial_tokens``, when a response has got them.
+    """
+    assumptions, rollout = case.assumptions, case.config.rollout
+    rate, bandwidth = assumptions.rollout_tokens_per_s, assumptions.reached_memory_bytes_per_s
+    if rate is None:
+        servers = max(1, assumptions.rollout_gpus // memory.gpus_per_server)
+        limit = rollout.server.max_running_requests or memory.mean_sequences
+        running = max(1, min(memory.mean_sequences, limit, -(-work.samples_per_step // servers)))
+        context = assumptions.prompt_tokens + assumptions.response_tokens / 2
+        read = memory.weights_bytes + running * context * memory.kv_bytes_per_token
+        operations = 2 * model_parameters(case.hf) * running / memory.gpus_per_server
+        decoding_s = max(read / bandwidth, operations / assumptions.reached_flops)
+        rate = running / decoding_s / memory.gpus_per_server
+    seconds = work.response_tokens_per_step / (rate * assumptions.rollout_gpus)
+    if not rollout.partial or rollout.oversample_groups == 0:
+        alone_s = memory.weights_bytes / bandwidth
+        longest = rollout.partial_tokens or rollout.max_response_tokens
+        seconds = max(seconds, longest * alone_s)
+    return PhaseTime("rollout", seconds, seconds, 0.0, 0.0, {}), rate
+
+
+def weight_sync_time(case: Scenario) -> PhaseTime:
+    """Estimate a push of all weights.
+
+    With ``disk`` rank 0 writes them to the shared file system and the servers read them. Otherwise
+    they pass once through rank 0's link to the servers, which pass them on to each other meanwhile:
+    the network, or NVLink where the GPUs of the trainer and of the rollout are one node.
+    """
+    assumptions = case.assumptions
+    size = case.element_bytes * model_parameters(case.hf)
+    if case.config.rollout.weight_sync.method == "disk":
+        seconds = 2 * size / assumptions.disk_bytes_per_s
+    else:
+        is_one_node = (
+            assumptions.placement != "elsewhere"
+            or case.layout.gpus + assumptions.rollout_gpus <= assumptions.node_gpus
+        )
+        seconds = size / assumptions.link_bytes_per_s(within_node=is_one_node)
+    return PhaseTime("weight sync", seconds, 0.0, seconds, 0.0, {})

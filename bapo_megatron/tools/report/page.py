@@ -1,0 +1,116 @@
+"""The page as a whole: its data as JSON, its code and style inlined, and the limit of its size.
+
+Everything variable reaches the page as JSON in a script element of a type that browsers do not
+run, with ``<`` escaped, and the document through ``textContent`` only. The policy in the page's
+head lets only its own scripts run, by their hashes, and forbids every request; ``--watch`` allows
+those to its own origin.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron import __version__
+from bapo_megatron.tools.report.figures import panels_of, phases_of
+from bapo_megatron.tools.report.overview import (
+    card_of,
+    describe,
+    difference_table,
+    evaluation_table,
+    seed_table,
+)
+from bapo_megatron.tools.report.rollouts import sample_rollouts
+from bapo_megatron.tools.report.runs import group_runs, read_runs
+from bapo_megatron.tools.report.tokens import find_tokenizer
+
+MAX_BYTES = 20_000_000
+"""Limit of the page."""
+_MAX_ROLLOUT_BYTES = 12_000_000
+_CODE_BYTES = 5_300_000
+"""plotly.js and the page's own files, about."""
+_MARGIN = 0.92
+"""Share of the room that rollouts may take, since their size is estimated."""
+_SCRIPTS = ("figures.js", "reader.js", "page.js")
+
+
+class PageSizeError(ValueError):
+    """The page would be too large."""
+
+
+def page_data(paths: Sequence[Path], tokenizer: Path | None = None) -> dict[str, Any]:
+    """Read runs and return what the page shows, as JSON values.
+
+    Args:
+        paths: Run directories, at least one.
+        tokenizer: Directory of the tokenizer for all runs; by default each run's own is looked for.
+
+    Raises:
+        ValueError: A directory holds no readable run, or a file of it is damaged.
+        OSError: A file cannot be read.
+    """
+    runs = read_runs(paths)
+    groups, differing = group_runs(runs)
+    numbers = {run.name: number for number, group in enumerate(groups) for run in group.runs}
+    data: dict[str, Any] = {
+        "version": __version__,
+        "groups": [{"label": group.label, "seeds": len(group.runs)} for group in groups],
+        "cards": [card_of(group) for group in groups],
+        "runs": [describe(run, numbers[run.name]) for run in runs],
+        "differences": difference_table(groups, differing),
+        "seeds": seed_table(groups),
+        "evaluations": evaluation_table(runs),
+        "panels": panels_of(groups),
+        "phases": [phases_of(run) for run in runs],
+    }
+    room = _MARGIN * (MAX_BYTES - _CODE_BYTES - len(as_json(data)))
+    room = min(_MAX_ROLLOUT_BYTES, max(0.0, room)) / len(runs)
+    data["rollouts"] = [sample_rollouts(run, find_tokenizer(run, tokenizer), room) for run in runs]
+    return data
+
+
+def render(data: dict[str, Any], *, follows: bool = False) -> str:
+    """Return the page for ``page_data``; ``follows``: it asks its server for newer data.
+
+    Raises:
+        PageSizeError: It would be larger than ``MAX_BYTES``.
+    """
+    import jinja2
+    from plotly.offline import get_plotlyjs  # a second
+
+    folder = files("bapo_megatron.tools.report")
+    code = [get_plotlyjs(), *((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)]
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    page = environment.from_string((folder / "page.html").read_text(encoding="utf-8")).render(
+        title=", ".join(group["label"] for group in data["groups"]),
+        version=data["version"],
+        style=(folder / "page.css").read_text(encoding="utf-8"),
+        scripts=code,
+        hashes=" ".join(_hash(text) for text in code),
+        connect="'self'" if follows else "'none'",
+        follows="yes" if follows else "no",
+        data=as_json(data),
+    )
+    size = len(page.encode())
+    if size > MAX_BYTES:
+        raise PageSizeError(
+            f"the page would have {size / 1e6:.1f} MB, more than {MAX_BYTES / 1e6:.0f}; give fewer "
+            f"runs than {len(data['runs'])} at a time"
+        )
+    return page
+
+
+def as_json(data: Any) -> str:
+    """JSON that no HTML parser takes for markup."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    # Lone surrogates are in no UTF-8 file.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _hash(script: str) -> str:
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,0 +1,181 @@
+"""What a sweep found: scores over seeds, and each variant against the first; as table and JSON."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+
+from bapo_megatron.evaluation.estimators import PairedDifference, holm
+from bapo_megatron.evaluation.report import rich_table
+from bapo_megatron.tools.compare import (
+    Comparison,
+    GroupScore,
+    ResultsBySeed,
+    compare_groups,
+    group_scores,
+)
+from bapo_megatron.tools.evaluations import read_group
+from bapo_megatron.tools.sweep.file import Sweep
+from bapo_megatron.tools.sweep.run import Failure
+
+_NONE = "–"
+_METHOD = (
+    "Intervals: Student's t over seeds, 95 %, on the same problems. p: paired t-test of runs with "
+    "equal seeds."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """A score's difference from that of the first variant."""
+
+    paired: PairedDifference
+    seeds: tuple[int, ...]
+    """Those of the pairs."""
+    corrected_p: float
+    """p, corrected by Holm for the number of variants."""
+
+
+@dataclass(frozen=True, slots=True)
+class VariantScore:
+    """One score of one variant; a row of the table."""
+
+    variant: str
+    score: GroupScore
+    against_first: Against | None
+    """None for the first variant, and where fewer than two pairs are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResults:
+    """The rows, and in what the variants' evaluations differ besides the model."""
+
+    rows: tuple[VariantScore, ...]
+    """By set and score, then in the order of the variants."""
+    different_settings: tuple[str, ...]
+    """Such as ``wide: sampled with temperature 0.6 and 1.0``."""
+
+
+def read_scores(sweep: Sweep) -> SweepResults:
+    """Read the scores of all finished runs.
+
+    Raises:
+        ResultsError: The evaluations of two variants cannot be compared.
+        OSError: A file cannot be read.
+    """
+    groups = {
+        name: read_group(finished)
+        for name, runs in sweep.variants.items()
+        if (finished := [run.run_dir for run in runs if run.is_finished])
+    }
+    scores = {name: group_scores(group) for name, group in groups.items()}
+    compared = _compare_with_first(sweep, groups)
+    keys = dict.fromkeys(_key(s.set_name, s.name) for found in scores.values() for s in found)
+    rows: list[VariantScore] = []
+    for key in keys:
+        paired = {
+            name: (score.paired, of_set.seeds)
+            for name, found in compared.items()
+            for of_set in found
+            for score in of_set.scores
+            if _key(of_set.set_name, score.name) == key
+        }
+        corrected = holm([difference.p_value for difference, _ in paired.values()])
+        against = {
+            name: Against(difference, seeds, p_value)
+            for (name, (difference, seeds)), p_value in zip(paired.items(), corrected, strict=True)
+        }
+        rows += [
+            VariantScore(name, score, against.get(name))
+            for name, found in scores.items()
+            for score in found
+            if _key(score.set_name, score.name) == key
+        ]
+    different = tuple(
+        f"{name}: sampled with {text}"
+        for name, found in compared.items()
+        for of_set in found
+        for text in of_set.different_settings
+    )
+    return SweepResults(tuple(rows), different)
+
+
+def _key(set_name: str, score_name: str) -> tuple[str, str]:
+    """What a score has in common with its difference from the first variant's.
+
+    That is named ``A, B`` where the names differ, as those of avg@n do by n.
+    """
+    return set_name.rpartition(", ")[2], "avg" if score_name.startswith("avg@") else score_name
+
+
+def _compare_with_first(
+    sweep: Sweep, groups: Mapping[str, ResultsBySeed]
+) -> dict[str, list[Comparison]]:
+    """Compare each variant that has at least two seeds in common with the first one."""
+    first = next(iter(sweep.variants))
+    return {
+        name: compare_groups(
+            groups[first], group, k_values=sweep.config_of(name).eval.k_values, common_only=True
+        )
+        for name, group in groups.items()
+        if name != first and len(group.keys() & groups.get(first, {}).keys()) >= 2
+    }
+
+
+def print_table(sweep: Sweep, results: SweepResults, console: Console) -> None:
+    """Print the rows, and how to read them."""
+    first, *others = sweep.variants
+    several = len(others) > 1
+    headings = ["set", "score", "variant", "seeds", "mean", "95 % interval"]
+    compared = [f"− {first}", "95 % interval", "p", *["p, Holm"] * several] if others else []
+    rows = []
+    shown = None
+    for row in results.rows:
+        score, against = row.score, row.against_first
+        place = (score.set_name, score.name)
+        cells = [*(place if place != shown else ("", "")), row.variant, str(len(score.by_seed))]
+        cells += [f"{score.mean:.2%}", _interval(score.low, score.high, "")]
+        if against is None:
+            cells += [_NONE] * len(compared)
+        else:
+            paired = against.paired
+            cells += [f"{paired.difference:+.2%}", _interval(paired.low, paired.high, "+")]
+            cells += [f"{paired.p_value:.4f}", *[f"{against.corrected_p:.4f}"] * several]
+        rows.append(cells)
+        shown = place
+    console.print(rich_table(str(sweep.config.dir), headings + compared, rows, num_left=3))
+    for line in (*results.different_settings, _METHOD):
+        console.print(line, markup=False, highlight=False)
+
+
+def _interval(low: float | None, high: float | None, sign: str) -> str:
+    return _NONE if low is None or high is None else f"{low:{sign}.2%} … {high:{sign}.2%}"
+
+
+def results_json(
+    sweep: Sweep, results: SweepResults, failures: Sequence[Failure]
+) -> dict[str, Any]:
+    """Return everything as JSON values; docs/sweep.md lists the fields."""
+    reasons = {failure.run.label: failure.reason for failure in failures}
+    return {
+        "file": str(sweep.file),
+        "variants": {name: list(overrides) for name, overrides in sweep.config.by_name().items()},
+        "runs": [
+            {
+                "variant": run.variant,
+                "seed": run.seed,
+                "run_dir": str(run.run_dir),
+                "is_finished": run.is_finished,
+                "failure": reasons.get(run.label),
+            }
+            for run in sweep.runs
+        ],
+        "intervals": _METHOD,
+        "different_settings": list(results.different_settings),
+        "scores": [
+            {"variant": row.variant, **asdict(row.score)}
+            | {"against_first": row.against_first and asdict(row.against_first)}
+            for row in results.rows
+        ],
+    }

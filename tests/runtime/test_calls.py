@@ -1,0 +1,121 @@
+"""What crosses the border between two processes arrives as it was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.runtime.calls import (
+    Answers,
+    Call,
+    Failure,
+    Notice,
+    Progress,
+    Request,
+    Result,
+    decode,
+    decode_reply,
+    decode_request,
+    encode,
+    shown_value,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    path: Path
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    parts: tuple[Part, ...]
+    difference: float | None
+
+
+WHOLE = Whole((Part(Path("/a"), (2, 3)), Part(Path("/b"), ())), math.inf)
+SAME = Call("same", Whole, Whole)
+
+
+def test_a_request_is_one_line_with_the_fields_of_its_record() -> None:
+    line = encode(Request(7, "same", WHOLE))
+    assert line.count(b"\n") == 1
+    assert line.endswith(b"\n")
+    assert json.loads(line) == {
+        "id": 7,
+        "call": "same",
+        "arguments": {
+            "parts": [{"path": "/a", "shape": [2, 3]}, {"path": "/b", "shape": []}],
+            "difference": math.inf,
+        },
+    }
+
+
+def test_a_call_is_answered_with_records_on_both_sides() -> None:
+    received: list[Whole] = []
+
+    async def same(request: Whole) -> Whole:
+        received.append(request)
+        return request
+
+    answers = Answers()
+    answers.bind(SAME, same)
+    request = decode_request(encode(Request(1, "same", WHOLE)))
+    reply = decode_reply(encode(Result(1, asyncio.run(answers.answer(request)))))
+    assert received == [WHOLE]
+    assert isinstance(reply, Result)
+    assert decode(SAME.response, reply.result) == WHOLE
+
+
+def test_a_value_that_is_not_a_number_stays_one() -> None:
+    sent = encode(Request(1, "same", Whole((), math.nan)))
+    assert math.isnan(decode(Whole, decode_request(sent).arguments).difference or 0.0)
+
+
+@pytest.mark.parametrize(
+    "reply", [Result(3, None), Failure(3, "no server"), Progress("1/8"), Notice("it is slow")]
+)
+def test_replies_are_told_apart_by_their_fields(
+    reply: Result | Failure | Progress | Notice,
+) -> None:
+    assert decode_reply(encode(reply)) == reply
+
+
+def test_a_reply_of_another_form_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'Result\.result' is missing"):
+        decode_reply(b'{"id": 1, "answer": null}')
+
+
+def test_arguments_that_do_not_fit_are_refused_with_the_name_of_the_field() -> None:
+    answers = Answers()
+    answers.bind(SAME, lambda request: asyncio.sleep(0, request))
+    with pytest.raises(ValueError, match="difference"):
+        asyncio.run(answers.answer(Request(1, "same", {"parts": []})))
+
+
+def test_what_is_no_record_cannot_be_sent() -> None:
+    with pytest.raises(ValueError, match="Unable to serialize unknown type: <class 'object'>"):
+        encode(Result(1, object()))
+
+
+def test_half_a_surrogate_pair_of_a_text_arrives_as_it_was() -> None:
+    assert decode_reply(encode(Progress("\ud800 half"))) == Progress("\ud800 half")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("a\nb  c", "'a b c'"),
+        ("\x1b[31m\0\ud800 π", r"'\x1b[31m\x00\ud800 π'"),
+        ({"a": [None, True, "b"]}, '{"a": [null, true, "b"]}'),
+        ("x" * 80, f"'{'x' * 80}'"),
+        ("x" * 81, f"'{'x' * 80}…'"),
+    ],
+)
+def test_a_value_is_shown_on_one_line_that_no_terminal_obeys(value: object, shown: str) -> None:
+    assert shown_value(value) == shown

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.runtime import files
+from bapo_megatron.runtime.files import (
+    atomic_directory,
+    atomic_write_bytes,
+    atomic_write_text,
+    naming,
+    read_lines,
+    read_regular,
+)
+
+
+def test_a_written_file_holds_the_content_and_leaves_nothing_else_behind(tmp_path):
+    atomic_write_text(tmp_path / "a" / "b.txt", "Größe\n")
+
+    assert (tmp_path / "a" / "b.txt").read_bytes() == b"Gr\xc3\xb6\xc3\x9fe\n"
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["b.txt"]
+
+
+def test_a_full_disk_keeps_the_old_file_and_names_the_file_that_was_wanted(tmp_path, monkeypatch):
+    path = tmp_path / "state.json"
+    path.write_text("old")
+
+    def no_space(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match=r"\[Errno 28\] No space left on device: '.*state\.json'"):
+        atomic_write_bytes(path, b"new")
+
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_full_disk_below_an_open_stream_names_the_file(tmp_path):
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"),
+        naming(tmp_path / "metrics.jsonl"),
+        Path("/dev/full").open("wb", buffering=0) as stream,
+    ):
+        stream.write(b"row")
+
+
+def test_a_library_s_error_below_an_open_stream_keeps_its_text(tmp_path):
+    path = tmp_path / "rollout.parquet"
+    with pytest.raises(OSError, match=r"rollout\.parquet: Arrow: no codec$"), naming(path):
+        raise OSError("Arrow: no codec")
+
+
+def test_a_directory_appears_complete(tmp_path):
+    with atomic_directory(tmp_path / "step_1") as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "x").write_text("1")
+        assert not (tmp_path / "step_1").exists()
+
+    assert (tmp_path / "step_1" / "sub" / "x").read_text() == "1"
+    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_a_directory_whose_filling_fails_never_appears(tmp_path):
+    def fill() -> None:
+        with atomic_directory(tmp_path / "step_1") as folder:
+            (folder / "x").write_text("1")
+            raise KeyError("lost")
+
+    with pytest.raises(KeyError):
+        fill()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_replaces_the_old_one_and_what_a_killed_writer_left(tmp_path):
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_1" / "old").write_text("old")
+    (tmp_path / ".step_1.tmp").mkdir()
+    (tmp_path / ".step_1.tmp" / "half").write_text("half")
+
+    with atomic_directory(tmp_path / "step_1") as folder:
+        (folder / "new").write_text("new")
+
+    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
+    assert [p.name for p in (tmp_path / "step_1").iterdir()] == ["new"]
+
+
+def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 4 << 20)
+    path = tmp_path / "data.jsonl"
+    with path.open("wb") as stream:
+        stream.write(b"{}\n")
+        stream.truncate(200 << 20)  # of zeros
+
+    with path.open("rb") as stream:
+        lines = read_lines(stream, path)
+        assert next(lines) == b"{}\n"
+        with pytest.raises(ValueError, match=r"data\.jsonl:2: longer than 4 MB; give one JSON"):
+            next(lines)
+        assert stream.tell() < 5 << 20
+
+
+def test_a_named_pipe_is_refused_and_what_a_shell_opens_is_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="Is a named pipe") as refused:
+        read_regular(tmp_path / "pipe")
+    assert refused.value.filename == str(tmp_path / "pipe")
+    with pytest.raises(IsADirectoryError):
+        read_regular(tmp_path)
+    assert read_regular(Path("/dev/null")) == b""
+    reading, writing = os.pipe()  # as by <(command) or | command /dev/stdin
+    with os.fdopen(reading), os.fdopen(writing, "wb") as stream:
+        stream.write(b"a: 1\n")
+        stream.close()
+        assert read_regular(Path(f"/dev/fd/{reading}")) == b"a: 1\n"

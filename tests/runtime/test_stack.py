@@ -1,0 +1,56 @@
+"""The installed packages work together, or one line says which do not; imports compile nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bapo_megatron.runtime.cpu_torch import uncompiled_imports
+
+
+def check(folder: Path) -> tuple[int, str]:
+    """Exit status and errors, with the modules in a folder before those that are installed."""
+    result = subprocess.run(
+        [sys.executable, "-m", "bapo_megatron.runtime.stack"],
+        env={**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout == ""
+    return result.returncode, result.stderr
+
+
+@pytest.mark.slow
+def test_the_installed_packages_work_together(tmp_path: Path) -> None:
+    assert check(tmp_path) == (0, "")
+
+
+def test_packages_that_do_not_work_are_named_in_one_line(tmp_path: Path) -> None:
+    nms = "operator torchvision::nms does not exist"
+    (tmp_path / "torchvision.py").write_text(f"raise RuntimeError({nms!r} + chr(10) + 'details')")
+    (tmp_path / "transformers.py").write_text("raise ValueError")
+    expected = (
+        f"torchvision does not work: {nms}; transformers does not work: ValueError; install the "
+        "versions in requirements/install.sh, or on a GPU machine those in requirements/gpu.txt\n"
+    )
+    assert check(tmp_path) == (1, expected)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_torch_compile_is_left_alone_only_with_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    before = torch.compile
+    with uncompiled_imports():
+        assert (torch.compile is before) == has_gpu
+        if not has_gpu:
+            assert torch.compile(len) is len
+            assert torch.compile(dynamic=True)(len) is len
+    assert torch.compile is before

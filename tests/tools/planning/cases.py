@@ -1,0 +1,102 @@
+"""The models and layouts that plans are compared with Megatron on, without importing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.policy.hf_config import HfConfig
+from bapo_megatron.tools.planning.layout import Layout
+
+MODELS = Path(__file__).parent / "models"
+"""config.json files as published."""
+
+LENGTHS = (128, 256, 128)
+"""Sequences of the micro-batch that small models run."""
+
+PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{model} {' '.join(f'{key}={value}' for key, value in parallel.items())}": (model, parallel)
+    for model, layouts in {
+        "deepseek-r1-distill-qwen-7b": (
+            {},
+            {"tensor": 4, "sequence": True},
+            {"tensor": 2, "pipeline": 2},
+            {"tensor": 4, "pipeline": 2, "virtual_pipeline": 7},
+            {"tensor": 4, "sequence": True, "context": 2},
+        ),
+        "deepseek-r1-distill-qwen-32b": (
+            {"tensor": 8, "sequence": True, "pipeline": 2, "context": 4},
+            {"tensor": 4, "sequence": True, "pipeline": 4, "virtual_pipeline": 4},
+            {"pipeline": 64},
+        ),
+        "octothinker-3b": (
+            {},
+            {"tensor": 2, "sequence": True},
+            {"tensor": 8, "sequence": True},
+            {"tensor": 2, "pipeline": 2},
+            {"pipeline": 4, "virtual_pipeline": 7},
+        ),
+        "qwen3-0.6b": ({"tensor": 2}, {"tensor": 4, "pipeline": 7, "virtual_pipeline": 2}),
+    }.items()
+    for parallel in layouts
+}
+"""Published models, with tied and untied embeddings, in layouts of every kind."""
+
+SAVED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "none": ("qwen2", "bfloat16", {}, {}),
+    "float32": ("qwen2", "float32", {}, {}),
+    "selective": ("qwen2", "bfloat16", {}, {"recompute": "selective"}),
+    "full": ("qwen2", "bfloat16", {}, {"recompute": "full"}),
+    "full by two": ("qwen2", "bfloat16", {}, {"recompute": "full", "recompute_layers": 2}),
+    "norms of heads": ("qwen3", "bfloat16", {}, {}),
+    "tensor": ("qwen2", "bfloat16", {"tensor": 2}, {}),
+    "sequence": ("qwen3", "bfloat16", {"tensor": 2, "sequence": True}, {}),
+    "sequence, full": ("qwen2", "bfloat16", {"tensor": 2, "sequence": True}, {"recompute": "full"}),
+}
+"""Small models whose kept activations are measured."""
+
+MESSAGES: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor": 2},
+    "sequence": {"tensor": 2, "sequence": True},
+    "context": {"context": 2},
+}
+"""Layouts whose collectives within the model are recorded."""
+
+STATE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "one rank": ("bfloat16", {}, {}),
+    "divided": ("bfloat16", {"tensor": 2, "context": 2}, {}),
+    "not divided": ("bfloat16", {"context": 2}, {"distributed_optimizer": False}),
+    "float32": ("float32", {"context": 2}, {}),
+    "float32, not divided": ("float32", {}, {"distributed_optimizer": False}),
+}
+"""Small models whose buffers are measured."""
+
+IN_FLIGHT = [(1, 1, 8), (2, 1, 8), (4, 1, 8), (4, 1, 2), (2, 2, 8), (4, 2, 8), (4, 4, 4), (4, 2, 4)]
+"""(pipeline, virtual_pipeline, micro-batches)."""
+
+
+def small_model(family: str, layers: int) -> HfConfig:
+    """A model that runs on a CPU; MLP and heads are no multiples of the hidden size."""
+    return HfConfig(
+        model_type=family,
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=704,
+        num_layers=layers,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64 if family == "qwen3" else 32,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=4096,
+        rope_theta=1e4,
+        rope_scaling=None,
+        tied_embeddings=False,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+    )
+
+
+def layout_of(parallel: dict[str, Any]) -> Layout:
+    """The layout that a ``parallel`` section describes, with one data-parallel rank."""
+    names = {"virtual_pipeline": "virtual"}
+    return Layout(**{names.get(key, key): value for key, value in parallel.items()})

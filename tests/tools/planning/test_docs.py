@@ -1,0 +1,130 @@
+"""The figures in docs/scaling.md are those that the command prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from bapo_megatron.config.load import load_config
+from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
+from bapo_megatron.tools.planning.layout import layer_parameters
+from bapo_megatron.tools.planning.plan import Plan, PlanOptions, make_plan
+from tests.launch import REPOSITORY
+from tests.tools.planning.cases import MODELS
+
+DISK = "rollout.weight_sync.method=disk"
+TEXT = " ".join((REPOSITORY / "docs" / "scaling.md").read_text().split())
+
+REPRODUCE = " ".join((REPOSITORY / "docs" / "reproduce.md").read_text().split())
+
+MODEL_OF = {
+    size: read_hf_config_file(MODELS / f"deepseek-r1-distill-qwen-{size}.json")
+    for size in ("7b", "32b")
+}
+
+
+def model_of(name: str) -> HfConfig:
+    """The model of a file in configs/."""
+    return MODEL_OF["32b" if "32b" in name else "7b"]
+
+
+def shipped(name: str, options: PlanOptions, *overrides: str) -> Plan:
+    """The plan of a file in configs/."""
+    config = load_config(REPOSITORY / "configs" / f"{name}.yaml", overrides)
+    return make_plan(config, model_of(name), options)
+
+
+def plan_7b(gpus: int = 4, *overrides: str, local: bool = False) -> Plan:
+    layers = "local" if local else "transformer-engine"
+    return shipped("r1-distill-qwen-7b-8k", PlanOptions(gpus=gpus, layers=layers), *overrides)
+
+
+def plan_32b(options: PlanOptions | None = None, *overrides: str) -> Plan:
+    return shipped("bp-math-32b-64k", options or PlanOptions(gpus=128), *overrides)
+
+
+@pytest.mark.parametrize(
+    ("plan", "stage"),
+    [(plan_7b(), 0), (plan_32b(), 0)],
+    ids=["7b", "32b"],
+)
+def test_the_memory_tables_are_those_of_the_plan(plan: Plan, stage: int) -> None:
+    memory = plan.stages[stage]
+    assert f"= {memory.parameters:,} |" in TEXT
+    assert f"· {layer_parameters(model_of(plan.name), plan.layout.tensor):,} +" in TEXT
+    for name, value in (
+        ("weights", memory.weights_bytes),
+        ("gradients", memory.gradients_bytes),
+        ("optimizer", memory.optimizer_bytes),
+        ("activations", memory.activations_bytes),
+        ("total", memory.total_bytes),
+    ):
+        rows = [row for row in TEXT.split(" | | ") if row.startswith(f"{name} |")]
+        rows += [f"{name} |" + part for part in TEXT.split(f"| {name} |")[1:]]
+        assert any(row.split("|")[2].strip() == f"{value / 1e9:.1f}" for row in rows), name
+
+
+@pytest.mark.parametrize("plan", [plan_7b(), plan_32b()], ids=["7b", "32b"])
+def test_the_phase_tables_are_those_of_the_plan(plan: Plan) -> None:
+    table = TEXT.split(f"| phase ({plan.layout.gpus} + {plan.layout.gpus} H100)")[1]
+    for phase in plan.phases:
+        row = table.split(f"| {phase.name}")[1].split("| |")[0].split(" |")
+        seconds = f"{phase.seconds:,.0f}" if phase.seconds >= 1 else f"{phase.seconds:.2f}"
+        assert seconds in [cell.strip() for cell in row], phase.name
+
+
+def test_single_figures_in_the_text_are_those_of_the_plan() -> None:
+    def gb(plan: Plan) -> str:
+        return f"{plan.worst_stage.total_bytes / 1e9:.1f}"
+
+    full = plan_32b(PlanOptions(gpus=128), "megatron.recompute=full")
+    for sentence in (
+        f"the total is {gb(plan_7b(8))} GB. Without Transformer Engine: {gb(plan_7b(local=True))}"
+        f" GB. With `recompute=full`: {gb(plan_7b(4, 'megatron.recompute=full'))} GB.",
+        f"{plan_7b().step_s:.0f} s per step",
+        f"reads the weights at 2 GB/s, {plan_7b(4, DISK).phases[-1].seconds:.0f} s",
+        f"by disk {plan_32b(None, DISK).phases[-1].seconds:.0f} s",
+        f"{plan_32b().stages[1].logits_bytes / 1e9:.1f} GB of chunked logits: "
+        f"{plan_32b().stages[1].total_bytes / 1e9:.1f} GB.",
+        f"{gb(plan_32b(PlanOptions(gpus=128), 'parallel.pipeline=1'))} GB in all",
+        f"needs {gb(full)} GB and {full.phases[2].seconds:.0f} s instead of "
+        f"{plan_32b().phases[2].seconds:.0f}",
+        f"takes {plan_32b(PlanOptions(gpus=128, response_tokens=16000)).step_s:.0f} s instead of "
+        f"{plan_32b().step_s:,.0f}",
+        f"takes {plan_32b(PlanOptions(gpus=64, rollout_gpus=192)).step_s:,.0f} s, 128 and 128 "
+        f"take {plan_32b().step_s:,.0f} s",
+        f"{plan_7b().rollout_tokens_per_s:,.0f} per s",
+        f"a checkpoint has {plan_32b().disk[0].each_bytes / 1e9:.0f} GB, a step's dump "
+        f"{plan_32b().disk[2].each_bytes / 1e9:.1f} GB and the export "
+        f"{plan_32b().disk[3].each_bytes / 1e9:.0f} GB; the run of 1,000 steps fills "
+        f"{sum(use.total_bytes for use in plan_32b().disk) / 1e12:.1f} TB",
+        f"{plan_32b().rollout_tokens_per_s:,.0f} tokens/s per GPU",
+    ):
+        assert sentence in TEXT, sentence
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "gpus", "response"),
+    [
+        ("| 7B BAPO | 32 + 32 | 32,768", "bp-math-7b-64k", 32, 32768),
+        ("| | | 16,000", "bp-math-7b-64k", 32, 16000),
+        ("| 7B GRPO | 32 + 32 | 32,768", "bp-math-7b-64k", 32, 32768),
+        ("| 32B BAPO | 128 + 128 | 32,768", "bp-math-32b-64k", 128, 32768),
+        ("| | | 16,000", "bp-math-32b-64k", 128, 16000),
+        ("| 32B GRPO | 128 + 128 | 32,768", "bp-math-32b-64k", 128, 32768),
+        ("| R1-Distill-7B, BAPO at 2× | 16 + 16 | 4,096", "r1-distill-qwen-7b-8k", 16, 4096),
+        ("| R1-Distill-7B, BAPO at 4× | 16 + 16 | 4,096", "r1-distill-qwen-7b-8k", 16, 4096),
+    ],
+)
+def test_the_costs_of_the_papers_runs_are_those_of_the_plan(
+    row: str, name: str, gpus: int, response: int
+) -> None:
+    overrides = ["algorithm.objective=clip"] if "GRPO" in row else []
+    for updates in (2, 4):
+        if f"{updates}×" in row:
+            overrides += [f"algorithm.updates_per_batch={updates}"]
+            overrides += [f"rollout.groups_per_step={64 * updates}"]
+    plan = shipped(name, PlanOptions(gpus=gpus, response_tokens=response), *overrides)
+    hours = plan.gpu_hours_per_step * 1000
+    assert f"{row} | {plan.step_s:,.0f} | {hours:,.0f} |" in REPRODUCE
+    assert plan.steps == 1000
+    assert plan.fits

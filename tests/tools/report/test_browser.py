@@ -1,0 +1,297 @@
+"""The page in headless Chromium: it draws, asks for nothing, and lets people read rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import subprocess
+import threading
+from typing import TYPE_CHECKING
+from urllib.request import Request, urlopen
+
+import pytest
+
+from bapo_megatron.tools.report.page import page_data, render
+from bapo_megatron.tools.report.watch import serve
+from tests.chromium import Tab, chromium_tab, find_chromium
+from tests.launch import command
+from tests.tools.report.made_runs import SCRIPT, make_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DRAWN = (
+    "[...document.querySelectorAll('#panels .plot, #time-plot')]"
+    ".every(plot => plot.querySelector('.scatterlayer path'))"
+)
+
+
+@pytest.mark.browser
+def test_the_page_draws_opens_a_rollout_and_asks_for_nothing(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "made")
+    result = subprocess.run(command(["report", str(made)]), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    page = made / "report.html"
+    assert f"wrote {page}" in result.stdout
+
+    async def look() -> Tab:
+        async with chromium_tab(tmp_path / "profile") as tab:
+            await tab.open(f"{page.as_uri()}#time")
+            top = "document.getElementById('time').getBoundingClientRect().top"
+            assert abs(await tab.run(top)) < 200
+            await read_by_mouse(tab)
+            await read_by_keyboard(tab)
+            await change_theme(tab)
+        return tab
+
+    tab = asyncio.run(look())
+    assert tab.errors == []
+    assert {address for address in tab.requests if not address.startswith("data:")} == {
+        page.as_uri()
+    }
+
+
+async def read_by_mouse(tab: Tab) -> None:
+    assert await tab.run(DRAWN)
+    assert await tab.run("document.getElementById('failure').hidden")
+    facts = await tab.run("document.querySelector('#list .row .facts').textContent")
+    assert facts == f"{f'3{SCRIPT}'[:23]}… = 3 · 4 tok · age 3"
+    # A real click on the first row of the list.
+    await tab.run(
+        "document.querySelector('#list .row')"
+        ".scrollIntoView({behavior: 'instant', block: 'center'})"
+    )
+    box = await tab.run(
+        "(({x, y, width, height}) => [x + width / 2, y + height / 2])"
+        "(document.querySelector('#list .row').getBoundingClientRect())"
+    )
+    for kind in ("mousePressed", "mouseReleased"):
+        place = {"x": box[0], "y": box[1], "button": "left", "clickCount": 1}
+        await tab.send("Input.dispatchMouseEvent", type=kind, **place)
+    await tab.until("document.querySelector('#rollout .tokens') !== null")
+    assert await tab.run("document.querySelector('.tokens').textContent") == f"{SCRIPT} answer is 3"
+    why = await tab.run("document.querySelector('.why').textContent")
+    assert f"extracted answer3{SCRIPT}" in why
+    assert "the grader says" in why
+    assert "advantage−0.707" in why
+    # What was sampled is text: it made no element and ran nothing.
+    assert await tab.run("document.querySelectorAll('main script, main img').length") == 0
+    assert SCRIPT in await tab.run("document.querySelector('#rollout .facts').textContent")
+    await tab.run("document.querySelector('#rollout summary').click()")
+    assert await tab.run("document.querySelector('#rollout pre').textContent") == (
+        f"What is 1+2? {SCRIPT}"
+    )
+    for grouping in ("problem", "reward", "length", "age", "exit", "source", "step"):
+        await tab.run(f"document.getElementById('pick-group').value = '{grouping}'")
+        await tab.run("document.getElementById('pick-group').dispatchEvent(new Event('change'))")
+        assert await tab.run("document.querySelectorAll('#list .row').length") == 4
+    assert await tab.run("document.querySelectorAll('main script, main img').length") == 0
+    assert await tab.run("document.title") == "made"
+
+
+async def read_by_keyboard(tab: Tab) -> None:
+    async def shades(coloring: str) -> list[str]:
+        await tab.run(f"document.querySelector('[data-coloring={coloring}]').click()")
+        return await tab.run("[...document.querySelectorAll('.tokens span')].map(s => s.className)")
+
+    # Ratios 1, 2, 0.5 and 1.25; |log| above 0.02, 0.1, 0.2, 0.4 and 0.7.
+    assert await shades("ratio") == ["", "p4", "n4", "p3"]
+    assert await shades("version") == ["v0", "v0", "v1", "v2"]
+    assert await shades("level") == ["m0"] * 4
+    await tab.run("document.querySelector('.tokens').focus()")
+    for _ in range(2):
+        key = {"key": "ArrowRight", "code": "ArrowRight"}
+        await tab.send("Input.dispatchKeyEvent", type="keyDown", **key)
+    readout = await tab.run("document.querySelector('.readout').textContent")
+    assert '" answer" (id 4)' in readout
+    assert "ratio 2 " in readout
+    await tab.run("document.getElementById('search').value = 'no such words'")
+    await tab.run("document.getElementById('search').dispatchEvent(new Event('input'))")
+    await tab.until("document.getElementById('num-found').textContent === '0 of 4'")
+
+
+async def change_theme(tab: Tab) -> None:
+    def paper() -> str:
+        return "getComputedStyle(document.body).backgroundColor"
+
+    light = await tab.run(paper())
+    for _ in range(2):  # automatic → light → dark
+        await tab.run("document.getElementById('theme').click()")
+    assert await tab.run(paper()) != light
+
+
+async def press(tab: Tab, *keys: str) -> None:
+    for key in keys:
+        await tab.send("Input.dispatchKeyEvent", type="keyDown", key=key, code=key)
+
+
+@pytest.mark.browser
+def test_keys_walk_through_all_groups_of_rollouts_and_their_tokens(tmp_path: Path) -> None:
+    data = page_data([make_run(tmp_path / "made")])
+    data["rollouts"][0]["samples"] *= 200  # two rows of each reward become 400
+    for group, sum_ in zip(data["rollouts"][0]["groups"], ("12+3", "17+4"), strict=True):
+        group["prompt"] = f"<user>What is {sum_}?<assistant>"
+    page = tmp_path / "page.html"
+    page.write_text(render(data))
+    row = "document.activeElement.querySelector('.badge').textContent"
+    count = "document.querySelector('#list details[open] summary small').textContent"
+    title = "document.querySelector('#rollout h3').textContent"
+
+    async def choose(tab: Tab, name: str, value: str) -> None:
+        await tab.run(
+            f"document.getElementById('{name}').value = '{value}';"
+            f"document.getElementById('{name}').dispatchEvent(new Event('change'))"
+        )
+
+    async def look() -> None:
+        async with chromium_tab(tmp_path / "profile") as tab:
+            await tab.open(page.as_uri())
+            await choose(tab, "pick-group", "reward")
+            await press(tab, "j")
+            top = await tab.run("document.getElementById('rollout').getBoundingClientRect().top")
+            assert 0 < top < 450
+            assert await tab.run(title) == "Step 1 · group 0 · response 0"
+            assert await tab.run(count) == "400, 300 shown · mean reward 0"
+            await tab.run("document.querySelector('.more').click()")
+            assert await tab.run(count) == "400 · mean reward 0"
+            await tab.run("document.querySelector('.row:nth-last-of-type(2)').click()")
+            await press(tab, "j")
+            assert await tab.run(row) == "1"  # of the group that was closed
+            await press(tab, "k")
+            assert await tab.run(row) == "0"
+            assert await tab.run("document.querySelectorAll('#list [aria-current]').length") == 1
+            await press(tab, "ArrowRight", "ArrowRight")
+            assert "(id 4)" in await tab.run("document.querySelector('.readout').textContent")
+            await press(tab, "/")
+            assert await tab.run("document.activeElement.id") == "search"
+            await press(tab, "Escape")
+            assert await tab.run("document.activeElement.id") == ""
+            await choose(tab, "pick-kind", "right")
+            assert await tab.run("document.getElementById('num-found').textContent") == "400 of 800"
+            assert await tab.run("document.querySelector('#list .what').textContent") == "12+3"
+            assert tab.errors == []
+
+    asyncio.run(look())
+
+
+@pytest.mark.browser
+def test_panels_show_values_of_the_pointer_s_step_only_and_mark_those_of_a_finding(
+    tmp_path: Path,
+) -> None:
+    made = make_run(tmp_path / "made")
+    rows = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
+    rows[2]["mismatch/logprob_abs_mean"] = 3e-7
+    rows[5]["train/updates"] = 0.0
+    for row, norm in zip(rows[1:], (0.31, 0.45, 0.4, 0.4, 0.4, 0.4), strict=True):
+        row |= {"reward/mean": 0.2, "policy/grad_norm": norm, "reward/mixed_groups": 1.0}
+    (made / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = tmp_path / "page.html"
+    page.write_text(render(page_data([made])))
+
+    async def look() -> None:
+        async with chromium_tab(tmp_path / "profile") as tab:
+            await tab.open(page.as_uri())
+            plot = (
+                "[...document.querySelectorAll('figure')].find(f => f.textContent.includes('{}'))"
+            )
+            plot += ".querySelector('.plot')"
+            reward = plot.format("Reward and")
+
+            async def label(step: float) -> str:
+                await tab.run(
+                    f"(plot => {{ const axis = plot._fullLayout.xaxis;"
+                    "const x = plot.getBoundingClientRect().left + axis._offset"
+                    f" + axis.d2p({step});"
+                    "plot.dispatchEvent(new MouseEvent('mousemove', {clientX: x})); })"
+                    f"({reward})"
+                )
+                return await tab.run(f"{reward}.querySelector('.tip').textContent")
+
+            assert await label(0.2) == "step 0heldout: accuracy 25.0%evaluation: heldout 25.0%"
+            assert await label(0.8) == "step 1mean reward 0.2push of weights, 0.00 s"
+            assert await tab.run("document.querySelectorAll('#time-plot .tip').length") == 1
+
+            async def axis(title: str) -> list[float]:
+                return await tab.run(f"{plot.format(title)}._fullLayout.yaxis.range")
+
+            low, high = await axis("Engine against")
+            assert -0.001 < low < 0
+            assert 0.005 <= high < 0.006
+            low, _ = await axis("Reward and")
+            assert -0.1 < low < 0
+            texts = f"[...{plot.format('Gradient norm')}.querySelectorAll('.ytick')]"
+            assert await tab.run(f"{texts}.map(tick => tick.textContent)") == ["0.2", "0.5", "1"]
+            finding = "[...document.querySelectorAll('.finding')]"
+            finding += ".find(each => each.textContent.includes('made no update'))"
+            await tab.run(f"{finding}.querySelector('.link').click()")
+            shape = await tab.run(f"(({{x0, x1}}) => [x0, x1])({reward}.layout.shapes[0])")
+            assert shape == [4.5, 5.5]
+            await tab.until(f"{plot.format('Outcome')}.getBoundingClientRect().top < innerHeight")
+            await tab.run("document.querySelectorAll('.finding .link')[1].click()")
+            assert await tab.run("document.getElementById('pick-group').value") == "reward"
+            await tab.until(
+                "document.getElementById('rollouts').getBoundingClientRect().top < innerHeight"
+            )
+            assert tab.errors == []
+
+    asyncio.run(look())
+
+
+@pytest.mark.browser
+def test_a_page_that_follows_a_run_shows_its_next_step(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "made", steps=4)
+    lines: list[str] = []
+    is_ready = threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        is_ready.set()
+
+    threading.Thread(target=serve, args=([made], None, 0, say), daemon=True).start()
+    assert is_ready.wait(60)
+    found = re.match(r"http://127\.0\.0\.1:\d+/", lines[0])
+    assert found is not None
+    address = found[0]
+
+    async def follow() -> Tab:
+        async with chromium_tab(tmp_path / "profile") as tab:
+            await tab.open(address)
+            assert "4 of 4" in await tab.run("document.getElementById('cards').textContent")
+            await tab.until(
+                "performance.getEntriesByName(new URL('data.json', location)).length > 0"
+            )
+            with (made / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": 5, "reward/mean": 0.5}) + "\n")
+            await tab.until("document.getElementById('cards').textContent.includes('5 of 4')")
+            assert await tab.run(DRAWN)
+        return tab
+
+    tab = asyncio.run(follow())
+    assert tab.errors == []
+    assert all(request.startswith((address, "data:")) for request in tab.requests)
+    foreign = Request(f"{address}data.json", headers={"Host": "elsewhere.example"})
+    with pytest.raises(OSError, match="403"), contextlib.closing(urlopen(foreign)):
+        pass
+
+
+def test_without_chromium_ci_fails_and_a_person_s_machine_skips(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="install it"):
+        find_chromium()
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="install it"):
+        find_chromium()
+
+
+def test_a_page_for_many_runs_that_is_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = page_data([make_run(tmp_path / "made")])
+    monkeypatch.setattr("bapo_megatron.tools.report.page.MAX_BYTES", 1_000_000)
+    with pytest.raises(ValueError, match=r"the page would have \d\.\d MB, more than 1; give fewer"):
+        render(data)

@@ -1,0 +1,250 @@
+"""A sweep's file: the runs that it asks for, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config.load import ConfigError, dump_yaml
+from bapo_megatron.tools.sweep import file as sweep_file
+from bapo_megatron.tools.sweep.file import load_sweep
+from tests.launch import REPOSITORY
+from tests.tools.sweep.files import VARIANTS, write_sweep
+
+
+def test_every_variant_is_run_by_every_seed_and_pairs_come_first(
+    base: Path, tmp_path: Path
+) -> None:
+    sweep = load_sweep(write_sweep(tmp_path, base, overrides=["optimizer.lr=0.5"], seeds=[3, 1]))
+    assert [run.label for run in sweep.runs] == [
+        *("grpo/seed3", "bapo/seed3"),
+        *("grpo/seed1", "bapo/seed1"),
+    ]
+    grpo = sweep.runs[2]
+    assert grpo.run_dir == tmp_path / "sweep" / "grpo" / "seed1"
+    assert (grpo.config.seed, grpo.config.name) == (1, "sweep-grpo-seed1")
+    assert (grpo.config.algorithm.objective, grpo.config.optimizer.lr) == ("clip", 0.5)
+    assert grpo.command() == [
+        *(sys.executable, "-m", "bapo_megatron", "train", str(base)),
+        *("optimizer.lr=0.5", "algorithm.objective=clip", "name=sweep-grpo-seed1"),
+        *(f'run_dir="{grpo.run_dir}"', "seed=1", "--resume"),
+    ]
+    assert [run.label for run in sweep.variants["bapo"]] == ["bapo/seed3", "bapo/seed1"]
+
+
+def test_several_ranks_are_started_by_torchrun(base: Path, tmp_path: Path) -> None:
+    wide = {"wide": ["parallel.tensor=2"], "narrow": []}
+    two, one = load_sweep(write_sweep(tmp_path, base, variants=wide, seeds=[0])).runs
+    launcher = ["-m", "bapo_megatron.torchrun", "--nproc-per-node", "2", "-m", "bapo_megatron"]
+    assert two.command()[1:7] == launcher
+    assert (two.ranks, one.ranks) == (2, 1)
+    # Data parallelism is what the ranks allow beyond the layout.
+    sweep = load_sweep(write_sweep(tmp_path, base, ranks=2))
+    assert {run.ranks for run in sweep.runs} == {2}
+
+
+def test_a_grid_has_a_variant_per_combination(base: Path, tmp_path: Path) -> None:
+    grid = {"algorithm.objective": ["clip", "bapo"], "optimizer.lr": [1e-4, 1]}
+    sweep = load_sweep(write_sweep(tmp_path, base, variants=None, grid=grid))
+    assert list(sweep.variants) == [
+        *("objective=clip,lr=0.0001", "objective=clip,lr=1"),
+        *("objective=bapo,lr=0.0001", "objective=bapo,lr=1"),
+    ]
+    last = sweep.variants["objective=bapo,lr=1"][0].config
+    assert (last.algorithm.objective, last.optimizer.lr) == ("bapo", 1.0)
+    assert last.name == "sweep-objective-bapo-lr-1-seed0"
+    # Keys with the same last part keep their whole names.
+    same = {"eval.temperature": [0.7, 0.8], "rollout.temperature": [1.0]}
+    names = load_sweep(write_sweep(tmp_path, base, variants=None, grid=same)).variants
+    assert next(iter(names)) == "eval.temperature=0.7,rollout.temperature=1.0"
+
+
+def test_a_path_may_follow_the_seed(base: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        (tmp_path / f"data{seed}.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    path = f"data.train.path={tmp_path}/data${{seed}}.jsonl"
+    sweep = load_sweep(write_sweep(tmp_path, base, overrides=[path]))
+    read = {run.seed: run.config.data.train for run in sweep.runs}
+    assert str(read[1]).count("data1.jsonl") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": [0]}, "unknown key 'seed'; did you mean 'seeds'?"),
+        (
+            {"n": 3},
+            "unknown key 'n'; its section's keys: config, dir, overrides, variants, grid, seeds, "
+            "jobs, ranks",
+        ),
+        ({"seeds": None}, r"missing key 'seeds' \(Each variant is trained once by each seed.\)"),
+        ({"seeds": [1, 1]}, r"'seeds' must be different numbers, at least one, got \[1, 1\]"),
+        ({"seeds": [-1]}, "grpo/seed-1: override 'seed=-1': 'seed' must be greater than or equal"),
+        ({"dir": ""}, "'dir' must be a directory, got ''; name one"),
+        ({"jobs": 0}, "'jobs' must be greater than or equal to 1, got 0"),
+        ({"variants": None}, "'variants' or else grid must be there, got neither"),
+        ({"grid": {"seed": [1]}}, "'variants' or else grid must be there, got both"),
+        ({"variants": {"a b": []}}, r"'variants' must give names of letters.*got 'a b'; rename"),
+        ({"variants": {"..": []}}, "must give names"),
+        (
+            {"variants": {"x": ["run_dir=y"]}},
+            "'overrides' must leave name, run_dir, seed, resume to the sweep, got 'run_dir=y'",
+        ),
+        (
+            {"variants": None, "grid": {"model.path": ["a/b"]}},
+            "'grid' must give names .* got 'path=a/b'; list variants with names instead",
+        ),
+        (
+            {"variants": None, "grid": {"optimizer.lr": [1, 1]}},
+            "'grid' must not have a value twice",
+        ),
+        ({"variants": None, "grid": {"optimizer.lr": []}}, "got none for optimizer.lr; add one"),
+        ({"config": "none.yaml"}, "grpo/seed0: .*none.yaml: no such file"),
+        (
+            {"variants": {**VARIANTS, "typo": ["rollout.temprature=1"]}},
+            "typo/seed0: override 'rollout.temprature=1': unknown key .* 'rollout.temperature'",
+        ),
+        (
+            {"variants": {**VARIANTS, "wide": ["parallel.tensor=3"]}},
+            "wide/seed0: parallel.tensor: must divide the model's",
+        ),
+        (
+            {"ranks": 3, "overrides": ["parallel.tensor=2"]},
+            "grpo/seed0: parallel.tensor: .* got 2 with 3 ranks",
+        ),
+        ({"overrides": ["eval.sets=[]"]}, "grpo/seed0: eval.sets: needs a set that is evaluated"),
+        ({"overrides": ["eval.at_end=false"]}, "grpo/seed0: eval.at_end: must be true, got false"),
+        (
+            {"overrides": ["log.prometheus_port=9400"]},
+            "bapo/seed0: log.prometheus_port: must differ from that of grpo/seed0 where jobs is "
+            "above 1, got 9400: runs at a time cannot share it; set jobs: 1, or leave log",
+        ),
+        (
+            {"overrides": ["rollout.engine=sglang", "rollout.server.port=30000"]},
+            "bapo/seed0: rollout.server.port: must differ from that of grpo/seed0 .* got 30000",
+        ),
+        (
+            {"overrides": ["rollout.engine=sglang", "rollout.servers=['http://a:1']"]},
+            "bapo/seed0: rollout.servers: must differ from that of grpo/seed0 .* got http://a:1",
+        ),
+    ],
+)
+def test_what_is_wrong_with_any_run_is_one_line_before_one_starts(
+    base: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = write_sweep(tmp_path, base, **changes)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_sweep(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_runs_share_a_port_one_after_the_other_or_on_machines_of_their_own(
+    base: Path, tmp_path: Path
+) -> None:
+    overrides = ["log.prometheus_port=9400"]
+    path = write_sweep(tmp_path, base, overrides=overrides, jobs=1)
+    assert len(load_sweep(path).runs) == 4
+    write_sweep(tmp_path, base, overrides=overrides)
+    assert len(load_sweep(path, is_here=False).runs) == 4
+    apart = {"a": ["log.prometheus_port=9400"], "b": ["log.prometheus_port=9401"]}
+    write_sweep(tmp_path, base, variants=apart, seeds=[0])
+    assert len(load_sweep(path).runs) == 2
+
+
+def test_a_run_of_other_settings_is_neither_continued_nor_counted(
+    base: Path, tmp_path: Path
+) -> None:
+    path = write_sweep(tmp_path, base)
+    for run in load_sweep(path).runs:
+        run.run_dir.mkdir(parents=True)
+        older = dump_yaml(run.config)
+        for newer in ("  async_steps: 0\n", "    weight: 1.0\n"):  # the second one is in a list
+            assert newer in older
+            older = older.replace(newer, "")
+        (run.run_dir / "config.yaml").write_text(older)
+    write_sweep(tmp_path, base, overrides=["log.console=false"])  # changes no result
+    assert len(load_sweep(path).runs) == 4
+    write_sweep(tmp_path, base, overrides=["optimizer.lr=0.5"])
+    with pytest.raises(
+        ConfigError, match=r"grpo/seed0: .*/grpo/seed0: holds a run with another op"
+    ):
+        load_sweep(path)
+    for text, problem in (("{", "config.yaml:2: not valid YAML: "), ("", "yaml: missing key ")):
+        (tmp_path / "sweep" / "grpo" / "seed0" / "config.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=f"{problem}.*; or remove .*/grpo/seed0$"):
+            load_sweep(path)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "key"),
+    [
+        ("{high: 5}", "{high: 5, low: 0.1}", "algorithm.objective_options.low"),
+        ("{high: 5}", "{}", "algorithm.objective_options.high"),
+    ],
+)
+def test_options_are_compared_in_whole(
+    base: Path, tmp_path: Path, before: str, now: str, key: str
+) -> None:
+    def write(options: str) -> Path:
+        own = ["algorithm.objective=tests.algorithm.own_objectives:Gspo"]
+        own.append(f"algorithm.objective_options={options}")
+        return write_sweep(tmp_path, base, variants={"own": own}, seeds=[0])
+
+    (run,) = load_sweep(write(before)).runs
+    run.run_dir.mkdir(parents=True)
+    (run.run_dir / "config.yaml").write_text(dump_yaml(run.config))
+    load_sweep(write(before))
+    with pytest.raises(ConfigError, match=f"holds a run with another {key}; name another dir"):
+        load_sweep(write(now))
+
+
+def test_a_key_that_is_newer_than_a_run_must_have_its_default(base: Path, tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, base, overrides=["rollout.async_steps=1"], seeds=[0])
+    for run in load_sweep(path).runs:
+        run.run_dir.mkdir(parents=True)
+        text = dump_yaml(run.config).replace("  async_steps: 1\n", "")
+        (run.run_dir / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"another rollout\.async_steps; name"):
+        load_sweep(path)
+
+
+def test_gpus_are_divided_among_the_runs_at_a_time(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_file, "count_gpus", lambda: 5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,3,2,1")
+    path = write_sweep(tmp_path, base, ranks=2)
+    assert load_sweep(path).gpu_shares == ("7,6", "3,2")
+    assert load_sweep(path, is_here=False).gpu_shares == ()
+    write_sweep(tmp_path, base, ranks=2, jobs=3)
+    with pytest.raises(ConfigError, match="'jobs' must be at most 2, got 3: a run needs 2 of this"):
+        load_sweep(path)
+    own = ["rollout.engine=sglang", "rollout.server.count=2", "rollout.server.first_gpu=2"]
+    write_sweep(tmp_path, base, ranks=2, jobs=1, overrides=own)
+    assert {run.num_gpus for run in load_sweep(path).runs} == {4}
+    write_sweep(tmp_path, base, ranks=8, jobs=1, overrides=["rollout.groups_per_step=8"])
+    with pytest.raises(ConfigError, match=r"a run needs 8 GPUs .* has 5; write a Slurm script"):
+        load_sweep(path)
+
+
+def test_the_sweep_of_the_examples_is_grpo_against_bapo_by_three_seeds(
+    base: Path, tmp_path: Path
+) -> None:
+    example = REPOSITORY / "examples" / "sweep.yaml"
+    text = example.read_text().replace("../configs", str(REPOSITORY / "configs"))
+    files = base.parent
+    there = [
+        *(f"model.path={files}/model", f"data.train.path={files}/train.jsonl"),
+        f"'eval.sets=[{{path: {files}/heldout.jsonl, name: heldout}}]'",
+    ]
+    text = text.replace("overrides:\n", "overrides:\n" + "".join(f"  - {o}\n" for o in there))
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text.replace("dir: runs/sweep", f"dir: {tmp_path}/runs"))
+    sweep = load_sweep(path)
+    assert [run.config.algorithm.objective for run in sweep.runs] == ["clip", "bapo"] * 3
+    assert {run.ranks for run in sweep.runs} == {1}

@@ -1,0 +1,162 @@
+"""Groups of runs: found on the disk, read with their seeds, compared seed by seed."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bapo_megatron.evaluation.report import write_results
+from bapo_megatron.evaluation.settings import ResultsError
+from bapo_megatron.tools.compare import Comparison, compare_groups, group_scores
+from bapo_megatron.tools.evaluations import (
+    evaluations_in,
+    find_group,
+    newest_results,
+    read_group,
+)
+from tests.evaluation.results import result
+from tests.launch import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.types import EvalResult
+
+
+def scored(seed: int, num_right: int, **options: Any) -> EvalResult:
+    """Ten problems of one sample, of which so many are right."""
+    answers = {f"a:{row}": ["2" if row < num_right else "3"] for row in range(10)}
+    return result(answers, settings={"seed": seed}, **options)
+
+
+def evaluated(run_dir: Path, seed: int, num_right: int, step: int = 6) -> Path:
+    """The directory of a run that was evaluated before training and after a step."""
+    write_results([scored(seed, 1)], run_dir / "eval" / "start.json")
+    write_results([scored(seed, num_right)], run_dir / "eval" / f"step_{step:06d}.json")
+    (run_dir / "config.yaml").write_text(f"seed: {seed}\n")
+    return run_dir
+
+
+def groups_of(
+    first: dict[int, int], second: dict[int, int], *, common: bool = False
+) -> list[Comparison]:
+    made = [{s: [scored(s, right)] for s, right in group.items()} for group in (first, second)]
+    return compare_groups(*made, k_values=(1, 4), common_only=common)
+
+
+def test_runs_with_equal_seeds_are_pairs() -> None:
+    (found,) = groups_of({2: 5, 0: 3, 1: 4}, {0: 5, 1: 5, 2: 9})
+    assert (found.over, found.seeds, found.seeds_left_out) == ("seeds", (0, 1, 2), ())
+    assert (found.num_problems, found.num_left_out) == (30, 0)
+    average = found.scores[0]
+    assert (average.name, average.first, average.second) == (
+        "avg@1",
+        pytest.approx(0.4),
+        pytest.approx(19 / 30),
+    )
+    # Differences 0.2, 0.1, 0.4: mean 7/30, s = 0.15275, t(0.975, 2) = 4.3027.
+    assert average.paired.difference == pytest.approx(7 / 30)
+    assert average.paired.high - average.paired.low == pytest.approx(2 * 0.37946, rel=1e-4)
+    assert average.paired.p_value == pytest.approx(0.1181, abs=1e-4)
+    # Rewards are 0 or 1, so pass@1 would be avg@1 again.
+    assert [score.name for score in found.scores] == ["avg@1", "maj@1"]
+
+
+def test_seeds_that_only_one_group_has_are_refused_or_left_out() -> None:
+    with pytest.raises(
+        ResultsError, match=r"A has the seeds 0, 1, 2, B 1, 2, 3, 2 in common; .*--"
+    ):
+        groups_of({0: 1, 1: 2, 2: 3}, {1: 3, 2: 5, 3: 9})
+    (found,) = groups_of({0: 1, 1: 2, 2: 3}, {1: 3, 2: 5, 3: 9}, common=True)
+    assert (found.seeds, found.seeds_left_out) == ((1, 2), (0, 3))
+    assert found.scores[0].paired.difference == pytest.approx(0.15)
+    with pytest.raises(ResultsError, match="1 in common; at least 2 are needed"):
+        groups_of({0: 1, 1: 2}, {1: 3}, common=True)
+
+
+def test_a_pair_is_on_the_same_problems_and_sets() -> None:
+    first = {seed: [scored(seed, 1)] for seed in (0, 1)}
+    other = {0: [scored(0, 1)], 1: [scored(1, 1, answer="9")]}
+    with pytest.raises(ResultsError, match=r"^seed 1: a:0: has the answer '2' in A and '9' in B"):
+        compare_groups(first, other, k_values=(), common_only=False)
+    named = {0: [scored(0, 1)], 1: [scored(1, 1, name="more")]}
+    with pytest.raises(ResultsError, match=r"seed 1 has other sets \(sums, more\) than seed 0"):
+        compare_groups(first, named, k_values=(), common_only=False)
+
+
+def test_scores_of_a_group_have_intervals_over_its_seeds() -> None:
+    average, majority = group_scores({1: [scored(1, 4)], 0: [scored(0, 2)]})
+    assert (average.name, average.by_seed) == ("avg@1", {0: 0.2, 1: 0.4})
+    # s / √2 = 0.1, t(0.975, 1) = 12.706.
+    assert (average.low, average.high) == pytest.approx((-0.9706, 1.5706), abs=1e-4)
+    assert majority.name == "maj@1"
+    alone = group_scores({0: [scored(0, 2)]})[0]
+    assert (alone.mean, alone.low, alone.high) == (0.2, None, None)
+
+
+def test_the_newest_evaluation_of_a_run_is_its_own_or_that_of_its_last_step(tmp_path: Path) -> None:
+    run_dir = evaluated(tmp_path / "run", seed=0, num_right=3)
+    write_results([scored(0, 2)], run_dir / "eval" / "step_000010.json")
+    (run_dir / "eval" / "step_000011.json.settings.json").write_text("{}")
+    assert {step: path.name for step, path in evaluations_in(run_dir).items()} == {
+        0: "start.json",
+        6: "step_000006.json",
+        10: "step_000010.json",
+    }
+    assert newest_results(run_dir) == run_dir / "eval" / "step_000010.json"
+    write_results([scored(0, 2)], run_dir / "eval.json")
+    assert newest_results(run_dir) == run_dir / "eval.json"
+    assert newest_results(tmp_path) is None
+
+
+def test_a_group_is_a_directory_of_runs_or_a_pattern(tmp_path: Path) -> None:
+    runs = [evaluated(tmp_path / "grpo" / f"seed{seed}", seed, 3) for seed in (1, 0)]
+    (tmp_path / "grpo" / "notes").mkdir()
+    assert find_group(tmp_path / "grpo") == runs[::-1]
+    assert find_group(tmp_path / "grpo" / "seed[0-9]") == runs[::-1]
+    assert find_group(runs[0]) == find_group(tmp_path / "none") == []
+    assert list(read_group(runs)) == [1, 0]
+
+
+def test_what_is_no_group_is_refused_in_one_line(tmp_path: Path) -> None:
+    first = evaluated(tmp_path / "a", seed=0, num_right=3)
+    same = evaluated(tmp_path / "b", seed=0, num_right=3)
+    with pytest.raises(ResultsError, match=r"b/eval/step_000006.json: has the seed 0, as another"):
+        read_group([first, same])
+    earlier = evaluated(tmp_path / "c", seed=1, num_right=3, step=4)
+    with pytest.raises(ResultsError, match=r"step_000004.json: its newest .* step_000006.json"):
+        read_group([first, earlier])
+    with pytest.raises(ResultsError, match="none: has no evaluation yet; finish the run"):
+        read_group([first, tmp_path / "none"])
+    write_results([result({"a:0": ["2"]})], tmp_path / "d" / "eval" / "step_000006.json")
+    with pytest.raises(ResultsError, match=r"d/eval/step_000006.json: does not tell its seed"):
+        read_group([first, tmp_path / "d"])
+
+
+@pytest.mark.slow
+def test_compare_says_whether_its_interval_is_about_problems_or_seeds(tmp_path: Path) -> None:
+    for name, rights in {"grpo": (3, 4, 5), "bapo": (5, 5, 9)}.items():
+        for seed, num_right in enumerate(rights):
+            evaluated(tmp_path / name / f"seed{seed}", seed, num_right)
+    grpo, bapo = str(tmp_path / "grpo"), str(tmp_path / "bapo")
+
+    by_seed = run(["compare", grpo, bapo])
+    assert by_seed.returncode == 0, by_seed.stderr
+    for cell in ("40.00%", "63.33%", "+23.33%", "-14.61% … +61.28%", "0.1181"):
+        assert cell in by_seed.stdout
+    assert "sums: 10 problems × 3 seeds\n" in by_seed.stdout
+    assert "sums: pairs of runs by the seeds 0, 1, 2\n" in by_seed.stdout
+    assert "about other seeds, on these problems: Student's t" in by_seed.stdout
+    (found,) = json.loads(run(["compare", grpo, bapo, "--json"]).stdout)
+    assert (found["over"], found["seeds"]) == ("seeds", [0, 1, 2])
+
+    by_problem = run(["compare", f"{grpo}/seed0", f"{bapo}/seed0", "--resamples", "200"])
+    assert by_problem.returncode == 0, by_problem.stderr
+    assert "about other problems: a bootstrap" in by_problem.stdout
+    assert "+20.00%" in by_problem.stdout
+
+    mixed = run(["compare", grpo, f"{bapo}/seed0"])
+    assert mixed.returncode != 0
+    assert f"{grpo} is a group of 3 runs, {bapo}/seed0 is none; give two groups" in mixed.stderr

@@ -1,0 +1,276 @@
+"""``init``: what it writes passes ``data show``, ``plan`` and ``config``, as it says itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bapo_megatron import cli
+from bapo_megatron.config.load import load_config
+from bapo_megatron.data.rows import DataError
+from tests.data.rows import write_jsonl
+from tests.tools.planning.cases import MODELS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.config.schema import RunConfig
+
+
+@pytest.fixture
+def sums(tmp_path: Path) -> Path:
+    """A file of 10 prompts."""
+    path = tmp_path / "sums.jsonl"
+    write_jsonl(path, *({"prompt": f"{n}+1=?", "answer": str(n + 1)} for n in range(10)))
+    return path
+
+
+@pytest.fixture
+def published(random_model: Path, tmp_path: Path):
+    """Makes the directory of a published model: its config.json, the tiny tokenizer, no weights."""
+
+    def make(name: str) -> Path:
+        folder = tmp_path / name
+        weights = shutil.ignore_patterns("*.safetensors", "config.json")
+        shutil.copytree(random_model, folder, ignore=weights)
+        shutil.copy(MODELS / f"{name}.json", folder / "config.json")
+        (folder / "model.safetensors").touch()
+        return folder
+
+    return make
+
+
+def init(folder: Path, model: Path, data: Path, gpus: int, *options: str) -> RunConfig:
+    arguments = [str(folder), "--model", str(model), "--data", str(data), "--gpus", str(gpus)]
+    cli.app(["init", *arguments, *options], standalone_mode=False)
+    return load_config(folder / "run.yaml")
+
+
+def run_printed_commands(printed: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Run ``data show``, ``config`` and ``plan``, which need no GPU; return the plan."""
+    commands = re.findall(
+        r"^python -m bapo_megatron ((?:data show|config|plan) .+)$", printed, re.M
+    )
+    assert [command.split()[0] for command in commands] == ["data", "config", "plan"]
+    for command in commands:
+        capsys.readouterr()
+        as_json = ["--json"] if command.startswith("plan") else []
+        cli.app([*shlex.split(command), *as_json], standalone_mode=False)
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("data", "gpus", "row_format", "has_suffix", "rollout", "starts"),
+    [
+        (
+            "gsm8k_test.jsonl",
+            1,
+            "gsm8k",
+            True,
+            {"colocated": True, "first_gpu": 0, "count": 1, "async_steps": 0},
+            "python -m bapo_megatron train ",
+        ),
+        (
+            "aime24.parquet",
+            8,
+            "verl",
+            False,  # its questions ask for a box
+            {"colocated": False, "first_gpu": 4, "count": 4, "async_steps": 1},
+            "python -m bapo_megatron.torchrun --nproc-per-node 4 -m bapo_megatron train ",
+        ),
+        (
+            "aime25.parquet",
+            24,
+            "verl",
+            True,
+            {"colocated": False, "first_gpu": 0, "count": 8, "async_steps": 1},
+            "NNODES=1 NODE_RANK=0 MASTER_ADDR=ADDRESS examples/multi_node.sh ",
+        ),
+    ],
+)
+def test_the_commands_that_it_prints_accept_what_it_has_written(
+    data: str,
+    gpus: int,
+    row_format: str,
+    has_suffix: bool,
+    rollout: dict[str, Any],
+    starts: str,
+    random_model: Path,
+    shared_data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = init(tmp_path / "first", random_model, shared_data / data, gpus)
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].startswith(starts)
+    assert config.model.dtype == "float32"
+    [train_set] = config.data.train_sets
+    assert train_set.row_format == row_format
+    assert config.data.prompt_suffix.endswith("\\boxed{}.") is has_suffix
+    server = config.rollout.server
+    assert rollout == {
+        "colocated": config.rollout.colocated,
+        "first_gpu": server.first_gpu,
+        "count": server.count,
+        "async_steps": config.rollout.async_steps,
+    }
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    assert longest <= 2048  # the model's positions
+    plan = run_printed_commands(printed, capsys)
+    assert plan["fits"]
+    assert (plan["gpus"], plan["all_gpus"]) == ({1: 1, 8: 4, 24: 8}[gpus], gpus)
+    # A server that shares the trainer's GPU takes 40 % of it.
+    needed = {1: 32, 8: 0, 24: 0}[gpus]
+    assert f"`plan`: {needed} of 80 GB" in (tmp_path / "first" / "run.yaml").read_text()
+
+
+def test_a_model_of_7b_is_divided_so_that_it_fits_and_its_number_format_is_kept(
+    published, sums: Path, tmp_path: Path, capsys
+) -> None:
+    model = published("deepseek-r1-distill-qwen-7b")
+    config = init(tmp_path / "run", model, sums, 8)
+    assert config.model.dtype == "bfloat16"
+    # 7.6 billion parameters with gradients and optimizer need at least 18 bytes each.
+    assert config.parallel.tensor * config.parallel.pipeline >= 2
+    assert config.rollout.groups_per_step == 8  # of ten prompts, in four updates
+    printed = capsys.readouterr().out
+    assert run_printed_commands(printed, capsys)["fits"]
+
+
+def test_every_key_of_the_file_has_its_reason_and_the_file_is_a_screen(
+    random_model: Path, sums: Path, tmp_path: Path
+) -> None:
+    init(tmp_path / "run", random_model, sums, 2)
+    lines = (tmp_path / "run" / "run.yaml").read_text().splitlines()
+    assert len(lines) < 50
+    bare = [line.strip() for line in lines if "#" not in line and not line.endswith(":")]
+    assert bare == [
+        "name: run",
+        "prompt_column: prompt",
+        "answer_column: answer",
+        "- {name: math, function: math}",
+        "steps: 100",
+    ]
+
+
+def test_names_with_signs_of_the_shell_and_of_yaml_are_quoted(
+    random_model: Path, sums: Path, tmp_path: Path, capsys
+) -> None:
+    data, folder = sums.rename(tmp_path / "a${b}.jsonl"), tmp_path / "my ${run}" / ".5e3"
+    config = init(folder, random_model, data, 4, "--node-gpus", "4")
+    assert (config.name, config.run_dir) == (".5e3", folder / "run")
+    assert config.data.train_sets[0].path == data
+    plan = run_printed_commands(capsys.readouterr().out, capsys)
+    assert plan["assumptions"]["node_gpus"] == 4
+
+
+@pytest.mark.parametrize(
+    ("stored", "line"),
+    [
+        (
+            {"torch_dtype": "float32"},
+            "  dtype: float32                    # as its config.json says",
+        ),
+        (
+            {"dtype": "float16"},
+            "  dtype: bfloat16                   # its config.json says 'float16'",
+        ),
+        ({}, "  dtype: bfloat16                   # its config.json names none"),
+    ],
+)
+def test_the_number_format_is_the_model_s_if_it_can_be_trained(
+    stored: dict[str, str], line: str, random_model: Path, sums: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(random_model, tmp_path / "model")
+    fields = json.loads((model / "config.json").read_text()) | {"dtype": None}
+    (model / "config.json").write_text(json.dumps(fields | stored))
+    init(tmp_path / "run", model, sums, 1)
+    assert line in (tmp_path / "run" / "run.yaml").read_text().splitlines()
+
+
+def test_a_request_for_a_box_is_found_wherever_the_prompt_holds_it(
+    random_model: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "tasks.jsonl"
+    write_jsonl(data, {"task": {"text": "1+1=? Use \\boxed{}."}, "answer": "2"})
+    config = init(tmp_path / "run", random_model, data, 1, "--prompt-column", "task.text")
+    assert config.data.prompt_suffix == ""
+
+
+def test_several_files_are_one_set(random_model: Path, sums: Path, tmp_path: Path) -> None:
+    shutil.copy(sums, tmp_path / "sums2.jsonl")
+    config = init(tmp_path / "run", random_model, tmp_path / "sums*.jsonl", 1)
+    assert config.data.train_sets[0].name == "train"
+    assert config.rollout.groups_per_step == 20
+
+
+def test_the_evaluation_that_the_file_proposes_can_be_made(
+    random_model: Path, sums: Path, tmp_path: Path, capsys
+) -> None:
+    init(tmp_path / "run", random_model, sums, 2)
+    file = tmp_path / "run" / "run.yaml"
+    text = file.read_text()
+    file.write_text(text.replace("# eval: {", "eval: {").replace("FILE", str(sums)))
+    cli.app(["config", str(file)], standalone_mode=False)
+    assert "every_steps: 10" in capsys.readouterr().out
+
+
+def test_an_existing_file_stays(random_model: Path, sums: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.yaml").write_text("mine")
+    with pytest.raises(ValueError, match="exists and is not overwritten; remove it"):
+        init(tmp_path / "run", random_model, sums, 1)
+    assert (tmp_path / "run" / "run.yaml").read_text() == "mine"
+    (tmp_path / "run" / "run.yaml").unlink()
+    (tmp_path / "run" / "run.yaml").symlink_to("nowhere.yaml")
+    with pytest.raises(ValueError, match="exists and is not overwritten; remove it"):
+        init(tmp_path / "run", random_model, sums, 1)
+
+
+def test_columns_that_are_not_known_can_be_named(random_model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "tasks.jsonl"
+    write_jsonl(data, {"task": "1+1=?", "result": 2})
+    with pytest.raises(DataError) as refused:
+        init(tmp_path / "run", random_model, data, 1)
+    assert str(refused.value) == (
+        f"{data}:1: no known columns for question and answer among task, result; name them by "
+        "--prompt-column and --answer-column, or rename them to prompt and answer (docs/data.md)"
+    )
+    assert not (tmp_path / "run").exists()
+    columns = ("--prompt-column", "task", "--answer-column", "result")
+    [train_set] = init(tmp_path / "run", random_model, data, 1, *columns).data.train_sets
+    assert (train_set.prompt_column, train_set.answer_column) == ("task", "result")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "problem"),
+    [
+        ("deepseek-r1-distill-qwen-32b", 8, "--gpus: 8 H100 cannot train and sample"),
+        (
+            "deepseek-r1-distill-qwen-32b",
+            1,
+            r"92 tokens \(a server needs 4 GPUs, got 1\); give more",
+        ),
+        ("qwen3-0.6b", 12, "--gpus: must be whole nodes of 8 GPUs if one is not enough, got 12"),
+    ],
+)
+def test_gpus_that_are_too_few_or_not_whole_nodes_are_refused(
+    published, sums: Path, tmp_path: Path, model: str, gpus: int, problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        init(tmp_path / "run", published(model), sums, gpus)
+    assert not (tmp_path / "run").exists()
+
+
+def test_answers_that_math_cannot_grade_are_noted(random_model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "essays.jsonl"
+    write_jsonl(data, {"prompt": "Why?", "answer": "because " * 20})
+    init(tmp_path / "run", random_model, data, 1)
+    text = (tmp_path / "run" / "run.yaml").read_text()
+    assert "# Most answers are long texts, which math cannot grade" in text
