@@ -9,9 +9,6 @@ That is three matrix products, and nothing per logit outlives its chunk. What th
 depends on is known before the forward pass, which therefore computes the gradients as well; the
 backward pass only hands them out. Both gradients are added up in float32.
 
-The kernels know a loss over tokens as a ``TokenLoss`` only: a function from log-probs and entropies
-to a number and its derivatives. ``apply_token_loss`` does the same for log-probs of whole logits.
-
 Context-parallel ranks each call it with the tokens they hold: loss weights are over the global
 denominators and rows already point at the predicting position, so their sums and gradients add up.
 
@@ -21,7 +18,7 @@ tokens, C = tokens of a chunk, P = ranks of the tensor-parallel group.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,64 +26,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bapo_megatron.ops.backend import Kernels, select_kernels
-from bapo_megatron.ops.logprob import Columns, TokenLogprobs, columns_of_rank, gather_partials
+from bapo_megatron.ops.logprob import (
+    Columns,
+    TokenLogprobs,
+    TokenLoss,
+    columns_of_rank,
+    gather_partials,
+)
 
 PRODUCT_ROWS = 2048
 """Rows of the weight's gradient per product, where products cannot be added up in place."""
-
-
-class LossGradient(NamedTuple):
-    """A loss, summed over tokens, and its derivatives; nothing has a graph."""
-
-    loss: Tensor
-    """float64, no dimensions."""
-    logprob_T: Tensor
-    """[T] ∂loss/∂ℓ."""
-    entropy_T: Tensor | None
-    """[T] ∂loss/∂H; None where the loss does not depend on the entropy."""
-
-
-class TokenLoss(Protocol):
-    """The loss of a part of the tokens of a micro-batch; sums over parts are the whole."""
-
-    def __call__(self, logprob_T: Tensor, entropy_T: Tensor, part: slice) -> LossGradient:
-        """Compute it for the tokens ``part``, at least one, whose ℓ and H are given, detached."""
-        ...
-
-
-def apply_token_loss(logprob_T: Tensor, entropy_T: Tensor, token_loss: TokenLoss) -> Tensor:
-    """Return the loss of all tokens, a scalar in the log-probs' dtype, differentiable in both.
-
-    Args:
-        logprob_T: [T] ℓ, with a graph.
-        entropy_T: [T] H, with a graph; no gradient reaches it where the loss does not depend on it.
-        token_loss: Is not called where there is no token: the loss is 0 then.
-    """
-    loss: Tensor = _AppliedLoss.apply(logprob_T, entropy_T, token_loss)
-    return loss
-
-
-class _AppliedLoss(torch.autograd.Function):
-    """Keeps one or two floats per token: the derivatives, which the forward pass knows."""
-
-    @staticmethod
-    def forward(ctx: Any, logprob_T: Tensor, entropy_T: Tensor, token_loss: TokenLoss) -> Tensor:
-        if len(logprob_T) == 0:
-            ctx.save_for_backward(torch.zeros_like(logprob_T), None)
-            return logprob_T.new_zeros(())
-        loss, by_logprob_T, by_entropy_T = token_loss(
-            logprob_T.detach(), entropy_T.detach(), slice(0, len(logprob_T))
-        )
-        ctx.save_for_backward(by_logprob_T, by_entropy_T)
-        # A tensor of its own: Megatron's pipelines free outputs and refuse views.
-        return loss.to(logprob_T.dtype, copy=True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        by_logprob_T, by_entropy_T = ctx.saved_tensors
-        by_entropy_T = None if by_entropy_T is None else by_entropy_T * grad_loss
-        return by_logprob_T * grad_loss, by_entropy_T, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,15 +1,19 @@
-"""Log-prob and entropy of response tokens over vocabulary-sharded logits.
+"""Log-prob and entropy of response tokens over vocabulary-sharded logits, and a loss over them.
 
 Each rank of the tensor-parallel group holds the columns [V · rank, V · (rank + 1)) of the padded
 vocabulary. A rank reduces its columns to four numbers per token, one all-gather of [T, 4] exchanges
 them, and every rank merges them in rank order (csrc/README.md has the formulae). The backward needs
 no collective: it makes each logit's gradient from the logit and three numbers per token.
 
+The kernels know a loss over tokens as a ``TokenLoss`` only: a function from log-probs and entropies
+to a number and its derivatives. ``apply_token_loss`` applies it to log-probs of whole logits,
+``ops.chunked`` to hidden states.
+
 Shape legend: N = rows of the logits, V = local columns, T = response tokens, P = ranks of the
 group.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -155,3 +159,57 @@ def gather_partials(partials_T4: Tensor, group: dist.ProcessGroup | None) -> Ten
     # gloo takes no [P, T, 4].
     dist.all_gather_into_tensor(partials_PT4.flatten(0, 1), partials_T4, group=group)
     return partials_PT4
+
+
+class LossGradient(NamedTuple):
+    """A loss, summed over tokens, and its derivatives; nothing has a graph."""
+
+    loss: Tensor
+    """float64, no dimensions."""
+    logprob_T: Tensor
+    """[T] ∂loss/∂ℓ."""
+    entropy_T: Tensor | None
+    """[T] ∂loss/∂H; None where the loss does not depend on the entropy."""
+
+
+class TokenLoss(Protocol):
+    """The loss of a part of the tokens of a micro-batch; sums over parts are the whole."""
+
+    def __call__(self, logprob_T: Tensor, entropy_T: Tensor, part: slice) -> LossGradient:
+        """Compute it for the tokens ``part``, at least one, whose ℓ and H are given, detached."""
+        ...
+
+
+def apply_token_loss(logprob_T: Tensor, entropy_T: Tensor, token_loss: TokenLoss) -> Tensor:
+    """Return the loss of all tokens, a scalar in the log-probs' dtype, differentiable in both.
+
+    Args:
+        logprob_T: [T] ℓ, with a graph.
+        entropy_T: [T] H, with a graph; no gradient reaches it where the loss does not depend on it.
+        token_loss: Is not called where there is no token: the loss is 0 then.
+    """
+    loss: Tensor = _AppliedLoss.apply(logprob_T, entropy_T, token_loss)
+    return loss
+
+
+class _AppliedLoss(torch.autograd.Function):
+    """Keeps one or two floats per token: the derivatives, which the forward pass knows."""
+
+    @staticmethod
+    def forward(ctx: Any, logprob_T: Tensor, entropy_T: Tensor, token_loss: TokenLoss) -> Tensor:
+        if len(logprob_T) == 0:
+            ctx.save_for_backward(torch.zeros_like(logprob_T), None)
+            return logprob_T.new_zeros(())
+        loss, by_logprob_T, by_entropy_T = token_loss(
+            logprob_T.detach(), entropy_T.detach(), slice(0, len(logprob_T))
+        )
+        ctx.save_for_backward(by_logprob_T, by_entropy_T)
+        # A tensor of its own: Megatron's pipelines free outputs and refuse views.
+        return loss.to(logprob_T.dtype, copy=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        by_logprob_T, by_entropy_T = ctx.saved_tensors
+        by_entropy_T = None if by_entropy_T is None else by_entropy_T * grad_loss
+        return by_logprob_T * grad_loss, by_entropy_T, None

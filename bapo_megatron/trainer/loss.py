@@ -30,8 +30,8 @@ from bapo_megatron.algorithm.objective import (
 from bapo_megatron.algorithm.prediction import Predictor
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops.backend import Kernels
-from bapo_megatron.ops.chunked import LossGradient, apply_token_loss, chunked_loss
-from bapo_megatron.ops.logprob import TokenLogprobs
+from bapo_megatron.ops.chunked import chunked_loss
+from bapo_megatron.ops.logprob import LossGradient, TokenLogprobs, apply_token_loss
 from bapo_megatron.runtime.distributed import ProcessGroups, reduce_over
 from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.records import Numbers, TokenReport, TokenView

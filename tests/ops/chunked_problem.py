@@ -15,8 +15,13 @@ from torch import Tensor
 from bapo_megatron.algorithm.clip import FixedClip
 from bapo_megatron.algorithm.objective import differentiate
 from bapo_megatron.ops import chunked
-from bapo_megatron.ops.chunked import LossGradient, OutputHead, apply_token_loss
-from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
+from bapo_megatron.ops.chunked import OutputHead
+from bapo_megatron.ops.logprob import (
+    LossGradient,
+    TokenLogprobs,
+    apply_token_loss,
+    vocab_parallel_logprobs,
+)
 from tests.fakes.given_tokens import make_tokens
 from tests.oracles.policy_loss import policy_loss
 

@@ -18,8 +18,11 @@ from bapo_megatron.config.schema import (
     ParallelConfig,
 )
 from bapo_megatron.data.dump import read_batch
-from bapo_megatron.ops.chunked import LossGradient, apply_token_loss
-from bapo_megatron.ops.logprob import vocab_parallel_logprobs
+from bapo_megatron.ops.logprob import (
+    LossGradient,
+    apply_token_loss,
+    vocab_parallel_logprobs,
+)
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.split import split_step
