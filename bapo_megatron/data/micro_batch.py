@@ -1,4 +1,4 @@
-"""Packed tensors of one forward pass, from the samples that share it.
+"""Packed tensors of one forward pass, from the samples that share it; how they reach the device.
 
 A packed sequence is simply the prompt and the response, though its last token predicts nothing that
 is used. Response token j of a sequence that starts at offset o with P prompt tokens is predicted by
@@ -15,13 +15,14 @@ N = packed tokens of a micro-batch (prompts, responses and padding), T = those o
 policy sampled, S = sequences of a micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 from bapo_megatron.data.packing import PackingRules
 from bapo_megatron.data.staleness import token_versions
@@ -29,6 +30,9 @@ from bapo_megatron.types import MicroBatch, Sample
 
 TOKEN_FIELDS = tuple(f.name for f in fields(MicroBatch) if f.name.endswith("_T"))
 """The fields with one entry per sampled token."""
+
+_ALIGNMENT = 16
+"""In bytes, of each tensor in the copy to the device."""
 
 
 def build_micro_batch(
@@ -67,7 +71,7 @@ def build_micro_batch(
         trained_S = np.array([np.count_nonzero(mask_Q) for mask_Q in masks_S], dtype=np.int64)
     logprob_T = _tensor([s.behaviour_logprobs for s in chosen], np.float32)
 
-    def per_token(values_S: ArrayLike, dtype: type) -> torch.Tensor:
+    def per_token(values_S: ArrayLike, dtype: type) -> Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values_S).astype(dtype), sampled_S))
 
     return MicroBatch(
@@ -112,7 +116,7 @@ def _lay_out(
     return token_ids_N, slots_S, offset_S + prompt_S - 1
 
 
-def _tensor(parts: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
+def _tensor(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
     """Concatenate into one tensor; no parts give an empty one."""
     flat: np.ndarray = np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="unsafe")
     return torch.from_numpy(flat)
@@ -162,3 +166,32 @@ def context_positions(length: int, rank: int, size: int) -> np.ndarray:
     assert rest == 0, f"a sequence of {length} tokens has no {2 * size} equal chunks"
     own = np.arange(chunk, dtype=np.int64)
     return np.concatenate([own + rank * chunk, own + (2 * size - 1 - rank) * chunk])
+
+
+def on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Return the micro-batch with every tensor on ``device``; those that are there stay.
+
+    CUDA waits for everything before it when it copies from ordinary memory. One copy from pinned
+    memory takes its place among the kernels instead, while the host prepares what follows.
+    """
+    values = {f.name: getattr(micro_batch, f.name) for f in fields(micro_batch)}
+    elsewhere = {n: v for n, v in values.items() if v is not None and v.device != device}
+    return replace(micro_batch, **_copied(elsewhere, device)) if elsewhere else micro_batch
+
+
+def _copied(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copy tensors of the host in one piece; return views of it."""
+    slots = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+    pinned = torch.empty(sum(slots), dtype=torch.uint8, pin_memory=True)
+    for name, view in _views(tensors, pinned.split_with_sizes(slots)).items():
+        view.copy_(tensors[name])
+    # torch keeps the pinned memory until the copy is made.
+    return _views(tensors, pinned.to(device, non_blocking=True).split_with_sizes(slots))
+
+
+def _views(tensors: Mapping[str, Tensor], pieces: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """View each piece, uint8, as a tensor of the same type and shape."""
+    return {
+        name: piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)
+    }

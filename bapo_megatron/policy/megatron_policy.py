@@ -40,7 +40,7 @@ from bapo_megatron.config.megatron import (
     OptimizerConfig,
     ParallelConfig,
 )
-from bapo_megatron.data.device_copy import on_device
+from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.policy import weight_export
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file

@@ -11,7 +11,7 @@ from torch import Tensor
 from bapo_megatron.algorithm.loss import limit_weights
 from bapo_megatron.algorithm.objective import SAFE_LOGPROB, TokenBatch, is_finite
 from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.data.device_copy import on_device
+from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.ratio import importance_ratio
 from bapo_megatron.types import MicroBatch

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bapo_megatron.data.device_copy import on_device
-from bapo_megatron.data.micro_batch import build_micro_batch
+from bapo_megatron.data.micro_batch import build_micro_batch, on_device
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.types import MicroBatch
 from tests.data.samples import make_sample

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
-from bapo_megatron.data.device_copy import on_device
+from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.trainer.loss import LossStage
