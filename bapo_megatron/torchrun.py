@@ -38,7 +38,6 @@ from bapo_megatron.runtime.processes import (
     environment_set,
     unfinished_ranks,
 )
-from bapo_megatron.trainer.resume import how_to_continue
 from bapo_megatron.trainer.stopping import SAME_SIGNAL_S, STOPPED_NAME
 
 _BACKEND = "bapo-megatron"
@@ -215,6 +214,8 @@ def _describe_stop(error: SignalException, noted: Path) -> str:
 
 
 def _way_on(noted: Path) -> str:
+    from bapo_megatron.trainer.opening import how_to_continue  # takes a while, and is rarely needed
+
     return how_to_continue(Path(noted.read_text())) if noted.exists() else ""
 
 

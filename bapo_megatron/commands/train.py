@@ -29,8 +29,7 @@ def command(
     is_first = os.environ.get("RANK", "0") == "0"
     stopping = Stopping(run_config.train)
     stopping.listen(keeps_time=is_first)
-    from bapo_megatron.trainer.opening import open_run
-    from bapo_megatron.trainer.resume import how_to_continue
+    from bapo_megatron.trainer.opening import how_to_continue, open_run
 
     try:
         with open_run(run_config, stopping) as opening:

@@ -285,6 +285,13 @@ def reduce_over(
         dist.all_reduce(value, op=op, group=group)
 
 
+def broadcast_from_last_stage(value: Tensor, groups: ProcessGroups) -> None:
+    """Give all pipeline stages the last one's tensor, in place; one stage needs no collective."""
+    if groups.pipeline_size > 1:
+        last = dist.get_global_rank(groups.pipeline, groups.pipeline_size - 1)
+        dist.broadcast(value, src=last, group=groups.pipeline)
+
+
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     """Return whether ``flag`` holds on any rank of a gloo group, on all of them alike."""
     value = torch.tensor([int(flag)], dtype=torch.int32)

@@ -43,12 +43,10 @@ def check_training(
 
 
 def _check_packages(wandb_project: str) -> None:
-    """Apex is what Megatron takes it for, and Weights & Biases is installed if it is used."""
     # Megatron takes any package of this name for NVIDIA's.
     if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
         raise ConfigError(
-            "apex: the installed package is not NVIDIA's (the package index has an unrelated one "
-            "of this name), or lacks its CUDA extensions, got no module 'amp_C'; pip uninstall "
+            "apex: must be NVIDIA's with its CUDA extensions, got no module 'amp_C'; pip uninstall "
             "apex, or build NVIDIA's (docs/launch.md)"
         )
     if wandb_project and importlib.util.find_spec("wandb") is None:
@@ -60,20 +58,12 @@ def _check_packages(wandb_project: str) -> None:
 
 def _check_gpus(rollout: RolloutConfig) -> None:
     """Servers beside the ranks of this node have other GPUs than these, or release their memory."""
-    server, num_gpus = rollout.server, count_gpus()
-    num_ranks = launched_number("LOCAL_WORLD_SIZE", 1)
-    has_own = rollout.engine == "sglang" and rollout.starts_servers
-    if not has_own or rollout.colocated or not num_gpus or server.first_gpu >= num_ranks:
-        return
-    half = num_gpus // 2
-    divide = (
-        f"divide the node (NPROC={half} … rollout.server.first_gpu={half} "
-        f"rollout.server.count={(num_gpus - half) // server.tensor}), or "
-    )
-    raise ConfigError(
-        f"rollout.server.first_gpu: must be at least {num_ranks}, the number of ranks on this "
-        f"node, got {server.first_gpu}: a server and a rank would fill one GPU, and NCCL has no "
-        f"group of both; {divide if half >= server.tensor else ''}share the GPUs "
-        "(rollout.colocated=true rollout.weight_sync.method=tensor "
-        f"rollout.server.count={num_gpus // server.tensor})"
-    )
+    first_gpu, num_ranks = rollout.server.first_gpu, launched_number("LOCAL_WORLD_SIZE", 1)
+    has_servers = rollout.engine == "sglang" and rollout.starts_servers and not rollout.colocated
+    if has_servers and count_gpus() and first_gpu < num_ranks:
+        raise ConfigError(
+            f"rollout.server.first_gpu: must be at least {num_ranks}, the number of ranks on this "
+            f"node, got {first_gpu}: NCCL cannot place two ranks on one GPU; start fewer ranks "
+            "(NPROC) and give servers the other GPUs (rollout.server.first_gpu, .count), or share "
+            "all of them (rollout.colocated=true rollout.weight_sync.method=tensor)"
+        )

@@ -5,15 +5,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Annotated
 
 from pydantic import Field
 
-from bapo_megatron.algorithm.bapo import EXIT_METRICS
-from bapo_megatron.errors import RolloutError
-from bapo_megatron.policy.checkpoint import load_checkpoint
+from bapo_megatron.config.evaluation import EvalConfig
+from bapo_megatron.config.schema import CheckpointConfig, RunConfig
+from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.checkpoint_files import (
     BEST_NAME,
     ROLLOUT_NAME,
@@ -26,15 +26,14 @@ from bapo_megatron.policy.checkpoint_files import (
     find_best,
     find_checkpoint,
     name_best,
-    other_checkpoint,
 )
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.runtime.calls import decode_json
-from bapo_megatron.runtime.distributed import ProcessGroups, broadcast_bytes, fail_together
+from bapo_megatron.runtime.distributed import broadcast_bytes, fail_together
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
-from bapo_megatron.trainer.resume import as_checkpoint_error, choose_checkpoint
+from bapo_megatron.trainer.opening import as_checkpoint_error, choose_checkpoint, note_save
 from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
 
 
@@ -42,22 +41,15 @@ from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
 class Progress:
     """Position and totals of a run; part of every checkpoint."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-    """For ``calls.decode_json``."""
     finished_steps: Annotated[int, Field(ge=0)] = 0
     updates: int = 0
     """Optimizer updates, without skipped ones."""
     generated_tokens: float = 0.0
     """Response tokens generated for training, in a replay: by the earlier run."""
     generation_s: float = 0.0
-    exits: dict[str, int] = field(default_factory=dict)
-    """Bound searches by exit."""
     accuracy_before: float | None = None
-    answer_found_before: float | None = None
     accuracy_after: float | None = None
-    answer_found_after: float | None = None
-    """avg and share of well-formed answers, right or wrong, of the first evaluation set at the
-    start of this run and now; None without an evaluation."""
+    """avg@k of the first evaluation set at the start of this run and now; None without one."""
     num_prompts: int = 0
     """Prompts of the first evaluation set."""
     best: BestCheckpoint | None = None
@@ -78,113 +70,139 @@ class Progress:
         self.generated_tokens += tokens
         self.generation_s += tokens / rate if rate > 0 else 0.0
         self.updates += sum(not result.skipped for result in results)
-        for decision in (d for result in results for d in result.decisions):
-            for name, metric in EXIT_METRICS.items():
-                if decision.get(metric):
-                    self.exits[name] = self.exits.get(name, 0) + 1
 
     def record_evaluation(self, step: int, results: list[EvalResult]) -> None:
         """Keep the scores of the first evaluation set before training and the newest after it."""
-        first = results[0]
+        self.num_prompts = results[0].num_prompts
         if step == BEFORE_TRAINING:
-            self.accuracy_before = first.avg_at_k
-            self.answer_found_before = first.answer_found_share
+            self.accuracy_before = results[0].avg_at_k
         else:
-            self.accuracy_after = first.avg_at_k
-            self.answer_found_after = first.answer_found_share
-        self.num_prompts = first.num_prompts
+            self.accuracy_after = results[0].avg_at_k
 
 
-def load_run(
-    run_dir: Path, policy: MegatronPolicy, source: RolloutSource | None, *, verify: bool
-) -> Progress:
-    """Continue from a checkpoint of ``run_dir``; start from the beginning where there is none yet.
-
-    ``source`` is given on the first rank only, which decides which checkpoint it is: not every node
-    sees a change of ``latest`` at once. Once it is loaded, newer ones move aside. ``verify``: see
-    ``load_checkpoint``.
-
-    Raises:
-        CheckpointError: No checkpoint can be continued; raised on every rank.
-    """
-    root, groups = run_dir / "checkpoints", policy.groups
-    name = _agree_on_checkpoint(run_dir, groups)
-    if not name:
-        return Progress()
-    extra = load_checkpoint(root / name, policy, verify=verify)
-    with damage_of(root / name):
-        try:
-            progress = decode_json(Progress, json.dumps(extra.get("progress")).encode())
-        except ValueError as error:
-            raise DamagedError(f"{STATE_NAME}: extra.progress: {error}") from error
-    if source is not None:
-        _restore_source(source, root / name)
-    with fail_together(groups, CheckpointError), as_checkpoint_error():
-        if source is not None:
-            _restore_best(root, progress)
-            if moved := begin_at(root, root / name):
-                say(moved)
-            say(f"resumed from {root / name}: {progress.finished_steps} steps done")
-    return progress
+def is_due(section: EvalConfig | CheckpointConfig, step: int, last_step: int) -> bool:
+    """Whether what a section configures comes after ``step``."""
+    is_nth = section.every_steps > 0 and step % section.every_steps == 0
+    return is_nth or (step == last_step and section.at_end)
 
 
-def _agree_on_checkpoint(run_dir: Path, groups: ProcessGroups) -> str:
-    """Return the name of the directory that rank 0 chooses; '' to start from the beginning."""
-    name = b"" if groups.rank == 0 else None
-    with fail_together(groups, CheckpointError):
-        if groups.rank == 0:
-            checkpoint, news = choose_checkpoint(run_dir, checks_latest=False)
-            name = checkpoint.name.encode() if checkpoint else b""
-            if news:
-                say(news)
-    return broadcast_bytes(name, groups).decode()
+class Checkpoints:
+    """Saves a run and continues it; every method is a collective over all ranks."""
 
+    def __init__(
+        self, config: RunConfig, policy: MegatronPolicy, source: RolloutSource | None
+    ) -> None:
+        """Rank 0 alone has the ``source``."""
+        self._config, self._last_step = config.checkpoint, config.train.steps
+        self._run_dir, self._root = config.run_dir, config.run_dir / "checkpoints"
+        self._policy, self._groups, self._source = policy, policy.groups, source
+        self.progress = Progress()
+        on_publish = partial(note_save, config.run_dir)
+        self.saver = CheckpointSaver(self._root, config.checkpoint, on_publish=on_publish)
 
-def _restore_source(source: RolloutSource, directory: Path) -> None:
-    path = directory / ROLLOUT_NAME
-    try:
-        source.restore(path)
-    except RolloutError as error:
-        if not str(error).startswith(str(path.absolute())):
-            raise  # not the file's fault
-        raise CheckpointError(f"{error}: {other_checkpoint(directory)}") from error
+    def load(self) -> Progress:
+        """Continue from a checkpoint; start from the beginning where there is none yet.
 
+        Newer ones move aside, once it is loaded.
 
-def _restore_best(root: Path, progress: Progress) -> None:
-    """Let ``best`` name what the resumed checkpoint knows as the best one; rank 0 only.
+        Raises:
+            CheckpointError: No checkpoint can be continued; raised on every rank.
+        """
+        chosen: bytes | None = None  # by rank 0: not every node sees a new ``latest`` at once
+        with fail_together(self._groups, CheckpointError):
+            if self._groups.rank == 0:
+                checkpoint, news = choose_checkpoint(self._run_dir, checks_latest=False)
+                chosen = checkpoint.name.encode() if checkpoint else b""
+                if news:
+                    say(news)
+        name = broadcast_bytes(chosen, self._groups).decode()
+        if not name:
+            return self.progress
+        directory = self._root / name
+        extra = load_checkpoint(directory, self._policy, verify=self._config.verify)
+        with damage_of(directory):
+            try:
+                self.progress = decode_json(Progress, json.dumps(extra.get("progress")).encode())
+            except ValueError as error:
+                raise DamagedError(f"{STATE_NAME}: extra.progress: {error}") from error
+        if self._source is not None:
+            self._source.restore(directory / ROLLOUT_NAME)
+        with fail_together(self._groups, CheckpointError), as_checkpoint_error():
+            if self._source is not None:
+                self._restore_best()
+                if moved := begin_at(self._root, directory):
+                    say(moved)
+                say(f"resumed from {directory}: {self.progress.finished_steps} steps done")
+        return self.progress
 
-    They differ after a kill between the two files, and where a run goes on from an older
-    checkpoint: what was better later belongs to the try that was abandoned. Where the directory of
-    the best one is gone, there is none.
-    """
-    if progress.best is not None and not find_checkpoint(root, progress.best.step):
-        progress.best = None
-    if progress.best is None:
-        named = find_best(root)
-        if named is not None and named.step > progress.finished_steps:
-            (root / BEST_NAME).unlink()
-    elif find_best(root) != progress.best:
-        name_best(root, progress.best)
+    def _restore_best(self) -> None:
+        """Let ``best`` name what the resumed checkpoint knows as the best one; rank 0 only.
 
+        They differ after a kill between the two files, and where a run goes on from an older
+        checkpoint: what was better later is abandoned.
+        """
+        root, progress = self._root, self.progress
+        if progress.best is not None and not find_checkpoint(root, progress.best.step):
+            progress.best = None
+        if progress.best is None:
+            named = find_best(root)
+            if named is not None and named.step > progress.finished_steps:
+                (root / BEST_NAME).unlink()
+        elif find_best(root) != progress.best:
+            name_best(root, progress.best)
 
-def take_best(
-    progress: Progress, metric: str, evaluated: Mapping[str, float], groups: ProcessGroups
-) -> bool:
-    """Note the checkpoint of ``progress.finished_steps`` as the best one, if it is.
+    def end_step(self, step: int) -> None:
+        """Count a step, and complete checkpoints that are written in the background."""
+        self.saver.poll()
+        self.progress.finished_steps = step
 
-    A collective over all ranks; call it after every evaluation. Rank 0 gives the metrics, and
-    ``progress`` holds the best one so far there. The first of equal ones stays.
+    def save_if_due(self, evaluated: Mapping[str, float] | None) -> None:
+        """Save after every ``checkpoint.every_steps`` steps, the last one, and the best one.
 
-    Returns:
-        Whether it is, on every rank: then it must be saved.
-    """
-    if groups.rank > 0:
-        return broadcast_bytes(None, groups) == b"1"
-    best, value = progress.best, evaluated.get(metric)
-    # The value of another metric, from before a resume, compares with nothing.
-    known = best.value if best is not None and best.metric == metric else None
-    is_best = value is not None and (known is None or value > known)
-    if value is not None and is_best:
-        progress.best = BestCheckpoint(f"step_{progress.finished_steps}", metric, value)
-    broadcast_bytes(b"1" if is_best else b"0", groups)
-    return is_best
+        ``evaluated`` are the metrics of the step's evaluation, on rank 0; None where it has none.
+        """
+        due = is_due(self._config, self.progress.finished_steps, self._last_step)
+        is_best = evaluated is not None and self._is_best(evaluated)
+        if due or is_best:
+            self.save(is_best=is_best)
+
+    def save(self, *, is_best: bool = False) -> None:
+        """Save weights, optimizer, RNG, data position, unfinished samples and totals.
+
+        ``is_best`` makes it the one that ``progress.best`` names.
+        """
+        self.saver.save(
+            self.progress.finished_steps,
+            self._policy,
+            {"progress": asdict(self.progress)},
+            self.progress.best if is_best else None,
+            save_rollout=None if self._source is None else self._source.save,
+        )
+
+    def name_if_best(self, evaluated: Mapping[str, float]) -> None:
+        """Name the checkpoint of the last step, which was saved before it was evaluated."""
+        if self._is_best(evaluated):
+            self.saver.wait()  # it may still be written
+            with fail_together(self._groups):
+                if self.progress.best is not None and self._source is not None:
+                    name_best(self._root, self.progress.best)
+
+    def _is_best(self, evaluated: Mapping[str, float]) -> bool:
+        """Note the checkpoint of the last step as the best one, if it is; say so on every rank.
+
+        Rank 0 has the metrics, and the best one so far. The first of equal ones stays.
+        """
+        metric = self._config.best
+        if not metric:
+            return False
+        if self._groups.rank > 0:
+            return broadcast_bytes(None, self._groups) == b"1"
+        best, value = self.progress.best, evaluated.get(metric)
+        # The value of another metric, from before a resume, compares with nothing.
+        known = best.value if best is not None and best.metric == metric else None
+        is_best = value is not None and (known is None or value > known)
+        if value is not None and is_best:
+            name = f"step_{self.progress.finished_steps}"
+            self.progress.best = BestCheckpoint(name, metric, value)
+        broadcast_bytes(b"1" if is_best else b"0", self._groups)
+        return is_best

@@ -1,11 +1,61 @@
-"""The training loop. ``train`` reads like the list in docs/architecture.md."""
+"""The training loop: ``train`` reads like the list in docs/architecture.md.
+
+Rank 0 owns what talks to the outside: the rollout source, the sinks, the files of the run. The
+other ranks take part in the collectives.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import NoReturn, Self
+
+import torch
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.telemetry.metrics import eval_metrics, step_metrics
+from bapo_megatron.config.settings import flat_settings, masked_reasons
+from bapo_megatron.data.columns import DumpError
+from bapo_megatron.data.dump import decode_batch
+from bapo_megatron.errors import RolloutError, StoppedError
+from bapo_megatron.policy import cpu_compat
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.rollout.messages import RolloutSource
+from bapo_megatron.runtime.distributed import (
+    ProcessGroups,
+    any_rank,
+    barrier,
+    broadcast_answer,
+    broadcast_buffer,
+    fail_together,
+    init_distributed,
+    own_store,
+    record_collectives,
+    shutdown_distributed,
+    write_collectives,
+)
+from bapo_megatron.runtime.files import atomic_write_text
+from bapo_megatron.runtime.processes import stacks_appended_to
+from bapo_megatron.telemetry.console import say, show
+from bapo_megatron.telemetry.hang import HangWatch
+from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics, step_metrics
+from bapo_megatron.telemetry.sinks import MetricsSinks
+from bapo_megatron.telemetry.starts import record_start
+from bapo_megatron.trainer import reporting
+from bapo_megatron.trainer.checkpointing import Checkpoints, is_due
 from bapo_megatron.trainer.opening import Opening
-from bapo_megatron.trainer.records import update_metrics
-from bapo_megatron.trainer.run import Run
-from bapo_megatron.trainer.stopping import Stopping
+from bapo_megatron.trainer.recompute import ProbeScorer
+from bapo_megatron.trainer.records import TokenDump, update_metrics
+from bapo_megatron.trainer.split import split_shape
+from bapo_megatron.trainer.step import BatchTrainer
+from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
+from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch, StepMetrics, UpdateResult
+from bapo_megatron.weight_sync.send import SyncReport, WeightSync, sync_metrics
+
+# What rank 0 has all ranks do next; the first byte of what it broadcasts.
+_BATCH, _DONE, _SYNC_WEIGHTS, _FAILED, _STOPPED = b"B", b"D", b"W", b"F", b"S"
+
+_MAX_SILENCE_S = 5.0
+"""Rank 0 tells the others at least this often that it still waits for its source, and learns
+whether one of them was asked to stop."""
 
 
 def train(config: RunConfig, stopping: Stopping, opening: Opening) -> None:
@@ -28,7 +78,7 @@ def train(config: RunConfig, stopping: Stopping, opening: Opening) -> None:
             with run.timer.phase("evaluation"):
                 run.complete_evaluation()
             with run.timer.phase("weight_sync"):
-                run.push_weights()
+                run.generation.sync_weights()
             with run.timer.phase("evaluation"):
                 evaluated = eval_metrics(run.evaluate_if_due(step))
             metrics = step_metrics(batch, update_metrics(results), lr, run.timer.end_step())
@@ -36,3 +86,385 @@ def train(config: RunConfig, stopping: Stopping, opening: Opening) -> None:
             with run.timer.phase("checkpoint"):  # its time is part of the next row
                 run.save_if_due(step, evaluated)
         run.finish()
+
+
+class Run:
+    """A training run on one rank; made by ``Run.open``."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: ProcessGroups,
+        policy: MegatronPolicy,
+        opening: Opening,
+        stopping: Stopping,
+        stack: ExitStack,
+    ) -> None:
+        self.config, self.policy, self.timer = config, policy, opening.timer
+        self._opening, self._groups, self._stack = opening, groups, stack
+        self._peak_flops = reporting.find_peak_flops(config, groups)
+        shape = split_shape(policy, config.parallel, config.megatron, config.train)
+        self.trainer = BatchTrainer(
+            policy=policy,
+            config=config.algorithm,
+            ops=config.ops,
+            temperature=config.rollout.temperature,
+            staleness=config.rollout.staleness,
+            shape=shape,
+            masked_reasons=masked_reasons(flat_settings(config)),
+            dump=TokenDump(config.run_dir, config.train.dump_tokens),
+            note=self.timer.pulse.note,
+        )
+        self.checkpoints = Checkpoints(config, policy, opening.source)
+        self.progress = self.checkpoints.progress
+        scorer = ProbeScorer(policy, config.ops, shape)
+        sync = WeightSync(config.rollout.weight_sync, config.run_dir, scorer.score, groups.device)
+        self.generation = Generation(config, policy, opening, sync, stopping)
+        self._sinks: MetricsSinks | None = None
+        self._evaluating = 0
+        """The step whose evaluation runs beside the next one; 0: none."""
+
+    @classmethod
+    @contextmanager
+    def open(cls, config: RunConfig, stopping: Stopping, opening: Opening) -> Iterator[Self]:
+        """Meet the other ranks and build the policy, while servers load; end it all at exit."""
+        logs, source, pulse = config.run_dir / "logs", opening.source, opening.timer.pulse
+        with ExitStack() as stack:
+            record_collectives(logs)
+            if not torch.cuda.is_available():
+                cpu_compat.install()  # lets Megatron-core run without CUDA
+            with stopping.joining():
+                groups = init_distributed(config.parallel)
+            # Only now: a rank that has met rank 0 knows that it holds the run directory.
+            stack.enter_context(stacks_appended_to(logs / f"stacks_rank_{groups.rank}.txt"))
+            watch = HangWatch(
+                pulse,
+                own_store("bapo_megatron/hang"),
+                groups.rank,
+                groups.world_size,
+                config.log.hang_s,
+                partial(write_collectives, logs, groups.rank),
+            )
+            stack.callback(watch.start())
+            with fail_together(groups, StoppedError):
+                stopping.check()
+                # Before the policy needs the memory.
+                if config.rollout.colocated and source is not None:
+                    source.release_memory()
+            updates_per_step = config.algorithm.updates_per_batch * config.algorithm.epochs
+            policy = MegatronPolicy.build(
+                config.model,
+                config.parallel,
+                config.optimizer,
+                megatron=config.megatron,
+                total_updates=config.train.steps * updates_per_step,
+                seed=config.seed,
+                groups=groups,
+                returns_hidden_states=config.ops.logits_chunk_tokens > 0,
+            )
+            policy.on_micro_batch = pulse.beat
+            run = cls(config, groups, policy, opening, stopping, stack)
+            stack.callback(run.checkpoints.saver.close)
+            stack.callback(run.generation.close)
+            try:
+                yield run
+            except StoppedError:  # by all ranks alike
+                shutdown_distributed()
+                raise
+            # Only after success: where this rank fails, the others learn it when the process has
+            # cleaned up and said why, not while it does.
+            shutdown_distributed()
+
+    def begin(self) -> None:
+        """Restore a checkpoint if asked, sync the weights, evaluate; errors are raised at once."""
+        config = self.config
+        if config.resume:
+            with fail_together(self._groups, StoppedError):
+                self.progress = self.checkpoints.load()
+        with self.timer.phase("server_start"):
+            self.generation.wait_ready()
+        self.generation.check()
+        if self.generation.source is not None:
+            record_start(config.run_dir, self.progress.finished_steps, self._groups.world_size)
+            self._sinks = reporting.open_sinks(config, self.progress, self._opening.show_row)
+            self._stack.callback(self._sinks.close)
+            self._stack.callback(self._write_late, {})  # where the run ends before
+            if config.log.console:
+                show(f"loss stage: {self.trainer.output.kernels.name} kernels")
+        with self.timer.phase("weight_sync"):
+            self.generation.sync_weights()
+            self.generation.sync_reports.clear()  # no part of a step
+        if config.eval.at_start and self.progress.finished_steps == 0:
+            with self.timer.phase("evaluation"):
+                before = self._evaluate(BEFORE_TRAINING)
+            if self._sinks is not None and before:
+                self._sinks.write(StepMetrics(BEFORE_TRAINING, eval_metrics(before)))
+        if self.progress.unreported is not None:
+            self._complete_step(self.progress.finished_steps, self.progress.unreported)
+        self.generation.check()
+        if self._opening.progress is not None and config.log.console:
+            self._opening.progress.move_to(config.run_dir / "logs" / "progress")
+        self.timer.end_step()
+
+    def _complete_step(self, step: int, values: dict[str, float]) -> None:
+        """Make the evaluation that was interrupted, and write the step's metrics."""
+        with self.timer.phase("evaluation"):
+            evaluated = eval_metrics(self._evaluate(step, resume=True))
+        self.generation.check()
+        self.progress.unreported = None
+        if self._sinks is not None:
+            self._sinks.write(StepMetrics(step, values | evaluated))
+        self.save_if_due(step, evaluated)
+
+    def next_batch(self, step: int) -> RolloutBatch:
+        """Collect the batch; where generation fails for good, all ranks save and raise."""
+        batch = self.generation.next_batch(step)
+        if batch is None:
+            self._save_and_fail()
+        return batch
+
+    def evaluate_if_due(self, step: int) -> list[EvalResult]:
+        """Evaluate if ``step`` is due; rank 0 gets the results.
+
+        With ``eval.overlap`` an evaluation before the last step only begins.
+        """
+        if not self._must_evaluate(step):
+            return []
+        if not self.config.eval.overlap or step == self.config.train.steps:
+            return self._evaluate(step)
+        if self.generation.begin_evaluation(step):
+            self._evaluating = step
+        return []
+
+    def complete_evaluation(self) -> None:
+        """Wait for the evaluation that runs beside this step, and write the metrics of its own.
+
+        It needs weights that only the servers have still: where none has, it is given up.
+        """
+        if not self._evaluating:
+            return
+        evaluated = eval_metrics(self._evaluate(self._evaluating, syncs=False))
+        self._write_late(evaluated)
+        self.checkpoints.name_if_best(evaluated)
+
+    def _write_late(self, evaluated: dict[str, float]) -> None:
+        """Write the metrics of the step whose evaluation runs beside the next one."""
+        step, values = self._evaluating, self.progress.unreported
+        self._evaluating, self.progress.unreported = 0, None
+        if step and values is not None and self._sinks is not None:
+            if not evaluated:
+                say(f"the evaluation of step {step} is given up; what it sampled is in eval/")
+            self._sinks.write(StepMetrics(step, values | evaluated))
+
+    def _evaluate(self, step: int, *, resume: bool = False, syncs: bool = True) -> list[EvalResult]:
+        """Evaluate, and say and note how good the policy is; see ``Generation.evaluate``."""
+        if not self.config.eval.sets or not self.generation.has_servers:
+            return []
+        results = self.generation.evaluate(step, resume=resume, syncs=syncs)
+        if results:
+            self.progress.record_evaluation(step, results)
+            if self.config.log.console:
+                reporting.show_evaluation(results)
+        return results
+
+    def _must_evaluate(self, step: int) -> bool:
+        section = self.config.eval
+        has_sets = bool(section.sets) and self.generation.has_servers
+        return has_sets and is_due(section, step, self.config.train.steps)
+
+    def report(
+        self, metrics: StepMetrics, evaluated: dict[str, float], results: Sequence[UpdateResult]
+    ) -> None:
+        """Write the step's metrics, or keep them until its evaluation is made."""
+        self.progress.count(metrics, results)
+        costs = reporting.cost_metrics(metrics.values, self._groups, self._peak_flops)
+        if self._sinks is not None:
+            others = evaluated | sync_metrics(self.generation.sync_reports) | costs
+            row = StepMetrics(metrics.step, metrics.values | others)
+            is_stopped = isinstance(self.generation.failure, StoppedError)
+            if self._evaluating or (is_stopped and self._must_evaluate(row.step)):
+                self.progress.unreported = dict(row.values)
+            else:
+                self._sinks.write(row)
+            self.generation.sync_reports.clear()
+
+    def save_if_due(self, step: int, evaluated: dict[str, float]) -> None:
+        """Save a checkpoint if one is due; a run that is to stop is saved and ends."""
+        self.checkpoints.end_step(step)
+        generation = self.generation
+        if generation.failure is None and step < self.config.train.steps:
+            generation.failure = generation.agree_to_stop()
+        if generation.failure is not None:
+            self._save_and_fail()
+        is_evaluated = self._must_evaluate(step) and not self._evaluating
+        self.checkpoints.save_if_due(evaluated if is_evaluated else None)
+
+    def _save_and_fail(self) -> NoReturn:
+        """Save everything, if this run saves anything, and raise why generation ends."""
+        failure = self.generation.failure
+        assert failure is not None
+        if self.config.checkpoint.every_steps or self.config.checkpoint.at_end:
+            self.checkpoints.save()  # also where one has the same steps: samples have come since
+            self.checkpoints.saver.wait()
+            if isinstance(failure, StoppedError):
+                if self.generation.source is not None:
+                    atomic_write_text(self.config.run_dir / STOPPED_NAME, f"{failure}\n")
+                barrier(self._groups)  # a launcher may end all ranks when one has ended
+        raise failure
+
+    def finish(self) -> None:
+        """Complete the last checkpoint, export the trained model and print the summary."""
+        with self.timer.phase("checkpoint"):
+            self.checkpoints.saver.wait()
+        if self.config.checkpoint.at_end:
+            with self.timer.phase("export"):
+                self.policy.export_hf(self.config.run_dir / "hf")
+        if self.generation.source is not None:
+            reporting.report_run(self.config, self.progress, self.timer.total_s)
+
+
+class Generation:
+    """Rank 0's rollout source as all ranks use it; all methods but ``close`` are collectives.
+
+    Rank 0 asks the source and tells the others what to do next. Nobody waits for a server inside a
+    collective that has a time limit, and a run that is to stop is not kept waiting.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: MegatronPolicy,
+        opening: Opening,
+        sync: WeightSync,
+        stopping: Stopping,
+    ) -> None:
+        self.source = opening.source
+        self.failure: RolloutError | OSError | StoppedError | None = None
+        """Why the run ends as soon as everything is saved; known to all ranks, and nothing is
+        asked any more."""
+        self.sync_reports: list[SyncReport] = []
+        """On rank 0."""
+        self.has_servers = config.replay.dumps is None
+        self._is_colocated = config.rollout.colocated
+        self._groups, self._policy, self._sync = policy.groups, policy, sync
+        self._stopping, self._pulse = stopping, opening.timer.pulse
+        self._wait_on_s = min(_MAX_SILENCE_S, config.parallel.timeout_s / 4)
+
+    def wait_ready(self) -> None:
+        """Wait until what generates can be given weights."""
+        self._ask(lambda source: source.wait_ready())
+
+    def next_batch(self, step: int) -> RolloutBatch | None:
+        """Collect the batch on rank 0 and give every rank its bytes; None: see ``failure``."""
+        encoded: EncodedBatch | None = None
+
+        def collect(source: RolloutSource) -> bytes:
+            nonlocal encoded
+            encoded = source.collect(step)
+            return _SYNC_WEIGHTS if encoded is None else _BATCH + encoded.name.encode()
+
+        kind, name = self._ask(collect)
+        if kind != _BATCH:
+            return None
+        content = broadcast_buffer(encoded.content if encoded else None, self._groups)
+        file = name.decode()
+        try:
+            batch = decode_batch(EncodedBatch(file, content), self._policy.hf.vocab_size)
+            if batch.step == step:
+                return batch
+            problem = f"{file}: holds step {batch.step}, not {step}; give the file its name back"
+        except DumpError as error:
+            problem = str(error)
+        self.failure = RolloutError(problem)  # on all ranks alike
+        return None
+
+    def sync_weights(self, *, again: bool = False) -> None:
+        """Give the current weights to the servers, with ``again`` also to those that have them.
+
+        A ``failure`` ends the run at the next ``next_batch`` or ``save_if_due``, which save first.
+        """
+        if not self.has_servers or self.failure is not None:
+            return
+        if self._is_colocated:
+            # What the allocator of any rank keeps is missing where servers take their memory again.
+            torch.cuda.empty_cache()
+            barrier(self._groups)
+            again = True  # released weights are lost, whether or not there are newer ones
+        try:
+            collector = None if self.source is None else self.source.weights
+            report = self._sync.push(self._policy, collector, again=again)
+        except (RolloutError, OSError) as error:
+            self.failure = error
+        else:
+            if report is not None:
+                self.sync_reports.append(report)
+
+    def begin_evaluation(self, step: int) -> bool:
+        """Have the evaluation run beside the next batch; return whether it does."""
+        return self._ask(lambda source: source.begin_evaluation(step))[0] == _DONE
+
+    def evaluate(self, step: int, *, resume: bool = False, syncs: bool = True) -> list[EvalResult]:
+        """Evaluate on rank 0, which gets the results; see ``_ask`` for ``syncs``."""
+        results: list[EvalResult] = []
+
+        def evaluate(source: RolloutSource) -> bytes:
+            scored = source.evaluate(step, resume=resume)
+            results.extend(scored or [])
+            return _SYNC_WEIGHTS if scored is None else _DONE
+
+        self._ask(evaluate, syncs=syncs)
+        return results
+
+    def check(self) -> None:
+        """Raise ``failure``, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def agree_to_stop(self) -> StoppedError | None:
+        """Return why the run is to stop, if any rank knows."""
+        if self.source is None:
+            self._pulse.beat()
+        return self._stopping.agree(lambda flag: any_rank(flag, self._groups.control))
+
+    def close(self) -> None:
+        """Stop what generates; only then leave the group of its servers, which may hang."""
+        if self.source is not None:
+            self.source.close()
+            self._sync.close()
+
+    def _ask(
+        self, ask: Callable[[RolloutSource], bytes | None], *, syncs: bool = True
+    ) -> tuple[bytes, bytes]:
+        """Return what all ranks do next, and what belongs to it, from the source of rank 0.
+
+        Where it lacks weights, all ranks sync them and it is asked again, unless ``syncs`` is off.
+        """
+        while self.failure is None:
+            kind, content = self._ask_once(ask)
+            if kind != _SYNC_WEIGHTS or not syncs:
+                return kind, content
+            self.sync_weights(again=True)
+        return _FAILED, b""
+
+    def _ask_once(self, ask: Callable[[RolloutSource], bytes | None]) -> tuple[bytes, bytes]:
+        source, answer = self.source, None
+        if source is not None:
+
+            def answer() -> bytes:
+                try:
+                    self._stopping.check()
+                    reply = ask(source) or _DONE
+                    if reply == _SYNC_WEIGHTS:  # as a call returns that was interrupted, too
+                        self._stopping.check()
+                    return reply
+                except (RolloutError, StoppedError) as error:
+                    self.failure = error
+                    kind = _FAILED if isinstance(error, RolloutError) else _STOPPED
+                    return kind + str(error).encode()
+
+        message = broadcast_answer(answer, self._groups, self._wait_on_s, self.agree_to_stop)
+        kind, content = message[:1], message[1:]
+        if kind in (_FAILED, _STOPPED) and self.failure is None:
+            failure = RolloutError if kind == _FAILED else StoppedError
+            self.failure = failure(content.decode())
+        return kind, content

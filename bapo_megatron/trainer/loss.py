@@ -1,11 +1,12 @@
-"""What the last pipeline stage does with the model's output for a micro-batch.
+"""The loss of a micro-batch on the last pipeline stage, and the decision that it depends on.
 
-The output is logits [N, V] or hidden states [N, H] (``output``). With compiled kernels nothing here
-waits for the device.
+A step calls ``LossStage.collect``, which decides, then ``loss``, which the backward pass starts
+from. Below are the tokens as an objective sees them (``SafeTokens``) and their log-probs from the
+model's output (``PolicyOutput``). With compiled kernels nothing here waits for the device.
 
 Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, T = response tokens,
-C = response tokens of a chunk, B = samples of the step's batch, U = its updates, K = entries of a
-statistic, D = entries of a decision.
+B = samples of the step's batch, U = its updates, K = entries of a statistic, D = entries of a
+decision.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.load_objective import load_objective
-from bapo_megatron.algorithm.loss import token_weights
+from bapo_megatron.algorithm.loss import limit_weights, token_weights
 from bapo_megatron.algorithm.objective import (
+    SAFE_LOGPROB,
     Objective,
     TokenBatch,
     add_over_responses,
@@ -27,103 +30,84 @@ from bapo_megatron.algorithm.objective import (
     is_finite,
     response_sums,
 )
-from bapo_megatron.algorithm.prediction import Predictor
-from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.ops.backend import Kernels
-from bapo_megatron.ops.chunked import chunked_loss
-from bapo_megatron.ops.logprob import LossGradient, TokenLogprobs, apply_token_loss
+from bapo_megatron.algorithm.prediction import Prediction
+from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.data.micro_batch import on_device
+from bapo_megatron.ops.backend import Kernels, select_kernels
+from bapo_megatron.ops.chunked import OutputHead, chunked_logprobs, chunked_loss
+from bapo_megatron.ops.logprob import (
+    LossGradient,
+    TokenLogprobs,
+    TokenLoss,
+    apply_token_loss,
+    vocab_parallel_logprobs,
+)
+from bapo_megatron.ops.ratio import importance_ratio
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.runtime.distributed import ProcessGroups, reduce_over
-from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.records import Numbers, TokenReport, TokenView
-from bapo_megatron.trainer.safe_tokens import SafeTokens, UpdateContext
 from bapo_megatron.trainer.split import ZeroAdvantage
 from bapo_megatron.types import MicroBatch
 
-NUM_COUNTED = 4
-"""Faults that ``LossStage.add_up`` counts."""
+
+@dataclass(frozen=True, slots=True)
+class UpdateContext:
+    """What an update knows about its place in the run."""
+
+    num_updates: int
+    """Optimizer updates made before this one: the age of a token is this minus its version."""
+    rollout_version: int | None
+    """While the policy still has the weights that the engines held, their version: its tokens are
+    compared with the trainer's log-probs. None once the weights have moved."""
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
-    """What an objective knows of a whole update before its first gradient."""
+class Decided:
+    """What the loss pass of an update runs with."""
 
     micro_batches: tuple[MicroBatch, ...]
     """This rank's, with what the objective asked for."""
     decision: Tensor | None = None
-    """[D] float64, equal on all ranks."""
+    """[D] float64, equal on all ranks of the last stage; None where the objective needs none."""
     total: Tensor | None = None
-    """[K] int64, the statistics of all ranks; equal on them. Not those of responses."""
+    """[K] int64, the statistics of all ranks that it follows from. Not those of responses."""
     faults: Tensor | None = None
-    """[2] int64: tokens of this rank that train and whose collected values are not finite; and
-    those to which the objective gave a statistic that is not."""
+    """[2] int64, of the collection pass: tokens of this rank that train and whose values are not
+    finite; and those to which the objective gave a statistic that is not."""
+    prediction: Prediction | None = None
+    """With which the decision is compared after the loss pass."""
+    is_predicted: bool = False
+    """Whether the loss pass runs with the prediction, which must be right."""
+    is_trial: bool = False
+    """Whether the statistics of the loss pass are compared with ``total``."""
+    num_passes: int = 0
+    """Passes without gradients that were made for it."""
 
 
 class LossStage:
-    """The objective of a run on the ranks that hold the model's output."""
+    """The objective of a run on the ranks that hold the model's output.
+
+    Raises:
+        UserCodeError: The objective cannot be used.
+    """
 
     def __init__(
         self, config: AlgorithmConfig, output: PolicyOutput, groups: ProcessGroups
     ) -> None:
-        """Load the objective and try it.
-
-        Raises:
-            UserCodeError: The objective cannot be used.
-        """
-        self._config = config
-        self._output = output
-        self._device = groups.device
-        self._data_group = groups.data
+        self._config, self._output = config, output
+        self._device, self.data_group = groups.device, groups.data
         loaded = load_objective(config, groups.device, output.kernels)
         self.objective = loaded.objective
-        self.zero_advantage = _zero_advantage(loaded.objective, config)
-        """What becomes of responses with A = 0."""
         self.collects = loaded.collects
         """Whether the objective must see the whole update before the first gradient."""
+        self.decides_locally = loaded.objective.needs == "micro_batch"
+        """Whether every micro-batch has its own decision."""
         self.decision_size = loaded.decision_size
         """D."""
+        self.zero_advantage = _zero_advantage(loaded.objective, config)
+        """What becomes of responses with A = 0."""
         self.numbers = Numbers(loaded.report_names, corrects=config.correction.kind != "none")
         self._statistic_size = loaded.statistic_size
-        self.predictor: Predictor | None = None
-        """Predicts decisions; None where they are not predicted."""
-        if self.collects and loaded.objective.decisive is not None:
-            self.predictor = Predictor(loaded.objective)
-
-    def known_statistics(
-        self, updates: Sequence[Sequence[MicroBatch]], context: UpdateContext
-    ) -> Tensor:
-        """Return the statistics that the tokens of each update have with ℓ = μ, [U, K] int64.
-
-        ``context`` is that of the first. A collective over the data-parallel group: one integer
-        all-reduce.
-        """
-        totals = []
-        for number, micro_batches in enumerate(updates):
-            own = replace(context, num_updates=context.num_updates + number)
-            held = self._held(micro_batches, own)
-            totals.append(self._total(safe.as_sampled() for _, safe in held))
-        known_UK = torch.stack(totals)
-        reduce_over(self._data_group, known_UK)
-        return known_UK
-
-    def add_up(
-        self, reports: Sequence[TokenReport], collection_faults: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return statistics [K] and faults [4] of a loss pass, summed over all ranks, int64.
-
-        Faults are tokens, then losses, of the loss pass that are not finite, and those of the
-        collection pass (``Collected.faults``), if there was one. Without ``adds_up`` K is 0. A
-        collective over the data-parallel group: one integer all-reduce.
-        """
-        found = torch.stack([report.sums[self.numbers.faults] for report in reports]).sum(dim=0)
-        parts = [found.to(torch.int64), torch.zeros_like(found, dtype=torch.int64)]
-        if collection_faults is not None:
-            parts[1] = collection_faults
-        statistics = [r.statistics for r in reports if r.statistics is not None]
-        assert len(statistics) in (0, len(reports)), "the loss pass was asked for them, or not"
-        parts += [torch.stack(statistics).sum(dim=0)] if statistics else []
-        added = torch.cat(parts)
-        reduce_over(self._data_group, added)
-        return added[NUM_COUNTED:], added[:NUM_COUNTED]
 
     def collect(
         self,
@@ -132,15 +116,15 @@ class LossStage:
         context: UpdateContext,
         *,
         num_samples: int,
-    ) -> Collected:
+    ) -> Decided:
         """Form what the objective must know of these tokens of this rank and of all others.
 
         A collective over the data-parallel group: one integer all-reduce, another one where the
         objective selects tokens. ``policy`` has ℓ and H of each micro-batch; ``num_samples`` is B.
         """
         objective, kernels = self.objective, self._output.kernels
-        held = self._held(micro_batches, context)
-        tokens = {index: safe.batch(*policy[index], kernels=kernels) for index, safe in held}
+        safe_of = self._safe_tokens(micro_batches, context)
+        tokens = {i: safe.batch(*policy[i], kernels=kernels) for i, safe in safe_of.items()}
         by_response = objective.needs == "response"
         faults = torch.zeros(2, dtype=torch.int64, device=self._device)
         if by_response:
@@ -151,11 +135,11 @@ class LossStage:
                 faults[1] += (~finite_T).sum()
                 add_over_responses(total, torch.where(finite_T, value_T, 0.0), batch.response)
         else:
-            total = self._total(tokens.values())
-        reduce_over(self._data_group, total)
+            total = self._statistics(tokens.values())
+        reduce_over(self.data_group, total)
         decision = None if by_response else objective.decide(total)
         known = list(micro_batches)
-        for index, safe in held:
+        for index, safe in safe_of.items():
             batch = tokens[index]
             faults[0] += (safe.trains_T & ~safe.finite(*policy[index])).sum()
             known[index] = replace(known[index], entropy_T=batch.entropy)
@@ -167,7 +151,7 @@ class LossStage:
                 tokens[index] = replace(batch, decision=decision)
         if objective.selects_tokens:
             self._select(known, tokens, num_samples)
-        return Collected(tuple(known), decision, None if by_response else total, faults)
+        return Decided(tuple(known), decision, None if by_response else total, faults)
 
     def loss(
         self,
@@ -180,56 +164,63 @@ class LossStage:
     ) -> tuple[Tensor, TokenReport]:
         """Return the loss of one micro-batch over the global denominators, and its report.
 
-        ``output`` has logits [N, V], which their gradient overwrites, or hidden states; micro-batch
-        and ``decision`` are those that ``collect`` made, if it did. With ``adds_up`` the report has
-        the statistics for ``add_up``.
+        ``output`` has logits [N, V], which their gradient overwrites, or hidden states [N, H];
+        micro-batch and ``decision`` are those of ``collect``, if there was one. With ``adds_up``
+        the report has the tokens' statistics.
         """
-        made, head = self._output, self._output.head
-        policy = made.differentiable(output, micro_batch) if head is None else None
-        if self.objective.needs == "micro_batch":
+        reader, head = self._output, self._output.head
+        policy = reader.differentiable(output, micro_batch) if head is None else None
+        if self.decides_locally:
             # Over the micro-batches that all data-parallel ranks hold at this position. With
             # chunks it takes one more pass over them.
-            current = made.read(output, micro_batch) if policy is None else _detached(policy)
+            current = reader.read(output, micro_batch) if policy is None else _detached(policy)
             decision = self.collect([current], [micro_batch], context, num_samples=0).decision
         safe = SafeTokens(self._config, micro_batch, decision, context, self._device)
-        token_loss = _MicroBatchLoss(self.objective, safe, made.kernels)
+        token_loss = _MicroBatchLoss(self.objective, safe, reader.kernels)
         if policy is not None:
             loss = apply_token_loss(*policy, token_loss)
             policy = _detached(policy)
         else:
-            assert head is not None
-            loss, policy = chunked_loss(
-                output,
-                head,
-                micro_batch.target_T,
-                rows_T=micro_batch.rows_T,
-                vocab_size=made.vocab_size,
-                temperature=made.temperature,
-                token_loss=token_loss,
-                chunk_tokens=made.ops.logits_chunk_tokens,
-                kernels=made.kernels,
-            )
-        tokens = None
+            loss, policy = reader.chunked(output, micro_batch, token_loss)
+        sums, maxima = self.numbers.zeros(self._device)
+        known: list[TokenBatch] = []
         if len(policy.logprob_T):
-            tokens = token_loss.tokens or safe.batch(*policy, kernels=made.kernels)
-        sums, maxima = self._measure(token_loss, tokens, policy)
+            known.append(token_loss.tokens or safe.batch(*policy, kernels=reader.kernels))
+            sums, maxima = self._measure(token_loss, known[0], policy)
         if decision is None:
-            decision = torch.zeros(0, dtype=torch.float64, device=self._device)
-        statistics = self._total([] if tokens is None else [tokens]) if adds_up else None
+            decision = sums.new_zeros(0)
+        statistics = self._statistics(known) if adds_up else None
         return loss, TokenReport(sums, maxima, decision, policy, statistics)
 
-    def _held(
+    def known_statistics(
+        self, updates: Sequence[Sequence[MicroBatch]], context: UpdateContext
+    ) -> Tensor:
+        """Return the statistics that the tokens of each update have with ℓ = μ, [U, K] int64.
+
+        ``context`` is that of the first. A collective over the data-parallel group: one integer
+        all-reduce.
+        """
+        kernels, totals = self._output.kernels, []
+        for number, micro_batches in enumerate(updates):
+            later = replace(context, num_updates=context.num_updates + number)
+            safe_of = self._safe_tokens(micro_batches, later)
+            totals.append(self._statistics(safe.as_sampled(kernels) for safe in safe_of.values()))
+        known_UK = torch.stack(totals)
+        reduce_over(self.data_group, known_UK)
+        return known_UK
+
+    def _safe_tokens(
         self, micro_batches: Sequence[MicroBatch], context: UpdateContext
-    ) -> list[tuple[int, SafeTokens]]:
-        """Return the micro-batches with tokens, and their indices; there may be none."""
-        return [
-            (index, SafeTokens(self._config, micro_batch, None, context, self._device))
+    ) -> dict[int, SafeTokens]:
+        """Return the tokens of the micro-batches that have any, by index."""
+        return {
+            index: SafeTokens(self._config, micro_batch, None, context, self._device)
             for index, micro_batch in enumerate(micro_batches)
             if micro_batch.num_response_tokens
-        ]
+        }
 
-    def _total(self, tokens: Iterable[TokenBatch]) -> Tensor:
-        """Return the statistics of this rank's tokens, [K] int64; a rank without any has zeros."""
+    def _statistics(self, tokens: Iterable[TokenBatch]) -> Tensor:
+        """Return the statistics of this rank's tokens, [K] int64; there may be none."""
         total_K = torch.zeros(self._statistic_size, dtype=torch.int64, device=self._device)
         for batch in tokens:
             total_K += self.objective.statistics(batch)
@@ -244,7 +235,7 @@ class LossStage:
             selected_T = self.objective.select(batch) & (batch.mask > 0)
             known[index] = replace(known[index], selected_T=selected_T)
             count_B.index_add_(0, batch.response, selected_T.to(torch.int64))
-        reduce_over(self._data_group, count_B)
+        reduce_over(self.data_group, count_B)
         kind, constant = self._config.loss_aggregation, self._config.token_sum_norm_constant
         for index, batch in tokens.items():
             kept_T = known[index].selected_T
@@ -254,25 +245,21 @@ class LossStage:
             known[index] = replace(known[index], loss_weight_T=weight_T)
 
     def _measure(
-        self, token_loss: _MicroBatchLoss, tokens: TokenBatch | None, policy: TokenLogprobs
+        self, token_loss: _MicroBatchLoss, tokens: TokenBatch, policy: TokenLogprobs
     ) -> tuple[Tensor, Tensor]:
-        """Sums and maxima over the tokens with mask 1, None where there is no token."""
-        safe = token_loss.safe
-        if tokens is None:
-            return self.numbers.zeros(self._device)
-        own, context, correction = safe.micro_batch, safe.context, self._config.correction
-        mismatch_T = (policy.logprob_T - own.rollout_logprob_T).abs_()
-        if context.rollout_version is None:
-            same_weights_T = torch.zeros_like(safe.trains_T)
-        else:
-            same_weights_T = (own.version_T == context.rollout_version) & safe.trains_T
+        """Return sums and maxima over the tokens with mask 1, of which there is one or more."""
+        safe, correction = token_loss.safe, self._config.correction
+        micro_batch, context = safe.micro_batch, safe.context
+        mismatch_T = (policy.logprob_T - micro_batch.rollout_logprob_T).abs_()
+        version = -1 if context.rollout_version is None else context.rollout_version
+        same_weights_T = (micro_batch.version_T == version) & safe.trains_T
         positive_T, negative_T = tokens.advantage > 0, tokens.advantage < 0
         held_T = tokens.ratio
         if (limits := self.objective.bounds(tokens)) is not None:
             low, high = limits
             held_T = torch.where(negative_T, held_T.clamp(min=low), held_T.clamp(max=high))
         kept_T = tokens.mask > 0
-        is_selection = own.selected_T is not None
+        is_selection = micro_batch.selected_T is not None
         counts_T = kept_T & (token_loss.weight_T != 0)
         view = TokenView(
             tokens=tokens,
@@ -284,13 +271,13 @@ class LossStage:
             derivative_T=token_loss.derivative_T,
             finite_loss_T=token_loss.finite_T,
             contribution_T=tokens.advantage.abs() * held_T,
-            age_T=(context.num_updates - own.version_T).float(),
+            age_T=(context.num_updates - micro_batch.version_T).float(),
             mismatch_T=torch.where(same_weights_T, mismatch_T, 0.0),
             same_weights_T=same_weights_T,
             positive_T=positive_T & counts_T,
             negative_T=negative_T & counts_T,
             correction_T=safe.correction_T,
-            importance_T=own.importance_T,
+            importance_T=micro_batch.importance_T,
             cap=correction.cap if correction.kind in ("token", "sequence") else math.inf,
         )
         return self.numbers.measure(view, self.objective.report(tokens))
@@ -336,6 +323,160 @@ class _MicroBatchLoss:
             loss = loss + (bonus_T * tokens.entropy).sum(dtype=torch.float64)
             by_entropy_T = bonus_T if by_entropy_T is None else by_entropy_T + bonus_T
         return LossGradient(loss, by_logprob_T, by_entropy_T)
+
+
+class SafeTokens:
+    """The tokens of a micro-batch for an objective: every value is finite, harmless without mask.
+
+    What does not depend on ℓ and H is prepared once, on the device.
+    """
+
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        micro_batch: MicroBatch,
+        decision: Tensor | None,
+        context: UpdateContext,
+        device: torch.device,
+    ) -> None:
+        self.micro_batch = there = on_device(micro_batch, device)
+        self.entropy_coefficient = config.entropy_coefficient
+        self.trains_T = there.mask_T > 0
+        self.correction_T: Tensor | None = None
+        if config.correction.kind != "none":
+            self.correction_T = limit_weights(there.importance_T, config.correction)
+        self.context = context
+        self._finite_T = self.trains_T & is_finite(there.behaviour_logprob_T + there.advantage_T)
+        behaviour_T = torch.where(self._finite_T, there.behaviour_logprob_T, SAFE_LOGPROB)
+        has_rollout_T = self._finite_T & is_finite(there.rollout_logprob_T)
+        self._fixed = TokenBatch(
+            logprob=behaviour_T,
+            behaviour_logprob=behaviour_T,
+            rollout_logprob=torch.where(has_rollout_T, there.rollout_logprob_T, behaviour_T),
+            ratio=behaviour_T,
+            advantage=there.advantage_T,
+            reward=there.reward_T,
+            mask=(self.trains_T if there.selected_T is None else there.selected_T).float(),
+            entropy=behaviour_T,
+            collected_entropy=behaviour_T if there.entropy_T is None else there.entropy_T,
+            response=there.sample_T,
+            response_tokens=there.response_tokens_T,
+            response_sums=None if there.response_sum_T is None else there.response_sum_T.float(),
+            decision=decision,
+            update=context.num_updates,
+        )
+
+    def finite(self, logprob_T: Tensor, entropy_T: Tensor, part: slice = slice(None)) -> Tensor:
+        """Return which tokens of ``part`` train and have finite values only, [T] bool."""
+        return self._finite_T[part] & is_finite(logprob_T + entropy_T)
+
+    def as_sampled(self, kernels: Kernels) -> TokenBatch:
+        """Return the tokens, [T], with ℓ = μ, r = 1 and H = 0."""
+        behaviour_T = self._fixed.behaviour_logprob
+        return self.batch(behaviour_T, torch.zeros_like(behaviour_T), kernels=kernels)
+
+    def batch(
+        self,
+        logprob_T: Tensor,
+        entropy_T: Tensor,
+        part: slice = slice(None),
+        *,
+        kernels: Kernels | None,
+    ) -> TokenBatch:
+        """Return tokens with these ℓ and H, [T] each.
+
+        Without kernels ``differentiate`` makes the ratio.
+        """
+        is_whole = part.indices(len(logprob_T))[:2] == (0, len(self._fixed))
+        fixed = self._fixed if is_whole else self._fixed.select(part)
+        finite_T = self.finite(logprob_T, entropy_T, part)
+        logprob_T = torch.where(finite_T, logprob_T, fixed.behaviour_logprob)
+        entropy_T = torch.where(finite_T, entropy_T, 0.0)
+        ratio_T = fixed.ratio
+        if kernels is not None:
+            ratio_T = importance_ratio(logprob_T, fixed.behaviour_logprob, kernels)
+        collected_T = entropy_T if self.micro_batch.entropy_T is None else fixed.collected_entropy
+        return replace(
+            fixed,
+            logprob=logprob_T,
+            ratio=ratio_T,
+            advantage=torch.where(finite_T, fixed.advantage, 0.0),
+            mask=fixed.mask * finite_T,
+            entropy=entropy_T,
+            collected_entropy=collected_T,
+        )
+
+
+@dataclass(eq=False, repr=False)
+class PolicyOutput:
+    """The model's output as log-probs of the response tokens, with the kernels of this run.
+
+    The output is logits [N, V], or with ``ops.logits_chunk_tokens`` hidden states [N, H], from
+    which logits are made chunk by chunk.
+
+    Raises:
+        ValueError: ``ops.backend`` names kernels that this machine does not have.
+    """
+
+    ops: OpsConfig
+    vocab_size: int
+    temperature: float
+    """That of the sampling, by which logits are divided."""
+    groups: ProcessGroups
+    head: OutputHead | None
+    """Where the model returns hidden states."""
+
+    def __post_init__(self) -> None:
+        self.kernels = select_kernels(self.ops.backend, self.groups.device)
+
+    @classmethod
+    def of(cls, policy: MegatronPolicy, ops: OpsConfig, temperature: float) -> PolicyOutput:
+        """Return the output of a policy, which was built with the same ops section."""
+        return cls(ops, policy.hf.vocab_size, temperature, policy.groups, policy.head)
+
+    def read(self, output: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
+        """Return ℓ and H [T] of the response tokens, without gradient."""
+        if self.head is None:
+            with torch.no_grad():
+                return self.differentiable(output, micro_batch)
+        return chunked_logprobs(
+            output, self.head, micro_batch.target_T, **self._chunks(micro_batch)
+        )
+
+    def differentiable(self, logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
+        """Return ℓ and H [T] with a graph; their backward pass overwrites the logits."""
+        return vocab_parallel_logprobs(
+            logits_NV,
+            micro_batch.target_T,
+            vocab_size=self.vocab_size,
+            rows_T=micro_batch.rows_T,
+            temperature=self.temperature,
+            group=self.groups.tensor,
+            kernels=self.kernels,
+            overwrite_logits=True,
+        )
+
+    def chunked(
+        self, hidden_NH: Tensor, micro_batch: MicroBatch, token_loss: TokenLoss
+    ) -> tuple[Tensor, TokenLogprobs]:
+        """Return the loss with a graph, and ℓ and H [T], from hidden states."""
+        assert self.head is not None
+        return chunked_loss(
+            hidden_NH,
+            self.head,
+            micro_batch.target_T,
+            token_loss=token_loss,
+            **self._chunks(micro_batch),
+        )
+
+    def _chunks(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        return {
+            "rows_T": micro_batch.rows_T,
+            "vocab_size": self.vocab_size,
+            "temperature": self.temperature,
+            "chunk_tokens": self.ops.logits_chunk_tokens,
+            "kernels": self.kernels,
+        }
 
 
 def _zero_advantage(objective: Objective, config: AlgorithmConfig) -> ZeroAdvantage:

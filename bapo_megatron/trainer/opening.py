@@ -1,6 +1,7 @@
 """What a run begins with before Megatron is imported, so that servers load meanwhile.
 
-Neither this module nor what it imports may import torch: a test sees to that.
+It gets its directory and what generates, and knows the checkpoint that it continues from. Neither
+this module nor what it imports may import torch: a test sees to that.
 """
 
 import itertools
@@ -13,11 +14,26 @@ from pathlib import Path
 from bapo_megatron.config.load import dump_yaml
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.settings import differing, flat_settings, read_settings
-from bapo_megatron.policy.checkpoint_files import holds_checkpoints
+from bapo_megatron.errors import describe_os_error
+from bapo_megatron.policy.checkpoint_files import (
+    LATEST_NAME,
+    CheckpointError,
+    DamagedError,
+    check_complete,
+    damage_of,
+    find_checkpoint,
+    find_latest,
+    find_steps,
+    first_complete,
+    holds_checkpoints,
+    step_name,
+    why_incomplete,
+)
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.rollout.replay import ReplaySource
-from bapo_megatron.runtime.files import atomic_write_text
+from bapo_megatron.runtime.calls import shown_value
+from bapo_megatron.runtime.files import atomic_write_text, read_regular
 from bapo_megatron.runtime.processes import RUN_DIR_FILE, launched_number
 from bapo_megatron.runtime.versions import own_software
 from bapo_megatron.telemetry.console import (
@@ -30,8 +46,11 @@ from bapo_megatron.telemetry.console import (
 from bapo_megatron.telemetry.prometheus import ShowRow, rows_served
 from bapo_megatron.telemetry.run_lock import run_dir_locked
 from bapo_megatron.trainer.check import check_training
-from bapo_megatron.trainer.resume import evidence_of_save
 from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
+
+SAVED_NAME = "saved"
+"""File of a run directory: the newest checkpoint's name, which outlives ``checkpoints/``."""
+_REMEDY = "restore one from a copy, or change run_dir"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +115,7 @@ def _holds_run(run_dir: Path) -> bool:
 
 
 def write_config(config: RunConfig) -> None:
-    """Write ``config.yaml``, and keep that of an earlier start with other settings.
-
-    It becomes ``config.1.yaml``, the next one ``config.2.yaml``, and one line says which keys
-    differ.
+    """Write ``config.yaml``; one of an earlier start that differs becomes ``config.1.yaml``, ….
 
     Raises:
         ConfigError: The earlier one is not readable YAML.
@@ -109,12 +125,10 @@ def write_config(config: RunConfig) -> None:
         keys = differing(read_settings(path), flat_settings(config))
         changed = [key for key in keys if key != "resume"]
         if changed:
-            numbers = itertools.count(1)
-            kept = next(
-                k for n in numbers if not (k := path.with_name(f"config.{n}.yaml")).exists()
-            )
+            names = (path.with_name(f"config.{number}.yaml") for number in itertools.count(1))
+            kept = next(name for name in names if not name.exists())
             atomic_write_text(kept, path.read_text(encoding="utf-8"))
-            say(f"other settings than at the earlier start ({kept}): {', '.join(changed)}")
+            say(f"changed since the last start ({kept}): {', '.join(changed)}")
     header = "".join(f"# {line}\n" for line in own_software().lines())
     atomic_write_text(path, header + text)
 
@@ -137,3 +151,83 @@ def open_source(
     )
     source.launch()
     return source
+
+
+@contextmanager
+def as_checkpoint_error() -> Iterator[None]:
+    """Raise what is wrong with a file as a ``CheckpointError``, which ranks raise together."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {describe_os_error(error)}") from error
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+@as_checkpoint_error()
+def choose_checkpoint(run_dir: Path, *, checks_latest: bool = True) -> tuple[Path | None, str]:
+    """Return the checkpoint to continue from, and what to say where ``latest`` does not name it.
+
+    None: no checkpoint was saved yet. Without ``checks_latest`` the one that ``latest`` names may
+    be damaged: ``load_checkpoint`` says the same of it.
+
+    Raises:
+        CheckpointError: The one that ``latest`` names is damaged; or there is none that is complete
+            though there was one. The message says how to go on.
+    """
+    root = run_dir / "checkpoints"
+    try:
+        latest = find_latest(root)
+        problem = f"{root / LATEST_NAME}: missing"
+    except DamagedError as error:
+        latest, problem = None, str(error)
+    if latest is not None:
+        if checks_latest:
+            with damage_of(latest):
+                check_complete(latest)
+        return latest, ""
+    steps = find_steps(root)[::-1]
+    newest = first_complete(root, steps)
+    if newest is not None:
+        name = step_name(newest)
+        return newest, f"{problem}; continuing from {name}, the newest complete checkpoint"
+    if holds_checkpoints(root):
+        lack = "no checkpoint beside it"
+        if steps and (path := find_checkpoint(root, steps[0])):
+            lack = f"no complete checkpoint, {step_name(path)}: {why_incomplete(path)}"
+        raise CheckpointError(f"{problem}; {lack}; {_REMEDY}")
+    if evidence := evidence_of_save(run_dir):
+        raise CheckpointError(f"{root}: no checkpoint, but {evidence}; {_REMEDY}")
+    return None, f"{root}: no checkpoint yet, starting at step 1"
+
+
+def note_save(run_dir: Path, checkpoint: Path) -> None:
+    """Write ``saved``, once a checkpoint is complete."""
+    atomic_write_text(run_dir / SAVED_NAME, f"{checkpoint.name}\n")
+
+
+def evidence_of_save(run_dir: Path) -> str:
+    """Return what shows that a run has saved or finished; '' if it may have ended before that.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    saved = run_dir / SAVED_NAME
+    if saved.exists():
+        return f"{saved} names {shown_value(read_regular(saved).decode(errors='replace').strip())}"
+    if (run_dir / "summary.json").exists():
+        return "summary.json says that the run finished"
+    return ""
+
+
+def how_to_continue(run_dir: Path) -> str:
+    """Return what a message says after the reason for which a run ended."""
+    try:
+        checkpoint, _ = choose_checkpoint(run_dir)
+    except CheckpointError as error:
+        return f"; {error}"
+    if checkpoint is None:
+        return "; no checkpoint yet: the same command with --resume starts at step 1"
+    return f"; the same command with --resume continues from {checkpoint}"

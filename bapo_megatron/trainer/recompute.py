@@ -17,7 +17,7 @@ from bapo_megatron.config.schema import CorrectionConfig, OpsConfig
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.runtime.distributed import gather_objects
-from bapo_megatron.trainer.output import PolicyOutput
+from bapo_megatron.trainer.loss import PolicyOutput
 from bapo_megatron.trainer.split import SplitShape
 from bapo_megatron.types import MicroBatch, Sample
 from bapo_megatron.weight_sync.verify import TEMPERATURE, TokenScores
@@ -45,31 +45,27 @@ def with_recomputed_behaviour(
             replace(micro_batch, behaviour_logprob_T=logprob_T)
             for micro_batch, logprob_T in zip(micro_batches, logprobs, strict=True)
         )
-    recomputed, log_weights_of = [], []
+    recomputed, weights = [], []
     for micro_batch, logprob_T in zip(micro_batches, logprobs, strict=True):
         rollout_T = micro_batch.rollout_logprob_T.to(logprob_T.device)
-        mask_T = micro_batch.mask_T.to(logprob_T.device)
         behaviour_T = torch.where(rollout_T.isfinite(), logprob_T, rollout_T)
         recomputed.append(replace(micro_batch, behaviour_logprob_T=behaviour_T))
-        log_weights_of.append(log_weights(logprob_T, rollout_T, mask_T))
+        weights.append(log_weights(logprob_T, rollout_T, micro_batch.mask_T.to(logprob_T.device)))
     if correction.kind in ("sequence", "geometric"):
-        device = log_weights_of[0].device
+        device = weights[0].device
         samples = [micro_batch.sample_T.to(device) for micro_batch in micro_batches]
         sum_B = torch.zeros(num_samples, dtype=torch.int64, device=device)
-        for sample_T, log_weight_T in zip(samples, log_weights_of, strict=True):
+        for sample_T, log_weight_T in zip(samples, weights, strict=True):
             add_over_responses(sum_B, log_weight_T, sample_T)
         dist.all_reduce(sum_B, group=context_group)
-        log_weights_of = [response_sums(sum_B, sample_T) for sample_T in samples]
+        weights = [response_sums(sum_B, sample_T) for sample_T in samples]
         if correction.kind == "geometric":
-            log_weights_of = [
-                sum_T / micro_batch.response_tokens_T.to(device).clamp(min=1)
-                for sum_T, micro_batch in zip(log_weights_of, micro_batches, strict=True)
-            ]
-        limit = LOG_RATIO_LIMIT
-        log_weights_of = [log_w_T.clamp(-limit, limit).float() for log_w_T in log_weights_of]
+            sizes = (batch.response_tokens_T.to(device).clamp(min=1) for batch in micro_batches)
+            weights = [sum_T / size_T for sum_T, size_T in zip(weights, sizes, strict=True)]
+        weights = [w_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).float() for w_T in weights]
     return tuple(
         replace(micro_batch, importance_T=log_weight_T.exp())
-        for micro_batch, log_weight_T in zip(recomputed, log_weights_of, strict=True)
+        for micro_batch, log_weight_T in zip(recomputed, weights, strict=True)
     )
 
 
@@ -77,9 +73,7 @@ class ProbeScorer:
     """Scores samples with the current weights, for ``weight_sync.verify``."""
 
     def __init__(self, policy: MegatronPolicy, ops: OpsConfig, shape: SplitShape) -> None:
-        """Choose the kernels; ``ops`` is the section that the policy was built with."""
-        self._policy = policy
-        self._shape = shape
+        self._policy, self._shape = policy, shape
         self._output = PolicyOutput.of(policy, ops, TEMPERATURE)
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores] | None:
@@ -87,10 +81,10 @@ class ProbeScorer:
         nothing_B = np.zeros(len(samples), dtype=np.float32)
         _, micro_batches = self._shape.pack(samples, range(len(samples)), nothing_B, nothing_B)
         policy = self._policy.forward_only(micro_batches, self._output.read)
-        own = [
+        local = [
             TokenScores(mb.sample_T.numpy(), mb.position_T.numpy(), logprob_T.cpu().numpy())
             # No log-probs on any stage but the last.
             for mb, (logprob_T, _) in zip(micro_batches, policy, strict=False)
         ]
-        gathered = gather_objects(own, self._policy.groups)
+        gathered = gather_objects(local, self._policy.groups)
         return None if gathered is None else [part for parts in gathered for part in parts]

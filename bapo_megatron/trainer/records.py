@@ -6,24 +6,32 @@ end of the step, so that no mean of means appears. ``train.dump_tokens`` writes 
 updates for analysis outside the run.
 
 Shape legend: T = response tokens of a micro-batch (in a dump: of the update), S = sums, M = maxima,
-D = entries of a decision.
+U = updates of a step, E = decisions of an update, D = entries of a decision.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import chain, islice
+from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.algorithm.objective import TokenBatch
+from bapo_megatron.algorithm.objective import Objective, TokenBatch
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
-from bapo_megatron.runtime.distributed import ProcessGroups
+from bapo_megatron.runtime.distributed import (
+    ProcessGroups,
+    broadcast_from_last_stage,
+    fail_together,
+    reduce_over,
+)
 from bapo_megatron.types import MicroBatch, RolloutBatch, UpdateResult
 
 Value = Callable[["TokenView"], Tensor]
@@ -45,6 +53,10 @@ class TokenReport:
     """[K] int64: those of the objective, where the loss pass was to add them up."""
 
 
+Tokens = Sequence[tuple[MicroBatch, TokenReport]]
+"""This rank's tokens of an update, for a dump."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenView:
     """The tokens of a micro-batch after their loss; [T] each, on the device, without a graph."""
@@ -56,8 +68,7 @@ class TokenView:
     finite_T: Tensor
     """bool: m = 1 and every value is finite."""
     counts_T: Tensor
-    """bool: of those, the ones with a loss: selected by the objective, not left out by the
-    correction."""
+    """bool: of those, the ones that objective and correction give a loss."""
     loss_T: Tensor
     """Loss, without its weight."""
     weight_T: Tensor
@@ -213,6 +224,13 @@ class Numbers:
         sums, maxima = (torch.zeros(n, dtype=torch.float64, device=device) for n in sizes)
         return sums, maxima
 
+    def add(self, reports: Sequence[TokenReport], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the sums [S] and maxima [M] of all reports; there may be none."""
+        if not reports:
+            return self.zeros(device)
+        sums = torch.stack([report.sums for report in reports]).sum(dim=0)
+        return sums, torch.stack([report.maxima for report in reports]).amax(dim=0)
+
     def measure(self, view: TokenView, report: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sums [S] and maxima [M] of one token or more, float64 on the device."""
         # Conditions of one kind go through one operation: launches are what this costs.
@@ -237,11 +255,83 @@ def _stack(values: list[Tensor]) -> Tensor:
     return torch.stack(values)
 
 
+class MeasuredUpdate(NamedTuple):
+    """What one update measured on this rank, on the device; zeros before the last stage."""
+
+    sums: Tensor
+    """[S] float64."""
+    maxima: Tensor
+    """[M] float64."""
+    decisions: Tensor
+    """[E, D] float64, equal on the ranks of the last stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One update until the end of its step."""
+
+    counts: dict[str, float]
+    """Sums that the host knew by itself."""
+    measured: MeasuredUpdate | None = None
+    """None where the update was skipped."""
+    grad_norm: float = 0.0
+
+
+def read_measurements(
+    measurements: Sequence[Measurement],
+    numbers: Numbers,
+    objective: Objective,
+    groups: ProcessGroups,
+) -> list[UpdateResult]:
+    """Reduce the measurements of a step over data-parallel ranks and copy them to the host at once.
+
+    A collective of all ranks, unless every update was skipped: two all-reduces on the last stage,
+    and one broadcast over the pipeline.
+    """
+    updates = [m.measured for m in measurements if m.measured is not None]
+    values = iter(_reduced(updates, groups) if updates else ())
+
+    def named(names: Sequence[str]) -> dict[str, float]:
+        return dict(zip(names, values, strict=False))
+
+    results = []
+    for measurement in measurements:
+        result = UpdateResult(measurement.counts, {}, (), grad_norm=0.0, skipped=True)
+        if measurement.measured is not None:
+            sums, maxima = named(numbers.sum_names), named(numbers.max_names)
+            num_decisions, size = measurement.measured.decisions.shape
+            decisions = [list(islice(values, size)) for _ in range(num_decisions)]
+            result = UpdateResult(
+                sums | measurement.counts,
+                maxima,
+                tuple(dict(objective.report_decision(decision)) for decision in decisions),
+                grad_norm=measurement.grad_norm,
+                skipped=False,
+            )
+        results.append(result)
+    return results
+
+
+def _reduced(updates: Sequence[MeasuredUpdate], groups: ProcessGroups) -> list[float]:
+    """Return sums, maxima and decisions of each update, of all ranks."""
+    sums_US = torch.stack([update.sums for update in updates])
+    maxima_UM = torch.stack([update.maxima for update in updates])
+    if groups.is_last_stage:
+        reduce_over(groups.data, sums_US)
+        reduce_over(groups.data, maxima_UM, dist.ReduceOp.MAX)
+    decisions = (update.decisions.flatten() for update in updates)
+    parts = zip(sums_US, maxima_UM, decisions, strict=True)
+    packed = torch.cat(list(chain.from_iterable(parts)))
+    broadcast_from_last_stage(packed, groups)
+    values: list[float] = packed.tolist()
+    return values
+
+
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     """Return the metrics of a step's updates, which are reduced over all ranks."""
     made = [result for result in results if not result.skipped]
-    sums = _merge([result.sums for result in results], lambda a, b: a + b)
-    maxima = _merge([result.maxima for result in results], max)
+    sums = {n: reduce(add, v) for n, v in _by_name(result.sums for result in results).items()}
+    maxima = {n: max(v) for n, v in _by_name(result.maxima for result in results).items()}
     values = {
         "train/updates": float(len(made)),
         "train/skipped_updates": float(len(results) - len(made)),
@@ -259,21 +349,16 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
         if divisor > 0:
             values[metric] = sums[numerator] / divisor
     values |= {m: maxima[m] for m, (_, count) in MAXIMA.items() if sums.get(count, 0.0) > 0}
-    decided: dict[str, list[float]] = {}
-    for decision in (d for result in results for d in result.decisions):
-        for name, value in decision.items():
-            decided.setdefault(name, []).append(value)
-    return values | {name: math.fsum(found) / len(found) for name, found in decided.items()}
+    decided = _by_name(decision for result in results for decision in result.decisions)
+    return values | {name: math.fsum(v) / len(v) for name, v in decided.items()}
 
 
-def _merge(
-    parts: Sequence[Mapping[str, float]], combine: Callable[[float, float], float]
-) -> dict[str, float]:
-    merged: dict[str, float] = {}
+def _by_name(parts: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    values: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
-            merged[name] = combine(merged[name], value) if name in merged else value
-    return merged
+            values.setdefault(name, []).append(value)
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,55 +369,50 @@ class TokenDump:
     every_steps: int
     """0: no step is due."""
 
-    def is_due(self, step: int) -> bool:
-        """Whether the tokens of ``step`` are written: every N-th."""
-        return self.every_steps > 0 and step % self.every_steps == 0
-
-    def write(
-        self,
-        tokens: Sequence[tuple[MicroBatch, TokenReport]],
-        batch: RolloutBatch,
-        update: int,
-        groups: ProcessGroups,
+    def write_if_due(
+        self, tokens: Tokens, batch: RolloutBatch, update: int, groups: ProcessGroups
     ) -> None:
-        """Gather an update's tokens over data- and context-parallel ranks; one rank writes them.
+        """Gather an update's tokens in every N-th step; a collective of all ranks.
 
-        A collective of the last stage's ranks; others return at once. An update that was skipped
-        has no file. The first rank of the last stage writes: with a pipeline over several nodes,
-        ``run_dir`` must be on a shared file system.
+        The first rank of the last stage writes: with a pipeline over several nodes, ``run_dir``
+        must be on a shared file system.
 
         Raises:
-            OSError: The file cannot be written.
+            OSError: The file cannot be written; on all ranks.
         """
-        if not groups.is_last_stage:
+        if self.every_steps == 0 or batch.step % self.every_steps:
             return
         from bapo_megatron.data.token_dump import token_dump_path, write_token_dump  # pyarrow
 
-        is_writer = dist.get_rank(groups.data) == 0 and dist.get_rank(groups.tensor) == 0
         path = token_dump_path(self.run_dir, batch.step, update)
-        if not tokens:
-            if is_writer:
+        with fail_together(groups):
+            if not groups.is_last_stage:
+                return
+            parts = [_columns(micro_batch, report) for micro_batch, report in tokens]
+            gathered: list[Any] = [None] * dist.get_world_size(groups.data)
+            dist.all_gather_object(gathered, parts, group=groups.data)
+            if dist.get_rank(groups.data) > 0 or dist.get_rank(groups.tensor) > 0:
+                return
+            if not tokens:
                 path.unlink(missing_ok=True)  # of the same step before a resume
-            return
-        parts = []
-        for micro_batch, report in tokens:
-            columns = {
-                "sample": micro_batch.sample_T,
-                "position": micro_batch.position_T,
-                "logprob": report.policy.logprob_T,
-                "behaviour_logprob": micro_batch.behaviour_logprob_T,
-                "advantage": micro_batch.advantage_T,
-                "entropy": report.policy.entropy_T,
-                "mask": micro_batch.mask_T,
-            }
-            parts.append({name: value_T.cpu().numpy() for name, value_T in columns.items()})
-        gathered: list[Any] = [None] * dist.get_world_size(groups.data)
-        dist.all_gather_object(gathered, parts, group=groups.data)
-        if is_writer:
-            found = [part for of_rank in gathered for part in of_rank]
-            whole = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+                return
+            parts = list(chain.from_iterable(gathered))
+            whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
             order_T = np.lexsort((whole["position"], whole["sample"]))  # as in the batch
             whole = {name: value_T[order_T] for name, value_T in whole.items()}
             names = np.array([(sample.group_id, sample.index) for sample in batch.samples])
             whole["group_id"], whole["index"] = names[whole["sample"]].T
             write_token_dump(path, whole)
+
+
+def _columns(micro_batch: MicroBatch, report: TokenReport) -> dict[str, np.ndarray]:
+    columns = {
+        "sample": micro_batch.sample_T,
+        "position": micro_batch.position_T,
+        "logprob": report.policy.logprob_T,
+        "behaviour_logprob": micro_batch.behaviour_logprob_T,
+        "advantage": micro_batch.advantage_T,
+        "entropy": report.policy.entropy_T,
+        "mask": micro_batch.mask_T,
+    }
+    return {name: value_T.cpu().numpy() for name, value_T in columns.items()}

@@ -1,17 +1,28 @@
-"""Whether the next update's loss pass runs with a predicted decision (docs/algorithm.md).
+"""A decision by prediction: the loss pass runs with it and repeats on a miss (docs/algorithm.md).
 
 A prediction that is right saves the forward-only pass, a wrong one costs a second loss pass. What
 is counted here is equal on all ranks, so that all decide alike.
 """
 
+from __future__ import annotations
+
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
+from bapo_megatron.algorithm.objective import Objective
+from bapo_megatron.algorithm.prediction import Predictor
 from bapo_megatron.config.objectives import Speculate
 from bapo_megatron.runtime.distributed import ProcessGroups, broadcast_bytes
 from bapo_megatron.telemetry.console import say
+from bapo_megatron.trainer.loss import Decided
+
+if TYPE_CHECKING:
+    from bapo_megatron.trainer.step import Attempt, Update
 
 TRIAL_UPDATES = 2
 """Updates in the order without predictions with which ``auto`` begins: the two passes are timed and
@@ -22,14 +33,18 @@ WINDOW = 32
 
 
 class Speculation:
-    """Counts predictions, and says whether to rely on the next one."""
+    """Decides updates as ``step.Collecting`` does, but predicts every decision.
 
-    def __init__(self, mode: Speculate, groups: ProcessGroups) -> None:
-        """Begin with the trial, if there is one."""
+    It relies on predictions while that pays; ``auto`` begins with trials, which rely on nothing.
+    """
+
+    def __init__(self, mode: Speculate, objective: Objective, groups: ProcessGroups) -> None:
         self._mode, self._groups = mode, groups
+        self._predictor = Predictor(objective)
         self._missed: deque[bool] = deque(maxlen=WINDOW)
         self._trials_left = TRIAL_UPDATES if mode == "auto" else 0
         self._break_even = 1.0
+        self._collect_s = self._decided_s = 0.0
 
     @property
     def predicts(self) -> bool:
@@ -52,28 +67,48 @@ class Speculation:
             return not self.is_trial and sum(self._missed) < misses_paid_for
         return self._mode == "always"
 
+    def decide(self, update: Update, collect: Callable[[Update], Decided]) -> Decided:
+        """Predict the decision; collect it as well unless the prediction is relied on."""
+        if not self.predicts:
+            return collect(update)
+        known_K, micro_batches = update.known_K, update.split.micro_batches
+        prediction = None if known_K is None else self._predictor.predict(known_K)
+        if self.relies:
+            decision = None if prediction is None else prediction.decision
+            return Decided(micro_batches, decision, prediction=prediction, is_predicted=True)
+        began_s = self._clock_s()
+        decided = collect(update)
+        self._decided_s = self._clock_s()
+        self._collect_s = self._decided_s - began_s
+        return replace(decided, prediction=prediction, is_trial=self.is_trial)
+
+    def learn(self, decided: Decided, first: Attempt) -> dict[str, float]:
+        """Count the prediction of an update and take in its statistics; return what to report."""
+        if not self.predicts:
+            return {}
+        missed, differs = (bool(remark) for remark in first.step.remarks)
+        self.count(missed=missed)
+        if self.is_trial:
+            loss_s = self._clock_s() - self._decided_s
+            self.end_trial(self._collect_s, loss_s, differs=differs)
+        if first.decided.total is not None:
+            self._predictor.learn(first.decided.total)
+        relied = float(decided.is_predicted)
+        return {"predictions": 1.0, "hits": float(not missed), "relied": relied}
+
     def count(self, *, missed: bool) -> None:
         """Count a prediction, whether or not the update relied on it."""
         self._missed.append(missed)
 
-    def clock_s(self) -> float:
-        """Return the time in seconds; in the trial, when the device has finished."""
-        if self.is_trial and self._groups.device.type == "cuda":
-            torch.cuda.synchronize(self._groups.device)
-        return time.perf_counter()
-
     def end_trial(self, forward_only_s: float, loss_s: float, *, differs: bool) -> None:
-        """Take in an update of the trial; a collective of all ranks.
+        """Take in the times of the two passes, and whether their statistics differ; a collective.
 
-        Args:
-            forward_only_s: Time of the pass without gradients. That of rank 0 counts; of several
-                trials the one in which the pass took the smallest share, since the first warms up.
-            loss_s: Time of the loss pass.
-            differs: Whether the two passes gave different statistics.
+        Rank 0's times count; of several trials the one in which the pass without gradients took the
+        smallest share, since the first warms up.
         """
         self._trials_left -= 1
-        own = None if self._groups.rank else (forward_only_s / loss_s).hex().encode()
-        share = float.fromhex(broadcast_bytes(own, self._groups).decode())
+        share_text = None if self._groups.rank else (forward_only_s / loss_s).hex().encode()
+        share = float.fromhex(broadcast_bytes(share_text, self._groups).decode())
         self._break_even = min(self._break_even, share)
         if differs:
             self._mode, self._trials_left = "never", 0
@@ -82,3 +117,9 @@ class Speculation:
                     "decisions are not predicted (speculate: auto): the passes with and without "
                     "gradients give different log-probs on this device (docs/algorithm.md)"
                 )
+
+    def _clock_s(self) -> float:
+        """Return the time in seconds; in the trial, when the device has finished."""
+        if self.is_trial and self._groups.device.type == "cuda":
+            torch.cuda.synchronize(self._groups.device)
+        return time.perf_counter()

@@ -7,7 +7,7 @@ Shape legend: B = samples of the batch, R = samples of an update, Q = sampled to
 """
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -36,10 +36,8 @@ class SplitUpdate:
 
     counts: dict[str, float]
     """Sampled tokens over all ranks, how many of them have m = 0 and m = 1 and how many of the
-    latter are computed, and responses with A > 0 and A < 0 with their tokens; sums for
-    ``trainer.records``."""
-    packing: dict[str, float] = field(default_factory=dict)
-    """How full the micro-batches of all ranks are, and how equal the ranks' work; also sums."""
+    latter are computed, and responses with A > 0 and A < 0 with their tokens. With micro-batches
+    also how full all ranks' are, and how equal the ranks' work. Sums for ``trainer.records``."""
     micro_batches: tuple[MicroBatch, ...] = ()
     """This rank's share; equally many on every rank. Without any, the update is skipped."""
 
@@ -132,12 +130,12 @@ def split_step(
             computed = []
         counts = _counts(samples, indices, advantage_B, trained_B)
         counts["computed_tokens"] = float(trained_B[computed].sum())
-        if not computed:
-            updates.append(SplitUpdate(counts))
-            continue
-        loss_weight_B = _loss_weights(trained_B, indices, config)
-        packing, micro_batches = shape.pack(samples, computed, advantage_B, loss_weight_B, masks_B)
-        updates.append(SplitUpdate(counts, _packing_sums(packing), micro_batches))
+        micro_batches: tuple[MicroBatch, ...] = ()
+        if computed:
+            weight_B = _loss_weights(trained_B, indices, config)
+            packing, micro_batches = shape.pack(samples, computed, advantage_B, weight_B, masks_B)
+            counts |= _packing_sums(packing)
+        updates.append(SplitUpdate(counts, micro_batches))
     return tuple(updates)
 
 

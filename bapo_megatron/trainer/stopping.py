@@ -6,7 +6,6 @@ A rank only notes that; all ranks act on it together, at the safe points of ``Ru
 import math
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,15 +22,10 @@ from bapo_megatron.telemetry.console import say
 STOPPED_NAME = "stopped"
 """File of a run directory: the run was stopped and saved, and ``resume`` continues it."""
 
-_INTERRUPTED = (
-    b"\ninterrupted: the run is saved and ends; Ctrl-C after 5 seconds ends it at once, unsaved\n"
-)
+_INTERRUPTED = b"\nSaving and exiting; press Ctrl-C again after 5 s to quit without saving\n"
 _BY_OTHER = "stopped by a signal to another rank"
 SAME_SIGNAL_S = 5.0
 """Signals within this time count as one: torchrun and Slurm both pass the same one on."""
-_STDERR = 2
-_ASK_AGAIN_S = 600.0
-_ANSWER_LIMIT_S = 60.0
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 _SAVING = (signal.SIGTERM, signal.SIGUSR1)
 _AT_ONCE = dict.fromkeys((*_SAVING, signal.SIGINT), signal.SIG_DFL)
@@ -41,22 +35,21 @@ class Stopping:
     """Whether this rank knows that the run is to stop."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """Nothing stops the run before ``listen``."""
         self._config = config
         self._error: StoppedError | None = None
         self._signalled_s: float | None = None
         self.is_interrupted = False
         """Whether Ctrl-C stopped the run."""
         self._handlers: dict[signal.Signals, _Handler] = {}
-        self._taken_back: set[str] = set()
+        self._restored: set[signal.Signals] = set()
         self._keeps_time = False
         self._stop_at_s = self._job_end_s = math.inf
 
     def listen(self, *, keeps_time: bool) -> None:
-        """Note SIGTERM and SIGUSR1 from now on; a second signal ends the process at once.
+        """Note SIGTERM and SIGUSR1 and, on rank 0 (``keeps_time``), watch the clock from now on.
 
-        With ``keeps_time`` (rank 0) also watch the clock. Another rank notes nothing until it has
-        joined: it has nothing to save, and torchrun waits for it where rank 0 has failed.
+        Another rank notes nothing until it has joined: it has nothing to save, and torchrun waits
+        for it where rank 0 has failed.
         """
         self._keeps_time = keeps_time
         if not keeps_time:
@@ -65,23 +58,17 @@ class Stopping:
         self._install(dict.fromkeys(_SAVING, self._note))
         if self._config.stop_after is not None:
             self._stop_at_s = time.monotonic() + self._config.stop_after
-        self._job_end_s = _job_end_of_environment()
-        if "SLURM_JOB_ID" in os.environ:
-            threading.Thread(target=self._follow_job, name="job-end", daemon=True).start()
+        self._job_end_s = _job_end_s()
 
     def listen_to_interrupts(self) -> None:
-        """Note Ctrl-C as well from now on.
-
-        Until then there is nothing to save, and it ends the process at once.
-        """
+        """Note Ctrl-C as well from now on: before, there is nothing to save, and it ends all."""
         self._install({signal.SIGINT: self._note})
 
     @contextmanager
     def joining(self) -> Iterator[None]:
         """Let any signal end this process at once while it joins the other ranks; then note them.
 
-        It waits for them in C++, where Python runs no handler, and they may have ended by the same
-        signal.
+        It waits for them in C++, where Python runs no handler.
 
         Raises:
             ValueError: A signal came before.
@@ -110,6 +97,11 @@ class Stopping:
             )
         return self._error
 
+    def check(self) -> None:
+        """Raise ``error()``, if there is one."""
+        if (error := self.error()) is not None:
+            raise error
+
     def agree(self, any_rank: Callable[[bool], bool]) -> StoppedError | None:
         """Return ``error()``, on all ranks if one has it; ``any_rank`` is a collective."""
         if threading.current_thread() is threading.main_thread():  # which alone may
@@ -124,17 +116,14 @@ class Stopping:
             signal.signal(number, handler)
 
     def _keep_handlers(self) -> None:
-        """Restore handlers that a user's code has replaced, and name each of its own once."""
+        """Restore handlers that a user's code has replaced; say it once for each signal."""
         for number, handler in self._handlers.items():
             current = signal.getsignal(number)
             signal.signal(number, handler)  # always: Python knows of none that C code installs
-            if current == handler:
-                continue
-            replacement = _describe_handler(current)
-            if replacement not in self._taken_back:
-                self._taken_back.add(replacement)
+            if current != handler and number not in self._restored:
+                self._restored.add(number)
                 say(
-                    f"rank {launched_number('RANK', 0)}: {replacement} had replaced the handler of "
+                    f"rank {launched_number('RANK', 0)}: {current!r} replaced the handler of "
                     f"{number.name}; restored, because the signal stops the run"
                 )
 
@@ -147,58 +136,20 @@ class Stopping:
                 self._error = StoppedError(f"stopped by {signal.Signals(number).name}")
                 self.is_interrupted = number == signal.SIGINT
             if number == signal.SIGINT and self._keeps_time:
-                os.write(_STDERR, _INTERRUPTED)  # a stream may be in the middle of a write
+                os.write(2, _INTERRUPTED)  # a stream may be in the middle of a write
         elif now_s - self._signalled_s > SAME_SIGNAL_S:
             end_once(number, frame)
 
-    def _follow_job(self) -> None:
-        """Keep up with the end of the Slurm job, which may be changed while it runs."""
-        if self._job_end_s < math.inf:
-            time.sleep(_ASK_AGAIN_S)
-        while True:
-            try:
-                self._job_end_s = _job_end_s()
-            except (OSError, subprocess.SubprocessError, ValueError) as error:
-                if self._job_end_s == math.inf:
-                    say(f"squeue tells no end of this job ({error}); the run does not stop for it")
-            time.sleep(_ASK_AGAIN_S)
-
-
-def _describe_handler(handler: _Handler) -> str:
-    if handler is None:
-        return "a handler that was installed from C"
-    if isinstance(handler, signal.Handlers):
-        return handler.name
-    named: Any = handler if hasattr(handler, "__qualname__") else type(handler)
-    code = getattr(handler, "__code__", None)
-    place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-    return f"{named.__module__}.{named.__qualname__}{place}"
-
-
-def _job_end_of_environment() -> float:
-    """Return what Slurm said when the job began, in seconds since 1970; ∞ where it said nothing."""
-    name = "SLURM_JOB_END_TIME"
-    given = os.environ.get(name)
-    if given is None:
-        return math.inf
-    try:
-        end_s = float(given)
-        datetime.fromtimestamp(end_s)  # a time, too, and no other number
-    except (ValueError, OverflowError, OSError) as error:
-        raise ValueError(
-            f"{name}: must be the end of the job in seconds since 1970, got '{given}'; unset it"
-        ) from error
-    return end_s
-
 
 def _job_end_s() -> float:
-    """Ask Slurm when the first component of this job ends, in seconds since 1970."""
-    done = subprocess.run(
-        ["squeue", "-h", "-j", os.environ["SLURM_JOB_ID"], "-o", "%e"],
-        env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
-        capture_output=True,
-        text=True,
-        timeout=_ANSWER_LIMIT_S,
-        check=True,
-    )
-    return min(datetime.fromisoformat(line).timestamp() for line in done.stdout.split())
+    """Return when the Slurm job ends, in seconds since 1970; ∞ where Slurm does not say."""
+    text = os.environ.get("SLURM_JOB_END_TIME", "inf")
+    try:
+        end_s = float(text)
+        datetime.fromtimestamp(0.0 if end_s == math.inf else end_s)  # a time, too
+    except (ValueError, OverflowError, OSError) as error:
+        raise ValueError(
+            "SLURM_JOB_END_TIME: must be the end of the job in seconds since 1970, got "
+            f"'{text}'; unset it"
+        ) from error
+    return end_s

@@ -30,7 +30,7 @@ from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
 from tests.fakes.given_tokens import one_rank
 from tests.launch import run
 from tests.tools.planning.cases import MODELS
-from tests.trainer.same_runs import assert_same_training
+from tests.trainer.runs import assert_same_training
 
 UPDATES_PER_BATCH = 4
 LAGS = (0, 4, 16, 64)
@@ -133,7 +133,7 @@ def regret(missed: list[bool], first: int) -> float:
     """What ``auto`` costs beyond right predictions, in loss passes per update from ``first`` on."""
     costs = []
     with one_rank() as groups:
-        auto = Speculation("auto", groups)
+        auto = Speculation("auto", Bapo(BapoConfig(), None), groups)
         for was_missed in missed:
             costs.append(float(was_missed) if auto.relies else 1 / LOSS_SHARE)
             auto.count(missed=was_missed)

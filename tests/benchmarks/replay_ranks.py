@@ -13,11 +13,11 @@ from bapo_megatron.policy.megatron_import import import_megatron
 import_megatron()
 
 from bapo_megatron.config.load import load_config  # noqa: E402
-from bapo_megatron.trainer import run as run_module  # noqa: E402
+from bapo_megatron.trainer import loop as loop_module  # noqa: E402
 from bapo_megatron.trainer.step import BatchTrainer  # noqa: E402
 from bapo_megatron.types import RolloutBatch, UpdateResult  # noqa: E402
 from tests.benchmarks.turns import Turns  # noqa: E402
-from tests.trainer.whole_run import train_whole_run  # noqa: E402
+from tests.trainer.runs import train_whole_run  # noqa: E402
 
 
 def main() -> None:
@@ -25,15 +25,15 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     turns = Turns(spec["cores"])
     results: list[UpdateResult] = []
-    next_batch, train_batch = run_module.Run.next_batch, BatchTrainer.train
+    next_batch, train_batch = loop_module.Run.next_batch, BatchTrainer.train
 
-    def wait(_: run_module.Run) -> None:
+    def wait(_: loop_module.Run) -> None:
         turns.wait(
             grad_norms=[result.grad_norm for result in results],
             losses=[result.sums["policy_loss"] for result in results],
         )
 
-    def next_at_turn(self: run_module.Run, step: int) -> RolloutBatch:
+    def next_at_turn(self: loop_module.Run, step: int) -> RolloutBatch:
         wait(self)
         return next_batch(self, step)
 
@@ -42,8 +42,8 @@ def main() -> None:
         return results
 
     patches: list[Any] = [
-        mock.patch.object(run_module.Run, "next_batch", next_at_turn),
-        mock.patch.object(run_module.Run, "finish", wait),
+        mock.patch.object(loop_module.Run, "next_batch", next_at_turn),
+        mock.patch.object(loop_module.Run, "finish", wait),
         mock.patch.object(BatchTrainer, "train", noting_train),
     ]
     for patch in patches:

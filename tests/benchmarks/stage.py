@@ -14,8 +14,7 @@ import torch
 from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.trainer.loss import Collected, LossStage
-from bapo_megatron.trainer.output import PolicyOutput
+from bapo_megatron.trainer.loss import Decided, LossStage, PolicyOutput
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_tokens
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class Stage:
         """All tokens, with the log-probs that the search sees."""
         return make_tokens(self.logprob_T, self.behaviour_T, self.advantage_T, self.mask_T)
 
-    def collect(self) -> Collected:
+    def collect(self) -> Decided:
         """Search the bounds of the update, its log-probs being known."""
         return collect(self.losses, self.logprob_T, self.micro_batches)
 
@@ -98,7 +97,7 @@ def make_losses(
     return LossStage(config, output, groups)
 
 
-def collect(losses: LossStage, logprob_T: Tensor, micro_batches: list[MicroBatch]) -> Collected:
+def collect(losses: LossStage, logprob_T: Tensor, micro_batches: list[MicroBatch]) -> Decided:
     """What the objective must know of an update, from the log-probs of its micro-batches."""
     parts = logprob_T.split([batch.num_response_tokens for batch in micro_batches])
     policy = [TokenLogprobs(part, torch.zeros_like(part)) for part in parts]

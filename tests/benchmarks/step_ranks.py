@@ -14,24 +14,22 @@ from bapo_megatron.algorithm.prediction import Predictor
 from bapo_megatron.config.load import load_config
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.telemetry.sinks import MetricsSinks
-from bapo_megatron.trainer import run as run_module
+from bapo_megatron.trainer import loop as loop_module
 from bapo_megatron.trainer import step as step_module
 from bapo_megatron.trainer.loss import LossStage
 from tests.distributed_launch import take_port
-from tests.trainer.whole_run import train_whole_run
+from tests.trainer.runs import train_whole_run
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
-    "read and share the batch": [(run_module.Run, "next_batch")],
+    "read and share the batch": [(loop_module.Run, "next_batch")],
     "build micro-batches": [(step_module, "split_step")],
     "forward only": [(MegatronPolicy, "forward_only")],
     "forward and backward": [(MegatronPolicy, "forward_backward")],
     "predict bounds, search": [
-        *((LossStage, name) for name in ("known_statistics", "collect", "add_up")),
+        *((LossStage, name) for name in ("known_statistics", "collect")),
         (Predictor, "predict"),
     ],
-    "judge and measure updates": [
-        (step_module, name) for name in ("measure", "judge", "read_measurements")
-    ],
+    "check and measure updates": [(step_module, name) for name in ("check", "read_measurements")],
     "optimizer": [(MegatronPolicy, "optimizer_step")],
     "export weights (sync)": [(MegatronPolicy, "export_hf")],
     "write metrics": [(MetricsSinks, "write")],
@@ -51,7 +49,7 @@ def profile_steps(overrides: list[str], config: Path, exports: bool) -> dict[str
     current: defaultdict[str, float] = defaultdict(float)
     began = time.perf_counter()
 
-    def end_step(self: run_module.Run, *args: Any) -> None:
+    def end_step(self: loop_module.Run, *args: Any) -> None:
         nonlocal began
         if exports:
             self.policy.export_hf(self.config.run_dir / "exported", durable=False)
@@ -61,7 +59,7 @@ def profile_steps(overrides: list[str], config: Path, exports: bool) -> dict[str
         began = time.perf_counter()
 
     take_port()
-    with _timed(current), mock.patch.object(run_module.Run, "save_if_due", end_step):
+    with _timed(current), mock.patch.object(loop_module.Run, "save_if_due", end_step):
         loaded = load_config(config, overrides)
         train_whole_run(loaded)
     return {"seconds": seconds}

@@ -18,9 +18,7 @@ from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.ops.ratio import importance_ratio
 from bapo_megatron.runtime.distributed import ProcessGroups
-from bapo_megatron.trainer.loss import LossStage
-from bapo_megatron.trainer.output import PolicyOutput
-from bapo_megatron.trainer.safe_tokens import UpdateContext
+from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.types import MicroBatch
 
 if TYPE_CHECKING:

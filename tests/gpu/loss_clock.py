@@ -10,8 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-from bapo_megatron.trainer.loss import LossStage
-from bapo_megatron.trainer.output import PolicyOutput
+from bapo_megatron.trainer.loss import LossStage, PolicyOutput
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -13,16 +14,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.algorithm.advantage import Advantages
+from bapo_megatron.algorithm.prediction import Predictor
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.ops.chunked import OutputHead
-from bapo_megatron.trainer.loss import LossStage
-from bapo_megatron.trainer.measurement import NUM_FAULTS, judge, measure
-from bapo_megatron.trainer.output import PolicyOutput
-from bapo_megatron.trainer.safe_tokens import UpdateContext
+from bapo_megatron.trainer.loss import Decided, LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.trainer.split import SplitShape, split_step
+from bapo_megatron.trainer.step import NUM_FAULTS, check
 from tests.gpu.training import read_batch_arrays, write_batch_arrays
 
 METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -142,30 +142,32 @@ def test_search_and_loss_never_wait_for_the_device(
         return hidden_NH.view_as(hidden_NH) if chunk_tokens else hidden_NH @ weight_VH.t()
 
     with _no_reads(device):
-        decision, nonfinite = None, None
+        decided = Decided((micro_batch,))
         if stage.collects:
             current = policy.read(output().detach(), micro_batch)
-            collected = stage.collect([current], [micro_batch], context, num_samples=16)
-            (micro_batch,) = collected.micro_batches
-            decision, nonfinite = collected.decision, collected.faults
-        loss, report = stage.loss(output(), micro_batch, decision=decision, context=context)
+            decided = stage.collect([current], [micro_batch], context, num_samples=16)
+            (micro_batch,) = decided.micro_batches
+        loss, report = stage.loss(output(), micro_batch, decision=decided.decision, context=context)
         loss.backward()
-        remarks = None
-        _, faults = stage.add_up([report], nonfinite)
-        if stage.predictor is not None and decision is not None:
+        _, _, verdict = check([report], decided, stage, groups)
+        stage.numbers.add([report], device)
+        if stage.objective.decisive is not None:
+            predictor = Predictor(stage.objective)
             for _ in range(2):  # without earlier updates, and with one
                 known_UK = stage.known_statistics([[micro_batch]], context)
-                prediction = stage.predictor.predict(known_UK[0])
-                given = prediction.decision
+                prediction = predictor.predict(known_UK[0])
                 _, predicted = stage.loss(
-                    output(), micro_batch, decision=given, context=context, adds_up=True
+                    output(),
+                    micro_batch,
+                    decision=prediction.decision,
+                    context=context,
+                    adds_up=True,
                 )
-                total, _ = stage.add_up([predicted], None)
-                stage.predictor.learn(total)
-            differs = stage.objective.decide(total)[0] != decision[0]
-            remarks = torch.stack([prediction.misses(decision), differs])
-        measurement = measure([report], stage, groups, num_decisions=1)
-        verdict = judge(measurement.decisions, faults, remarks, stage, groups)
+                relied = Decided((micro_batch,), prediction=prediction, is_predicted=True)
+                settled, _, _ = check([predicted], relied, stage, groups)
+                predictor.learn(settled.total)
+            trial = replace(decided, prediction=prediction, is_trial=True)
+            _, _, verdict = check([predicted], trial, stage, groups)
     assert verdict[:NUM_FAULTS].tolist() == [0.0] * NUM_FAULTS
     assert verdict[-1] == 0.0  # the statistics of both passes are the same
     assert torch.isfinite(loss)

@@ -18,9 +18,7 @@ from bapo_megatron.ops.chunked import chunked_logprobs
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.runtime.distributed import ProcessGroups
-from bapo_megatron.trainer.loss import LossStage
-from bapo_megatron.trainer.output import PolicyOutput
-from bapo_megatron.trainer.safe_tokens import UpdateContext
+from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
 from tests.policy.parity_ranks import hf_gradients

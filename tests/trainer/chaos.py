@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -17,6 +16,7 @@ from bapo_megatron.data.dump import read_batch
 from bapo_megatron.policy.checkpoint_files import ROLLOUT_NAME, find_latest
 from bapo_megatron.rollout.saved import read_saved
 from bapo_megatron.telemetry.sinks import read_metrics
+from tests.trainer.runs import sampling_settings
 
 if TYPE_CHECKING:
     import subprocess
@@ -29,40 +29,27 @@ GROUPS_PER_STEP = 4
 
 def write_config(directory: Path, model: Path, **changes: Any) -> Path:
     """A run whose steps take a second or two, on two servers of its own, one step ahead."""
-    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(9) for b in range(9)]
-    train = directory / "train.jsonl"
-    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {
-        "name": "chaos",
-        "run_dir": str(directory / "run"),
-        "model": {"path": str(model), "dtype": "float32"},
-        "data": {"train": {"path": str(train)}, "max_prompt_tokens": 32},
-        "rollout": {
-            "groups_per_step": GROUPS_PER_STEP,
-            "samples_per_group": 4,
-            "max_response_tokens": 160,
-            "oversample_groups": 2,
-            "async_steps": 1,
-            "stream_tokens": 8,
-            "server": {
-                "count": 2,
-                "max_total_tokens": 8192,
-                "mem_fraction": 0.2,
-                "start_timeout_s": 180,
-            },
-            "health": {
-                "interval_s": 0.5,
-                "timeout_s": 10,
-                "stuck_timeout_s": 40,
-                "patience_s": 240,
-            },
-        },
-        "algorithm": {"entropy_coefficient": 0.01, "updates_per_batch": 2},
-        "optimizer": {"lr": 1e-4},
-        "train": {"steps": 8, "max_tokens_per_micro_batch": 512},
-        "checkpoint": {"every_steps": 1},
-        "log": {"tensorboard": False},
+    server = {"count": 2, "max_total_tokens": 8192, "mem_fraction": 0.2, "start_timeout_s": 180}
+    rollout = {
+        "max_response_tokens": 160,
+        "temperature": 1.0,
+        "oversample_groups": 2,
+        "async_steps": 1,
+        "stream_tokens": 8,
+        "server": server,
+        "health": {"interval_s": 0.5, "timeout_s": 10, "stuck_timeout_s": 40, "patience_s": 240},
     }
+    settings = sampling_settings(
+        directory,
+        model,
+        rollout=rollout,
+        algorithm={"updates_per_batch": 2},
+        optimizer={"lr": 1e-4},
+        train={"steps": 8},
+        checkpoint={"every_steps": 1},
+        log={"tensorboard": False},
+    )
+    del settings["eval"], settings["reward"]
     path = directory / "run.yaml"
     path.write_text(yaml.safe_dump(settings | changes))
     return path

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
+from bapo_megatron.data.dump import read_batch
+from tests.launch import start
 from tests.trainer.dumps import MANY_STEPS, replay_settings, write_dumps
 
 if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
     from pathlib import Path
+
+    from tests.trainer.exact_policy import ExactPolicy
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +45,14 @@ def episode_dump(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -
 
 
 @pytest.fixture(scope="session")
+def exact(random_model: Path, episode_dump: Path) -> ExactPolicy:
+    """The responses of ``episode_dump``, by transformers in float64."""
+    from tests.trainer.exact_policy import ExactPolicy
+
+    return ExactPolicy(random_model, read_batch(episode_dump))
+
+
+@pytest.fixture(scope="session")
 def replay_config(
     tmp_path_factory: pytest.TempPathFactory, random_model: Path, mixed_dumps: Path
 ) -> Path:
@@ -46,3 +60,20 @@ def replay_config(
     path = tmp_path_factory.mktemp("config") / "replay.yaml"
     path.write_text(yaml.safe_dump(replay_settings(random_model, mixed_dumps, path.parent / "run")))
     return path
+
+
+@pytest.fixture
+def start_long(
+    replay_config: Path, many_dumps: Path, started: list[subprocess.Popen[str]]
+) -> Callable[..., subprocess.Popen[str]]:
+    """Starts a run of ``MANY_STEPS`` steps."""
+
+    def start_run(
+        run_dir: Path, *overrides: str, ranks: int = 2, **environment: str
+    ) -> subprocess.Popen[str]:
+        long = (f"run_dir={run_dir}", f"replay={many_dumps}", f"train.steps={MANY_STEPS}")
+        arguments = ["train", str(replay_config), *long, *overrides]
+        started.append(start(arguments, ranks=ranks, environment=environment))
+        return started[-1]
+
+    return start_run

@@ -13,17 +13,16 @@ import numpy as np
 import torch
 
 from tests.policy.tiny_models import load_reference
+from tests.trainer.one_update import TEMPERATURE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
     from bapo_megatron.types import RolloutBatch
 
-TEMPERATURE = 0.7
-"""As in ``aggregation_ranks``."""
 UNKNOWN_LOGPROB = -2.5
 """μ of a written token, which nothing may depend on."""
 
@@ -57,6 +56,11 @@ class ExactPolicy:
             behaviour_R[mask_R == 1] = torch.tensor(sample.behaviour_logprobs).double()
             self.masks.append(mask_R)
             self.behaviours.append(behaviour_R)
+
+    @property
+    def responses(self) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
+        """ℓ, μ and mask [R], and the advantage, of each response."""
+        return zip(self.logprobs, self.behaviours, self.masks, self.advantages, strict=True)
 
     @property
     def advantages(self) -> list[float]:

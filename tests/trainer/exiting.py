@@ -1,14 +1,15 @@
-"""Advantages and objectives of a user that end the process of a rank, in the second step."""
+"""Advantages of a user that end the process of a rank in the second step, or keep it waiting."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -17,35 +18,29 @@ if TYPE_CHECKING:
 GROUPS_OF_A_STEP = 4
 _calls = 0
 
-
-def _is_second_step() -> bool:
-    global _calls
-    _calls += 1
-    return _calls > GROUPS_OF_A_STEP
+if os.environ.get("RANK") == os.environ.get("LATE_RANK", "none"):
+    time.sleep(600)  # while it is imported
 
 
-def exits(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Call ``sys.exit``."""
-    if _is_second_step():
-        sys.exit(0)
-    return rewards - rewards.mean()
+def _in_second_step(end: Callable[[], object]) -> Callable[[Tensor, Sequence[Sample]], Tensor]:
+    def advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+        global _calls
+        _calls += 1
+        if _calls > GROUPS_OF_A_STEP:
+            end()
+        return rewards - rewards.mean()
+
+    return advantage
 
 
-def exits_at_once(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Call ``os._exit``."""
-    if _is_second_step():
-        os._exit(0)
-    return rewards - rewards.mean()
-
-
-def changes_directory(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Leave the directory in which the run was started."""
-    os.chdir("/")
-    return rewards - rewards.mean()
-
-
-def exits_in_c(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+def _exit_in_c() -> None:
     """End the process without Python's knowledge."""
-    if _is_second_step() and os.environ["RANK"] in os.environ["EXITING_RANKS"]:
+    if os.environ["RANK"] in os.environ["EXITING_RANKS"]:
         ctypes.CDLL(None)._exit(0)
-    return rewards - rewards.mean()
+
+
+exits = _in_second_step(lambda: sys.exit(0))
+exits_at_once = _in_second_step(lambda: os._exit(0))
+exits_in_c = _in_second_step(_exit_in_c)
+changes_directory = _in_second_step(lambda: os.chdir("/"))
+"""Leave the directory in which the run was started."""

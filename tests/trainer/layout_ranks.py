@@ -12,7 +12,7 @@ from torch import Tensor
 from bapo_megatron.config.load import load_config
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.distributed_launch import take_port
-from tests.trainer.whole_run import train_whole_run
+from tests.trainer.runs import train_whole_run
 
 SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")
 OVERLAP = ("megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true")

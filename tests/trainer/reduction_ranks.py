@@ -7,28 +7,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from bapo_megatron.algorithm.load_objective import load_objective
-from bapo_megatron.config.schema import AlgorithmConfig
+from bapo_megatron.algorithm.prediction import Prediction
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, REFUSED
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.runtime.distributed import ProcessGroups
-from bapo_megatron.trainer.loss import LossStage
-from bapo_megatron.trainer.measurement import NUM_FAULTS, judge, measure, read_measurements
-from bapo_megatron.trainer.records import Numbers, TokenReport
+from bapo_megatron.trainer.loss import Decided, LossStage
+from bapo_megatron.trainer.records import (
+    MeasuredUpdate,
+    Measurement,
+    TokenReport,
+    read_measurements,
+)
+from bapo_megatron.trainer.step import NUM_FAULTS, check
 from tests.distributed_launch import joined
+from tests.fakes.given_tokens import make_micro_batch, make_stage
 
-
-class _Stage(LossStage):
-    """A loss stage without a model's output."""
-
-    def __init__(self, groups: ProcessGroups) -> None:
-        loaded = load_objective(AlgorithmConfig())
-        self.objective = loaded.objective
-        self.decision_size = loaded.decision_size
-        self.numbers = Numbers(loaded.report_names, corrects=False)
-        self._data_group = groups.data
+MICRO_BATCH = make_micro_batch(behaviour_logprob_T=torch.zeros(1))
+LOCAL = {"bapo": {"scope": "micro_batch"}}
 
 
 def reduce_on_two_stages(
@@ -36,62 +32,82 @@ def reduce_on_two_stages(
 ) -> dict[str, Any]:
     """Rank 0 is the first pipeline stage and has no reports, rank 1 the last one."""
     with joined() as groups:
-        data_groups = [dist.new_group([0]), dist.new_group([1])]
-        staged = replace(
-            groups,
-            data=data_groups[groups.rank],
-            pipeline=dist.new_group([0, 1]),
-            pipeline_rank=groups.rank,
-            pipeline_size=2,
-        )
-        stage = _Stage(staged)
+        staged = _two_stages(groups)
+        stage = make_stage(staged, LOCAL)
         updates = [
             [_report(stage, scale, nonfinite_tokens, False), _report(stage, 10 * scale, 0, refused)]
             for scale in (1.0, 2.0)
         ]
-        return _read(stage, updates, torch.tensor(collected), staged, 2)
+        decided = Decided((MICRO_BATCH, MICRO_BATCH), faults=torch.tensor(collected))
+        return _read(stage, updates, decided, staged)
 
 
 def reduce_over_data_ranks() -> dict[str, Any]:
     """Two data-parallel ranks with one micro-batch each, and one search for both."""
     with joined() as groups:
-        stage = _Stage(groups)
+        stage = make_stage(groups, {})
         updates = [[_report(stage, scale + groups.rank, 0.0, False)] for scale in (1.0, 4.0)]
-        return _read(stage, updates, torch.tensor([groups.rank + 1, 2]), groups, 1)
+        faults = torch.tensor([groups.rank + 1, 2])
+        return _read(stage, updates, Decided((MICRO_BATCH,), _bounds(3.0), faults=faults), groups)
+
+
+def compare_on_two_stages() -> list[list[float]]:
+    """The remarks on a prediction that is right, and on one that is wrong, on each stage."""
+    with joined() as groups:
+        staged = _two_stages(groups)
+        stage = make_stage(staged, {})
+        reports = [_report(stage, 3.0, 0.0, False)] if staged.is_last_stage else []
+        remarks = []
+        for predicted in (3.0, 4.0):
+            prediction = Prediction(_bounds(predicted), slice(0, 2))
+            decided = Decided((MICRO_BATCH,), _bounds(3.0))
+            if staged.is_last_stage:
+                decided = replace(decided, prediction=prediction)
+            remarks.append(check(reports, decided, stage, staged)[2][NUM_FAULTS:].tolist())
+        return remarks
+
+
+def _two_stages(groups: ProcessGroups) -> ProcessGroups:
+    data_groups = [dist.new_group([0]), dist.new_group([1])]
+    return replace(
+        groups,
+        data=data_groups[groups.rank],
+        pipeline=dist.new_group([0, 1]),
+        pipeline_rank=groups.rank,
+        pipeline_size=2,
+    )
 
 
 def _read(
-    stage: _Stage,
-    updates: list[list[TokenReport]],
-    collected: Tensor,
-    groups: ProcessGroups,
-    num_decisions: int,
+    stage: LossStage, updates: list[list[TokenReport]], decided: Decided, groups: ProcessGroups
 ) -> dict[str, Any]:
     """Return what a rank learns of updates, and of the first before it is made."""
-    faults = remarks = None
-    if groups.is_last_stage:
-        faults = stage.add_up(updates[0], collected)[1]
-        remarks = torch.tensor([True, False])
     reports = updates if groups.is_last_stage else [[] for _ in updates]
-    measurements = [measure(own, stage, groups, num_decisions) for own in reports]
-    verdict = judge(measurements[0].decisions, faults, remarks, stage, groups).tolist()
-    results = read_measurements(measurements, stage, groups)
+    checks = [check(own, decided, stage, groups) for own in reports]
+    measurements = [
+        Measurement({}, MeasuredUpdate(*stage.numbers.add(own, groups.device), decisions))
+        for own, (_, decisions, _) in zip(reports, checks, strict=True)
+    ]
+    results = read_measurements(measurements, stage.numbers, stage.objective, groups)
     return {
         "tokens": [result.sums["tokens"] for result in results],
         "oldest": [result.maxima["rollout/staleness_max"] for result in results],
         "low": [[decision["bapo/clip_low"] for decision in r.decisions] for r in results],
-        "faults": verdict[:NUM_FAULTS],
-        "remarks": verdict[NUM_FAULTS:],
+        "faults": checks[0][2][:NUM_FAULTS].tolist(),
     }
 
 
-def _report(stage: _Stage, value: float, nonfinite_tokens: float, refused: bool) -> TokenReport:
+def _bounds(low: float, refused: bool = False) -> torch.Tensor:
+    bounds = torch.zeros(len(BOUNDS_FIELDS), dtype=torch.float64)
+    bounds[BOUNDS_FIELDS.index("low")] = low
+    bounds[BOUNDS_FIELDS.index("exit")] = REFUSED if refused else 0
+    return bounds
+
+
+def _report(stage: LossStage, value: float, nonfinite_tokens: float, refused: bool) -> TokenReport:
     sums, maxima = (zeros + value for zeros in stage.numbers.zeros(torch.device("cpu")))
     names = stage.numbers.sum_names
     sums[names.index("nonfinite_tokens")] = nonfinite_tokens
     sums[names.index("nonfinite_losses")] = 0
-    bounds = torch.zeros(len(BOUNDS_FIELDS), dtype=torch.float64)
-    bounds[BOUNDS_FIELDS.index("low")] = value
-    bounds[BOUNDS_FIELDS.index("exit")] = REFUSED if refused else 0
     policy = TokenLogprobs(torch.zeros(0), torch.zeros(0))
-    return TokenReport(sums=sums, maxima=maxima, decision=bounds, policy=policy)
+    return TokenReport(sums, maxima, _bounds(value, refused), policy)

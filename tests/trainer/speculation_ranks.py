@@ -10,24 +10,14 @@ from unittest import mock
 import numpy as np
 from torch import Tensor
 
-from bapo_megatron.config.megatron import (
-    MegatronConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-)
-from bapo_megatron.config.rollout import StalenessConfig
-from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, TrainConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer import speculation
-from bapo_megatron.trainer.output import PolicyOutput
-from bapo_megatron.trainer.split import split_shape
-from bapo_megatron.trainer.step import BatchTrainer
+from bapo_megatron.trainer.loss import PolicyOutput
 from bapo_megatron.types import FinishReason, RolloutBatch, UpdateResult
 from tests.distributed_launch import joined
+from tests.trainer import one_update
 
 
 @dataclass(frozen=True)
@@ -80,39 +70,27 @@ def train_with_other_kernels(model_dir: Path, dumps: Path) -> Outcome:
 
 
 def _train(model_dir: Path, dumps: Path, case: Case, mode: str, groups: ProcessGroups) -> Outcome:
-    ops, parallel = OpsConfig.model_validate(case.ops), ParallelConfig.model_validate(case.sizes)
-    megatron = MegatronConfig.model_validate(case.megatron)
-    policy = MegatronPolicy.build(
-        ModelConfig(path=model_dir, dtype="float32"),
-        parallel,
-        OptimizerConfig(lr=1e-3),
-        megatron=megatron,
-        total_updates=100,
-        seed=0,
-        groups=groups,
-        returns_hidden_states=ops.logits_chunk_tokens > 0,
+    algorithm = {"updates_per_batch": 2, **case.algorithm}
+    algorithm["bapo"] = {"target": 0.34, "speculate": mode}
+    algorithm["m2po"] = {**algorithm.get("m2po", {}), "speculate": mode}
+    trainer = one_update.build_trainer(
+        model_dir,
+        groups,
+        one_update.Case(algorithm, ops=case.ops, budget=192),
+        sizes=case.sizes,
+        optimizer={"lr": 1e-3},
+        megatron=case.megatron,
+        masked_reasons={FinishReason.LENGTH},
     )
-    settings = {"updates_per_batch": 2, "entropy_coefficient": 0.01, **case.algorithm}
-    settings["bapo"] = {"target": 0.34, **settings.get("bapo", {}), "speculate": mode}
-    settings["m2po"] = {**settings.get("m2po", {}), "speculate": mode}
-    config = AlgorithmConfig.model_validate(settings)
-    shape = split_shape(policy, parallel, megatron, TrainConfig(max_tokens_per_micro_batch=192))
     said: list[str] = []
     results: list[UpdateResult] = []
     with mock.patch.object(speculation, "say", said.append):
-        for part in (slice(0, 2), slice(2, None)):  # what was learnt is lost, as in a resume
-            trainer = BatchTrainer(
-                policy=policy,
-                config=config,
-                ops=ops,
-                temperature=0.7,
-                staleness=StalenessConfig(),
-                shape=shape,
-                masked_reasons={FinishReason.LENGTH},
-            )
+        for part in (slice(0, 2), slice(2, None)):
+            trainer = replace(trainer)  # what was learnt is lost, as in a resume
             for path in sorted(dumps.glob("step_*.parquet"))[part]:
                 results += trainer.train(_spoiled(read_batch(path), case.spoils))
-    weights = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+    chunks = trainer.policy.chunks
+    weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
     return Outcome(results, weights, said)
 
 

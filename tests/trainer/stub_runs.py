@@ -29,14 +29,14 @@ from bapo_megatron.runtime.distributed import shutdown_distributed
 from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.telemetry import hang
 from bapo_megatron.telemetry.sinks import read_metrics
-from bapo_megatron.trainer import generation, opening
+from bapo_megatron.trainer import loop, opening
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.stopping import Stopping
 from tests.distributed_launch import take_port
 from tests.launch import free_port
 from tests.trainer.dumps import replay_settings
+from tests.trainer.runs import train_whole_run
 from tests.trainer.stub_source import StubSource
-from tests.trainer.whole_run import train_whole_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from bapo_megatron.types import RolloutBatch, Sample
 
 QUIET = {"tensorboard": False, "console": False}
+BEST = {"best": "eval/sums/avg_at_k", "keep_last": 1, "asynchronous": True}
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Outcome:
 
     error: str
     calls: list[str]
+    """Of the source."""
     rows: list[dict[str, float]]
     checkpoint: str
     saved_state: dict[str, Any]
@@ -62,21 +64,32 @@ class Outcome:
     kept: list[str]
     """What is in the directory of checkpoints."""
     best: BestCheckpoint | None
-    stacks: str
-    """What this rank wrote of its stacks."""
-    collectives: set[str]
-    """The kinds of collectives that it wrote."""
-    scraped: str
-    """What Prometheus got."""
     is_marked: bool
     """Whether the run directory says that the run was stopped."""
+    stacks: str
+    collectives: set[str]
+    """Kinds of the collectives that were written with the stacks."""
+    scraped: str
+    """What Prometheus got."""
+
+
+def _train(num_steps: int) -> dict[str, int]:
+    return {"steps": num_steps, "max_tokens_per_micro_batch": 128}
+
+
+def _evaluate(root: Path, **changes: Any) -> dict[str, Any]:
+    """An evaluation of one problem after every step."""
+    data = root / "sums.jsonl"
+    data.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    sets = [{"path": str(data)}]
+    return {"sets": sets, "every_steps": 1, "at_start": False, "max_response_tokens": 64, **changes}
 
 
 def _outcome(
     model: Path,
     dumps: Path,
     run_dir: Path,
-    on_collect: dict[int, Callable[[StubSource], bool]],
+    on_collect: dict[int, Callable[[StubSource], bool]] | None = None,
     weight_sync: dict[str, Any] | None = None,
     right: dict[int, int] | None = None,
     signals: Signals | None = None,
@@ -96,13 +109,15 @@ def _outcome(
             "weight_sync": weight_sync or {},
         },
         "checkpoint": {"every_steps": 1},
-        "train": {"steps": 3, "max_tokens_per_micro_batch": 128},
+        "train": _train(3),
         "log": QUIET,
         **changes,
     }
     config = RunConfig.model_validate(settings)
     stopping = Stopping(config.train)
-    source = StubSource(dumps, on_collect, right=right or {}, loses_weights_in=loses_weights_in)
+    source = StubSource(
+        dumps, on_collect or {}, right=right or {}, loses_weights_in=loses_weights_in
+    )
     opening.open_source = lambda *_: source
     take_port()
     error = ""
@@ -111,7 +126,7 @@ def _outcome(
             if signals is not None:
                 stopping.listen(keeps_time=False)
                 source.at = functools.partial(signals.at, stopping)
-                stack.enter_context(mock.patch.object(generation, "_MAX_SILENCE_S", 0.1))
+                stack.enter_context(mock.patch.object(loop, "_MAX_SILENCE_S", 0.1))
                 stack.enter_context(mock.patch.object(BatchTrainer, "train", _observed(source)))
                 stack.enter_context(mock.patch.object(Stopping, "joining", _begun(source)))
             train_whole_run(config, stopping)
@@ -119,26 +134,23 @@ def _outcome(
         error = f"{type(caught).__name__}: {caught}"
     finally:
         shutdown_distributed()
-    checkpoints = run_dir / "checkpoints"
-    latest = find_latest(checkpoints)
-    metrics = run_dir / "metrics.jsonl"
+    checkpoints, logs, rank = run_dir / "checkpoints", run_dir / "logs", os.environ["RANK"]
+    latest, metrics = find_latest(checkpoints), run_dir / "metrics.jsonl"
+    traced, stacks = logs / f"gloo_trace_rank_{rank}", logs / f"stacks_rank_{rank}.txt"
+    trace = pickle.loads(traced.read_bytes()) if traced.exists() else {"entries": []}
     scraped = run_dir.parent / "scraped"
-    traced = run_dir / "logs" / f"gloo_trace_rank_{os.environ['RANK']}"
-    stacks = run_dir / "logs" / f"stacks_rank_{os.environ['RANK']}.txt"
     return Outcome(
-        error,
-        source.calls,
-        read_metrics(metrics) if metrics.exists() else [],
-        latest.name if latest else "",
-        json.loads((latest / ROLLOUT_NAME).read_text()) if latest else {},
-        sorted(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else [],
-        find_best(checkpoints) if os.environ["RANK"] == "0" else None,
-        stacks.read_text() if stacks.exists() else "",
-        {e["profiling_name"] for e in pickle.loads(traced.read_bytes())["entries"]}
-        if traced.exists()
-        else set(),
-        scraped.read_text() if scraped.exists() else "",
-        (run_dir / "stopped").exists(),
+        error=error,
+        calls=source.calls,
+        rows=read_metrics(metrics) if metrics.exists() else [],
+        checkpoint=latest.name if latest else "",
+        saved_state=json.loads((latest / ROLLOUT_NAME).read_text()) if latest else {},
+        kept=sorted(path.name for path in checkpoints.glob("*")),
+        best=find_best(checkpoints) if rank == "0" else None,
+        is_marked=(run_dir / "stopped").exists(),
+        stacks=stacks.read_text() if stacks.exists() else "",
+        collectives={entry["profiling_name"] for entry in trace["entries"]},
+        scraped=scraped.read_text() if scraped.exists() else "",
     )
 
 
@@ -226,12 +238,7 @@ def stopped_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
             {1: _occupy(root / name / "checkpoints")} if name == "full" else {},
             right={1: 2, 2: 4, 3: 3},
             signals=Signals(moments, rank, number, pids),
-            eval={
-                "sets": [{"path": str(root / "train.jsonl")}],
-                "every_steps": 1,
-                "at_start": False,
-                "max_response_tokens": 64,
-            },
+            eval=_evaluate(root),
             resume=True,
             **changes,
         )
@@ -257,29 +264,16 @@ def one_rank(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
 
 def beside_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
     """Evaluations beside the next step, one of them given up; and a run that ends, and goes on."""
-    data = root / "sums.jsonl"
-    data.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
     settings: dict[str, Any] = {
         "right": {1: 2, 2: 6, 3: 4, 4: 3},
-        "train": {"steps": 4, "max_tokens_per_micro_batch": 128},
-        "eval": {
-            "sets": [{"path": str(data)}],
-            "every_steps": 1,
-            "at_start": False,
-            "max_response_tokens": 64,
-            "overlap": True,
-        },
-        "checkpoint": {
-            "best": "eval/sums/avg_at_k",
-            "keep_last": 1,
-            "every_steps": 1,
-            "asynchronous": True,
-        },
+        "train": _train(4),
+        "eval": _evaluate(root, overlap=True),
+        "checkpoint": BEST | {"every_steps": 1},
     }
     return {
-        "whole": _outcome(model, dumps, root / "whole", {}, loses_weights_in=3, **settings),
+        "whole": _outcome(model, dumps, root / "whole", loses_weights_in=3, **settings),
         "failed": _outcome(model, dumps, root / "failed", {3: _fail}, **settings),
-        "resumed": _outcome(model, dumps, root / "failed", {}, resume=True, **settings),
+        "resumed": _outcome(model, dumps, root / "failed", resume=True, **settings),
     }
 
 
@@ -310,12 +304,8 @@ def two_ranks(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
             root / "full",
             {1: _block(root / "full" / "weights")},
             weight_sync={"method": "disk"},
-            algorithm={
-                "objective": "clip",
-                "behaviour": "recomputed",
-                "updates_per_batch": 2,
-                "epochs": 2,
-            },
+            algorithm={"objective": "clip", "behaviour": "recomputed"}
+            | {"updates_per_batch": 2, "epochs": 2},
         ),
     }
 
@@ -358,8 +348,7 @@ def stand_still(model: Path, dumps: Path, root: Path) -> Outcome:
             model,
             dumps,
             root / "still",
-            {},
-            train={"steps": 2, "max_tokens_per_micro_batch": 128},
+            train=_train(2),
             log={**QUIET, "hang_s": 2.0},  # a busy machine may keep a thread from telling for 1 s
         )
 
@@ -367,8 +356,6 @@ def stand_still(model: Path, dumps: Path, root: Path) -> Outcome:
 def best_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
     """A run that keeps the best checkpoint, resumed, and resumed from before the best one."""
     run_dir = root / "best"
-    data = root / "sums.jsonl"
-    data.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
     # Steps 1, 2 and 6 are better than all before them; step 3 only equals the second.
     right = {1: 2, 2: 4, 3: 4, 4: 3, 5: 3, 6: 6}
 
@@ -377,22 +364,11 @@ def best_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
             model,
             dumps,
             run_dir,
-            {},
             right=right,
             resume=resume,
-            train={"steps": steps, "max_tokens_per_micro_batch": 128},
-            eval={
-                "sets": [{"path": str(data)}],
-                "every_steps": 1,
-                "at_start": False,
-                "max_response_tokens": 64,
-            },
-            checkpoint={
-                "best": "eval/sums/avg_at_k",
-                "keep_last": 1,
-                "asynchronous": True,
-                **checkpoint,
-            },
+            train=_train(steps),
+            eval=_evaluate(root),
+            checkpoint=BEST | checkpoint,
         )
 
     found = {"first": run(4, resume=False), "resumed": run(5, resume=True)}

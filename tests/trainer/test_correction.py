@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 
 from bapo_megatron.data.dump import read_batch, write_batch
 from bapo_megatron.data.staleness import spans_of, token_versions
-from bapo_megatron.telemetry.sinks import read_metrics
-from bapo_megatron.types import RolloutBatch
+from bapo_megatron.types import RolloutBatch, Sample
 from tests.distributed_launch import run_ranks
-from tests.launch import run
-from tests.trainer.aggregation_ranks import gradients_of_each_setting
 from tests.trainer.exact_policy import ExactPolicy
+from tests.trainer.one_update import Case, Updates, assert_same_gradients, make_updates
+from tests.trainer.runs import differing_weights, refusal, train
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,23 +31,20 @@ MASKED_TOKENS = {"measure": "token", "max_age": 3, "action": "mask"}
 MASKED_RESPONSES = {"measure": "mean", "max_age": 1, "action": "mask"}
 
 
-def _correction(kind: str, **further: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {**RECOMPUTED, "correction": {"kind": kind, **LIMITS}, **further}, {}
+def _correction(kind: str) -> dict[str, Any]:
+    return {**RECOMPUTED, "correction": {"kind": kind, **LIMITS}}
 
 
 COUNTS = ("corrected_tokens", "correction_capped", "correction_masked")
 
-SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "none": (RECOMPUTED, {}),
-    "token": _correction("token"),
-    "sequence": _correction("sequence"),
-    "icepop": _correction("icepop"),
-    "geometric": _correction("geometric"),
-    "masked tokens": ({}, MASKED_TOKENS),
-    "masked responses": ({"loss_aggregation": "sequence_mean"}, MASKED_RESPONSES),
-    "sequence, masked tokens": (_correction("sequence")[0], MASKED_TOKENS),
+KINDS = ("token", "sequence", "icepop", "geometric")
+CASES = {
+    "none": Case(RECOMPUTED),
+    **{kind: Case(_correction(kind)) for kind in KINDS},
+    "masked tokens": Case(staleness=MASKED_TOKENS),
+    "masked responses": Case({"loss_aggregation": "sequence_mean"}, MASKED_RESPONSES),
+    "sequence, masked tokens": Case(_correction("sequence"), MASKED_TOKENS),
 }
-"""Sections algorithm and rollout.staleness by name."""
 DIVIDED = ("icepop", "geometric", "masked responses", "sequence, masked tokens")
 """What a layout could get wrong: limits per token and per response, and both masks."""
 
@@ -76,20 +72,16 @@ def stale_dump(
 
 
 @pytest.fixture(scope="module")
-def one_rank(random_model: Path, stale_dump: Path) -> dict[str, dict[str, Any]]:
-    return run_ranks(gradients_of_each_setting, 1, random_model, stale_dump, {}, SETTINGS)[0]
+def one_rank(random_model: Path, stale_dump: Path) -> Updates:
+    return run_ranks(make_updates, 1, random_model, stale_dump, {}, CASES)[0]
 
 
 @pytest.fixture(scope="module")
-def exact(random_model: Path, stale_dump: Path) -> dict[str, Any]:
-    """The batch, its exact log-probs and its advantages."""
+def exact(random_model: Path, stale_dump: Path) -> list[tuple[Sample, np.ndarray, float]]:
+    """Each sample of the batch, with its exact log-probs [R] and its advantage."""
     batch = read_batch(stale_dump)
     policy = ExactPolicy(random_model, batch)
-    return {
-        "batch": batch,
-        "logprobs": _exact_logprobs(policy),
-        "advantages": policy.advantages,
-    }
+    return list(zip(batch.samples, _exact_logprobs(policy), policy.advantages, strict=True))
 
 
 def _exact_logprobs(policy: ExactPolicy) -> list[np.ndarray]:
@@ -105,22 +97,14 @@ def _assert_same_update(actual: dict[str, Any], expected: dict[str, Any]) -> Non
     for name in {"policy_loss", "entropy", "correction_weight"} & expected["sums"].keys():
         assert actual["sums"][name] == pytest.approx(expected["sums"][name], rel=2e-5), name
     assert actual["maxima"] == pytest.approx(expected["maxima"], rel=2e-5)
-    for name, gradient in expected["gradients"].items():
-        scale = max(1.0, float(gradient.abs().max()))
-        difference = float((actual["gradients"][name] - gradient).abs().max())
-        assert difference <= 1e-5 * scale, name
+    assert_same_gradients(actual["gradients"], expected["gradients"], 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["token", "sequence", "icepop", "geometric"])
-def test_the_loss_is_weighed_as_defined(
-    one_rank: dict[str, dict[str, Any]], exact: dict[str, Any], kind: str
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_weighed_as_defined(one_rank: Updates, exact: list[Any], kind: str) -> None:
     # The first update has ratio 1, so its loss is minus the mean of w · A.
     loss, weights, raw = 0.0, [], []
-    samples = exact["batch"].samples
-    for sample, exact_R, advantage in zip(
-        samples, exact["logprobs"], exact["advantages"], strict=True
-    ):
+    for sample, exact_R, advantage in exact:
         log_R = exact_R - sample.behaviour_logprobs.astype(np.float64)
         whole = {"sequence": log_R.sum(), "geometric": log_R.mean()}
         raw_R = np.exp(np.full_like(log_R, whole[kind]) if kind in whole else log_R)
@@ -143,10 +127,8 @@ def test_the_loss_is_weighed_as_defined(
     assert 0 < masked + capped < len(weight_T)
 
 
-@pytest.mark.parametrize("kind", ["token", "sequence", "icepop", "geometric"])
-def test_a_correction_changes_neither_bounds_nor_entropy(
-    one_rank: dict[str, dict[str, Any]], kind: str
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_correction_changes_neither_bounds_nor_entropy(one_rank: Updates, kind: str) -> None:
     plain, corrected = one_rank["none"], one_rank[kind]
     assert corrected["bounds"] == plain["bounds"]
     for name in ("entropy", "kl_behaviour", "tokens"):
@@ -161,26 +143,23 @@ def test_tokens_that_icepop_leaves_out_keep_their_entropy_bonus(
 ) -> None:
     # A range that nothing is in leaves the bonus alone.
     outside = {"kind": "icepop", "low": 1.0, "high": 1.0}
-    settings = {
-        "bonus": ({**RECOMPUTED, "correction": outside}, {}),
-        "nothing": ({**RECOMPUTED, "correction": outside, "entropy_coefficient": 1e-9}, {}),
+    algorithm = {**RECOMPUTED, "correction": outside}
+    cases = {
+        "bonus": Case(algorithm),
+        "nothing": Case({**algorithm, "entropy_coefficient": 1e-9}),
     }
-    results = run_ranks(gradients_of_each_setting, 1, random_model, stale_dump, {}, settings)[0]
+    (updates,) = run_ranks(make_updates, 1, random_model, stale_dump, {}, cases)
     name = "lm_head.weight"
-    assert results["bonus"]["sums"]["policy_loss"] == 0.0
-    bonus, nothing = (float(results[n]["gradients"][name].abs().max()) for n in settings)
+    assert updates["bonus"]["sums"]["policy_loss"] == 0.0
+    bonus, nothing = (float(updates[n]["gradients"][name].abs().max()) for n in cases)
     assert bonus > 1e4 * nothing > 0
 
 
 @pytest.mark.parametrize("name", ["masked tokens", "masked responses"])
-def test_masked_tokens_are_in_no_sum(
-    one_rank: dict[str, dict[str, Any]], exact: dict[str, Any], name: str
-) -> None:
+def test_masked_tokens_are_in_no_sum(one_rank: Updates, exact: list[Any], name: str) -> None:
     low, high = one_rank[name]["bounds"]
     kept, losses, staleness = 0, [], 0.0
-    for sample, exact_R, advantage in zip(
-        exact["batch"].samples, exact["logprobs"], exact["advantages"], strict=True
-    ):
+    for sample, exact_R, advantage in exact:
         age_R = 9 - token_versions(sample.versions)
         trains_R = age_R <= 3 if name == "masked tokens" else np.full(len(age_R), age_R.mean() <= 1)
         ratio_R = np.exp(exact_R - sample.behaviour_logprobs)[trains_R]
@@ -193,9 +172,9 @@ def test_masked_tokens_are_in_no_sum(
         expected = sum(loss for loss, _ in losses) / kept
     else:
         expected = sum(loss / length for loss, length in losses) / len(losses)
-        assert len(losses) < len(exact["batch"].samples)
+        assert len(losses) < len(exact)
     sums = one_rank[name]["sums"]
-    total = sum(len(logprob_R) for logprob_R in exact["logprobs"])
+    total = sum(len(exact_R) for _, exact_R, _ in exact)
     assert 0 < kept < total
     assert sums["tokens"] == kept
     assert (sums["response_tokens"], sums["masked_tokens"]) == (total, total - kept)
@@ -203,26 +182,15 @@ def test_masked_tokens_are_in_no_sum(
     assert sums["policy_loss"] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param({"context": 2}, id="CP 2"),
-        pytest.param({"tensor": 2}, id="TP 2"),
-        pytest.param({"pipeline": 2}, id="PP 2"),
-        pytest.param({}, id="DP 2"),
-    ],
-)
+@pytest.mark.parametrize("sizes", [{"context": 2}, {"tensor": 2}, {"pipeline": 2}, {}], ids=str)
 def test_layouts_weigh_and_mask_alike(
-    one_rank: dict[str, dict[str, Any]],
-    random_model: Path,
-    stale_dump: Path,
-    sizes: dict[str, int],
+    one_rank: Updates, random_model: Path, stale_dump: Path, sizes: dict[str, int]
 ) -> None:
-    settings = {name: SETTINGS[name] for name in DIVIDED}
-    ranks = run_ranks(gradients_of_each_setting, 2, random_model, stale_dump, sizes, settings)
-    for results in ranks[:1] if "pipeline" in sizes else ranks:
+    cases = {name: CASES[name] for name in DIVIDED}
+    ranks = run_ranks(make_updates, 2, random_model, stale_dump, sizes, cases)
+    for updates in ranks[:1] if "pipeline" in sizes else ranks:
         for name in DIVIDED:
-            _assert_same_update(results[name], one_rank[name])
+            _assert_same_update(updates[name], one_rank[name])
 
 
 def test_a_batch_in_which_everything_is_masked_is_skipped_on_every_rank(
@@ -234,29 +202,23 @@ def test_a_batch_in_which_everything_is_masked_is_skipped_on_every_rank(
         versions_R[0] = 4
         sample.versions = spans_of(versions_R)
     write_batch(tmp_path / "dumps" / "step_000001.parquet", batch)
-    arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}"]
-    arguments += [f"replay={tmp_path / 'dumps'}", "train.steps=1", "algorithm.behaviour=recomputed"]
-    arguments += ["rollout.staleness={max_age: 4, measure: oldest, action: mask}"]
+    settings = [f"replay={tmp_path / 'dumps'}", "train.steps=1", "algorithm.behaviour=recomputed"]
+    settings.append("rollout.staleness={max_age: 4, measure: oldest, action: mask}")
     # A bonus trains tokens of any advantage, but none that is masked.
-    result = run([*arguments, "algorithm.entropy_coefficient=0.01"], ranks=2)
-    assert result.returncode == 0, result.stderr
-    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    settings.append("algorithm.entropy_coefficient=0.01")
+    (row,) = train(replay_config, tmp_path / "run", *settings, ranks=2)
     assert row["rollout/masked_token_share"] == 1.0
     assert (row["train/updates"], row["train/skipped_updates"]) == (0.0, 2.0)
     before = load_file(random_model / "model.safetensors")
-    after = load_file(tmp_path / "run" / "hf" / "model.safetensors")
-    assert all(before[name].equal(after[name]) for name in before)
+    assert not differing_weights(tmp_path / "run", before)
 
 
 def test_ages_grow_with_every_update_that_a_batch_serves(
     replay_config: Path, stale_dump: Path, tmp_path: Path
 ) -> None:
-    arguments = ["train", str(replay_config), f"run_dir={tmp_path}", f"replay={stale_dump.parent}"]
-    arguments += ["train.steps=1", "algorithm.updates_per_batch=2", "algorithm.epochs=2"]
-    arguments += ["checkpoint.at_end=false"]
-    result = run(arguments)
-    assert result.returncode == 0, result.stderr
-    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    settings = [f"replay={stale_dump.parent}", "train.steps=1", "checkpoint.at_end=false"]
+    settings += ["algorithm.updates_per_batch=2", "algorithm.epochs=2"]
+    (row,) = train(replay_config, tmp_path, *settings)
     halves = [
         np.concatenate([9 - token_versions(s.versions) for group in groups for s in group.samples])
         for batch in [read_batch(stale_dump)]
@@ -282,8 +244,6 @@ def test_an_engine_log_prob_that_is_not_finite_is_named(
     write_batch(tmp_path / "dumps" / "step_000001.parquet", batch)
     arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}"]
     arguments += [f"replay={tmp_path / 'dumps'}", "train.steps=1", "algorithm.behaviour=recomputed"]
-    result = run([*arguments, "algorithm.correction.kind=sequence"])
-    assert result.returncode != 0
-    (line,) = [row for row in result.stderr.splitlines() if row.startswith("bapo-megatron:")]
+    _, line = refusal([*arguments, "algorithm.correction.kind=sequence"])
     assert "sample 1 of group 2" in line
     assert "response token 3: behaviour log-prob is -inf" in line

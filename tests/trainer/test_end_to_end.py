@@ -13,8 +13,8 @@ from bapo_megatron.telemetry.sinks import read_metrics
 from tests.docs.metric_names import unlisted
 from tests.launch import run, torchrun
 from tests.policy.tiny_models import load_reference
-from tests.reward.own_functions import EVEN_LENGTH
 from tests.trainer.chaos import steps
+from tests.trainer.runs import sampling_settings, train
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,44 +33,18 @@ pytestmark = [pytest.mark.sglang, pytest.mark.distributed]
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
-    """Two steps of one update each, sampled at temperature 0.6; a random model answers nothing."""
+    """Two steps of one update each, sampled at temperature 0.6."""
     directory = tmp_path_factory.mktemp("end_to_end")
-    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(9) for b in range(9)]
-    for name, part in (("train", rows[:60]), ("heldout", rows[60:])):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
-    path = directory / "run.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "name": "end-to-end",
-                "run_dir": str(directory / "run"),
-                "model": {"path": str(random_model), "dtype": "float32"},
-                "data": {
-                    "train": {"path": str(directory / "train.jsonl")},
-                    "max_prompt_tokens": 32,
-                },
-                "rollout": {
-                    "groups_per_step": 4,
-                    "samples_per_group": 4,
-                    "max_response_tokens": 24,
-                    "temperature": 0.6,
-                    "oversample_groups": 2,
-                    "server": {"max_total_tokens": 8192, "mem_fraction": 0.3},
-                },
-                "algorithm": {"entropy_coefficient": 0.01},
-                # With the usual epsilon Adam's first step is the sign of each gradient: rounding
-                # would decide where two layouts move the weights.
-                "optimizer": {"lr": 1e-3, "eps": 1e-4},
-                "reward": {"workers": 1, "functions": [EVEN_LENGTH]},
-                "train": {"steps": 2, "max_tokens_per_micro_batch": 512},
-                "eval": {
-                    "sets": [{"path": str(directory / "heldout.jsonl"), "name": "sums"}],
-                    "samples_per_prompt": 2,
-                    "max_response_tokens": 24,
-                },
-            }
-        )
+    settings = sampling_settings(
+        directory,
+        random_model,
+        rollout={"oversample_groups": 2, "server": {"max_total_tokens": 8192, "mem_fraction": 0.3}},
+        # With the usual epsilon Adam's first step is the sign of each gradient: rounding would
+        # decide where two layouts move the weights.
+        optimizer={"eps": 1e-4},
     )
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
     return path
 
 
@@ -131,8 +105,7 @@ def test_the_dumps_of_a_run_replay_to_the_same_losses_in_another_layout(
     config: Path, finished: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    result = run(["train", str(config), f"run_dir={run_dir}", f"replay={finished / 'rollouts'}"])
-    assert result.returncode == 0, result.stderr
+    train(config, run_dir, f"replay={finished / 'rollouts'}")
     for row, reference in zip(steps(run_dir), steps(finished), strict=True):
         assert reference["policy/grad_norm"] > 0.1  # more than the entropy's alone
         for name in ("loss/policy", "policy/grad_norm", "mismatch/logprob_abs_max"):

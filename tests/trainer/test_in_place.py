@@ -19,21 +19,14 @@ def watched(random_model: Path, mixed_dumps: Path) -> dict[str, Any]:
     return run_ranks(watch_the_logits, 1, random_model, mixed_dumps / "step_000001.parquet")[0]
 
 
-def test_logits_come_in_the_type_of_the_model(watched: dict[str, Any]) -> None:
-    assert watched["seen"]["dtype"] == torch.bfloat16
-
-
-def test_logits_are_the_output_of_the_head_itself_and_no_copy(watched: dict[str, Any]) -> None:
-    assert watched["seen"]["same_storage"]
-
-
-def test_the_head_keeps_its_input_and_weight_but_not_its_output(watched: dict[str, Any]) -> None:
-    assert watched["seen"]["saved_by_linear"]
-    assert not any(watched["seen"]["saved_by_linear"])
-
-
-def test_the_loss_is_no_view(watched: dict[str, Any]) -> None:
-    assert not watched["seen"]["loss_is_view"]
+def test_logits_are_the_output_of_the_head_itself_which_keeps_only_its_input_and_weight(
+    watched: dict[str, Any],
+) -> None:
+    seen = watched["seen"]
+    assert seen["dtype"] == torch.bfloat16  # that of the model
+    assert seen["same_storage"]
+    assert seen["saved_by_linear"]
+    assert not any(seen["saved_by_linear"])
 
 
 def test_overwriting_the_logits_changes_no_gradient(watched: dict[str, Any]) -> None:
@@ -45,5 +38,4 @@ def test_overwriting_the_logits_changes_no_gradient(watched: dict[str, Any]) -> 
 
 
 def test_a_model_with_multi_token_prediction_is_refused(random_model: Path) -> None:
-    (message,) = run_ranks(refuse_multi_token_prediction, 1, random_model)
-    assert message.startswith("multi-token prediction adds its loss inside the model")
+    assert run_ranks(refuse_multi_token_prediction, 1, random_model) == [True]

@@ -45,27 +45,22 @@ def trained(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_layout_trains_like_one_rank(trained: dict[str, Outcome], case: Case) -> None:
-    rows, expected = trained[case.name].rows, trained[case.reference.name].rows
-    assert len(rows) == len(expected) == 2
-    for row, reference in zip(rows, expected, strict=True):
+def test_a_layout_trains_like_one_rank_and_exports_its_weights(
+    trained: dict[str, Outcome], random_model: Path, case: Case
+) -> None:
+    outcome, expected = trained[case.name], trained[case.reference.name]
+    assert len(outcome.rows) == len(expected.rows) == 2
+    for row, reference in zip(outcome.rows, expected.rows, strict=True):
         assert row["policy/grad_norm"] > 0.01
         for name in SAME:
             assert row[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-5), name
         for name in EQUAL:
             assert row[name] == reference[name], name
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_layout_exports_the_weights_of_one_rank(
-    trained: dict[str, Outcome], random_model: Path, case: Case
-) -> None:
-    weights, expected = trained[case.name].weights, trained[case.reference.name].weights
     start = load_file(random_model / "model.safetensors")
-    assert weights.keys() == expected.keys() == start.keys()
-    for name, weight in weights.items():
+    assert outcome.weights.keys() == expected.weights.keys() == start.keys()
+    for name, weight in outcome.weights.items():
         assert (weight - start[name]).abs().max() > 1e-4, name  # Adam moves all by lr at least once
-        assert (weight - expected[name]).abs().max() < 1e-4, name
+        assert (weight - expected.weights[name]).abs().max() < 1e-4, name
 
 
 def test_the_bounds_that_layouts_agree_on_are_not_all_alike(

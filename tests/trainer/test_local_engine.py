@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,9 @@ import pytest
 import yaml
 
 from bapo_megatron.data.dump import read_batch
-from bapo_megatron.telemetry.sinks import read_metrics
-from tests.launch import run, start
-from tests.reward.own_functions import EVEN_LENGTH
+from tests.launch import start
 from tests.trainer.chaos import steps, wait_for
-from tests.trainer.same_runs import assert_same_training
+from tests.trainer.runs import assert_same_training, sampling_settings, train
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,37 +35,18 @@ RANKS = {"ahead": 1, "fixed lag": 2, "rounds": 1}
 def configs(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dict[str, Path]:
     """Four steps of two updates, saved at every step, in each mode of generation."""
     directory = tmp_path_factory.mktemp("local")
-    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(9) for b in range(9)]
-    for name, part in (("train", rows[:60]), ("heldout", rows[60:])):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
     paths = {}
     for mode, rollout in MODES.items():
-        settings = {
-            "name": "local",
-            "run_dir": str(directory / "unused"),
-            "model": {"path": str(random_model), "dtype": "float32"},
-            "data": {"train": {"path": str(directory / "train.jsonl")}, "max_prompt_tokens": 32},
-            "rollout": {
-                "engine": "local",
-                "groups_per_step": GROUPS_PER_STEP,
-                "samples_per_group": 4,
-                "max_response_tokens": 24,
-                "temperature": 0.6,
-                **rollout,
-            },
-            "algorithm": {"updates_per_batch": 2, "entropy_coefficient": 0.01},
-            "optimizer": {"lr": 1e-3},
-            "reward": {"functions": [EVEN_LENGTH], "workers": 1},
-            "train": {"steps": STEPS, "max_tokens_per_micro_batch": 512},
-            "checkpoint": {"every_steps": 1, "keep_last": 9},
-            "eval": {
-                "sets": [{"path": str(directory / "heldout.jsonl"), "name": "sums"}],
-                "samples_per_prompt": 2,
-                "max_response_tokens": 24,
-                "every_steps": 2,
-            },
-            "log": {"tensorboard": False},
-        }
+        settings = sampling_settings(
+            directory,
+            random_model,
+            rollout={"engine": "local", **rollout},
+            algorithm={"updates_per_batch": 2},
+            train={"steps": STEPS},
+            checkpoint={"every_steps": 1, "keep_last": 9},
+            eval={"every_steps": 2},
+            log={"tensorboard": False},
+        )
         paths[mode] = directory / f"{mode.replace(' ', '_')}.yaml"
         paths[mode].write_text(yaml.safe_dump(settings))
     return paths
@@ -76,9 +54,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dic
 
 def _train(configs: dict[str, Path], mode: str, run_dir: Path, *overrides: str) -> None:
     ranks = RANKS[mode]
-    arguments = [str(configs[mode]), f"run_dir={run_dir}", f"parallel.tensor={ranks}", *overrides]
-    result = run(["train", *arguments], ranks=ranks)
-    assert result.returncode == 0, result.stdout + result.stderr
+    train(configs[mode], run_dir, f"parallel.tensor={ranks}", *overrides, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -169,43 +145,3 @@ def test_rounds_divide_responses_over_steps(finished: dict[str, Path]) -> None:
     for sample in samples:  # other weights sample only from where a round has ended
         ends = [sum(span.num_tokens for span in sample.versions[:n]) for n in range(1, 3)]
         assert all(end in (9, 18, sample.num_sampled) for end in ends)
-
-
-def test_gsm8k_trains_without_signal_and_aime_is_evaluated(
-    configs: dict[str, Path], shared_data: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    sets = ", ".join(
-        f"{{path: {shared_data / f'aime{year}.parquet'}, answer_column: reward_model.ground_truth}}"
-        for year in (24, 25)
-    )
-    _train(
-        configs,
-        "ahead",
-        run_dir,
-        f"data.train.path={shared_data / 'gsm8k_train.jsonl'}",
-        "data.train.prompt_column=question",
-        "data.max_prompt_tokens=2000",
-        "algorithm.entropy_coefficient=0",
-        "algorithm.updates_per_batch=1",
-        "train.max_tokens_per_micro_batch=4096",
-        "reward.functions=[{name: math, function: math}]",
-        "train.steps=2",
-        "checkpoint.every_steps=0",
-        "eval.at_start=false",
-        f"eval.sets=[{sets}]",
-        "model.dtype=bfloat16",
-    )
-    rows = steps(run_dir)
-    assert len(rows) == 2
-    for row in rows:
-        # A random model is never right: no group is mixed, so nothing may be updated.
-        assert row["train/skipped_updates"] == (0.0 if row["reward/mixed_groups"] else 1.0)
-        assert row["train/updates"] + row["train/skipped_updates"] == 1.0
-        assert 0 <= row["reward/solved_groups"] <= 1
-    last = read_metrics(run_dir / "metrics.jsonl")[-1]
-    for year in (24, 25):
-        assert last[f"eval/aime{year}/avg_at_k"] == 0.0
-        assert last[f"eval/aime{year}/pass_at_k"] == 0.0
-        samples = run_dir / "eval" / f"step_000002_aime{year}.jsonl"
-        assert len(samples.read_text().splitlines()) == 30 * 2

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
-from bapo_megatron.ops import reference
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.runtime.distributed import ProcessGroups
-from bapo_megatron.trainer.loss import LossStage
-from bapo_megatron.trainer.output import PolicyOutput
+from bapo_megatron.trainer.loss import LossStage, PolicyOutput, SafeTokens, UpdateContext
 from bapo_megatron.trainer.records import TokenReport
-from bapo_megatron.trainer.safe_tokens import SafeTokens, UpdateContext
 from bapo_megatron.types import MicroBatch
 from tests.algorithm.batches import CLIP, DUAL_CLIP, oracle_bounds, random_batch, with_gradient
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_stage, one_rank
@@ -78,6 +73,20 @@ def trainers_loss(
         collected = stage.collect([known], [micro_batch], context, num_samples=1)
         (micro_batch,), decision = collected.micro_batches, collected.decision
     return stage.loss(policy, micro_batch, decision=decision, context=context)
+
+
+def bonus_stage(groups: ProcessGroups, algorithm: str, backend: str) -> LossStage:
+    settings = {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.1}
+    return make_stage(groups, (ALGORITHMS | OTHERS)[algorithm] | settings, backend)
+
+
+def assert_only_others_learn(batch: dict[str, Tensor], left_out_T: Tensor) -> None:
+    for name in ("logprob_T", "entropy_T"):
+        grad_T = batch[name].grad
+        assert grad_T is not None
+        assert torch.count_nonzero(grad_T[left_out_T]) == 0
+        assert torch.count_nonzero(grad_T) > 0
+        assert bool(torch.isfinite(grad_T).all())
 
 
 def sums_by_name(stage: LossStage, report: TokenReport) -> dict[str, float]:
@@ -183,8 +192,7 @@ def test_what_a_batch_computed_by_hand_reports(groups: ProcessGroups, backend: s
 def test_masked_tokens_have_no_value_and_no_gradient_whatever_they_hold(
     groups: ProcessGroups, backend: str, algorithm: str, rubbish: float
 ) -> None:
-    settings = {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.1}
-    stage = make_stage(groups, (ALGORITHMS | OTHERS)[algorithm] | settings, backend)
+    stage = bonus_stage(groups, algorithm, backend)
     batch = random_batch()
     batch |= {name: torch.ones(200) for name in FLOATS if name not in batch}
     clean_loss, clean = trainers_loss(stage, batch)
@@ -200,12 +208,7 @@ def test_masked_tokens_have_no_value_and_no_gradient_whatever_they_hold(
     assert torch.equal(report.decision, clean.decision)
     assert bool(torch.isfinite(report.sums).all())
     loss.backward()
-    for name in ("logprob_T", "entropy_T"):
-        grad_T = dirty[name].grad
-        assert grad_T is not None
-        assert torch.count_nonzero(grad_T[masked_T]) == 0
-        assert torch.count_nonzero(grad_T) > 0
-        assert bool(torch.isfinite(grad_T).all())
+    assert_only_others_learn(dirty, masked_T)
 
 
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
@@ -215,8 +218,7 @@ def test_masked_tokens_have_no_value_and_no_gradient_whatever_they_hold(
 def test_a_nonfinite_token_is_counted_and_has_no_value_and_no_gradient(
     groups: ProcessGroups, backend: str, algorithm: str, name: str, rubbish: float
 ) -> None:
-    settings = {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.1}
-    stage = make_stage(groups, (ALGORITHMS | OTHERS)[algorithm] | settings, backend)
+    stage = bonus_stage(groups, algorithm, backend)
     batch = random_batch(num_tokens=6)
     batch["mask_T"].fill_(1.0)
     others = {key: value[1:] for key, value in batch.items()}
@@ -231,12 +233,7 @@ def test_a_nonfinite_token_is_counted_and_has_no_value_and_no_gradient(
     assert sums_by_name(stage, report) == pytest.approx(expected, rel=1e-12)
     assert torch.equal(report.decision, other.decision)
     loss.backward()
-    for learnt in ("logprob_T", "entropy_T"):
-        grad_T = batch[learnt].grad
-        assert grad_T is not None
-        assert grad_T[0] == 0
-        assert bool(torch.isfinite(grad_T).all())
-        assert torch.count_nonzero(grad_T[1:]) > 0
+    assert_only_others_learn(batch, torch.arange(6) == 0)
 
 
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf])
@@ -273,12 +270,14 @@ def test_what_is_known_of_tokens_is_what_they_are_with_the_behaviour_log_probs(
     batch["advantage_T"][3] = math.inf
     micro_batch = micro_batch_of(batch)
     safe = SafeTokens(stage._config, micro_batch, None, CONTEXT, groups.device)
-    behaviour_T = batch["behaviour_logprob_T"]
-    expected = safe.batch(behaviour_T, torch.zeros_like(behaviour_T), kernels=reference.KERNELS)
-    known = safe.as_sampled()
-    for field in fields(TokenBatch):
-        ours, theirs = getattr(known, field.name), getattr(expected, field.name)
-        assert ours is theirs or ours.equal(theirs), field.name
+    known = safe.as_sampled(stage._output.kernels)
+    counts_T = torch.tensor([True, False, False, False, True, True])
+    assert known.mask.equal(counts_T.float())
+    assert known.ratio.equal(torch.ones(6))
+    assert known.entropy.equal(torch.zeros(6))
+    assert known.advantage.equal(torch.where(counts_T, batch["advantage_T"], 0.0))
+    assert known.logprob.equal(known.behaviour_logprob)
+    assert known.logprob[counts_T].equal(batch["behaviour_logprob_T"][counts_T])
     known_UK = stage.known_statistics([[micro_batch], [], [micro_batch]], CONTEXT)
     (total_K,) = known_UK[:1]
     assert known_UK.equal(torch.stack([total_K, torch.zeros_like(total_K), total_K]))
@@ -334,28 +333,17 @@ def test_the_loss_is_a_float32_scalar_of_its_own_and_the_report_has_no_gradient(
     assert not report.policy.entropy_T.requires_grad
 
 
-def problem_stage(
-    groups: ProcessGroups, head: OutputHead | None, backend: str, chunk_tokens: int
-) -> LossStage:
-    ops = OpsConfig.model_validate({"backend": backend, "logits_chunk_tokens": chunk_tokens})
-    output = PolicyOutput(
-        ops,
-        vocab_size=chunked_problem.VOCAB_SIZE,
-        temperature=chunked_problem.TEMPERATURE,
-        groups=groups,
-        head=head,
-    )
-    settings = {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.03}
-    return LossStage(AlgorithmConfig.model_validate(CLIP | settings), output, groups)
-
-
 def run_problem(
     groups: ProcessGroups, problem: chunked_problem.Problem, backend: str, chunk_tokens: int
 ) -> tuple[LossStage, TokenReport, dict[str, Tensor]]:
     """Loss, sums and gradients of a problem by the trainer's loss; 0: all logits at once."""
     hidden_NH, weight_VH = chunked_problem.leaves(problem)
     head = OutputHead(weight_VH) if chunk_tokens else None
-    stage = problem_stage(groups, head, backend, chunk_tokens)
+    ops = OpsConfig.model_validate({"backend": backend, "logits_chunk_tokens": chunk_tokens})
+    vocab_size, temperature = chunked_problem.VOCAB_SIZE, chunked_problem.TEMPERATURE
+    reader = PolicyOutput(ops, vocab_size, temperature, groups, head)
+    settings = {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.03}
+    stage = LossStage(AlgorithmConfig.model_validate(CLIP | settings), reader, groups)
     output = hidden_NH.view_as(hidden_NH) if chunk_tokens else hidden_NH @ weight_VH.t()
     tokens = problem.tokens
     micro_batch = make_micro_batch(**{name: getattr(tokens, name) for name in vars(tokens)})

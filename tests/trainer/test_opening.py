@@ -1,22 +1,117 @@
-"""What a run writes before anything is started."""
+"""What a run refuses, and what it writes, before anything is started."""
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bapo_megatron.config.load import ConfigError, dump_yaml, load_config
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.engine.sglang.kind import Kind as SglangKind
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.trainer import opening
+from bapo_megatron.trainer import check, opening
 from bapo_megatron.trainer.opening import open_run, write_config
 from bapo_megatron.trainer.stopping import Stopping
 from tests.config.files import run_config
+from tests.launch import REPOSITORY
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bapo_megatron.config.schema import RunConfig
+
+
+@pytest.fixture
+def on_node(monkeypatch: pytest.MonkeyPatch):
+    """Checks the section ``rollout`` on a node with GPUs, ranks of the trainer, or neither."""
+
+    def check_gpus(num_gpus: int, num_ranks: int, **rollout: Any) -> None:
+        for module in ("trainer.check", "engine.sglang.kind"):
+            monkeypatch.setattr(f"bapo_megatron.{module}.count_gpus", lambda: num_gpus)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+        check._check_gpus(RolloutConfig.model_validate(rollout))
+
+    return check_gpus
+
+
+@pytest.mark.parametrize(("num_ranks", "first_gpu"), [(8, 0), (4, 2), (4, 3)])
+def test_servers_on_the_gpus_of_ranks_are_refused(
+    on_node: Any, num_ranks: int, first_gpu: int
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^rollout\.server\.first_gpu: .* least {num_ranks},"):
+        on_node(8, num_ranks, server={"first_gpu": first_gpu})
+
+
+def test_servers_on_other_gpus_or_other_machines_pass(on_node: Any) -> None:
+    on_node(8, 4, server={"first_gpu": 4, "count": 4})
+    on_node(8, 8, colocated=True, server={"count": 8})
+    on_node(8, 8, servers=["http://a:1"])
+    on_node(8, 8, engine="local")
+    on_node(0, 2)
+
+
+def _node_commands(page: str, heading: str) -> list[tuple[int, list[str]]]:
+    """Ranks and arguments of the commands for 8 GPUs under a heading that start a trainer."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    blocks = section.replace("\\\n", " ").split("```")[1::2]
+    lines = [line for block in blocks for line in block.splitlines() if "single_node.sh" in line]
+    commands = []
+    for line in lines:
+        variables, _, arguments = line.partition("examples/single_node.sh ")
+        num_ranks = int(variables.partition("NPROC=")[2].strip() or 8)
+        commands.append((num_ranks, shlex.split(arguments)))
+    return commands
+
+
+COMMANDS = {
+    "launch.md": _node_commands("launch.md", "One node"),
+    "gpu.md": _node_commands("gpu.md", "The first node of 8"),
+}
+
+
+def test_the_docs_have_commands_for_one_node() -> None:
+    assert {page: len(commands) for page, commands in COMMANDS.items()} == {
+        "launch.md": 3,  # divided, colocated, other servers
+        "gpu.md": 4,  # the same, the last one twice
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "arguments"), [each for commands in COMMANDS.values() for each in commands]
+)
+def test_the_commands_for_one_node_in_the_docs_are_accepted(
+    on_node: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, arguments: list[str]
+) -> None:
+    path, *overrides = arguments
+    config = load_config(REPOSITORY / path, overrides)
+    on_node(8, num_ranks, **config.rollout.model_dump())
+    monkeypatch.setattr("bapo_megatron.engine.sglang.kind.check_model", lambda model: {})
+    SglangKind().check(config)
+    assert num_ranks % config.parallel.tensor == 0
+
+
+@pytest.mark.parametrize(
+    ("installed", "project", "key"),
+    [
+        ({"apex"}, "", "apex"),
+        ({"apex", "amp_C"}, "", None),
+        (set(), "p", "log.wandb_project"),
+        ({"wandb"}, "p", None),
+        (set(), "", None),
+    ],
+)
+def test_packages_are_there_and_are_what_megatron_takes_them_for(
+    monkeypatch: pytest.MonkeyPatch, installed: set[str], project: str, key: str | None
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    if key is None:
+        check._check_packages(project)
+        return
+    with pytest.raises(ConfigError, match=f"^{key}: "):
+        check._check_packages(project)
 
 
 def config_of(run_dir: Path, **changes: Any) -> RunConfig:
@@ -38,13 +133,9 @@ def test_a_resumed_run_keeps_earlier_settings_and_says_which_keys_differ(tmp_pat
     assert capsys.readouterr().err == ""
     write_config(longer)
     kept = tmp_path / "config.1.yaml"
-    assert (
-        capsys.readouterr().err
-        == f"other settings than at the earlier start ({kept}): train.steps\n"
-    )
+    assert capsys.readouterr().err.endswith(f" ({kept}): train.steps\n")
     write_config(other_set)
-    said = capsys.readouterr().err
-    assert said.endswith("(" + str(tmp_path / "config.2.yaml") + "): eval.sets.0.path\n")
+    assert capsys.readouterr().err.endswith(f" ({tmp_path}/config.2.yaml): eval.sets.0.path\n")
 
     files = [path, kept, tmp_path / "config.2.yaml"]
     assert [load_config(file) for file in files] == [other_set, again, longer]

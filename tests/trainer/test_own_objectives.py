@@ -16,13 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bapo_megatron.data.dump import read_batch
-from bapo_megatron.telemetry.sinks import read_metrics
 from tests.distributed_launch import run_ranks
-from tests.launch import run
-from tests.trainer.aggregation_ranks import gradients_of_each_objective
 from tests.trainer.dumps import write_dumps
 from tests.trainer.exact_policy import ExactPolicy
+from tests.trainer.one_update import Case, assert_same_gradients, make_updates
+from tests.trainer.runs import differing_weights, refusal, train
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +38,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "loss_aggregation": "sequence_mean",
     },
     "high entropy": {"objective": f"{OWN}:HighEntropy", "objective_options": {"share": 0.3}},
-    "rank advantage": {"objective": "none", "advantage": f"{OWN}:rank_advantage"},
+    "rank advantage": {
+        "objective": "none",
+        "advantage": f"{OWN}:rank_advantage",
+        "loss_aggregation": "token_sum_norm",
+    },
     "dcpo": {"objective": "dcpo"},
     "gmpo": {"objective": "gmpo", "gmpo": {"log_low": -0.2}, "loss_aggregation": "sequence_mean"},
     "m2po of high entropy": {
@@ -60,29 +62,21 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def exact(random_model: Path, episode_dump: Path) -> ExactPolicy:
-    return ExactPolicy(random_model, read_batch(episode_dump))
-
-
 def _cispo(exact: ExactPolicy) -> Tensor:
     """Mean over tokens of −sg(min(r, 1.3)) A log π."""
-    losses = [
-        -(logprob_R - behaviour_R).exp().detach().clamp(max=1.3) * advantage * logprob_R
-        for logprob_R, behaviour_R, advantage in zip(
-            exact.logprobs, exact.behaviours, exact.advantages, strict=True
-        )
-    ]
-    return exact.token_mean(losses)
+    return exact.token_mean(
+        [
+            -(logprob_R - mu_R).exp().detach().clamp(max=1.3) * advantage * logprob_R
+            for logprob_R, mu_R, _, advantage in exact.responses
+        ]
+    )
 
 
 def _gspo(exact: ExactPolicy) -> Tensor:
     """Mean over responses of −min(s A, clip(s, 0.8, 1.4) A), s = (π / μ)^(1 / sampled tokens)."""
     losses = []
-    for logprob_R, behaviour_R, mask_R, advantage in zip(
-        exact.logprobs, exact.behaviours, exact.masks, exact.advantages, strict=True
-    ):
-        s = ((mask_R * (logprob_R - behaviour_R)).sum() / mask_R.sum()).exp()
+    for logprob_R, mu_R, mask_R, advantage in exact.responses:
+        s = ((mask_R * (logprob_R - mu_R)).sum() / mask_R.sum()).exp()
         losses.append(-torch.minimum(s * advantage, s.clamp(0.8, 1.4) * advantage))
     return torch.stack(losses).mean()
 
@@ -93,10 +87,8 @@ def _high_entropy(exact: ExactPolicy) -> Tensor:
     every = torch.cat(bins)[torch.cat(exact.masks) == 1]
     threshold = next(b for b in range(65) if (every >= b).sum() <= 0.3 * len(every))
     losses = [
-        (-(logprob_R - behaviour_R).exp() * advantage)[(bin_R >= threshold) & (mask_R == 1)]
-        for logprob_R, behaviour_R, advantage, bin_R, mask_R in zip(
-            exact.logprobs, exact.behaviours, exact.advantages, bins, exact.masks, strict=True
-        )
+        (-(logprob_R - mu_R).exp() * advantage)[(bin_R >= threshold) & (mask_R == 1)]
+        for bin_R, (logprob_R, mu_R, mask_R, advantage) in zip(bins, exact.responses, strict=True)
     ]
     assert 0 < len(torch.cat(losses)) < len(every)
     return torch.cat(losses).mean()
@@ -105,10 +97,8 @@ def _high_entropy(exact: ExactPolicy) -> Tensor:
 def _dcpo(exact: ExactPolicy) -> Tensor:
     """Mean over tokens of −min(r A, clip(r) A) with bounds from q = e^μ."""
     losses = []
-    for logprob_R, behaviour_R, advantage in zip(
-        exact.logprobs, exact.behaviours, exact.advantages, strict=True
-    ):
-        r, q = (logprob_R - behaviour_R).exp(), behaviour_R.exp()
+    for logprob_R, mu_R, _, advantage in exact.responses:
+        r, q = (logprob_R - mu_R).exp(), mu_R.exp()
         low = (1 + (1 - 0.64 / q).clamp(min=0).sqrt()) / 2
         high = ((1 + (1 + 0.8 / q).sqrt()) / 2).clamp(max=10)
         losses.append(-torch.minimum(r * advantage, r.clamp(low, high) * advantage))
@@ -118,10 +108,8 @@ def _dcpo(exact: ExactPolicy) -> Tensor:
 def _gmpo(exact: ExactPolicy) -> Tensor:
     """Mean over responses of −A exp(mean of limited ℓ − μ)."""
     losses = []
-    for logprob_R, behaviour_R, mask_R, advantage in zip(
-        exact.logprobs, exact.behaviours, exact.masks, exact.advantages, strict=True
-    ):
-        x = (logprob_R - behaviour_R)[mask_R == 1]
+    for logprob_R, mu_R, mask_R, advantage in exact.responses:
+        x = (logprob_R - mu_R)[mask_R == 1]
         limited = x.clamp(max=0.4) if advantage > 0 else x.clamp(min=-0.2)
         losses.append(-advantage * limited.mean().exp())
     return torch.stack(losses).mean()
@@ -151,20 +139,18 @@ def _m2po_of_high_entropy(exact: ExactPolicy) -> Tensor:
 
 
 def _rank_advantage(exact: ExactPolicy) -> Tensor:
-    """Mean of −r A, where A is the place in the group's order of (reward, −length)."""
+    """Sum of −r A over 20 for each response; A is the place in the group by (reward, −length)."""
     size = exact.rewards.shape[1]
     advantages: list[float] = []
     for first, rewards in enumerate(exact.rewards):
         lengths = exact.lengths[first * size : (first + 1) * size]
         order = sorted(range(size), key=lambda i: (rewards[i], -lengths[i]))
         advantages += [order.index(i) - (size - 1) / 2 for i in range(size)]
+    ratios = [(logprob_R - mu_R).exp() for logprob_R, mu_R, *_ in exact.responses]
     losses = [
-        -(logprob_R - behaviour_R).exp() * advantage
-        for logprob_R, behaviour_R, advantage in zip(
-            exact.logprobs, exact.behaviours, advantages, strict=True
-        )
+        -(m * r_R).sum() * a for m, r_R, a in zip(exact.masks, ratios, advantages, strict=True)
     ]
-    return exact.token_mean(losses)
+    return torch.stack(losses).sum() / (20 * len(losses))
 
 
 ORACLES = {
@@ -193,78 +179,75 @@ def test_objectives_have_the_gradient_of_their_formula(
     layout: str,
 ) -> None:
     num_ranks, sizes, budget, chunk_tokens = LAYOUTS[layout]
-    found = run_ranks(
-        gradients_of_each_objective,
-        num_ranks,
-        random_model,
-        episode_dump,
-        sizes,
-        ALGORITHMS,
-        budget,
-        chunk_tokens,
-    )[0]
+    ops = {"logits_chunk_tokens": chunk_tokens}
+    cases = {
+        name: Case({"entropy_coefficient": 0.0, **algorithm}, ops=ops, budget=budget)
+        for name, algorithm in ALGORITHMS.items()
+    }
+    updates = run_ranks(make_updates, num_ranks, random_model, episode_dump, sizes, cases)[0]
     for name, (loss, gradients) in expected.items():
         if name not in ("cispo", "gspo"):  # their values are no losses: stop-gradients
-            assert found[name]["loss"] == pytest.approx(loss, abs=1e-6)
-        scale = max(1.0, max(float(gradient.abs().max()) for gradient in gradients.values()))
-        for weight, gradient in found[name]["gradients"].items():
-            difference = float((gradient.double() - gradients[weight]).abs().max())
-            assert difference <= 1e-6 * scale, (name, weight, difference, scale)
+            assert updates[name]["loss"] == pytest.approx(loss, abs=1e-6)
+        assert_same_gradients(updates[name]["gradients"], gradients, 1e-6)
+
+
+def test_one_fresh_update_is_the_same_under_all_bounds(
+    random_model: Path, mixed_dumps: Path
+) -> None:
+    """Without lag every ratio is 1, so nothing is clipped, whatever the search has found."""
+    # By the weights that are about to be updated.
+    fresh = {"behaviour": "recomputed", "entropy_coefficient": 0.0}
+    bounds = {"grpo": (0.8, 1.2), "start": (0.6, 1.2), "corner": (0.9, 3.0)}
+    cases = {
+        name: Case({"objective": "clip", "fixed": {"low": low, "high": high}, **fresh})
+        for name, (low, high) in bounds.items()
+    }
+    cases["bapo"] = Case({"bapo": {"target": 0.99}, **fresh})
+    dump = mixed_dumps / "step_000001.parquet"
+    (updates,) = run_ranks(make_updates, 1, random_model, dump, {}, cases)
+    assert updates["bapo"]["bounds"] == pytest.approx((0.9, 3.0))
+    for name in bounds:
+        for parameter, gradient in updates[name]["gradients"].items():
+            assert gradient.abs().max() > 0, parameter
+            assert torch.equal(gradient, updates["bapo"]["gradients"][parameter]), parameter
 
 
 def test_an_objective_that_trains_zero_advantages_is_not_skipped(
     replay_config: Path, random_model: Path, tmp_path: Path
 ) -> None:
     dumps = write_dumps(tmp_path / "equal", random_model, steps=1, rewards="equal")
-    arguments = ["train", str(replay_config), f"replay={dumps}", "train.steps=1"]
     weights = load_file(random_model / "model.safetensors")
-    moved = {}
-    for objective in ("none", f"{OWN}:Anchor"):
+    for objective, num_updates in (("none", 0), (f"{OWN}:Anchor", 2)):
         run_dir = tmp_path / objective.rpartition(":")[2]
-        result = run([*arguments, f"run_dir={run_dir}", f"algorithm.objective={objective}"])
-        assert result.returncode == 0, result.stderr
-        (row,) = read_metrics(run_dir / "metrics.jsonl")
-        after = load_file(run_dir / "hf" / "model.safetensors")
-        moved[objective] = any(not weights[name].equal(after[name]) for name in weights)
-        assert row["train/updates"] == (2.0 if moved[objective] else 0.0)
-    assert moved == {"none": False, f"{OWN}:Anchor": True}
+        overrides = [f"replay={dumps}", "train.steps=1", f"algorithm.objective={objective}"]
+        (row,) = train(replay_config, run_dir, *overrides)
+        assert row["train/updates"] == num_updates
+        assert bool(differing_weights(run_dir, weights)) == (num_updates > 0)
+
+
+NONFINITE = "tokens with finite values a loss or gradient that is NaN or infinite"
 
 
 @pytest.mark.parametrize(
-    ("settings", "problem"),
+    ("setting", "problem"),
     [
-        (["algorithm.objective=tests.nowhere:cispo"], "cannot import tests.nowhere"),
-        ([f"algorithm.objective={OWN}:raises"], "raised KeyError: 'negative' (/"),
-        ([f"algorithm.objective={OWN}:whitens"], "mixes tokens"),
-        ([f"algorithm.objective={OWN}:fails_late"], "the second update is too much (/"),
-        (
-            [f"algorithm.objective={OWN}:nan_late"],
-            "tokens with finite values a loss or gradient that is NaN or infinite",
-        ),
-        (
-            [f"algorithm.objective={OWN}:NanStatistics"],
-            "tokens with finite values a loss or gradient that is NaN or infinite",
-        ),
-        (
-            [f"algorithm.objective={OWN}:nan_entropy_late"],
-            "tokens with finite values a loss or gradient that is NaN or infinite",
-        ),
-        ([f"algorithm.objective={OWN}:TakenName"], "reports 'policy/entropy', a metric of"),
-        ([f"algorithm.advantage={OWN}:nothing"], "has no 'nothing'"),
-        ([f"algorithm.advantage={OWN}:bad_advantage"], "returned a tensor of shape [] for 4"),
-        ([f"algorithm.advantage={OWN}:infinite_advantage"], "advantages must be finite"),
+        (f"objective={OWN}:raises", "KeyError: 'negative' (/"),
+        (f"objective={OWN}:fails_late", "the second update is too much (/"),
+        (f"objective={OWN}:nan_late", NONFINITE),
+        (f"objective={OWN}:NanStatistics", NONFINITE),
+        (f"objective={OWN}:nan_entropy_late", NONFINITE),
+        (f"objective={OWN}:TakenName", "'policy/entropy'"),
+        (f"advantage={OWN}:bad_advantage", "shape [] for 4"),
+        (f"advantage={OWN}:infinite_advantage", "must be finite"),
     ],
 )
 def test_a_mistake_of_the_user_ends_the_run_with_one_line(
-    replay_config: Path, random_model: Path, tmp_path: Path, settings: list[str], problem: str
+    replay_config: Path, random_model: Path, tmp_path: Path, setting: str, problem: str
 ) -> None:
     arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", "train.steps=2"]
-    if "infinite_advantage" in settings[0]:
+    if "infinite_advantage" in setting:
         dumps = write_dumps(tmp_path / "equal", random_model, steps=2, rewards="equal")
         arguments.append(f"replay={dumps}")
-    result = run([*arguments, *settings])
-    assert result.returncode != 0
-    assert "Traceback" not in result.stderr
-    (line,) = [row for row in result.stderr.splitlines() if row.startswith("bapo-megatron:")]
+    _, line = refusal([*arguments, f"algorithm.{setting}"])
     assert problem in line
-    assert "TakenName" in settings[0] or settings[0].partition("=")[2] in line
+    assert "TakenName" in setting or setting.partition("=")[2] in line

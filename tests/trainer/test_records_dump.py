@@ -12,6 +12,7 @@ import pytest
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.launch import run
+from tests.trainer.runs import train
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,9 +39,7 @@ def _train(
 ) -> dict[str, pa.Table]:
     ranks, overrides = LAYOUTS[layout]
     sizes = (f"train.steps={steps}", f"train.dump_tokens={dump_every}")
-    arguments = ["train", str(config), f"run_dir={run_dir}", *overrides, *COMMON, *sizes, *settings]
-    result = run(arguments, ranks=ranks)
-    assert result.returncode == 0, result.stderr
+    train(config, run_dir, *overrides, *COMMON, *sizes, *settings, ranks=ranks)
     return {path.name: pq.read_table(path) for path in sorted((run_dir / "tokens").iterdir())}
 
 

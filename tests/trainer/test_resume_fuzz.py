@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bapo_megatron.policy.checkpoint_files import CheckpointError, begin_at, step_of
-from bapo_megatron.trainer.resume import choose_checkpoint
+from bapo_megatron.trainer.opening import choose_checkpoint
 from tests.policy.small_checkpoints import FILES, content_of, save_small
 
 if TYPE_CHECKING:

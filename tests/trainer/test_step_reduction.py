@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed_launch import run_ranks
-from tests.trainer.reduction_ranks import reduce_on_two_stages, reduce_over_data_ranks
+from tests.trainer.reduction_ranks import (
+    compare_on_two_stages,
+    reduce_on_two_stages,
+    reduce_over_data_ranks,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -17,17 +21,16 @@ def test_a_stage_without_logits_learns_sums_and_decisions_of_the_last_stage() ->
     assert first["oldest"] == [10, 20]
     assert first["low"] == [[1, 10], [2, 20]]
     assert first["faults"] == [0, 0, 0, 0, 0]
-    assert first["remarks"] == [1, 0]
 
 
-def test_faults_of_the_last_stage_reach_the_other_stages() -> None:
-    for rank in run_ranks(reduce_on_two_stages, 2, 3.0, True):
-        assert rank["faults"] == [3, 0, 0, 0, 1]
+def test_faults_of_the_last_stage_and_of_its_collection_pass_reach_the_other_stages() -> None:
+    for rank in run_ranks(reduce_on_two_stages, 2, 3.0, True, (5, 7)):
+        assert rank["faults"] == [3, 0, 5, 7, 1]
 
 
-def test_what_the_collection_pass_found_is_a_fault_of_its_own() -> None:
-    for rank in run_ranks(reduce_on_two_stages, 2, 3.0, False, (5, 7)):
-        assert rank["faults"] == [3, 0, 5, 7, 0]
+def test_all_stages_learn_whether_a_prediction_was_wrong() -> None:
+    for remarks in run_ranks(compare_on_two_stages, 2):
+        assert remarks == [[0, 0], [1, 0]]
 
 
 def test_sums_are_added_and_maxima_compared_over_data_parallel_ranks() -> None:
@@ -35,4 +38,4 @@ def test_sums_are_added_and_maxima_compared_over_data_parallel_ranks() -> None:
         assert rank["tokens"] == [3, 9]
         assert rank["oldest"] == [2, 5]
         assert rank["faults"] == [0, 0, 3, 4, 0]
-        assert [len(low) for low in rank["low"]] == [1, 1]
+        assert rank["low"] == [[3], [3]]

@@ -18,8 +18,14 @@ from tests.distributed_launch import run_ranks
 from tests.oracles.bound_search import Tokens, float64_search
 from tests.oracles.policy_loss import policy_loss
 from tests.oracles.token_batches import paper_rule
-from tests.trainer.aggregation_ranks import output_gradients_of_each_objective
 from tests.trainer.exact_policy import ExactPolicy
+from tests.trainer.one_update import (
+    ENTROPY_COEFFICIENT,
+    Case,
+    Updates,
+    assert_same_gradients,
+    make_updates,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,33 +42,19 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "bapo, dual clip": {"dual_clip": 1.2, "loss_aggregation": "sequence_mean"},
     "gspo": {"objective": GSPO, "objective_options": {"low": 0.2, "high": 0.4}},
 }
-ENTROPY_COEFFICIENT = 0.01
-"""As in ``aggregation_ranks``."""
 
 
 @pytest.fixture(scope="module", params=[0, 13], ids=["whole logits", "chunks"])
-def updates(
-    request: pytest.FixtureRequest, random_model: Path, episode_dump: Path
-) -> dict[str, dict[str, Any]]:
+def updates(request: pytest.FixtureRequest, random_model: Path, episode_dump: Path) -> Updates:
     """One update by each objective, with the gradient of the model's output."""
-    return run_ranks(  # type: ignore[no-any-return]
-        output_gradients_of_each_objective,
-        1,
-        random_model,
-        episode_dump,
-        ALGORITHMS,
-        request.param,
-    )[0]
+    ops = {"logits_chunk_tokens": request.param}
+    cases = {name: Case(a, ops=ops, watches_output=True) for name, a in ALGORITHMS.items()}
+    return run_ranks(make_updates, 1, random_model, episode_dump, {}, cases)[0]
 
 
 @pytest.fixture(scope="module")
 def samples(episode_dump: Path) -> tuple[Sample, ...]:
     return read_batch(episode_dump).samples
-
-
-@pytest.fixture(scope="module")
-def exact(random_model: Path, episode_dump: Path) -> ExactPolicy:
-    return ExactPolicy(random_model, read_batch(episode_dump))
 
 
 def _rows(micro_batch: MicroBatch, samples: tuple[Sample, ...]) -> tuple[list[int], list[int]]:
@@ -81,7 +73,7 @@ def _rows(micro_batch: MicroBatch, samples: tuple[Sample, ...]) -> tuple[list[in
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_rows_that_predict_written_tokens_have_a_gradient_of_zero_bits(
-    updates: dict[str, dict[str, Any]], samples: tuple[Sample, ...], name: str
+    updates: Updates, samples: tuple[Sample, ...], name: str
 ) -> None:
     num_sampled = num_written = num_moved = 0
     for micro_batch, gradient in updates[name]["outputs"]:
@@ -98,7 +90,7 @@ def test_rows_that_predict_written_tokens_have_a_gradient_of_zero_bits(
 
 @pytest.mark.parametrize("name", ["bapo", "bapo, dual clip"])
 def test_an_update_is_that_of_a_loss_over_all_tokens_with_an_explicit_mask(
-    updates: dict[str, dict[str, Any]], exact: ExactPolicy, name: str
+    updates: Updates, exact: ExactPolicy, name: str
 ) -> None:
     found = updates[name]
     dual_clip = ALGORITHMS[name].get("dual_clip")
@@ -131,22 +123,7 @@ def test_an_update_is_that_of_a_loss_over_all_tokens_with_an_explicit_mask(
         entropy_coefficient=ENTROPY_COEFFICIENT,
     )
     assert loss.clipped_high + loss.clipped_low > 0
-    expected = exact.gradients(loss.loss)
-    scale = max(1.0, max(float(gradient.abs().max()) for gradient in expected.values()))
-    assert found["gradients"].keys() == expected.keys()
-    for weight, gradient in found["gradients"].items():
-        difference = float((gradient.double() - expected[weight]).abs().max())
-        assert difference <= 1e-6 * scale, (weight, difference, scale)
-
-
-def test_an_update_counts_sampled_tokens(
-    updates: dict[str, dict[str, Any]], samples: tuple[Sample, ...]
-) -> None:
-    sums = updates["bapo"]["sums"]
-    assert sums["response_tokens"] == sum(len(s.behaviour_logprobs) for s in samples)
-    assert sums["masked_tokens"] == 0.0
-    packed = sum(len(s.prompt.token_ids) + len(s.response_token_ids) for s in samples)
-    assert sums["packing_real"] == packed
+    assert_same_gradients(found["gradients"], exact.gradients(loss.loss), 1e-6)
 
 
 def _float32(values: Tensor) -> np.ndarray:

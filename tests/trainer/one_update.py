@@ -1,0 +1,163 @@
+"""A trainer of a tiny model in any layout, what one update gives, and how two are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from bapo_megatron.config.megatron import (
+    MegatronConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
+from bapo_megatron.config.rollout import StalenessConfig
+from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, TrainConfig
+from bapo_megatron.data.dump import read_batch
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.runtime.distributed import ProcessGroups
+from bapo_megatron.trainer.split import ZeroAdvantage, split_shape
+from bapo_megatron.trainer.step import BatchTrainer
+from bapo_megatron.types import MicroBatch
+from tests.distributed_launch import joined
+from tests.policy.parity_ranks import hf_gradients
+
+TEMPERATURE = 0.7
+ENTROPY_COEFFICIENT = 0.01
+
+Updates = dict[Any, dict[str, Any]]
+"""Sums, bounds and whole gradients of an update, by the name of its case."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How an update is made."""
+
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    staleness: dict[str, Any] = field(default_factory=dict)
+    ops: dict[str, Any] = field(default_factory=dict)
+    budget: int = 64
+    """Tokens of a micro-batch."""
+    dtype: str = "float32"
+    zero_advantage: ZeroAdvantage | None = None
+    """What becomes of responses with A = 0; None: what the objective declares."""
+    watches_output: bool = False
+    """Whether ``outputs`` has every micro-batch of the loss pass with the gradient of the model's
+    output, [N, V], or of its hidden states, [N, H], with chunks."""
+
+
+def build_trainer(
+    model_dir: Path,
+    groups: ProcessGroups,
+    case: Case,
+    *,
+    sizes: Mapping[str, Any],
+    optimizer: Mapping[str, float],
+    megatron: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> BatchTrainer:
+    """A trainer of the case; ``sizes`` are those of ``ParallelConfig``."""
+    ops, parallel = OpsConfig.model_validate(case.ops), ParallelConfig.model_validate(sizes)
+    layout = MegatronConfig.model_validate(megatron or {})
+    policy = MegatronPolicy.build(
+        ModelConfig(path=model_dir, dtype=case.dtype),
+        parallel,
+        OptimizerConfig.model_validate(optimizer),
+        megatron=layout,
+        total_updates=100,
+        seed=0,
+        groups=groups,
+        returns_hidden_states=ops.logits_chunk_tokens > 0,
+    )
+    train = TrainConfig(max_tokens_per_micro_batch=case.budget)
+    trainer = BatchTrainer(
+        policy=policy,
+        config=AlgorithmConfig.model_validate(
+            {"entropy_coefficient": ENTROPY_COEFFICIENT, **case.algorithm}
+        ),
+        ops=ops,
+        temperature=TEMPERATURE,
+        staleness=StalenessConfig.model_validate(case.staleness),
+        shape=split_shape(policy, parallel, layout, train),
+        **options,
+    )
+    if case.zero_advantage is not None:
+        trainer._stage.zero_advantage = case.zero_advantage
+    return trainer
+
+
+def make_updates(
+    model_dir: Path, dump: Path, sizes: dict[str, Any], cases: Mapping[Any, Case]
+) -> Updates:
+    """Make one update of each case, on every rank of a layout."""
+    with joined(**sizes) as groups:
+        return {
+            name: _make_update(model_dir, dump, groups, sizes, case) for name, case in cases.items()
+        }
+
+
+def _make_update(
+    model_dir: Path, dump: Path, groups: ProcessGroups, sizes: dict[str, Any], case: Case
+) -> dict[str, Any]:
+    algorithm = {"token_sum_norm_constant": 20.0, "bapo": {"target": 0.38}, **case.algorithm}
+    trainer = build_trainer(
+        model_dir,
+        groups,
+        Case(**{**vars(case), "algorithm": algorithm}),
+        sizes=sizes,
+        # Nothing scales the gradients before they are compared.
+        optimizer={"lr": 0.0, "clip_grad": 1e9},
+    )
+    outputs = _watch_output(trainer.policy) if case.watches_output else []
+    result, *further = trainer.train(read_batch(dump))
+    bounds = [result.decisions[0].get(f"bapo/clip_{n}") for n in ("low", "high")]
+    return {
+        "outputs": outputs,
+        "loss": result.sums["policy_loss"],
+        "sums": result.sums,
+        "maxima": result.maxima,
+        "bounds": tuple(bound for bound in bounds if bound is not None),
+        "decisions": result.decisions,
+        "skipped": [update.skipped for update in (result, *further)],
+        "optimizer_steps": trainer.policy.num_updates,
+        "gradients": hf_gradients(trainer.policy),
+    }
+
+
+def _watch_output(policy: MegatronPolicy) -> list[tuple[MicroBatch, Tensor]]:
+    """Collects the gradients of the output in the passes to come."""
+    seen: list[tuple[MicroBatch, Tensor]] = []
+    forward_backward = policy.forward_backward
+
+    def watched(micro_batches: Any, loss_fn: Any) -> Any:
+        def watching(output: Tensor, micro_batch: MicroBatch) -> Any:
+            output.register_hook(lambda gradient: seen.append((micro_batch, gradient.clone())))
+            return loss_fn(output, micro_batch)
+
+        return forward_backward(micro_batches, watching)
+
+    policy.forward_backward = watched  # type: ignore[method-assign]
+    return seen
+
+
+def assert_same_update(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    """Loss, bounds and gradients agree."""
+    assert actual["loss"] == pytest.approx(expected["loss"], abs=tolerance)
+    assert actual["bounds"] == expected["bounds"]
+    assert_same_gradients(actual["gradients"], expected["gradients"], tolerance)
+
+
+def assert_same_gradients(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
+) -> None:
+    """No entry differs by more than the tolerance, times the largest entry if that is above 1."""
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = max(1.0, float(gradient.abs().max()))
+        difference = float((actual[name] - gradient).abs().max())
+        assert difference <= tolerance * scale, (name, difference, scale)

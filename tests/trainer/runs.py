@@ -1,0 +1,136 @@
+"""Runs as a user starts them: their settings, their errors, and whether two are the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file
+
+from bapo_megatron.telemetry.sinks import read_metrics
+from tests.launch import run, torchrun
+from tests.reward.own_functions import EVEN_LENGTH
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.trainer.stopping import Stopping
+
+UNREPEATABLE = re.compile(
+    "time/|ranks/|collector/|throughput/|weight_sync/.*_s$|eval/.*(wall_s|tokens_per_s)$"
+    # Measured times decide whether predicted bounds are used; a new process begins without any.
+    "|train/prediction_|train/forward_.*_flops"
+)
+"""Metrics that depend on the clock."""
+
+
+def sampling_settings(directory: Path, model: Path, **sections: Any) -> dict[str, Any]:
+    """Settings of a run that samples answers to sums of two digits, of which it makes the files.
+
+    ``sections`` change some of the values, or add to them. A random model answers nothing: it is
+    rewarded for a response of even length.
+    """
+    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(9) for b in range(9)]
+    for name, part in (("train", rows[:60]), ("heldout", rows[60:])):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
+    settings: dict[str, Any] = {
+        "name": "sums",
+        "run_dir": str(directory / "run"),
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": {"path": str(directory / "train.jsonl")}, "max_prompt_tokens": 32},
+        "rollout": {
+            "groups_per_step": 4,
+            "samples_per_group": 4,
+            "max_response_tokens": 24,
+            "temperature": 0.6,
+        },
+        "algorithm": {"entropy_coefficient": 0.01},
+        "optimizer": {"lr": 1e-3},
+        "reward": {"workers": 1, "functions": [EVEN_LENGTH]},
+        "train": {"steps": 2, "max_tokens_per_micro_batch": 512},
+        "eval": {
+            "sets": [{"path": str(directory / "heldout.jsonl"), "name": "sums"}],
+            "samples_per_prompt": 2,
+            "max_response_tokens": 24,
+        },
+    }
+    for name, section in sections.items():
+        is_partial = isinstance(section, dict) and name in settings
+        settings[name] = settings[name] | section if is_partial else section
+    return settings
+
+
+def train(
+    config: Path,
+    run_dir: Path,
+    *overrides: str,
+    ranks: int = 1,
+    environment: dict[str, str] | None = None,
+) -> list[dict[str, float]]:
+    """Train to the end; returns the rows of metrics."""
+    arguments = ["train", str(config), f"run_dir={run_dir}", *overrides]
+    result = run(arguments, ranks=ranks, environment=environment, timeout_s=400)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return read_metrics(run_dir / "metrics.jsonl")
+
+
+def refusal(
+    arguments: list[str],
+    *,
+    ranks: int = 1,
+    by_torchrun: bool = False,
+    environment: dict[str, str] | None = None,
+) -> tuple[int, str]:
+    """Run a command that fails; returns its exit status and the first line of its own errors."""
+    if by_torchrun:
+        result = torchrun(arguments, ranks=ranks)
+    else:
+        result = run(arguments, ranks=ranks, environment=environment)
+    lines = re.findall(r"bapo-megatron: (.*)", result.stderr)
+    assert lines, result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.returncode != 0
+    return result.returncode, lines[0]
+
+
+def train_whole_run(config: RunConfig, stopping: Stopping | None = None) -> None:
+    """Train as the command does, in a process that has imported everything already.
+
+    Without ``stopping`` no signal is heard.
+    """
+    from bapo_megatron.trainer import loop, opening
+    from bapo_megatron.trainer.stopping import Stopping
+
+    stopping = stopping or Stopping(config.train)
+    with opening.open_run(config, stopping) as opened:
+        loop.train(config, stopping, opened)
+
+
+def exported_weights(run_dir: Path) -> dict[str, Tensor]:
+    """Weights of the model that a run has exported."""
+    return load_file(run_dir / "hf" / "model.safetensors")
+
+
+def repeatable_rows(run_dir: Path) -> list[dict[str, float]]:
+    """The metrics without what depends on the clock."""
+    return [
+        {name: value for name, value in row.items() if not UNREPEATABLE.match(name)}
+        for row in read_metrics(run_dir / "metrics.jsonl")
+    ]
+
+
+def assert_same_training(run_dir: Path, expected: Path) -> None:
+    """Compare the metrics and the exported weights of two runs, bit for bit."""
+    assert repeatable_rows(run_dir) == repeatable_rows(expected)
+    assert not differing_weights(run_dir, exported_weights(expected))
+
+
+def differing_weights(run_dir: Path, reference: dict[str, Tensor]) -> list[str]:
+    """Names of the exported weights that are not those of the reference, bit for bit."""
+    weights = exported_weights(run_dir)
+    assert weights.keys() == reference.keys()
+    return [name for name, weight in weights.items() if not weight.equal(reference[name])]

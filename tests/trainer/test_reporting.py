@@ -1,0 +1,97 @@
+"""What a run reports beside its metrics: its end, on the terminal and in a file; its samples."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from bapo_megatron.data.dump import texts_path, write_batch, write_texts
+from bapo_megatron.trainer.checkpointing import Progress
+from bapo_megatron.trainer.reporting import report_run, sample_rows
+from bapo_megatron.types import Group, RolloutBatch, SampleText
+from tests.config.files import run_config
+from tests.data.samples import make_sample
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_run_without_one_update_says_where_to_read_why(tmp_path, capsys) -> None:
+    report_run(run_config(tmp_path, log={"console": False}), Progress(finished_steps=2), {})
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("nothing was trained: ")
+    assert output.err.endswith(f"bapo-megatron report {tmp_path}\n")
+
+
+def test_the_table_and_the_file_have_the_same_numbers_and_no_empty_times(tmp_path, capsys) -> None:
+    progress = Progress(
+        finished_steps=6,
+        updates=12,
+        generated_tokens=5000.0,
+        generation_s=2.0,
+        accuracy_before=0.25,
+        accuracy_after=0.5,
+        num_prompts=40,
+    )
+    report_run(run_config(tmp_path), progress, {"training": 1.25, "export": 0.01})
+    output = capsys.readouterr()
+    assert output.err == ""
+    rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in output.out.splitlines()]
+    assert [row for row in rows if row] == [
+        ["held-out prompts", "40"],
+        ["accuracy before", "25.0%"],
+        ["accuracy after", "50.0%"],
+        ["steps", "6"],
+        ["optimizer updates", "12"],
+        ["generated tokens/s", "2,500"],
+        ["time: training", "1.2 s"],
+    ]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["updates"] == 12
+    assert summary["phase_s"] == {"training": 1.25, "export": 0.01}
+    assert summary["versions"]["megatron-core"] == "0.19.2"
+
+
+def write_step(directory: Path, rewards: list[float]) -> Path:
+    """A step of one group."""
+    samples = [make_sample(2, 3, 0, index) for index in range(len(rewards))]
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward, sample.prompt = reward, samples[0].prompt
+    texts = [SampleText(0, s.index, "1+1=", "2", f"answer {s.reward:g}") for s in samples]
+    path = directory / "step_000020.parquet"
+    write_texts(path, 20, texts)
+    write_batch(path, RolloutBatch(20, 99, (Group(0, tuple(samples)),)))
+    return path
+
+
+def test_samples_lie_evenly_between_the_lowest_and_the_highest_reward(tmp_path: Path) -> None:
+    rewards = [0.0, 0.9, 0.1, 0.8, 0.7, 0.2, 0.6, 0.3, 0.5, 0.4, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
+    write_step(tmp_path, rewards)
+    rows = sample_rows(tmp_path, 20)
+    assert [round(row.reward, 1) for row in rows] == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5]
+    assert rows[0].response == "answer 0"
+    assert rows[1] == (20, 0, 5, 0.2, 3, "stop", "1+1=", "answer 0.2", "2")
+    for few in ([1.0, 0.0, 0.5], [1.0]):
+        write_step(tmp_path, few)
+        assert [row.reward for row in sample_rows(tmp_path, 20)] == sorted(few)
+
+
+def test_turns_are_one_text_and_the_middle_of_a_long_one_is_left_out(tmp_path: Path) -> None:
+    path = write_step(tmp_path, [0.0, 0.5, 1.0])
+    long = "a" * 2000 + "b" * 9000 + "c" * 2000
+    turns = ("42", "wrong", "2")
+    texts = [SampleText(0, 0, long, "2", "2", turns), SampleText(0, 2, "1+1=", "2", "2")]
+    write_texts(path, 20, texts)
+    first, second = sample_rows(tmp_path, 20)  # the sample without a text is left out
+    assert first.prompt == "a" * 2000 + "\n[…]\n" + "c" * 2000
+    assert first.response == "42\n\nwrong\n\n2"
+    assert (second.sample, second.response) == (2, "2")
+
+
+def test_without_kept_texts_or_dump_there_is_no_table(tmp_path: Path) -> None:
+    assert sample_rows(tmp_path, 20) == []
+    for is_texts in (False, True):
+        path = write_step(tmp_path, [0.0, 1.0])
+        (texts_path(path) if is_texts else path).unlink()
+        assert sample_rows(tmp_path, 20) == []
