@@ -1,12 +1,11 @@
-"""torchrun with a store that only its own nodes reach: ``python -m bapo_megatron.torchrun …``.
+"""torchrun with a rendezvous store bound to one address: ``python -m bapo_megatron.torchrun …``.
 
-The arguments are torchrun's. Of its rendezvous, the dynamic one reads pickles from a store that
-listens on all interfaces and knows no key: whoever reaches the port runs code here. The static one
-reads none, but whoever reaches its store can have the ranks connect to themselves. This one is
-static, and its store listens on one address: on the loopback for a single node, else on
-``--master-addr``, which must be an address of the first node's own. torchrun's logs, which hold
-the ranks' errors, are in a private directory that goes with it; its report has no traceback. Below
-that report, the last line says what ended the run and how it goes on.
+The arguments are torchrun's, whose own stores listen on all interfaces without a key: whoever
+reaches that of the dynamic rendezvous runs code here, by pickles, and whoever reaches that of the
+static one can have the ranks connect to themselves. This rendezvous is static, and its store
+listens on the loopback for a single node, else on ``--master-addr``, an address of the first node.
+torchrun's logs, which hold the ranks' errors, are in a private directory that goes with it. Below
+its report, the last line says what ended the run and how it goes on.
 """
 
 import argparse
@@ -128,9 +127,9 @@ def _stop_once(number: int, frame: FrameType | None) -> NoReturn:
     Only after Ctrl-C, a later one ends the ranks: torchrun, in whose wait for them the exception is
     raised, then sends SIGTERM. Those that have not ended in time are killed with this process.
     """
-    for each in signal.valid_signals():
-        if signal.getsignal(each) is _stop_once:
-            signal.signal(each, signal.SIG_IGN)
+    for other in signal.valid_signals():
+        if signal.getsignal(other) is _stop_once:
+            signal.signal(other, signal.SIG_IGN)
     counted_s = time.monotonic()
 
     def stop_again(number: int, frame: FrameType | None) -> None:
@@ -214,7 +213,7 @@ def _describe_stop(error: SignalException, noted: Path) -> str:
 
 
 def _way_on(noted: Path) -> str:
-    from bapo_megatron.trainer.opening import how_to_continue  # takes a while, and is rarely needed
+    from bapo_megatron.trainer.opening import how_to_continue  # takes a moment to import
 
     return how_to_continue(Path(noted.read_text())) if noted.exists() else ""
 

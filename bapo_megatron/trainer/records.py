@@ -329,18 +329,18 @@ def _reduced(updates: Sequence[MeasuredUpdate], groups: ProcessGroups) -> list[f
 
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     """Return the metrics of a step's updates, which are reduced over all ranks."""
-    made = [result for result in results if not result.skipped]
+    stepped = [result for result in results if not result.skipped]
     sums = {n: reduce(add, v) for n, v in _by_name(result.sums for result in results).items()}
     maxima = {n: max(v) for n, v in _by_name(result.maxima for result in results).items()}
     values = {
-        "train/updates": float(len(made)),
-        "train/skipped_updates": float(len(results) - len(made)),
+        "train/updates": float(len(stepped)),
+        "train/skipped_updates": float(len(results) - len(stepped)),
     }
     values |= {metric: sums.get(name, 0.0) for metric, name in TOTALS.items()}
-    if made:
-        values["loss/policy"] = sums["policy_loss"] / len(made)
-        values["policy/grad_norm"] = math.fsum(r.grad_norm for r in made) / len(made)
-        values["policy/grad_norm_max"] = max(result.grad_norm for result in made)
+    if stepped:
+        values["loss/policy"] = sums["policy_loss"] / len(stepped)
+        values["policy/grad_norm"] = math.fsum(r.grad_norm for r in stepped) / len(stepped)
+        values["policy/grad_norm_max"] = max(result.grad_norm for result in stepped)
     reported = [name for name in sums if name.startswith(_REPORT)]
     reports = {name.removeprefix(_REPORT): (name, "tokens") for name in reported}
     for metric, (numerator, divisors) in (QUOTIENTS | reports).items():

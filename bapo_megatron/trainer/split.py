@@ -62,8 +62,8 @@ class SplitShape:
         """Return the packing of ``indices`` over all ranks, and this rank's micro-batches."""
         packing = pack_update(samples, indices, self.rules)
         whole = (
-            build_micro_batch(samples, own, advantage_B, loss_weight_B, self.rules, masks_B)
-            for own in packing.ranks[self.data_rank]
+            build_micro_batch(samples, members, advantage_B, loss_weight_B, self.rules, masks_B)
+            for members in packing.ranks[self.data_rank]
         )
         return packing, tuple(shard_context(m, self.context_rank, self.context_size) for m in whole)
 

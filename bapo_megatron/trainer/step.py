@@ -10,7 +10,8 @@ with a predicted decision and repeats on a miss.
 The host waits for the device in one place per loss pass, where the gradient norm and the faults of
 the update are read, and once at the end of the step for its metrics.
 
-Shape legend: E = decisions of an update, U = updates, K = entries of a statistic.
+Shape legend: E = decisions of an update, U = updates, K = entries of a statistic, D = entries of a
+decision.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -279,9 +280,10 @@ class BatchTrainer:
         # A collection pass of its own saw other log-probs than the loss did.
         nonfinite_tokens = max(loss_tokens, collected_tokens)
         if nonfinite_tokens == 0 and refused > 0:
-            # The last stage alone has the decisions.
-            is_last = self._groups.is_last_stage
-            reason = _explain_refusal(attempt.decisions, self._stage) if is_last else None
+            reason, objective = None, self._stage.objective
+            if self._groups.is_last_stage:  # which alone has the decisions
+                refused_D = next(d for d in attempt.decisions if objective.refuses(d))
+                reason = objective.explain_refusal(refused_D.tolist())
             problem = first_message(reason, self._groups)
         elif self.config.on_nonfinite == "skip_update":
             return {"nonfinite_tokens": nonfinite_tokens} if nonfinite_tokens > 0 else {}
@@ -367,15 +369,6 @@ def _add_up(
     return added[NUM_FAULTS - 1 :], added[: NUM_FAULTS - 1]
 
 
-def _explain_refusal(decisions: Tensor, stage: LossStage) -> str:
-    """Say why the objective refused an update of finite tokens; reads the device."""
-    for decision in decisions:
-        is_refused = stage.objective.refuses(decision)
-        if is_refused is not None and bool(is_refused):
-            return stage.objective.explain_refusal(decision.tolist())
-    raise AssertionError("no decision was refused")
-
-
 def _describe_nonfinite(update: Update, reports: list[TokenReport]) -> str | None:
     """Name sample, position and value of this rank's first non-finite value."""
     # No reports before the last stage.
@@ -390,9 +383,8 @@ def _describe_nonfinite(update: Update, reports: list[TokenReport]) -> str | Non
             token = first_nonfinite(values_T, micro_batch.mask_T.to(values_T.device))
             if token is not None:
                 sample = update.batch.samples[int(micro_batch.sample_T[token])]
-                return (
-                    f"sample {sample.index} of group {sample.group_id} "
-                    f"({sample.prompt.prompt_id}), response token "
-                    f"{int(micro_batch.position_T[token])}: {name} is {float(values_T[token])}"
-                )
+                place = f"sample {sample.index} of group {sample.group_id}"
+                position, value = int(micro_batch.position_T[token]), float(values_T[token])
+                prompt = sample.prompt.prompt_id
+                return f"{place} ({prompt}), response token {position}: {name} is {value}"
     return None
