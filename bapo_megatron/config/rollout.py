@@ -120,7 +120,7 @@ class HealthConfig(Section):
     """Take out a server that answers no check for this long."""
     stuck_timeout_s: float = Field(120.0, gt=0)
     """A server whose scheduler answers no question for this long, although nobody waits for it to
-    take weights, is restarted by its owner; a trainer takes it out if it has requests in flight."""
+    take weights, is restarted by its owner (the trainer, or ``serve``)."""
     patience_s: float = Field(900.0, gt=0)
     """How long a run without a usable server waits before it saves and ends."""
 

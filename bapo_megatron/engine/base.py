@@ -119,12 +119,8 @@ class Capabilities:
 
     num_ranks: int
     """Processes that share its requests; their number is counted per rank."""
-    in_flight: frozenset[str]
-    """Values of ``rollout.weight_sync.in_flight`` that it supports."""
     methods: frozenset[str]
     """Values of ``rollout.weight_sync.method`` that it supports."""
-    remedy: str = ""
-    """How to start it so that it supports every method; empty if it does."""
     cache_tokens: int | None = None
     """Tokens whose keys and values fit into its memory, all ranks together; requests are admitted
     by it. None: they are admitted by their number."""

@@ -9,9 +9,8 @@ reports: it may be another process.
                                  usable, stale ────fails──────────┘
 
 One task per engine asks ``Engine.version`` again and again: that needs no generation, and is
-answered while the engine is paused or gets new weights. ``Engine.capabilities`` goes to what
-samples, in a server another process, and is asked only where requests in flight get nothing for
-long.
+answered while the engine is paused or gets new weights. Whether what samples is stuck is seen by
+the tokens that do not come, and before that by whoever supervises its process.
 """
 
 import asyncio
@@ -19,20 +18,16 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import Engine, LoadReport, LoadReporter
-from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError, describe_cause
+from bapo_megatron.errors import RolloutError, ServerError, describe_cause
 from bapo_megatron.telemetry.console import reporting
 
 _LOG = logging.getLogger(__name__)
-_MAX_ABSENT_INTERVAL_S = 1.0
-"""An engine that is expected to come back is asked at least this often."""
-_ADMISSION_TIMEOUT_S = 120.0
-"""For what a server is asked once: how it was started, and the probe of its log-probs."""
 
 
 class EngineState(StrEnum):
@@ -110,7 +105,6 @@ class EngineStates:
         self._config = config
         self._health = config.health
         self._probe_prompts: Sequence[Sequence[int]] = ()
-        self._refusal: RolloutError | None = None
         self._has_begun = False
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -142,18 +136,14 @@ class EngineStates:
         states = {pooled.state for pooled in self.engines}
         return EngineState.USABLE not in states and EngineState.STALE in states
 
-    def describe(self, states: Sequence[EngineState] = tuple(EngineState)) -> str:
-        """The engines in these states, and why, for people: those with one reason together."""
-        groups: dict[str, list[str]] = {}
+    def describe(self) -> str:
+        """Name the engines that are not usable, and why: those with one reason together."""
+        addresses: dict[str, list[str]] = {}
         for pooled in self.engines:
-            if pooled.state in states:
-                reason = pooled.reason.removeprefix(pooled.address).removeprefix(": ")
-                why = f" ({pooled.state}): {reason}"
-                groups.setdefault(why, []).append(pooled.address)
-        return "; ".join(
-            f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}{why}"
-            for why, names in groups.items()
-        )
+            if not pooled.is_usable:
+                reason = pooled.reason.removeprefix(f"{pooled.address}: ")
+                addresses.setdefault(f"({pooled.state}): {reason}", []).append(pooled.address)
+        return "; ".join(f"{', '.join(group)} {why}" for why, group in addresses.items())
 
     def watch(self) -> None:
         """Watch the engines from now on; do nothing for those that are watched already."""
@@ -164,6 +154,7 @@ class EngineStates:
     def run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Run ``work`` until ``close``; whoever waits for an engine gets the error it ends with."""
         task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self.wake())
         self._tasks.add(task)
         return task
 
@@ -200,28 +191,26 @@ class EngineStates:
         """
         self._probe_prompts = probe_prompts
         self.watch()
-        began_s, quorum = time.monotonic(), self._config.min_servers
-        what = "no answer" if quorum is None else f"rollout.min_servers: fewer than {quorum} answer"
-        remedy = "start them, correct rollout.servers, or lower rollout.min_servers"
+        began_s, quorum, num_engines = time.monotonic(), self._config.min_servers, len(self.engines)
 
         def missing() -> list[PooledEngine]:
-            silent = [each for each in self.engines if not each.is_answering]
-            num_spare = len(self.engines) - (quorum or len(self.engines))
-            return silent if len(silent) > num_spare else []
+            silent = [pooled for pooled in self.engines if not pooled.is_answering]
+            return silent if num_engines - len(silent) < (quorum or num_engines) else []
 
         def report_missing() -> None:
             if silent := missing():
                 report(
-                    f"waiting for {len(silent)} of {len(self.engines)} servers, first "
+                    f"waiting for {len(silent)} of {num_engines} servers, first "
                     f"{silent[0].address}: {time.monotonic() - began_s:.0f} s of at most "
                     f"{self._health.patience_s:g} s (rollout.health.patience_s)"
                 )
 
         with reporting(report_missing):
-            async with self._patience(what, [EngineState.STARTING, EngineState.LOST], remedy):
-                while missing():
-                    await self.wait_for_news()
-        self._raise_refusal()
+            await self._wait_until(
+                lambda: not missing(),
+                f"rollout.min_servers: fewer than {quorum} answer" if quorum else "no answer",
+                "start them, correct rollout.servers, or lower rollout.min_servers",
+            )
         self._has_begun = True
 
     async def wait_usable(self, is_over: Callable[[], bool]) -> list[PooledEngine]:
@@ -241,16 +230,42 @@ class EngineStates:
                 # They come when the trainer has made its step, however long that takes.
                 await self._news.wait()
                 continue
-            remedy = "start them again and continue with resume=true"
-            async with self._patience("no usable server", tuple(EngineState), remedy):
-                while not (is_over() or any(pooled.is_answering for pooled in self.engines)):
-                    await self.wait_for_news()
+            await self._wait_until(
+                lambda: is_over() or any(pooled.is_answering for pooled in self.engines),
+                "no usable server",
+                "start them again and continue with resume=true",
+            )
         return []
+
+    async def _wait_until(self, is_met: Callable[[], bool], problem: str, remedy: str) -> None:
+        """Wait for a condition for at most ``rollout.health.patience_s``."""
+        patience_s = self._health.patience_s
+        try:
+            async with asyncio.timeout(patience_s):
+                while not is_met():
+                    await self.wait_for_news()
+        except TimeoutError:
+            raise RolloutError(
+                f"{problem} for {patience_s:g} s (rollout.health.patience_s): "
+                f"{self.describe()}; {remedy}"
+            ) from None
+        self._raise_refusal()
 
     def wake(self) -> None:
         """Have everything that waits for a change look again."""
         self._news.set()
         self._news = asyncio.Event()
+
+    async def wait_for_news(self) -> None:
+        """Wait until an engine's state changes, or for ``wake``."""
+        self._raise_refusal()
+        await self._news.wait()
+
+    def _raise_refusal(self) -> None:
+        """Raise what makes an engine unusable, or the bug that ended a watcher."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
 
     def mark_updated(self, pooled: PooledEngine, version: int) -> None:
         """Note that an engine got and reports ``version``, unless it was lost or dismissed."""
@@ -281,67 +296,32 @@ class EngineStates:
         pooled.state, pooled.reason = state, reason
         self.wake()
 
-    async def wait_for_news(self) -> None:
-        """Wait until an engine's state changes, or for ``wake``."""
-        self._raise_refusal()
-        await self._news.wait()
-
-    def _raise_refusal(self) -> None:
-        """Raise what makes an engine unusable, or the bug that ended a watcher."""
-        for task in self._tasks:
-            if task.done():
-                task.result()
-        if self._refusal is not None:
-            raise self._refusal
-
-    @contextlib.asynccontextmanager
-    async def _patience(
-        self, what: str, blamed: Sequence[EngineState], remedy: str
-    ) -> AsyncIterator[None]:
-        """Bound what is done inside by ``rollout.health.patience_s``."""
-        patience_s = self._health.patience_s
-        try:
-            async with asyncio.timeout(patience_s):
-                yield
-        except TimeoutError:
-            raise RolloutError(
-                f"{what} for {patience_s:g} s (rollout.health.patience_s): "
-                f"{self.describe(blamed)}; {remedy}"
-            ) from None
-
     def take_load(self) -> dict[str, float]:
         """Return means and maxima since the last call; {} where nothing was reported."""
         loads, self._loads = self._loads, []
-        taken: dict[str, float] = {}
+        summary: dict[str, float] = {}
         for name in (field.name for field in fields(LoadReport) if loads):
             values = [getattr(load, name) for load in loads]
-            taken |= {name: math.fsum(values) / len(values), f"{name}_max": max(values)}
-        return taken
-
-    async def _note_load(self, engine: Engine) -> None:
-        if isinstance(engine, LoadReporter) and engine.num_in_flight:
-            with contextlib.suppress(RolloutError):  # nothing depends on it
-                self._loads.append(await engine.report_load(self._health.interval_s))
+            summary |= {name: math.fsum(values) / len(values), f"{name}_max": max(values)}
+        return summary
 
     async def _watch(self, pooled: PooledEngine) -> None:
-        answered_s = scheduled_s = time.monotonic()
-        timeout_s = self._health.timeout_s
+        answered_s, timeout_s = time.monotonic(), self._health.timeout_s
         while True:
             try:
-                known = pooled.version
+                version = pooled.version
                 # No longer than the silence that is allowed, but always more than 0, so that a
                 # server is not blamed where this process itself stood still.
                 limit_s = answered_s + timeout_s - time.monotonic()
                 reported = await pooled.engine.version(max(limit_s, self._health.interval_s))
                 answered_s = time.monotonic()
                 if not pooled.is_answering:
-                    async with asyncio.timeout(_ADMISSION_TIMEOUT_S):
+                    async with asyncio.timeout(self._health.stuck_timeout_s):
                         await self._admit(pooled)
                 # An answer from before weights were updated says nothing about them.
-                if pooled.version == known:
+                if pooled.version == version:
                     self._take_answer(pooled, reported)
-                scheduled_s = await self._check_scheduler(pooled, scheduled_s)
-                await self._note_load(pooled.engine)
+                await self._look_at_progress(pooled)
             except (ServerError, TimeoutError) as error:
                 cause, limit_s = describe_cause(error), timeout_s
                 reason = f"no answer for {timeout_s:g} s ({cause}; rollout.health.timeout_s)"
@@ -352,15 +332,26 @@ class EngineStates:
                     self.mark_lost(pooled, reason)
             except RolloutError as error:  # it answers, but cannot be used as it is
                 if pooled.state is EngineState.STARTING and not self._has_begun:
-                    self._refusal = error
-                    self.wake()
-                else:
-                    self.mark_lost(pooled, str(error))
-                    pooled.reason = str(error)
-            interval_s = self._health.interval_s
-            if not pooled.is_answering:
-                interval_s = min(interval_s, _MAX_ABSENT_INTERVAL_S)
-            await asyncio.sleep(interval_s)
+                    raise
+                self.mark_lost(pooled, str(error))
+                pooled.reason = str(error)
+            await asyncio.sleep(self._health.interval_s)
+
+    async def _look_at_progress(self, pooled: PooledEngine) -> None:
+        """Make sure that requests in flight get tokens, and note the load that the engine reports.
+
+        Single requests may wait long for their turn, or for kernels that are compiled.
+        """
+        engine, max_silence_s = pooled.engine, self._config.request_timeout_s
+        if engine.silence_s >= max_silence_s:
+            self.mark_lost(
+                pooled,
+                f"no token of any request within {max_silence_s:g} s; raise "
+                "rollout.request_timeout_s, or look for a stuck server in its log",
+            )
+        elif isinstance(engine, LoadReporter) and engine.num_in_flight:
+            with contextlib.suppress(RolloutError):  # nothing depends on it
+                self._loads.append(await engine.report_load(self._health.interval_s))
 
     async def _admit(self, pooled: PooledEngine) -> None:
         """Check an engine that answers for the first time, or again; raise if it is of no use."""
@@ -371,8 +362,7 @@ class EngineStates:
         if method not in capabilities.methods:
             raise RolloutError(
                 f"rollout.weight_sync.method: must be {' or '.join(sorted(capabilities.methods))} "
-                f"for {pooled.address}, got {method}; set it"
-                + (f", or {capabilities.remedy}" if capabilities.remedy else "")
+                f"for {pooled.address} as it was started, got {method}; set it"
             )
         if method == "broadcast":
             capabilities.check_nccl(pooled.address)
@@ -394,35 +384,3 @@ class EngineStates:
             self._judge(pooled)
         if was_starting and self._has_begun:
             _LOG.warning("%s joins the run (%s)", pooled.address, pooled.state)
-
-    async def _check_scheduler(self, pooled: PooledEngine, scheduled_s: float) -> float:
-        """Make sure that requests in flight progress, or at least that the scheduler lives.
-
-        The scheduler may give nobody a token for long, as while it compiles kernels, but it answers
-        in between. Takes and returns when it was last heard from.
-        """
-        timeout_s = self._health.timeout_s
-        max_silence_s = self._config.request_timeout_s
-        silence_s = pooled.engine.silence_s
-        if silence_s >= max_silence_s:
-            self.mark_lost(
-                pooled,
-                f"no token of any request within {max_silence_s:g} s; raise "
-                "rollout.request_timeout_s, or look for a stuck server in its log",
-            )
-            return time.monotonic()
-        scheduled_s = max(scheduled_s, time.monotonic() - silence_s)
-        if silence_s < timeout_s:
-            return scheduled_s
-        max_stuck_s = self._health.stuck_timeout_s
-        with contextlib.suppress(ServerGoneError):  # one question at a time, as the supervisor's
-            limit_s = scheduled_s + max_stuck_s - time.monotonic()
-            await pooled.engine.capabilities(max(limit_s, self._health.interval_s))
-            return time.monotonic()
-        if time.monotonic() - scheduled_s >= max_stuck_s:
-            self.mark_lost(
-                pooled,
-                f"its scheduler has neither sampled nor answered for {max_stuck_s:g} s "
-                "(rollout.health.stuck_timeout_s)",
-            )
-        return scheduled_s

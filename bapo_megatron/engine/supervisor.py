@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,7 @@ from bapo_megatron.runtime.processes import tail
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
-_ASK_INTERVAL_S = 2.0
-_MAX_ASK_S = 5.0
+_ASK_INTERVAL_S = 1.0
 _MAX_DOUBLINGS = 30
 
 
@@ -30,7 +30,7 @@ class _Supervised:
     """How often it ended in a row without having been ready for long."""
     last_end: str = ""
 
-    def failure(self) -> str:
+    def describe_failure(self) -> str:
         """Say how it ended, with the last lines of its log."""
         server = self.server
         times = f", {self.num_failures} times in a row" if self.num_failures > 1 else ""
@@ -55,7 +55,6 @@ class ServerSupervisor:
         self._config = config.server
         self._min_ready = min_ready or len(servers)
         self._stuck_s = config.health.stuck_timeout_s
-        self._ask_timeout_s = min(config.health.timeout_s, _MAX_ASK_S)
         self._supervised = [_Supervised(server) for server in servers]
         self._tasks: list[asyncio.Task[None]] = []
         self._may_restart = asyncio.Event()
@@ -72,7 +71,7 @@ class ServerSupervisor:
         self._started_s = time.monotonic()
         for server in self.servers:
             server.start()
-        self._tasks = [asyncio.create_task(self._supervise(each)) for each in self._supervised]
+        self._tasks = [asyncio.create_task(self._supervise(entry)) for entry in self._supervised]
 
     async def wait_ready(self, report: Callable[[str], None]) -> None:
         """Wait until enough servers take requests; ``report`` gets lines for people meanwhile.
@@ -81,16 +80,12 @@ class ServerSupervisor:
             RolloutError: Too many died before they were ever ready, or took longer than
                 ``rollout.server.start_timeout_s``.
         """
-        while sum(each.is_ready for each in self._supervised) < self._min_ready:
+        while (num_ready := sum(entry.is_ready for entry in self._supervised)) < self._min_ready:
             for task in self._tasks:
                 if task.done():
                     task.result()
             waited_s = time.monotonic() - self._started_s
-            if len(self.servers) == 1:
-                report(f"starting {self.servers[0].name}: {waited_s:.0f} s")
-            else:
-                num_ready = sum(each.is_ready for each in self._supervised)
-                report(f"starting {len(self.servers)} servers: {num_ready} ready, {waited_s:.0f} s")
+            report(f"starting servers: {num_ready} of {len(self.servers)} ready, {waited_s:.0f} s")
             await asyncio.sleep(_POLL_S)
 
     async def watch(self) -> None:
@@ -100,7 +95,9 @@ class ServerSupervisor:
     def describe_failures(self) -> str:
         """Say why restarted servers are not ready, with the end of their logs; '' if all are."""
         return "\n".join(
-            each.failure() for each in self._supervised if each.num_failures and not each.is_ready
+            entry.describe_failure()
+            for entry in self._supervised
+            if entry.num_failures and not entry.is_ready
         )
 
     async def hold_restarts(self) -> None:
@@ -109,7 +106,7 @@ class ServerSupervisor:
         Returns when none is just starting.
         """
         self._may_restart.clear()
-        while any(each.server.is_started and not each.is_ready for each in self._supervised):
+        while any(entry.server.is_started and not entry.is_ready for entry in self._supervised):
             await asyncio.sleep(_POLL_S)
 
     def allow_restarts(self) -> None:
@@ -123,20 +120,20 @@ class ServerSupervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(server.close) for server in self.servers))
 
-    async def _supervise(self, supervised: _Supervised) -> None:
+    async def _supervise(self, entry: _Supervised) -> None:
         """Restart a server whenever it has ended.
 
         Raises:
             RolloutError: Fewer than must get ready at first are left that may.
         """
-        server, max_wait_s = supervised.server, self._config.max_restart_wait_s
+        server = entry.server
         while True:
-            supervised.last_end = await self._live(supervised)
-            supervised.num_failures += 1
+            entry.last_end = await self._live(entry)
+            entry.num_failures += 1
             self._raise_failed_start()
-            wait_s = restart_wait_s(supervised.num_failures, max_wait_s)
+            wait_s = restart_wait_s(entry.num_failures, self._config.max_restart_wait_s)
             after = f" in {wait_s:g} s" if wait_s else ""
-            event = f"{server.name} {supervised.last_end}; it is started again{after}"
+            event = f"{server.name} {entry.last_end}; it is started again{after}"
             _LOG.warning("%s (%s)", event, server.log_path)
             # In a thread, because it waits for the end of a process group.
             await asyncio.to_thread(server.close)
@@ -145,72 +142,47 @@ class ServerSupervisor:
 
     def _raise_failed_start(self) -> None:
         """Raise if too few servers are left that have been ready or may still become so."""
-        failed = [each for each in self._supervised if each.num_failures and not each.was_ready]
-        num_spare = len(self.servers) - self._min_ready
-        if len(failed) > num_spare:
-            lines = [each.failure() for each in failed]
-            if num_spare:
-                lines.insert(
-                    0,
-                    f"rollout.min_servers: {self._min_ready} of {len(self.servers)} servers must "
-                    f"get ready, but {len(failed)} ended; lower it, or see why:",
-                )
-            raise RolloutError("\n".join(lines))
+        failed = [entry for entry in self._supervised if entry.num_failures and not entry.was_ready]
+        if len(self.servers) - len(failed) < self._min_ready:
+            raise RolloutError("\n".join(entry.describe_failure() for entry in failed))
 
-    async def _live(self, supervised: _Supervised) -> str:
-        """Start a server if it does not run, and follow it; return how it ended."""
-        server, limit_s = supervised.server, self._config.start_timeout_s
+    async def _live(self, entry: _Supervised) -> str:
+        """Start a server if it does not run, and follow it; return how it ended.
+
+        It is asked one question at a time, because it will answer all of them if it goes on.
+        """
+        server, start_timeout_s = entry.server, self._config.start_timeout_s
         if not server.is_started:
             try:
                 server.start()
             except (RolloutError, OSError) as error:  # somebody took the port, no memory
                 return f"was not started ({error})"
-        deadline_s = time.monotonic() + limit_s
-        while await server.ask(self._ask_timeout_s) is not Readiness.READY:
-            if (reason := server.exit_reason()) is not None:
-                return f"died ({reason})"
-            if time.monotonic() > deadline_s:
-                return (
-                    f"did not answer within {limit_s:g} s; raise rollout.server.start_timeout_s, "
-                    "or look for what it waits for"
-                )
-            await asyncio.sleep(_POLL_S)
-        _LOG.info("%s is ready", server.name)
-        ready_since_s = time.monotonic()
-        supervised.is_ready = supervised.was_ready = True
-        end = await self._follow(server)
-        supervised.is_ready = False
-        if time.monotonic() - ready_since_s > self._config.max_restart_wait_s:
-            supervised.num_failures = 0
-        return end
-
-    async def _follow(self, server: EngineServer) -> str:
-        """Watch a server that takes requests; return how it ended."""
-        silence = asyncio.create_task(self._await_silence(server))
+        deadline_s, ready_since_s = time.monotonic() + start_timeout_s, math.inf
         try:
-            while (reason := server.exit_reason()) is None:
-                if silence.done():
-                    silence.result()
+            while True:
+                # At least a moment: no server is blamed where this process itself stood still.
+                readiness = await server.ask(max(deadline_s - time.monotonic(), _POLL_S))
+                now_s = time.monotonic()
+                if readiness is Readiness.READY and not entry.is_ready:
+                    _LOG.info("%s is ready", server.name)
+                    entry.is_ready, entry.was_ready, ready_since_s = True, True, now_s
+                if (reason := server.exit_reason()) is not None:
+                    return f"died ({reason})"
+                if entry.is_ready and readiness is not Readiness.SILENT:
+                    deadline_s = now_s + self._stuck_s
+                elif now_s >= deadline_s and entry.is_ready:
                     return f"gave no answer for {self._stuck_s:g} s (health.stuck_timeout_s)"
-                await asyncio.sleep(_POLL_S)
+                elif now_s >= deadline_s:
+                    return (
+                        f"did not answer within {start_timeout_s:g} s; raise "
+                        "rollout.server.start_timeout_s, or look for what it waits for"
+                    )
+                interval_s = min(_ASK_INTERVAL_S, self._stuck_s / 4)
+                await asyncio.sleep(interval_s if entry.is_ready else _POLL_S)
         finally:
-            silence.cancel()
-        return f"died ({reason})"
-
-    async def _await_silence(self, server: EngineServer) -> None:
-        """Return when the server's scheduler has answered nothing for too long.
-
-        It gets one question at a time, because it will answer all of them if it goes on.
-        """
-        answered_s = time.monotonic()
-        while True:
-            # At least a moment, so that no server is blamed where this process itself stood still.
-            limit_s = max(answered_s + self._stuck_s - time.monotonic(), _POLL_S)
-            if await server.ask(limit_s) is not Readiness.SILENT:
-                answered_s = time.monotonic()
-            elif time.monotonic() - answered_s >= self._stuck_s:
-                return
-            await asyncio.sleep(min(_ASK_INTERVAL_S, self._stuck_s / 4))
+            entry.is_ready = False
+            if time.monotonic() - ready_since_s > self._config.max_restart_wait_s:
+                entry.num_failures = 0
 
 
 def restart_wait_s(num_failures: int, max_s: float) -> float:

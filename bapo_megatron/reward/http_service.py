@@ -9,15 +9,17 @@ turns has ``turns`` as well, and one with a state ``state`` (``base.Response``).
 """
 
 import asyncio
+import functools
 import json
 import os
 import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict
+from http import HTTPStatus
 from typing import Any
 
-import httpx
+import aiohttp
 
 from bapo_megatron.config.reward import HttpRewardConfig
 from bapo_megatron.errors import describe_cause
@@ -29,7 +31,6 @@ Waiting = tuple[Response, asyncio.Future[Score]]
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
 _MAX_REASON = 200
-_MAX_REPLY_BYTES = 64 << 20
 _RETRIED_STATUS = (408, 425, 429)
 """Besides 5xx: the service asks to try again."""
 
@@ -47,14 +48,18 @@ class HttpReward:
         self._place = f"reward '{name}'"
         self._waiting: deque[Waiting] = deque()
         self._senders: set[asyncio.Task[None]] = set()
+
+    @functools.cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        """Made by the first request, because it belongs to the event loop."""
         headers = {"Content-Type": "application/json"}
-        if config.token_variable:
-            headers["Authorization"] = f"Bearer {os.environ[config.token_variable]}"
-        self._http = httpx.AsyncClient(
+        if variable := self._config.token_variable:
+            headers["Authorization"] = f"Bearer {os.environ[variable]}"
+        # A proxy would see responses and token: no ``trust_env``.
+        return aiohttp.ClientSession(
             headers=headers,
-            timeout=None,  # httpx would limit each read, not the request
-            limits=httpx.Limits(max_connections=config.connections),
-            trust_env=False,  # a proxy would see responses and token
+            timeout=aiohttp.ClientTimeout(total=self._config.timeout_s),
+            connector=aiohttp.TCPConnector(limit=self._config.connections),
         )
 
     async def close(self) -> None:
@@ -64,7 +69,7 @@ class HttpReward:
             sender.cancel()
         await asyncio.gather(*senders, return_exceptions=True)
         _fail(self._waiting, self._closed())
-        await self._http.aclose()
+        await self._session.close()
 
     async def score(self, response: Response) -> Score:
         """Score one response, in a batch with others that wait.
@@ -106,12 +111,11 @@ class HttpReward:
         backoff_s = _FIRST_BACKOFF_S
         while True:
             try:
-                async with asyncio.timeout(self._config.timeout_s):
-                    reply = await self._post(body)
+                reply = await self._post(body)
                 return await asyncio.to_thread(self._scores, reply, len(responses))
             except TimeoutError:
                 problem = f"no answer within {self._config.timeout_s:g} s"
-            except httpx.HTTPError as error:
+            except aiohttp.ClientError as error:
                 problem = describe_cause(error)
             if time.monotonic() + backoff_s > end_s:
                 raise RewardError(
@@ -122,21 +126,17 @@ class HttpReward:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _post(self, body: bytes) -> bytes:
-        """Return the answer; raise ``httpx.HTTPError`` where a retry may help."""
-        content = bytearray()
-        async with self._http.stream("POST", self._url, content=body) as reply:
-            async for piece in reply.aiter_bytes():
-                content += piece
-                if len(content) > _MAX_REPLY_BYTES:
-                    raise self._unusable(f"longer than {_MAX_REPLY_BYTES >> 20} MiB")
-        if reply.status_code == httpx.codes.OK:
-            return bytes(content)
+        """Return the answer; raise ``aiohttp.ClientError`` where a retry may help."""
+        async with self._session.post(self._url, data=body, allow_redirects=False) as reply:
+            content = await reply.read()
+        if reply.status == HTTPStatus.OK:
+            return content
         text = " ".join(content.decode(errors="replace").split())[:_MAX_REASON] or "no text"
-        problem = f"HTTP {reply.status_code}: {text}"
-        if reply.is_server_error or reply.status_code in _RETRIED_STATUS:
-            raise httpx.HTTPStatusError(problem, request=reply.request, response=reply)
+        problem = f"HTTP {reply.status}: {text}"
+        if reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR or reply.status in _RETRIED_STATUS:
+            raise aiohttp.ClientError(problem)
         remedy = "correct the url"
-        if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        if reply.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             remedy = "set the variable of http.token_variable to its token"
         raise RewardError(f"{self._place}: {self._url} refuses ({problem}); {remedy}")
 
@@ -146,8 +146,8 @@ class HttpReward:
         except (ValueError, RecursionError) as error:
             raise self._unusable(f"not valid JSON ({error})") from error
         if not isinstance(results, list) or len(results) != num_responses:
-            got = f"{len(results)} results" if isinstance(results, list) else "no list"
-            raise self._unusable(f"must be a list of {num_responses} results, got {got}")
+            length = f"{len(results)} results" if isinstance(results, list) else "no list"
+            raise self._unusable(f"must be a list of {num_responses} results, got {length}")
         try:
             return [as_score(result) for result in results]
         except (ValueError, TypeError, OverflowError) as error:

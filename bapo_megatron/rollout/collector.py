@@ -412,7 +412,6 @@ def main(file_descriptor: int) -> None:
     limits.raise_file_limit()
     limits.collect_garbage_rarely()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # to all of a Slurm step: the owner decides
         signal.signal(number, lambda *_: None)
     with exits_noticed(_LOG.error):

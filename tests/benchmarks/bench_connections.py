@@ -24,9 +24,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.engine.base import Completion, GenerateRequest, SamplingSettings
+from bapo_megatron.engine.base import (
+    Completion,
+    CompletionSink,
+    GenerateRequest,
+    SamplingSettings,
+)
 from bapo_megatron.engine.sglang.client import SglangClient
-from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.limits import LoopLag, collect_garbage_rarely
 from bapo_megatron.rollout.pool import EnginePool
@@ -152,19 +156,15 @@ async def time_waves(num_requests: int, num_waves: int) -> list[float]:
     server.wave = num_requests
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0, backlog=4096)
     address = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    http = SglangHttp(address, ApiKeys(), 600.0)
-
-    async def generate() -> None:
-        async with http.stream({}, "") as chunks:
-            async for _ in chunks:
-                pass
-
+    client = SglangClient(address, ApiKeys(), request_timeout_s=600.0)
+    request = GenerateRequest(input_ids=[], sampling=SamplingSettings(1.0, 1), label="")
     seconds = []
     for _ in range(num_waves):
         started_s = time.monotonic()
-        await asyncio.gather(*(generate() for _ in range(num_requests)))
+        sink = CompletionSink()
+        await asyncio.gather(*(client.stream(request, sink) for _ in range(num_requests)))
         seconds.append(time.monotonic() - started_s)
-    await http.close()
+    await client.close()
     listener.close()
     return seconds
 

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from bapo_megatron.config.megatron import ModelConfig
-from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.engine.local.engine import LocalEngine, load_model
 from bapo_megatron.engine.sglang.client import SglangClient
@@ -31,7 +29,7 @@ from bapo_megatron.rollout.episodes import BURST
 from bapo_megatron.tiny.model import build_tokenizer
 from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish
 from tests.engine.helpers import Kept
-from tests.engine.sglang.servers import KEYS, running
+from tests.engine.sglang.servers import KEYS, running, server_config
 from tests.policy.tiny_models import make_model
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 GROUP = 8
 NUM_LAYERS = 8
 MAX_POSITIONS = 512
-SERVER = ServerConfig(max_total_tokens=65536, max_running_requests=288, mem_fraction=0.3)
+SERVER = {"max_total_tokens": 65536, "max_running_requests": 288, "mem_fraction": 0.3}
 
 
 def make_requests(number: int, options: argparse.Namespace) -> list[GenerateRequest]:
@@ -112,14 +110,8 @@ def measure(
     sections = []
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        server = SglangServer(
-            ModelConfig(path=model_dir, dtype=options.dtype),
-            SERVER,
-            run_dir=directory,
-            seed=0,
-            device=options.device,
-            keys=KEYS,
-        )
+        config = server_config(model_dir, directory, dtype=options.dtype, server=SERVER)
+        server = SglangServer(config, options.device, KEYS)
         stack.enter_context(running(server))
         client = runner.run(_connect(server.address, server.keys))
         for rows in options.rows:

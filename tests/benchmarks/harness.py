@@ -43,7 +43,6 @@ PACKAGES = (
     "flash-attn",
     "liger-kernel",
     "triton",
-    "httpx",
     "aiohttp",
     "orjson",
     "math-verify",

@@ -46,6 +46,8 @@ class Case:
     expected: Callable[[Sequence[int], Sequence[int] | np.ndarray, float], np.ndarray]
     """[R] log-probs of a response to a prompt, at a temperature."""
     eos_token_id: int
+    pause_modes: tuple[str, ...] = ("retract", "in_place")
+    """How it can be paused."""
     has_model: bool = True
     """It computes with the model's weights; else tokens and log-probs are made up, and nothing can
     be said of scores, of the model's limits, or of what new weights change."""
@@ -86,6 +88,7 @@ def local_case(model_dir: Path, directory: Path) -> Iterator[Case]:
         connect=functools.partial(backend.connect, "local"),
         expected=functools.partial(reference_logprobs, model_dir),
         eos_token_id=1,
+        pause_modes=("retract",),
     )
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import shutil
+import urllib.error
+import urllib.request
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
 import torch
+from safetensors.torch import load_file, save_file
 
 from bapo_megatron.engine.base import Completion, CompletionSink, join
 from bapo_megatron.tiny.model import build_tokenizer
@@ -67,6 +71,20 @@ def make_model_dir(
     return directory
 
 
+def change_weights(model_dir: Path, directory: Path) -> Path:
+    """Write the model with other weights, in two files."""
+    shutil.copytree(model_dir, directory)
+    tensors = load_file(model_dir / "model.safetensors")
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
+        tensors[name] *= 1.5
+    (directory / "model.safetensors").unlink()
+    for number, names in enumerate((sorted(tensors)[:9], sorted(tensors)[9:]), start=1):
+        content = {name: tensors[name] for name in names}
+        path = directory / f"model-0000{number}-of-00002.safetensors"
+        save_file(content, path, metadata={"format": "pt"})
+    return directory
+
+
 @functools.cache
 def _reference(model_dir: Path) -> Any:
     family = json.loads((model_dir / "config.json").read_text())["model_type"]
@@ -90,9 +108,21 @@ def reference_logprobs(
 
 def descendants(pid: int | None = None, mentioning: str = "") -> set[psutil.Process]:
     """What a process (this one, if not given) started, directly or not, by command line."""
-    found = set()
+    started = set()
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if mentioning in " ".join(process.cmdline()):
-                found.add(process)
-    return found
+                started.add(process)
+    return started
+
+
+def ask(url: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
+    """Status and text of an answer to GET, or POST with a body; (0, "") if nobody answers."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(urllib.request.Request(url, body, headers), timeout=60) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError:
+        return 0, ""

@@ -7,12 +7,10 @@ tests: a server takes long to start, and there the tests of its own use it, too.
 from __future__ import annotations
 
 import asyncio
-import shutil
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.engine.base import START_VERSION
@@ -28,7 +26,7 @@ from tests.engine.contract import (
     local_case,
     play,
 )
-from tests.engine.helpers import MAX_POSITIONS, reference_logprobs
+from tests.engine.helpers import MAX_POSITIONS, change_weights, reference_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,19 +57,12 @@ def real_case(case: Case) -> Case:
 
 @pytest.fixture
 def changed_dir(model_dir: Path, tmp_path: Path) -> Path:
-    """Other weights."""
-    directory = tmp_path / "changed"
-    shutil.copytree(model_dir, directory)
-    tensors = load_file(model_dir / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight"] *= 1.5
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+    return change_weights(model_dir, tmp_path / "changed")
 
 
-async def require(engine: Engine, mode: str) -> None:
-    """Skip what the engine says that it cannot do."""
-    if mode not in (await engine.capabilities()).in_flight:
-        pytest.skip(f"it has no in_flight: {mode}")
+def require(case: Case, mode: str) -> None:
+    if mode not in case.pause_modes:
+        pytest.skip(f"it cannot pause by {mode}")
 
 
 async def load(engine: Engine, model_dir: Path, version: int, *, flush_cache: bool = True) -> None:
@@ -84,7 +75,6 @@ def test_what_it_can_do_is_known_and_does_not_change(case: Case) -> None:
         capabilities = await engine.capabilities()
         assert await engine.capabilities(10.0) == capabilities
         assert capabilities.num_ranks >= 1
-        assert "abort" in capabilities.in_flight <= {"abort", "retract", "in_place"}
         assert "disk" in capabilities.methods <= {"broadcast", "disk", "tensor"}
         assert 1 <= (await engine.weights(10.0)).tensor_ranks <= capabilities.num_ranks
         await engine.check(0.6, [PROMPT, PROMPT[:2]])
@@ -143,11 +133,7 @@ def test_an_aborted_response_is_continued_with_tokens_and_logprobs_aligned(case:
             await responses[0].is_on_its_way()
             await abort_all(engine)
             ended = [await response.end() for response in responses]
-            aborted = [
-                each
-                for each in ended
-                if each.finish_reason is FinishReason.ABORT and len(each.token_ids)
-            ]
+            aborted = [c for c in ended if c.finish_reason is FinishReason.ABORT and c.versions]
         for response in responses:
             response.check(case)
         (first, *_) = aborted
@@ -162,8 +148,9 @@ def test_an_aborted_response_is_continued_with_tokens_and_logprobs_aligned(case:
 @pytest.mark.slow
 @EACH_PAUSE
 def test_an_engine_that_is_paused_samples_nothing_and_answers(case: Case, mode: PauseMode) -> None:
+    require(case, mode)
+
     async def pause(engine: Engine) -> None:
-        await require(engine, mode)
         was_running = False
         attempt = 0
         while not was_running:  # it may end before the pause
@@ -189,7 +176,6 @@ def test_an_engine_that_is_paused_samples_nothing_and_answers(case: Case, mode: 
 
 def test_a_request_that_is_aborted_while_it_is_retracted_has_its_tokens_once(case: Case) -> None:
     async def pause_and_abort(engine: Engine) -> None:
-        await require(engine, "retract")
         attempt, reason = 0, FinishReason.STOP
         while reason is not FinishReason.ABORT:  # it may end before
             response = Response(engine, seed=attempt)
@@ -282,8 +268,9 @@ def test_new_weights_are_used_and_tokens_have_their_version(
 def test_a_response_goes_on_with_new_weights_where_it_was_paused(
     case: Case, model_dir: Path, changed_dir: Path, mode: PauseMode
 ) -> None:
+    require(case, mode)
+
     async def update(engine: Engine) -> Completion:
-        await require(engine, mode)
         attempt, versions = 0, [0]
         while versions != [START_VERSION, 7]:  # it may end before
             response = Response(engine, stream_tokens=2, seed=attempt)

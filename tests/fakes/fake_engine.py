@@ -57,7 +57,7 @@ class FakeEngine:
         return "0"
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
-        return Capabilities(1, frozenset({"abort"}), frozenset({"broadcast", "disk"}))
+        return Capabilities(1, frozenset({"broadcast", "disk"}))
 
     async def check(self, *settings: Any) -> None:
         pass

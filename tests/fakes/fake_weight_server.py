@@ -1,32 +1,30 @@
-"""A server as far as new weights are concerned: SGLang's session rules, and failures on request."""
+"""A server as far as weights and memory are concerned: SGLang's rules, and failures on request."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import Any
 
-from bapo_megatron.engine.sglang.keys import ApiKeys
+from tests.fakes.fake_server import BrokenError, FakeServer
+from tests.fakes.fake_sglang import INFO
 
 LOGPROB = -1.5
 """Log-prob of every input token but the first."""
+MEMORY = {"kv_cache", "cuda_graph", "weights"}
 
 
 @dataclass
-class FakeWeightServer:
+class FakeWeightServer(FakeServer):
     """Start it with ``with``; attributes may be changed while it runs."""
 
-    sglang_version: str = "0.5.23"
     tensor_ranks: int = 1
     pipeline_ranks: int = 1
     version: str = "0"
-    keys: ApiKeys = field(default_factory=ApiKeys)
     in_session: bool = False
     is_busy: bool = False
-    """Requests are running: their cache cannot be flushed."""
+    """Requests are running, whatever is aborted: their cache cannot be flushed."""
     ignores_labels: bool = False
     """Take weights, but keep the version."""
     logprob: float | None = LOGPROB
@@ -38,42 +36,26 @@ class FakeWeightServer:
     """Time that weights take."""
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """Path and body of every POST that was let in, in order."""
+    memory: set[str] = field(default_factory=lambda: set(MEMORY))
+    """What it holds."""
+    is_paused: bool = False
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         self._closing = threading.Event()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler_class())
-        self._http.daemon_threads = True
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
-        self._thread.start()
-        return self
+        super().start()
 
-    def __exit__(self, *exception: object) -> None:
+    def crash(self) -> None:
         self._closing.set()
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_address[1]}"
+        super().crash()
 
     @property
     def paths(self) -> list[str]:
         """Paths of the calls so far."""
         return [path for path, _ in self.calls]
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """HTTP status and content."""
+    def handle(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/server_info":
-            return 200, {
-                "version": self.sglang_version,
-                "model_path": "",
-                "tp_size": self.tensor_ranks,
-                "pp_size": self.pipeline_ranks,
-                "dp_size": 1,
-                "max_total_num_tokens": 1 << 20,
-                "incremental_streaming_output": True,
-            }
+            return 200, {**INFO, "tp_size": self.tensor_ranks, "pp_size": self.pipeline_ranks}
         if path == "/model_info":
             return 200, {"weight_version": self.version}
         self.calls.append((path, body))
@@ -81,13 +63,11 @@ class FakeWeightServer:
             self._closing.wait()
         if path.startswith("/update_weights"):
             time.sleep(self.delay_s)
-        if path in self.refusals:
-            return 400, {"success": False, "message": self.refusals[path]}
-        error = self._act(path, body)
-        if error:
+        if error := self.refusals.get(path) or self._act(path, body):
             return 400, {"success": False, "message": error}
         if path == "/generate":
-            rows = [[None if n == 0 else self.logprob, t, None] for n, t in _count(body)]
+            first, *others = body["input_ids"]
+            rows = [[None, first, None], *([self.logprob, token, None] for token in others)]
             return 200, {"meta_info": {"input_token_logprobs": rows}}
         return 200, {"success": True, "message": "Success"}
 
@@ -101,42 +81,25 @@ class FakeWeightServer:
         elif path in ("/update_weights_from_distributed", "/update_weights_from_tensor"):
             if not self.in_session:
                 return "must run between begin_weight_update() and end_weight_update()"
-        elif path == "/flush_cache" and self.is_busy:
+        elif path.startswith("/flush_cache") and self.is_busy:
             return "requests are running"
+        else:
+            self._move_memory(path, body)
         if body.get("flush_cache") and self.is_busy:
             return "weights were updated, but the cache was not flushed"
         if "weight_version" in body and not self.ignores_labels:
             self.version = body["weight_version"]
         return ""
 
-    def _handler_class(self) -> type[BaseHTTPRequestHandler]:
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self.do_POST()
-
-            def do_POST(self) -> None:
-                content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                is_admin = self.path not in ("/generate", "/model_info")
-                key = fake.keys.admin_api_key if is_admin else fake.keys.api_key
-                if key and self.headers["Authorization"] != f"Bearer {key}":
-                    status, answer = 401, {"error": "Unauthorized"}
-                else:
-                    status, answer = fake.answer(self.path, json.loads(content or b"{}"))
-                encoded = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(encoded)))
-                self.end_headers()
-                self.wfile.write(encoded)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        return Handler
-
-
-def _count(body: dict[str, Any]) -> list[tuple[int, int]]:
-    return list(enumerate(body["input_ids"]))
+    def _move_memory(self, path: str, body: dict[str, Any]) -> None:
+        """Die of what SGLang dies of."""
+        if path in ("/pause_generation", "/continue_generation"):
+            self.is_paused = path == "/pause_generation" and body == {"mode": "abort"}
+        elif path == "/release_memory_occupation":
+            if self.is_busy or not self.is_paused:
+                raise BrokenError
+            self.memory -= set(body["tags"])
+        elif path == "/resume_memory_occupation":
+            if self.memory & set(body["tags"]):
+                raise BrokenError
+            self.memory |= set(body["tags"])

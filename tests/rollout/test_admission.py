@@ -153,7 +153,7 @@ def test_requests_wait_until_the_cache_is_expected_to_hold_them() -> None:
                 fake.stalls.clear()
                 for response in responses:
                     await response.check(20, FinishReason.LENGTH)
-                assert fake.most_concurrent == 1
+                assert fake.max_concurrent == 1
 
     asyncio.run(run())
 

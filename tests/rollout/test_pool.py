@@ -16,10 +16,9 @@ from tests.fakes.fake_sglang import FakeSglang, token_at
 from tests.rollout.pool import PROMPT, Response, T, pool_of, states_of, until
 
 
-@pytest.mark.parametrize("is_incremental", [True, False])
-def test_pieces_come_while_the_response_is_sampled(is_incremental: bool) -> None:
+def test_pieces_come_while_the_response_is_sampled() -> None:
     async def run() -> None:
-        with FakeSglang(stalls={3: 9}, is_incremental=is_incremental) as fake:
+        with FakeSglang(stalls={3: 9}) as fake:
             async with pool_of(fake) as pool:
                 response = Response(pool)
                 # Events come after 1, 5 and 9 tokens; the rest only after the stall.

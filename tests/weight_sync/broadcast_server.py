@@ -20,7 +20,7 @@ import torch
 
 from bapo_megatron.engine.base import BucketLayout, GroupPlace
 from bapo_megatron.engine.collective import join_group, tensor_sizes
-from bapo_megatron.engine.sglang.questions import InfoAnswers
+from bapo_megatron.engine.sglang.keys import InfoAnswers
 
 HANG_S = 1800.0
 """How long a broadcast may hang."""

@@ -7,30 +7,32 @@ A step gives every row one token. A response waits for its turn, first come, fir
 the last of its tokens are computed in a prefill, the last one by its first step like any other.
 Rows whose response ended stay, as padding, until rows are put together anew (``_regroup``).
 
-Shape legend: B = rows, a multiple of 8; V = vocabulary; K = steps on the tape, or numbers of a
-block; W = columns of the cache; R = inputs of a prefill; P = positions; D = hidden size.
+A token is drawn by the row's own uniform number, which depends on its seed and position alone.
+
+Shape legend: B = rows, a multiple of 8; V = vocabulary; K = steps; W = columns of the cache;
+R = inputs of a prefill; P = positions; D = hidden size.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bapo_megatron.engine.base import GenerateRequest
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.engine.local.cache import KeyValues, Prefill
-from bapo_megatron.engine.local.sampling import BLOCK, Filters, Uniforms, sample
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
 
 MULTIPLE = 8
 """Divides the rows of a step and the positions of a prefill: smaller matrix products take other
 kernels, and their results differ by more."""
-_TAPE_STEPS = 64
-"""After this many steps, or a burst, responses get what their rows have sampled."""
+_DRAWS_PER_COUNT = 4
+"""64-bit numbers that Philox makes of one value of its counter."""
 _MIN_FREE_COLUMNS = 64
 """A new cache has room for this many steps, or to double in length, but no more than is needed."""
 _MAX_PREFILL_TOKENS = 16384
@@ -41,12 +43,78 @@ _ADMITTED_SHARE = 8
 """While others wait, at least ``max_rows`` / 8 responses are admitted together."""
 
 
+def uniform_numbers(seed: int, position: int, count: int) -> np.ndarray:
+    """[count] float64 in [0, 1), for ``position`` of a response on; each depends on both alone."""
+    skipped = position % _DRAWS_PER_COUNT
+    philox = np.random.Philox(key=seed, counter=position // _DRAWS_PER_COUNT)
+    return np.random.Generator(philox).random(skipped + count)[skipped:]
+
+
+@dataclass(slots=True, kw_only=True)
+class Filters:
+    """How rows sample, as tensors [B, 1]; None for what no row asks for."""
+
+    temperature_B1: Tensor
+    """float32; 1 where a row is greedy."""
+    is_greedy_B1: Tensor | None
+    top_p_B1: Tensor | None
+    """float64; infinite where a row has none, as ``top_k_B1``."""
+    top_k_B1: Tensor | None
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[SamplingSettings], num_rows: int, device: torch.device) -> Self:
+        """Combine the settings of rows; further rows are padding."""
+        settings = [*rows, *[SamplingSettings(1.0, 1)] * (num_rows - len(rows))]
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+
+        is_greedy = any(s.temperature == 0 for s in settings)
+        is_filtered = any(s.top_p < 1 or s.top_k > 0 for s in settings)
+        top_p = [s.top_p if s.top_p < 1 else math.inf for s in settings]
+        top_k = [s.top_k if s.top_k > 0 else math.inf for s in settings]
+        return cls(
+            temperature_B1=column([s.temperature or 1.0 for s in settings]).float(),
+            is_greedy_B1=column([s.temperature for s in settings]) == 0 if is_greedy else None,
+            top_p_B1=column(top_p) if is_filtered else None,
+            top_k_B1=column(top_k) if is_filtered else None,
+        )
+
+
+def sample(logits_BV: Tensor, uniform_B1: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
+    """Invert each row's cumulative distribution at its uniform number, float64 in [0, 1).
+
+    Returns:
+        [B] int64 tokens, and [B] float32 log_softmax(logits / T) of them, whatever the filters.
+    """
+    logprob_BV = (logits_BV.float() / filters.temperature_B1).log_softmax(dim=-1)
+    probability_BV = logprob_BV.exp()
+    if filters.top_p_B1 is not None and filters.top_k_B1 is not None:
+        # Set to 0 what is not among the k most likely, or comes after those that sum up to p.
+        sorted_BV, order_BV = probability_BV.sort(dim=-1, descending=True, stable=True)
+        before_BV = sorted_BV.cumsum(dim=-1, dtype=torch.float64) - sorted_BV
+        rank_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
+        is_dropped_BV = (before_BV > filters.top_p_B1) | (rank_V >= filters.top_k_B1)
+        is_dropped_BV = torch.zeros_like(is_dropped_BV).scatter_(1, order_BV, is_dropped_BV)
+        probability_BV.masked_fill_(is_dropped_BV, 0.0)
+    # In float64, so that the rounding of a long sum hides no token.
+    cumulative_BV = probability_BV.cumsum(dim=-1, dtype=torch.float64)
+    wanted_B1 = uniform_B1 * cumulative_BV[:, -1:]
+    token_B1 = torch.searchsorted(cumulative_BV, wanted_B1, right=True)
+    token_B1.clamp_(max=logits_BV.shape[1] - 1)  # for a row that is not finite
+    if filters.is_greedy_B1 is not None:
+        greedy_B1 = logits_BV.argmax(dim=-1, keepdim=True)
+        token_B1 = torch.where(filters.is_greedy_B1, greedy_B1, token_B1)
+    return token_B1[:, 0], logprob_BV.gather(1, token_B1)[:, 0]
+
+
 @dataclass(slots=True, eq=False)
 class Response:
     """One response, from its request to its end."""
 
     request: GenerateRequest
-    uniforms: Uniforms
+    seed: int
+    """Its random numbers continue over all its requests."""
     token_ids: list[int] = field(init=False)
     """The input, and what was sampled."""
     position: int = field(init=False)
@@ -59,24 +127,26 @@ class Response:
     """Nobody waits for it any more."""
     number: int = 0
     """Place among all that came."""
-    _sampled: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    _sampled: list[np.ndarray] = field(default_factory=list)
+    """[K, 2] Tokens and log-probs that have not been taken, float64."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.input_ids)
         self.position = self.request.sampled_tokens
         self.remaining = self.request.sampling.max_new_tokens
 
-    def add(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
+    def add(self, tape_K2: np.ndarray) -> None:
         """Append what was sampled."""
-        self._sampled.append((token_ids, logprobs))
-        self.token_ids += token_ids.tolist()
-        self.position += len(token_ids)
-        self.remaining -= len(token_ids)
+        self._sampled.append(tape_K2)
+        self.token_ids += tape_K2[:, 0].astype(int).tolist()
+        self.position += len(tape_K2)
+        self.remaining -= len(tape_K2)
 
-    def take(self) -> list[tuple[np.ndarray, np.ndarray]]:
+    def take(self) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens (int32) and log-probs (float32) since the last call."""
-        taken, self._sampled = self._sampled, []
-        return taken
+        tape_K2 = np.concatenate([np.empty((0, 2)), *self._sampled])
+        self._sampled = []
+        return tape_K2[:, 0].astype(np.int32), tape_K2[:, 1].astype(np.float32)
 
 
 @dataclass(slots=True)
@@ -90,11 +160,9 @@ class _Rows:
     """Whether the row's response goes on."""
     first_B: np.ndarray
     """Column of the row's first token."""
-    position_B: np.ndarray
-    """Position of the next token in its response."""
     remaining_B: np.ndarray
     uniform_BK: np.ndarray
-    """The block that holds the number of ``position_B``."""
+    """For the last columns of the cache, which the steps write."""
     token_B1: Tensor
     """The last token of each row, which the next step begins with."""
     place_B1: Tensor
@@ -105,15 +173,12 @@ class _Rows:
     num_active: int = 0
     is_ragged: bool = True
     """Whether columns that count are padding of some row."""
-    tape_K2B: np.ndarray = field(init=False)
-    """Tokens and log-probs that responses have not got yet, float64."""
+    tape: list[np.ndarray] = field(default_factory=list)
+    """[2, B] Tokens and log-probs of each step that responses have not got yet, float64."""
     num_taped_B: np.ndarray = field(init=False)
-    num_taped: int = 0
 
     def __post_init__(self) -> None:
-        num_rows = len(self.is_active_B)
-        self.tape_K2B = np.zeros((_TAPE_STEPS, 2, num_rows))
-        self.num_taped_B = np.zeros(num_rows, dtype=np.int64)
+        self.num_taped_B = np.zeros(len(self.is_active_B), dtype=np.int64)
         self.look_at_active()
 
     def active(self) -> list[Response]:
@@ -130,18 +195,18 @@ class _Rows:
 
     def flush(self) -> None:
         """Give the responses what is on the tape."""
+        tape_K2B = np.array(self.tape)
         for row in np.flatnonzero(self.num_taped_B).tolist():
-            tape_K2 = self.tape_K2B[: self.num_taped_B[row], :, row]
-            token_ids, logprobs = tape_K2[:, 0].astype(np.int32), tape_K2[:, 1].astype(np.float32)
+            tape_K2 = tape_K2B[: self.num_taped_B[row], :, row]
             response = self.responses[row]
-            if not np.isfinite(logprobs).all():
+            if not np.isfinite(tape_K2).all():
                 raise RolloutError(
                     f"local: a log-prob of '{response.request.label}' is not finite: the weights, "
                     "or their numerics, are broken; continue from an earlier checkpoint"
                 )
-            response.add(token_ids, logprobs)
+            response.add(tape_K2)
         self.num_taped_B[:] = 0
-        self.num_taped = 0
+        self.tape = []
 
 
 class Decoder:
@@ -266,10 +331,10 @@ class Decoder:
             return np.array(values + [0] * (num_rows - len(values)), dtype=np.int64)
 
         first_B = column([cache.end - length for length in lengths])
-        position_B = column([response.position for response in responses])
-        uniform_BK = np.zeros((num_rows, BLOCK))
+        num_steps = cache.num_columns - cache.end
+        uniform_BK = np.zeros((num_rows, num_steps))
         for row, response in enumerate(responses):
-            uniform_BK[row] = response.uniforms.block(response.position // BLOCK)
+            uniform_BK[row] = uniform_numbers(response.seed, response.position, num_steps)
         tokens = column([response.token_ids[-1] for response in responses])
         is_padding_BW = np.arange(cache.num_columns) < first_B[:, None]
         mask_BW = torch.zeros(is_padding_BW.shape, dtype=self._model.dtype, device=device)
@@ -279,7 +344,6 @@ class Decoder:
             cache=cache,
             is_active_B=column([1] * len(responses)).astype(bool),
             first_B=first_B,
-            position_B=position_B,
             remaining_B=column([response.remaining for response in responses]),
             uniform_BK=uniform_BK,
             token_B1=torch.from_numpy(tokens).to(device)[:, None],
@@ -320,8 +384,7 @@ class Decoder:
 
     def _step(self, rows: _Rows) -> None:
         """Sample one token of every row."""
-        cache, column_B = rows.cache, rows.position_B % BLOCK
-        uniform_B = rows.uniform_BK[np.arange(len(column_B)), column_B]
+        cache = rows.cache
         mask = rows.mask_B11W[..., cache.first : cache.end + 1] if rows.is_ragged else None
         hidden_B1D = self._decoder(
             input_ids=rows.token_B1,
@@ -331,6 +394,7 @@ class Decoder:
             use_cache=True,
         ).last_hidden_state
         logits_BV = self._head(hidden_B1D[:, 0])
+        uniform_B = rows.uniform_BK[:, cache.end - cache.num_columns]
         uniform_B1 = torch.from_numpy(uniform_B).to(logits_BV.device)[:, None]
         token_B, logprob_B = sample(logits_BV, uniform_B1, rows.filters)
         drawn_2B = torch.stack((token_B.double(), logprob_B.double())).cpu().numpy()
@@ -342,10 +406,8 @@ class Decoder:
     def _keep(self, rows: _Rows, drawn_2B: np.ndarray) -> None:
         """Record what a step has sampled, and which responses ended."""
         active_B = rows.is_active_B
-        rows.tape_K2B[rows.num_taped] = drawn_2B
-        rows.num_taped += 1
+        rows.tape.append(drawn_2B)
         rows.num_taped_B += active_B
-        rows.position_B += 1
         rows.remaining_B -= 1
         stops_B = self._is_stop_V[drawn_2B[0].astype(np.int64)]
         ends_B = active_B & (stops_B | (rows.remaining_B == 0))
@@ -355,11 +417,6 @@ class Decoder:
         if ends_B.any():
             rows.is_active_B = active_B & ~ends_B
             rows.look_at_active()
-        for row in np.flatnonzero(rows.is_active_B & (rows.position_B % BLOCK == 0)).tolist():
-            number = int(rows.position_B[row]) // BLOCK
-            rows.uniform_BK[row] = rows.responses[row].uniforms.block(number)
-        if rows.num_taped == _TAPE_STEPS:
-            rows.flush()
 
 
 def _round_up(number: int) -> int:

@@ -1,36 +1,45 @@
-"""The one engine of a run, in this process, and the model that it samples with."""
+"""The one engine of a run, in this process: the model that it samples with, and its new weights.
+
+Weights come from rank 0's group or from a directory and are copied into the model's own parameters,
+so a failed weight sync may leave a part of them there: then nothing is sampled until a whole one
+has come.
+"""
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
 from bapo_megatron.engine.base import (
     START_VERSION,
+    BucketLayout,
     Capabilities,
     Completion,
     CompletionSink,
     EngineServer,
     GenerateRequest,
+    GroupPlace,
     MemoryPart,
     PauseMode,
     Stepper,
     WeightControl,
-    join,
     sample_seed,
 )
+from bapo_megatron.engine.collective import join_group, start_thread, tensor_sizes, unpack
 from bapo_megatron.engine.local.cache import ATTENTION, register_attention
 from bapo_megatron.engine.local.decoder import Decoder, Response
-from bapo_megatron.engine.local.sampling import Uniforms
-from bapo_megatron.engine.local.weights import LocalWeights
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.runtime.names import shown
 from bapo_megatron.types import FinishReason, VersionSpan
@@ -60,8 +69,8 @@ def load_model(path: Path, dtype: str, device: str) -> tuple[Any, frozenset[int]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     stop_ids: set[int] = set()
     for source in (model.config, model.generation_config, tokenizer):
-        given = source.eos_token_id
-        stop_ids |= set(given) if isinstance(given, list) else {given}
+        eos = source.eos_token_id
+        stop_ids |= set(eos) if isinstance(eos, list) else {eos}
     return model, frozenset(stop_ids - {None})
 
 
@@ -126,9 +135,7 @@ class LocalEngine:
         assert num_new > 0, "a finished response is not continued"
         self._check_tokens(request.input_ids, num_new, where)
         number, seed = next(self._numbers), request.sampling.seed
-        response = Response(
-            request, Uniforms(sample_seed(ADDRESS, number) if seed is None else seed)
-        )
+        response = Response(request, sample_seed(ADDRESS, number) if seed is None else seed)
         flight = _Flight(sink, response, asyncio.get_running_loop().create_future())
         self._flights[number] = flight
         self._arrived.append(response)
@@ -201,7 +208,6 @@ class LocalEngine:
         """Return what it can do, at once."""
         return Capabilities(
             num_ranks=1,
-            in_flight=frozenset({"abort", "retract"}),
             methods=frozenset({"broadcast", "disk"}),
             cache_tokens=self._cache_tokens,
         )
@@ -248,12 +254,11 @@ class LocalEngine:
                 f"model's context length of {limit} tokens; lower max_response_tokens or "
                 f"data.max_prompt_tokens {where}"
             )
-        if not len(token_ids):
-            raise RolloutError(f"{ADDRESS}: needs at least one input token, got none {where}")
-        if not 0 <= min(token_ids) <= max(token_ids) < size:
+        lowest, highest = min(token_ids, default=-1), max(token_ids, default=-1)
+        if not 0 <= lowest <= highest < size:
             raise RolloutError(
-                f"{ADDRESS}: input tokens must be below the vocabulary's size of {size}, got "
-                f"{min(token_ids)} to {max(token_ids)}; use the model's own tokenizer {where}"
+                f"{ADDRESS}: needs input tokens below the vocabulary's size of {size}, got "
+                f"{lowest} to {highest}; use the model's own tokenizer {where}"
             )
 
     def _open_flights(self) -> list[_Flight]:
@@ -262,23 +267,18 @@ class LocalEngine:
     def _hand_out(self, flight: _Flight, reason: FinishReason | None) -> None:
         """Give the sink what was sampled; with a reason it is the last piece."""
         version, has_logprobs = self._version, flight.response.request.return_logprobs
-        parts = [
-            Completion(
-                token_ids,
-                logprobs if has_logprobs else logprobs[:0],
-                (VersionSpan(version, len(token_ids)),),
-                FinishReason.ABORT,
-            )
-            for token_ids, logprobs in flight.response.take()
-        ]
+        token_ids, logprobs = flight.response.take()
+        spans = (VersionSpan(version, len(token_ids)),) if len(token_ids) else ()
+        logprobs = logprobs if has_logprobs else logprobs[:0]
         try:
-            if parts and not flight.sink.is_known(version):
+            if spans and not flight.sink.is_known(version):
                 raise ServerError(
                     f"{ADDRESS}: sampled with weights version {version}, which this run did not "
                     "give it; give each run an engine of its own"
                 )
-            if parts or reason is not None:
-                flight.sink.take(join(parts, reason or FinishReason.ABORT))
+            if spans or reason is not None:
+                last = reason or FinishReason.ABORT
+                flight.sink.take(Completion(token_ids, logprobs, spans, last))
         except Exception as error:  # noqa: BLE001 — of this request alone, as from its sink
             flight.end(error)
         else:
@@ -309,6 +309,139 @@ class LocalEngine:
             if isinstance(error, torch.OutOfMemoryError | MemoryError) or "memory" in str(error):
                 remedy = "lower rollout.local.max_rows or max_response_tokens"
             raise RolloutError(f"{ADDRESS}: the model failed ({shown(error)}); {remedy}") from error
+
+
+class LocalWeights:
+    """A ``WeightControl``: this process is one member of the group, on the CPU by gloo."""
+
+    tensor_ranks = 1
+
+    def __init__(
+        self, model: Any, change: Callable[[Callable[[], None], int | None], Awaitable[None]]
+    ) -> None:
+        """Take a model, and what runs a change of its weights and labels it with a version."""
+        self._change = change
+        # Tied parameters under each of their names.
+        self._parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._group: Any = None
+        self._loaded: set[int] = set()
+        """Parameters of a weight sync that is not complete, by ``id``."""
+        self._is_whole = True
+
+    def require_whole(self) -> None:
+        """Refuse to compute with a part of new weights, by a ``RolloutError``."""
+        if not self._is_whole:
+            raise RolloutError(
+                "local: holds a part of new weights; see why the weight sync failed, and continue "
+                "with resume=true"
+            )
+
+    async def open_session(self, timeout_s: float) -> None:
+        """Begin a weight sync; one that was not completed is forgotten."""
+        self._loaded.clear()
+
+    async def close_session(self, timeout_s: float) -> None:
+        """Do nothing."""
+
+    async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
+        """See ``WeightControl``; the group of a weight sync that was broken off is left."""
+        self.close()
+        self._group = await _in_thread(
+            lambda: join_group(place, timeout_s, timeout_s), "join the group", timeout_s
+        )
+
+    async def leave_group(self, name: str, timeout_s: float) -> None:
+        """See ``WeightControl``."""
+        self.close()
+
+    def close(self) -> None:
+        """Leave the group, if there is one."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
+
+    async def receive(
+        self, bucket: BucketLayout, group_name: str, *, version: int | None, timeout_s: float
+    ) -> None:
+        """See ``WeightControl``."""
+        group, limit = self._group, timedelta(seconds=timeout_s)
+        assert group is not None, "join_group comes first"
+        flat = torch.empty(sum(tensor_sizes(bucket)), dtype=torch.uint8)
+        await _in_thread(
+            lambda: group.broadcast(flat, root=0, timeout=limit).wait(limit),
+            "receive weights",
+            timeout_s,
+        )
+        tensors, is_last = dict(unpack(bucket, flat)), version is not None
+        await self._change(lambda: self._copy(tensors, is_last=is_last), version)
+
+    async def take(self, *_: Any, **__: Any) -> NoReturn:
+        """Never called: the kind refuses ``rollout.weight_sync.method: tensor``."""
+        raise NotImplementedError
+
+    async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
+        """See ``WeightControl``."""
+
+        def read() -> None:
+            tensors: dict[str, Tensor] = {}
+            for path in sorted(model_dir.glob("*.safetensors")):
+                try:
+                    tensors |= load_file(path)
+                except (OSError, SafetensorError) as error:
+                    raise RolloutError(
+                        f"local: cannot read the weights in '{path}' ({error}); save them again"
+                    ) from error
+            if not tensors:
+                raise RolloutError(f"local: '{model_dir}' has no *.safetensors; save weights there")
+            self._loaded.clear()
+            self._copy(tensors, is_last=True)
+
+        await self._change(read, version)
+
+    async def flush_idle(self, timeout_s: float) -> None:
+        """Do nothing."""
+
+    def _copy(self, tensors: Mapping[str, Tensor], *, is_last: bool) -> None:
+        """Copy tensors into the model; none if one of them is not the model's."""
+        for name, tensor in tensors.items():
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.shape != tensor.shape:
+                rule = "is not the model's" if parameter is None else f"must be {parameter.shape}"
+                raise RolloutError(
+                    f"local: weight '{name}' {rule}, got {tensor.shape}; send weights of the model "
+                    "in model.path"
+                )
+        self._is_whole = False
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                self._parameters[name].copy_(tensor)
+                self._loaded.add(id(self._parameters[name]))
+        if not is_last:
+            return
+        missing = [n for n, value in self._parameters.items() if id(value) not in self._loaded]
+        if missing:
+            raise RolloutError(
+                f"local: the new weights lack '{missing[0]}' ({len(missing)} in all); send all "
+                "weights of the model in model.path"
+            )
+        self._loaded.clear()
+        self._is_whole = True
+
+
+async def _in_thread[T](operation: Callable[[], T], what: str, timeout_s: float) -> T:
+    """Run a collective in a thread, which is abandoned if it takes longer.
+
+    Raises:
+        RolloutError: It failed.
+        ServerGoneError: It took longer.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(start_thread(operation, "local-weights"))
+    except TimeoutError as error:
+        raise ServerGoneError(f"local: could not {what} within {timeout_s:g} s") from error
+    except RuntimeError as error:
+        raise RolloutError(f"local: could not {what} ({error}); see rank 0's error") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,29 @@
-"""One SGLang server as an ``Engine``: typed answers, every answer checked.
+"""One SGLang server as an ``Engine``: calls with keys and time limits, every answer checked.
 
-How SGLang releases memory and takes it back:
-
-* A server that is not idle crashes in release, on an assertion. ``/pause_generation`` in its mode
-  ``abort`` answers requests, also those of other clients, with what there is, and lets no new one
-  in; it does not wait until the scheduler is idle. ``/flush_cache?timeout=…`` does, and fails if
-  the scheduler is not idle by then.
-* A second resume of the same memory crashes it, and so does one of memory that was never released,
-  such as that of a server which restarted meanwhile. Therefore no such call is repeated.
-* The content of released weights is lost; therefore nothing may be generated before new ones.
-* While paused it answers no /generate at all, and 503 to /ready; control calls work.
+SGLang crashes where a server that is not idle releases memory, and where memory is resumed that was
+not released, as after a restart; no such call is repeated. ``/pause_generation`` in its mode
+``abort`` answers requests, also those of other clients, with what there is, and lets no new one in;
+``/flush_cache?timeout=…`` then fails if the scheduler is not idle in time. While paused, a server
+answers no /generate at all, and 503 to /ready; control calls work.
 """
 
 import asyncio
 import contextlib
-import math
+import functools
+import json
+import ssl
+import sys
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from http import HTTPStatus
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 
 from bapo_megatron.engine.base import (
     BucketLayout,
@@ -34,16 +36,8 @@ from bapo_megatron.engine.base import (
     PauseMode,
     WeightControl,
 )
-from bapo_megatron.engine.sglang.convention import (
-    check_model,
-    check_temperature_convention,
-    stream_body,
-)
-from bapo_megatron.engine.sglang.http import SglangHttp
-from bapo_megatron.engine.sglang.info import ServerInfo
-from bapo_megatron.engine.sglang.keys import ApiKeys
-from bapo_megatron.engine.sglang.kind import VERSION
-from bapo_megatron.engine.sglang.stream import EventReader, StreamParser
+from bapo_megatron.engine.sglang import protocol
+from bapo_megatron.engine.sglang.keys import NCCL_HEADER, ApiKeys
 from bapo_megatron.errors import (
     BrokenConnectionError,
     RefusedError,
@@ -53,7 +47,13 @@ from bapo_megatron.errors import (
     describe_cause,
 )
 
+_CONNECT_TIMEOUT_S = 10.0
+# The server closes idle connections after 5 s; one that it is just closing must not be used.
+_KEEPALIVE_EXPIRY_S = 3.0
+_MAX_REASON = 300
 _MAX_IDLE_WAIT_S = 30.0
+_NUM_TOP = 16
+"""Tokens of each probed position."""
 _TAGS = {MemoryPart.WEIGHTS: ["weights"], MemoryPart.CACHE: ["kv_cache", "cuda_graph"]}
 """SGLang's names of the memory that is released and taken together."""
 
@@ -67,17 +67,6 @@ class _Flight:
     """Why it is given up, if it is or will be."""
     num_pauses: int = 0
     """How often it may have been retracted to pause it."""
-    num_retractions: int = 0
-    """How often it was retracted because the cache was full."""
-
-    def count_retractions(self, num_all: int) -> int:
-        """Take the server's count, which includes pauses; return how many retractions are new.
-
-        A pause does not retract what is waiting, so too few may be counted, never too many.
-        """
-        num_new = max(0, num_all - self.num_pauses - self.num_retractions)
-        self.num_retractions += num_new
-        return num_new
 
     def expire_in(self, timeout_s: float, reason: str) -> None:
         """Give it up after ``timeout_s`` from now."""
@@ -87,7 +76,10 @@ class _Flight:
 
 
 class SglangClient:
-    """An ``Engine``: one server (``SglangServer``, or another's) as its event loop uses it."""
+    """An ``Engine``: one server (``SglangServer``, or another's) as its event loop uses it.
+
+    Every request in flight has a connection of its own; the caller limits their number.
+    """
 
     stepper = None
 
@@ -104,14 +96,30 @@ class SglangClient:
 
         ``check`` refuses a server of another model than that in the directory ``model``.
         """
+        self.address = address.rstrip("/")
+        self._keys = keys
+        self._timeout_s = request_timeout_s
         self._model = model
         self._gpus = gpus
-        self._http = SglangHttp(address, keys, request_timeout_s)
-        self.address = self._http.address
         self._in_flight: dict[str, _Flight] = {}
         self._heard_s = 0.0
         self._is_suspended = False
-        self._info: ServerInfo | None = None
+
+    @functools.cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        """Made by the first call, because it belongs to the event loop."""
+        return aiohttp.ClientSession(
+            # A proxy must not stand between trainer and server: no ``trust_env``.
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=_KEEPALIVE_EXPIRY_S,
+                # The system's authorities, where those of a cluster are installed; takes 20 ms.
+                ssl=not self.address.startswith("https:") or ssl.create_default_context(),
+            ),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            headers={"Accept-Encoding": "identity", "Content-Type": "application/json"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
 
     @property
     def num_in_flight(self) -> int:
@@ -126,12 +134,11 @@ class SglangClient:
 
     async def close(self) -> None:
         """See ``Engine``; the server aborts what it was still generating."""
-        await self._http.close()
+        await self._session.close()
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
         """See ``Engine``."""
-        info = self._info or await self._ask_info()
-        parser = StreamParser(request, sink.is_known, info.is_incremental)
+        parser = protocol.StreamParser(request, sink.is_known)
         # New for each request: a repeated one would be answered without tokens. Equally long: the
         # server aborts by prefix, so "r1" would end "r10" too.
         rid = uuid.uuid4().hex
@@ -142,11 +149,13 @@ class SglangClient:
                 if not self._in_flight:
                     self._heard_s = _now_s()
                 self._in_flight[rid] = flight
-                await self._receive({"rid": rid, **stream_body(request)}, parser, flight, sink)
+                await self._receive({"rid": rid, **protocol.stream_body(request)}, parser, sink)
         except (TimeoutError, aiohttp.ClientError) as error:
             cause = error
         finally:
             del self._in_flight[rid]
+            # A pause does not retract what is waiting: too few may be counted, never too many.
+            sink.retracted(max(0, parser.num_retractions - flight.num_pauses))
         if parser.is_finished:
             return
         if flight.scope.expired():
@@ -159,54 +168,25 @@ class SglangClient:
         ) from cause
 
     async def _receive(
-        self, body: dict[str, Any], parser: StreamParser, flight: _Flight, sink: CompletionSink
+        self, body: dict[str, Any], parser: protocol.StreamParser, sink: CompletionSink
     ) -> None:
         """Send a request and hand out what the server streams, until the connection is free."""
-        label, reader = parser.request.label, EventReader()
-        async with self._http.stream(body, label) as chunks:
-            async for chunk in chunks:
+        label = parser.request.label
+        async with self._send("/generate", body) as reply:
+            await self._check_status(reply, f"/generate ({label})")
+            while event := await reply.content.readuntil(b"\n\n", max_size=sys.maxsize):
                 self._heard_s = _now_s()
-                with self._http.checked(label):
-                    events = list(reader.feed(chunk))
-                for event in events:
-                    if parser.is_finished:
-                        break
-                    try:
-                        with self._http.checked(label):
-                            part = parser.feed(event)
-                    except RefusedError as error:
-                        raise RolloutError(f"{self.address}: {error} (request: {label})") from error
-                    if num_retractions := flight.count_retractions(parser.num_retractions):
-                        sink.retracted(num_retractions)
-                    if part is not None:
-                        sink.take(part)
-                if parser.is_finished:
-                    break
+                with self._checked(label):
+                    part = parser.feed(event)
+                if part is not None:
+                    sink.take(part)
 
     async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
-        """See ``Engine``.
-
-        Log-probs of input tokens are log_softmax(logits) at any temperature, and never come from
-        cached keys and values.
-        """
-        body = {
-            "input_ids": list(token_ids),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        reply = await self._http.call("/generate", body, admin=False, timeout_s=timeout_s)
-        with self._http.checked("probe of its log-probs"):
-            rows = reply.json()["meta_info"]["input_token_logprobs"]
-            # SGLang reports 0 for the last id of the vocabulary; its log-prob is right.
-            if len(rows) != len(token_ids) or any(
-                row[1] not in (token_id, 0) for row, token_id in zip(rows, token_ids, strict=True)
-            ):
-                raise ValueError(
-                    f"log-probs of {len(rows)} input tokens do not belong to the "
-                    f"{len(token_ids)} that were sent"
-                )
-            return [math.nan if row[0] is None else float(row[0]) for row in rows[1:]]
+        """See ``Engine``."""
+        body = protocol.score_body(token_ids)
+        return await self._ask(
+            "/generate", lambda answer: protocol.parse_scores(answer, token_ids), body, timeout_s
+        )
 
     async def abort(self, timeout_s: float) -> None:
         """See ``Engine``.
@@ -218,46 +198,56 @@ class SglangClient:
         for flight in self._in_flight.values():
             if not flight.reason:
                 flight.expire_in(timeout_s, f"not aborted within {timeout_s:g} s")
-        await self._http.control("/abort_request", {"abort_all": True}, timeout_s)
+        await self.call("/abort_request", {"abort_all": True}, timeout_s)
 
     async def pause(self, mode: PauseMode) -> None:
         """See ``Engine``."""
         self._is_suspended = True
         for flight in self._in_flight.values():
             flight.num_pauses += mode == "retract"
-        await self._http.call_again("/pause_generation", {"mode": mode}, admin=True)
+        await self.call("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         """See ``Engine``."""
-        await self._http.call_again("/continue_generation", {}, admin=True)
+        await self.call("/continue_generation", {})
         self._is_suspended = False
         self._heard_s = _now_s()
 
     def give_up(self, reason: str) -> None:
-        """See ``Engine``; also forget how the server was started."""
-        self._info = None
+        """See ``Engine``."""
         self._is_suspended = False
         for flight in self._in_flight.values():
             flight.expire_in(0.0, reason)
 
     async def version(self, timeout_s: float | None = None) -> str:
         """See ``Engine``; any text until a trainer sets it. The scheduler is not asked."""
-        path = "/model_info"
-        reply = await self._http.call(path, admin=False, timeout_s=timeout_s)
-        with self._http.checked(path):
-            return str(reply.json()["weight_version"])
+        parse = itemgetter("weight_version")
+        return str(await self._ask("/model_info", parse, timeout_s=timeout_s))
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         """See ``Engine``."""
-        return replace((await self._ask_info(timeout_s)).capabilities, gpus=self._gpus)
+        content, headers = await self.call("/server_info", timeout_s=timeout_s)
+        with self._checked("/server_info"):
+            nccl_settings = json.loads(headers.get(NCCL_HEADER, "{}"))
+            info = orjson.loads(content)
+            return protocol.parse_info(self.address, info, nccl_settings, self._gpus)
 
     async def check(self, temperature: float, probe_prompts: Sequence[Sequence[int]] = ()) -> None:
         """See ``Engine``; resume a server that a killed trainer left paused."""
-        info = self._info or await self._ask_info()
         if self._model is not None:
-            await check_model(self._http, info.model_path, self._model)
+            started_with = await self._ask("/server_info", itemgetter("model_path"))
+            architectures = await self._ask("/model_info", itemgetter("architectures"))
+            served = self.address, architectures, Path(started_with)
+            await asyncio.to_thread(protocol.check_model, *served, self._model)
         await self.resume()
-        await check_temperature_convention(self._http, temperature, probe_prompts)
+        probes = []
+        for prompt in probe_prompts if temperature != 1.0 else ():
+            body = protocol.probe_body(prompt, temperature, num_top=_NUM_TOP)
+            at_run = await self._ask("/generate", protocol.parse_probe, body)
+            body = protocol.probe_body(prompt, 1.0, token_ids=sorted(at_run))
+            probes.append((at_run, await self._ask("/generate", protocol.parse_probe, body)))
+        with self._checked("probe of the temperature convention"):
+            protocol.check_convention(self.address, temperature, probes)
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
         """See ``Engine``.
@@ -265,14 +255,16 @@ class SglangClient:
         With ``flush_cache`` the last call for new weights fails if a request is running, even one
         that is paused in place; the server has the weights then, and reports the old version.
         """
-        return SglangWeightControl(self._http, await self._ask_info(timeout_s), flush_cache)
+        parse = itemgetter("tp_size")
+        num_ranks = await self._ask("/server_info", parse, timeout_s=timeout_s)
+        return SglangWeightControl(self, int(num_ranks), flush_cache)
 
     async def release_memory(self, timeout_s: float) -> None:
         """See ``Engine``."""
         await self._memory_call("/pause_generation", {"mode": "abort"}, timeout_s)
         idle_wait_s = min(_MAX_IDLE_WAIT_S, timeout_s / 2)
         try:
-            await self._http.control(f"/flush_cache?timeout={idle_wait_s:g}", {}, timeout_s)
+            await self.call(f"/flush_cache?timeout={idle_wait_s:g}", {}, timeout_s)
         except RefusedError as error:
             raise RolloutError(
                 f"{self.address}: is still busy {idle_wait_s:g} s after its requests were aborted; "
@@ -291,40 +283,93 @@ class SglangClient:
     async def _memory_call(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         """Send a control call, whose refusal leaves unknown which memory the server has."""
         try:
-            await self._http.control(path, body, timeout_s)
+            await self.call(path, body, timeout_s)
         except RefusedError as error:
             raise ServerError(str(error)) from error
 
     async def report_load(self, timeout_s: float) -> LoadReport:
         """See ``LoadReporter``; as the schedulers last told it, which they do as they sample."""
-        path = "/v1/loads"
-        reply = await self._http.call(path, admin=True, timeout_s=timeout_s)
-        with self._http.checked(path):
-            ranks = reply.json()["loads"]
-            return LoadReport(
-                running=sum(int(rank["num_running_reqs"]) for rank in ranks),
-                waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
-                cache_used_share=max(float(rank["token_usage"]) for rank in ranks),
-            )
+        return await self._ask("/v1/loads", protocol.parse_load, timeout_s=timeout_s)
 
-    async def _ask_info(self, timeout_s: float | None = None) -> ServerInfo:
-        """Ask how the server was started; its scheduler answers, which detects hangs.
+    def _send(
+        self, path: str, body: dict[str, Any] | None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._session.request(
+            "GET" if body is None else "POST",
+            self.address + path,
+            data=None if body is None else orjson.dumps(body),
+            headers=self._keys.headers(path),
+            allow_redirects=False,
+        )
+
+    async def call(
+        self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """POST ``body``, or GET without one, beside generation; once.
+
+        The default of ``timeout_s`` is ``rollout.request_timeout_s``. Returns content and headers.
 
         Raises:
-            RolloutError: Its SGLang is too old.
+            ServerGoneError: There was no answer in time, or the connection broke.
+            ServerError: The server failed.
+            RefusedError: It refuses.
         """
-        path = "/server_info"
-        reply = await self._http.call(path, admin=True, timeout_s=timeout_s)
-        with self._http.checked(path):
-            info = ServerInfo.parse(reply.json(), reply.headers)
-        if not info.is_supported:
-            raise RolloutError(
-                f"{self.address}: runs SGLang {info.version}, needs at least {VERSION}; update it"
-            )
-        self._info = info
-        return info
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(limit_s), self._send(path, body) as reply:
+                await self._check_status(reply, path)
+                return await reply.read(), reply.headers
+        except aiohttp.ClientError as error:
+            raise BrokenConnectionError(
+                f"{self.address}{path}: no connection ({describe_cause(error)}); see the server's "
+                "log, or correct rollout.servers"
+            ) from error
+        except TimeoutError as error:
+            raise ServerGoneError(
+                f"{self.address}{path}: no answer within {limit_s:g} s; look for what it waits for "
+                "in the server's log"
+            ) from error
+
+    async def _ask[T](
+        self,
+        path: str,
+        parse: Callable[[Any], T],
+        body: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Make a ``call``; return what ``parse`` makes of its JSON value."""
+        content, _ = await self.call(path, body, timeout_s)
+        with self._checked(path):
+            return parse(orjson.loads(content))
+
+    async def _check_status(self, reply: aiohttp.ClientResponse, place: str) -> None:
+        status = reply.status
+        if status == HTTPStatus.OK:
+            return
+        remedy = "see the server's log"
+        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            remedy = f"set {self._keys.variable(reply.url.path)} to the server's key"
+        async with asyncio.timeout(self._timeout_s):
+            reason = " ".join((await reply.text(errors="replace")).split())[:_MAX_REASON]
+        kind = ServerError if status >= HTTPStatus.INTERNAL_SERVER_ERROR else RefusedError
+        raise kind(f"{self.address}{place}: HTTP {status}: {reason}; {remedy}")
+
+    @contextlib.contextmanager
+    def _checked(self, label: str) -> Iterator[None]:
+        """Name server and request where an answer refuses, or lacks the documented form."""
+        try:
+            yield
+        except RefusedError as error:
+            raise RefusedError(f"{self.address}: {error} (request: {label})") from error
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
+            raise ServerError(
+                f"{self.address}: unusable answer ({label}): {reason}; use an SGLang version that "
+                "this project supports, or see the server's log"
+            ) from error
 
 
+@dataclass(frozen=True, slots=True)
 class SglangWeightControl:
     """A ``WeightControl``: the control calls that give one server new weights.
 
@@ -332,24 +377,23 @@ class SglangWeightControl:
     waiting in the collective of the first one.
     """
 
-    def __init__(self, http: SglangHttp, info: ServerInfo, flush_cache: bool) -> None:
-        self._http = http
-        self._flush_cache = flush_cache
-        self.tensor_ranks = info.tensor_ranks
+    client: SglangClient
+    tensor_ranks: int
+    flush_cache: bool
 
     async def open_session(self, timeout_s: float) -> None:
         """See ``WeightControl``; a session that an earlier trainer left open is closed first."""
         try:
-            await self._http.control("/begin_weight_update", {}, timeout_s)
+            await self.client.call("/begin_weight_update", {}, timeout_s)
         except ServerGoneError:
             raise
         except RolloutError:
-            await self._http.control("/end_weight_update", {}, timeout_s)
-            await self._http.control("/begin_weight_update", {}, timeout_s)
+            await self.client.call("/end_weight_update", {}, timeout_s)
+            await self.client.call("/begin_weight_update", {}, timeout_s)
 
     async def close_session(self, timeout_s: float) -> None:
         """See ``WeightControl``."""
-        await self._http.control("/end_weight_update", {}, timeout_s)
+        await self.client.call("/end_weight_update", {}, timeout_s)
 
     async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
         """See ``WeightControl``."""
@@ -361,11 +405,11 @@ class SglangWeightControl:
             "group_name": place.name,
             "backend": place.backend,
         }
-        await self._http.control("/init_weights_update_group", body, timeout_s)
+        await self.client.call("/init_weights_update_group", body, timeout_s)
 
     async def leave_group(self, name: str, timeout_s: float) -> None:
         """See ``WeightControl``."""
-        await self._http.control("/destroy_weights_update_group", {"group_name": name}, timeout_s)
+        await self.client.call("/destroy_weights_update_group", {"group_name": name}, timeout_s)
 
     async def receive(
         self, bucket: BucketLayout, group_name: str, *, version: int | None, timeout_s: float
@@ -394,16 +438,16 @@ class SglangWeightControl:
     async def flush_idle(self, timeout_s: float) -> None:
         """See ``WeightControl``."""
         with contextlib.suppress(RefusedError):  # it has requests, and keeps what belongs to them
-            await self._http.control("/flush_cache", {}, timeout_s)
+            await self.client.call("/flush_cache", {}, timeout_s)
 
     async def _update(
         self, path: str, body: dict[str, Any], version: int | None, timeout_s: float
     ) -> None:
-        body["flush_cache"] = self._flush_cache and version is not None
+        body["flush_cache"] = self.flush_cache and version is not None
         body["abort_all_requests"] = False
         if version is not None:
             body["weight_version"] = str(version)
-        await self._http.control(path, body, timeout_s)
+        await self.client.call(path, body, timeout_s)
 
 
 def _now_s() -> float:

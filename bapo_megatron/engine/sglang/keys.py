@@ -1,18 +1,26 @@
-"""The keys of a server, and which one it requires for which call.
+"""A server's keys, and what stands before SGLang's application: two ASGI middlewares.
 
-``KeyCheck`` is an ASGI middleware in place of SGLang's own. SGLang lets whoever may generate read
-``/server_info``, which has all settings including both keys, and call whatever its authors did not
-mark as control. Here all but a few paths require the admin key. The path is the one by which the
-call is routed, whatever its ``Host`` header says.
+``KeyCheck`` takes the place of SGLang's own, which lets whoever may generate read ``/server_info``,
+with all settings and both keys, and call whatever its authors did not mark as control. Here all but
+a few paths require the admin key. The path is the one by which the call is routed, whatever its
+``Host`` header says.
+
+``InfoAnswers`` makes ``/server_info`` tell whether the scheduler, which answers it, is stuck. A
+scheduler that takes weights answers nothing, as it should while a caller waits for them. After a
+broken broadcast no caller waits, and SGLang does not notice.
 
 Standard library only: the launcher imports this.
 """
 
+import asyncio
+import json
 import os
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Self
+
+from bapo_megatron.runtime.processes import nccl_settings
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -23,8 +31,10 @@ API_KEY_VARIABLE = "BAPO_MEGATRON_API_KEY"
 ADMIN_API_KEY_VARIABLE = "BAPO_MEGATRON_ADMIN_API_KEY"
 """Environment variable with the key of control calls for servers in ``rollout.servers``."""
 
-MIN_KEY_BYTES = 16
+_MIN_KEY_BYTES = 16
 """Shorter keys could be guessed."""
+NCCL_HEADER = "x-nccl-settings"
+"""Header of an answer: the server's ``processes.nccl_settings`` as JSON."""
 
 _GENERATION_PATHS = ("/generate", "/model_info")
 """Paths that the API key opens; open to everybody if there is none."""
@@ -43,37 +53,36 @@ class ApiKeys:
     """For control calls: abort, weight updates, how the server was started."""
 
     @classmethod
-    def from_environment(cls, min_bytes: int = 1) -> Self:
+    def from_environment(cls) -> Self:
         """Read the keys from the environment; one whose variable is not set is empty.
 
         Raises:
-            ValueError: A variable is set to fewer than ``min_bytes`` bytes.
+            ValueError: A variable holds a key that is too short.
         """
-        keys = []
-        for name in (API_KEY_VARIABLE, ADMIN_API_KEY_VARIABLE):
+        names = (API_KEY_VARIABLE, ADMIN_API_KEY_VARIABLE)
+        for name in names:
             if name in os.environ:
-                check_key(os.environ[name], name, "unset the variable", min_bytes)
-            keys.append(os.environ.get(name, ""))
-        return cls(*keys)
+                check_key(os.environ[name], name, "unset the variable")
+        return cls(*(os.environ.get(name, "") for name in names))
 
     @staticmethod
-    def variable(*, admin: bool) -> str:
-        """Name the environment variable with the key of one call."""
-        return ADMIN_API_KEY_VARIABLE if admin else API_KEY_VARIABLE
+    def variable(path: str) -> str:
+        """Name the environment variable with the key of a call."""
+        return API_KEY_VARIABLE if path in _GENERATION_PATHS else ADMIN_API_KEY_VARIABLE
 
-    def headers(self, *, admin: bool) -> dict[str, str]:
-        """Return the HTTP headers of one call; without an admin key, the other one stands in."""
-        key = (self.admin_api_key or self.api_key) if admin else self.api_key
+    def headers(self, path: str) -> dict[str, str]:
+        """Return the HTTP headers of a call; without an admin key, the other one stands in."""
+        is_generation = path in _GENERATION_PATHS
+        key = self.api_key if is_generation else self.admin_api_key or self.api_key
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def check_key(key: str, place: str, remedy: str, min_bytes: int = MIN_KEY_BYTES) -> None:
+def check_key(key: str, place: str, remedy: str) -> None:
     """Raise a ``ValueError`` for a key that is too short; the message does not show it."""
-    num_bytes = len(key.encode())
-    if num_bytes < min_bytes:
+    if (num_bytes := len(key.encode())) < _MIN_KEY_BYTES:
         raise ValueError(
-            f"{place}: a key must have at least {min_bytes} bytes, this one has {num_bytes}; make "
-            f"one with 'openssl rand -hex 16', or {remedy}"
+            f"{place}: a key must have at least {_MIN_KEY_BYTES} bytes, this one has {num_bytes}; "
+            f"make one with 'openssl rand -hex 16', or {remedy}"
         )
 
 
@@ -102,5 +111,64 @@ class KeyCheck:
         if path in _PUBLIC_PATHS:
             return True
         key = self._api_key if path in _GENERATION_PATHS else self._admin_api_key
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return not key or any(secrets.compare_digest(v, f"Bearer {key}".encode()) for v in given)
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        return not key or any(secrets.compare_digest(v, f"Bearer {key}".encode()) for v in values)
+
+
+class InfoAnswers:
+    """ASGI middleware: answers 503 while a caller waits for weights, else adds ``NCCL_HEADER``."""
+
+    def __init__(self, app: App) -> None:
+        """Stand before an application."""
+        self._app = app
+        self._waiting: set[object] = set()
+
+    async def __call__(self, scope: Message, receive: Any, send: Send) -> None:
+        """Answer one call, or let it through."""
+        path = scope.get("path", "")
+        if "weight" in path:
+            await self._take_weights(scope, receive, send)
+        elif path != "/server_info":
+            await self._app(scope, receive, send)
+        elif self._waiting:
+            await send({"type": "http.response.start", "status": 503, "headers": []})
+            await send({"type": "http.response.body", "body": b"it takes new weights"})
+        else:
+            await self._app(scope, receive, lambda message: send(_with_settings(message)))
+
+    async def _take_weights(self, scope: Message, receive: Any, send: Send) -> None:
+        """Count a call about weights until it is answered, or its caller is gone.
+
+        It is answered with the last part of the answer, not when the application returns: the
+        caller's next call may come in between.
+        """
+        caller = object()
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                self._waiting.discard(caller)
+            await send(message)
+
+        body = [await receive()]
+        while body[-1].get("more_body"):
+            body.append(await receive())
+
+        async def receive_again() -> Any:
+            return body.pop(0) if body else await receive()
+
+        work = asyncio.ensure_future(self._app(scope, receive_again, answer))
+        is_gone = asyncio.ensure_future(receive())
+        self._waiting.add(caller)
+        try:
+            await asyncio.wait((work, is_gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._waiting.discard(caller)
+            is_gone.cancel()
+        await work
+
+
+def _with_settings(message: Message) -> Message:
+    if message["type"] != "http.response.start":
+        return message
+    header = (NCCL_HEADER.encode(), json.dumps(nccl_settings()).encode())
+    return {**message, "headers": [*message["headers"], header]}

@@ -6,8 +6,7 @@ only file that imports sglang. What it adds:
 * Without CUDA it makes sglang importable, and its processes are forks of this one.
 * The API keys come by standard input, not as arguments, so neither a process listing nor the server
   shows them, and they are kept out of the log.
-* Which call takes which key is decided by ``keys.KeyCheck``, not by SGLang; ``questions`` has what
-  a server with keys answers about itself.
+* ``keys`` decides which call takes which key, and what the server answers about itself.
 * The server's ranks meet at a file in its private temporary directory. SGLang's own way is a store
   of torch, which listens on all interfaces and knows no key.
 * The whole process group ends when the owner is gone, however it died, and the directory with it.
@@ -25,12 +24,11 @@ import sys
 import threading
 import types
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from bapo_megatron.engine.sglang.keys import KeyCheck
-from bapo_megatron.engine.sglang.questions import InfoAnswers
+from bapo_megatron.engine.sglang.keys import InfoAnswers, KeyCheck
 from bapo_megatron.runtime.cpu_torch import uncompiled_imports
 from bapo_megatron.runtime.processes import OWNER_PID_VARIABLE, unlink_shared_files
 
@@ -54,13 +52,13 @@ def _prepare_cpu() -> None:
     """Import sglang without a GPU, and have it fork its processes.
 
     The package index has no CPU build of ``sgl_kernel``; a module with the names that sglang
-    imports stands in, whose functions raise. A fork, which could not use a CUDA context of its
+    imports stands in. A fork, which could not use a CUDA context of its
     parent, saves each process from importing everything again: most of the start-up time.
     """
     kernels = types.ModuleType("sgl_kernel")
     kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
     for name in _SGL_KERNEL_NAMES:
-        setattr(kernels, name, _unavailable(name))
+        setattr(kernels, name, None)
     sys.modules.setdefault("sgl_kernel", kernels)
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     multiprocessing.set_start_method("fork")
@@ -72,24 +70,15 @@ def _prepare_cpu() -> None:
         import sglang.srt.models.registry  # noqa: F401
 
 
-def _unavailable(name: str) -> Any:
-    def call(*arguments: Any, **options: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"sgl_kernel.{name} has no CPU build; remove the server argument that needs it"
-        )
-
-    return call
-
-
 def main(arguments: list[str]) -> None:
     """Run the server with these arguments of ``sglang.launch_server`` until it ends."""
     # Which asks the run's own processes for their stacks; its children inherit that it is ignored.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     owner_pid = int(os.environ.pop(OWNER_PID_VARIABLE))
-    given = json.loads(sys.stdin.buffer.readline())
-    scratch = Path(given["scratch"])
+    settings = json.loads(sys.stdin.buffer.readline())
+    scratch = Path(settings["scratch"])
     threading.Thread(target=_end_with_owner, args=(owner_pid, scratch), daemon=True).start()
-    keys = {name: key for name, key in given["keys"].items() if key}
+    keys = {name: key for name, key in settings["keys"].items() if key}
     assert "admin_api_key" in keys, "without it anybody could replace the weights"
     _keep_out_of_log(list(keys.values()))
     if not torch.cuda.is_available():

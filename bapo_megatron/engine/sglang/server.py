@@ -22,14 +22,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bapo_megatron.config.megatron import ModelConfig
-from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import START_VERSION, Engine, EngineServer, Readiness
 from bapo_megatron.engine.sglang.client import SglangClient
-from bapo_megatron.engine.sglang.http import SglangHttp
-from bapo_megatron.engine.sglang.keys import MIN_KEY_BYTES, ApiKeys, check_key
-from bapo_megatron.engine.sglang.kind import given_addresses
+from bapo_megatron.engine.sglang.keys import ApiKeys, check_key
+from bapo_megatron.engine.sglang.settings import server_addresses
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.runtime.processes import (
@@ -68,13 +65,8 @@ _CPU_ARGUMENTS = (
 class SglangServer:
     """An ``EngineServer``: one server's process group, which ``close`` ends."""
 
-    model: ModelConfig
-    """The model that it loads first."""
-    config: ServerConfig
-    run_dir: Path
-    """The log goes to ``<run_dir>/logs``."""
-    seed: int
-    """Seed of the run, from which each server's own follows."""
+    config: RunConfig
+    """The server loads its ``model`` first, and logs to its ``run_dir``."""
     device: str
     """``cuda`` or ``cpu``."""
     keys: ApiKeys
@@ -83,8 +75,6 @@ class SglangServer:
     """Number among the servers of this host: determines GPUs, port and log."""
     host: str = LOOPBACK
     """Address to listen on."""
-    releases_memory: bool = False
-    """Whether it can release its GPU memory and take it again."""
     awaits_weights: bool = False
     """Whether it reads no weights at its start: somebody gives it some before it is used."""
 
@@ -96,14 +86,15 @@ class SglangServer:
         """For its temporary files and sockets."""
         self._closing = threading.Lock()
         self._shared_files: set[Path] = set()
-        """Found until it was ready: once its processes have ended, nobody can."""
+        """Noted until it is ready: once its processes have ended, nobody can tell them."""
         self._has_all_shared_files = False
         self.num_starts = 0
-        self.port = self.config.port and self.config.port + self.index
+        self._settings = self.config.rollout.server
+        self.port = self._settings.port and self._settings.port + self.index
         # Rollout nodes may share the directory; the loopback is the same on each, its log is not.
         names = ["sglang"] if self.host == LOOPBACK else ["sglang", self.host]
-        names += [str(self.index)] if self.config.count > 1 else []
-        self.log_path = self.run_dir / "logs" / f"{'_'.join(names)}.log"
+        names += [str(self.index)] if self._settings.count > 1 else []
+        self.log_path = self.config.run_dir / "logs" / f"{'_'.join(names)}.log"
 
     @property
     def address(self) -> str:
@@ -119,8 +110,9 @@ class SglangServer:
     @property
     def gpus(self) -> tuple[int, ...]:
         """GPUs of its ranks, in this process's numbering; none on the CPU."""
-        first = self.config.first_gpu + self.index * self.config.tensor
-        return () if self.device == "cpu" else tuple(range(first, first + self.config.tensor))
+        num_ranks = self._settings.tensor
+        first = self._settings.first_gpu + self.index * num_ranks
+        return () if self.device == "cpu" else tuple(range(first, first + num_ranks))
 
     @property
     def is_started(self) -> bool:
@@ -147,8 +139,8 @@ class SglangServer:
         self.num_starts += 1
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died already; exit_reason says why
-            given = {"keys": asdict(self.keys), "scratch": scratch}
-            self._process.stdin.write(json.dumps(given).encode() + b"\n")
+            line = json.dumps({"keys": asdict(self.keys), "scratch": scratch})
+            self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
 
     def exit_reason(self) -> str | None:
@@ -158,26 +150,23 @@ class SglangServer:
         return None if status is None else describe_exit(status)
 
     async def ask(self, timeout_s: float) -> Readiness:
-        """See ``EngineServer`` and ``questions``; /health would generate a token."""
-        readiness = await self._readiness(timeout_s)
+        """See ``EngineServer`` and ``keys.InfoAnswers``; /health would generate a token."""
+        client = SglangClient(self.address, self.keys, request_timeout_s=timeout_s)
+        readiness = Readiness.READY
+        try:
+            await client.call("/server_info")
+        except ServerGoneError:
+            readiness = Readiness.SILENT
+        except RolloutError:
+            readiness = Readiness.BUSY
+        finally:
+            await client.close()
         if not self._has_all_shared_files and self._process is not None:
             self._shared_files |= await asyncio.to_thread(shared_files, self._process.pid)
             self._has_all_shared_files = readiness is Readiness.READY
             if self._scratch is not None:
                 self._scratch.note_shared_files(self._shared_files)
         return readiness
-
-    async def _readiness(self, timeout_s: float) -> Readiness:
-        http = SglangHttp(self.address, self.keys, timeout_s)
-        try:
-            await http.call("/server_info", admin=True)
-        except ServerGoneError:
-            return Readiness.SILENT
-        except RolloutError:
-            return Readiness.BUSY
-        finally:
-            await http.close()
-        return Readiness.READY
 
     def kill(self) -> None:
         """See ``EngineServer``."""
@@ -212,7 +201,7 @@ class SglangServer:
         if self.host == LOOPBACK:
             # Nobody elsewhere is a member of its groups.
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if self.releases_memory:
+        if self.config.rollout.colocated:
             # The memory saver refuses the trainer's expandable segments.
             for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
                 environment.pop(name, None)
@@ -221,16 +210,16 @@ class SglangServer:
 
     def arguments(self) -> list[str]:
         """Return the arguments of ``sglang.launch_server``; the API keys are not among them."""
-        server, is_cpu = self.config, self.device == "cpu"
+        server, model, is_cpu = self._settings, self.config.model, self.device == "cpu"
         # A seed differs between the servers of all hosts, and is the same in every run.
-        of_host = 0 if self.host == LOOPBACK else zlib.crc32(self.host.encode())
-        seed = (self.seed + self.index + of_host) % _NUM_SEEDS
+        host_seed = 0 if self.host == LOOPBACK else zlib.crc32(self.host.encode())
+        seed = (self.config.seed + self.index + host_seed) % _NUM_SEEDS
         arguments = [
-            f"--model-path={self.model.path}",
+            f"--model-path={model.path}",
             "--served-model-name=policy",  # by default the path, which then may hold no colon
             f"--host={self.host}",
             f"--port={self.port}",
-            f"--dtype={self.model.dtype}",
+            f"--dtype={model.dtype}",
             f"--tensor-parallel-size={server.tensor}",
             f"--random-seed={seed}",
             f"--weight-version={NO_WEIGHTS if self.awaits_weights else START_VERSION}",
@@ -249,7 +238,7 @@ class SglangServer:
             arguments += _CPU_ARGUMENTS
         else:
             arguments.append(f"--base-gpu-id={self.gpus[0]}")
-        if self.releases_memory:
+        if self.config.rollout.colocated:
             # Graphs of whole decode steps can be released, those of prefill's segments cannot.
             arguments += ["--enable-memory-saver", "--cuda-graph-backend-prefill=disabled"]
         if self.awaits_weights:
@@ -277,7 +266,7 @@ class SglangBackend:
 
     def addresses(self) -> Sequence[str]:
         """See ``Backend``."""
-        return given_addresses(self._config.rollout) or [s.address for s in self.servers]
+        return server_addresses(self._config.rollout) or [s.address for s in self.servers]
 
     async def connect(self, address: str) -> Engine:
         """See ``Backend``."""
@@ -300,18 +289,7 @@ def own_servers(
 ) -> list[SglangServer]:
     """Prepare the ``rollout.server.count`` servers that listen on ``host``; nothing is started."""
     return [
-        SglangServer(
-            config.model,
-            config.rollout.server,
-            run_dir=config.run_dir,
-            seed=config.seed,
-            device=device,
-            keys=keys,
-            index=index,
-            host=host,
-            releases_memory=config.rollout.colocated,
-            awaits_weights=awaits_weights,
-        )
+        SglangServer(config, device, keys, index, host, awaits_weights)
         for index in range(config.rollout.server.count)
     ]
 
@@ -334,13 +312,12 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("bapo_megatron").setLevel(logging.INFO)
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    keys, exports, host = ApiKeys.from_environment(MIN_KEY_BYTES), [], config.rollout.server.host
+    keys, exports, host = ApiKeys.from_environment(), [], config.rollout.server.host
     for name in ["admin_api_key"] if host == LOOPBACK else list(asdict(keys)):
         if not getattr(keys, name):
             path = config.run_dir.absolute() / name
             keys = replace(keys, **{name: _stored_key(path)})
-            variable = ApiKeys.variable(admin=name == "admin_api_key")
-            exports.append(f"export {variable}=$(cat '{path}')")
+            exports.append(f"export BAPO_MEGATRON_{name.upper()}=$(cat '{path}')")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Whoever uses them gives them weights first: a trainer, ``eval`` and ``generate`` alike.
     servers = own_servers(config, device, keys, host, awaits_weights=True)
@@ -369,13 +346,11 @@ def _stored_key(path: Path) -> str:
     """
     if not path.exists():
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        draft.touch(mode=0o600, exist_ok=False)
-        try:
-            draft.write_text(secrets.token_hex(16) + "\n")
-            with contextlib.suppress(FileExistsError):
-                path.hardlink_to(draft)  # all of it, and never in place of another node's
-        finally:
-            draft.unlink()
+        draft.touch(mode=0o600)
+        draft.write_text(secrets.token_hex(16) + "\n")
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(draft)  # all of it, and never in place of another node's
+        draft.unlink()
     key = path.read_text().strip()
     check_key(key, str(path), "delete the file: serve makes a new one")
     return key
@@ -398,15 +373,9 @@ def _hold_port(host: str, port: int) -> socket.socket:
             holder.close()
             raise
         return holder
-    except socket.gaierror as error:
-        raise RolloutError(
-            f"rollout.server.host: cannot resolve '{host}' ({error.strerror}); give an address of "
-            "this node"
-        ) from error
     except OSError as error:
-        key, remedy = "port", "end what uses it, or set rollout.server.port=0"
-        if error.errno == errno.EADDRNOTAVAIL:
-            key, remedy = "host", "give an address of this node"
+        key = "port" if error.errno == errno.EADDRINUSE else "host"
         raise RolloutError(
-            f"rollout.server.{key}: cannot listen on {host}:{port} ({error.strerror}); {remedy}"
+            f"rollout.server.{key}: cannot listen on {host}:{port} ({error.strerror}); give an "
+            "address of this node, and a free port or 0"
         ) from error

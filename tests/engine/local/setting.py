@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +16,7 @@ from bapo_megatron.engine.local.engine import LocalBackend
 from tests.engine.helpers import Kept, reference_logprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from bapo_megatron.engine.local.engine import LocalEngine
 
@@ -23,25 +24,17 @@ EOS = 1
 SETTINGS = SamplingSettings(temperature=0.8, max_new_tokens=40, seed=5)
 
 
-def use_engine[T](
-    model_dir: Path,
-    use: Callable[[LocalEngine], Awaitable[T]],
-    *,
-    max_rows: int = 256,
-    dtype: Literal["float32", "bfloat16"] = "float32",
-) -> T:
-    """Run ``use`` with an engine on the CPU, in an event loop of its own."""
-
-    async def run() -> T:
-        model = ModelConfig(path=model_dir, dtype=dtype)
-        engine = await LocalBackend(model, LocalConfig(max_rows=max_rows), "cpu").connect("local")
-        try:
-            async with asyncio.timeout(120):
-                return await use(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(run())
+@contextlib.asynccontextmanager
+async def opened(
+    model_dir: Path, *, max_rows: int = 256, dtype: Literal["float32", "bfloat16"] = "float32"
+) -> AsyncIterator[LocalEngine]:
+    """An engine on the CPU."""
+    model = ModelConfig(path=model_dir, dtype=dtype)
+    engine = await LocalBackend(model, LocalConfig(max_rows=max_rows), "cpu").connect("local")
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 def request(input_ids: Sequence[int], settings: SamplingSettings, **fields: Any) -> GenerateRequest:
@@ -53,10 +46,10 @@ def request(input_ids: Sequence[int], settings: SamplingSettings, **fields: Any)
 class Stream:
     """A request in flight, and what it has got."""
 
-    def __init__(self, engine: LocalEngine, given: GenerateRequest) -> None:
+    def __init__(self, engine: LocalEngine, request: GenerateRequest) -> None:
         self.sink = Kept()
-        self.request = given
-        self.task = asyncio.create_task(engine.stream(given, self.sink))
+        self.request = request
+        self.task = asyncio.create_task(engine.stream(request, self.sink))
 
     @property
     def completion(self) -> Completion:
@@ -71,7 +64,7 @@ class Stream:
 
 async def start(engine: LocalEngine, *requests: GenerateRequest) -> list[Stream]:
     """Send requests, in this order."""
-    streams = [Stream(engine, given) for given in requests]
+    streams = [Stream(engine, request) for request in requests]
     await asyncio.sleep(0)
     return streams
 
@@ -93,14 +86,23 @@ async def complete(
     return [stream.completion for stream in streams]
 
 
+async def sampled(
+    model_dir: Path, requests: Sequence[GenerateRequest], burst: int = 8, max_rows: int = 256
+) -> list[Completion]:
+    """What an engine of its own samples for requests."""
+    async with opened(model_dir, max_rows=max_rows) as engine:
+        return await complete(engine, *requests, burst=burst)
+
+
 def assert_reference(
-    model_dir: Path, given: GenerateRequest, completion: Completion, tolerance: float = 1e-4
+    model_dir: Path, requests: Sequence[GenerateRequest], completions: Sequence[Completion]
 ) -> None:
     """The log-probs are those of transformers."""
-    expected = reference_logprobs(
-        model_dir, given.input_ids, completion.token_ids, given.sampling.temperature
-    )
-    np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=tolerance)
+    for request, completion in zip(requests, completions, strict=True):
+        expected = reference_logprobs(
+            model_dir, request.input_ids, completion.token_ids, request.sampling.temperature
+        )
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
 
 
 def ragged_requests(

@@ -38,59 +38,47 @@ def test_what_it_can_do_is_accepted(model_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rollout", "message"),
+    ("rollout", "key", "value"),
     [
-        ({"servers": ["http://a:1"]}, r"^rollout\.servers: must be empty .* got http://a:1"),
-        ({"servers_file": "a"}, r"^rollout\.servers_file: must be null .* got /.*a"),
-        ({"min_servers": 2}, r"^rollout\.min_servers: must be 1 .* got 2"),
-        ({"colocated": True}, r"^rollout\.colocated: must be false .* got true"),
-        ({"server": {"count": 2}}, r"^rollout\.server\.count: must be 1 .* got 2"),
-        ({"server": {"tensor": 4}}, r"^rollout\.server\.tensor: must be 1 .* got 4"),
-        (
-            {"weight_sync": {"in_flight": "in_place"}},
-            r"^rollout\.weight_sync\.in_flight: must be abort or retract .* got in_place",
-        ),
-        (
-            {"weight_sync": {"method": "tensor"}},
-            r"^rollout\.weight_sync\.method: must be broadcast or disk .* got tensor",
-        ),
-        (
-            {"weight_sync": {"backend": "nccl"}},
-            r"^rollout\.weight_sync\.backend: must be auto or gloo .* got nccl",
-        ),
+        ({"servers": ["http://a:1"]}, "servers", r".*http://a:1"),
+        ({"servers_file": "/a"}, "servers_file", "/a"),
+        ({"min_servers": 2}, "min_servers", "2"),
+        ({"colocated": True}, "colocated", "True"),
+        ({"server": {"count": 2}}, "server.count", "2"),
+        ({"server": {"tensor": 4}}, "server.tensor", "4"),
+        ({"weight_sync": {"in_flight": "in_place"}}, "weight_sync.in_flight", "in_place"),
+        ({"weight_sync": {"method": "tensor"}}, "weight_sync.method", "tensor"),
+        ({"weight_sync": {"backend": "nccl"}}, "weight_sync.backend", "nccl"),
     ],
 )
 def test_what_it_cannot_do_is_refused(
-    model_dir: Path, tmp_path: Path, rollout: dict[str, Any], message: str
+    model_dir: Path, tmp_path: Path, rollout: dict[str, Any], key: str, value: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message + r".*; .*another rollout\.engine$"):
+    with pytest.raises(ConfigError, match=rf"^rollout\.{key}: must be .*, got {value}"):
         load_kind("local").check(_config(model_dir, tmp_path, rollout))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"model_type": "qwen3_next"}, "model_type must be one of qwen2, .* got qwen3_next"),
-        ({"use_sliding_window": True}, "use_sliding_window must be false .* got true"),
-        (
-            {"layer_types": ["full_attention", "linear_attention"]},
-            "layer_types must be full_attention only .* got linear_attention",
-        ),
+        {"model_type": "qwen3_next"},
+        {"use_sliding_window": True},
+        {"layer_types": ["full_attention", "linear_attention"]},
     ],
 )
 def test_models_with_another_cache_are_refused(
-    model_dir: Path, tmp_path: Path, change: dict[str, Any], message: str
+    model_dir: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(model_dir, other)
     fields = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**fields, **change}))
-    with pytest.raises(ConfigError, match=rf"^model\.path: {message}"):
+    with pytest.raises(ConfigError, match=r"^model\.path: .*use_sliding_window.*full_attention"):
         load_kind("local").check(_config(other, tmp_path, {}))
 
 
 def test_it_serves_nobody(model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^rollout\.engine: must have servers .* got local"):
+    with pytest.raises(ConfigError, match=r"^rollout\.engine: must have servers"):
         load_kind("local").serve(_config(model_dir, tmp_path, {}), print)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bapo_megatron.engine.base import SamplingSettings
-from bapo_megatron.engine.local.sampling import BLOCK, Filters, Uniforms, sample
+from bapo_megatron.engine.local.decoder import Filters, sample, uniform_numbers
 
 CPU = torch.device("cpu")
 PROBABILITIES = (0.4, 0.0, 0.3, 0.15, 0.1, 0.05)
@@ -93,16 +93,9 @@ def test_no_uniform_number_draws_an_impossible_token(uniform: float) -> None:
 
 
 def test_a_uniform_number_depends_on_seed_and_position_only() -> None:
-    forward, backward = Uniforms(11), Uniforms(11)
-    blocks = [forward.block(n) for n in range(4)]
-    for n in reversed(range(4)):
-        np.testing.assert_array_equal(backward.block(n), blocks[n])
-    assert len(np.unique(np.concatenate(blocks))) == 4 * BLOCK
-    assert not np.isin(Uniforms(12).block(0), blocks[0]).any()
-
-
-def test_uniform_numbers_are_uniform() -> None:
-    numbers = np.concatenate([Uniforms(seed).block(3) for seed in range(500)])
-    counts = np.histogram(numbers, bins=20, range=(0, 1))[0]
-    expected = 500 * BLOCK / 20
-    assert ((counts - expected) ** 2 / expected).sum() < 43.8  # 19 degrees, once in 1000 seeds
+    whole = uniform_numbers(11, 0, 256)
+    assert whole[:2].tolist() == [0.12701753267435878, 0.6846286134593053]
+    for position in (1, 2, 3, 4, 63, 64, 65, 200):
+        np.testing.assert_array_equal(uniform_numbers(11, position, 50), whole[position:][:50])
+    assert len(np.unique(whole)) == 256
+    assert not np.isin(uniform_numbers(12, 0, 256), whole).any()

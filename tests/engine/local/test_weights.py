@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,13 +16,13 @@ from bapo_megatron.engine.base import BucketLayout, SamplingSettings
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.types import VersionSpan
 from bapo_megatron.weight_sync.collective_group import WeightGroup
-from tests.engine.helpers import make_model_dir, reference_logprobs
+from tests.engine.helpers import change_weights, make_model_dir, reference_logprobs
 from tests.engine.local.setting import (
     complete,
     finish,
+    opened,
     request,
     start,
-    use_engine,
 )
 
 if TYPE_CHECKING:
@@ -42,25 +41,7 @@ LIMIT_S = 30.0
 
 @pytest.fixture(scope="module")
 def changed_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with other weights, in two files."""
-    return _changed(model_dir, tmp_path_factory.mktemp("changed") / "qwen2", 1.5)
-
-
-def _changed(model_dir: Path, directory: Path, factor: float) -> Path:
-    shutil.copytree(model_dir, directory)
-    tensors = load_file(directory / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight"] *= factor
-    tensors["model.norm.weight"] *= factor
-    (directory / "model.safetensors").unlink()
-    names = sorted(tensors)
-    files: dict[str, str] = {}
-    for number, part in enumerate((names[:9], names[9:]), start=1):
-        files |= dict.fromkeys(part, f"model-0000{number}-of-00002.safetensors")
-        content = {name: tensors[name] for name in part}
-        save_file(content, directory / files[part[0]], metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": files}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return directory
+    return change_weights(model_dir, tmp_path_factory.mktemp("changed") / "qwen2")
 
 
 def _weights(directory: Path) -> dict[str, Tensor]:
@@ -118,22 +99,10 @@ def _assert_of(directory: Path, completion: Completion, prompt: list[int] = PROM
     np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_directory_is_loaded(model_dir: Path, changed_dir: Path) -> None:
-    async def use(engine: LocalEngine) -> list[Completion]:
-        before = await complete(engine, request(PROMPT, LONG))
-        await _load(engine, changed_dir, 7)
-        assert await engine.version() == "7"
-        return before + await complete(engine, request(PROMPT, LONG, version=7))
-
-    before, after = use_engine(model_dir, use)
-    _assert_of(model_dir, before)
-    _assert_of(changed_dir, after)
-    assert [span.version for span in (*before.versions, *after.versions)] == [0, 7]
-
-
-def test_a_group_brings_them_in_parts_again_and_again(model_dir: Path, changed_dir: Path) -> None:
-    async def use(engine: LocalEngine) -> list[Completion]:
+async def test_a_group_brings_them_in_parts_again_and_again(
+    model_dir: Path, changed_dir: Path
+) -> None:
+    async with opened(model_dir) as engine:
         trainer = _Trainer(engine)
         await trainer.join()
         weights = await engine.weights(LIMIT_S)
@@ -149,36 +118,12 @@ def test_a_group_brings_them_in_parts_again_and_again(model_dir: Path, changed_d
             assert await engine.version() == str(version)
             completions += await complete(engine, request(PROMPT, LONG, version=version))
         await trainer.leave()
-        return completions
-
-    first, second = use_engine(model_dir, use)
+        first, second = completions
     _assert_of(changed_dir, first)
     _assert_of(model_dir, second)
 
 
-def test_a_request_in_flight_has_the_version_of_every_token(
-    model_dir: Path, changed_dir: Path
-) -> None:
-    async def use(engine: LocalEngine) -> Completion:
-        [stream] = await start(engine, request(PROMPT, LONG))
-        await engine.decode(11)
-        await engine.pause("retract")
-        await _load(engine, changed_dir, 4)
-        await engine.resume()
-        await finish(engine, [stream])
-        return stream.completion
-
-    completion = use_engine(model_dir, use)
-    assert completion.versions == (VersionSpan(0, 11), VersionSpan(4, 29))
-    tokens = completion.token_ids.tolist()
-    old = reference_logprobs(model_dir, PROMPT, tokens, LONG.temperature)
-    new = reference_logprobs(changed_dir, PROMPT, tokens, LONG.temperature)
-    assert np.abs(old - new).max() > 0.01
-    np.testing.assert_allclose(completion.logprobs[:11], old[:11], rtol=0, atol=1e-4)
-    np.testing.assert_allclose(completion.logprobs[11:], new[11:], rtol=0, atol=1e-4)
-
-
-def test_tied_embeddings_come_under_one_name(tmp_path: Path) -> None:
+async def test_tied_embeddings_come_under_one_name(tmp_path: Path) -> None:
     directory = make_model_dir(tmp_path / "llama", "llama")
     tensors = load_file(directory / "model.safetensors")
     assert "lm_head.weight" not in tensors
@@ -187,17 +132,15 @@ def test_tied_embeddings_come_under_one_name(tmp_path: Path) -> None:
     shutil.copytree(directory, changed)
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
 
-    async def use(engine: LocalEngine) -> list[Completion]:
+    async with opened(directory) as engine:
         await _load(engine, changed, 1)
-        return await complete(engine, request(PROMPT, LONG, version=1))
-
-    _assert_of(changed, use_engine(directory, use)[0])
+        _assert_of(changed, (await complete(engine, request(PROMPT, LONG, version=1)))[0])
 
 
-def test_a_missing_weight_is_named_and_nothing_is_sampled_with_a_part(
+async def test_a_missing_weight_is_named_and_nothing_is_sampled_with_a_part(
     model_dir: Path, changed_dir: Path
 ) -> None:
-    async def use(engine: LocalEngine) -> list[Completion]:
+    async with opened(model_dir) as engine:
         trainer = _Trainer(engine)
         await trainer.join()
         tensors = _weights(changed_dir)
@@ -212,9 +155,7 @@ def test_a_missing_weight_is_named_and_nothing_is_sampled_with_a_part(
         await trainer.send(tensors, 3)
         await finish(engine, [stream])
         await trainer.leave()
-        return [stream.completion]
-
-    [completion] = use_engine(model_dir, use)
+        [completion] = [stream.completion]
     assert completion.versions == (VersionSpan(3, 40),)
     _assert_of(changed_dir, completion)
 
@@ -222,41 +163,25 @@ def test_a_missing_weight_is_named_and_nothing_is_sampled_with_a_part(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lm_head.weight": torch.zeros(3, 32)}, r"'lm_head\.weight' must have the shape \[267, 3"),
-        ({"lm_head.bias": torch.zeros(3)}, r"the model has no weight 'lm_head\.bias'"),
+        ({"lm_head.weight": torch.zeros(3, 32)}, r"'lm_head\.weight' must be .*\[267, 32\]"),
+        ({"lm_head.bias": torch.zeros(3)}, r"'lm_head\.bias' is not the model's"),
     ],
 )
-def test_a_weight_of_another_model_is_named_and_changes_nothing(
+async def test_a_weight_of_another_model_is_named_and_changes_nothing(
     model_dir: Path, tmp_path: Path, change: dict[str, Tensor], message: str
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(model_dir, other)
     save_file(_weights(model_dir) | change, other / "model.safetensors", metadata={"format": "pt"})
 
-    async def use(engine: LocalEngine) -> list[Completion]:
+    async with opened(model_dir) as engine:
         with pytest.raises(RolloutError, match=message):
             await _load(engine, other, 3)
-        return await complete(engine, request(PROMPT, LONG))
-
-    _assert_of(model_dir, use_engine(model_dir, use)[0])
+        _assert_of(model_dir, (await complete(engine, request(PROMPT, LONG)))[0])
 
 
-def test_a_missing_directory_is_an_error_and_the_engine_lives(
-    model_dir: Path, tmp_path: Path
-) -> None:
-    async def use(engine: LocalEngine) -> None:
-        [stream] = await start(engine, request(PROMPT, LONG))
-        await engine.decode(3)
-        with pytest.raises(RolloutError, match=r"nothing' has no \*\.safetensors"):
-            await _load(engine, tmp_path / "nothing", 3)
-        assert await engine.version() == "0"
-        await finish(engine, [stream])
-
-    use_engine(model_dir, use)
-
-
-def test_a_group_that_does_not_form_ends_in_time(model_dir: Path) -> None:
-    async def use(engine: LocalEngine) -> None:
+async def test_a_group_that_does_not_form_ends_in_time(model_dir: Path) -> None:
+    async with opened(model_dir) as engine:
         group = WeightGroup("127.0.0.1", "gloo", 2, LIMIT_S)
         place = replace(group.place, first_rank=1)
         weights = await engine.weights(LIMIT_S)
@@ -264,17 +189,13 @@ def test_a_group_that_does_not_form_ends_in_time(model_dir: Path) -> None:
             await weights.join_group(place, 0.5)
         group.close()
 
-    use_engine(model_dir, use)
 
-
-def test_weights_wait_for_the_running_burst(model_dir: Path, changed_dir: Path) -> None:
-    async def use(engine: LocalEngine) -> Completion:
+async def test_weights_wait_for_the_running_burst(model_dir: Path, changed_dir: Path) -> None:
+    async with opened(model_dir) as engine:
         [stream] = await start(engine, request(PROMPT, replace(LONG, max_new_tokens=30)))
         decoding = asyncio.create_task(engine.decode(20))
         await asyncio.sleep(0)
         await _load(engine, changed_dir, 1)
         assert await decoding == 20
         await finish(engine, [stream])
-        return stream.completion
-
-    assert use_engine(model_dir, use).versions == (VersionSpan(0, 20), VersionSpan(1, 10))
+        assert stream.completion.versions == (VersionSpan(0, 20), VersionSpan(1, 10))

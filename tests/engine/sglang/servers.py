@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bapo_megatron.config.megatron import ModelConfig
-from bapo_megatron.config.rollout import ServerConfig
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import GenerateRequest, Readiness
 from bapo_megatron.engine.sglang.client import SglangClient
-from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.runtime.processes import tail
 from tests.engine.helpers import Kept
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from pathlib import Path
+    from typing import Any
 
     from bapo_megatron.engine.base import Completion, SamplingSettings
 
@@ -27,63 +26,45 @@ KEYS = ApiKeys(api_key="a" * 32, admin_api_key="b" * 32)
 SERVER = {"max_total_tokens": 8192, "mem_fraction": 0.3}
 
 
-class CumulativeServer(SglangServer):
-    """Each event has all tokens."""
-
-    def arguments(self) -> list[str]:
-        """Arguments of ``sglang.launch_server``."""
-        return [a for a in super().arguments() if a != "--incremental-streaming-output"]
-
-
-def make_server(
-    model_dir: Path,
-    run_dir: Path,
-    server_class: type[SglangServer] = SglangServer,
-    *,
-    awaits_weights: bool = False,
-) -> SglangServer:
-    """Prepare a real server."""
-    return server_class(
-        ModelConfig(path=model_dir, dtype="float32"),
-        ServerConfig.model_validate(SERVER),
-        run_dir=run_dir,
-        seed=0,
-        device="cpu",
-        keys=KEYS,
-        awaits_weights=awaits_weights,
+def server_config(
+    model_dir: Path, run_dir: Path, seed: int = 0, dtype: str = "float32", **rollout: Any
+) -> RunConfig:
+    """What a configuration says of servers."""
+    return RunConfig.model_validate(
+        {
+            "name": "test",
+            "run_dir": run_dir,
+            "seed": seed,
+            "model": {"path": model_dir, "dtype": dtype},
+            "rollout": rollout,
+        }
     )
 
 
+def make_server(model_dir: Path, run_dir: Path, *, awaits_weights: bool = False) -> SglangServer:
+    """Prepare a real server."""
+    config = server_config(model_dir, run_dir, server=SERVER)
+    return SglangServer(config, "cpu", KEYS, awaits_weights=awaits_weights)
+
+
+@contextlib.asynccontextmanager
+async def connected(address: str, keys: ApiKeys | None = None) -> AsyncIterator[SglangClient]:
+    """A client of a server."""
+    client = SglangClient(address, keys or ApiKeys(), request_timeout_s=60.0)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
 def with_client[T](
-    address: str,
-    use: Callable[[SglangClient], Awaitable[T]],
-    keys: ApiKeys | None = None,
+    address: str, use: Callable[[SglangClient], Awaitable[T]], keys: ApiKeys | None = None
 ) -> T:
     """Run ``use`` with a client in an event loop of its own."""
 
     async def run() -> T:
-        client = SglangClient(address, keys or ApiKeys(), request_timeout_s=60.0)
-        try:
+        async with connected(address, keys) as client, asyncio.timeout(300):
             return await use(client)
-        finally:
-            await client.close()
-
-    return asyncio.run(run())
-
-
-def with_http[T](
-    address: str,
-    use: Callable[[SglangHttp], Awaitable[T]],
-    keys: ApiKeys | None = None,
-) -> T:
-    """Run ``use`` with what calls a server in an event loop of its own."""
-
-    async def run() -> T:
-        http = SglangHttp(address, keys or ApiKeys(), 60.0)
-        try:
-            return await use(http)
-        finally:
-            await http.close()
 
     return asyncio.run(run())
 

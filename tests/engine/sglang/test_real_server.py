@@ -1,7 +1,4 @@
-"""Real servers, of both ways to stream: the contract of engines, and SGLang's own calls.
-
-Whatever needs a server of each is in this module, because a start takes long.
-"""
+"""A real server: the contract of engines, and SGLang's own calls."""
 
 from __future__ import annotations
 
@@ -10,50 +7,32 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
 import numpy as np
 import pytest
 
-from bapo_megatron.engine.base import MemoryPart, Readiness, SamplingSettings
-from bapo_megatron.engine.sglang.convention import (
-    check_model,
-    check_temperature_convention,
-    next_token_logprobs,
-)
-from bapo_megatron.engine.sglang.info import ServerInfo
+from bapo_megatron.engine.base import Capabilities, MemoryPart, Readiness, SamplingSettings
+from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
-from bapo_megatron.engine.sglang.kind import VERSION
-from bapo_megatron.engine.sglang.server import SglangServer
+from bapo_megatron.engine.sglang.protocol import parse_probe, probe_body
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
 from tests.engine.contract import PROMPT, Case, Response, sglang_case
-from tests.engine.sglang.servers import (
-    KEYS,
-    CumulativeServer,
-    make_server,
-    running,
-    sample,
-    with_client,
-    with_http,
-)
+from tests.engine.helpers import ask
+from tests.engine.sglang.servers import KEYS, make_server, running, sample, with_client
 from tests.engine.test_contract import *  # noqa: F403 (every test, also those that are added)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bapo_megatron.engine.sglang.client import SglangClient
-    from bapo_megatron.engine.sglang.http import SglangHttp
+    from bapo_megatron.engine.sglang.server import SglangServer
 
 pytestmark = pytest.mark.sglang
 
 
-@pytest.fixture(scope="module", params=[SglangServer, CumulativeServer])
-def server(
-    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SglangServer]:
+@pytest.fixture(scope="module")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     """A server; tests leave no request behind, and give it back its weights."""
-    run_dir = tmp_path_factory.mktemp("server")
-    with running(make_server(model_dir, run_dir, request.param)) as server:
+    with running(make_server(model_dir, tmp_path_factory.mktemp("server"))) as server:
         yield server
 
 
@@ -63,31 +42,28 @@ def case(server: SglangServer, model_dir: Path) -> Case:
     return sglang_case(server, model_dir)
 
 
-def test_the_server_says_how_it_was_started_and_with_which_model(
+def test_the_server_says_what_it_can_do_and_which_model_it_was_started_with(
     server: SglangServer, model_dir: Path, tmp_path: Path
 ) -> None:
     other = {"architectures": ["LlamaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(other))
 
-    async def ask(http: SglangHttp) -> ServerInfo:
-        reply = await http.call("/server_info", admin=True)
-        info = ServerInfo.parse(reply.json(), reply.headers)
-        await check_model(http, info.model_path, model_dir)
-        with pytest.raises(RolloutError, match=r"Llama.*, got .*Qwen2ForCausalLM"):
-            await check_model(http, "not readable here", tmp_path)
-        return info
+    async def check(model: Path) -> Capabilities:
+        client = SglangClient(server.address, server.keys, request_timeout_s=60, model=model)
+        try:
+            await client.check(1.0)
+            return await client.capabilities()
+        finally:
+            await client.close()
 
-    info = with_http(server.address, ask, server.keys)
-    assert info == ServerInfo(
-        version=VERSION,
-        model_path=str(model_dir),
-        tensor_ranks=1,
-        pipeline_ranks=1,
-        data_ranks=1,
+    assert asyncio.run(check(model_dir)) == Capabilities(
+        num_ranks=1,
+        methods=frozenset({"broadcast", "disk", "tensor"}),
         cache_tokens=8192,
-        is_incremental=not isinstance(server, CumulativeServer),
         nccl_settings={"NCCL_CUMEM_ENABLE": "0"},
     )
+    with pytest.raises(RolloutError, match=rf"Llama.*, got .*Qwen2ForCausalLM.*'{model_dir}'"):
+        asyncio.run(check(tmp_path))
 
 
 @pytest.mark.parametrize("is_given_up", [True, False])
@@ -129,9 +105,9 @@ def test_control_calls_take_the_admin_key_only(server: SglangServer) -> None:
         (generate, ApiKeys(admin, admin), "BAPO_MEGATRON_API_KEY"),
     ):
         with_client(server.address, use, server.keys)
-        with pytest.raises(RolloutError, match=f"the key was refused .*{variable}"):
+        with pytest.raises(RolloutError, match=f"HTTP 401: .*{variable} "):
             with_client(server.address, use, wrong)
-    with pytest.raises(RolloutError, match=r"needs a key .*BAPO_MEGATRON_ADMIN_API_KEY"):
+    with pytest.raises(RolloutError, match="BAPO_MEGATRON_ADMIN_API_KEY"):
         with_client(server.address, abort, ApiKeys("", ""))
 
 
@@ -142,35 +118,31 @@ def test_nobody_but_the_admin_learns_the_keys_or_changes_the_server(
     server: SglangServer, path: str
 ) -> None:
     for key in ("nobody", server.keys.api_key):
-        reply = httpx.get(
-            f"{server.address}{path}",
-            headers={"Authorization": f"Bearer {key}", "Host": "x/health?"},
-            trust_env=False,
-        )
-        assert reply.status_code == 401
-        assert not any(secret in reply.text for secret in (KEYS.api_key, KEYS.admin_api_key))
+        headers = {"Authorization": f"Bearer {key}", "Host": "x/health?"}
+        status, text = ask(f"{server.address}{path}", **headers)
+        assert status == 401
+        assert not any(secret in text for secret in (KEYS.api_key, KEYS.admin_api_key))
     adapter = f"{server.address}/load_lora_adapter_from_tensors"
-    headers = server.keys.headers(admin=False)
-    assert httpx.post(adapter, headers=headers, trust_env=False).status_code == 401
+    assert ask(adapter, b"", **server.keys.headers("/generate"))[0] == 401
 
 
 def test_what_the_api_key_opens_and_the_command_of_the_server_hold_no_key(
     server: SglangServer,
 ) -> None:
 
-    async def ask(http: SglangHttp) -> tuple[str, str]:
-        open_to_all = await http.call("/model_info", admin=False)
-        of_admin = await http.call("/server_info", admin=True)
-        return open_to_all.text, of_admin.json()["launch_command"]
+    async def read(client: SglangClient) -> tuple[str, str]:
+        open_to_all, _ = await client.call("/model_info")
+        info, _ = await client.call("/server_info")
+        return open_to_all.decode(), json.loads(info)["launch_command"]
 
-    for text in with_http(server.address, ask, server.keys):
+    for text in with_client(server.address, read, server.keys):
         assert not any(key in text for key in (KEYS.api_key, KEYS.admin_api_key))
 
 
 def test_keys_are_needed_and_neither_listed_nor_logged(server: SglangServer) -> None:
     keys = (server.keys.api_key, server.keys.admin_api_key)
     for path in ("/generate", "/abort_request", "/update_weights_from_disk"):
-        assert httpx.post(server.address + path, json={}).status_code == 401
+        assert ask(server.address + path, b"{}")[0] == 401
     listed = "".join(
         file.read_text(errors="replace")
         for process in Path("/proc").glob("[0-9]*")
@@ -186,17 +158,15 @@ def test_keys_are_needed_and_neither_listed_nor_logged(server: SglangServer) -> 
 
 
 def test_the_convention_of_the_temperature_is_told_apart_by_far(server: SglangServer) -> None:
-    prompts = [[5, 6, 7], [8, 9]]
-
-    async def probe(http: SglangHttp) -> None:
-        await check_temperature_convention(http, 0.6, prompts)
-        at_run = await next_token_logprobs(http, prompts[0], 0.6, num_top=16)
-        at_one = await next_token_logprobs(http, prompts[0], 1.0, token_ids=sorted(at_run))
+    async def probe(client: SglangClient) -> None:
+        await client.check(0.6, [[5, 6, 7], [8, 9]])
+        body = probe_body([5, 6, 7], 1.0, num_top=16)
+        content, _ = await client.call("/generate", body)
         # Far enough apart for the probe to decide, so that it passed for a reason.
-        spread = np.std([at_one[token_id] for token_id in at_run])
+        spread = np.std(list(parse_probe(json.loads(content)).values()))
         assert spread * (1 / 0.6 - 1) > 0.1
 
-    with_http(server.address, probe, server.keys)
+    with_client(server.address, probe, server.keys)
 
 
 def test_a_server_generates_again_after_it_released_its_memory(server: SglangServer) -> None:

@@ -10,14 +10,13 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-import httpx
 import psutil
 import pytest
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
-from bapo_megatron.engine.sglang.kind import Kind as SglangKind
-from tests.engine.helpers import descendants
+from bapo_megatron.engine.sglang.kind import Kind
+from tests.engine.helpers import ask, descendants
 from tests.launch import REPOSITORY, free_port
 
 if TYPE_CHECKING:
@@ -39,27 +38,20 @@ main()
 
 
 @pytest.fixture
-def config(make_config: MakeConfig, tmp_path: Path) -> Path:
-    """A configuration of two fake servers whose fate is in ``tmp_path / "fate"``."""
-    fate = tmp_path / "fate"
-    fate.write_text("serve")
-    server = {"count": 2, "extra_args": [f"--fate={fate}"]}
-    path = tmp_path / "config.yaml"
-    path.write_text(make_config(server=server).model_dump_json())
-    return path
+def start_serve(make_config: MakeConfig, tmp_path: Path) -> Iterator[Start]:
+    """Starts ``serve`` with two fake servers, whose fate is in ``tmp_path / "fate"``.
 
-
-@pytest.fixture
-def start_serve(config: Path) -> Iterator[Start]:
-    """Starts ``serve`` with fake servers; all that it started must be gone at the end."""
+    All that it started must be gone at the end.
+    """
+    (tmp_path / "fate").write_text("serve")
+    server = {"count": 2, "extra_args": [f"--fate={tmp_path / 'fate'}"]}
+    config = tmp_path / "config.yaml"
+    config.write_text(make_config(server=server).model_dump_json())
     others, processes = descendants(), []
 
     def start(*overrides: str, **environment: str) -> subprocess.Popen[str]:
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in (ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE)
-        }
+        keys = dict.fromkeys((ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE))
+        inherited = {name: value for name, value in os.environ.items() if name not in keys}
         process = subprocess.Popen(
             [sys.executable, "-c", WITH_FAKE_SERVERS, "serve", str(config), *overrides],
             cwd=REPOSITORY,
@@ -84,6 +76,14 @@ def first_lines(process: subprocess.Popen[str], number: int) -> list[str]:
     return [process.stdout.readline().rstrip("\n") for _ in range(number)]
 
 
+def addresses_in(line: str) -> list[str]:
+    """What the trainer's argument names."""
+    start, end = "'rollout.servers=[", "]'"
+    assert line.startswith(start)
+    assert line.endswith(end)
+    return line.removeprefix(start).removesuffix(end).split(",")
+
+
 def end(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
     """Exit status and the rest of standard error."""
     process.send_signal(number)
@@ -92,25 +92,19 @@ def end(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, st
 
 
 def test_servers_are_ready_when_their_addresses_are_shown_with_a_key_that_nobody_else_can_read(
-    config: Path, start_serve: Start, tmp_path: Path
+    start_serve: Start, tmp_path: Path
 ) -> None:
     process = start_serve()
-    export, shown = first_lines(process, 2)
+    export, line = first_lines(process, 2)
     key_file = tmp_path / "run" / "admin_api_key"
     assert export == f"export {ADMIN_API_KEY_VARIABLE}=$(cat '{key_file}')"
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
     key = key_file.read_text().strip()
     assert len(key) == 32
-    assert shown.startswith("'rollout.servers=[http://127.0.0.1:")
-    addresses = shown.removeprefix("'rollout.servers=[").removesuffix("]'").split(",")
-    assert len(addresses) == 2
-    for address in addresses:
-        reply = httpx.get(f"{address}/ready", trust_env=False)
-        assert (reply.status_code, reply.text) == (200, key)
+    assert [ask(f"{address}/ready") for address in addresses_in(line)] == [(200, key)] * 2
     servers = descendants(process.pid)
     assert len(servers) == 2
-    for server in servers:
-        assert key not in " ".join(server.cmdline())
+    assert not any(key in " ".join(server.cmdline()) for server in servers)
     for number in range(2):
         log = (tmp_path / "run" / "logs" / f"sglang_{number}.log").read_text()
         assert log.endswith("fate: serve; an api key: False\n")
@@ -124,8 +118,7 @@ def test_servers_are_ready_when_their_addresses_are_shown_with_a_key_that_nobody
 def test_servers_that_others_reach_want_a_key_for_generation_too(
     start_serve: Start, tmp_path: Path
 ) -> None:
-    process = start_serve("rollout.server.host=localhost")
-    *exports, _ = first_lines(process, 3)
+    *exports, _ = first_lines(start_serve("rollout.server.host=localhost"), 3)
     key_file = tmp_path / "run" / "api_key"
     assert exports == [
         f"export {API_KEY_VARIABLE}=$(cat '{key_file}')",
@@ -141,10 +134,9 @@ def test_keys_of_the_environment_are_used_and_kept_nowhere(
 ) -> None:
     admin, user = "admin-secret-of-27-bytes-ooo", "secret-of-16-byt"
     process = start_serve(**{ADMIN_API_KEY_VARIABLE: admin, API_KEY_VARIABLE: user})
-    (shown,) = first_lines(process, 1)
-    address = shown.removeprefix("'rollout.servers=[").partition(",")[0]
-    assert httpx.get(f"{address}/ready", trust_env=False).text == admin
-    assert not (tmp_path / "run" / "admin_api_key").exists()
+    (line,) = first_lines(process, 1)
+    assert ask(f"{addresses_in(line)[0]}/ready") == (200, admin)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
     assert "an api key: True" in (tmp_path / "run" / "logs" / "sglang_1.log").read_text()
     status, errors = end(process, signal.SIGINT)
     assert (status, errors.splitlines()[-1]) == (130, "bapo-megatron: interrupted")
@@ -160,10 +152,8 @@ def test_an_empty_key_file_does_not_open_the_servers(
     process = start_serve("rollout.server.host=localhost")
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (1, "")
-    assert errors.splitlines() == [
-        f"bapo-megatron: {key_file}: a key must have at least 16 bytes, this one has 0; make one "
-        "with 'openssl rand -hex 16', or delete the file: serve makes a new one"
-    ]
+    (line,) = errors.splitlines()
+    assert line.startswith(f"bapo-megatron: {key_file}: a key must have at least 16 bytes")
     assert not (tmp_path / "run" / "logs").exists()
 
 
@@ -189,26 +179,17 @@ def test_a_server_that_dies_is_announced_and_started_again(start_serve: Start) -
     port = free_port()
     process = start_serve(f"rollout.server.port={port}", "rollout.server.count=1")
     address = f"http://127.0.0.1:{port}"
-    assert first_lines(process, 2)[1] == f"'rollout.servers=[{address}]'"
+    assert addresses_in(first_lines(process, 2)[1]) == [address]
     (server,) = descendants(process.pid)
     server.kill()
     server.wait(timeout=60)
     deadline_s = time.monotonic() + 60
-    while not _answers(address):
+    while ask(f"{address}/ready")[0] != 200:
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
     _, errors = end(process, signal.SIGTERM)
-    name = f"the SGLang server at {address}"
-    told = [line.partition(f"{name} ")[2] for line in errors.splitlines() if name in line]
-    assert told[0] == "is ready"
-    assert told[1].startswith("died (SIGKILL); it is started again (")
-
-
-def _answers(address: str) -> bool:
-    try:
-        return httpx.get(f"{address}/ready", trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
+    assert f"{address} is ready" in errors
+    assert f"{address} died (SIGKILL); it is started again" in errors
 
 
 def test_a_server_that_never_starts_ends_the_command_with_the_end_of_its_log(
@@ -218,23 +199,22 @@ def test_a_server_that_never_starts_ends_the_command_with_the_end_of_its_log(
     process = start_serve("rollout.server.count=1")
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (1, "")
-    lines = errors.splitlines()
-    (first,) = (line for line in lines if line.startswith("bapo-megatron: the SGLang server at "))
-    assert "died (exit status 3); the last lines of " in first
+    (first,) = (line for line in errors.splitlines() if line.startswith("bapo-megatron: "))
+    assert "died (exit status 3)" in first
     assert str(tmp_path / "run" / "logs" / "sglang.log") in first
-    assert "fate: exit; an api key: False" in lines[-1]
+    assert errors.endswith("fate: exit; an api key: False\n")
 
 
 @pytest.mark.parametrize(
-    ("rollout", "message"),
+    ("rollout", "key"),
     [
-        ({"server": {"host": "0.0.0.0"}}, r"rollout.server.host: must be one address, .* '0.0.0"),
-        ({"server": {"tensor": 3}}, r"rollout.server.tensor: must divide the model's"),
-        ({"colocated": True}, r"rollout.colocated: must be false for serve"),
+        ({"server": {"host": "0.0.0.0"}}, r"rollout\.server\.host"),
+        ({"server": {"tensor": 3}}, r"rollout\.server\.tensor"),
+        ({"colocated": True}, r"rollout\.colocated"),
     ],
 )
 def test_what_cannot_be_served_is_refused(
-    make_config: MakeConfig, rollout: dict[str, object], message: str
+    make_config: MakeConfig, rollout: dict[str, object], key: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SglangKind().serve(make_config(**rollout), print)
+    with pytest.raises(ConfigError, match=f"^{key}: must "):
+        Kind().serve(make_config(**rollout), print)

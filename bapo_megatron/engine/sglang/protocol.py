@@ -1,0 +1,377 @@
+"""What SGLang is sent to sample, and what its answers mean; nothing here talks to a server.
+
+An event of a stream has the new tokens, their number so far (``completion_tokens``) and the weights
+version that the server holds while it sends. Only the last event says which version sampled which
+token (``weight_versions``). A piece is handed out as soon as that is certain: versions only grow,
+so as long as all events name the version that the server had when the request was sent, no other
+one can have sampled their tokens. The first event with another version and all after it are kept
+back until the last one.
+
+The trainer divides its logits by the sampling temperature T, so the engine must report
+log_softmax(logits / T). A server with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` reports
+log_softmax(logits) instead, which no single answer reveals. Differences between tokens of one
+position do: their logsumexp cancels, and at T they are 1/T times those at 1, or the same.
+
+R = tokens of one piece; K = probed tokens of one position.
+"""
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from bapo_megatron.data.staleness import spans_of
+from bapo_megatron.engine.base import (
+    Capabilities,
+    Completion,
+    GenerateRequest,
+    LoadReport,
+    SamplingSettings,
+    join,
+)
+from bapo_megatron.engine.sglang.settings import VERSION
+from bapo_megatron.errors import RefusedError, RolloutError
+from bapo_megatron.types import FinishReason, VersionSpan
+
+_BEGIN = b"data: "
+_MODEL_FIELDS = (
+    *("architectures", "vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
+_MIN_SEPARATION = 0.1
+"""Root mean square distance of the conventions, in nats, below which kernels that work in bfloat16
+hide it; ratios are then wrong by less than that."""
+
+
+def stream_body(request: GenerateRequest) -> dict[str, Any]:
+    """Return the content of a request whose answer is streamed, without its id."""
+    sampling_params = _sampling_params(request.sampling)
+    return {
+        "input_ids": list(request.input_ids),
+        "sampling_params": {**sampling_params, "stream_interval": request.stream_tokens},
+        "return_logprob": request.return_logprobs,
+        "stream": True,
+    }
+
+
+def _sampling_params(sampling: SamplingSettings) -> dict[str, float | int]:
+    """Return all settings, so that no default of the server applies.
+
+    Servers honour the seed only with ``--enable-deterministic-inference``; without a seed, such a
+    server samples the same for all responses to a prompt.
+    """
+    return {
+        "temperature": sampling.temperature,
+        "max_new_tokens": sampling.max_new_tokens,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        **({} if sampling.seed is None else {"sampling_seed": sampling.seed}),
+    }
+
+
+@dataclass(slots=True)
+class StreamParser:
+    """Checks the events of one request."""
+
+    request: GenerateRequest
+    is_known: Callable[[int], bool]
+    """Whether a weights version may have sampled."""
+    num_retractions: int = 0
+    """How often the server took the request out of its cache, pauses included."""
+    is_finished: bool = False
+    _num_tokens: int = 0
+    _num_yielded: int = 0
+    _held: list[Completion] = field(default_factory=list)
+
+    def feed(self, sent: bytes) -> Completion | None:
+        """Check one event, as it was sent.
+
+        Returns:
+            What it makes certain, if anything; with the last event all the rest, and the reason.
+
+        Raises:
+            RefusedError: The server refuses the request.
+            ValueError: What is wrong with the event.
+        """
+        if not sent.startswith(_BEGIN):
+            raise ValueError(f"not an event of a stream: {sent[:80]!r}")
+        content = sent.removeprefix(_BEGIN).strip()
+        if content == b"[DONE]":
+            return None
+        event = orjson.loads(content)
+        if "error" in event:
+            raise _error(event["error"].get("code", 0), event["error"].get("message", event))
+        meta = event["meta_info"]
+        finish = meta["finish_reason"]
+        # An abort that was asked for has this key, too, but no value.
+        if finish is not None and finish.get("status_code") is not None:
+            raise _error(finish["status_code"], finish.get("message", finish))
+        part = self._new_tokens(event["output_ids"], meta)
+        num_new = len(part.token_ids)
+        self.num_retractions = int(meta.get("num_retractions", 0))
+        self._num_tokens += num_new
+        if finish is not None:
+            return self._finish(part, meta, FinishReason(finish["type"]))
+        version = int(meta["weight_version"])
+        self._check_known(version)
+        if self._held or version != self.request.version:
+            self._held.append(part)
+            return None
+        self._num_yielded += num_new
+        return replace(part, versions=(VersionSpan(version, num_new),)) if num_new else None
+
+    def _finish(self, part: Completion, meta: dict[str, Any], reason: FinishReason) -> Completion:
+        limit = self.request.sampling.max_new_tokens
+        if reason is FinishReason.LENGTH and self._num_tokens < limit:
+            raise RefusedError(
+                f"cut off after {self._num_tokens} of {limit} tokens because the server's "
+                "context or KV cache is too small; raise rollout.server.max_total_tokens"
+            )
+        versions = _parse_versions(meta, self._num_tokens)
+        yielded = versions[: self._num_yielded]
+        if (yielded != self.request.version).any() or (np.diff(versions) < 0).any():
+            raise ValueError(f"weight versions {meta.get('weight_versions')} contradict the stream")
+        for version in np.unique(versions).tolist():
+            self._check_known(version)
+        rest = join([*self._held, part], reason)
+        self.is_finished = True
+        return replace(rest, versions=spans_of(versions[self._num_yielded :]))
+
+    def _check_known(self, version: int) -> None:
+        if not self.is_known(version):
+            raise ValueError(
+                f"sampled with weights version {version}, which this run did not give it; it "
+                "restarted, or another trainer uses it: give each run its own"
+            )
+
+    def _new_tokens(self, ids: list[int], meta: dict[str, Any]) -> Completion:
+        """Return the tokens that the event adds, without their versions."""
+        total = int(meta["completion_tokens"])
+        num_new, limit = total - self._num_tokens, self.request.sampling.max_new_tokens
+        if num_new < 0 or total > limit:
+            raise ValueError(f"{total} tokens after {self._num_tokens} of {limit} tokens")
+        # Events of an abort may repeat the last token and all log-probs behind the new ones, if the
+        # request waited (again) for its turn: too long is fine, too short is not.
+        token_ids = np.asarray(ids[:num_new], dtype=np.int32)
+        if len(token_ids) != num_new:
+            raise ValueError(f"{len(ids)} token ids where {num_new} of {total} are new")
+        if (token_ids < 0).any():
+            raise ValueError(f"token id {token_ids.min()}")
+        logprobs = np.empty(0, dtype=np.float32)
+        if self.request.return_logprobs:
+            rows = (meta.get("output_token_logprobs") or [])[:num_new]
+            logprobs = _parse_logprobs(rows, token_ids, self._num_tokens)
+        return Completion(token_ids, logprobs, (), FinishReason.ABORT)
+
+
+def _error(status: int, message: object) -> Exception:
+    text = f"HTTP {int(status)}: {' '.join(str(message).split()).rstrip('.')}"
+    if HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        return RefusedError(f"{text}; correct the setting it names, or see the server's log")
+    return ValueError(text)
+
+
+def _parse_logprobs(rows: list[list[Any]], token_ids: np.ndarray, position: int) -> np.ndarray:
+    """[R] float32 from rows ``[logprob, token id, text or null]``; ``position`` of the first."""
+    values, ids = tuple(zip(*rows, strict=True))[:2] or ((), ())
+    if list(ids) != token_ids.tolist():
+        raise ValueError(
+            f"log-probs of {len(rows)} tokens do not belong to its {len(token_ids)} tokens"
+        )
+    # NaN is null in JSON, and becomes NaN again here.
+    logprobs = np.asarray(values, dtype=np.float32)
+    unusable = np.flatnonzero(~np.isfinite(logprobs))
+    if len(unusable):
+        row = int(unusable[0])
+        raise ValueError(
+            f"log-prob {rows[row][0]} at response token {position + row} (id "
+            f"{token_ids[row]}): the weights it was given, or its numerics, are broken"
+        )
+    return logprobs
+
+
+def _parse_versions(meta: dict[str, Any], num_tokens: int) -> np.ndarray:
+    """[R] int64: the version that sampled each token."""
+    everything = {"version": meta["weight_version"], "start": 0, "end": num_tokens}
+    spans = meta.get("weight_versions") or [everything]
+    versions = np.full(num_tokens, -1, dtype=np.int64)
+    for span in spans:
+        versions[span["start"] : span["end"]] = int(span["version"])
+    if (versions < 0).any():
+        raise ValueError(f"weight versions {spans} do not cover its {num_tokens} tokens")
+    return versions
+
+
+def score_body(token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return a request for the log-probs of ``token_ids``.
+
+    Those of input tokens are log_softmax(logits) at any temperature, and never come from a KV
+    cache.
+    """
+    return {
+        "input_ids": list(token_ids),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def parse_scores(answer: dict[str, Any], token_ids: Sequence[int]) -> list[float]:
+    """Return the log-probs of all tokens but the first; a ``ValueError`` if they are of others."""
+    rows = answer["meta_info"]["input_token_logprobs"]
+    # SGLang reports 0 for the last id of the vocabulary; its log-prob is right.
+    if len(rows) != len(token_ids) or any(
+        row[1] not in (token_id, 0) for row, token_id in zip(rows, token_ids, strict=True)
+    ):
+        raise ValueError(
+            f"log-probs of {len(rows)} input tokens do not belong to the {len(token_ids)} that "
+            "were sent"
+        )
+    return [math.nan if row[0] is None else float(row[0]) for row in rows[1:]]
+
+
+def probe_body(
+    input_ids: Sequence[int], temperature: float, *, token_ids: Sequence[int] = (), num_top: int = 0
+) -> dict[str, Any]:
+    """Return a request for log-probs at the position after ``input_ids``.
+
+    They are those of ``token_ids``, of the ``num_top`` most likely tokens, and of a sampled one.
+    """
+    return {
+        "input_ids": list(input_ids),
+        "sampling_params": _sampling_params(SamplingSettings(temperature, max_new_tokens=1)),
+        "return_logprob": True,
+        "top_logprobs_num": num_top,
+        "token_ids_logprob": list(token_ids) or None,
+    }
+
+
+def parse_probe(answer: dict[str, Any]) -> dict[int, float]:
+    """Return log-probs by token id."""
+    meta = answer["meta_info"]
+    rows = [meta["output_token_logprobs"][0]]
+    for name in ("output_top_logprobs", "output_token_ids_logprobs"):
+        rows += (meta.get(name) or [None])[0] or []
+    return {int(token_id): float(logprob) for logprob, token_id, *_ in rows}
+
+
+def parse_info(
+    address: str, info: Mapping[str, Any], nccl_settings: Mapping[str, str], gpus: tuple[int, ...]
+) -> Capabilities:
+    """Return what a server can do that was started as ``/server_info`` says.
+
+    Raises:
+        RolloutError: It cannot be used as it was started.
+        KeyError: The answer comes from another program.
+    """
+    version = str(info["version"])
+    if _numbers(version) < _numbers(VERSION):
+        raise RolloutError(f"{address}: runs SGLang {version}, needs at least {VERSION}; update it")
+    if not info["incremental_streaming_output"]:
+        raise RolloutError(
+            f"{address}: sends all of a response again and again; start it with "
+            "--incremental-streaming-output"
+        )
+    num_stages, num_copies = int(info["pp_size"]), int(info["dp_size"])
+    # SGLang numbers tensor-parallel ranks only in a group, and gives the others no weights.
+    reaches_all = num_stages == num_copies == 1
+    return Capabilities(
+        num_ranks=int(info["tp_size"]) * num_stages * num_copies,
+        methods=frozenset({"disk", "broadcast", "tensor"} if reaches_all else {"disk"}),
+        cache_tokens=int(info["max_total_num_tokens"]) * num_copies,
+        gpus=gpus,
+        nccl_settings=nccl_settings,
+    )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", version)[:3]]
+
+
+def parse_load(answer: dict[str, Any]) -> LoadReport:
+    """Return the load of all ranks together."""
+    ranks = answer["loads"]
+    return LoadReport(
+        running=sum(int(rank["num_running_reqs"]) for rank in ranks),
+        waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
+        cache_used_share=max(float(rank["token_usage"]) for rank in ranks),
+    )
+
+
+def check_convention(
+    address: str,
+    temperature: float,
+    probes: Sequence[tuple[Mapping[int, float], Mapping[int, float]]],
+) -> None:
+    """Check that a server's log-probs are those of the tempered distribution.
+
+    Each probe has log-probs of one position, at ``temperature`` and of the same tokens at 1.
+    Nothing is checked where the conventions coincide, as for a model that is indifferent between
+    all tokens.
+
+    Raises:
+        KeyError: A token has no log-prob at 1.
+        RolloutError: The log-probs follow the other convention, or none.
+    """
+    if not probes:
+        return
+    contrasts = []
+    for at_run, at_one in probes:
+        both_2K = np.array([[at_run[token], at_one[token]] for token in sorted(at_run)]).T
+        contrasts.append(both_2K - both_2K.mean(axis=1, keepdims=True))
+    run, one = np.concatenate(contrasts, axis=1)
+    separation = _root_mean_square(one / temperature - one)
+    distance = _root_mean_square(run - one / temperature)
+    if separation >= _MIN_SEPARATION and distance >= separation / 2:
+        raise RolloutError(
+            f"{address}: its log-probs at temperature {temperature:g} are not log_softmax(logits / "
+            f"T), so every importance ratio would be wrong (distance {distance:.3g}, from "
+            f"log_softmax(logits) {_root_mean_square(run - one):.3g}); start the server without "
+            "SGLANG_RETURN_ORIGINAL_LOGPROB=1, logit processors and penalties"
+        )
+
+
+def _root_mean_square(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values))))
+
+
+def check_model(
+    address: str, architectures: Sequence[str] | None, started_with: Path, model: Path
+) -> None:
+    """Check that a server serves the model in the directory ``model``.
+
+    It reports the architecture. Vocabulary and sizes are compared where the directory that it was
+    ``started_with`` can be read here too; elsewhere it refuses the first weights of other sizes.
+
+    Raises:
+        RolloutError: It serves another model.
+    """
+    expected, served = _read_config(model), _read_config(started_with)
+    served["architectures"] = architectures
+    for name in _MODEL_FIELDS:
+        wanted, value = expected.get(name), served.get(name)
+        if None not in (wanted, value) and wanted != value:
+            raise RolloutError(
+                f"{address}: serves another model than model.path: {name} must be {wanted}, got "
+                f"{value} ('{started_with}'); start it with '{model}', or take it off the list of "
+                "servers"
+            )
+
+
+def _read_config(model_dir: Path) -> dict[str, Any]:
+    """Return ``config.json``; empty where it cannot be read here."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(json.loads((model_dir / "config.json").read_text()))
+    return {}

@@ -1,0 +1,297 @@
+"""What answers become: pieces whose tokens, log-probs and versions are certain, and verdicts."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.data.staleness import token_versions
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
+from bapo_megatron.engine.sglang.protocol import (
+    StreamParser,
+    check_convention,
+    check_model,
+    parse_info,
+    parse_probe,
+    parse_scores,
+    stream_body,
+)
+from bapo_megatron.errors import RefusedError, RolloutError
+from bapo_megatron.types import FinishReason
+from tests.fakes.fake_sglang import INFO
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.engine.base import Completion
+
+STOP = {"type": "stop", "matched": 1}
+ABORT = {"type": "abort", "message": "Abort in waiting queue"}
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 32}
+LOGPROBS = [{7: -1.0, 8: -2.0, 9: -4.0}, {1: -0.5, 2: -3.0}]
+"""Of two probes, at temperature 1."""
+
+
+def _rows(ids: list[int]) -> list[list[Any]]:
+    """Log-prob −id/8 of each token, which float32 holds exactly."""
+    return [[-token_id / 8, token_id, None] for token_id in ids]
+
+
+def _event(
+    ids: list[int],
+    total: int,
+    version: int = 3,
+    finish: dict[str, Any] | None = None,
+    spans: list[tuple[int, int, int]] | None = None,
+    rows: list[list[Any]] | None = None,
+) -> dict[str, Any]:
+    meta: dict[str, Any] = {
+        "finish_reason": finish,
+        "weight_version": str(version),
+        "completion_tokens": total,
+        "output_token_logprobs": _rows(ids) if rows is None else rows,
+    }
+    if spans is not None:
+        meta["weight_versions"] = [
+            {"version": str(v), "start": start, "end": end} for v, start, end in spans
+        ]
+    return {"output_ids": ids, "meta_info": meta}
+
+
+class Parser(StreamParser):
+    """Of a request to weights version 3."""
+
+    def __init__(self, max_new_tokens: int = 20, known: tuple[int, ...] = (3, 4)) -> None:
+        sampling = SamplingSettings(1.0, max_new_tokens)
+        request = GenerateRequest(input_ids=[], sampling=sampling, label="", version=3)
+        super().__init__(request, known.__contains__)
+
+    def take(self, event: dict[str, Any]) -> Completion | None:
+        return self.feed(b"data: %s\n\n" % json.dumps(event).encode())
+
+
+def _plain(part: Completion | None) -> tuple[list[int], list[float], list[int], str] | None:
+    if part is None:
+        return None
+    return (
+        part.token_ids.tolist(),
+        part.logprobs.tolist(),
+        token_versions(part.versions).tolist(),
+        str(part.finish_reason),
+    )
+
+
+def test_pieces_of_one_version_come_at_once() -> None:
+    parser = Parser()
+    assert _plain(parser.take(_event([8], 1))) == ([8], [-1.0], [3], "abort")
+    assert _plain(parser.take(_event([16], 2))) == ([16], [-2.0], [3], "abort")
+    assert not parser.is_finished
+    last = parser.take(_event([24, 32], 4, finish=STOP, spans=[(3, 0, 4)]))
+    assert _plain(last) == ([24, 32], [-3.0, -4.0], [3, 3], "stop")
+    assert parser.is_finished
+    assert parser.feed(b"data: [DONE]\n\n") is None
+
+
+def test_events_after_a_change_of_version_wait_for_the_spans_of_the_last_one() -> None:
+    parser = Parser()
+    assert parser.take(_event([8], 1)) is not None
+    assert parser.take(_event([16, 24], 3, version=4)) is None
+    assert parser.take(_event([32], 4, version=4)) is None
+    last = parser.take(_event([40], 5, version=4, finish=STOP, spans=[(3, 0, 2), (4, 2, 5)]))
+    assert _plain(last) == ([16, 24, 32, 40], [-2.0, -3.0, -4.0, -5.0], [3, 4, 4, 4], "stop")
+
+
+@pytest.mark.parametrize("num_before", [1, 2])
+def test_an_abort_in_the_queue_repeats_a_token_that_is_not_taken_again(num_before: int) -> None:
+    # The last token and every log-prob once more (tokenizer_manager._handle_abort_req).
+    ids = [8, 16][:num_before]
+    parser = Parser()
+    parser.take(_event(ids, num_before))
+    event = _event(ids[-1:], num_before, finish=ABORT, rows=_rows(ids), spans=[(3, 0, num_before)])
+    assert _plain(parser.take(event)) == ([], [], [], "abort")
+
+
+@pytest.mark.parametrize("num_before", [1, 2])
+def test_an_abort_in_the_queue_that_is_joined_with_new_tokens_keeps_these(num_before: int) -> None:
+    # Two events that were not fetched in time are sent as one: lists joined, the rest of the last.
+    ids = [8, 16][:num_before]
+    parser = Parser()
+    parser.take(_event(ids, num_before))
+    rows = _rows([24]) + _rows([*ids, 24])
+    event = _event([24, 24], num_before + 1, finish=ABORT, rows=rows, spans=[(3, 0, 3)])
+    assert _plain(parser.take(event)) == ([24], [-3.0], [3], "abort")
+
+
+def test_an_abort_before_the_first_token_is_an_empty_piece() -> None:
+    event = _event([], 0, finish=ABORT, rows=[])
+    assert _plain(Parser().take(event)) == ([], [], [], "abort")
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (_event([16], 3), "1 token ids where 2 of 3 are new"),
+        (_event([], 0), "0 tokens after 1 of 20 tokens"),
+        (_event([16] * 20, 21), "21 tokens after 1 of 20 tokens"),
+        (_event([-1], 2), "token id -1"),
+        (_event([16], 2, rows=[]), "log-probs of 0 tokens do not belong to its 1 tokens"),
+        (_event([16], 2, rows=_rows([24])), "log-probs of 1 tokens do not belong to its 1 tokens"),
+        (_event([16], 2, rows=[[None, 16, None]]), r"log-prob None at response token 1 \(id 16\)"),
+        (_event([16], 2, finish={"type": "eos"}), "'eos' is not a valid FinishReason"),
+        (_event([16], 2, finish=STOP, spans=[(3, 0, 1)]), "do not cover its 2 tokens"),
+        (_event([16], 2, version=9), "weights version 9, which this run did not give it"),
+        (_event([16], 2, version=4, finish=STOP, spans=[(4, 0, 2)]), "contradict the stream"),
+        ({"error": {"message": "scheduler died", "code": 500}}, "HTTP 500: scheduler died"),
+    ],
+)
+def test_nonsense_is_refused(event: dict[str, Any], message: str) -> None:
+    parser = Parser()
+    parser.take(_event([8], 1))
+    with pytest.raises(ValueError, match=message) as caught:
+        parser.take(event)
+    assert not isinstance(caught.value, RefusedError)
+
+
+def test_what_is_no_event_is_refused() -> None:
+    with pytest.raises(ValueError, match="not an event of a stream: b'<html>"):
+        Parser().feed(b"<html>\n\n")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"error": {"message": "too long", "code": 400}},
+        _event([], 0, finish={"type": "abort", "message": "too long", "status_code": 400}),
+    ],
+)
+def test_a_refused_request_is_told_apart_from_a_broken_server(event: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError, match="HTTP 400: too long"):
+        Parser().take(event)
+
+
+def test_a_response_that_the_server_cut_off_is_no_full_length() -> None:
+    with pytest.raises(RefusedError, match=r"1 of 20 tokens .*rollout\.server\.max_total_tokens"):
+        Parser().take(_event([8], 1, finish={"type": "length"}, spans=[(3, 0, 1)]))
+    full = Parser(max_new_tokens=1).take(_event([8], 1, finish={"type": "length"}))
+    assert full is not None
+    assert full.finish_reason is FinishReason.LENGTH
+
+
+def test_every_sampling_setting_is_sent_so_that_no_server_default_acts() -> None:
+    request = GenerateRequest(
+        input_ids=(7, 8), sampling=SamplingSettings(0.5, 4, top_p=0.9, top_k=3, seed=6), label=""
+    )
+    assert stream_body(request) == {
+        "input_ids": [7, 8],
+        "sampling_params": {
+            "temperature": 0.5,
+            "max_new_tokens": 4,
+            "top_p": 0.9,
+            "top_k": 3,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "sampling_seed": 6,
+            "stream_interval": 64,
+        },
+        "return_logprob": True,
+        "stream": True,
+    }
+
+
+def test_scores_are_those_of_the_tokens_that_were_sent() -> None:
+    rows = [[None, 5, None], [-1.0, 6, None], [None, 0, None]]
+    scores = parse_scores({"meta_info": {"input_token_logprobs": rows}}, [5, 6, 7])
+    np.testing.assert_equal(scores, [-1.0, np.nan])
+    for token_ids in ([5, 6], [5, 8, 7]):
+        with pytest.raises(ValueError, match="log-probs of 3 input tokens do not belong"):
+            parse_scores({"meta_info": {"input_token_logprobs": rows}}, token_ids)
+
+
+def test_a_probe_has_the_sampled_token_the_likeliest_and_those_that_were_asked_for() -> None:
+    rows = {
+        "output_token_logprobs": [[-1.0, 4, None]],
+        "output_top_logprobs": [[[-0.5, 7, None], [-1.0, 4, None]]],
+        "output_token_ids_logprobs": None,
+    }
+    assert parse_probe({"meta_info": rows}) == {4: -1.0, 7: -0.5}
+    rows |= {"output_top_logprobs": [None], "output_token_ids_logprobs": [[[-3.0, 9, None]]]}
+    assert parse_probe({"meta_info": rows}) == {4: -1.0, 9: -3.0}
+
+
+@pytest.mark.parametrize("temperature", [0.6, 0.9, 1.3])
+def test_log_probs_are_those_of_the_tempered_distribution(temperature: float) -> None:
+    def check(power: float, logprobs: list[dict[int, float]] = LOGPROBS) -> None:
+        # Whatever the logsumexp of a position is, here 0.3: it cancels.
+        at_run = [{token: v * power + 0.3 for token, v in probe.items()} for probe in logprobs]
+        check_convention("http://a", temperature, list(zip(at_run, logprobs, strict=True)))
+
+    check(1 / temperature)
+    for power in (1.0, 2.5):
+        with pytest.raises(RolloutError, match=r"^http://a: .*SGLANG_RETURN_ORIGINAL_LOGPROB=1"):
+            check(power)
+    check(1.0, [{7: -3.0, 8: -3.01}])  # an indifferent model: both conventions are the same
+    check_convention("http://a", temperature, [])
+
+
+@pytest.mark.parametrize(
+    ("reported", "served", "message"),
+    [
+        (["Qwen2ForCausalLM"], None, ""),
+        (None, None, ""),
+        (["Qwen2ForCausalLM"], {**QWEN, "head_dim": 128}, ""),
+        (["LlamaForCausalLM"], None, "architectures must be ['Qwen2ForCausalLM']"),
+        # The directory was overwritten since: what the server reports counts.
+        (["LlamaForCausalLM"], QWEN, "architectures must be ['Qwen2ForCausalLM']"),
+        (["Qwen2ForCausalLM"], {**QWEN, "vocab_size": 65}, "vocab_size must be 64, got 65"),
+        (["Qwen2ForCausalLM"], {**QWEN, "hidden_size": 48}, "hidden_size must be 32, got 48"),
+    ],
+)
+def test_architecture_vocabulary_and_sizes_are_those_of_the_run(
+    tmp_path: Path, reported: list[str] | None, served: dict[str, Any] | None, message: str
+) -> None:
+    for name, config in (("model", QWEN), ("served", served)):
+        (tmp_path / name).mkdir()
+        if config is not None:
+            (tmp_path / name / "config.json").write_text(json.dumps(config))
+    found = ""
+    try:
+        check_model("http://a", reported, tmp_path / "served", tmp_path / "model")
+    except RolloutError as error:
+        found = str(error)
+    assert message in found
+    assert found.startswith("http://a: serves another model than model.path" if message else "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, ""),
+        ({"version": "0.5.23.post1"}, ""),
+        ({"version": "0.10.0"}, ""),
+        ({"version": "1.0"}, ""),
+        ({"version": "0.5.22.post1"}, "needs at least 0.5.23"),
+        ({"incremental_streaming_output": False}, "--incremental-streaming-output"),
+    ],
+)
+def test_servers_are_refused_by_how_they_were_started(
+    changes: dict[str, Any], message: str
+) -> None:
+    if message:
+        with pytest.raises(RolloutError, match=message):
+            parse_info("http://a", {**INFO, **changes}, {}, ())
+    else:
+        capabilities = parse_info("http://a", {**INFO, **changes, "tp_size": 2}, {}, (4, 5))
+        assert (capabilities.num_ranks, capabilities.gpus) == (2, (4, 5))
+        assert capabilities.methods == {"broadcast", "disk", "tensor"}
+
+
+@pytest.mark.parametrize("name", ["pp_size", "dp_size"])
+def test_a_server_with_ranks_that_buckets_do_not_reach_takes_directories_only(name: str) -> None:
+    capabilities = parse_info("http://a", {**INFO, name: 2}, {}, ())
+    assert (capabilities.num_ranks, capabilities.methods) == (2, {"disk"})
+    assert capabilities.cache_tokens == (2 << 20 if name == "dp_size" else 1 << 20)

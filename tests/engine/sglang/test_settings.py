@@ -1,0 +1,141 @@
+"""Which servers are refused before anything is started."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bapo_megatron.config.load import ConfigError, load_config
+from bapo_megatron.engine.load import load_kind
+from bapo_megatron.engine.sglang.kind import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Check = Callable[..., None]
+
+COLOCATED = ("rollout.colocated=true", "rollout.weight_sync.method=tensor")
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Checks a configuration with overrides, whose model has 6 heads, on a machine with GPUs."""
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps({"num_attention_heads": 6}))
+    Path("model/model.safetensors").touch()
+    Path("model/tokenizer_config.json").touch()
+    for name, text in (("half", "http://a:1\nhttp://a"), ("empty", "\n"), ("bare", "a:1\n")):
+        Path(name).write_text(text)
+    Path("run.yaml").write_text("{name: x, run_dir: runs/x, model: {path: model}}")
+
+    def run(*overrides: str, num_gpus: int = 0, is_here: bool = True) -> None:
+        monkeypatch.setattr("bapo_megatron.engine.sglang.settings.count_gpus", lambda: num_gpus)
+        Kind().check(load_config(Path("run.yaml"), overrides), is_here=is_here)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.server.tensor=4"], r"rollout\.server\.tensor: .*6 attention heads, got 4"),
+        *(
+            ([f"rollout.servers=['{address}']"], rf"rollout\.servers: .*'{re.escape(address)}'")
+            for address in (
+                *("localhost:30000", "http://a b", "http://a:0", "http://a:99999"),
+                *("http://a:1/?b=c", "http://:1"),
+            )
+        ),
+        (["rollout.servers=[http://a:1, http://a:1]"], r"rollout\.servers: .*'http://a:1' 2 times"),
+        (["rollout.servers=[http://user:password@a:1]"], r"rollout\.servers: .*'@'.*_API_KEY"),
+        (
+            ["rollout.servers=[http://a:1, http://a:2]", "rollout.min_servers=3"],
+            r"rollout\.min_servers: must be at most the 2 servers of the run, got 3",
+        ),
+        (["rollout.servers_file=none"], r"rollout\.servers_file: .*No such file"),
+        (["rollout.servers_file=half"], r"rollout\.servers_file: .*got 'http://a:1.nhttp://a'"),
+        (["rollout.servers_file=empty"], r"rollout\.servers_file: .*got '.n'"),
+        (["rollout.servers_file=bare"], r"rollout\.servers_file: .*got 'a:1'"),
+        (
+            ["rollout.server.extra_args=[--api-key, s3cret]"],
+            r"rollout\.server\.extra_args: .*got --api-key: .* BAPO_MEGATRON_API_KEY ",
+        ),
+        (
+            ["rollout.server.extra_args=[--admin-api-key=s3cret]"],
+            r"rollout\.server\.extra_args: .*got --admin-api-key: .*BAPO_MEGATRON_ADMIN_API_KEY ",
+        ),
+        (
+            ["rollout.health.stuck_timeout_s=300"],
+            r"rollout\.health\.patience_s: .* = 900, .* got 900",
+        ),
+        (
+            ["rollout.server.count=3", "rollout.server.port=65534"],
+            r"rollout\.server\.port: .*65535, got 65534",
+        ),
+        (["rollout.colocated=true"], r"rollout\.colocated: .*got 0 visible GPUs"),
+    ],
+)
+def test_servers_that_cannot_be_used_are_refused(
+    check: Check, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}") as caught:
+        check(*overrides)
+    assert not any(secret in str(caught.value) for secret in ("s3cret", "password@"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout.server.count=5", "rollout.server.tensor=2"],
+            r"rollout\.server\.count: .*8 visible GPUs, got 0 \+ 5 × 2",
+        ),
+        (
+            ["rollout.server.count=4", "rollout.server.first_gpu=5"],
+            r"rollout\.server\.count: .*8 visible GPUs, got 5 \+ 4 × 1",
+        ),
+        (
+            ["rollout.colocated=true", "rollout.server.first_gpu=4"],
+            r"rollout\.server\.first_gpu: must be 0 .*got 4",
+        ),
+        (
+            ["rollout.colocated=true", "rollout.weight_sync.method=broadcast"],
+            r"rollout\.weight_sync\.method: must be tensor or disk .* got broadcast by auto",
+        ),
+    ],
+)
+def test_servers_that_do_not_fit_the_gpus_are_refused(
+    check: Check, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        check(*overrides, num_gpus=8)
+
+
+def test_servers_that_fit_this_machine_pass(check: Check) -> None:
+    port = "rollout.server.port=65532"
+    check("rollout.server.count=4", "rollout.server.tensor=2", port, num_gpus=8)
+    check(*COLOCATED, num_gpus=8)
+    broadcast = ["rollout.weight_sync.method=broadcast", "rollout.weight_sync.backend=gloo"]
+    check("rollout.colocated=true", *broadcast, num_gpus=8)
+    check("rollout.server.count=4")  # SGLang's CPU engine
+
+
+def test_servers_of_others_need_not_fit_this_machine(check: Check) -> None:
+    check("rollout.servers=[http://a:1, http://a:2]", "rollout.server.tensor=4")
+    check("rollout.servers=[http://a:1]", "rollout.server.count=9", num_gpus=8)
+    check("rollout.servers=[http://a:1]", "rollout.health.patience_s=1")  # nor its start
+    check("rollout.server.count=8", *COLOCATED, is_here=False)
+    with pytest.raises(ConfigError, match=r"^rollout\.server\.first_gpu: must be 0"):
+        check("rollout.server.first_gpu=1", *COLOCATED, is_here=False)
+
+
+def test_an_engine_is_named_by_its_short_name_or_by_its_class() -> None:
+    assert type(load_kind("sglang")) is Kind
+    assert type(load_kind("bapo_megatron.engine.sglang.kind:Kind")) is Kind
+    with pytest.raises(ConfigError, match=r"^rollout\.engine: .*not_there"):
+        load_kind("not_there:Kind")
