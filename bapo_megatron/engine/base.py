@@ -320,7 +320,7 @@ class WeightControl(Protocol):
         """Receive one flat tensor, broadcast by rank 0 of the group, and load what it holds."""
 
     async def take(self, payloads: Sequence[str], *, version: int | None, timeout_s: float) -> None:
-        """Load a ``weight_sync.carriers.shared_memory_payload`` on each tensor-parallel rank."""
+        """Load a ``weight_sync.shared_memory`` payload on each tensor-parallel rank."""
 
     async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
         """Load a Hugging Face directory."""

@@ -1,22 +1,35 @@
-"""One member of the collective group that brings weights to engines, and what it receives.
+"""The collective group that brings weights from rank 0 to engines, and what travels through it.
 
 Members meet as in the ``init_custom_process_group`` that engines have in common: at a store of rank
 0, under prefixes with the group's name. The process's other groups are not touched.
 """
 
 import math
+import socket
 import threading
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
+from bapo_megatron.config.section import is_loopback
 from bapo_megatron.engine.base import BucketLayout, GroupPlace
 from bapo_megatron.runtime.processes import environment_set
+
+LOOPBACK = "127.0.0.1"
+_MAX_FORM_S = 120.0
+"""Time limit for forming a group."""
+_READY_S = 60.0
+_MIN_BYTES_PER_S = 10e6
+"""A broadcast may take ``_READY_S``, plus the time its bytes take at this rate."""
 
 
 def join_group(place: GroupPlace, meet_s: float, limit_s: float) -> Any:
@@ -76,3 +89,115 @@ def unpack(layout: BucketLayout, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         layout.names, layout.dtypes, layout.shapes, parts, strict=True
     ):
         yield name, part.view(getattr(torch, dtype)).view(shape)
+
+
+def rank_zero_address(servers: Sequence[str], configured: str) -> str:
+    """Return the address of this process as the servers see it.
+
+    ``servers`` are ``http://host:port``, without a host for an engine in the collector's process;
+    ``configured`` is ``rollout.weight_sync.master_address``.
+    """
+    if configured:
+        return configured
+    hosts = [urlsplit(server).hostname or LOOPBACK for server in servers]
+    return LOOPBACK if all(is_loopback(host) for host in hosts) else socket.gethostname()
+
+
+def choose_backend(configured: str, device: torch.device, servers: Sequence[str]) -> str:
+    """Return the backend that ``rollout.weight_sync.backend`` means.
+
+    NCCL allows one member per GPU, and an engine in the collector's process may be on rank 0's.
+    """
+    if configured != "auto":
+        return configured
+    are_elsewhere = all(urlsplit(server).hostname for server in servers)
+    return "nccl" if device.type == "cuda" and are_elsewhere else "gloo"
+
+
+class WeightGroup:
+    """Rank 0's end of one group; made for a set of servers, closed when that changes.
+
+    A server that ends or hangs leaves rank 0 in a collective that nothing can interrupt (gloo) or
+    that has no time limit of its own (NCCL's set-up). Every operation therefore runs in a thread,
+    and a group whose thread is stuck is given up with it.
+    """
+
+    def __init__(self, address: str, backend: str, world_size: int, timeout_s: float) -> None:
+        """Open the store, on the loopback alone if that is the address."""
+        self._timeout_s = timeout_s
+        self._form_s = min(timeout_s, _MAX_FORM_S)
+        self._group: Any = None
+        self._running: Future[None] | None = None
+        with _listen(address) as listener:
+            port: int = listener.getsockname()[1]
+            self._store: TCPStore | None = TCPStore(
+                LOOPBACK,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self._form_s),
+                master_listen_fd=listener.detach(),  # the store closes it
+            )
+        name = f"bapo-megatron-{uuid.uuid4().hex}"
+        self.place = GroupPlace(name, address, port, backend, 0, world_size)
+        """Rank 0's."""
+
+    def form(self) -> Future[None]:
+        """Start to meet the other ranks; the result is there when all have come."""
+        place = replace(self.place, master_address=LOOPBACK)
+
+        def meet() -> None:
+            # It has a store client of its own: closing the server, which only this object holds,
+            # ends the wait.
+            self._group = join_group(place, self._form_s, self._timeout_s)
+
+        return self._start(meet)
+
+    def broadcast(self, flat: Tensor) -> Future[None]:
+        """Start to send a tensor to all other ranks; it must not change until they have it."""
+        group = self._group
+        assert group is not None, "form comes first"
+        limit_s = min(self._timeout_s, _READY_S + flat.numel() / _MIN_BYTES_PER_S)
+        limit = timedelta(seconds=limit_s)
+
+        def send() -> None:
+            with torch.cuda.device(flat.device) if flat.is_cuda else nullcontext():
+                group.broadcast(flat, root=0, timeout=limit).wait(limit)
+
+        return self._start(send)
+
+    def close(self) -> Future[None] | None:
+        """Leave the group and close the store.
+
+        Returns the operation that is stuck, if there is one: it ends by its time limit.
+        """
+        self._store = None
+        group, self._group = self._group, None
+        running = self._running
+        if running is None or running.done():
+            if group is not None:
+                group.shutdown()
+            return None
+        if group is not None:
+            group.abort()  # interrupts NCCL
+        return running
+
+    def _start(self, operation: Callable[[], None]) -> Future[None]:
+        self._running = start_thread(operation, self.place.name)
+        # Called once the future has its error, and before the other ranks fail because of it, so
+        # that whoever hears of them finds the cause.
+        self._running.add_done_callback(self._close_if_failed)
+        return self._running
+
+    def _close_if_failed(self, future: Future[None]) -> None:
+        """Close the connections and the store, which wakes the other ranks."""
+        if future.exception() is not None:
+            self._group = self._store = None
+
+
+def _listen(address: str) -> socket.socket:
+    """Open a socket on a free port of the loopback, or of all interfaces."""
+    if is_loopback(address) or not socket.has_dualstack_ipv6():
+        host = LOOPBACK if is_loopback(address) else ""
+        return socket.create_server((host, 0), backlog=1024)
+    return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)

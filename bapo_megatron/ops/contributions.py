@@ -128,10 +128,10 @@ class BoundSearch:
         """
         rescaled_K = like_K.clone()
         for side in self._sides:
-            own_K, wanted_K = table_K[side], like_K[side]
-            own, wanted = (sums_K[::_BIN_SLOTS].sum().double() for sums_K in (own_K, wanted_K))
-            scaled_K = (own_K.double() * (wanted / own)).round().to(torch.int64)
-            rescaled_K[side] = torch.where((own > 0) & (wanted > 0), scaled_K, wanted_K)
+            sums_K, like_sums_K = table_K[side], like_K[side]
+            size, like_size = (k[::_BIN_SLOTS].sum().double() for k in (sums_K, like_sums_K))
+            scaled_K = (sums_K.double() * (like_size / size)).round().to(torch.int64)
+            rescaled_K[side] = torch.where((size > 0) & (like_size > 0), scaled_K, like_sums_K)
         return rescaled_K
 
     def path(self, table_K: Tensor) -> extension.SearchResult:

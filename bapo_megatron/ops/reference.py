@@ -167,15 +167,15 @@ KERNELS = ReferenceKernels()
 def _chunks(
     logits_NV: Tensor, rows_T: Tensor | None, num_tokens: int, num_true: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield chunks of tokens with their own copy of the logits, padding set to −inf."""
+    """Yield chunks of tokens with a copy of their logits, padding set to −inf."""
     chunk_tokens = max(1, CHUNK_ELEMENTS // logits_NV.shape[1])
     for begin in range(0, num_tokens, chunk_tokens):
         chunk = slice(begin, min(begin + chunk_tokens, num_tokens))
         if rows_T is None:
-            own_CV = logits_NV[chunk]
+            selected_CV = logits_NV[chunk]
         else:
-            own_CV = logits_NV.index_select(0, rows_T[chunk].clamp(0, len(logits_NV) - 1))
-        raw_CV = own_CV.to(_compute_dtype(logits_NV), copy=True)
+            selected_CV = logits_NV.index_select(0, rows_T[chunk].clamp(0, len(logits_NV) - 1))
+        raw_CV = selected_CV.to(_compute_dtype(logits_NV), copy=True)
         _padding(raw_CV, num_true).fill_(-math.inf)
         yield chunk, raw_CV
 

@@ -30,7 +30,7 @@ from bapo_megatron.runtime.processes import (
     tail,
 )
 from bapo_megatron.types import EncodedBatch, EvalResult
-from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load
+from bapo_megatron.weight_sync.receive import LOAD, RESUME, Load
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -58,7 +58,7 @@ class CollectorClient:
     ) -> None:
         """Prepare; nothing is started.
 
-        With ``awaits_weights`` own servers read no weights: a trainer pushes some first.
+        With ``awaits_weights`` own servers read no weights: a trainer syncs some first.
         Without ``for_training`` only evaluations are made, and neither the training prompts nor the
         temperature convention matter. ``on_progress`` takes lines for people during a wait.
         ``stopped`` returns an error once the run is to stop: the start raises it, and what collects
@@ -131,7 +131,7 @@ class CollectorClient:
         self._on_progress(f"loading weights version {version} into the servers")
         self._lacks_weights = True
         self._call(LOAD, Load(model_dir=model_dir.absolute(), version=version))
-        self._call(RESUME, None)
+        self._call(RESUME, ())
 
     def release_memory(self) -> None:
         """See ``RolloutSource``."""
@@ -166,7 +166,7 @@ class CollectorClient:
 
         def wait() -> ResponseT:
             response = calls.decode(call.response, self._wait_for(number, call))
-            if call is RESUME:  # the last call of every push
+            if call is RESUME:  # the last call of every weight sync
                 self._lacks_weights = False
             return response
 

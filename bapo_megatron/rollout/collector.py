@@ -2,7 +2,7 @@
 
 It owns the run's own servers, HTTP, the rollout buffer and the graders, so that hundreds of
 requests never share an interpreter lock with a trainer rank. ``client.CollectorClient`` starts it
-and calls it over the socket FD (``messages``, ``weight_sync.messages``; on the wire: ``calls``). It
+and calls it over the socket FD (``messages``, ``weight_sync.receive``; on the wire: ``calls``). It
 ends when the socket closes.
 """
 

@@ -2,7 +2,7 @@
 
 ``RolloutSource`` is what the trainer sees. The records and calls below it are what
 ``client.CollectorClient`` asks of ``collector.Collector``, in another process, one call after the
-other; the calls of a weight push are in ``weight_sync.messages``.
+other; the calls of a weight sync are in ``weight_sync.receive``.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class RolloutSource(Protocol):
 
     @property
     def weights(self) -> Caller | None:
-        """Starts the calls of ``weight_sync.messages``, once ``wait_ready`` has returned.
+        """Starts the calls of ``weight_sync.receive``, once ``wait_ready`` has returned.
 
         None where there are no servers.
         """

@@ -392,7 +392,7 @@ class Generation:
             again = True  # released weights are lost, whether or not there are newer ones
         try:
             collector = None if self.source is None else self.source.weights
-            report = self._sync.push(self._policy, collector, again=again)
+            report = self._sync.sync(self._policy, collector, again=again)
         except (RolloutError, OSError) as error:
             self.failure = error
         else:

@@ -19,8 +19,7 @@ from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.runtime.distributed import gather_objects
 from bapo_megatron.trainer.loss import PolicyOutput
 from bapo_megatron.trainer.split import SplitShape
-from bapo_megatron.types import MicroBatch, Sample
-from bapo_megatron.weight_sync.verify import TEMPERATURE, TokenScores
+from bapo_megatron.types import FinishReason, MicroBatch, PromptTokens, Sample, VersionSpan
 
 
 def with_recomputed_behaviour(
@@ -70,21 +69,49 @@ def with_recomputed_behaviour(
 
 
 class ProbeScorer:
-    """Scores samples with the current weights, for ``weight_sync.verify``."""
+    """Scores token sequences with the current weights, for ``weight_sync.verify``."""
 
     def __init__(self, policy: MegatronPolicy, ops: OpsConfig, shape: SplitShape) -> None:
-        self._policy, self._shape = policy, shape
-        self._output = PolicyOutput.of(policy, ops, TEMPERATURE)
+        """Choose the kernels; ``ops`` is the section that the policy was built with."""
+        self._policy = policy
+        self._shape = shape
+        self._output = PolicyOutput.of(policy, ops, temperature=1.0)  # as engines score
 
-    def score(self, samples: Sequence[Sample]) -> list[TokenScores] | None:
-        """Score every response token on all ranks; rank 0 gets the parts of all, others None."""
+    def score(self, sequences: Sequence[Sequence[int]]) -> tuple[tuple[float, ...], ...] | None:
+        """Return the log-probs of all tokens of each sequence but the first, on rank 0.
+
+        A collective over all ranks; None on the others. Each sequence has two token ids or more; it
+        is scored as a response to its first token.
+        """
+        samples = [*map(_as_sample, sequences)]
         nothing_B = np.zeros(len(samples), dtype=np.float32)
         _, micro_batches = self._shape.pack(samples, range(len(samples)), nothing_B, nothing_B)
         policy = self._policy.forward_only(micro_batches, self._output.read)
         local = [
-            TokenScores(mb.sample_T.numpy(), mb.position_T.numpy(), logprob_T.cpu().numpy())
+            (mb.sample_T.numpy(), mb.position_T.numpy(), logprob_T.cpu().numpy())
             # No log-probs on any stage but the last.
             for mb, (logprob_T, _) in zip(micro_batches, policy, strict=False)
         ]
         gathered = gather_objects(local, self._policy.groups)
-        return None if gathered is None else [part for parts in gathered for part in parts]
+        if gathered is None:
+            return None
+        logprobs = [np.full(len(token_ids) - 1, np.nan) for token_ids in sequences]
+        for sample_T, position_T, logprob_T in (part for parts in gathered for part in parts):
+            for number in np.unique(sample_T):
+                in_sample_T = sample_T == number
+                logprobs[number][position_T[in_sample_T]] = logprob_T[in_sample_T]
+        return tuple(tuple(row.tolist()) for row in logprobs)
+
+
+def _as_sample(token_ids: Sequence[int]) -> Sample:
+    """Make a sample: a prompt of one token, and the rest as its response."""
+    response_ids = np.array(token_ids[1:], dtype=np.int32)
+    return Sample(
+        group_id=0,
+        index=0,
+        prompt=PromptTokens("probe", np.array(token_ids[:1], dtype=np.int32)),
+        response_token_ids=response_ids,
+        behaviour_logprobs=np.zeros(len(response_ids), dtype=np.float32),
+        versions=(VersionSpan(0, len(response_ids)),),
+        finish_reason=FinishReason.STOP,
+    )

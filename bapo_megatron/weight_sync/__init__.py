@@ -1,5 +1,5 @@
-"""New weights for the servers: from rank 0, through one of three carriers, checked at both ends.
+"""New weights for the servers: pause, send, resume.
 
-Reading order: ``messages``, ``send``, ``carriers``, ``collective_group``, ``receive``, ``verify``
-(docs/architecture.md).
+``send`` is the trainer's side and ``receive`` the collector's; ``shared_memory`` is one of the ways
+on which weights travel, and ``verify`` compares what both sides compute with them.
 """

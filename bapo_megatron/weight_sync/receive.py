@@ -1,24 +1,89 @@
-"""The collector's side of a push: which servers take part, what becomes of those that fail.
+"""The collector's side of a weight sync: which servers take part, and what becomes of failures.
 
-Rank 0 drives it (``send``); each public method but ``bind_to`` and ``close`` answers a call of
-``messages``, which gives their order.
+Rank 0 (``send``) makes these calls, in this order:
+
+    BEGIN → [JOIN] → RECEIVE | TAKE, bucket by bucket → PROBE → RESUME
+
+JOIN, RECEIVE and TAKE are answered with None, or with the reason as soon as one server has failed:
+a server that waits in a broadcast comes out of it only when rank 0 has left. Then rank 0 begins
+again with the servers that remain. A server that failed is taken out; when it answers again, it
+gets all weights in the next weight sync. Weights on the disk take one call: LOAD → PROBE → RESUME.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.engine.base import GroupPlace, WeightControl
+from bapo_megatron.engine.base import BucketLayout, GroupPlace, WeightControl
 from bapo_megatron.engine.pooled import EngineStates, PooledEngine
-from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
-from bapo_megatron.runtime.calls import Answers
-from bapo_megatron.weight_sync import messages
-from bapo_megatron.weight_sync.proof import Proof
+from bapo_megatron.errors import RolloutError, ServerGoneError, describe_cause
+from bapo_megatron.runtime.calls import Answers, Call
+from bapo_megatron.weight_sync.verify import ServerCheck
 
 _POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """The servers that take part in an attempt."""
+
+    addresses: tuple[str, ...]
+    num_ranks: tuple[int, ...]
+    """Tensor-parallel ranks of each."""
+    gpus: tuple[tuple[int, ...], ...]
+    """The GPU of each of these ranks, as rank 0 numbers them; () where that is not known."""
+    share_group: bool
+    """Whether all of them have joined one group and were never lost since."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receive:
+    """The bucket that rank 0 broadcasts."""
+
+    bucket: BucketLayout
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """A bucket in memory that servers map."""
+
+    payloads: tuple[tuple[str, ...], ...]
+    """For each server, in the order of ``Opened``, one for each of its ranks."""
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A Hugging Face directory."""
+
+    model_dir: Path
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What a weight sync meant for the servers."""
+
+    pause_s: float
+    """Time for which generation stood still; 0 if nothing was generated."""
+    difference: float | None
+    """As ``ServerCheck.check`` returns it."""
+
+
+# Each is documented at the method of WeightReceiver that answers it.
+BEGIN = Call("weights.begin", int, Opened)
+JOIN = Call("weights.join", GroupPlace, str | None)
+RECEIVE = Call("weights.receive", Receive, str | None)
+TAKE = Call("weights.take", Take, str | None)
+LOAD = Call("weights.load", Load, None)
+PROBE = Call("weights.probe", None, tuple[tuple[int, ...], ...])
+RESUME = Call("weights.resume", tuple[tuple[float, ...], ...], Resumed)
 
 
 class Pausable(Protocol):
@@ -43,24 +108,29 @@ class WeightReceiver:
     ) -> None:
         """Put the parts together; nothing is sent.
 
-        ``generation`` is paused during a sync; None where only evaluations are made. Servers are
-        compared with the trainer on ``probe_prompts``.
+        ``generation`` is paused during a weight sync; None where only evaluations are made. Servers
+        are compared with the trainer on ``probe_prompts``.
         """
         self._pool = pool
         self._sync, self._health = config.weight_sync, config.health
-        self._resumes_to_verify = self._sync.in_flight != "abort" or config.colocated
-        # Requests that are paused in place still need their keys and values.
+        self._resumes_to_check = self._sync.in_flight != "abort" or config.colocated
+        # Requests that are paused in place still need their KV cache.
         self._may_flush = self._sync.in_flight != "in_place"
         self._generation = generation
-        self._proof = Proof(pool, config, probe_prompts)
+        self._check = ServerCheck(pool, config, probe_prompts)
         self._members: dict[PooledEngine, WeightControl] = {}
         """The servers that take part, in the order of their ranks."""
         self._calls: dict[asyncio.Task[None], PooledEngine] = {}
         """Open calls of the newest step; if it failed, kept until ``_take_out_failed``."""
+        self._failed_first: set[PooledEngine] = set()
+        """Members whose calls were over when rank 0 was told that the step failed."""
+        self._left_out: set[PooledEngine] = set()
+        """Servers that failed during this weight sync: only where no other answers they take part
+        in it again."""
         self._group: tuple[str, tuple[PooledEngine, ...]] | None = None
         """Name and members of the collective group that servers have joined."""
-        self._group_is_new = True
-        """Whether all members that refuse are to blame for it, not an earlier attempt."""
+        self._shares_group = False
+        """Whether this attempt uses the group of the weight sync before."""
         self._group_is_broken = False
         """Whether a step failed since the group was joined."""
         self._has_session = False
@@ -69,25 +139,22 @@ class WeightReceiver:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._paused_at_s: float | None = None
-        self._pause_s = 0.0
         self._version = -1
         self._deadline_s = 0.0
         self._give_up_s: float | None = None
 
     def bind_to(self, answers: Answers) -> None:
-        """Answer the calls of a push."""
-        answers.bind(messages.BEGIN, self.begin)
-        answers.bind(messages.JOIN, self.join)
-        answers.bind(messages.RECEIVE, self.receive)
-        answers.bind(messages.TAKE, self.take)
-        answers.bind(messages.FINISH, self.finish)
-        answers.bind(messages.LOAD, self.load)
-        answers.bind(messages.PROBE, self.probe)
-        answers.bind(messages.VERIFY, self.verify)
-        answers.bind(messages.RESUME, self.resume)
+        """Answer the calls of a weight sync."""
+        answers.bind(BEGIN, self.begin)
+        answers.bind(JOIN, self.join)
+        answers.bind(RECEIVE, self.receive)
+        answers.bind(TAKE, self.take)
+        answers.bind(LOAD, self.load)
+        answers.bind(PROBE, self.probe)
+        answers.bind(RESUME, self.resume)
 
-    async def begin(self, version: int) -> messages.Opened:
-        """Start an attempt to push a version: pause generation, choose and prepare servers.
+    async def begin(self, version: int) -> Opened:
+        """Start an attempt to sync a version: pause generation, choose and prepare servers.
 
         Raises:
             RolloutError: There was no server for ``rollout.health.patience_s``, or all of them
@@ -95,126 +162,100 @@ class WeightReceiver:
         """
         await self._pause()
         await self._take_out_failed(self._health.timeout_s)
-        self._version, self._has_session = version, True
         # A server that was lost since has forgotten the group, or is another process.
-        shared: tuple[PooledEngine, ...] = () if self._group is None else self._group[1]
-        is_intact = not self._group_is_broken and all(entry.is_usable for entry in shared)
-        self._members = await self._await_members()
-        share_group = is_intact and shared == tuple(self._members)
-        if not share_group:
+        joined: tuple[PooledEngine, ...] = () if self._group is None else self._group[1]
+        is_intact = not self._group_is_broken and all(entry.is_usable for entry in joined)
+        await self._await_members(version, has_session=True)
+        self._shares_group = is_intact and joined == tuple(self._members)
+        if not self._shares_group:
             await self._leave()
-        self._group_is_new = not share_group
-        return messages.Opened(
+        return Opened(
             addresses=tuple(entry.address for entry in self._members),
             num_ranks=tuple(control.tensor_ranks for control in self._members.values()),
             gpus=tuple(entry.gpus for entry in self._members),
-            share_group=share_group,
+            share_group=self._shares_group,
         )
 
     async def join(self, place: GroupPlace) -> str | None:
-        """Have all members join the trainer's group; answer when it is complete."""
+        """Have all members join the group of rank 0; answer when it is complete.
+
+        ``place`` is rank 0's; the members' ranks come after it, in the order of ``Opened``.
+        """
         self._group, self._group_is_broken = (place.name, tuple(self._members)), False
         places = {}
         first_rank = 1
         for entry, control in self._members.items():
             places[entry] = replace(place, first_rank=first_rank)
             first_rank += control.tensor_ranks
-        return await self._on_all(
+        return await self._together(
             lambda entry, control, limit_s: control.join_group(places[entry], limit_s)
         )
 
-    async def receive(self, request: messages.Receive) -> str | None:
+    async def receive(self, request: Receive) -> str | None:
         """Have all members receive and load the bucket that rank 0 broadcasts meanwhile."""
         assert self._group is not None, "join comes first"
         group_name, _ = self._group
-        return await self._on_all(
+        version = self._version if request.is_last else None
+        failure = await self._together(
             lambda _, control, limit_s: control.receive(
-                request.bucket,
-                group_name,
-                version=self._version if request.is_last else None,
-                timeout_s=limit_s,
+                request.bucket, group_name, version=version, timeout_s=limit_s
             )
         )
+        return await self._admit() if request.is_last and failure is None else failure
 
-    async def take(self, request: messages.Take) -> str | None:
+    async def take(self, request: Take) -> str | None:
         """Have each member load its own payloads."""
-        own = dict(zip(self._members, request.payloads, strict=True))
-        return await self._on_all(
+        payloads = dict(zip(self._members, request.payloads, strict=True))
+        version = self._version if request.is_last else None
+        failure = await self._together(
             lambda entry, control, limit_s: control.take(
-                own[entry],
-                version=self._version if request.is_last else None,
-                timeout_s=limit_s,
+                payloads[entry], version=version, timeout_s=limit_s
             )
         )
+        return await self._admit() if request.is_last and failure is None else failure
 
-    async def finish(self, _: None) -> str | None:
-        """Check that all members report the version, and admit them; generation stays paused."""
-        failure = await self._on_all(self._complete)
-        if failure is None:
-            self._pool.version = self._version
-            for entry in self._members:
-                self._pool.mark_updated(entry, self._version)
-            self._give_up_s = None
-        return failure
+    async def load(self, request: Load) -> None:
+        """Have all servers load a directory and admit them; generation stays paused.
 
-    async def load(self, request: messages.Load) -> None:
-        """Have all servers load a Hugging Face directory; generation stays paused.
-
-        After another attempt that failed, those load it that come out of that one. They leave its
-        group only with the next attempt, because NCCL may hang in a broken one.
+        After a failure those that remain load it again.
 
         Raises:
             RolloutError: As ``begin``.
         """
         await self._pause()
-        self._group_is_new = False  # the disk may do what a group could not, for all
         while True:
-            await self._take_out_failed(self._health.timeout_s)
-            if self._has_session:
-                left = [control for e, control in self._members.items() if not e.is_lost]
-                closings = (control.close_session(self._health.timeout_s) for control in left)
-                await asyncio.gather(*closings, return_exceptions=True)  # it may have none any more
-            self._version, self._has_session, self._group_is_new = request.version, False, True
-            self._members = await self._await_members()
-            await self._on_all(
+            await self._await_members(request.version, has_session=False)
+            failure = await self._together(
                 lambda _, control, limit_s: control.load(
                     request.model_dir, version=request.version, timeout_s=limit_s
                 )
             )
-            await self._take_out_failed(self._remaining_s())  # the others load it all the same
-            for entry in [entry for entry in self._members if entry.is_lost]:
-                del self._members[entry]
-            if self._members and await self.finish(None) is None:
+            if failure is None and await self._admit() is None:
                 return
+            await self._take_out_failed(self._remaining_s())  # a slow server is not blamed
 
     async def probe(self, _: None) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens that ``verify`` compares; none where no server must be compared."""
-        return self._proof.probe(self._members)
+        """Return the token ids of the sequences that servers are compared on, if they must be."""
+        return self._check.probe(self._members)
 
-    async def verify(self, expected: tuple[tuple[float, ...], ...]) -> float | None:
-        """Compare log-probs of the probe as ``Proof.compare``.
+    async def resume(self, expected: tuple[tuple[float, ...], ...]) -> Resumed:
+        """Check servers as ``ServerCheck.check``, and let generation continue.
 
         Where requests are paused, not aborted, and where servers gave their memory away, generation
-        continues before this: a paused server answers no probe. What it samples until then is kept.
-        """
-        if self._resumes_to_verify:
-            await self._go_on()
-        return await self._proof.compare(tuple(self._members), expected, self._version)
-
-    async def resume(self, _: None) -> float:
-        """Let generation continue, and check new servers; return for how long it stood still.
+        continues first: a paused server answers no probe. What it samples until then is kept.
 
         Raises:
             RolloutError: No server may be used as it is.
         """
-        await self._go_on()
+        pause_s = await self._go_on() if self._resumes_to_check else 0.0
+        difference = await self._check.check(tuple(self._members), expected, self._version)
+        pause_s += await self._go_on()
         self._is_idle.set()
-        await self._proof.check(tuple(self._members))
-        pause_s, self._pause_s = self._pause_s, 0.0
-        return pause_s
+        self._left_out.clear()
+        return Resumed(pause_s=pause_s, difference=difference)
 
     async def wait_idle(self) -> None:
-        """Wait until no push is in progress."""
+        """Wait until no weight sync is in progress."""
         while not self._is_idle.is_set():
             await self._is_idle.wait()
 
@@ -239,42 +280,56 @@ class WeightReceiver:
                 self._paused_at_s = started_s
         self._is_paused = True
 
-    async def _go_on(self) -> None:
+    async def _go_on(self) -> float:
+        """Let generation continue, if it is paused; return for how long it stood still."""
         if self._is_paused and self._generation is not None:
             await self._generation.resume()
-        if self._paused_at_s is not None:
-            self._pause_s += time.monotonic() - self._paused_at_s
-        self._is_paused, self._paused_at_s = False, None
+        paused_at_s, self._paused_at_s = self._paused_at_s, None
+        self._is_paused = False
+        return 0.0 if paused_at_s is None else time.monotonic() - paused_at_s
 
-    def _remaining_s(self) -> float:
-        return max(self._deadline_s - time.monotonic(), 1.0)
+    async def _await_members(self, version: int, *, has_session: bool) -> None:
+        """Wait until a server can take part; all that can, ready for weights, become members."""
+        self._version, self._has_session = version, has_session
+        while True:
+            self._deadline_s = time.monotonic() + self._sync.timeout_s
+            answering = [entry for entry in self._pool.engines if entry.is_answering]
+            fit = [entry for entry in answering if entry not in self._left_out] or answering
+            controls = await asyncio.gather(*map(self._prepare, fit))
+            self._members = {e: c for e, c in zip(fit, controls, strict=True) if c is not None}
+            if self._give_up_s is None:
+                self._give_up_s = time.monotonic() + self._health.patience_s
+            if time.monotonic() >= self._give_up_s:
+                raise RolloutError(
+                    f"no server took weights version {version} within rollout.health.patience_s "
+                    f"({self._health.patience_s:g} s): {self._pool.describe()}; start them again "
+                    "and continue with resume=true"
+                )
+            if self._members:
+                return
+            await asyncio.sleep(_POLL_S)
 
-    async def _on_all(
-        self, call: Callable[[PooledEngine, WeightControl, float], Coroutine[Any, Any, None]]
-    ) -> str | None:
-        """Call every member; return when all have answered, or why the first has failed.
+    async def _prepare(self, entry: PooledEngine) -> WeightControl | None:
+        """Ask a server how it was started and open a session; one that fails is taken out."""
+        limit_s = self._health.timeout_s
+        try:
+            control = await entry.engine.weights(limit_s, flush_cache=self._may_flush)
+            if self._has_session:
+                await control.open_session(limit_s)
+        except RolloutError as error:
+            self._pool.mark_lost(entry, str(error))
+            return None
+        return control
 
-        The others may then be waiting for the trainer, in a collective that the first has left;
-        their calls stay open until ``_take_out_failed``.
-        """
-        limit_s = self._remaining_s()
-        self._calls = {
-            asyncio.create_task(call(entry, control, limit_s)): entry
-            for entry, control in self._members.items()
-        }
-        pending = set(self._calls)
-        while pending:
-            done, pending = await asyncio.wait(
-                pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION
-            )
-            for task in done:
-                if (error := task.exception()) is not None:
-                    return _describe(self._calls[task], error)
-            for task in pending:
-                if (entry := self._calls[task]).is_lost:
-                    return f"{entry.address}: it was lost meanwhile"
-        self._calls = {}
-        return None
+    async def _admit(self) -> str | None:
+        """Admit all members if they report the version; else return why the first does not."""
+        failure = await self._together(self._complete)
+        if failure is None:
+            self._pool.version = self._version
+            for entry in self._members:
+                self._pool.mark_updated(entry, self._version)
+            self._give_up_s = None
+        return failure
 
     async def _complete(self, entry: PooledEngine, control: WeightControl, limit_s: float) -> None:
         if self._has_session:
@@ -288,12 +343,47 @@ class WeightReceiver:
         if not self._may_flush:
             await control.flush_idle(limit_s)
 
+    def _remaining_s(self) -> float:
+        return max(self._deadline_s - time.monotonic(), 1.0)
+
+    async def _together(
+        self, call: Callable[[PooledEngine, WeightControl, float], Coroutine[Any, Any, None]]
+    ) -> str | None:
+        """Call every member; return when all have answered, or why the first has failed.
+
+        The others may then be waiting for the trainer, in a collective that the first has left;
+        their calls stay open until ``_take_out_failed``.
+        """
+        limit_s = self._remaining_s()
+        self._calls = {
+            asyncio.create_task(call(entry, control, limit_s)): entry
+            for entry, control in self._members.items()
+        }
+        pending, failure = set(self._calls), None
+        while pending and failure is None:
+            done, pending = await asyncio.wait(
+                pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION
+            )
+            for task in done:
+                if (error := task.exception()) is not None:
+                    failure = failure or _describe(self._calls[task], error)
+            for entry in (self._calls[task] for task in pending):
+                if entry.is_lost:
+                    failure = failure or f"{entry.address}: it was lost meanwhile"
+        if failure is None:
+            self._calls = {}
+        elif pending:
+            await asyncio.wait(pending, timeout=_POLL_S)  # others may fail for the same reason
+        self._failed_first = {entry for task, entry in self._calls.items() if task.done()}
+        return failure
+
     async def _take_out_failed(self, grace_s: float) -> None:
         """Take out the members that made the newest step fail, if it failed.
 
-        Members that refused may have done so because another one is gone, or because of a group
-        that was left: they are blamed only in a new group, and if nothing else explains the
-        failure. Open calls may take another ``grace_s``; then they are ended.
+        A member that refused may have done so because another one is gone, or because it does not
+        know a group that was joined earlier: it is blamed only if nothing else explains the
+        failure, and if it refused before rank 0 left the group. Open calls may take another
+        ``grace_s``, unless their server is lost; then they are ended.
 
         Raises:
             RolloutError: All members refused.
@@ -302,58 +392,29 @@ class WeightReceiver:
         if not calls:
             return
         self._group_is_broken = True
-        await asyncio.wait(calls, timeout=grace_s)
-        gone: dict[PooledEngine, str] = {}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while open_calls := _open_calls(calls):
+                    await asyncio.wait(open_calls, timeout=_POLL_S)
         refused: dict[PooledEngine, str] = {}
         for task, entry in calls.items():
             if not task.done():
                 task.cancel()
-                gone[entry] = "it hangs in a weight update that others have left"
+                self._pool.mark_lost(entry, "it hangs in a weight sync that others have left")
             elif (error := task.exception()) is None:
                 continue
             elif isinstance(error, RolloutError) and not isinstance(error, ServerGoneError):
                 refused[entry] = str(error)
             else:  # also if the answer has no known form: what the server has is not known
-                gone[entry] = _describe(entry, error)
+                self._pool.mark_lost(entry, _describe(entry, error))
         await asyncio.gather(*calls, return_exceptions=True)
-        is_explained = gone or any(entry.is_lost for entry in calls.values())
-        if self._group_is_new and not is_explained:
-            if len(refused) == len(calls):
-                raise RolloutError(next(iter(refused.values())))
-            gone = refused
-        for entry, reason in gone.items():
-            self._pool.mark_lost(entry, reason)
-
-    async def _await_members(self) -> dict[PooledEngine, WeightControl]:
-        """Wait until a server can take part; return all that can, ready for weights."""
-        while True:
-            self._deadline_s = time.monotonic() + self._sync.timeout_s
-            answering = [entry for entry in self._pool.engines if entry.is_answering]
-            controls = await asyncio.gather(*map(self._prepare, answering))
-            if self._give_up_s is None:
-                self._give_up_s = time.monotonic() + self._health.patience_s
-            if time.monotonic() >= self._give_up_s:
-                raise RolloutError(
-                    f"no server took weights version {self._version} within "
-                    f"rollout.health.patience_s ({self._health.patience_s:g} s); see the servers' "
-                    "logs, start them again and continue with resume=true"
-                )
-            if members := {e: c for e, c in zip(answering, controls, strict=True) if c is not None}:
-                return members
-            await asyncio.sleep(_POLL_S)
-
-    async def _prepare(self, entry: PooledEngine) -> WeightControl | None:
-        """Ask a server how it was started and open a session; one that fails is taken out."""
-        try:
-            control = await entry.engine.weights(
-                self._health.timeout_s, flush_cache=self._may_flush
-            )
-            if self._has_session:
-                await control.open_session(self._health.timeout_s)
-        except ServerError as error:
-            self._pool.mark_lost(entry, str(error))
-            return None
-        return control
+        if not self._shares_group and not any(entry.is_lost for entry in calls.values()):
+            blamed = {e: reason for e, reason in refused.items() if e in self._failed_first}
+            if len(blamed) == len(calls):
+                raise RolloutError(next(iter(blamed.values())))
+            for entry, reason in blamed.items():
+                self._pool.mark_lost(entry, reason)
+        self._left_out |= {entry for entry in calls.values() if entry.is_lost}
 
     async def _leave(self) -> None:
         """Have all servers forget the group, so that the next trainer finds none."""
@@ -370,8 +431,11 @@ class WeightReceiver:
             )
 
 
+def _open_calls(calls: dict[asyncio.Task[None], PooledEngine]) -> list[asyncio.Task[None]]:
+    return [task for task, entry in calls.items() if not (task.done() or entry.is_lost)]
+
+
 def _describe(entry: PooledEngine, error: BaseException) -> str:
     if isinstance(error, RolloutError):
         return str(error)
-    kind = type(error).__name__
-    return f"{entry.address}: a call failed ({f'{kind}: {error}' if str(error) else kind})"
+    return f"{entry.address}: a call failed ({describe_cause(error)})"

@@ -1,49 +1,64 @@
-"""A push of new weights, as the trainer's ranks see it.
+"""The trainer's side of a weight sync: pause, send, resume.
 
-``receive`` in the collector chooses the servers, calls them and takes out those that fail; rank 0
-gathers the weights and hands them over; the other ranks help it to gather.
+Rank 0 calls the collector (``receive``), which chooses the servers and takes out those that fail.
+It gathers the weights bucket by bucket with the ranks of its replica, so that no rank holds the
+whole model, and hands each bucket to the servers through a carrier; all other ranks wait for its
+word outside the collectives of the model, for as long as a server takes. With
+``rollout.weight_sync.method: disk`` there is no carrier: all ranks write a directory, which the
+servers load.
 """
 
+import functools
 import json
 import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from bapo_megatron.config.rollout import WeightSyncConfig
+from bapo_megatron.engine.base import BucketLayout
+from bapo_megatron.engine.collective import (
+    WeightGroup,
+    choose_backend,
+    rank_zero_address,
+    tensor_sizes,
+    unpack,
+)
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.policy.hf_weights import hf_shapes
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.weight_export import gather_weights, plan_buckets
 from bapo_megatron.runtime.calls import Caller
 from bapo_megatron.runtime.distributed import broadcast_bytes, fail_together
-from bapo_megatron.weight_sync import messages
-from bapo_megatron.weight_sync.carriers import (
-    AttemptFailedError,
-    BroadcastCarrier,
-    Carrier,
-    MemoryCarrier,
-    WeightBuckets,
-    check,
-    handed_over,
-)
-from bapo_megatron.weight_sync.verify import Scorer, trainer_logprobs
+from bapo_megatron.weight_sync import receive
+from bapo_megatron.weight_sync.shared_memory import shared_memory_payload, start_manager
 
 _LOG = logging.getLogger(__name__)
 _BYTES_PER_MB = 10**6
+_END = b"end"
+Scorer = Callable[[Sequence[Sequence[int]]], tuple[tuple[float, ...], ...] | None]
+"""Returns, on rank 0, the log-probs of all tokens of each sequence but the first, at temperature 1;
+a collective over all ranks."""
+_MAX_STUCK_S = 180.0
+"""More than the time limit of any operation of a group that was given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """The cost of one sync."""
+    """The cost of one weight sync."""
 
-    version: int
     num_bytes: int
     """Size of the weights that each server got, once."""
-    push_s: float
+    sync_s: float
     """Time from the first call to the last."""
     pause_s: float
     """Part of it for which generation stood still."""
@@ -52,13 +67,13 @@ class SyncReport:
 
 
 def sync_metrics(reports: Sequence[SyncReport]) -> dict[str, float]:
-    """Return one step's ``weight_sync/…`` metrics (docs/metrics.md); empty without a push."""
+    """Return one step's ``weight_sync/…`` metrics (docs/metrics.md); empty without a report."""
     if not reports:
         return {}
     values = {
-        "weight_sync/pushes": float(len(reports)),
+        "weight_sync/syncs": float(len(reports)),
         "weight_sync/bytes": float(sum(report.num_bytes for report in reports)),
-        "weight_sync/push_s": math.fsum(report.push_s for report in reports),
+        "weight_sync/sync_s": math.fsum(report.sync_s for report in reports),
         "weight_sync/pause_s": math.fsum(report.pause_s for report in reports),
     }
     differences = [report.difference for report in reports if report.difference is not None]
@@ -88,14 +103,14 @@ class WeightSync:
             self._carrier = MemoryCarrier(device)
         self._version: int | None = None
 
-    def push(
+    def sync(
         self, policy: MegatronPolicy, collector: Caller | None, *, again: bool = False
     ) -> SyncReport | None:
         """Give all servers the policy's weights as version ``policy.num_updates``.
 
-        A collective over all ranks; rank 0 alone has the ``collector``, which answers ``messages``.
-        With ``again`` a version is pushed that was pushed before: servers have come that lack it.
-        Returns what it cost; None where there was nothing to do, and on all ranks but the first.
+        A collective over all ranks; rank 0 alone has the ``collector``. With ``again`` servers get
+        a version that others have already: some have come that lack it. Returns what it cost; None
+        where there was nothing to do, and on all ranks but the first.
 
         Raises:
             RolloutError: No server took the weights, or rank 0 could not hand them over; on all
@@ -107,24 +122,22 @@ class WeightSync:
         if version == self._version and not again:
             return None
         started_s = time.monotonic()
-        difference, pause_s = None, 0.0
         probe: bytes | None = None
-        verifies = self._config.verify != "none"
         with fail_together(policy.groups, RolloutError):
             num_bytes = self._hand_over(policy, collector, version)
-            if collector is not None and verifies:
-                probe = json.dumps(collector.start(messages.PROBE, None)()).encode()
-        if verifies:
-            with fail_together(policy.groups, RolloutError):
-                difference = self._verify(policy, collector, probe)
+            if collector is not None:
+                probe = json.dumps(collector.start(receive.PROBE, None)()).encode()
+        sequences = json.loads(broadcast_bytes(probe, policy.groups))
+        expected = self._score(sequences) if sequences else ()
         with fail_together(policy.groups, RolloutError):
             if collector is not None:
-                pause_s = collector.start(messages.RESUME, None)()
+                assert expected is not None, "complete on rank 0"
+                resumed = collector.start(receive.RESUME, expected)()
         self._version = version
         if collector is None:
             return None
-        push_s = time.monotonic() - started_s
-        return SyncReport(version, num_bytes, push_s, pause_s, difference)
+        sync_s = time.monotonic() - started_s
+        return SyncReport(num_bytes, sync_s, resumed.pause_s, resumed.difference)
 
     def close(self) -> None:
         """Leave the group, and remove what is left on disk; rank 0 only."""
@@ -134,74 +147,114 @@ class WeightSync:
 
     def _hand_over(self, policy: MegatronPolicy, collector: Caller | None, version: int) -> int:
         """Give the weights to the servers; return their bytes on rank 0."""
-        target = self._root / f"version_{version:08d}"
         if self._carrier is None:
+            model_dir = self._root / f"version_{version:08d}"
             if version != self._version:
-                policy.export_hf(target, durable=False)
-            return 0 if collector is None else self._load(target, collector, version)
+                policy.export_hf(model_dir, durable=False)
+            return 0 if collector is None else self._load(model_dir, collector, version)
         policy.finish_weights()
         buckets = WeightBuckets(policy, self._config.bucket_mb * _BYTES_PER_MB)
         if collector is None:
-            buckets.follow(target)
+            buckets.follow()
             return 0
         try:
-            return self._carry(buckets, target, collector, version)
+            return _carry(buckets, collector, version, self._carrier)
         finally:
             buckets.end()
-            shutil.rmtree(self._root, ignore_errors=True)
             if self._config.method == "tensor" and policy.groups.device.type == "cuda":
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
                 torch.cuda.empty_cache()  # servers on the same GPU take their cache next
 
-    def _carry(self, buckets: WeightBuckets, target: Path, collector: Caller, version: int) -> int:
-        """Send the buckets; after a failure once by disk, which needs no group, then again."""
-        assert self._carrier is not None, "there are buckets"
-        is_first = True
-        while True:
-            try:
-                return _attempt(buckets, collector, version, self._carrier)
-            except AttemptFailedError as failure:
-                how = "by disk" if is_first else "again"
-                _LOG.warning(
-                    "weights version %d: %s; the others get them %s", version, failure, how
-                )
-                self._carrier.give_up()
-            if is_first:
-                is_first = False
-                try:
-                    buckets.export(target)
-                    return self._load(target, collector, version)
-                except (RolloutError, OSError) as error:
-                    _LOG.warning("weights version %d by disk: %s; trying without", version, error)
-
-    def _load(self, target: Path, collector: Caller, version: int) -> int:
+    def _load(self, model_dir: Path, collector: Caller, version: int) -> int:
         """Have the servers load a directory; only the newest version stays on disk."""
-        with handed_over():
-            request = messages.Load(model_dir=target.absolute(), version=version)
-            collector.start(messages.LOAD, request)()
+        with _handed_over():
+            request = receive.Load(model_dir=model_dir.absolute(), version=version)
+            collector.start(receive.LOAD, request)()
             for earlier in self._root.iterdir():
-                if earlier != target:
+                if earlier != model_dir:
                     shutil.rmtree(earlier)
-            return sum(file.stat().st_size for file in target.glob("*.safetensors"))
-
-    def _verify(
-        self, policy: MegatronPolicy, collector: Caller | None, probe: bytes | None
-    ) -> float | None:
-        """Compare log-probs of the probe, known to rank 0; it gets the largest difference."""
-        shared = json.loads(broadcast_bytes(probe, policy.groups))
-        if not shared:  # no server is new
-            return None
-        expected = trainer_logprobs(shared, self._score)
-        if collector is None:
-            return None
-        assert expected is not None, "complete on rank 0"
-        return collector.start(messages.VERIFY, expected)()
+            return sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
 
 
-def _attempt(buckets: WeightBuckets, collector: Caller, version: int, carrier: Carrier) -> int:
-    """Send all buckets; gather the next while the servers load the last. Returns their bytes."""
-    opened = collector.start(messages.BEGIN, version)()
-    with handed_over():
+class Bucket(NamedTuple):
+    """Some Hugging Face tensors in one piece of memory, one after the other."""
+
+    layout: BucketLayout
+    flat: Tensor
+    """uint8 [bytes], on the policy's device."""
+    is_last: bool
+
+
+class WeightBuckets:
+    """The buckets of a policy; rank 0 calls all methods but ``follow``, all others that one."""
+
+    def __init__(self, policy: MegatronPolicy, max_bytes: int) -> None:
+        """Plan them, alike on all ranks; ``finish_weights`` has finished the policy's weights.
+
+        A bucket has at most ``max_bytes``, unless it holds a single larger parameter.
+        """
+        self._policy = policy
+        self._dtype: torch.dtype = policy.chunks[0].config.params_dtype
+        self._plan = plan_buckets(policy.hf, self._dtype, max_bytes)
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def gather(self, number: int) -> Bucket:
+        """Gather a bucket on rank 0, with the ranks that ``follow``."""
+        policy = self._policy
+        broadcast_bytes(str(number).encode(), policy.groups)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for weight in self._plan[number]:
+            shapes |= hf_shapes(weight, policy.hf)
+        dtypes = (str(self._dtype).removeprefix("torch."),) * len(shapes)
+        layout = BucketLayout(tuple(shapes), dtypes, tuple(shapes.values()))
+        flat = torch.empty(
+            sum(tensor_sizes(layout)), dtype=torch.uint8, device=policy.groups.device
+        )
+        targets = unpack(layout, flat)
+        for (name, target), (gathered, tensor) in zip(targets, self._iterate(number), strict=True):
+            assert name == gathered, "weights come in the order of the table"
+            target.copy_(tensor)
+        return Bucket(layout, flat, is_last=number + 1 == len(self))
+
+    def end(self) -> None:
+        """Tell the ranks that ``follow`` that no bucket is needed any more."""
+        broadcast_bytes(_END, self._policy.groups)
+
+    def follow(self) -> None:
+        """Take part in what rank 0 gathers, until it ends."""
+        while (word := broadcast_bytes(None, self._policy.groups)) != _END:
+            if self._policy.groups.is_first_replica:
+                for _ in self._iterate(int(word)):
+                    pass
+
+    def _iterate(self, number: int) -> Iterator[tuple[str, Tensor]]:
+        policy = self._policy
+        return gather_weights(policy.chunks, policy.hf, policy.groups, self._plan[number])
+
+
+def _carry(buckets: WeightBuckets, collector: Caller, version: int, carrier: "Carrier") -> int:
+    """Send all buckets; after a failure again, to the servers that remain. Returns their bytes.
+
+    It ends: the collector waits for servers only for ``rollout.health.patience_s``.
+    """
+    failure = ""
+    while True:
+        try:
+            return _attempt(buckets, collector, version, carrier)
+        except AttemptFailedError as error:
+            failure = f" (before: {error})"
+            _LOG.warning("weights version %d: %s; all are sent again", version, error)
+            carrier.give_up()
+        except RolloutError as error:
+            raise RolloutError(f"{error}{failure}") from error
+
+
+def _attempt(buckets: WeightBuckets, collector: Caller, version: int, carrier: "Carrier") -> int:
+    """Send all buckets; gather the next while the servers load the last."""
+    opened = collector.start(receive.BEGIN, version)()
+    with _handed_over():
         carrier.prepare(opened, collector)
     num_bytes = 0
     await_loaded: Callable[[], None] | None = None
@@ -209,10 +262,142 @@ def _attempt(buckets: WeightBuckets, collector: Caller, version: int, carrier: C
         bucket = buckets.gather(number)
         if await_loaded is not None:
             await_loaded()
-        with handed_over():
+        with _handed_over():
             await_loaded = carrier.send(bucket, collector)
         num_bytes += bucket.flat.numel()
     assert await_loaded is not None, "a model has parameters"
     await_loaded()
-    check(collector.start(messages.FINISH, None)())
     return num_bytes
+
+
+class AttemptFailedError(Exception):
+    """A server failed; the others get the weights in another attempt."""
+
+
+def _check(failure: str | None) -> None:
+    """Raise ``AttemptFailedError`` where the collector reports that a server failed."""
+    if failure is not None:
+        raise AttemptFailedError(failure)
+
+
+@contextmanager
+def _handed_over() -> Iterator[None]:
+    """Turn a failure on rank 0's own side into a ``RolloutError``, of which all ranks hear."""
+    try:
+        yield
+    except RolloutError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise RolloutError(
+            f"rank 0 cannot hand over the weights ({error}); free shared memory (/dev/shm), ports "
+            "or disk, lower rollout.weight_sync.bucket_mb, or change rollout.weight_sync.method; "
+            "then continue with resume=true"
+        ) from error
+
+
+class BroadcastCarrier:
+    """Through a collective group, which stays as long as its members do."""
+
+    def __init__(self, config: WeightSyncConfig, device: torch.device) -> None:
+        """Prepare for buckets on ``device``; nothing is opened before the first weight sync."""
+        self._config = config
+        self._device = device
+        self._group: WeightGroup | None = None
+        self._stuck: list[Future[None]] = []
+
+    def prepare(self, opened: receive.Opened, collector: Caller) -> None:
+        """Form a group with the servers that the collector named, unless they still share one."""
+        if opened.share_group and self._group is not None:
+            return
+        self.give_up()
+        address = rank_zero_address(opened.addresses, self._config.master_address)
+        backend = choose_backend(self._config.backend, self._device, opened.addresses)
+        world_size = 1 + sum(opened.num_ranks)
+        self._group = group = WeightGroup(address, backend, world_size, self._config.timeout_s)
+        joined = collector.start(receive.JOIN, group.place)
+        self._await_both(joined, group.form(), "form a group")
+
+    def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
+        """Broadcast a bucket; the returned function waits until all servers have loaded it."""
+        assert self._group is not None, "prepare comes first"
+        request = receive.Receive(bucket=bucket.layout, is_last=bucket.is_last)
+        received = collector.start(receive.RECEIVE, request)
+        sent = self._group.broadcast(bucket.flat)
+        return functools.partial(self._await_both, received, sent, "send the weights")
+
+    def give_up(self) -> None:
+        """Close the group; an operation that is stuck in it ends later."""
+        group, self._group = self._group, None
+        if group is not None and (stuck := group.close()) is not None:
+            self._stuck.append(stuck)
+
+    def close(self) -> None:
+        """Close the group, and wait for operations that are stuck."""
+        self.give_up()
+        # A thread inside a collective at the end of the interpreter would abort the process.
+        wait(self._stuck, _MAX_STUCK_S)
+
+    def _await_both(
+        self, servers: Callable[[], str | None], rank_zero: Future[None], what: str
+    ) -> None:
+        """Wait for an operation of servers and of rank 0.
+
+        Raise ``RolloutError`` where rank 0 alone failed. Where a server and rank 0 did, the message
+        has both reasons: who was first is not known.
+        """
+        if (failure := servers()) is not None:
+            error = rank_zero.exception() if rank_zero.done() else None
+            cause = "" if error is None else f" (rank 0 could not {what}: {error})"
+            raise AttemptFailedError(failure + cause) from error
+        try:
+            rank_zero.result(self._config.timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            raise RolloutError(
+                f"the servers did their part but rank 0 could not {what} ({error}); check "
+                "rollout.weight_sync.backend, or set rollout.weight_sync.method: disk"
+            ) from error
+
+
+class MemoryCarrier:
+    """Through memory that servers on the same node map."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Prepare for buckets on ``device``."""
+        self._device = device
+        self._ranks: list[list[torch.device]] = []
+        if device.type == "cpu":
+            start_manager()
+
+    def prepare(self, opened: receive.Opened, collector: Caller) -> None:
+        """Remember which processes open each bucket, and on which GPUs."""
+        self._ranks = [
+            [torch.device("cuda", gpu) for gpu in gpus] or [self._device] * count
+            for gpus, count in zip(opened.gpus, opened.num_ranks, strict=True)
+        ]
+
+    def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
+        """Describe a bucket to every rank of every server; returns as ``BroadcastCarrier``."""
+        # Each on its rank's own GPU: to map another one's, seven servers of a node would each take
+        # 0.5 GB of rank 0's GPU for a CUDA context there.
+        copies = [[bucket.flat.to(device) for device in devices] for devices in self._ranks]
+        payloads = tuple(
+            tuple(shared_memory_payload(bucket.layout, flat) for flat in flats) for flats in copies
+        )
+        request = receive.Take(payloads=payloads, is_last=bucket.is_last)
+        taken = collector.start(receive.TAKE, request)
+
+        def await_taken(_: object = copies) -> None:  # whose memory must stay until it is loaded
+            _check(taken())
+            if self._device.type == "cuda":
+                # Frees the bucket before this one.
+                torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+        return await_taken
+
+    def give_up(self) -> None:
+        """Do nothing."""
+
+    close = give_up
+
+
+Carrier = BroadcastCarrier | MemoryCarrier

@@ -3,10 +3,10 @@
 python -m tests.benchmarks.kill_campaign --out docs/benchmarks/kills_cpu_202611
 
 Each of ``--runs`` is a run of two ranks under examples/single_node.sh, started again by the same
-command as a requeued job is, with one way to push weights and two SGLang servers: its own, which
+command as a requeued job is, with one way of weight sync and two SGLang servers: its own, which
 end with the trainer, or those of examples/rollout_servers.sh, which outlive it in the middle of a
-push. Faults come one after the other, each kind once before any of them twice, in an order, at
-moments and with victims drawn from ``--seed``; the next one comes when the run makes steps with
+weight sync. Faults come one after the other, each kind once before any of them twice, in an order,
+at moments and with victims drawn from ``--seed``; the next one comes when the run makes steps with
 both servers again. After the last one the run ends by itself. Then:
 
 * ``kill_account`` follows every group through dumps, metrics and the last checkpoint;
@@ -16,7 +16,7 @@ both servers again. After the last one the run ends by itself. Then:
 Takes root: both directories are this program's own, and the disk that fills up is a small one. The
 checkout must not be under /tmp. The default, 33 faults, should take about an hour on two cores,
 since a run is back 10 to 75 seconds after a fault. To try it out, add ``--faults 2 --kinds
-kill-rank-push kill-server``. Where something is wrong, the directory of the run is copied to
+kill-rank-sync kill-server``. Where something is wrong, the directory of the run is copied to
 ``OUT.failed``.
 """
 

@@ -59,13 +59,13 @@ class Kind:
     victim: str
     """Key of ``_WORDS``, or ``disk``."""
     moment: str = ""
-    """``push`` or ``save``: while one is under way; else at any moment."""
+    """``sync`` (of weights) or ``save``: while one is under way; else at any moment."""
     times: int = 1
     """Signals, a second apart."""
 
     @property
     def name(self) -> str:
-        """Such as ``kill-rank-push``."""
+        """Such as ``kill-rank-sync``."""
         parts = (self.how, self.victim, self.moment, "" if self.times == 1 else "thrice")
         return "-".join(filter(None, parts))
 
@@ -82,7 +82,7 @@ class Kind:
 
 KINDS = (
     Kind("kill", "rank"),
-    Kind("kill", "rank", "push"),
+    Kind("kill", "rank", "sync"),
     Kind("kill", "rank", "save"),
     Kind("term", "rank"),
     Kind("kill", "torchrun"),
@@ -92,10 +92,10 @@ KINDS = (
     Kind("kill", "collector"),
     Kind("kill", "grader"),
     Kind("kill", "server"),
-    Kind("kill", "server", "push"),
+    Kind("kill", "server", "sync"),
     Kind("term", "server"),
     Kind("freeze", "server"),
-    Kind("freeze", "server", "push"),
+    Kind("freeze", "server", "sync"),
     Kind("kill", "owner"),
     Kind("fill", "disk"),
 )
@@ -252,8 +252,8 @@ class KilledRun:
         time.sleep(self.chance.uniform(0, _MAX_DELAY_S))
         before, returns = self.num_steps, self.num_returns
         victim = None if kind.how == "fill" else self.chance.choice(find(kind.victim))
-        if kind.moment == "push":
-            self._wait_for_push()
+        if kind.moment == "sync":
+            self._wait_for_sync()
         elif kind.moment == "save":
             unfinished = self.run_dir / "checkpoints"
             self.wait_for(lambda: any(unfinished.glob(".step_*.tmp")), "a save", poll_s=0.002)
@@ -283,12 +283,12 @@ class KilledRun:
         self.faults.append(Fault(at_s, kind.name, before, back_s, code, line))
         print(self.faults[-1], file=sys.stderr, flush=True)  # noqa: T201
 
-    def _wait_for_push(self) -> None:
-        """Ask rank 0 for its stacks (docs/runtime.md) until it is pushing weights."""
+    def _wait_for_sync(self) -> None:
+        """Ask rank 0 for its stacks (docs/runtime.md) until it is in a weight sync."""
         stacks = self.run_dir / "logs" / "stacks_rank_0.txt"
         first = next(rank for rank in find("rank") if rank.environ()["RANK"] == "0")
 
-        def pushes() -> bool:
+        def syncs() -> bool:
             told = stacks.stat().st_size
             first.send_signal(signal.SIGUSR2)
             time.sleep(0.02)
@@ -296,7 +296,7 @@ class KilledRun:
                 file.seek(told)
                 return "weight_sync/send.py" in file.read()
 
-        self.wait_for(pushes, "a push", poll_s=0.01)
+        self.wait_for(syncs, "a weight sync", poll_s=0.01)
 
     def _fill_disk(self) -> None:
         """Leave no byte on the disk until the job has ended."""

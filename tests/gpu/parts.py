@@ -156,7 +156,7 @@ def sanitize(options: argparse.Namespace) -> Iterator[Check]:
 def ipc(options: argparse.Namespace) -> Iterator[Check]:
     """A child maps a bucket and sees it; the memory saver gives memory away and takes it again."""
     from bapo_megatron.engine.base import BucketLayout
-    from bapo_megatron.weight_sync.carriers import shared_memory_payload
+    from bapo_megatron.weight_sync.shared_memory import shared_memory_payload
 
     device = torch.device(options.device)
     num_values = 1 << (26 if device.type == "cuda" else 10)
@@ -192,7 +192,7 @@ def ipc(options: argparse.Namespace) -> Iterator[Check]:
 
 def nccl(options: argparse.Namespace) -> Iterator[Check]:
     """A weight group of one member forms and broadcasts."""
-    from bapo_megatron.weight_sync.collective_group import WeightGroup
+    from bapo_megatron.engine.collective import WeightGroup
 
     device = torch.device(options.device)
     group = WeightGroup("127.0.0.1", "nccl" if device.type == "cuda" else "gloo", 1, 60.0)

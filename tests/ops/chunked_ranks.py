@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +26,7 @@ from tests.ops.chunked_problem import (
 )
 
 ENTROPY_COEFFICIENT = 0.03
+COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "reduce_scatter_tensor")
 
 
 def two_ranks() -> dict[str, dict[str, float]]:
@@ -88,13 +93,13 @@ def _divide_tokens(group: dist.ProcessGroup) -> dict[str, float]:
     rank = dist.get_rank(group)
     boundary = 20
     first_T = problem.tokens.rows_T < boundary
-    own = Problem(
+    local = Problem(
         problem.hidden_NH[:boundary] if rank == 0 else problem.hidden_NH[boundary:],
         problem.weight_VH,
         problem.tokens.select(first_T if rank == 0 else ~first_T),
     )
-    own.tokens.rows_T.sub_(0 if rank == 0 else boundary)
-    part = run_chunked(own, entropy_coefficient=ENTROPY_COEFFICIENT)
+    local.tokens.rows_T.sub_(0 if rank == 0 else boundary)
+    part = run_chunked(local, entropy_coefficient=ENTROPY_COEFFICIENT)
     assert whole.hidden_NH is not None
     assert whole.weight_VH is not None
     assert part.weight_VH is not None
@@ -120,35 +125,25 @@ def _count_collectives(group: dist.ProcessGroup, chunk_tokens: int) -> Any:
     hidden_MH = problem.hidden_NH[_part(problem.hidden_NH, rank)].requires_grad_()
     weight_VH = problem.weight_VH[_part(problem.weight_VH, rank)].requires_grad_()
     head = OutputHead(weight_VH, group, sequence_parallel=True)
-    with _RecordCollectives() as record:
+    with _recorded_collectives() as names:
         chunked_loss(hidden_MH, head, problem.tokens, chunk_tokens=chunk_tokens)[0].backward()
-    return record.names
+    return names
 
 
-class _RecordCollectives:
-    """Notes which functions of torch.distributed are called, in order."""
+@contextmanager
+def _recorded_collectives() -> Iterator[list[str]]:
+    """Note which functions of torch.distributed are called, in order."""
+    names: list[str] = []
 
-    NAMES = ("all_gather_into_tensor", "all_gather", "all_reduce", "reduce_scatter_tensor")
+    def call(name: str, function: Any, *args: Any, **options: Any) -> Any:
+        names.append(name)
+        return function(*args, **options)
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self._originals = {name: getattr(dist, name) for name in self.NAMES}
-
-    def __enter__(self) -> _RecordCollectives:
-        for name, original in self._originals.items():
-
-            def call(
-                *args: Any, _name: str = name, _original: Any = original, **kwargs: Any
-            ) -> Any:
-                self.names.append(_name)
-                return _original(*args, **kwargs)
-
-            setattr(dist, name, call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, original in self._originals.items():
-            setattr(dist, name, original)
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            recorded = partial(call, name, getattr(dist, name))
+            stack.enter_context(mock.patch.object(dist, name, recorded))
+        yield names
 
 
 def _part(whole: Tensor, rank: int) -> slice:

@@ -9,15 +9,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.ops import extension
+from bapo_megatron.ops import extension, reference
+from bapo_megatron.ops.backend import CPU_KERNELS
 from tests.cuda_emulation import launchers
 from tests.oracles.bound_search import Rule, Tokens
 
 ISAS: list[str] = extension.build_info()["available_isas"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LOWER, UPPER = (0.6, 0.9, 0.02), (1.2, 3.0, 0.05)
+"""The candidates of the paper, of which ``paper_rule`` knows the values."""
+GRID = extension.ClipGrid(LOWER, UPPER)
+NONFINITE, OUT_OF_RANGE, POSITIVE, NEGATIVE = range(-4, 0)
+"""Slots at the end of the table."""
+
+both_kernels = pytest.mark.parametrize(
+    "kernels", [reference.KERNELS, CPU_KERNELS], ids=lambda kernels: kernels.name
+)
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
+    """Within tolerance · max(1, |expected|), or both NaN or the same infinity."""
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected).abs()
+    same = (actual.isnan() & expected.isnan()) | (actual.double() == expected)
+    close = error <= tolerance * expected.double().abs().clamp(min=1.0)
+    assert bool((close | same).all()), f"largest error {error.max():.1e}"
 
 
 @contextmanager
@@ -131,8 +151,8 @@ def plain_candidates(grid: extension.ClipGrid) -> tuple[list[float], list[float]
 
 def path_of(grid: extension.ClipGrid) -> list[tuple[float, float]]:
     """The (low, high) pairs in the order of the search: those it reports for an empty table."""
-    found = extension.search([0] * grid.num_slots, grid, 0.5, "surrogate", "share")
-    return [(pair.clip_low, pair.clip_high) for pair in found.candidates]
+    result = extension.search([0] * grid.num_slots, grid, 0.5, "surrogate", "share")
+    return [(pair.clip_low, pair.clip_high) for pair in result.candidates]
 
 
 def filled_table(

@@ -1,4 +1,4 @@
-"""Which kernels ``ops.backend`` selects, and that the reference computes what they compute."""
+"""Which kernels ``ops.backend`` selects, and what the reference refuses as they do."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from bapo_megatron.ops import backend, extension, reference
 from bapo_megatron.ops.backend import select_kernels
+from tests.ops.kernel_calls import both_kernels, random_logits
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 """A device names a kind of machine; none of these tests needs to have it."""
@@ -99,64 +99,11 @@ def test_a_backend_of_another_device_is_refused(
         select_kernels(name, device)
 
 
-def random_rows(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [9, 70], of which 61 columns are true, and five selected rows with their targets."""
-    generator = torch.Generator().manual_seed(5)
-    logits_NV = (5 * torch.randn(9, 70, generator=generator)).to(dtype)
-    logits_NV[2, 7:40] = -torch.inf
-    return logits_NV, torch.tensor([8, 2, 0, 5, 3]), torch.tensor([60, 1, 0, 33, 4])
+LOGITS_NV = random_logits(9, 70, torch.float32)
+"""61 of the columns are true."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reference_and_compiled_kernels_agree_on_logprobs(dtype: torch.dtype) -> None:
-    logits_NV, rows_T, target_T = random_rows(dtype)
-    results = []
-    for kernels in (reference.KERNELS, backend.CPU_KERNELS):
-        partials_T4 = kernels.logprob_partials(logits_NV, rows_T, target_T, 0, 61, 0.6)
-        results.append((partials_T4, *kernels.logprob_combine(partials_T4[None], 0.6)))
-    for expected, actual in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
-    # Maximum and target of a row are raw logits, not computed values.
-    assert torch.equal(results[0][0][:, [0, 3]], results[1][0][:, [0, 3]])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reference_and_compiled_kernels_agree_on_the_gradient(dtype: torch.dtype) -> None:
-    logits_NV, rows_T, target_T = random_rows(dtype)
-    logits_NV[5, 3] = torch.nan  # of token 3, which has no gradient
-    logits_NV[3, 9] = torch.nan  # of token 4, which has one
-    grad_logprob_T = torch.tensor([1.0, -0.5, 0.0, 0.0, 1.0])
-    grad_entropy_T = torch.tensor([0.0, 0.25, -2.0, 0.0, 0.0])
-    results = []
-    for kernels in (reference.KERNELS, backend.CPU_KERNELS):
-        partials_T4 = kernels.logprob_partials(logits_NV, rows_T, target_T, 0, 61, 0.6)
-        _, entropy_T, max_T, log_sum_T = kernels.logprob_combine(partials_T4[None], 0.6)
-        grad_NV = logits_NV.clone()
-        kernels.logits_backward_(
-            grad_NV,
-            rows_T,
-            target_T,
-            max_T,
-            log_sum_T,
-            entropy_T,
-            grad_logprob_T,
-            grad_entropy_T,
-            0,
-            61,
-            0.6,
-        )
-        results.append(grad_NV)
-    expected_NV, actual_NV = results
-    tolerance = 2e-6 if dtype == torch.float32 else 2**-8
-    torch.testing.assert_close(actual_NV, expected_NV, rtol=tolerance, atol=2e-6, equal_nan=True)
-    for grad_NV in results:
-        assert torch.count_nonzero(grad_NV[[1, 4, 6, 7]]) == 0  # no token selects them
-        assert torch.count_nonzero(grad_NV[:, 61:]) == 0  # padding
-        assert torch.count_nonzero(grad_NV[5]) == 0
-        assert bool(torch.isnan(grad_NV[3, :61]).all())
-
-
-@pytest.mark.parametrize("kernels", [reference.KERNELS, backend.CPU_KERNELS], ids=lambda k: k.name)
+@both_kernels
 @pytest.mark.parametrize(
     ("rows", "target", "message"),
     [
@@ -169,27 +116,25 @@ def test_reference_and_compiled_kernels_agree_on_the_gradient(dtype: torch.dtype
 def test_rows_and_targets_that_do_not_exist_are_refused_on_the_cpu(
     kernels: backend.Kernels, rows: list[int], target: list[int], message: str
 ) -> None:
-    logits_NV, _, _ = random_rows(torch.float32)
     with pytest.raises(RuntimeError, match=message):
-        kernels.logprob_partials(logits_NV, torch.tensor(rows), torch.tensor(target), 0, 61, 1.0)
+        kernels.logprob_partials(LOGITS_NV, torch.tensor(rows), torch.tensor(target), 0, 61, 1.0)
 
 
-@pytest.mark.parametrize("kernels", [reference.KERNELS, backend.CPU_KERNELS], ids=lambda k: k.name)
+@both_kernels
 def test_a_row_selected_twice_is_refused_and_the_logits_stay(kernels: backend.Kernels) -> None:
-    logits_NV, _, _ = random_rows(torch.float32)
-    before_NV = logits_NV.clone()
+    logits_NV = LOGITS_NV.clone()
     index_T, value_T = torch.tensor([4, 4]), torch.ones(2)
     with pytest.raises(RuntimeError, match="rows must select each row at most once"):
         kernels.logits_backward_(
             logits_NV, index_T, index_T, value_T, value_T, value_T, value_T, None, 0, 61, 1.0
         )
-    assert torch.equal(logits_NV, before_NV)
+    assert torch.equal(logits_NV, LOGITS_NV)
 
 
 def test_chunks_of_any_size_give_the_same_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits_NV, rows_T, target_T = random_rows(torch.float32)
-    whole_T4 = reference.KERNELS.logprob_partials(logits_NV, rows_T, target_T, 0, 61, 0.6)
+    rows_T, target_T = torch.tensor([8, 2, 0, 5, 3]), torch.tensor([60, 1, 0, 33, 4])
+    whole_T4 = reference.KERNELS.logprob_partials(LOGITS_NV, rows_T, target_T, 0, 61, 0.6)
     for elements in (1, 140):
         monkeypatch.setattr(reference, "CHUNK_ELEMENTS", elements)
-        split_T4 = reference.KERNELS.logprob_partials(logits_NV, rows_T, target_T, 0, 61, 0.6)
+        split_T4 = reference.KERNELS.logprob_partials(LOGITS_NV, rows_T, target_T, 0, 61, 0.6)
         assert torch.equal(split_T4, whole_T4)

@@ -9,22 +9,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.cuda_emulation import cases
+from tests.cuda_emulation.cases import assert_partials
 from tests.cuda_emulation.launchers import EmulatedKernels
 
 EDGE_TOKENS = (0, 1, 31, 32, 33)
-
-
-def assert_partials(got_T4: Tensor, expected_T4: Tensor) -> None:
-    got_T4 = got_T4.double()
-    assert torch.equal(got_T4[:, 0].nan_to_num(nan=1e30), expected_T4[:, 0].nan_to_num(nan=1e30))
-    assert torch.equal(got_T4[:, 3], expected_T4[:, 3])
-    torch.testing.assert_close(got_T4[:, 1], expected_T4[:, 1], rtol=1e-6, atol=0, equal_nan=True)
-    torch.testing.assert_close(
-        got_T4[:, 2], expected_T4[:, 2], rtol=2e-6, atol=1e-7, equal_nan=True
-    )
 
 
 class TestLogprobPartials:

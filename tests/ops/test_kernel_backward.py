@@ -5,8 +5,6 @@ Shape legend: N = rows of logits, V = columns, T = tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,10 +12,8 @@ from torch.library import opcheck
 
 from tests.ops.kernel_calls import (
     DTYPES,
-    ISAS,
     TokenResults,
     gradient_,
-    instruction_set,
     random_logits,
     random_targets,
     threads,
@@ -25,11 +21,7 @@ from tests.ops.kernel_calls import (
 )
 from tests.oracles.logprob import logits_gradient, spacing, token_logprobs
 
-
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with instruction_set(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 def random_grads(num_tokens: int, *, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -104,12 +96,12 @@ def test_an_absent_gradient_counts_as_zero(dtype: torch.dtype) -> None:
     results = token_results(logits_TV, target_T)
     by_logprob_T, by_entropy_T = random_grads(9)
     zero_T = torch.zeros(9)
-    for given, filled in [
+    for partial, filled in [
         ((by_logprob_T, None), (by_logprob_T, zero_T)),
         ((None, by_entropy_T), (zero_T, by_entropy_T)),
         ((None, None), (zero_T, zero_T)),
     ]:
-        actual_TV = gradient_(logits_TV.clone(), target_T, results, *given)
+        actual_TV = gradient_(logits_TV.clone(), target_T, results, *partial)
         assert torch.equal(actual_TV, gradient_(logits_TV.clone(), target_T, results, *filled))
         assert_gradient(actual_TV, logits_TV, target_T, *filled)
 
@@ -236,15 +228,12 @@ def test_the_op_is_registered_as_torch_wants_it(dtype: torch.dtype) -> None:
     ("changes", "message"),
     [
         ({"rows": torch.tensor([0, 2, 0])}, "rows must select each row at most once"),
-        ({"rows": torch.tensor([0, 1, 9])}, r"rows must lie in .* \[0, 3\), got 9 at token 2"),
         ({"target": torch.tensor([0, 1, 8])}, r"target must lie in .* \[0, 8\), got 8 at token 2"),
         ({"max": torch.zeros(2)}, r"max must have shape \[3\], got \[2\]"),
         ({"log_sum": torch.zeros(3).double()}, "log_sum must be float32, got float64"),
         ({"entropy": torch.zeros(6)[::2]}, "entropy must be contiguous, got stride 2"),
         ({"grad_logprob": torch.zeros(1)}, r"grad_logprob must have shape \[3\], got \[1\]"),
         ({"grad_entropy": torch.zeros(3).half()}, "grad_entropy must be float32, got float16"),
-        ({"logits": torch.zeros(3, 8).int()}, "logits must be float32, .* got int32"),
-        ({"temperature": -1.0}, "temperature must be > 0 and finite, got -1"),
     ],
 )
 def test_bad_input_is_refused_and_the_logits_stay(changes: dict[str, object], message: str) -> None:

@@ -5,8 +5,6 @@ Shape legend: N = rows of logits, V = columns, T = tokens, P = tensor-parallel r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,9 +12,8 @@ from torch.library import opcheck
 
 from tests.ops.kernel_calls import (
     DTYPES,
-    ISAS,
     TokenResults,
-    instruction_set,
+    assert_close,
     partials,
     random_logits,
     random_targets,
@@ -25,23 +22,9 @@ from tests.ops.kernel_calls import (
 )
 from tests.oracles.logprob import token_logprobs
 
-TOLERANCE = 2e-6
+pytestmark = pytest.mark.usefixtures("isa")
 BLOCK = 1024
 """Columns that the kernels sum at a time."""
-
-
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with instruction_set(request.param):
-        yield request.param
-
-
-def assert_close(actual_T: Tensor, expected_T: Tensor) -> None:
-    """Within 2e-6 · max(1, |value|), or both NaN or the same infinity."""
-    error_T = (actual_T.double() - expected_T).abs()
-    bound_T = TOLERANCE * expected_T.abs().clamp_min(1.0)
-    same_T = (actual_T.isnan() & expected_T.isnan()) | (actual_T.double() == expected_T)
-    assert bool(((error_T <= bound_T) | same_T).all()), f"largest error {error_T.max():.1e}"
 
 
 def assert_matches(

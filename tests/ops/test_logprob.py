@@ -8,27 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.ops import reference
-from bapo_megatron.ops.backend import CPU_KERNELS, Kernels
+from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
+from tests.ops.kernel_calls import assert_close, both_kernels
 from tests.oracles.logprob import logits_gradient, token_logprobs
-
-both_kernels = pytest.mark.parametrize(
-    "kernels", [reference.KERNELS, CPU_KERNELS], ids=lambda kernels: kernels.name
-)
 
 
 def random_logits(num_rows: int, num_columns: int, scale: float = 3.0) -> Tensor:
     generator = torch.Generator().manual_seed(num_rows * 1000 + num_columns)
     return scale * torch.randn(num_rows, num_columns, generator=generator)
-
-
-def assert_close(actual: Tensor, wanted: Tensor, tolerance: float = 2e-6) -> None:
-    """|actual − wanted| ≤ tolerance · max(1, |wanted|), element by element."""
-    wanted = wanted.double()
-    assert actual.shape == wanted.shape
-    limit = tolerance * wanted.abs().clamp(min=1.0)
-    assert bool(((actual.double() - wanted).abs() <= limit).all())
 
 
 @both_kernels
@@ -166,3 +154,25 @@ def test_a_second_backward_through_the_gradient_is_refused() -> None:
     (grad,) = torch.autograd.grad(result.logprob_T.sum(), logits_TV, create_graph=True)
     with pytest.raises(RuntimeError, match="does not require grad"):
         grad.sum().backward()
+
+
+def test_logprob_and_entropy_of_selected_rows_pass_gradcheck() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits_NV = torch.randn(4, 9, generator=generator, dtype=torch.float64).requires_grad_()
+    rows_T, target_T = torch.tensor([3, 0, 1]), torch.tensor([0, 4, 6])
+
+    def function(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+        return vocab_parallel_logprobs(
+            logits_NV, target_T, rows_T=rows_T, vocab_size=7, temperature=1.3
+        )
+
+    assert torch.autograd.gradcheck(function, (logits_NV,))
+
+
+def test_float64_logits_give_float64_results_by_themselves() -> None:
+    logits_TV = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    result = vocab_parallel_logprobs(logits_TV, torch.tensor([0]), vocab_size=2)
+    # log σ(1) and the entropy of σ(1)
+    assert result.logprob_T.dtype == torch.float64
+    assert result.logprob_T.item() == pytest.approx(-0.31326168751822286, abs=1e-15)
+    assert result.entropy_T.item() == pytest.approx(0.5822031088882179, abs=1e-15)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.distributed_launch import run_ranks
 from tests.ops import logprob_ranks
+from tests.ops.kernel_calls import assert_close
 from tests.ops.logprob_ranks import COLUMNS, KERNELS, TEMPERATURE, VOCAB_SIZE, RankResult
 from tests.oracles.logprob import logits_gradient, token_logprobs
 
@@ -22,13 +22,6 @@ TOKEN_COUNTS = [33, 1, 0]
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda num_ranks: f"{num_ranks} ranks")
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, RankResult]]:
     return run_ranks(logprob_ranks.compute, request.param, request.param, TOKEN_COUNTS)
-
-
-def assert_close(actual: Tensor, wanted: Tensor) -> None:
-    """|actual − wanted| ≤ 2e-6 · max(1, |wanted|), element by element."""
-    assert actual.shape == wanted.shape
-    limit = 2e-6 * wanted.abs().clamp(min=1.0)
-    assert bool(((actual.double() - wanted).abs() <= limit).all())
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.ops import reference
-from bapo_megatron.ops.backend import CPU_KERNELS, Kernels
+from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
+from tests.ops.kernel_calls import both_kernels
 
-pytestmark = pytest.mark.parametrize(
-    "kernels", [reference.KERNELS, CPU_KERNELS], ids=lambda kernels: kernels.name
-)
+pytestmark = both_kernels
 
 ROWS_T, TARGET_T = torch.tensor([4, 1, 2]), torch.tensor([0, 30, 7])
 
@@ -71,14 +69,6 @@ def test_the_gradient_has_the_bits_of_the_one_beside_the_logits(
         gradients.append(weight_NV.grad)
     assert torch.equal(*gradients)
     assert torch.count_nonzero(gradients[0]) > 0
-
-
-def test_the_version_of_overwritten_logits_rises(kernels: Kernels) -> None:
-    logits_NV = make_logits(random_weight())
-    result = logprobs(logits_NV, kernels)
-    before = logits_NV._version
-    loss_of(result).backward()
-    assert logits_NV._version > before
 
 
 def test_a_second_backward_is_refused(kernels: Kernels) -> None:

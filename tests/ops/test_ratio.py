@@ -6,7 +6,6 @@ Shape legend: T = tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,10 +13,16 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from bapo_megatron.ops import extension, reference
-from bapo_megatron.ops.backend import CPU_KERNELS, Kernels
+from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.ratio import importance_ratio
-from tests.ops.kernel_calls import ISAS, filled_table, instruction_set, threads
+from tests.ops.kernel_calls import (
+    GRID,
+    ISAS,
+    both_kernels,
+    filled_table,
+    instruction_set,
+    threads,
+)
 from tests.oracles.bound_search import Tokens
 from tests.oracles.token_batches import logprob_for_ratio, paper_rule, random_tokens
 
@@ -25,16 +30,6 @@ OP = torch.ops.bapo.importance_ratio
 EDGE_TOKENS = (0, 1, 31, 32, 33, 4097)
 E_TO_20 = 485165195.40979028
 E_TO_MINUS_20 = 2.0611536224385578e-09
-
-both_kernels = pytest.mark.parametrize(
-    "kernels", [reference.KERNELS, CPU_KERNELS], ids=lambda kernels: kernels.name
-)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with instruction_set(request.param):
-        yield request.param
 
 
 def random_pair(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -98,25 +93,25 @@ def test_beyond_twenty_the_log_ratio_is_held_and_the_derivative_is_zero(kernels:
     assert logprob_T.grad.tolist() == [high, 0, 0, 0, low, 0, 0, 0]
 
 
-def bin_of(log_ratio: np.float32, advantage: float, grid: extension.ClipGrid) -> int:
+def bin_of(log_ratio: np.float32, advantage: float) -> int:
     """Where the table puts one token: bins of the upper side, then of the lower side."""
     one = np.ones(1, dtype=np.float32)
     tokens = Tokens(one * log_ratio, 0 * one, one * np.float32(advantage), one)
-    sums = filled_table(tokens, grid)[:-4].reshape(-1, 4)[:, 0]
+    sums = filled_table(tokens, GRID)[:-4].reshape(-1, 4)[:, 0]
     return int(sums.nonzero().item())
 
 
 def test_the_table_bins_a_token_by_the_bits_of_the_op(isa: str) -> None:
     # Every float32 log-ratio around every candidate: 37 upper and 16 lower ones.
-    grid, rule = extension.ClipGrid((0.6, 0.9, 0.02), (1.2, 3.0, 0.05)), paper_rule()
+    rule = paper_rule()
     on_edge = 0
     for edge in (*rule.upper, *rule.lower):
         log_ratios = [logprob_for_ratio(edge, step) for step in range(-2, 3)]
         ratio_T = OP(torch.tensor(np.array(log_ratios)), torch.zeros(5))
         for log_ratio, ratio in zip(log_ratios, ratio_T.tolist(), strict=True):
             on_edge += ratio == edge
-            assert bin_of(log_ratio, 1.0, grid) == sum(upper <= ratio for upper in rule.upper)
-            assert bin_of(log_ratio, -1.0, grid) == 38 + sum(lower < ratio for lower in rule.lower)
+            assert bin_of(log_ratio, 1.0) == sum(upper <= ratio for upper in rule.upper)
+            assert bin_of(log_ratio, -1.0) == 38 + sum(lower < ratio for lower in rule.lower)
     assert on_edge > 20, isa
 
 

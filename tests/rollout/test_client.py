@@ -29,7 +29,7 @@ from bapo_megatron.rollout.collector import _send, _WarningsToClient
 from bapo_megatron.rollout.messages import COLLECT
 from bapo_megatron.rollout.saved import read_saved
 from bapo_megatron.types import FinishReason
-from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load
+from bapo_megatron.weight_sync.receive import LOAD, RESUME, Load
 from tests.engine.helpers import descendants, reference_logprobs
 from tests.fakes.fake_sglang import FakeSglang
 from tests.rollout.forked_collector import forked_collectors, prepare_forks
@@ -444,7 +444,7 @@ def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded(
         assert client._lacks_weights
         load()
         assert client._lacks_weights
-        assert client.weights.start(RESUME, None)() == 0.0
+        assert client.weights.start(RESUME, ())().pause_s == 0.0
         assert not client._lacks_weights
         client.ensure_weights()
         assert fake.version == "7"

@@ -19,8 +19,7 @@ from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt, Sample, SampleText
-from bapo_megatron.weight_sync.messages import Load
-from bapo_megatron.weight_sync.receive import WeightReceiver
+from bapo_megatron.weight_sync.receive import Load, WeightReceiver
 from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import deliver, part_of
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
@@ -168,7 +167,7 @@ def test_what_is_unfinished_is_resumed_with_its_tokens_logprobs_and_versions(
                 assert [group.group_id for group in kept] == [0, 1]
                 weights = WeightReceiver(setup.pool.states, setup.config, setup.collector)
                 await weights.load(Load(model_dir=tmp_path, version=5))
-                await weights.resume(None)
+                await weights.resume(())
                 second = await setup.collect(2)
         assert [group.group_id for group in second.groups] == [0, 1]
         assert second.version == 5

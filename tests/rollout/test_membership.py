@@ -15,8 +15,7 @@ from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.membership import Membership
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
-from bapo_megatron.weight_sync.messages import Load
-from bapo_megatron.weight_sync.receive import WeightReceiver
+from bapo_megatron.weight_sync.receive import Load, WeightReceiver
 from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import deliver
 from tests.fakes.fake_sglang import FakeSglang, token_at
@@ -57,7 +56,7 @@ class Run:
 
     async def push(self, version: int) -> None:
         await self.weights.load(Load(model_dir=self.path, version=version))
-        await self.weights.resume(None)
+        await self.weights.resume(())
 
     def name(self, *servers: FakeSglang) -> None:
         """Write the file with these servers, in one go."""

@@ -6,15 +6,15 @@ from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.rollout import messages
 from bapo_megatron.rollout.collector import Collector
 from bapo_megatron.runtime.calls import Answers, Call
-from bapo_megatron.weight_sync import messages as weight_messages
+from bapo_megatron.weight_sync import receive
 from bapo_megatron.weight_sync.receive import WeightReceiver
-from tests.weight_sync.ranks import StubPool
+from tests.weight_sync.setting import StubPool
 
 
-def test_the_collector_answers_all_of_its_calls_and_those_of_a_push() -> None:
+def test_the_collector_answers_all_of_its_calls_and_those_of_weight_sync() -> None:
     answers = Answers()
     WeightReceiver(StubPool([]), RolloutConfig(), None).bind_to(answers)
-    for module, bound in ((messages, Collector(print).answers), (weight_messages, answers)):
+    for module, bound in ((messages, Collector(print).answers), (receive, answers)):
         calls = [value for value in vars(module).values() if isinstance(value, Call)]
         assert len(calls) >= 7
         # An interrupt is taken while another call is answered, and has no answer.

@@ -18,8 +18,7 @@ from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt
-from bapo_megatron.weight_sync.messages import Load
-from bapo_megatron.weight_sync.receive import WeightReceiver
+from bapo_megatron.weight_sync.receive import Load, WeightReceiver
 from tests.data.prompt_sets import make_stream
 from tests.engine.helpers import reference_logprobs
 from tests.engine.sglang.servers import load_weights, with_client
@@ -110,7 +109,7 @@ async def _collect(
                     await asyncio.sleep(0.01)
                 grader.num_groups += config.groups_per_step
             await weights.load(Load(model_dir=model, version=step))
-            await weights.resume(None)
+            await weights.resume(())
             batch = await asyncio.wait_for(batches.collect(step + 1, deliver), 120)
             assert batch is not None
             made.append(batch)

@@ -248,7 +248,7 @@ def stopped_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
         "start": run("start", rank=0),  # the other one may not listen yet
         "rollout": run("rollout 1"),
         "save": run("save", rank=0),
-        "updates": run("training 2", "finish"),
+        "updates": run("training 2", "probe"),
         "evaluation": run("evaluation 3"),
         "rest": run(),
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.data.dump import read_encoded
-from bapo_megatron.weight_sync import messages
+from bapo_megatron.weight_sync.receive import Opened, Resumed
 from tests.evaluation.results import result
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bapo_megatron.types import EncodedBatch, EvalResult
 
 PAUSE_S = 0.25
-"""What the stub reports for every push."""
+"""What the stub reports for every weight sync."""
 
 
 @dataclass
@@ -57,8 +57,8 @@ class StubSource:
         self.at(name)
         answers: dict[str, Any] = {
             "probe": (),  # no server is new
-            "begin": messages.Opened(addresses=(), num_ranks=(), gpus=(), share_group=False),
-            "resume": PAUSE_S,
+            "begin": Opened(addresses=(), num_ranks=(), gpus=(), share_group=False),
+            "resume": Resumed(pause_s=PAUSE_S, difference=None),
         }
         return lambda: answers.get(name)
 

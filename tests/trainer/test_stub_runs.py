@@ -60,22 +60,22 @@ def test_an_interrupt_during_a_rollout_asks_the_source_nothing_before_it_is_clos
 ) -> None:
     interrupted = alone["interrupted"]
     assert interrupted.error == "KeyboardInterrupt: "
-    assert interrupted.calls[:4] == ["begin", "join", "receive", "finish"]
+    assert interrupted.calls[:4] == ["begin", "join", "receive", "probe"]
     # A call would wait for the rollout's end: the collector answers one after the other.
     last = len(interrupted.calls) - 1 - interrupted.calls[::-1].index("collect")
     assert set(interrupted.calls[last + 1 :]) == {"close"}
 
 
-def test_all_pushes_of_a_step_are_in_its_metrics(alone: dict[str, Outcome]) -> None:
+def test_all_weight_syncs_of_a_step_are_in_its_metrics(alone: dict[str, Outcome]) -> None:
     pushed = [
         {name: value for name, value in row.items() if name.startswith("weight_sync/")}
         for row in alone["weights lost"].rows
     ]
-    assert [row["weight_sync/pushes"] for row in pushed] == [1.0, 2.0, 1.0]
+    assert [row["weight_sync/syncs"] for row in pushed] == [1.0, 2.0, 1.0]
     num_bytes = pushed[0]["weight_sync/bytes"]
     assert [row["weight_sync/bytes"] for row in pushed] == [num_bytes, 2 * num_bytes, num_bytes]
     assert [row["weight_sync/pause_s"] for row in pushed] == [0.25, 0.5, 0.25]
-    assert all(row["weight_sync/push_s"] > 0 for row in pushed)
+    assert all(row["weight_sync/sync_s"] > 0 for row in pushed)
 
 
 @pytest.mark.parametrize(

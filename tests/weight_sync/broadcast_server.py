@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import uvicorn
 
 from bapo_megatron.engine.base import BucketLayout, GroupPlace
 from bapo_megatron.engine.collective import join_group, tensor_sizes
@@ -79,39 +80,6 @@ class Server:
         return INFO if path == "/server_info" else {}
 
 
-async def serve(host: str, port: int, *, hangs: bool) -> None:
-    app = InfoAnswers(Server(hangs=hangs))
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _, path, _ = (await reader.readline()).decode().split()
-        length = 0
-        while header := (await reader.readline()).strip():
-            name, _, value = header.decode().partition(":")
-            length = int(value) if name.lower() == "content-length" else length
-        body = [{"type": "http.request", "body": await reader.readexactly(length)}]
-
-        async def receive() -> dict[str, Any]:
-            if body:
-                return body.pop()
-            await reader.read()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                writer.write(b"HTTP/1.1 %d -\r\nConnection: close\r\n" % message["status"])
-                for name, value in message["headers"]:
-                    writer.write(name + b": " + value + b"\r\n")
-            else:
-                size = len(message["body"])
-                writer.write(b"Content-Length: %d\r\n\r\n" % size + message["body"])
-
-        await app({"type": "http", "path": path, "headers": []}, receive, send)
-        writer.close()
-
-    async with await asyncio.start_server(answer, host, port) as server:
-        await server.serve_forever()
-
-
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--host")
@@ -125,7 +93,8 @@ def main(arguments: list[str]) -> None:
         os._exit(0)
 
     threading.Thread(target=end_with_owner, daemon=True).start()
-    asyncio.run(serve(options.host, options.port, hangs=options.hangs))
+    app = InfoAnswers(Server(hangs=options.hangs))
+    uvicorn.run(app, host=options.host, port=options.port, lifespan="off", log_level="warning")
 
 
 if __name__ == "__main__":

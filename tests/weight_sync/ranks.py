@@ -1,4 +1,4 @@
-"""Trainer ranks that push weights to servers, with the collector's part in a thread of rank 0."""
+"""Trainer ranks that sync weights with servers, with the collector's part in a thread of rank 0."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,7 @@ import torch
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import OpsConfig, ParallelConfig, TrainConfig
-from bapo_megatron.engine.pooled import EngineState, PooledEngine
 from bapo_megatron.engine.sglang.client import SglangClient
-from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.hf_weights import local_weights
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
@@ -28,6 +26,8 @@ from bapo_megatron.weight_sync import send
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from bapo_megatron.weight_sync.send import SyncReport, WeightSync
 from tests.distributed_launch import joined
+from tests.engine.sglang.servers import KEYS
+from tests.weight_sync.setting import StubGeneration, StubPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,46 +36,6 @@ if TYPE_CHECKING:
     from bapo_megatron.runtime.distributed import ProcessGroups
 
 PROBE = ((3, 20, 77, 4, 9, 31), (5, 6, 7, 8), (42, 13))
-
-
-class StubPool:
-    """``EngineStates`` whose servers change their states by its calls alone."""
-
-    def __init__(self, clients: list[SglangClient]) -> None:
-        self.engines = [PooledEngine(client, EngineState.STALE) for client in clients]
-        self.version: int | None = None
-        self.reasons: dict[str, str] = {}
-
-    def mark_lost(self, pooled: PooledEngine, reason: str) -> None:
-        pooled.state, pooled.is_unproven = EngineState.LOST, True
-        self.reasons[pooled.address] = reason
-
-    def mark_updated(self, pooled: PooledEngine, version: int) -> None:
-        assert version == self.version
-        pooled.state = EngineState.USABLE
-
-
-class StubGeneration:
-    """Counts."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.is_running = True
-
-    async def pause(self) -> bool:
-        self.calls.append("pause")
-        return self.is_running
-
-    async def resume(self) -> None:
-        self.calls.append("resume")
-
-
-@dataclass(frozen=True)
-class Servers:
-    """Where the servers of a test are."""
-
-    addresses: tuple[str, ...]
-    keys: ApiKeys = field(default_factory=ApiKeys)
 
 
 @dataclass(frozen=True)
@@ -92,8 +52,10 @@ class Fault:
 class ThreadSource:
     """A ``Caller`` of a ``WeightReceiver`` in a thread; use it as a context manager."""
 
-    def __init__(self, servers: Servers, config: RolloutConfig, fault: Fault | None = None) -> None:
-        self._servers = servers
+    def __init__(
+        self, addresses: Sequence[str], config: RolloutConfig, fault: Fault | None = None
+    ) -> None:
+        self._addresses = addresses
         self._config = config
         self._fault = fault
         self.calls: list[str] = []
@@ -123,37 +85,19 @@ class ThreadSource:
         self.calls.append(name)
         return future.result
 
-    def choose(self, numbers: Sequence[int]) -> None:
-        """Let these servers be those of the run, as ``Membership`` does."""
-        self._run(self._choose([self._clients[number] for number in numbers]))
-
-    async def _choose(self, clients: list[SglangClient]) -> None:
-        present = {entry.engine: entry for entry in self.pool.engines}
-        self.pool.engines = [
-            present.get(client) or PooledEngine(client, EngineState.STALE) for client in clients
-        ]
-        for client, entry in present.items():
-            if client not in clients:
-                entry.state = EngineState.LEAVING
-                await self.service.forget(entry)
-
     async def _open(self) -> None:
         rollout = self._config
         self._clients = [
-            SglangClient(
-                address,
-                self._servers.keys,
-                request_timeout_s=rollout.request_timeout_s,
-            )
-            for address in self._servers.addresses
+            SglangClient(address, KEYS, request_timeout_s=rollout.request_timeout_s)
+            for address in self._addresses
         ]
         self.pool = StubPool(self._clients)
-        self.service = WeightReceiver(self.pool, rollout, self.generation, PROBE)
+        self.receiver = WeightReceiver(self.pool, rollout, self.generation, PROBE)
         self._answers = Answers()
-        self.service.bind_to(self._answers)
+        self.receiver.bind_to(self._answers)
 
     async def _close(self) -> None:
-        await self.service.close()
+        await self.receiver.close()
         for client in self._clients:
             await client.close()
 
@@ -162,8 +106,8 @@ class ThreadSource:
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """What became of one push on rank 0."""
+class Synced:
+    """What became of one weight sync on rank 0."""
 
     report: SyncReport | None
     error: str
@@ -173,22 +117,21 @@ class Pushed:
     generation: tuple[str, ...]
 
 
-def push_changed(
+def sync_changed(
     model_dir: Path,
-    servers: Servers,
+    addresses: Sequence[str],
     rollout: dict[str, Any],
     directory: Path,
     *,
     factors: tuple[float, ...] = (1.5,),
-    members: tuple[tuple[int, ...], ...] = (),
     layout: dict[str, int] | None = None,
     fault: Fault | None = None,
     bytes_per_mb: int = 20_000,
-) -> list[Pushed]:
-    """Push the model's weights once for each factor, by which some of them are multiplied before.
+) -> list[Synced]:
+    """Sync the model's weights once for each factor, by which some of them are multiplied before.
 
-    The weights of push n are exported to ``<directory>/<n>``; versions are 100 + n. The model has
-    131 kB, hence "megabytes" of another size. ``members``: which servers the run has at each push.
+    The weights of sync n are exported to ``<directory>/<n>``; versions are 100 + n. The model has
+    131 kB, hence "megabytes" of another size.
     """
     send._BYTES_PER_MB = bytes_per_mb
     config = RolloutConfig.model_validate(rollout)
@@ -197,16 +140,14 @@ def push_changed(
         policy = build_policy(model_dir, groups)
         scorer = ProbeScorer(policy, OpsConfig(), layout_of(policy, groups))
         sync = WeightSync(config.weight_sync, directory / "run", scorer.score, policy.groups.device)
-        source = ThreadSource(servers, config, fault) if groups.rank == 0 else None
+        source = ThreadSource(addresses, config, fault) if groups.rank == 0 else None
         if source is not None:
             source.__enter__()
         try:
             for number, factor in enumerate(factors):
                 _multiply(policy, factor)
                 policy.num_updates = 100 + number
-                if source is not None and members:
-                    source.choose(members[number])
-                outcomes.append(_push(sync, policy, source))
+                outcomes.append(_sync(sync, policy, source))
                 policy.export_hf(directory / str(number))
         finally:
             if source is not None:
@@ -215,15 +156,15 @@ def push_changed(
     return outcomes
 
 
-def _push(sync: WeightSync, policy: MegatronPolicy, source: ThreadSource | None) -> Pushed:
+def _sync(sync: WeightSync, policy: MegatronPolicy, source: ThreadSource | None) -> Synced:
     report, error = None, ""
     try:
-        report = sync.push(policy, source)
+        report = sync.sync(policy, source)
     except RolloutError as caught:
         error = str(caught)
     if source is None:
-        return Pushed(report, error, (), {}, ())
-    return Pushed(
+        return Synced(report, error, (), {}, ())
+    return Synced(
         report,
         error,
         tuple(source.calls),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -12,31 +11,22 @@ from bapo_megatron.config.schema import OpsConfig
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.runtime.distributed import barrier
 from bapo_megatron.trainer.recompute import ProbeScorer
-from bapo_megatron.weight_sync import carriers, send
-from bapo_megatron.weight_sync.messages import (
-    BEGIN,
-    LOAD,
-    PROBE,
-    RESUME,
-    TAKE,
-    Load,
-    Opened,
-)
+from bapo_megatron.weight_sync import send
+from bapo_megatron.weight_sync.receive import BEGIN, PROBE, RESUME, TAKE, Opened, Resumed
 from bapo_megatron.weight_sync.send import WeightSync
 from tests.distributed_launch import joined
 from tests.weight_sync.ranks import build_policy, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from bapo_megatron.runtime.calls import Call
 
 MEGABYTE = 60_000
 """The model has 340 kB: several buckets."""
-
-
 PAUSE_S = 0.25
-"""What the stub reports for every push."""
+"""What the stub reports for every weight sync."""
 
 
 class ScriptedSource:
@@ -47,9 +37,7 @@ class ScriptedSource:
         self.versions: list[int] = []
         self.failing_take = -1
         """Which ``take``, counted from 0, fails."""
-        self.begin_error = self.load_error = self.resume_error = ""
-        self.loaded: list[str] = []
-        """The files that servers were told to load."""
+        self.begin_error = self.resume_error = ""
         self.num_ranks: tuple[int, ...] = ()
 
     def start(self, call: Call[Any, Any], request: Any, /) -> Callable[[], Any]:
@@ -58,88 +46,65 @@ class ScriptedSource:
         self.calls.append(name)
         if call is BEGIN:
             self.versions.append(request)
-            return self._begin
+            return lambda: self._begin(is_first=number == 0)
         if call is RESUME:
             return self._resume
-        if call is LOAD:
-            return lambda: self._load(request)
         if call is PROBE:
             return lambda: ()  # no server is new
         fails = call is TAKE and number == self.failing_take
         return lambda: "server 1 is gone" if fails else None
 
-    def _begin(self) -> Opened:
-        if self.begin_error:
+    def _begin(self, *, is_first: bool) -> Opened:
+        if self.begin_error and (self.failing_take < 0 or not is_first):
             raise RolloutError(self.begin_error)
         gpus = ((),) * len(self.num_ranks)
         return Opened(addresses=(), num_ranks=self.num_ranks, gpus=gpus, share_group=False)
 
-    def _load(self, request: Load) -> None:
-        self.loaded = sorted(path.name for path in request.model_dir.glob("*.safetensors"))
-        if self.load_error:
-            raise RolloutError(self.load_error)
-
-    def _resume(self) -> float:
+    def _resume(self) -> Resumed:
         if self.resume_error:
             raise RolloutError(self.resume_error)
-        return PAUSE_S
+        return Resumed(pause_s=PAUSE_S, difference=None)
 
 
-def push_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
-    """Several pushes; returns what each left behind, by name."""
+def sync_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
+    """Several weight syncs; returns what each left behind, by name."""
     send._BYTES_PER_MB = MEGABYTE
     config = WeightSyncConfig(method="tensor", bucket_mb=1)
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     with joined(tensor=2) as groups:
         policy = build_policy(model_dir, groups)
         scorer = ProbeScorer(policy, OpsConfig(), layout_of(policy, groups))
         sync = WeightSync(config, directory, scorer.score, policy.groups.device)
         source = ScriptedSource() if groups.rank == 0 else None
 
-        def push(name: str, *, again: bool = False) -> None:
+        def run(name: str, *, again: bool = False, **script: Any) -> None:
             report, error = None, ""
+            if source is not None:
+                vars(source).update(script)
             try:
-                report = sync.push(policy, source, again=again)
+                report = sync.sync(policy, source, again=again)
             except RolloutError as caught:
                 error = str(caught)
             calls = Counter(source.calls) if source is not None else Counter()
-            found[name] = (report, error, calls)
+            outcomes[name] = (report, error, calls)
             if source is not None:
                 source.calls.clear()
 
-        push("first")
-        push("same version")
-        push("same version again", again=True)
+        run("first")
+        run("same version")
+        run("same version again", again=True)
         policy.num_updates += 1
-        if source is not None:
-            source.failing_take = 2
-        push("one fails")
-        if source is not None:
-            found["loaded"] = source.loaded
-            found["weights left"] = (directory / "weights").exists()
-            source.load_error = "no such directory"
+        run("one fails", failing_take=2)
         policy.num_updates += 1
-        push("one fails, and no server sees the directory")
-        export = mock.patch.object(policy, "export_hf", side_effect=OSError("disk full"))
+        run("none left", failing_take=-1, begin_error="no server left")
+        run("none left after a failure", failing_take=0, begin_error="no server left")
+        run("after it", failing_take=-1, begin_error="")
         policy.num_updates += 1
-        with export:
-            push("one fails, and the disk is full")
-        policy.num_updates += 1
-        if source is not None:
-            source.failing_take, source.begin_error = -1, "no server left"
-        push("none left")
-        if source is not None:
-            source.begin_error = ""
-            found["versions"] = source.versions
-        push("after it")
-        policy.num_updates += 1
-        if source is not None:
-            source.resume_error = "it cannot go on"
-        push("cannot go on")
-        if source is not None:
-            source.resume_error, source.num_ranks = "", (1,)
+        run("cannot go on", resume_error="it cannot go on")
         full = RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
-        with mock.patch.object(carriers, "shared_memory_payload", side_effect=full):
-            push("no shared memory")
+        with mock.patch.object(send, "shared_memory_payload", side_effect=full):
+            run("no shared memory", resume_error="", num_ranks=(1,))
+        if source is not None:
+            outcomes["versions"] = source.versions
         barrier(groups)
-    return found
+    return outcomes

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bapo_megatron.engine.pooled import EngineState
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.weight_sync.messages import (
-    Load,
-    Opened,
-    Receive,
-    Take,
-)
+from bapo_megatron.weight_sync.receive import Opened, Take
 from tests.fakes.fake_weight_server import FakeWeightServer
-from tests.weight_sync.setting import BUCKET, EXPECTED, Setting, run_sync
+from tests.weight_sync.setting import EXPECTED, Setting, run_sync
 
 if TYPE_CHECKING:
     from bapo_megatron.engine.pooled import PooledEngine
 
+BROADCAST, DISK = "/update_weights_from_distributed", "/update_weights_from_disk"
 
-def test_a_sync_pauses_generation_and_labels_only_the_last_part(
+
+def test_a_weight_sync_pauses_generation_and_labels_only_the_last_part(
     servers: list[FakeWeightServer],
 ) -> None:
     async def use(setting: Setting) -> None:
-        opened = await setting.receive_all(7)
-        assert opened == Opened(
+        assert await setting.broadcast() == Opened(
             addresses=tuple(server.address for server in servers),
             num_ranks=(1, 1),
             gpus=((), ()),
             share_group=False,
         )
-        assert setting.states() == ["usable", "usable"]
+        assert setting.states == ["usable", "usable"]
         assert setting.pool.version == 7
         assert setting.generation.calls == ["pause", "resume"]
 
@@ -43,8 +39,8 @@ def test_a_sync_pauses_generation_and_labels_only_the_last_part(
         assert server.paths == [
             "/begin_weight_update",
             "/init_weights_update_group",
-            "/update_weights_from_distributed",
-            "/update_weights_from_distributed",
+            BROADCAST,
+            BROADCAST,
             "/end_weight_update",
             "/continue_generation",  # the checks of a new server
             "/destroy_weights_update_group",
@@ -73,7 +69,7 @@ def test_a_sync_pauses_generation_and_labels_only_the_last_part(
 
 def test_the_ranks_of_servers_follow_one_another_in_the_group() -> None:
     async def use(setting: Setting) -> None:
-        assert (await setting.receive_all(1)).num_ranks == (2, 4)
+        assert (await setting.broadcast()).num_ranks == (2, 4)
 
     with FakeWeightServer(tensor_ranks=2) as first, FakeWeightServer(tensor_ranks=4) as second:
         run_sync([first, second], use)
@@ -83,11 +79,8 @@ def test_the_ranks_of_servers_follow_one_another_in_the_group() -> None:
 
 
 def test_a_session_that_an_earlier_trainer_left_open_is_closed_first() -> None:
-    async def use(setting: Setting) -> None:
-        await setting.receive_all(7)
-
     with FakeWeightServer(in_session=True) as server:
-        run_sync([server], use)
+        run_sync([server], Setting.broadcast)
         assert server.version == "7"
         assert not server.in_session
 
@@ -95,8 +88,8 @@ def test_a_session_that_an_earlier_trainer_left_open_is_closed_first() -> None:
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_the_cache_of_requests_that_are_paused_in_place_is_kept(is_busy: bool) -> None:
     async def use(setting: Setting) -> None:
-        await setting.receive_all(7)
-        assert setting.states() == ["usable"]
+        await setting.broadcast()
+        assert setting.states == ["usable"]
 
     with FakeWeightServer(is_busy=is_busy) as server:
         run_sync([server], use, weight_sync={"in_flight": "in_place"})
@@ -104,76 +97,108 @@ def test_the_cache_of_requests_that_are_paused_in_place_is_kept(is_busy: bool) -
         assert server.paths.count("/flush_cache") == 1
 
 
-def test_the_group_is_shared_until_a_member_is_lost(servers: list[FakeWeightServer]) -> None:
-    async def use(setting: Setting) -> None:
-        assert not (await setting.receive_all(1)).share_group
-        assert (await setting.receive_all(2, join=False)).share_group
-        setting.pool.mark_lost(setting.pool.engines[1], "test")
-        opened = await setting.receive_all(3)
-        assert opened.addresses == (servers[0].address,)
-        assert not opened.share_group
-
-    run_sync(servers, use)
-    assert servers[0].version == "3"
-    assert servers[1].version == "2"
-
-
-def test_a_new_group_is_formed_once_a_server_has_joined_or_left(
+def test_the_group_is_shared_until_a_member_is_lost_joins_or_leaves(
     servers: list[FakeWeightServer],
 ) -> None:
     async def use(setting: Setting) -> None:
         first, second = setting.pool.engines
         setting.pool.engines = [first]
-        assert (await setting.receive_all(1)).num_ranks == (1,)
+        assert (await setting.broadcast(1)).num_ranks == (1,)
         setting.pool.engines = [first, second]
-        opened = await setting.receive_all(2)
+        opened = await setting.broadcast(2)
         assert (opened.num_ranks, opened.share_group) == ((1, 1), False)
-        await setting.service.begin(3)
-        leaving = asyncio.create_task(setting.service.wait_idle())
+
+        await setting.receiver.begin(3)
+        leaving = asyncio.create_task(setting.receiver.wait_idle())
         await asyncio.sleep(0.1)
-        assert not leaving.done()  # a push that has begun is finished first
-        await setting.receive_all(3, join=False)
+        assert not leaving.done()  # a weight sync that has begun is finished first
+        assert (await setting.broadcast(3)).share_group
         await leaving
+
+        setting.pool.mark_lost(second, "test")
+        opened = await setting.broadcast(4)
+        assert (opened.addresses, opened.share_group) == ((first.address,), False)
+        second.state = EngineState.STALE
+        assert not (await setting.broadcast(5)).share_group
+
         setting.pool.engines = [first]
-        await setting.service.forget(second)
+        await setting.receiver.forget(second)
         for server in servers:
             assert server.paths[-1] == "/destroy_weights_update_group"
-        assert (await setting.receive_all(4)).share_group is False
+        assert not (await setting.broadcast(6)).share_group
 
     run_sync(servers, use)
-    assert [server.version for server in servers] == ["4", "3"]
+    assert [server.version for server in servers] == ["6", "5"]
 
 
-def test_a_server_that_refuses_is_taken_out_and_the_rest_goes_on(
+def test_a_server_that_refuses_is_left_out_until_the_next_weight_sync(
     servers: list[FakeWeightServer],
 ) -> None:
-    servers[1].refusals["/update_weights_from_distributed"] = "wrong shape"
+    servers[1].refusals[BROADCAST] = "wrong shape"
 
     async def use(setting: Setting) -> None:
-        await setting.service.begin(7)
-        assert await setting.join() is None
-        failed = await setting.service.receive(Receive(bucket=BUCKET, is_last=False))
-        assert "wrong shape" in failed
-        opened = await setting.receive_all(7)
-        assert opened.addresses == (servers[0].address,)
-        assert not opened.share_group
-        assert setting.states() == ["usable", "lost"]
-        assert "wrong shape" in setting.pool.reasons[servers[1].address]
+        await setting.begin()
+        assert "wrong shape" in await setting.receive()
+        opened = await setting.begin()
+        assert (opened.addresses, opened.share_group) == ((servers[0].address,), False)
+        assert "wrong shape" in setting.reason(1)
+        # It answers again, while another one fails: even then it does not come back.
+        setting.pool.engines[1].state = EngineState.STALE
+        servers[0].refusals["/end_weight_update"] = "not now"
+        assert await setting.receive() is None
+        setting.receiver._shares_group = True  # nobody is blamed
+        assert "not now" in await setting.receive(is_last=True)
+        servers[0].refusals.clear()
+        assert (await setting.broadcast()).addresses == (servers[0].address,)
+        assert setting.states == ["usable", "stale"]
         assert setting.generation.calls == ["pause", "resume"]
 
+        servers[1].refusals.clear()
+        assert len((await setting.broadcast(8)).addresses) == 2
+
     run_sync(servers, use)
-    assert (servers[0].version, servers[1].version) == ("7", "0")
+    assert [server.version for server in servers] == ["8", "8"]
 
 
-def test_servers_that_all_refuse_end_the_run_with_their_words(
-    servers: list[FakeWeightServer],
-) -> None:
-    for server in servers:
-        server.refusals["/update_weights_from_disk"] = "no such directory"
+def test_the_only_server_that_answers_takes_part_again_though_it_failed() -> None:
+    async def use(setting: Setting) -> None:
+        await setting.begin()
+        server.hanging.add(BROADCAST)
+        setting.pool.mark_lost(setting.pool.engines[0], "killed")
+        assert "lost meanwhile" in await setting.receive()
+        server.hanging.clear()
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.0, setattr, setting.pool.engines[0], "state", EngineState.STALE)
+        await setting.broadcast()
+        assert setting.states == ["usable"]
+
+    with FakeWeightServer() as server:
+        run_sync([server], use, health={"timeout_s": 0.5, "patience_s": 20})
+
+
+def test_a_server_that_refuses_to_begin_is_left_out(servers: list[FakeWeightServer]) -> None:
+    servers[0].refusals |= {"/begin_weight_update": "no", "/end_weight_update": "no"}
 
     async def use(setting: Setting) -> None:
-        with pytest.raises(RolloutError, match=r"update_weights_from_disk.*no such directory"):
-            await setting.service.load(Load(model_dir=Path("/nowhere"), version=7))
+        assert (await setting.broadcast()).addresses == (servers[1].address,)
+        assert setting.states == ["lost", "usable"]
+
+    run_sync(servers, use)
+
+
+@pytest.mark.parametrize("path", [BROADCAST, DISK])
+def test_servers_that_all_refuse_end_the_run_with_their_words(
+    servers: list[FakeWeightServer], path: str
+) -> None:
+    for server in servers:
+        server.refusals[path] = "no such weight"
+
+    async def use(setting: Setting) -> None:
+        if path == BROADCAST:
+            await setting.begin()
+            assert "no such weight" in await setting.receive()
+        with pytest.raises(RolloutError, match=rf"{path}.*no such weight"):
+            await (setting.begin() if path == BROADCAST else setting.load())
 
     run_sync(servers, use)
 
@@ -182,78 +207,63 @@ def test_a_refusal_in_a_group_that_existed_before_is_held_against_nobody(
     servers: list[FakeWeightServer],
 ) -> None:
     async def use(setting: Setting) -> None:
-        await setting.receive_all(1)
-        servers[1].refusals["/update_weights_from_distributed"] = "unknown group"  # it restarted
-        assert (await setting.service.begin(2)).share_group
-        failed = await setting.service.receive(Receive(bucket=BUCKET, is_last=False))
-        assert "unknown group" in failed
+        await setting.broadcast(1)
+        servers[1].refusals[BROADCAST] = "unknown group"  # it restarted
+        assert (await setting.begin(2)).share_group
+        assert "unknown group" in await setting.receive()
         servers[1].refusals.clear()
-        assert not (await setting.receive_all(2)).share_group
-        assert setting.states() == ["usable", "usable"]
+        assert not (await setting.broadcast(2)).share_group
+        assert setting.states == ["usable", "usable"]
 
     run_sync(servers, use)
     assert [server.version for server in servers] == ["2", "2"]
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_is_taken_out_after_the_time_limit(
-    servers: list[FakeWeightServer],
+@pytest.mark.parametrize(
+    ("is_noticed", "timeout_s", "reason"), [(False, 3, "no answer within"), (True, 60, "silent")]
+)
+def test_a_server_that_hangs_is_left_out_after_the_time_limit_or_when_it_is_lost(
+    servers: list[FakeWeightServer], is_noticed: bool, timeout_s: float, reason: str
 ) -> None:
-    servers[0].hanging.add("/update_weights_from_distributed")
+    servers[0].hanging.add(BROADCAST)
 
     async def use(setting: Setting) -> None:
-        await setting.service.begin(7)
-        assert await setting.join() is None
-        failed = await setting.service.receive(Receive(bucket=BUCKET, is_last=False))
-        assert "no answer within" in failed
-        assert (await setting.receive_all(7)).addresses == (servers[1].address,)
-        assert setting.states() == ["lost", "usable"]
-
-    run_sync(servers, use, weight_sync={"timeout_s": 3})
-
-
-@pytest.mark.slow
-def test_a_server_that_is_lost_meanwhile_ends_the_attempt_at_once(
-    servers: list[FakeWeightServer],
-) -> None:
-    servers[0].hanging.add("/update_weights_from_distributed")
-
-    async def use(setting: Setting) -> None:
-        await setting.service.begin(7)
-        assert await setting.join() is None
-        receiving = asyncio.create_task(
-            setting.service.receive(Receive(bucket=BUCKET, is_last=False))
-        )
+        await setting.begin()
+        receiving = asyncio.create_task(setting.receive())
         await asyncio.sleep(0.2)
-        setting.pool.mark_lost(setting.pool.engines[0], "silent")
-        assert "lost meanwhile" in await receiving
-        assert (await setting.receive_all(7)).addresses == (servers[1].address,)
+        if is_noticed:
+            setting.pool.mark_lost(setting.pool.engines[0], "silent")
+        assert ("lost meanwhile" if is_noticed else reason) in await receiving
+        assert (await setting.broadcast()).addresses == (servers[1].address,)
+        assert setting.states == ["lost", "usable"]
 
-    run_sync(servers, use, health={"timeout_s": 2, "patience_s": 60})
+    health = {"timeout_s": 2, "patience_s": 60}
+    run_sync(servers, use, weight_sync={"timeout_s": timeout_s}, health=health)
 
 
-def test_a_server_that_reports_another_version_is_taken_out(
+def test_a_server_that_reports_another_version_is_left_out(
     servers: list[FakeWeightServer],
 ) -> None:
     servers[0].ignores_labels = True
 
     async def use(setting: Setting) -> None:
-        await setting.service.load(Load(model_dir=Path("/weights"), version=7))
-        assert setting.states() == ["lost", "usable"]
-        assert "reports '0'" in setting.pool.reasons[servers[0].address]
+        await setting.load()
+        assert setting.states == ["lost", "usable"]
+        assert "reports '0'" in setting.reason(0)
 
     run_sync(servers, use)
 
 
 def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]) -> None:
     async def use(setting: Setting) -> None:
-        await setting.service.load(Load(model_dir=Path("/weights"), version=7))
-        assert setting.states() == ["usable", "usable"]
+        await setting.load()
+        assert setting.states == ["usable", "usable"]
 
     run_sync(servers, use)
     assert servers[0].calls == [
         (
-            "/update_weights_from_disk",
+            DISK,
             {
                 "model_path": "/weights",
                 "load_format": "auto",
@@ -265,35 +275,71 @@ def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]
     ]
 
 
+@pytest.mark.slow
+def test_a_slow_server_loads_on_while_another_one_refuses(
+    servers: list[FakeWeightServer],
+) -> None:
+    servers[0].refusals[DISK] = "no such directory"
+    servers[1].delay_s = 3.0  # longer than a server may be silent
+
+    async def use(setting: Setting) -> None:
+        await setting.load()
+        assert setting.states == ["lost", "usable"]
+
+    run_sync(servers, use, health={"timeout_s": 1.5, "patience_s": 60})
+    assert servers[1].version == "7"
+
+
+def test_nobody_waits_for_a_lost_server_to_load(servers: list[FakeWeightServer]) -> None:
+    servers[0].hanging.add(DISK)
+
+    async def use(setting: Setting) -> None:
+        loading = asyncio.create_task(setting.load())
+        await asyncio.sleep(0.2)
+        setting.pool.mark_lost(setting.pool.engines[0], "silent")
+        await asyncio.wait_for(loading, 5)
+        assert setting.states == ["lost", "usable"]
+
+    run_sync(servers, use)
+
+
 def test_each_server_takes_its_own_payloads(servers: list[FakeWeightServer]) -> None:
     async def use(setting: Setting) -> None:
-        await setting.service.begin(7)
+        await setting.receiver.begin(7)
         take = Take(payloads=(("YQ==",), ("Yg==",)), is_last=True)
-        assert await setting.service.take(take) is None
-        assert await setting.service.finish(None) is None
+        assert await setting.receiver.take(take) is None
+        assert setting.states == ["usable", "usable"]
 
     run_sync(servers, use)
     payloads = [dict(server.calls)["/update_weights_from_tensor"] for server in servers]
     assert [p["serialized_named_tensors"] for p in payloads] == [["YQ=="], ["Yg=="]]
 
 
-def test_without_any_server_the_patience_ends(servers: list[FakeWeightServer]) -> None:
+@pytest.mark.parametrize("refuses", [False, True])
+def test_without_any_server_the_patience_ends(
+    servers: list[FakeWeightServer], refuses: bool
+) -> None:
     async def use(setting: Setting) -> None:
         for engine in setting.pool.engines:
-            setting.pool.mark_lost(engine, "test")
-        with pytest.raises(RolloutError, match="no server took weights version 7 within"):
-            await setting.service.begin(7)
+            if refuses:
+                servers[0].refusals["/end_weight_update"] = "stuck"
+                servers[0].in_session = True
+            else:
+                setting.pool.mark_lost(engine, "killed")
+        with pytest.raises(RolloutError, match=r"version 7 .*health\.patience_s.*(stuck|killed)"):
+            await setting.begin()
 
-    run_sync(servers, use, health={"patience_s": 0.5})
+    run_sync(servers[:1], use, health={"patience_s": 0.5})
 
 
 def test_control_calls_carry_the_admin_key_and_the_probe_the_other() -> None:
     keys = ApiKeys(api_key="user", admin_api_key="admin")
 
     async def use(setting: Setting) -> None:
-        await setting.receive_all(7)
-        await setting.service.verify(EXPECTED)
-        assert setting.states() == ["usable"]
+        await setting.begin()
+        assert await setting.receive(is_last=True) is None
+        await setting.receiver.resume(EXPECTED)
+        assert setting.states == ["usable"]
 
     with FakeWeightServer(keys=keys) as server:
         run_sync([server], use, keys)
@@ -306,7 +352,7 @@ def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_ot
     ended: list[str] = []
 
     async def use(setting: Setting) -> None:
-        await setting.service.begin(7)
+        await setting.receiver.begin(7)
         first, second = setting.pool.engines
 
         async def call(entry: PooledEngine, *_: Any) -> None:
@@ -318,25 +364,10 @@ def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_ot
                 ended.append(entry.address)
 
         reason = f"{first.address}: a call failed (TimeoutError)"
-        assert await setting.service._on_all(call) == reason
-        await setting.service._take_out_failed(0.01)
-        assert setting.pool.reasons[first.address] == reason
-        assert "hangs" in setting.pool.reasons[second.address]
+        assert await setting.receiver._together(call) == reason
+        await setting.receiver._take_out_failed(0.01)
+        assert setting.reason(0) == reason
+        assert "hangs" in setting.reason(1)
         assert ended == [second.address]
 
     run_sync(servers, use)
-
-
-@pytest.mark.slow
-def test_a_slow_server_loads_on_while_another_one_refuses(
-    servers: list[FakeWeightServer],
-) -> None:
-    servers[0].refusals["/update_weights_from_disk"] = "no such directory"
-    servers[1].delay_s = 3.0  # longer than a server may be silent
-
-    async def use(setting: Setting) -> None:
-        await setting.service.load(Load(model_dir=Path("/weights"), version=7))
-        assert setting.states() == ["lost", "usable"]
-
-    run_sync(servers, use, health={"timeout_s": 1.5, "patience_s": 60})
-    assert servers[1].version == "7"

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
 from bapo_megatron.engine.pooled import EngineState
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.weight_sync.messages import (
-    Load,
-)
 from tests.fakes.fake_sglang import FakeSglang
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
-from tests.weight_sync.setting import EXPECTED, Setting, run_sync
+from tests.weight_sync.setting import PROBE, Setting, run_sync
 
 
 def test_servers_that_compute_as_the_trainer_does_are_kept(
     servers: list[FakeWeightServer],
 ) -> None:
     async def use(setting: Setting) -> None:
-        await setting.receive_all(7)
-        assert await setting.service.probe(None) == ((3, 1, 4), (1, 5))
-        found = await setting.service.verify(((LOGPROB + 0.03, LOGPROB), (LOGPROB - 0.03,)))
-        assert found == pytest.approx(0.02)
-        assert setting.states() == ["usable", "usable"]
+        await setting.load()
+        assert await setting.receiver.probe(None) == PROBE
+        resumed = await setting.receiver.resume(((LOGPROB + 0.03, LOGPROB), (LOGPROB - 0.03,)))
+        assert resumed.difference == pytest.approx(0.02)
+        assert setting.states == ["usable", "usable"]
 
     run_sync(servers, use)
 
@@ -44,10 +40,9 @@ def test_a_server_that_computes_otherwise_serves_nobody(
     servers[1].logprob = wrong
 
     async def use(setting: Setting) -> None:
-        await setting.receive_all(7)
-        assert await setting.service.verify(EXPECTED) == 0.0
-        assert setting.states() == ["usable", "lost"]
-        assert reason in setting.pool.reasons[servers[1].address]
+        assert (await setting.compare()).difference == 0.0
+        assert setting.states == ["usable", "lost"]
+        assert reason in setting.reason(1)
 
     run_sync(servers, use)
 
@@ -59,9 +54,8 @@ def test_if_every_server_computes_otherwise_the_run_ends(
         server.logprob = LOGPROB + 0.2
 
     async def use(setting: Setting) -> None:
-        await setting.receive_all(7)
-        with pytest.raises(RolloutError, match=r"no server computes as the trainer does.*0\.2"):
-            await setting.service.verify(EXPECTED)
+        with pytest.raises(RolloutError, match=r"by 0\.2 .*verify_tolerance"):
+            await setting.compare()
 
     run_sync(servers, use)
 
@@ -72,29 +66,11 @@ def test_servers_that_end_during_the_probe_do_not_end_the_run(
     servers[0].hanging.add("/generate")
 
     async def use(setting: Setting) -> None:
-        await setting.service.load(Load(model_dir=Path("/weights"), version=7))
-        assert await setting.service.verify(EXPECTED) is None
-        assert setting.states() == ["lost"]
-        assert "does not answer the probe" in setting.pool.reasons[servers[0].address]
+        assert (await setting.compare()).difference is None
+        assert setting.states == ["lost"]
+        assert "does not answer the probe" in setting.reason(0)
 
     run_sync(servers[:1], use, weight_sync={"timeout_s": 1})
-
-
-@pytest.mark.parametrize(
-    ("in_flight", "calls"),
-    [("abort", ["pause"]), ("retract", ["pause", "resume"])],
-)
-def test_paused_requests_go_on_before_the_probe(
-    servers: list[FakeWeightServer], in_flight: str, calls: list[str]
-) -> None:
-    async def use(setting: Setting) -> None:
-        await setting.service.load(Load(model_dir=Path("/weights"), version=7))
-        await setting.service.verify(EXPECTED)
-        assert setting.generation.calls == calls
-        await setting.service.resume(None)
-        assert setting.generation.calls == ["pause", "resume"]
-
-    run_sync(servers, use, weight_sync={"in_flight": in_flight})
 
 
 @pytest.mark.parametrize("in_flight", ["abort", "retract"])
@@ -106,17 +82,17 @@ def test_the_pause_lasts_from_the_stop_of_generation_until_it_goes_on(
     async def use(setting: Setting) -> None:
         clock_s = asyncio.get_running_loop().time
         started_s = clock_s()
-        await setting.service.load(Load(model_dir=Path("/weights"), version=7))
+        await setting.load()
         loaded_s = clock_s() - started_s
-        await setting.service.verify(EXPECTED)
-        pause_s = await setting.service.resume(None)
-        assert 0.3 <= pause_s <= clock_s() - started_s
-        if in_flight == "retract":  # it goes on before the probe, which takes 0.3 s and more
-            assert pause_s < loaded_s + 0.3
-        assert await setting.service.resume(None) == 0.0
+        assert setting.generation.calls == ["pause"]
+        servers[0].logprob = LOGPROB + 0.2
+        resumed = await setting.receiver.resume(((LOGPROB, LOGPROB), (LOGPROB,)))
+        assert 0.3 <= resumed.pause_s <= clock_s() - started_s
+        if in_flight == "retract":  # requests that are paused go on before the probe
+            assert resumed.pause_s < loaded_s + 0.05
+        assert set(setting.generation.calls[1:]) == {"resume"}
         setting.generation.is_running = False
-        await setting.service.load(Load(model_dir=Path("/weights"), version=8))
-        assert await setting.service.resume(None) == 0.0
+        assert (await setting.compare(version=8)).pause_s == 0.0
 
     run_sync(servers, use, weight_sync={"in_flight": in_flight})
 
@@ -125,51 +101,71 @@ def test_by_default_only_servers_that_are_new_or_came_back_are_compared(
     servers: list[FakeWeightServer],
 ) -> None:
     async def use(setting: Setting) -> None:
-        async def push(version: int) -> tuple[int, list[int]]:
-            """How many sequences are compared, and what each server had to score so far."""
-            await setting.service.load(Load(model_dir=Path("/weights"), version=version))
-            probe = await setting.service.probe(None)
-            if probe:
-                await setting.service.verify(EXPECTED)
-            await setting.service.resume(None)
-            return len(probe), [s.paths.count("/generate") for s in servers]
+        async def scored(version: int) -> list[int]:
+            """What each server had to score up to this weight sync."""
+            await setting.compare(version=version)
+            return [server.paths.count("/generate") for server in servers]
 
         second = setting.pool.engines[1]
-        assert await push(1) == (2, [2, 2])
-        assert await push(2) == (0, [2, 2])
+        assert await scored(1) == [2, 2]
+        assert await scored(2) == [2, 2]
         setting.pool.mark_lost(second, "it restarts")
-        assert await push(3) == (0, [2, 2])
+        assert await scored(3) == [2, 2]
         second.state = EngineState.STALE  # it answers again
-        assert await push(4) == (2, [2, 4])
+        assert await scored(4) == [2, 4]
         setting.pool.mark_lost(second, "it restarts")
         second.state, servers[1].logprob = EngineState.STALE, LOGPROB + 0.2
-        assert await push(5) == (2, [2, 6])
-        assert setting.states() == ["usable", "lost"]
+        assert await scored(5) == [2, 6]
+        assert setting.states == ["usable", "lost"]
 
     run_sync(servers, use, weight_sync={"verify": "first"})
 
 
+def test_nothing_is_compared_if_that_is_not_wanted(servers: list[FakeWeightServer]) -> None:
+    async def use(setting: Setting) -> None:
+        assert (await setting.compare()).difference is None
+        assert setting.states == ["usable", "usable"]
+
+    run_sync(servers, use, weight_sync={"verify": "none"})
+    assert [server.paths.count("/generate") for server in servers] == [0, 0]
+
+
 @pytest.mark.parametrize("num_wrong", [1, 2])
-def test_what_log_probs_mean_is_checked_after_the_first_push_of_a_server(num_wrong: int) -> None:
+def test_what_log_probs_mean_is_checked_after_the_first_weights_of_a_server(
+    num_wrong: int,
+) -> None:
     """With the weights that it started with they may all be equal, and show nothing."""
 
     async def use(setting: Setting) -> None:
-        async def push(version: int) -> None:
-            await setting.service.load(Load(model_dir=Path("/weights"), version=version))
-            await setting.service.resume(None)
+        async def sync(version: int) -> None:
+            await setting.load(version)
+            await setting.receiver.resume(())
 
         if num_wrong == 2:
-            with pytest.raises(RolloutError, match="its log-probs ignore the temperature"):
-                await push(1)
+            with pytest.raises(RolloutError, match="temperature"):
+                await sync(1)
             return
-        await push(1)
-        await push(2)
-        assert setting.states() == ["usable", "lost"]
-        assert "ignore the temperature" in setting.pool.reasons[wrong.address]
-        assert len(right.requests) == 4  # of one push: two for each sequence
+        await sync(1)
+        await sync(2)
+        assert setting.states == ["usable", "lost"]
+        assert "temperature" in setting.reason(1)
+        assert len(right.requests) == 4  # of one weight sync: two for each sequence
 
     with (
         FakeSglang(ignores_temperature=num_wrong == 2) as right,
         FakeSglang(ignores_temperature=True) as wrong,
     ):
         run_sync([right, wrong], use, temperature=0.5)
+
+
+@pytest.mark.slow
+def test_a_server_whose_check_hangs_is_left_out(servers: list[FakeWeightServer]) -> None:
+    servers[1].hanging.add("/continue_generation")
+
+    async def use(setting: Setting) -> None:
+        await setting.broadcast()
+        assert setting.states == ["usable", "lost"]
+        assert "stuck_timeout_s" in setting.reason(1)
+
+    health = {"timeout_s": 1, "stuck_timeout_s": 2, "patience_s": 20}
+    run_sync(servers, use, health=health)

@@ -181,7 +181,7 @@ def _weak_set(run: Run) -> Iterator[Finding]:
 def _unequal_weights(run: Run) -> Iterator[Finding]:
     for metric, what in (
         ("mismatch/logprob_abs_mean", "Engine and trainer disagree on tokens of the same weights"),
-        ("weight_sync/logprob_difference", "After a push, engine and trainer disagree"),
+        ("weight_sync/logprob_difference", "After weight sync, engine and trainer disagree"),
     ):
         values = run.values(metric)
         first = next(iter(values), 0.0)
@@ -207,11 +207,13 @@ def _silent_updates(run: Run) -> Iterator[Finding]:
     silent = [
         int(row["step"])
         for row in run.rows
-        if row.get("train/updates", 0.0) > 0 and row.get("weight_sync/pushes") == 0.0
+        if row.get("train/updates", 0.0) > 0 and row.get("weight_sync/syncs") == 0.0
     ]
     if silent:
         yield Finding(
-            "caution", f"{_count(silent, run)} updated the policy without a push.", tuple(silent)
+            "caution",
+            f"{_count(silent, run)} trained without a weight sync.",
+            tuple(silent),
         )
 
 
@@ -367,7 +369,7 @@ _REWARD, _AGE = "Reward and held-out accuracy", "Age of the tokens in a batch"
 _TWO_SETS, _UPDATED = "Needs two data sets.", "Needs steps with an update."
 _SAME_WEIGHTS = (
     "The other steps trained no token of the current weights; rollout.weight_sync.verify: every "
-    "would compare after each push."
+    "would compare after each weight sync."
 )
 CHECKS = (
     Check("constant reward", _constant_reward, ("reward/mean",), _REWARD, "reward"),
@@ -388,7 +390,7 @@ CHECKS = (
         "Engine against trainer",
         lacking=_SAME_WEIGHTS,
     ),
-    Check("updates without a push", _silent_updates, ("weight_sync/pushes",), _REWARD),
+    Check("updates without a weight sync", _silent_updates, ("weight_sync/syncs",), _REWARD),
     Check("falling reward", _fallen_reward, ("reward/mean",), _REWARD, "step", 2 * _MIN_STEPS),
     Check("steps without an update", _no_gradient, ("train/updates",), "Outcome of groups"),
     Check(

@@ -4,7 +4,7 @@
 const Figures = (() => {
   const NUM_COLORS = 8;
   const DASHES = ["solid", "dash", "dot", "dashdot"];
-  const EVENT_KINDS = ["push", "evaluation", "fault", "restart"];
+  const EVENT_KINDS = ["sync", "evaluation", "fault", "restart"];
   const hidden = { groups: new Set(), events: new Set() };
   const PRINT_WIDTH = { panel: 320, wide: 660 };
   let data, eventRun = 0, timeRun = 0, plots = [], marked = null, isZooming = false, isPrinting = false;
@@ -83,12 +83,12 @@ const Figures = (() => {
   function eventTraces() {
     return EVENT_KINDS.map((kind) => {
       const steps = [...new Set(shownEvents().filter((event) => event.kind === kind).map((event) => event.step))];
-      const isPush = kind === "push";
+      const isSync = kind === "sync";
       return {
-        x: steps.flatMap((step) => [step, step, null]), y: steps.flatMap(() => [0, isPush ? 0.04 : 1, null]),
+        x: steps.flatMap((step) => [step, step, null]), y: steps.flatMap(() => [0, isSync ? 0.04 : 1, null]),
         yaxis: "y2", mode: "lines", type: "scatter",
         line: {
-          color: faded(css(`--${kind}`), isPush ? 1 : 0.55), width: isPush ? 1.5 : 1,
+          color: faded(css(`--${kind}`), isSync ? 1 : 0.55), width: isSync ? 1.5 : 1,
           dash: { evaluation: "dot", restart: "dash" }[kind] || "solid",
         },
       };
@@ -201,7 +201,7 @@ const Figures = (() => {
   function stepAt(axis, x) {
     const nearest = (steps) => steps.reduce((best, step) => (Math.abs(axis.d2p(step) - x) < Math.abs(axis.d2p(best) - x) ? step : best), steps[0] ?? null);
     const parts = [data.phases[timeRun], ...data.panels.flatMap((panel) => [...panel.curves, ...panel.points])];
-    const rare = shownEvents().filter((event) => event.kind !== "push").map((event) => event.step);
+    const rare = shownEvents().filter((event) => event.kind !== "sync").map((event) => event.step);
     const near = rare.filter((step) => Math.abs(axis.d2p(step) - x) <= 4);
     return nearest(near.length ? near : [...new Set(parts.flatMap((part) => part.x))]);
   }
@@ -265,7 +265,7 @@ const Figures = (() => {
     const counts = (kind) => data.runs[eventRun].events.filter((event) => event.kind === kind).length;
     const kinds = EVENT_KINDS.filter(counts).map((kind) => toggle(
       hidden.events, kind,
-      key(`${kind === "push" ? "pushe" : kind}s (${counts(kind)})`, { color: css(`--${kind}`) }, kind)
+      key(`${kind === "sync" ? "weight sync" : kind}s (${counts(kind)})`, { color: css(`--${kind}`) }, kind)
     ));
     const pick = pickRun("Events of", eventRun, (number) => { eventRun = number; redraw(); });
     const unmark = marked ? [button(`Remove the marks of ${whole(marked.steps.length)} steps`, () => mark(marked.title, []), { class: "link" })] : [];

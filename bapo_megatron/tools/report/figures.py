@@ -91,12 +91,12 @@ PANELS = (
         "mean |Δ log-prob| of equal weights, nats",
         {
             "in the batch": "mismatch/logprob_abs_mean",
-            "checked after pushes": "weight_sync/logprob_difference",
+            "checked after weight sync": "weight_sync/logprob_difference",
         },
         min_top=MIN_GROWN_MISMATCH,
         note=(
-            "Only steps that trained tokens of the current weights, or checked a push "
-            "(rollout.weight_sync.verify), have a value."
+            "Only steps that trained tokens of the current weights, or checked a weight "
+            "sync (rollout.weight_sync.verify), have a value."
         ),
     ),
     Panel(

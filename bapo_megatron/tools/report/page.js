@@ -107,10 +107,10 @@ function tableOr(id, table, otherwise) {
 }
 
 function eventTable(runs) {
-  const events = runs.flatMap((run) => run.events.filter((event) => event.kind !== "push").map(
+  const events = runs.flatMap((run) => run.events.filter((event) => event.kind !== "sync").map(
     (event) => [run.name, event.step, event.kind, event.text]
   ));
-  byId("events").querySelector("summary").textContent = `Events as a table (${events.length}, without pushes)`;
+  byId("events").querySelector("summary").textContent = `Events as a table (${events.length}, without weight syncs)`;
   tableOr("event-table", { headings: ["run", "step", "kind", "what"], rows: events }, "None.");
 }
 

@@ -37,7 +37,7 @@ class Event:
     """What happened in a step, beside training."""
 
     kind: str
-    """``push``, ``evaluation``, ``fault`` or ``restart``."""
+    """``sync``, ``evaluation``, ``fault`` or ``restart``."""
     step: int
     text: str
 
@@ -177,15 +177,15 @@ def _labels(groups: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def events_of(run: Run) -> list[Event]:
-    """Return pushes, evaluations and faults by step, then restarts."""
+    """Return weight syncs, evaluations and faults by step, then restarts."""
     events, sets = [], run.eval_sets
     for row in run.rows:
         step = int(row["step"])
-        pushes = row.get("weight_sync/pushes", 0.0)
-        if pushes > 0:
-            seconds = row.get("weight_sync/push_s", 0.0)
-            text = "push" if pushes == 1 else f"{pushes:,.0f} pushes"
-            events.append(Event("push", step, f"{text} of weights, {seconds:.2f} s"))
+        syncs = row.get("weight_sync/syncs", 0.0)
+        if syncs > 0:
+            seconds = row.get("weight_sync/sync_s", 0.0)
+            text = "weight sync" if syncs == 1 else f"{syncs:,.0f} weight syncs"
+            events.append(Event("sync", step, f"{text}, {seconds:.2f} s"))
         scores = {name: row.get(f"eval/{name}/avg_at_k") for name in sets}
         texts = [f"{name} {score:.1%}" for name, score in scores.items() if score is not None]
         if texts:

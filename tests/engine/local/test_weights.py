@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bapo_megatron.engine.base import BucketLayout, SamplingSettings
+from bapo_megatron.engine.collective import WeightGroup
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.types import VersionSpan
-from bapo_megatron.weight_sync.collective_group import WeightGroup
 from tests.engine.helpers import change_weights, make_model_dir, reference_logprobs
 from tests.engine.local.setting import (
     complete,

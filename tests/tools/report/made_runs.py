@@ -80,7 +80,7 @@ def _row(step: int, rewards: tuple[float, ...], seed: int) -> dict[str, float]:
         "policy/entropy": 1.0 / step,
         "policy/grad_norm_max": 1.0,
         "train/updates": 1.0,
-        "weight_sync/pushes": 1.0,
+        "weight_sync/syncs": 1.0,
         "time/rollout_s": 2.0,
         "time/training_s": 6.0,
     }

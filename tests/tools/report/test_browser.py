@@ -210,7 +210,7 @@ def test_panels_show_values_of_the_pointer_s_step_only_and_mark_those_of_a_findi
                 return await tab.run(f"{reward}.querySelector('.tip').textContent")
 
             assert await label(0.2) == "step 0heldout: accuracy 25.0%evaluation: heldout 25.0%"
-            assert await label(0.8) == "step 1mean reward 0.2push of weights, 0.00 s"
+            assert await label(0.8) == "step 1mean reward 0.2weight sync, 0.00 s"
             assert await tab.run("document.querySelectorAll('#time-plot .tip').length") == 1
 
             async def axis(title: str) -> list[float]:

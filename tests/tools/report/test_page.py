@@ -168,9 +168,9 @@ def test_a_missing_or_empty_run_is_refused_with_a_remedy(tmp_path: Path) -> None
         read_runs([tmp_path])
 
 
-def test_pushes_evaluations_faults_and_restarts_are_events() -> None:
+def test_weight_syncs_evaluations_faults_and_restarts_are_events() -> None:
     run = run_of(
-        {"step": 1, "weight_sync/pushes": 1.0},
+        {"step": 1, "weight_sync/syncs": 1.0},
         {"step": 2, "reward/errors": 3.0},
         {"step": 3, "eval/heldout/avg_at_k": 0.5},
     )
@@ -180,7 +180,7 @@ def test_pushes_evaluations_faults_and_restarts_are_events() -> None:
     )
     found = events_of(replace(run, starts=tuple(starts)))
     assert [(event.kind, event.step) for event in found] == [
-        *(("push", 1), ("fault", 2), ("evaluation", 3), ("restart", 3), ("restart", 3))
+        *(("sync", 1), ("fault", 2), ("evaluation", 3), ("restart", 3), ("restart", 3))
     ]
     assert [event.text for event in found[3:]] == [
         "resumed after 2 finished steps",
@@ -221,7 +221,7 @@ def test_every_check_says_in_how_many_steps_it_was_measured_and_what_it_lacks() 
     assert found["data set without reward"] == ["not measured", "0 of 3", "Needs two data sets."]
     result, count, lacking = found["engine against trainer"]
     assert (result, count) == ("passed in few steps", "1 of 3")
-    assert "rollout.weight_sync.verify: every would compare after each push" in lacking
+    assert "rollout.weight_sync.verify: every would compare after each weight sync" in lacking
     rows[2]["mismatch/logprob_abs_mean"] = 0.3
     found = {name: row for name, *row in results_of(run_of(*rows))}
     assert found["engine against trainer"][0] == "found"

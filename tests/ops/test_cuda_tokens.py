@@ -1,4 +1,4 @@
-"""The CUDA kernels of table and search, run by the emulator, against the exact CPU ops."""
+"""The CUDA kernels of ratio, table and search, run by the emulator, against exact results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 
 from bapo_megatron.ops import extension
 from tests.cuda_emulation.launchers import EmulatedKernels
-from tests.ops.kernel_calls import filled_table, search_table
+from tests.ops.kernel_calls import LOWER, UPPER, filled_table, search_table
 from tests.oracles.bound_search import Tokens
 from tests.oracles.token_batches import paper_rule, random_tokens
 
-LOWER, UPPER = (0.6, 0.9, 0.02), (1.2, 3.0, 0.05)
 EDGE_TOKENS = (0, 1, 31, 32, 33)
 ORDERS = (0, 1, 7)
 
@@ -148,3 +147,24 @@ class TestSearchBounds:
         assert math.isnan(bounds[2])
         assert math.isnan(bounds[3])
         assert bounds[4:] == [3, 0, 0, 0]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 31, 32, 33, 256, 257, 4097])
+def test_the_ratio_is_the_float64_exponential_rounded_once(
+    kernels: EmulatedKernels, num_tokens: int
+) -> None:
+    tokens = random_tokens(np.random.default_rng(num_tokens), num_tokens, paper_rule())
+    ratio_T = kernels.importance_ratio(
+        torch.from_numpy(tokens.logprob), torch.from_numpy(tokens.behaviour)
+    )
+    assert np.array_equal(ratio_T.numpy(), tokens.ratios())
+
+
+def test_the_log_ratio_is_held_at_twenty_and_bad_tokens_are_nan(kernels: EmulatedKernels) -> None:
+    logprob_T = torch.tensor([21.0, -300.0, 3e38, math.nan, math.inf, 0.0, 0.0, -math.inf, 1.0])
+    behaviour_T = torch.tensor([0.0, 0.0, -3e38, 0.0, 0.0, math.nan, math.inf, -math.inf, 1.0])
+    ratio_T = kernels.importance_ratio(logprob_T, behaviour_T)
+    high, low = np.float32(485165195.40979028), np.float32(2.0611536224385578e-09)
+    assert ratio_T[:3].tolist() == [high, low, high]
+    assert ratio_T[3:8].isnan().all()
+    assert ratio_T[8] == 1.0
