@@ -91,12 +91,13 @@ class Environment(Protocol):
 class UserEnvironment(Protocol):
     """What a class named by ``rollout.environment`` has; its constructor takes no arguments.
 
-    It is made once in each of several processes and meets many episodes, a step here and the next
-    one elsewhere: after a resume, after ``kill -9``, or because another process was free. What an
-    episode has to remember is therefore in its state, a JSON value that travels with the sample.
-    ``step`` must be a function of ``state`` and ``turn``: no clock, no random numbers except from a
-    seed in the state, no attribute that an earlier call has set (except as a cache). It may
-    be called again with the same arguments. Both methods may be ``async``.
+    Each of several processes makes one instance, which serves many episodes; successive steps of an
+    episode may run in different processes: after a resume, after ``kill -9``, or because another
+    process was free. What an episode has to remember is therefore in its state, a JSON value that
+    travels with the sample. ``step`` must be a function of ``state`` and ``turn``: no clock, no
+    random numbers except from a seed in the state, no attribute that an earlier call has set
+    (except as a cache). It may be called again with the same arguments. Both methods may be
+    ``async``.
     """
 
     def start(self, task: Task) -> Any | Awaitable[Any]:

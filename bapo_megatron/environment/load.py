@@ -1,15 +1,17 @@
-"""From ``rollout.environment`` to the environment."""
+"""What ``rollout.environment`` names: ``single_turn``, or a user's class in worker processes."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from bapo_megatron.config.rollout import SINGLE_TURN, EpisodesConfig
-from bapo_megatron.environment.base import Environment, Step, Task, Turn
-from bapo_megatron.environment.in_workers import WorkerEnvironment
+from bapo_megatron.environment.base import Environment, EnvironmentFailedError, Step, Task, Turn
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.runtime.workers import WorkerPool
 
 
 def load_environment(name: str, limits: EpisodesConfig) -> Environment:
-    """Set an environment up; nothing is imported or started before ``open``.
+    """Set up an environment; nothing is imported or started before ``open``.
 
     ``name``: ``single_turn``, or ``package.module:Class`` of a ``base.UserEnvironment``.
     """
@@ -17,9 +19,9 @@ def load_environment(name: str, limits: EpisodesConfig) -> Environment:
 
 
 class SingleTurn:
-    """The environment of a plain prompt and its response: ends every episode with its first turn.
+    """The environment of a plain prompt: every episode ends with its first turn.
 
-    Its calls never let other tasks run.
+    Its calls never yield to other tasks.
     """
 
     async def open(self) -> None:
@@ -35,3 +37,75 @@ class SingleTurn:
 
     async def close(self) -> None:
         """There is nothing to end."""
+
+
+class WorkerEnvironment:
+    """Runs a ``base.UserEnvironment`` in worker processes, each call under limits.
+
+    The user's code can neither block the event loop that generates nor end its process. Belongs to
+    the event loop that first calls it.
+    """
+
+    def __init__(self, name: str, limits: EpisodesConfig) -> None:
+        """Set up the processes; ``open`` starts the first one.
+
+        ``name`` is ``package.module:Class``. ``limits`` holds the number of processes, which is the
+        number of concurrent calls, and the limits of a call; waiting for a free process is not
+        counted.
+        """
+        self._name = name
+        self._limits = limits
+        self._workers = WorkerPool(
+            "bapo_megatron.environment.handler:build",
+            (name,),
+            label=f"'{name}'",
+            workers=limits.workers,
+            timeout_s=limits.step_timeout_s,
+            memory_limit_mb=limits.memory_limit_mb,
+            error=lambda text: RolloutError(f"rollout.environment: {text}"),
+        )
+
+    async def open(self) -> None:
+        """Load the class in one process, so that an unusable one fails now."""
+        await self._workers.start()
+
+    async def start(self, task: Task) -> Any:
+        """See ``base.Environment.start``."""
+        request = {"task": {**_fields_of(task), "row": dict(task.row)}}
+        return await self._ask("start", request, f"prompt '{task.prompt_id}'")
+
+    async def step(self, state: Any, turn: Callable[[], Turn]) -> Step:
+        """See ``base.Environment.step``."""
+        played = turn()
+        request = {"state": state, "turn": _fields_of(played)}
+        place = f"prompt '{played.prompt_id}', turn {played.number}"
+        state, messages, token_ids, is_done = await self._ask("step", request, place)
+        return Step(state, messages, tuple(token_ids), is_done)
+
+    async def close(self) -> None:
+        """End every process. Safe to call twice."""
+        await self._workers.close()
+
+    async def _ask(self, method: str, request: dict[str, Any], place: str) -> Any:
+        outcome = await self._workers.ask(request)
+        if outcome.kind == "result":
+            return outcome.value
+        limits, remedy = self._limits, "correct it, raise the limit,"
+        if outcome.kind == "timeout":
+            problem = f"exceeded rollout.episodes.step_timeout_s = {limits.step_timeout_s:g} s"
+        elif outcome.kind == "memory":
+            problem = f"exceeded rollout.episodes.memory_limit_mb = {limits.memory_limit_mb}"
+        else:
+            died = "it ended two processes, or wrote into their replies"
+            reason = died if outcome.kind == "died" else outcome.value
+            problem, remedy = f"failed: {reason}", "correct it,"
+        raise EnvironmentFailedError(
+            f"rollout.environment: {self._name}.{method} {problem} ({place}); {remedy} or set "
+            "rollout.episodes.on_error=zero",
+            "timeout" if outcome.kind == "timeout" else "error",
+        )
+
+
+def _fields_of(record: Task | Turn) -> dict[str, Any]:
+    # ``asdict`` would copy every token.
+    return {field.name: getattr(record, field.name) for field in fields(record)}

@@ -1,34 +1,57 @@
 """Forms the batches: draws prompts, waits for their groups, acts on what ``Selection`` decides.
 
 With ``async_steps`` 0, nothing is in flight between two calls of ``collect``; otherwise generation
-runs at most that many steps ahead. With ``fixed_lag``, or an engine that is driven (``episodes``),
+runs at most that many steps ahead. With ``fixed_lag``, or an engine with a stepper (``episodes``),
 it stops by itself, and every later call waits until it has.
 """
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.buffer import (
+    BatchPlan,
     DropReason,
+    LeftOver,
     PendingGroup,
     PendingSample,
     RolloutBuffer,
+    Selection,
+    merge,
 )
-from bapo_megatron.rollout.episodes import BURST, Episodes, Interaction
-from bapo_megatron.rollout.grading import Grader
-from bapo_megatron.rollout.limits import LoopLag
+from bapo_megatron.rollout.episodes import BURST, Episodes, Grader, Interaction
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.saved import RolloutState, SavedRollout, Totals
-from bapo_megatron.rollout.selection import BatchPlan, LeftOver, Selection, merge
+from bapo_megatron.rollout.saved import RolloutState, SavedRollout, settings_of
 from bapo_megatron.telemetry.console import describe_rate, reporting
 from bapo_megatron.types import RolloutBatch, RolloutStats, SampleText
+
+_LAG_INTERVAL_S = 0.1
+
+
+class LoopLag:
+    """How late the event loop runs what is due: the sign that it has too much to do."""
+
+    def __init__(self) -> None:
+        self._max_s = 0.0
+
+    async def measure(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            due_s = time.monotonic() + _LAG_INTERVAL_S
+            await asyncio.sleep(_LAG_INTERVAL_S)
+            self._max_s = max(self._max_s, time.monotonic() - due_s)
+
+    def take_max(self) -> float:
+        """Return the largest lag since the last call, in seconds."""
+        max_s, self._max_s = self._max_s, 0.0
+        return max_s
 
 
 @dataclass(eq=False)
@@ -42,26 +65,26 @@ class BatchCollector:
     replay: ReplayConfig
     plan: BatchPlan
     report: Callable[[str], None]
+    loop_lag: LoopLag = field(default_factory=LoopLag)
     is_interrupted: bool = False
-    """End ``collect`` at once, as if no server held the weights; the buffer keeps all."""
+    """End ``collect`` at once, as if no server held the weights; the buffer keeps everything."""
     _is_attached: bool = False
     _pool: EnginePool = field(init=False)
     _episodes: Episodes = field(init=False)
     _ahead: asyncio.Task[None] | None = None
-    """Generates until an end of its own; its failure is that of the next ``collect``."""
+    """Generates ahead until it ends by itself; the next ``collect`` raises its failure."""
     _sampled_version: int | None = None
     """Version of the weights that sampled last."""
     _num_regenerated: int = 0
     _is_paused: bool = False
     _started_s: float = 0.0
     _spent_s: float = 0.0
-    """Generation of the batch before an interruption, maybe in an earlier process."""
-    _before: Totals = field(default_factory=Totals)
-    """As of the last batch."""
-    _loop_lag: LoopLag = field(default_factory=LoopLag)
+    """Generation time of the batch before an interruption, maybe in an earlier process."""
+    _before: RolloutStats = field(default_factory=RolloutStats)
+    """Counters as of the last batch."""
 
     def __post_init__(self) -> None:
-        self._buffer = RolloutBuffer(num_earlier_batches=self.replay.batches)
+        self._buffer = RolloutBuffer(deque(maxlen=self.replay.batches))
         self._selection = Selection(self._buffer, self.config, self.replay, self.plan)
 
     def attach(self, pool: EnginePool) -> None:
@@ -75,14 +98,8 @@ class BatchCollector:
             awaits_scores=self._selection.needs_scores,
         )
 
-    @property
-    def finished_samples(self) -> int:
-        """Responses that ended so far."""
-        return self._episodes.finished_samples
-
     async def close(self) -> None:
         """End every task."""
-        self._loop_lag.stop()
         if self._ahead is not None:
             self._ahead.cancel()
             await asyncio.gather(self._ahead, return_exceptions=True)
@@ -91,7 +108,8 @@ class BatchCollector:
     async def wait_for_ahead(self) -> None:
         """Wait until what is generated ahead has ended, if it ends by itself.
 
-        A push, a checkpoint and an evaluation come after it, so that what they find was counted.
+        A weight sync, a checkpoint and an evaluation come after it, so that they find everything
+        counted.
         """
         if self._ahead is not None:
             await asyncio.wait([self._ahead])
@@ -101,22 +119,21 @@ class BatchCollector:
     ) -> RolloutBatch | None:
         """Generate and score the batch of ``step`` (1, 2, …), and hand it over with its texts.
 
-        Its groups count as trained only when ``hand_over`` has returned; where that fails, nothing
-        has changed, and the next call forms the batch again. Returns none where no server holds the
-        newest weights any more: push them and repeat the call.
+        Its groups count as trained only once ``hand_over`` has returned; if that fails, nothing has
+        changed, and the next call forms the batch again. Returns None where no server holds the
+        newest weights any more: sync them and call again.
 
         Raises:
-            RolloutError: No server could go on.
+            RolloutError: No server could continue.
             RewardError: Grading failed.
         """
         version = self._pool.states.version
         assert version is not None, "weights are synchronised before the first batch"
-        self._loop_lag.start()
         replayed = self._selection.replayed(step, version)
         num_new = self.config.groups_per_step - len(replayed)
         num_ahead = self._selection.steps_ahead(step) * self.config.groups_per_step
         if not self._episodes.is_running and self._ahead is None:
-            # Generation starts, or goes on after an interruption: time counts from now.
+            # Generation starts, or continues after an interruption: time counts from now.
             self._started_s, self._spent_s = time.monotonic() - self._spent_s, 0.0
         with reporting(lambda: self.report(f"rollout {step}: {self._describe()}")):
             generated = await self._generate(step, version, num_new, num_ahead)
@@ -132,56 +149,66 @@ class BatchCollector:
         stats = self._stats(totals, chosen, len(replayed), left_over, generation_s)
         batch = RolloutBatch(step, version, tuple(group.to_group() for group in groups), stats)
         await hand_over(batch, [pending.text() for group in groups for pending in group.samples])
-        self._commit(chosen, left_over, carried)
+        self._buffer.take(chosen)
+        for group, reason in left_over:
+            if reason is not None:
+                self._drop(group, reason)
+        for group in carried:
+            group.carries += 1
+        assert self._buffer.next_group_id == self._buffer.num_accounted
         self._before, self._started_s = totals, formed_s
         if num_ahead:
-            self._start_ahead(num_ahead, version)
+            self._ahead = asyncio.create_task(self._generate_ahead(num_ahead, version))
         return batch
 
     async def pause(self) -> bool:
-        """Make way for new weights until ``resume``; returns whether generation was running."""
+        """Make way for new weights until ``resume``; return whether generation was running."""
         await self.wait_for_ahead()
         if self._episodes.is_running:
             self._is_paused = True
-            await self._episodes.pause(self.config.weight_sync)
+            if self.config.weight_sync.in_flight == "abort":
+                await self._episodes.stop()
+            else:
+                await self._pool.pause(self.config.weight_sync.in_flight)
         return self._is_paused
 
     async def resume(self) -> None:
-        """Go on after ``pause``, with what is young enough for the new weights."""
+        """Continue after ``pause``, with what is young enough for the new weights."""
         if self._is_paused:
             if self._pool.states.version is not None:
                 self._give_up_stale(self._pool.states.version)
             self._is_paused = False
-            await self._episodes.resume(self._buffer)
+            if self._episodes.is_running:
+                await self._pool.resume()
+            self._episodes.advance(self._buffer)
 
     def state(self) -> SavedRollout:
-        """Data position, buffer, and what was counted since the last batch, as they are now."""
+        """Return data position, buffer and the counters since the last batch, as they are now."""
         spent_s = self._spent_s
         if self._is_attached and (self._episodes.is_running or self._ahead is not None):
             spent_s = time.monotonic() - self._started_s
         about = RolloutState(
             prompts=self.prompts.state(),
             generation_s=spent_s,
-            counted=self._totals().since(self._before),
+            counted=_since(self._totals(), self._before),
             sampled_version=self._sampled_version,
-            fixed_lag=self.config.fixed_lag,
-            partial_tokens=self.config.partial_tokens,
-            environment=self.config.environment,
+            settings=settings_of(self.config),
         )
         return SavedRollout(about, self._buffer.snapshot())
 
     def restore(self, saved: SavedRollout) -> None:
-        """Continue from what ``state`` returned, whose groups it takes over.
+        """Continue from what ``state`` returned; take over its groups.
 
         Raises:
-            ValueError: It belongs to other data, another seed or other group sizes.
+            ValueError: It belongs to other data, another seed or other settings.
         """
         about = saved.about
-        self.prompts.restore(about.prompts)
-        self._buffer.restore(saved.buffer)
-        self._before = self._totals().since(about.counted)
-        self._spent_s, self._sampled_version = about.generation_s, about.sampled_version
         saved.check(self.config)
+        self.prompts.restore(about.prompts)
+        earlier = deque(saved.buffer.earlier, self.replay.batches)
+        self._buffer = self._selection.buffer = replace(saved.buffer, earlier=earlier)
+        self._before = _since(self._totals(), about.counted)
+        self._spent_s, self._sampled_version = about.generation_s, about.sampled_version
         for group in self._buffer:
             if self.grader.sees_groups and not group.is_scored:
                 group.start_again((), sees_groups=True)  # as other reward functions left it
@@ -203,7 +230,7 @@ class BatchCollector:
     async def _generate(
         self, step: int, version: int, num_new: int, num_ahead: int
     ) -> tuple[list[PendingGroup], float] | None:
-        """Generate until a batch's new groups are scored; returns them and the seconds, or none."""
+        """Generate until a batch's new groups are scored; return them and the seconds, or None."""
 
         def choose() -> list[PendingGroup]:
             num_replayed = self.config.groups_per_step - num_new
@@ -214,7 +241,7 @@ class BatchCollector:
         num_wanted = num_new if self.config.fixed_lag is not None else num_new + num_ahead
         while True:
             self._give_up_stale(version)
-            self._go_on(num_wanted)
+            self._advance(num_wanted)
             if choose():
                 break
             if self.is_interrupted:
@@ -225,7 +252,7 @@ class BatchCollector:
         generation_s = time.monotonic() - self._started_s
         if not num_ahead:
             await self._stop()
-            # Older groups may have got their scores meanwhile: they come first, if still young.
+            # Older groups may have been scored meanwhile: they come first, if still young.
             self._give_up_stale(version)
         chosen = choose()
         await self._episodes.settle()  # whose scores are counted must not depend on graders
@@ -233,8 +260,8 @@ class BatchCollector:
             await self._episodes.wait_for_change()
         return chosen, generation_s
 
-    def _go_on(self, num_groups: int) -> None:
-        """Draw prompts for this many batch groups and keep every sample on its way."""
+    def _advance(self, num_groups: int) -> None:
+        """Draw the prompts that ``num_groups`` batch groups need; keep every sample in progress."""
         for _ in range(num_prompts := self._selection.num_to_draw(num_groups)):
             self._buffer.start_group(next(self.prompts), self.config.samples_per_group)
         if num_prompts and self.config.partial_tokens is not None:
@@ -242,9 +269,9 @@ class BatchCollector:
         self._episodes.advance(self._buffer)
 
     def _give_up_stale(self, version: int) -> None:
-        """Drop or restart what is older than ``rollout.staleness`` allows."""
-        stands_still = self._is_paused or not self._episodes.is_running
-        for group, old in self._selection.stale_samples(version, unfinished=stands_still):
+        """Drop or regenerate what is older than ``rollout.staleness`` allows."""
+        nothing_in_flight = self._is_paused or not self._episodes.is_running
+        for group, old in self._selection.stale_samples(version, unfinished=nothing_in_flight):
             if self.config.staleness.action == "drop":
                 self._drop(group, DropReason.STALE)
                 continue
@@ -262,34 +289,31 @@ class BatchCollector:
         await self._episodes.stop()
         await self._episodes.settle()
 
-    def _start_ahead(self, num_groups: int, version: int) -> None:
-        if self.config.fixed_lag is not None or self._pool.stepper is not None:
-            self._ahead = asyncio.create_task(self._generate_ahead(num_groups, version))
-        else:
-            self._go_on(num_groups)
-
     async def _generate_ahead(self, num_groups: int, version: int) -> None:
-        """Generate for later steps beside the training; end by itself, with nothing in flight.
+        """Generate for later steps during training.
 
-        With a fixed lag all groups are completed by the weights that are there; an engine that is
-        driven makes a fixed number of decode steps, or fewer where no request is left.
+        With a fixed lag, the present weights complete all groups; an engine with a stepper makes a
+        fixed number of decode steps, or fewer if no request is left. In both cases nothing is in
+        flight at the end. Otherwise requests stay in flight.
         """
         try:
-            self._go_on(num_groups)
+            self._advance(num_groups)
+            if self.config.fixed_lag is None and self._pool.stepper is None:
+                return
             if self.config.fixed_lag is not None:
                 while not all(group.is_finished for group in self._buffer):
                     if self._pool.states.needs_weights:
-                        break  # ``_check_lag`` says it, unless the same weights come again
+                        break  # ``_check_lag`` raises, unless the same weights come again
                     await self._episodes.wait_for_change()
             else:
                 remaining = self.config.decode_steps_ahead
-                while remaining and (made := await self._episodes.drive(min(BURST, remaining))):
-                    remaining -= made
+                while remaining and (steps := await self._episodes.drive(min(BURST, remaining))):
+                    remaining -= steps
                     self._give_up_stale(version)
-                    self._go_on(num_groups)
+                    self._advance(num_groups)
             await self._stop()
         except Exception:
-            # A push, an evaluation and a checkpoint may come before the failure is told.
+            # A weight sync, an evaluation and a checkpoint may come before the failure is raised.
             await self._episodes.stop()
             raise
 
@@ -309,7 +333,7 @@ class BatchCollector:
         if unfinished and sampled not in (None, version):
             self._sampled_version = sampled
             raise RolloutError(
-                "rollout.fixed_lag: all groups must be complete before new weights are pushed, got "
+                "rollout.fixed_lag: all groups must be complete before a weight sync, got "
                 f"{unfinished} unfinished ones of version {sampled} with version {version}: no "
                 "engine held these weights any more; continue from an earlier checkpoint, or "
                 "without rollout.fixed_lag"
@@ -323,53 +347,35 @@ class BatchCollector:
 
     def _stats(
         self,
-        totals: Totals,
+        totals: RolloutStats,
         chosen: Sequence[PendingGroup],
         num_replayed: int,
         left_over: LeftOver,
         generation_s: float,
     ) -> RolloutStats:
-        new = totals.since(self._before)
+        counted = _since(totals, self._before)
         num_filled = sum(map(self._selection.is_useless, chosen))
-        staying = [group for group, reason in left_over if reason is None]
-        return RolloutStats(
-            generated_tokens=new.generated_tokens,
+        staying = [p for group, reason in left_over if reason is None for p in group.samples]
+        num_equal = counted.dropped_groups.get(DropReason.EQUAL_REWARDS, 0)
+        return replace(
+            counted,
             generation_s=generation_s,
-            resumed_samples=new.resumed_samples,
-            unfinished_samples=sum(group.num_unfinished_samples for group in staying),
-            reward_timeouts=new.reward_timeouts,
-            reward_errors=new.reward_errors,
-            environment_errors=new.environment_errors if self.config.has_environment else None,
+            unfinished_samples=sum(not pending.is_finished for pending in staying),
+            environment_errors=counted.environment_errors if self.config.has_environment else None,
             replayed_groups=num_replayed,
-            equal_reward_groups=new.dropped.get(DropReason.EQUAL_REWARDS, 0) + num_filled,
+            equal_reward_groups=num_equal + num_filled,
             filled_groups=num_filled,
-            dropped_groups=new.dropped,
-            regenerated_samples=new.regenerated_samples,
-            lost_requests=new.lost_requests,
-            retractions=new.retractions,
             engine_load=self._pool.states.take_load(),
-            loop_lag_s=self._loop_lag.take_max(),
+            loop_lag_s=self.loop_lag.take_max(),
         )
 
-    def _commit(
-        self, chosen: Sequence[PendingGroup], left_over: LeftOver, carried: Sequence[PendingGroup]
-    ) -> None:
-        """The trainer has the batch: its groups leave, and so do those that are given up."""
-        self._buffer.take(chosen)
-        for group, reason in left_over:
-            if reason is not None:
-                self._drop(group, reason)
-        for group in carried:
-            group.carries += 1
-        self._buffer.check()
-
-    def _totals(self, left_over: LeftOver = ()) -> Totals:
-        """What was counted so far; groups that are given up count as dropped."""
+    def _totals(self, left_over: LeftOver = ()) -> RolloutStats:
+        """The counters so far; groups that ``left_over`` gives up count as dropped."""
         given_up = Counter(reason.value for _, reason in left_over if reason is not None)
         dropped = dict(self._buffer.dropped + given_up)
         if not self._is_attached:
-            return Totals(dropped=dropped)
-        return Totals(
+            return RolloutStats(dropped_groups=dropped, environment_errors={})
+        return RolloutStats(
             generated_tokens=self._episodes.generated_tokens,
             resumed_samples=self._episodes.resumed_samples,
             regenerated_samples=self._num_regenerated,
@@ -378,7 +384,7 @@ class BatchCollector:
             reward_timeouts=self.grader.num_timeouts,
             reward_errors=self.grader.num_errors,
             environment_errors=dict(self.interaction.errors),
-            dropped=dropped,
+            dropped_groups=dropped,
         )
 
     @property
@@ -390,3 +396,16 @@ class BatchCollector:
         rate = describe_rate(self._new_tokens, self._started_s)
         ready = len(self._selection.ready())
         return f"{ready}/{self.config.groups_per_step} groups{rate}"
+
+
+def _since(now: RolloutStats, before: RolloutStats) -> RolloutStats:
+    """What was counted between two moments."""
+    return RolloutStats(*map(_difference, astuple(now), astuple(before)))
+
+
+def _difference(now: Any, then: Any) -> Any:
+    if not isinstance(now, dict):
+        return now - then
+    counter = Counter(now)
+    counter.subtract(then or {})
+    return {key: count for key, count in sorted(counter.items()) if count}

@@ -1,4 +1,4 @@
-"""What has been sampled and not yet been given to the trainer.
+"""The groups on their way to a batch, and the rules by which they enter, join it or are dropped.
 
 A group enters when its prompt is drawn. It leaves when the trainer gets it, or when it is dropped
 for a reason that is counted, so that at any moment
@@ -7,17 +7,24 @@ for a reason that is counted, so that at any moment
 
 In between, each of its samples is unfinished (it may have a prefix from earlier steps, of one turn
 or of several), finished, or scored. ``saved`` writes the buffer for a checkpoint, bit for bit.
+
+The rules (``Selection``) neither wait nor send: ``batching.BatchCollector`` asks, and acts on the
+answers. They are those of ``config.rollout``: partial rollout, rounds, dynamic sampling, staleness,
+replay. docs/rollout.md shows them as states and transitions.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Self
 
 import numpy as np
 
+from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.data.staleness import response_age
 from bapo_megatron.engine.base import Completion, join
 from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.types import (
@@ -30,7 +37,7 @@ from bapo_megatron.types import (
     WrittenSpan,
 )
 
-NEVER = 2**31 - 1
+_NEVER = 2**31 - 1
 """More tokens than any response has."""
 
 
@@ -49,43 +56,43 @@ class DropReason(StrEnum):
 
 @dataclass(slots=True)
 class PendingSample:
-    """A sample on its way, with what only the collector knows about it."""
+    """A sample in progress, with what only the collector knows about it."""
 
     sample: Sample
-    """Lacks the latest parts while it is sampled: ``settle`` adds them."""
+    """Lacks the latest parts while it is sampled; ``settle`` adds them."""
     prompt: Prompt
     texts: tuple[str, ...] | None = None
-    """Decoded texts of policy and environment, by turns, without special tokens; set together with
-    the reward."""
+    """Decoded texts of policy and environment, by turns, without special tokens; set with the
+    reward, as are the next two."""
     extracted: str = ""
     reason: str = ""
-    """What the grader said, as in ``SampleText``; set together with the reward."""
+    """What the grader said, as in ``SampleText``."""
     has_begun: bool = False
     state: Any = None
     """State of the environment after its latest answer."""
     awaits_answer: bool = False
     """A turn has ended, and the environment has not answered it."""
-    rests_at: int = NEVER
-    """Response tokens at which it rests until the next round (``rollout.partial_tokens``)."""
+    rests_at: int = _NEVER
+    """Response tokens after which it rests until the next round (``rollout.partial_tokens``)."""
     graded: tuple[Response, Score] | None = None
     """The finished response and its score alone, before group functions and shaping."""
     _parts: list[Completion] = field(default_factory=list)
-    # Joined one by one, the thousand parts of a long response would be copied a thousand times.
+    # Joining the thousand parts of a long response one by one would copy them a thousand times.
 
     @property
     def is_finished(self) -> bool:
-        """Nothing more is to be sampled."""
+        """Whether nothing more is to be sampled."""
         return self.sample.finish_reason is not FinishReason.ABORT
 
     @property
     def is_resting(self) -> bool:
-        """It has got this round's tokens, and goes on in the next."""
+        """Whether it has this round's tokens, and continues in the next."""
         has_ended = self.is_finished or self.awaits_answer
         return not has_ended and self.num_tokens >= self.rests_at
 
     @property
     def is_scored(self) -> bool:
-        """Its reward is known."""
+        """Whether its reward is known."""
         return self.texts is not None
 
     @property
@@ -96,12 +103,12 @@ class PendingSample:
 
     @property
     def is_within_turn(self) -> bool:
-        """The policy has begun a turn and not ended it."""
+        """Whether the policy has begun a turn and not ended it."""
         before = sum(self.sample.written[-1]) if self.sample.written else 0
         return not self.is_finished and not self.awaits_answer and self.num_tokens > before
 
     def input_ids(self) -> list[int]:
-        """Prompt and response so far: what the engine continues."""
+        """Return prompt and response so far: what the engine continues."""
         self.settle()
         return [*self.prompt.token_ids, *self.sample.response_token_ids.tolist()]
 
@@ -112,7 +119,7 @@ class PendingSample:
         where the request was aborted at that very token.
         """
         if (self.is_finished or self.awaits_answer) and not len(part.token_ids):
-            return  # its server was lost after the last token; the finish reason comes without any
+            return  # its server was lost after the last token, before it sent the finish reason
         assert not self.is_finished, "a finished response is not continued"
         assert not self.awaits_answer, "the environment comes next"
         self._parts.append(part)
@@ -144,34 +151,29 @@ class PendingSample:
         """Join the parts, so that ``sample`` has every token."""
         if not self._parts:
             return
-        sample = self.sample
-        before = Completion(
-            sample.response_token_ids,
-            sample.behaviour_logprobs,
-            sample.versions,
-            FinishReason.ABORT,
-        )
-        joined = join([before, *self._parts], FinishReason.ABORT)
+        sample, abort = self.sample, FinishReason.ABORT
+        token_ids, logprobs = sample.response_token_ids, sample.behaviour_logprobs
+        before = Completion(token_ids, logprobs, sample.versions, abort)
+        joined = join([before, *self._parts], abort)
         sample.response_token_ids, sample.behaviour_logprobs = joined.token_ids, joined.logprobs
         sample.versions, self._parts = joined.versions, []
 
     def snapshot(self) -> Self:
-        """Return a copy that later events leave alone."""
+        """Return a copy that later events do not change."""
         # Arrays and spans are replaced, never changed; only an environment may change its state.
         sample, state = replace(self.sample), deepcopy(self.state)
         return replace(self, sample=sample, state=state, _parts=list(self._parts))
 
     def start_again(self) -> None:
-        """Forget the response; with rounds the next one begins it again."""
-        self.sample = _empty_sample(self.sample.group_id, self.sample.index, self.sample.prompt)
-        self.rests_at = NEVER if self.rests_at == NEVER else 0
-        self.texts = self.state = self.graded = None
-        self.extracted = self.reason = ""
-        self.has_begun = self.awaits_answer = False
-        self._parts = []
+        """Forget the response; with rounds, the next round begins it again."""
+        sample = _empty_sample(self.sample.group_id, self.sample.index, self.sample.prompt)
+        rests_at = _NEVER if self.rests_at == _NEVER else 0
+        fresh = PendingSample(sample, self.prompt, rests_at=rests_at)
+        for member in fields(self):
+            setattr(self, member.name, getattr(fresh, member.name))
 
     def text(self) -> SampleText:
-        """What people read of the sample, once it is scored."""
+        """Return what people read of the sample, once it is scored."""
         assert self.texts is not None
         return SampleText(
             group_id=self.sample.group_id,
@@ -192,54 +194,44 @@ class PendingGroup:
     group_id: int
     samples: list[PendingSample]
     carries: int = 0
-    """Batches that were formed while it was started and unfinished."""
+    """Batches that were formed while it was underway."""
 
     @classmethod
     def start(cls, group_id: int, prompt: Prompt, samples_per_group: int) -> Self:
-        """A group without any token."""
+        """Make a group without any token."""
         tokens = prompt.tokens()
         samples = [_empty_sample(group_id, index, tokens) for index in range(samples_per_group)]
         return cls(group_id, [PendingSample(sample, prompt) for sample in samples])
 
     def snapshot(self) -> Self:
-        """Return a copy that later events leave alone."""
+        """Return a copy that later events do not change."""
         return replace(self, samples=[pending.snapshot() for pending in self.samples])
 
     @property
     def is_underway(self) -> bool:
-        """Some sample has tokens, and not every one is finished."""
+        """Whether some sample has tokens, and some is unfinished."""
         return not self.is_finished and any(pending.num_tokens > 0 for pending in self.samples)
 
     @property
     def is_finished(self) -> bool:
-        """Every sample is finished; rewards may still be missing."""
+        """Whether every sample is finished; rewards may still be missing."""
         return all(pending.is_finished for pending in self.samples)
 
     @property
     def is_scored(self) -> bool:
-        """Every sample is finished and has its reward."""
+        """Whether every sample is finished and has its reward."""
         return all(pending.is_scored for pending in self.samples)
 
     def start_again(self, samples: Sequence[PendingSample], *, sees_groups: bool) -> None:
-        """Forget some responses, and with ``sees_groups`` the rewards that depended on them."""
+        """Forget some responses, and with ``sees_groups`` the rewards that depend on them."""
         for pending in samples:
             pending.start_again()
         if sees_groups:
             for pending in self.samples:
                 pending.texts = None
 
-    @property
-    def num_unfinished_samples(self) -> int:
-        """Samples that still need tokens."""
-        return sum(not pending.is_finished for pending in self.samples)
-
-    @property
-    def has_equal_rewards(self) -> bool:
-        """No sample is better than another: every advantage would be 0."""
-        return len({pending.sample.reward for pending in self.samples}) == 1
-
     def to_group(self) -> Group:
-        """The record for the trainer; every sample is finished and scored."""
+        """Return the record for the trainer; every sample is finished and scored."""
         assert self.is_scored
         return Group(self.group_id, tuple(pending.sample for pending in self.samples))
 
@@ -256,19 +248,18 @@ def _empty_sample(group_id: int, index: int, prompt: PromptTokens) -> Sample:
     )
 
 
+@dataclass(eq=False)
 class RolloutBuffer:
-    """Groups by id; the oldest come first."""
+    """Groups by id, the oldest first."""
 
-    def __init__(self, num_earlier_batches: int = 0) -> None:
-        """Start empty; keep the groups of the last ``num_earlier_batches`` batches for replay."""
-        self.groups: dict[int, PendingGroup] = {}
-        self.next_group_id = 0
-        """Also the number of groups that were drawn."""
-        self.num_trained = 0
-        self.dropped: Counter[str] = Counter()
-        """Groups by ``DropReason``."""
-        self.earlier: deque[tuple[PendingGroup, ...]] = deque(maxlen=num_earlier_batches)
-        """New groups of the latest batches, the newest last."""
+    earlier: deque[tuple[PendingGroup, ...]] = field(default_factory=lambda: deque(maxlen=0))
+    """New groups of the latest batches, for replay, the newest last; its ``maxlen`` limits them."""
+    groups: dict[int, PendingGroup] = field(default_factory=dict)
+    next_group_id: int = 0
+    """Also the number of groups that were drawn."""
+    num_trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Groups by ``DropReason``."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -284,45 +275,202 @@ class RolloutBuffer:
         return group
 
     def begin_round(self, max_tokens: int) -> None:
-        """Let every unfinished response get up to so many further tokens."""
+        """Let every unfinished response get at most ``max_tokens`` more tokens."""
         for group in self:
             for pending in group.samples:
                 pending.rests_at = pending.num_tokens + max_tokens
 
     def take(self, groups: Sequence[PendingGroup]) -> None:
-        """Remove groups: the trainer has them."""
+        """Remove groups that the trainer has."""
         for group in groups:
             del self.groups[group.group_id]
         self.num_trained += len(groups)
-        if self.earlier.maxlen:
-            self.earlier.append(tuple(groups))
+        self.earlier.append(tuple(groups))
 
     def drop(self, group: PendingGroup, reason: DropReason) -> None:
-        """Give a group up; its id is not used again."""
+        """Remove a group that is never trained on; its id is not used again."""
         del self.groups[group.group_id]
         self.dropped[reason.value] += 1
 
-    def snapshot(self) -> "RolloutBuffer":
-        """Return a copy that later events leave alone; takes some 10 µs per sample."""
-        copy = RolloutBuffer()
-        copy.restore(self)
-        copy.groups = {group.group_id: group.snapshot() for group in self}
-        copy.earlier = deque(self.earlier)  # nothing happens to what was trained
-        return copy
-
-    def restore(self, saved: "RolloutBuffer") -> None:
-        """Take over what another buffer holds and has counted."""
-        saved.check()
-        self.groups = dict(saved.groups)
-        self.next_group_id, self.num_trained = saved.next_group_id, saved.num_trained
-        self.dropped = Counter(saved.dropped)
-        self.earlier = deque(saved.earlier, self.earlier.maxlen)
-
-    def check(self) -> None:
-        """Every group that was drawn is accounted for, exactly once."""
-        assert self.next_group_id == self.num_accounted, (self.next_group_id, self.num_accounted)
+    def snapshot(self) -> Self:
+        """Return a copy that later events do not change; takes some 10 µs per sample."""
+        groups = {group.group_id: group.snapshot() for group in self}
+        # Nothing happens to what was trained.
+        return replace(self, groups=groups, dropped=+self.dropped, earlier=self.earlier.copy())
 
     @property
     def num_accounted(self) -> int:
-        """Groups that are trained, dropped or waiting."""
+        """Number of groups that are trained, dropped or in the buffer."""
         return self.num_trained + self.dropped.total() + len(self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """What a run requires of its batches."""
+
+    seed: int
+    total_steps: int
+    """Nothing is generated for steps beyond the last."""
+    updates_per_batch: int
+    """The number of groups of a batch is a multiple of this."""
+
+
+LeftOver = Sequence[tuple[PendingGroup, DropReason | None]]
+"""Groups in the buffer that a batch does not take; with a reason, no later batch gets them."""
+
+
+@dataclass(eq=False)
+class Selection:
+    """Decides what becomes of the groups of a buffer, which the caller changes."""
+
+    buffer: RolloutBuffer
+    config: RolloutConfig
+    replay: ReplayConfig
+    plan: BatchPlan
+    _young: set[int] = field(default_factory=set)
+    """Scored groups that are young enough at ``_young_version``."""
+    _young_version: int = -1
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether it decides by scores, not only by which responses are complete."""
+        return self.config.dynamic_sampling.enabled or self._has_limit
+
+    @property
+    def _has_limit(self) -> bool:
+        """Whether groups that are too old are dropped or regenerated."""
+        limit = self.config.staleness
+        return limit.max_age is not None and limit.action != "mask"
+
+    def steps_ahead(self, step: int) -> int:
+        """Return how many steps beyond ``step`` may be generated while it is trained."""
+        return max(0, min(self.config.steps_ahead, self.plan.total_steps - step))
+
+    def num_to_draw(self, num_groups: int) -> int:
+        """Return how many prompts ``num_groups`` batch groups and the oversampling still need.
+
+        With ``partial_tokens``: those of a new round; 0 where no new round is to begin.
+        """
+        if self.config.partial_tokens is not None:
+            return 0 if self._is_round_open() or self.choose(num_groups, 0, 0) else num_groups
+        num_useful = sum(not self.is_useless(group) for group in self.buffer)
+        return max(0, num_groups + self.config.oversample_groups - num_useful)
+
+    def choose(self, num_new: int, num_replayed: int, spent_tokens: int) -> list[PendingGroup]:
+        """Return the new groups of a batch, oldest first; none while there are not enough.
+
+        ``spent_tokens``: response tokens generated for the batch so far.
+        """
+        if self._is_round_open():
+            return []
+        ready = self.ready()
+        if len(ready) >= num_new:
+            return ready[:num_new]
+        equal = [group for group in self.buffer if self.is_useless(group)]
+        ratio = self.config.dynamic_sampling.max_groups_ratio
+        if equal and len(ready) + len(equal) >= ratio * self.config.groups_per_step:
+            missing = num_new - len(ready)
+            return sorted([*ready, *equal[-missing:]], key=lambda group: group.group_id)
+        budget = self.config.tokens_per_step
+        if budget is not None and spent_tokens >= budget:
+            updates = self.plan.updates_per_batch
+            total = (num_replayed + len(ready)) // updates * updates
+            return ready[: max(0, total - num_replayed)]
+        return []
+
+    def ready(self) -> list[PendingGroup]:
+        """Return the groups that may be trained on, oldest first."""
+        if self.needs_scores:
+            # For ages too: a group that is not scored may still turn out to be too old.
+            return [g for g in self.buffer if g.is_scored and not self.is_useless(g)]
+        return [group for group in self.buffer if group.is_finished]
+
+    def stale_samples(
+        self, version: int, *, unfinished: bool
+    ) -> list[tuple[PendingGroup, list[PendingSample]]]:
+        """Return groups with responses that are too old at ``version``, and these responses.
+
+        With ``unfinished`` also unfinished groups, of which nothing may be in flight: their oldest
+        tokens do not become younger, the mean over a response may.
+        """
+        if not self._has_limit:
+            return []
+        if version != self._young_version:
+            self._young, self._young_version = set(), version
+        judges_unfinished = unfinished and self.config.staleness.measure == "oldest"
+        stale: list[tuple[PendingGroup, list[PendingSample]]] = []
+        for group in self.buffer:
+            if group.group_id in self._young or not (group.is_scored or judges_unfinished):
+                continue
+            if old := [pending for pending in group.samples if self._is_stale(pending, version)]:
+                stale.append((group, old))
+            elif group.is_scored:
+                self._young.add(group.group_id)
+        return stale
+
+    def left_over(self, taken: Sequence[PendingGroup]) -> LeftOver:
+        """Decide what becomes of the groups in the buffer that a batch does not take."""
+        taken_ids = {group.group_id for group in taken}
+        return [(g, self._reason_to_drop(g)) for g in self.buffer if g.group_id not in taken_ids]
+
+    def _is_round_open(self) -> bool:
+        """Whether this round may still give a response tokens, or a group its deciding score."""
+        if self.config.partial_tokens is None:
+            return False
+        return any(
+            (self.needs_scores and not group.is_scored)
+            if group.is_finished
+            else not all(pending.is_finished or pending.is_resting for pending in group.samples)
+            for group in self.buffer
+        )
+
+    def _reason_to_drop(self, group: PendingGroup) -> DropReason | None:
+        max_carries = self.config.max_carries
+        if self.is_useless(group):
+            return DropReason.EQUAL_REWARDS
+        if not self.config.partial:
+            return DropReason.SURPLUS
+        if group.is_underway and max_carries is not None and group.carries >= max_carries:
+            return DropReason.CARRIED
+        return None
+
+    def replayed(self, step: int, version: int) -> list[PendingGroup]:
+        """Pick groups of earlier batches for the batch of ``step``; the seed decides which."""
+        if not self.replay.batches:
+            return []
+        limit = self.replay.max_age
+
+        def is_young(group: PendingGroup) -> bool:
+            ages = (response_age(p.sample.versions, version, "oldest") for p in group.samples)
+            return limit is None or max(ages) <= limit
+
+        candidates = [group for batch in self.buffer.earlier for group in batch if is_young(group)]
+        max_groups = math.floor(round(self.replay.share * self.config.groups_per_step, 9))
+        count = min(max_groups, len(candidates))
+        # The 1 separates these random numbers from others of the same seed and step.
+        generator = np.random.default_rng([self.plan.seed, 1, step])
+        picked = generator.choice(len(candidates), size=count, replace=False)
+        return [candidates[index] for index in sorted(picked.tolist())]
+
+    def is_useless(self, group: PendingGroup) -> bool:
+        """Whether dynamic sampling leaves a group out: every advantage would be 0."""
+        if not (self.config.dynamic_sampling.enabled and group.is_scored):
+            return False
+        return len({pending.sample.reward for pending in group.samples}) == 1
+
+    def _is_stale(self, pending: PendingSample, version: int) -> bool:
+        limit = self.config.staleness
+        assert limit.max_age is not None
+        assert limit.measure != "token"
+        pending.settle()
+        return response_age(pending.sample.versions, version, limit.measure) > limit.max_age
+
+
+def merge(
+    new: Sequence[PendingGroup], replayed: Sequence[PendingGroup]
+) -> tuple[PendingGroup, ...]:
+    """Spread replayed groups evenly among new ones, so that every update has its part of both."""
+    total = len(new) + len(replayed)
+    keyed = [((i + 0.5) * total / len(new), group) for i, group in enumerate(new)]
+    keyed += [((i + 0.5) * total / len(replayed), group) for i, group in enumerate(replayed)]
+    return tuple(group for _, group in sorted(keyed, key=lambda pair: pair[0]))

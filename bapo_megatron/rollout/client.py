@@ -1,4 +1,4 @@
-"""Rank 0's side of the collector, which owns the servers: starts it, calls it, ends it."""
+"""The sources of batches on rank 0: the collector's client, and the dumps of a replay."""
 
 import atexit
 import contextlib
@@ -11,17 +11,17 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.data.dump import read_encoded
+from bapo_megatron.data.dump import dump_path, read_encoded
 from bapo_megatron.engine.base import START_VERSION
 from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.rollout import messages
 from bapo_megatron.runtime import calls
 from bapo_megatron.runtime.calls import Call, Caller
-from bapo_megatron.runtime.gpus import count_gpus
 from bapo_megatron.runtime.processes import (
     child_environment,
     describe_exit,
@@ -41,10 +41,10 @@ _MIN_RELEASED_BYTES = 10**8
 
 
 class CollectorClient:
-    """A ``RolloutSource`` on real servers; ``launch`` it early, it gets ready in the background.
+    """Starts, calls and ends the collector: a ``RolloutSource`` on real servers.
 
-    Its calls raise ``RolloutError`` with the line that the collector has sent, or, where the
-    collector has died, with the end of its log.
+    ``launch`` it early, it gets ready in the background. Its calls raise ``RolloutError`` with the
+    line that the collector has sent, or, if the collector has died, with the end of its log.
     """
 
     def __init__(
@@ -58,16 +58,17 @@ class CollectorClient:
     ) -> None:
         """Prepare; nothing is started.
 
-        With ``awaits_weights`` own servers read no weights: a trainer syncs some first.
+        With ``awaits_weights`` the run's servers read no weights: a trainer syncs some first.
         Without ``for_training`` only evaluations are made, and neither the training prompts nor the
         temperature convention matter. ``on_progress`` takes lines for people during a wait.
-        ``stopped`` returns an error once the run is to stop: the start raises it, and what collects
-        or evaluates ends at once.
+        ``stopped`` returns an error once the run is to stop: the start raises it, and ``collect``
+        and ``evaluate`` end at once.
         """
         self._config = config
+        self._request = messages.Open(
+            config=config, for_training=for_training, awaits_weights=awaits_weights
+        )
         self._on_progress = on_progress
-        self._for_training = for_training
-        self._awaits_weights = awaits_weights
         self._stopped = stopped
         self._log_path = config.run_dir / "logs" / "collector.log"
         self._owner_pid = os.getpid()
@@ -75,11 +76,11 @@ class CollectorClient:
         self._socket: socket.socket | None = None
         self._poll = select.poll()  # not select(): a trainer may have more than 1024 open files
         self._lines: deque[bytes] = deque()
-        self._partial_line = bytearray()
+        self._begun_line = b""
         self._call_numbers = itertools.count(1)
         self._opening: Callable[[], None] | None = None
         self._is_connected = False
-        # Nobody knows what servers hold that others have started.
+        # Nobody knows what weights servers hold that others have started.
         self._lacks_weights = awaits_weights or not config.rollout.starts_servers
 
     def launch(self) -> None:
@@ -98,14 +99,7 @@ class CollectorClient:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        device = "cuda" if count_gpus() else "cpu"
-        request = messages.Open(
-            config=self._config,
-            for_training=self._for_training,
-            awaits_weights=self._awaits_weights,
-            device=device,
-        )
-        self._opening = self.start(messages.OPEN, request)
+        self._opening = self.start(messages.OPEN, self._request)
 
     def wait_ready(self) -> None:
         """See ``RolloutSource``."""
@@ -144,10 +138,10 @@ class CollectorClient:
         free_after, _ = torch.cuda.mem_get_info()
         if (released := free_after - free_before) < _MIN_RELEASED_BYTES:
             raise RolloutError(
-                "rollout.colocated: the servers were told to release their memory, but the free "
-                f"memory of rank 0's GPU grew by {released / 1e9:.2f} GB only: torch_memory_saver "
-                "is not at work in them (its library needs libcudart, on LD_LIBRARY_PATH), or "
-                f"others took it; see {self._log_path.parent}, or set rollout.colocated=false"
+                "rollout.colocated: after the servers released their memory, the free memory of "
+                f"rank 0's GPU grew by only {released / 1e9:.2f} GB: torch_memory_saver is not at "
+                "work in them (its library needs libcudart, on LD_LIBRARY_PATH), or others took "
+                f"it; see {self._log_path.parent}, or set rollout.colocated=false"
             )
 
     @property
@@ -214,11 +208,6 @@ class CollectorClient:
 
     def restore(self, path: Path) -> None:
         """See ``RolloutSource``; works before the servers are ready."""
-        if not path.is_file():
-            raise RolloutError(
-                "the checkpoint was written by a replay and has no position in the training data; "
-                "continue with replay, or start a new run with model.path set to its export"
-            )
         self._wait_opened()
         self._call(messages.RESTORE, path.absolute())
 
@@ -234,7 +223,6 @@ class CollectorClient:
             self._process = None
 
     def _wait_opened(self) -> None:
-        """Take the answer to ``open``, once."""
         assert self._process is not None, "launch comes first"
         if self._opening is not None:
             wait, self._opening = self._opening, None
@@ -265,7 +253,7 @@ class CollectorClient:
                     return result
 
     def _interrupts(self, call: Call[Any, Any]) -> bool:
-        """End a long call, if the run is to stop."""
+        """End a long call if the run is to stop; return whether it is."""
         if (error := self._stopped()) is None:
             return False
         if call in (messages.OPEN, messages.CONNECT):
@@ -275,18 +263,14 @@ class CollectorClient:
         return True
 
     def _receive(self) -> None:
-        """Read what the socket has; a line of many megabytes is copied once."""
         assert self._socket is not None
         chunk = b""
         with contextlib.suppress(ConnectionError):
             chunk = self._socket.recv(_RECEIVE_BYTES)
         if not chunk:
             raise self._collector_died()
-        first, *others = chunk.split(b"\n")
-        self._partial_line += first
-        for part in others:
-            self._lines.append(bytes(self._partial_line))
-            self._partial_line = bytearray(part)
+        *lines, self._begun_line = (self._begun_line + chunk).split(b"\n")
+        self._lines.extend(lines)
 
     def _collector_died(self) -> RolloutError:
         assert self._process is not None
@@ -298,3 +282,55 @@ class CollectorClient:
             f"the collector process died ({how}); the last lines of {self._log_path} say why:\n"
             f"{tail(self._log_path)}"
         )
+
+
+@dataclass(frozen=True)
+class ReplaySource:
+    """A ``RolloutSource`` without servers: reads the dumps of an earlier run."""
+
+    directory: Path
+    """Its ``<run_dir>/rollouts``."""
+
+    @property
+    def weights(self) -> None:
+        """None: there is no server to send them to."""
+        return None
+
+    def wait_ready(self) -> None:
+        """Nothing was started."""
+
+    def release_memory(self) -> None:
+        """Nothing holds any."""
+
+    def collect(self, step: int) -> EncodedBatch:
+        """Read the dump of ``step``, which is checked where it is decoded.
+
+        Raises:
+            RolloutError: There is none.
+        """
+        path = dump_path(self.directory, step)
+        if not path.is_file():
+            present = sorted(self.directory.glob("step_*.parquet"))
+            names = f"from {present[0].name} to {present[-1].name}" if present else "none"
+            raise RolloutError(
+                f"{path}: no dump of this step (there are: {names}); set train.steps to the number "
+                "of dumps, or copy the missing file"
+            )
+        return read_encoded(path)
+
+    def begin_evaluation(self, step: int) -> None:
+        """Nothing: there is no server."""
+
+    def evaluate(self, step: int, *, resume: bool = False) -> list[EvalResult]:
+        """Return nothing: there is no server."""
+        return []
+
+    def save(self, path: Path) -> Callable[[], None]:
+        """Write nothing: the trainer asks for each step by its number."""
+        return lambda: None
+
+    def restore(self, path: Path) -> None:
+        """Nothing to restore, whatever kind of run wrote the checkpoint."""
+
+    def close(self) -> None:
+        """Nothing was started."""

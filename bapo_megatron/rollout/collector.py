@@ -2,8 +2,11 @@
 
 It owns the run's own servers, HTTP, the rollout buffer and the graders, so that hundreds of
 requests never share an interpreter lock with a trainer rank. ``client.CollectorClient`` starts it
-and calls it over the socket FD (``messages``, ``weight_sync.receive``; on the wire: ``calls``). It
-ends when the socket closes.
+and calls it over the socket FD (``messages``, ``weight_sync.receive``; on the wire:
+``runtime.calls``). It ends when the socket closes.
+
+In a weight sync it only says when: ``WeightReceiver`` answers the calls of the trainer, pauses and
+resumes ``BatchCollector`` (or ``ColocatedServers`` around it), and updates ``EnginePool.states``.
 """
 
 import asyncio
@@ -12,6 +15,7 @@ import functools
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -22,7 +26,7 @@ from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
-from bapo_megatron.data.dump import dump_path
+from bapo_megatron.data.dump import dump_path, write_batch, write_texts
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_train_sets, log_warnings
 from bapo_megatron.data.stream import PromptMixture
@@ -30,28 +34,27 @@ from bapo_megatron.engine.base import START_VERSION, Backend
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.environment.load import load_environment
-from bapo_megatron.errors import RolloutError, first_cause
+from bapo_megatron.errors import RolloutError, describe_os_error, first_cause
 from bapo_megatron.evaluation.settings import load_sets
 from bapo_megatron.evaluation.summary import votes_pool
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
-from bapo_megatron.rollout import limits, messages
+from bapo_megatron.rollout import messages
 from bapo_megatron.rollout.batching import BatchCollector
-from bapo_megatron.rollout.colocated import ColocatedServers
-from bapo_megatron.rollout.episodes import Interaction
+from bapo_megatron.rollout.buffer import BatchPlan
+from bapo_megatron.rollout.episodes import Grader, Interaction
 from bapo_megatron.rollout.evaluation import Evaluator
-from bapo_megatron.rollout.grading import Grader
-from bapo_megatron.rollout.membership import Membership
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.replay import remove_dumps, write_samples
 from bapo_megatron.rollout.saved import read_saved, write_saved
-from bapo_megatron.rollout.selection import BatchPlan
+from bapo_megatron.rollout.servers import ColocatedServers, Membership
 from bapo_megatron.runtime import calls
 from bapo_megatron.runtime.exits import exits_noticed
+from bapo_megatron.runtime.gpus import count_gpus
 from bapo_megatron.runtime.processes import (
     OWNER_PID_VARIABLE,
     PrivateDirectory,
+    end_with_parent,
     write_stacks_on_signal,
 )
 from bapo_megatron.types import EvalResult, Prompt, RolloutBatch, SampleText
@@ -59,23 +62,22 @@ from bapo_megatron.weight_sync.receive import WeightReceiver
 
 _LOG = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 20
-"""Limit of one line."""
-_MAX_PUSHES = 5
-"""In a row, of weights that servers have lost, without a result in between."""
+_MAX_SYNCS = 5
+"""Weight syncs in a row because servers lost the weights, without a result in between."""
 
 
 class Collector:
     """Answers the calls of one client, each by the method of its name.
 
-    What they raise reaches the client as one line: ``RolloutError`` where something cannot be
-    started or generated, ``RewardError`` where grading fails, ``ValueError`` where data or settings
-    do not fit, ``OSError`` where a file cannot be read or written.
+    Their errors reach the client as one line: ``RolloutError`` where something cannot be started or
+    generated, ``RewardError`` where grading fails, ``ValueError`` where data or settings do not
+    fit, ``OSError`` where a file cannot be read or written.
     """
 
     def __init__(self, send: Callable[[calls.Reply], None]) -> None:
         self._send = send
         self.answers = calls.Answers()
-        """The calls that can be answered: those of a weight sync after ``connect``."""
+        """The calls that can be answered; those of a weight sync only after ``connect``."""
         self.answers.bind(messages.OPEN, self.open)
         self.answers.bind(messages.CONNECT, self.connect)
         self.answers.bind(messages.COLLECT, self.collect)
@@ -88,24 +90,25 @@ class Collector:
         self._stack = contextlib.AsyncExitStack()
         self._config: RunConfig
         self._has_weights: bool
-        """Whether engines start with the weights of ``model.path``."""
+        """Whether engines start with the weights in ``model.path``."""
         self._backend: Backend
         self._supervisor: ServerSupervisor | None = None
         self._colocated: ColocatedServers | None = None
-        self._pool: EnginePool | None = None
+        self._pool: EnginePool
         self._probe_prompts: tuple[Prompt, ...] = ()
-        self._batches: BatchCollector | None = None
+        self._batches: BatchCollector
+        """Idle where only evaluations are made."""
         self._evaluator: Evaluator
         self._beside: asyncio.Task[list[EvalResult] | None] | None = None
         """The evaluation that runs beside the rollout."""
         self._wire_dir: Path
         self._writing: asyncio.Task[None] | None = None
-        """Newest state that was to be saved."""
-        self._num_pushes = 0
-        self._num_results = -1
+        """Writes the newest saved state."""
+        self._num_syncs = 0
+        self._num_ended = -1
 
     async def answer(self, request: calls.Request) -> calls.Result | calls.Failure:
-        """Answer a call; what the user can do something about becomes one line."""
+        """Answer a call; an error that the user can act on becomes one line."""
         try:
             return calls.Result(request.id, await self.answers.answer(request))
         except Exception as error:
@@ -115,16 +118,16 @@ class Collector:
             # Into the log only, the client gets the line. Logging survives a full disk.
             _LOG.info("call '%s' failed", request.call, exc_info=True)
             text = str(cause) or f"{type(cause).__name__}; the end of collector.log says where"
+            if isinstance(cause, OSError):
+                text = f"{cause.filename or 'the collector'}: {describe_os_error(cause)}"
             if self._supervisor is not None and isinstance(cause, RolloutError):
                 failures = self._supervisor.describe_failures()
                 text += f"\n{failures}" if failures and failures not in text else ""
             return calls.Failure(request.id, text)
 
     def interrupt(self) -> None:
-        """Let ``collect`` and ``evaluate`` end at once, the running call and later ones."""
-        self._evaluator.is_interrupted = True
-        if self._batches is not None:
-            self._batches.is_interrupted = True
+        """End ``collect`` and ``evaluate`` at once, the running call and later ones."""
+        self._evaluator.is_interrupted = self._batches.is_interrupted = True
 
     async def close(self) -> None:
         """End graders and servers, close connections, remove temporary files."""
@@ -133,10 +136,8 @@ class Collector:
     async def open(self, request: messages.Open) -> None:
         """Answer ``messages.OPEN``."""
         self._config = run = request.config
-        limiting = asyncio.create_task(limits.limit_logs(run.run_dir / "logs"))
-        self._stack.callback(limiting.cancel)
-        # First, so that a reward function or an environment that cannot be loaded is found before
-        # any server is started.
+        # First, so that a reward function or an environment that cannot be loaded is reported
+        # before any server is started.
         rewards = eval_rewards = await self._start_rewards(eval_reward(run.reward, run.eval))
         if request.for_training and run.eval.functions is not None:
             rewards = await self._start_rewards(run.reward)
@@ -155,24 +156,25 @@ class Collector:
         renderer = ChatRenderer(tokenizer, run.data)
         train_sets = load_train_sets(run.data, renderer) if request.for_training else []
         log_warnings(train_sets)
-        if request.for_training:
-            shaping = Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
-            self._probe_prompts = train_sets[0].prompts[:4]
-            self._batches = BatchCollector(
-                Interaction(environment, renderer, episodes),
-                Grader(tokenizer, rewards, shaping, sees_groups=bool(rewards.group_names)),
-                PromptMixture(train_sets, run.seed, run.data.shuffle),
-                run.rollout,
-                run.replay,
-                BatchPlan(run.seed, run.train.steps, run.algorithm.updates_per_batch),
-                self._report,
-            )
+        self._probe_prompts = train_sets[0].prompts[:4] if train_sets else ()
+        shaping = Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
+        self._batches = BatchCollector(
+            Interaction(environment, renderer, episodes),
+            Grader(renderer, rewards, shaping, sees_groups=bool(rewards.group_names)),
+            PromptMixture(train_sets, run.seed, run.data.shuffle),
+            run.rollout,
+            run.replay,
+            BatchPlan(run.seed, run.train.steps, run.algorithm.updates_per_batch),
+            self._report,
+        )
+        measuring = asyncio.create_task(self._batches.loop_lag.measure())
+        self._stack.callback(measuring.cancel)
         sets = load_sets(run.eval, renderer, run.data.max_prompt_tokens, warns=request.for_training)
-        for overlap in find_overlaps(train_sets, [(each.name, each.prompts) for each in sets]):
+        for overlap in find_overlaps(train_sets, [(s.name, s.prompts) for s in sets]):
             _LOG.warning("%s", overlap.warning())
         self._evaluator = Evaluator(
-            Interaction(environment, renderer, episodes),  # its own: each counts its errors
-            Grader(tokenizer, eval_rewards),
+            Interaction(environment, renderer, episodes),  # another one: each counts its errors
+            Grader(renderer, eval_rewards),
             await self._stack.enter_async_context(votes_pool(run.reward)),
             sets,
             run,
@@ -186,10 +188,10 @@ class Collector:
 
     def _start_servers(self, request: messages.Open) -> None:
         self._backend = load_kind(self._config.rollout.engine).open(
-            self._config, request.device, awaits_weights=request.awaits_weights
+            self._config,
+            "cuda" if count_gpus() else "cpu",
+            awaits_weights=request.awaits_weights,
         )
-        if self._backend.servers or self._config.rollout.servers:
-            limits.check_files(self._config.rollout)
         if self._backend.servers:
             rollout = self._config.rollout
             self._supervisor = ServerSupervisor(self._backend.servers, rollout, rollout.min_servers)
@@ -201,20 +203,19 @@ class Collector:
         rollout = self._config.rollout
         if self._supervisor is not None:
             await self._supervisor.wait_ready(self._report)
-        engines = [await self._backend.connect(each) for each in self._backend.addresses()]
+        engines = [await self._backend.connect(address) for address in self._backend.addresses()]
         version = START_VERSION if self._has_weights else None
         self._pool = EnginePool(engines, rollout, version)
         states = self._pool.states
         self._stack.push_async_callback(states.close)
-        self._stack.push_async_callback(self._give_up_evaluation)
+        self._stack.push_async_callback(self._cancel_evaluation)
         if self._config.eval.overlap and self._pool.stepper is not None:
             raise RolloutError(
                 f"eval.overlap: must be false with rollout.engine={rollout.engine}, whose decode "
                 "steps belong to the rollout or to the evaluation; leave it out"
             )
-        if self._batches is not None:
-            self._batches.attach(self._pool)
-            self._stack.push_async_callback(self._batches.close)
+        self._batches.attach(self._pool)
+        self._stack.push_async_callback(self._batches.close)
         contexts = [prompt.token_ids for prompt in self._probe_prompts]
         if rollout.colocated:
             assert self._supervisor is not None, "colocated servers are the run's own"
@@ -228,15 +229,14 @@ class Collector:
         if rollout.servers_file is not None:
             interval_s = rollout.health.interval_s
             states.run(Membership(self._backend, self._pool, weights, interval_s).follow())
-        # Those that have no weights yet are checked after their first push.
+        # Those that have no weights yet are checked after their first weight sync.
         await states.wait_for_engines(contexts if self._has_weights else (), self._report)
 
     async def collect(self, step: int) -> Path | None:
         """Answer ``messages.COLLECT``."""
-        assert self._batches is not None, "opened for training"
         gc.collect()  # of the last batch: see ``collect_garbage_rarely``
         if await self._batches.collect(step, self._hand_over) is None:
-            self._count_push()
+            self._count_sync()
             return None
         return self._batch_path(step)
 
@@ -248,41 +248,33 @@ class Collector:
     async def begin_evaluation(self, request: messages.Evaluate) -> None:
         """Answer ``messages.BEGIN_EVALUATION``."""
         self._evaluator.runs_beside = True
-        self._beside = asyncio.create_task(self._evaluate(request))
+        self._beside = asyncio.create_task(self._evaluator.evaluate(self._pool, request))
 
     async def evaluate(self, request: messages.Evaluate) -> list[EvalResult] | None:
         """Answer ``messages.EVALUATE``."""
-        if self._batches is not None:
-            await self._batches.wait_for_ahead()
+        await self._batches.wait_for_ahead()
         await self._finish_evaluation()
-        begun, self._beside = self._beside, None
-        results = await self._evaluate(request) if begun is None else begun.result()
+        beside, self._beside = self._beside, None
+        results = await (beside or self._evaluator.evaluate(self._pool, request))
         if results is None:
-            self._count_push()
+            self._count_sync()
         return results
 
-    async def _evaluate(self, request: messages.Evaluate) -> list[EvalResult] | None:
-        assert self._pool is not None, "connect comes first"
-        return await self._evaluator.evaluate(
-            self._pool, request.moment, request.weights, resume=request.resume
-        )
-
     async def _finish_evaluation(self) -> None:
-        """Wait for what runs beside the rollout; from now on nobody pushes weights for it."""
+        """Wait for what runs beside the rollout; from now on nobody syncs weights for it."""
         self._evaluator.runs_beside = False
         if self._beside is not None:
             await asyncio.wait([self._beside])
 
-    async def _give_up_evaluation(self) -> None:
+    async def _cancel_evaluation(self) -> None:
         if self._beside is not None:
             self._beside.cancel()
             await asyncio.gather(self._beside, return_exceptions=True)
 
     async def save(self, path: Path) -> None:
-        """Answer ``messages.SAVE``; a thread writes, so that generation goes on."""
-        assert self._batches is not None, "opened for training"
+        """Answer ``messages.SAVE``; a thread writes, so that generation continues."""
         await self._batches.wait_for_ahead()
-        if self._writing is not None:  # of a checkpoint that was given up
+        if self._writing is not None:  # for a checkpoint that failed
             await asyncio.wait([self._writing])
         writing = asyncio.to_thread(write_saved, path, self._batches.state())
         self._writing = asyncio.create_task(writing)
@@ -298,43 +290,38 @@ class Collector:
 
     async def restore(self, path: Path) -> None:
         """Answer ``messages.RESTORE``."""
-        assert self._batches is not None, "opened for training"
         self._batches.restore(await asyncio.to_thread(read_saved, path))
 
-    def _count_push(self) -> None:
-        """Count that the trainer is asked for weights again, because no server holds them any more.
+    def _count_sync(self) -> None:
+        """Count that the trainer must sync again, because no server holds the weights any more.
 
-        A prompt that crashes its server is sent again after each restart, once the trainer has
-        pushed the weights; without a limit that would go on forever.
+        A prompt that crashes its server is sent again after each restart and sync; without a limit
+        that would never end.
         """
-        assert self._pool is not None, "connect comes first"
         if self._evaluator.is_interrupted:
             return
-        num_results = self._evaluator.num_samples
-        num_results += 0 if self._batches is None else self._batches.finished_samples
-        if num_results != self._num_results:
-            self._num_pushes, self._num_results = 0, num_results
-        if self._num_pushes == _MAX_PUSHES:
-            own = () if self._supervisor is None else self._supervisor.servers
-            logs = ", ".join(str(server.log_path) for server in own) or "their logs"
+        if self._pool.num_ended != self._num_ended:
+            self._num_syncs, self._num_ended = 0, self._pool.num_ended
+        if self._num_syncs == _MAX_SYNCS:
+            servers = () if self._supervisor is None else self._supervisor.servers
+            logs = ", ".join(str(server.log_path) for server in servers) or "their logs"
             raise RolloutError(
-                f"the weights were pushed {_MAX_PUSHES} times in a row, and each time every server "
-                f"failed before anything was finished: {self._pool.states.describe()}; a prompt or "
-                f"a setting seems to crash them: see {logs}, correct it (rollout.server, data) and "
-                "continue with resume=true"
+                f"{_MAX_SYNCS} weight syncs in a row, each followed by the failure of every server "
+                f"before any response ended: {self._pool.states.describe()}; a prompt or a setting "
+                f"seems to crash them: see {logs}, correct it (rollout.server, data) and continue "
+                "with resume=true"
             )
-        self._num_pushes += 1
+        self._num_syncs += 1
 
     async def _hand_over(self, batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
-        """Write a batch where the trainer finds it, and what else belongs to its step."""
-        kept_texts = texts if self._config.rollout.dump else None
-        path = self._batch_path(batch.step)
-        await write_samples(path, batch, kept_texts)
-        if keep := self._config.rollout.keep_dumps:
-            try:
-                await asyncio.to_thread(remove_dumps, path.parent, batch.step - keep)
-            except OSError as error:
-                _LOG.warning("cannot remove an old dump (%s); remove it by hand", error)
+        """Write a batch where the trainer finds it, in a thread; release what training needs."""
+        path, rollout = self._batch_path(batch.step), self._config.rollout
+        if rollout.dump:  # first, so that a dump that is there has its texts
+            await asyncio.to_thread(write_texts, path, batch.step, texts)
+        await asyncio.to_thread(write_batch, path, batch)
+        if rollout.keep_dumps:
+            with contextlib.suppress(OSError):  # the next step tries again
+                await asyncio.to_thread(remove_dumps, path.parent, batch.step - rollout.keep_dumps)
         if self._colocated is not None:
             await self._finish_evaluation()  # its servers go away
             await self._colocated.release()
@@ -345,6 +332,18 @@ class Collector:
 
     def _report(self, text: str) -> None:
         self._send(calls.Progress(text))
+
+
+def remove_dumps(directory: Path, last_step: int) -> None:
+    """Remove the dumps of the steps up to ``last_step``, each before its texts; keep other files.
+
+    What a kill in between leaves is removed by the next call.
+    """
+    for folder in (directory, directory / "texts"):
+        for path in folder.glob("step_*.parquet"):
+            step = path.stem.removeprefix("step_")
+            if step.isdecimal() and int(step) <= last_step:
+                path.unlink()
 
 
 class _WarningsToClient(logging.Handler):
@@ -381,16 +380,12 @@ async def serve(connection: socket.socket) -> None:
             with contextlib.suppress(ConnectionError):  # the client is gone: the other task ends
                 await writer.drain()
 
-    coroutines = (read_requests(), _wait_for_owner_to_go(), answer_requests())
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        async with asyncio.TaskGroup() as tasks:
+            answering = tasks.create_task(answer_requests())
+            await read_requests()
+            answering.cancel()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         await collector.close()
 
 
@@ -399,18 +394,28 @@ def _send(writer: asyncio.StreamWriter, message: calls.Reply) -> None:
         writer.write(calls.encode(message))
 
 
-async def _wait_for_owner_to_go() -> None:
-    """Return when the owner has died; processes that it forked may still hold the socket."""
-    owner_pid = int(os.environ[OWNER_PID_VARIABLE])
-    while os.getppid() == owner_pid:
-        await asyncio.sleep(1.0)
+def collect_garbage_rarely() -> None:
+    """Keep garbage collection out of the event loop; call ``gc.collect`` between batches.
+
+    SGLang answers with nested lists. Python's default thresholds trigger full collections again and
+    again, with 8,192 requests in flight up to 1.5 s each: the loop was 9 s late
+    (docs/benchmarks/connections_cpu_202611.md).
+    """
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 50)
 
 
 def main(file_descriptor: int) -> None:
     """Run the collector on an open socket."""
     write_stacks_on_signal()
-    limits.raise_file_limit()
-    limits.collect_garbage_rarely()
+    # Processes that a killed owner had forked may still hold the socket.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end_with_parent(signal.SIGINT)
+    if os.getppid() != int(os.environ[OWNER_PID_VARIABLE]):
+        return
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # a request needs a connection
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+    collect_garbage_rarely()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # to all of a Slurm step: the owner decides
         signal.signal(number, lambda *_: None)

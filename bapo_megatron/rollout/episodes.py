@@ -2,9 +2,10 @@
 
     begin → the policy's turn → the environment's answer → … → the end → a score
 
-One task per sample. It lives as long as requests may be in flight: with ``rollout.async_steps``
-beyond the step that started it. What has been received is in the sample at once, so that a task may
-be ended at any moment and begun again where it stopped.
+``Interaction`` begins episodes and answers turns, ``Grader`` scores, ``Episodes`` runs one task per
+sample. A task lives as long as requests may be in flight: with ``rollout.async_steps`` beyond the
+step that started it. What has been received is in the sample at once, so a task may be ended at any
+moment and begun again where it stopped.
 
 With an ``engine.base.Stepper`` all decisions of a run are taken between two bursts of decode steps,
 when everything has *settled*: every request waits inside the engine, and, where decisions depend on
@@ -20,24 +21,25 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
+from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.engine.base import Completion, GenerateRequest, SamplingSettings
 from bapo_megatron.environment.base import Environment, EnvironmentFailedError, Step, Task, Turn
+from bapo_megatron.reward.base import Response, SampleFacts, Score
+from bapo_megatron.reward.composition import Rewards
+from bapo_megatron.reward.shaping import ShapedReward, Shaping
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.types import FinishReason
+from bapo_megatron.types import FinishReason, Sample
 
 BURST = 16
-"""Decode steps between two decisions. Responses that end within a burst are graded, and others take
-their places, after it: more steps leave places empty, fewer let the engine wait for graders more
-often. What a run samples depends on it, so it is no setting."""
+"""Decode steps between two decisions. Responses that end within a burst are graded and replaced
+after it: more steps leave places empty, fewer let the engine wait for graders more often. What a
+run samples depends on it, so it is no setting."""
 _MAX_LOOP_TURNS = 8
 """Turns of the event loop; a new task is inside the engine after the first, and so is one whose
 environment has answered."""
 _MAX_WAIT_S = 0.5
-"""Longest wait for news."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -51,12 +53,12 @@ class Interaction:
     errors: Counter[str] = field(default_factory=Counter)
     """Episodes that ended because the environment failed, by kind."""
 
-    async def go_on(self, pending: PendingSample, sampling: SamplingSettings) -> None:
+    async def respond(self, pending: PendingSample, sampling: SamplingSettings) -> None:
         """Begin an episode, or answer the turn that has ended.
 
         The sample changes only once the answer is there. ``sampling`` is that of the whole
-        response: its seed is the same after every resume, its limit counts what the environment
-        writes.
+        response: its seed is the same after every resume, and its limit includes what the
+        environment writes.
 
         Raises:
             EnvironmentFailedError: The environment failed, with ``on_error: raise``.
@@ -81,7 +83,7 @@ class Interaction:
             if self.config.on_error == "raise":
                 raise
             if not self.errors[error.kind]:
-                _LOG.warning("%s; the episode ends and is counted, as later ones are", error)
+                _LOG.warning("%s; the episode ends and is counted, as later ones will be", error)
             self.errors[error.kind] += 1
             pending.finish(FinishReason.ENVIRONMENT)
 
@@ -113,34 +115,107 @@ class Interaction:
             pending.write(token_ids)
 
     def _token_ids(self, step: Step, pending: PendingSample) -> Sequence[int]:
-        """The tokens that the environment writes, all of them the tokenizer's."""
-        turn = pending.sample.num_turns - 1
-        where = f"rollout.environment: its answer to turn {turn} of {pending.prompt.prompt_id}"
+        """Return the tokens that the environment writes; all are the tokenizer's."""
         try:
             if step.messages:
                 return self.renderer.continuation(step.messages)
+            largest = self.renderer.vocab_size - 1
+            if unknown := [token for token in step.token_ids if not 0 <= token <= largest]:
+                raise ValueError(f"must have tokens from 0 to {largest}, got {unknown[0]}")
+            return step.token_ids
         except ValueError as error:
+            turn = pending.sample.num_turns - 1
             raise EnvironmentFailedError(
-                f"{where} {error}; correct its messages, give token_ids, or set "
-                "rollout.episodes.on_error=zero",
+                f"rollout.environment: its answer to turn {turn} of {pending.prompt.prompt_id} "
+                f"{error}; correct the environment, or set rollout.episodes.on_error=zero",
                 "tokens",
             ) from error
-        size = self.renderer.vocab_size
-        unknown = [token for token in step.token_ids if not 0 <= token < size]
-        if unknown:
-            raise EnvironmentFailedError(
-                f"{where} must have tokens from 0 to {size - 1}, got {unknown[0]}; use the "
-                "model's own tokenizer, or set rollout.episodes.on_error=zero",
-                "tokens",
-            )
-        return step.token_ids
+
+
+@dataclass(eq=False)
+class Grader:
+    """Decodes responses and has them scored; the caller starts and closes ``rewards``."""
+
+    renderer: ChatRenderer
+    rewards: Rewards
+    shaping: Shaping | None = None
+    """What is added to the rewards in training; None in evaluations."""
+    sees_groups: bool = field(default=False, kw_only=True)
+    """Whether rewards depend on the whole group."""
+    num_timeouts: int = 0
+    """Samples scored 0 because grading them took too long."""
+    num_errors: int = 0
+    """Samples scored 0 because a reward function failed."""
+
+    async def score(self, pending: PendingSample, group: PendingGroup) -> None:
+        """Fill in texts and reward of a finished sample, unless it was restarted meanwhile.
+
+        With ``sees_groups``, those of the whole ``group`` once its last sample is graded.
+
+        Raises:
+            RewardError: A reward function failed.
+        """
+        sample, prompt = pending.sample, pending.prompt
+        texts = tuple(
+            self.renderer.decode(token_ids.tolist(), skips_special=True)
+            for token_ids in sample.segments()
+        )
+        facts = SampleFacts(
+            prompt_id=prompt.prompt_id,
+            source=prompt.source,
+            prompt=prompt.text,
+            finish_reason=sample.finish_reason.value,
+            num_tokens=len(sample.response_token_ids),
+            num_turns=sample.num_turns,
+            environment_tokens=sample.num_written,
+        )
+        turns = texts if len(texts) > 1 else ()
+        response = Response(texts[-1], prompt.answer, facts, prompt.row, turns, pending.state)
+        score = await self.rewards.score(response)
+        if pending.sample is not sample:
+            return
+        pending.graded = response, score
+        members = group.samples if self.sees_groups else [pending]
+        if all(member.graded is not None for member in members):
+            await self._reward(members)
+
+    async def _reward(self, members: Sequence[PendingSample]) -> None:
+        """Give graded samples their rewards, all at once, unless one is restarted meanwhile."""
+        samples = [member.sample for member in members]
+        graded = [member.graded for member in members if member.graded is not None]
+        responses = [response for response, _ in graded]
+        scores = [score for _, score in graded]
+        if self.sees_groups:
+            scores = await self.rewards.score_group(responses, scores)
+        shaped = await asyncio.gather(*map(self._shape, samples, responses, scores))
+        if any(member.sample is not s for member, s in zip(members, samples, strict=True)):
+            return
+        for pending, response, score, final in zip(members, responses, scores, shaped, strict=True):
+            self.num_timeouts += score.timed_out or final.timed_out
+            self.num_errors += score.failed
+            sample = pending.sample
+            sample.reward = final.reward
+            sample.reward_components = {**score.components, **score.metrics, **final.terms}
+            sample.answer_found = score.answer_found
+            pending.texts = response.turns or (response.text,)
+            pending.extracted, pending.reason = map(_storable, (score.extracted, score.reason))
+
+    async def _shape(self, sample: Sample, response: Response, score: Score) -> ShapedReward:
+        if self.shaping is None or sample.finish_reason is FinishReason.ENVIRONMENT:
+            return ShapedReward(score.reward, {})
+        return await self.shaping.apply(score, response, sample.sampled_token_ids)
+
+
+def _storable(text: str) -> str:
+    """Replace half a surrogate pair, which no file can hold, by ``?``."""
+    return text.encode("utf-8", "replace").decode()
 
 
 @dataclass(eq=False)
 class Episodes:
-    """The tasks of samples that are on their way, and what they count.
+    """The tasks of samples in progress, and their counters.
 
-    A task fails with ``RolloutError`` where no server could go on or an environment failed, with
+    A task fails with ``RolloutError`` where no server can continue or an environment failed, with
     ``RewardError`` where grading failed; ``raise_failure`` and what waits for news raise it, once.
     """
 
@@ -150,9 +225,9 @@ class Episodes:
     plan: Callable[[PendingSample], GenerateRequest]
     """The request for a sample's whole response."""
     on_score: Callable[[PendingSample], Awaitable[None]] | None = None
-    """Takes a sample as soon as it has its score."""
+    """Called with each sample as soon as it is scored."""
     awaits_scores: bool = False
-    """Every burst of decode steps waits until all scores are there."""
+    """Whether every burst of decode steps waits until all scores are there."""
     is_running: bool = False
     """Whether requests may be in flight."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -160,7 +235,6 @@ class Episodes:
     generated_tokens: int = 0
     resumed_samples: int = 0
     """Requests so far that continued a turn."""
-    finished_samples: int = 0
     _tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
     _sampling: dict[asyncio.Task[None], PendingSample] = field(default_factory=dict)
     """Tasks in which the policy has the turn."""
@@ -169,7 +243,7 @@ class Episodes:
     _failure: BaseException | None = None
 
     def advance(self, groups: Iterable[PendingGroup]) -> None:
-        """Work on every sample that has no score yet; what is in progress goes on."""
+        """Work on every sample that has no score yet; what is in progress continues."""
         if not self.is_running:
             self.pool.reopen()
             self.is_running = True
@@ -185,7 +259,7 @@ class Episodes:
                 task.add_done_callback(functools.partial(self._end, key))
 
     async def stop(self) -> None:
-        """Abort every request; samples keep what came. Environments and graders go on."""
+        """Abort every request; samples keep what came. Environments and graders continue."""
         if not self.is_running:
             return
         self.is_running = False
@@ -193,41 +267,29 @@ class Episodes:
         while self._sampling:
             await asyncio.sleep(0)  # their requests have ended
 
-    async def pause(self, config: WeightSyncConfig) -> None:
-        """Make way for new weights, as ``config.in_flight`` says."""
-        if config.in_flight == "abort":
-            await self.stop()
-        elif self.is_running:
-            await self.pool.pause(config.in_flight)
-
-    async def resume(self, groups: Iterable[PendingGroup]) -> None:
-        """Go on after ``pause``."""
-        if self.is_running:
-            await self.pool.resume()
-        self.advance(groups)
-
     def cancel(self, pending: PendingSample) -> None:
-        """End the work on a sample that is given up."""
+        """End the work on a sample that is dropped or restarted."""
         task = self._tasks.pop((pending.sample.group_id, pending.sample.index), None)
         if task is not None:
             task.cancel()
 
     def raise_failure(self) -> None:
-        """Raise what a task has failed with, if any has."""
+        """Raise the error of the first task that failed, if any did."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
     async def wait_for_change(self) -> None:
-        """Drive a burst, or wait, until there may be something to decide on, or for a moment."""
+        """Drive a burst, or wait for news, at most for a moment."""
         if not await self.drive(BURST):
             await self._wait_for_news()
             self.raise_failure()
 
     async def drive(self, max_steps: int) -> int:
-        """Settle, make up to so many decode steps, and settle again; returns the steps made.
+        """Settle, make at most ``max_steps`` decode steps, and settle again; return the steps made.
 
-        0 where there is no request, no engine has the weights, or the engine samples by itself.
+        0 without a request, without an engine that has the weights, or if the engine samples by
+        itself.
         """
         stepper = self.pool.stepper
         if stepper is None or not await self.settle(scored=self.awaits_scores):
@@ -237,10 +299,10 @@ class Episodes:
         return num_steps
 
     async def settle(self, *, scored: bool = True) -> bool:
-        """Wait until nothing will change before the next decode step, and maybe for every score.
+        """Wait until nothing changes before the next decode step; with ``scored``, for every score.
 
-        Returns whether that is so; else no engine holds the weights any more. Nothing is done where
-        the engine samples by itself.
+        Returns False where no engine holds the weights any more. Does nothing if the engine samples
+        by itself.
         """
         while self.pool.stepper is not None:
             for _ in range(_MAX_LOOP_TURNS):
@@ -262,7 +324,7 @@ class Episodes:
     def _is_settled(self, scored: bool) -> bool:
         """Whether every task that samples waits inside the engine for the next tokens.
 
-        So no task is on its way there, or about to end, and none waits for its environment; with
+        No task is on its way there or about to end, and none waits for its environment; with
         ``scored``, none is grading either.
         """
         self.raise_failure()
@@ -277,7 +339,6 @@ class Episodes:
         return self._sampling.keys() == wanted if scored else self._sampling.keys() <= wanted
 
     async def _wait_for_news(self) -> None:
-        """Wait for news, but only for a moment; they count as read."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.news.wait(), _MAX_WAIT_S)
         self.news.clear()
@@ -291,7 +352,7 @@ class Episodes:
         self.news.set()
 
     async def _play(self, pending: PendingSample, group: PendingGroup) -> None:
-        """Take turns until the episode ends, rests, or is aborted; score what has ended."""
+        """Take turns until the episode ends, rests or is aborted; score it once it has ended."""
         task, request, had_ended = asyncio.current_task(), self.plan(pending), pending.is_finished
         assert task is not None
         while not pending.is_finished:
@@ -303,7 +364,6 @@ class Episodes:
                     return
         if not had_ended:
             self._sampling.pop(task, None)  # ``stop`` does not wait for its score
-            self.finished_samples += 1
             self.news.set()
         await self.grader.score(pending, group)
         if self.on_score is not None:
@@ -312,11 +372,11 @@ class Episodes:
     async def _ask(
         self, task: asyncio.Task[None], pending: PendingSample, sampling: SamplingSettings
     ) -> None:
-        """Have the environment begin the episode, or answer a turn."""
+        """Let the environment begin the episode, or answer a turn."""
         self._sampling.pop(task, None)  # ``stop`` does not wait for its environment
         self._asking.add(task)
         try:
-            await self.interaction.go_on(pending, sampling)
+            await self.interaction.respond(pending, sampling)
         finally:
             self._asking.discard(task)
         if self.is_running and not pending.is_finished:
@@ -324,7 +384,7 @@ class Episodes:
         self.news.set()
 
     async def _sample(self, pending: PendingSample, request: GenerateRequest) -> bool:
-        """Go on with the policy's turn; returns whether it has ended."""
+        """Continue the policy's turn; return whether it has ended."""
         max_tokens, is_resumed = request.sampling.max_new_tokens, pending.is_within_turn
         stop_at = min(max_tokens, pending.rests_at)
 

@@ -1,4 +1,4 @@
-"""The samples of an evaluation: every one is made once, graded, and kept as it finishes."""
+"""Evaluations, also beside a rollout (``eval.overlap``): each sample is made once and kept."""
 
 import contextlib
 import time
@@ -15,10 +15,10 @@ from bapo_megatron.evaluation.settings import EvalSet, settings_of
 from bapo_megatron.evaluation.summary import summarise
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-from bapo_megatron.rollout.episodes import Episodes, Interaction
-from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.episodes import Episodes, Grader, Interaction
+from bapo_megatron.rollout.messages import Evaluate
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.replay import write_errors
+from bapo_megatron.runtime.files import naming
 from bapo_megatron.telemetry.console import describe_rate, reporting
 from bapo_megatron.types import EvalResult
 
@@ -33,49 +33,40 @@ class Evaluator:
     sets: Sequence[EvalSet]
     config: RunConfig
     report: Callable[[str], None]
-    num_samples: int = 0
-    """Samples finished so far, in all evaluations."""
     is_interrupted: bool = False
-    """End at once, as if no server held the weights; what is finished is kept."""
+    """End at once, as if no server held the weights; finished samples are kept."""
     runs_beside: bool = False
-    """Beside a rollout: it shows no progress, and waits where no server holds the weights, which
-    the rollout asks for."""
+    """Beside a rollout: it shows no progress, and waits where no server holds the weights, because
+    the rollout asks for them."""
     _begun: str | None = None
-    """The evaluation whose files this process has begun."""
+    """The moment whose files this process has begun."""
 
-    async def evaluate(
-        self, pool: EnginePool, moment: str, weights: str, *, resume: bool = False
-    ) -> list[EvalResult] | None:
+    async def evaluate(self, pool: EnginePool, request: Evaluate) -> list[EvalResult] | None:
         """Score every set with the weights that the servers hold; None where none does any more.
 
         The sets are sampled together, in their order, so that servers do not wait for the longest
-        responses of one set before they begin the next.
-
-        Args:
-            pool: The servers.
-            moment: Begins the names of the results files, see ``samples_file``. An evaluation that
-                is asked for again continues where it failed.
-            weights: Names the weights; only their samples are continued.
-            resume: Continue with the samples of an earlier process.
+        responses of one set before they begin the next. A second call for the same moment continues
+        where the first one failed.
 
         Raises:
-            RolloutError: Servers or an environment failed, or the results cannot be written.
+            RolloutError: Servers or an environment failed.
             ResultsError: The files hold samples of something else.
             RewardError: Grading failed, or comparing answers (then inside an exception group).
+            OSError: The results cannot be written.
         """
-        config, is_resumed = self.config, resume or self._begun == moment
+        config, moment, weights = self.config, request.moment, request.weights
+        is_resumed = request.resume or self._begun == moment
         journals: list[SampleJournal] = []
         with contextlib.ExitStack() as stack:
             for eval_set in self.sets:
                 path = samples_file(config.run_dir, moment, eval_set.name)
                 settings = settings_of(eval_set, config, weights)
-                with _write_errors(path):
-                    journals.append(await SampleJournal.open(path, settings, resume=is_resumed))
+                journals.append(await SampleJournal.open(path, settings, resume=is_resumed))
                 stack.callback(journals[-1].close)
             self._begun = moment
             has_all = await self._sample(pool, journals)
             for journal in journals:
-                with _write_errors(journal.path):
+                with naming(journal.path):
                     journal.sync()
         if not has_all:
             return None
@@ -89,55 +80,49 @@ class Evaluator:
                 for prompt in eval_set.prompts
             ]
             results.append(await summarise_set(eval_set, groups, self.votes, config, weights))
-        path = results_file(config.run_dir, moment)
-        with _write_errors(path):
-            write_results(results, path)
+        write_results(results, results_file(config.run_dir, moment))
         return results
 
     async def _sample(self, pool: EnginePool, journals: Sequence[SampleJournal]) -> bool:
-        """Make every sample that its journal lacks; returns whether servers had the weights."""
+        """Make every sample that its journal lacks; return whether servers had the weights."""
         version = pool.states.version
         assert version is not None, "weights come before an evaluation"
         began_s, num_before = time.monotonic(), sum(len(journal.samples) for journal in journals)
-        started_s = began_s - max((j.elapsed_s for j in journals), default=0.0)
+        started_s = began_s - max((journal.elapsed_s for journal in journals), default=0.0)
         waiting, places = self._missing(journals)
-        num_missing = sum(len(group.samples) for group in waiting)
+        total = num_before + sum(len(group.samples) for group in waiting)
 
         async def keep(pending: PendingSample) -> None:
             _, journal = places[pending.sample.group_id]
             spans = pending.sample.versions
             assert all(span.version == version for span in spans), f"{spans} are not of {version}"
-            sample = _eval_sample(pending, version, time.monotonic() - started_s)
-            with _write_errors(journal.path):
-                await journal.append(sample)
-            self.num_samples += 1
+            await journal.append(_eval_sample(pending, version, time.monotonic() - started_s))
 
         def plan(pending: PendingSample) -> GenerateRequest:
             return self._request_of(pending, places[pending.sample.group_id][0])
 
         episodes = Episodes(pool, self.interaction, self.grader, plan, on_score=keep)
 
-        def num_made() -> int:
-            return sum(len(journal.samples) for journal in journals) - num_before
+        def num_done() -> int:
+            return sum(len(journal.samples) for journal in journals)
 
         def report() -> None:
-            done, total = num_before + num_made(), num_before + num_missing
             rate = describe_rate(episodes.generated_tokens, began_s)
             if not self.runs_beside:
-                self.report(f"evaluation: {done}/{total} samples{rate}")
+                self.report(f"evaluation: {num_done()}/{total} samples{rate}")
 
         # While some are graded or answered, others are sampled.
-        max_underway = 2 * (self.config.rollout.max_connections or num_missing)
+        max_underway = 2 * (self.config.rollout.max_connections or total)
         if pool.stepper is not None:  # gets all: what it samples next must not depend on graders
-            max_underway = num_missing
-        num_begun = 0
+            max_underway = total
+        num_begun = num_before
         try:
             with reporting(report):
-                while num_made() < num_missing:
+                while num_done() < total:
                     lacks_weights = pool.states.needs_weights and not self.runs_beside
                     if lacks_weights or self.is_interrupted:
                         return False
-                    while waiting and num_begun - num_made() < max_underway:
+                    while waiting and num_begun - num_done() < max_underway:
                         num_begun += len(waiting[0].samples)
                         episodes.advance([waiting.popleft()])
                     await episodes.wait_for_change()
@@ -148,7 +133,7 @@ class Evaluator:
     def _missing(
         self, journals: Sequence[SampleJournal]
     ) -> tuple[deque[PendingGroup], dict[int, tuple[EvalSet, SampleJournal]]]:
-        """Missing samples, in the order of sets and prompts, and where those of a group belong."""
+        """Return the missing samples in the order of sets and prompts, and each group's journal."""
         groups: deque[PendingGroup] = deque()
         places: dict[int, tuple[EvalSet, SampleJournal]] = {}
         for eval_set, journal in zip(self.sets, journals, strict=True):
@@ -213,7 +198,7 @@ async def summarise_set(
     config: RunConfig,
     weights: str,
 ) -> EvalResult:
-    """The scores of a set whose samples are complete, as the run's settings want them.
+    """Score a set whose samples are complete, by the run's settings.
 
     Raises:
         RewardError: Comparing answers failed (inside an exception group).
@@ -230,17 +215,14 @@ async def summarise_set(
 
 
 def samples_file(run_dir: Path, moment: str, set_name: str) -> Path:
-    """Where the samples of a set are: ``eval/step_000020_aime24.jsonl``, or ``eval/aime24.jsonl``.
+    """Return where the samples of a set are: ``eval/step_000020_aime24.jsonl``.
 
-    ``moment`` is ``step_<n>``, ``start``, or empty for an evaluation without training.
+    ``moment`` is ``step_<n>``, ``start``, or empty for an evaluation without training:
+    ``eval/aime24.jsonl``.
     """
     return run_dir / "eval" / f"{moment}{'_' * bool(moment)}{set_name}.jsonl"
 
 
 def results_file(run_dir: Path, moment: str) -> Path:
-    """Where the scores of all sets are: ``eval/step_000020.json``, or ``eval.json``."""
+    """Return where the scores of all sets are: ``eval/step_000020.json``, or ``eval.json``."""
     return run_dir / "eval" / f"{moment}.json" if moment else run_dir / "eval.json"
-
-
-def _write_errors(path: Path) -> contextlib.AbstractContextManager[None]:
-    return write_errors("the evaluation results", path, "change run_dir")

@@ -19,7 +19,7 @@ class RolloutSource(Protocol):
     """Provides batches and evaluations; lives on rank 0 only.
 
     Implementations: ``client.CollectorClient`` (a collector process and real servers) and
-    ``replay.ReplaySource`` (dumps of an earlier run, without servers).
+    ``client.ReplaySource`` (dumps of an earlier run, without servers).
     """
 
     @property
@@ -30,19 +30,19 @@ class RolloutSource(Protocol):
         """
 
     def wait_ready(self) -> None:
-        """Wait until batches can be asked for; weights may still have to be pushed.
+        """Wait until batches can be asked for; a weight sync may still have to come first.
 
         This call, ``release_memory`` and ``restore`` raise ``StoppedError`` where the run is to
         stop; then only ``close`` may follow.
         """
 
     def release_memory(self) -> None:
-        """Have servers on the trainer's GPUs give their memory away until weights are pushed."""
+        """Make servers on the trainer's GPUs release their memory until the next weight sync."""
 
     def collect(self, step: int) -> EncodedBatch | None:
-        """Return the batch of ``step`` (1, 2, …) as it was written; blocks until it is complete.
+        """Return the batch of ``step`` (1, 2, …) as it was written; block until it is complete.
 
-        None means that no server holds the newest weights any more: push them, then ask again. Or
+        None means that no server holds the newest weights any more: sync them, then ask again. Or
         the run is to stop: ``save`` keeps what was sampled.
         """
 
@@ -56,8 +56,8 @@ class RolloutSource(Protocol):
     def begin_evaluation(self, step: int) -> None:
         """Begin an evaluation that runs beside the next batch; ``evaluate`` returns its results.
 
-        It must be asked for them before other weights are pushed. There they are None where no
-        server holds the weights any more: then they cannot be had.
+        Call ``evaluate`` before the next weight sync. None then means that no server holds the
+        weights any more: the results are lost.
         """
 
     def save(self, path: Path) -> Callable[[], None]:
@@ -82,9 +82,7 @@ class Open:
     for_training: bool
     """Whether batches will be asked for, or evaluations only."""
     awaits_weights: bool
-    """Whether weights are pushed before anything else is asked for."""
-    device: str
-    """Where servers run: ``cuda`` or ``cpu``."""
+    """Whether a weight sync comes before every other call but ``restore``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +90,16 @@ class Evaluate:
     """Score the evaluation sets."""
 
     moment: str
-    """Begins the names of the results files."""
+    """Begins the names of the results files (``evaluation.samples_file``)."""
     weights: str
+    """Names the weights; only their samples are continued."""
     resume: bool
+    """Continue with the samples of an earlier process."""
 
 
 OPEN = Call("open", Open, None)
 CONNECT = Call("connect", None, None)
-"""Reach enough servers, and check each before it is used."""
+"""Reach enough servers; check each of them before it is used."""
 RELEASE_MEMORY = Call("release_memory", None, None)
 COLLECT = Call("collect", int, Path | None)
 """Collect the batch of a step into a file; None as from ``RolloutSource.collect``."""

@@ -10,7 +10,7 @@ from typing import Any
 _OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
 """What the dynamic loader says when the address space is used up."""
 _NOT_USER_CODE = (
-    str(Path(__file__).parent) + os.sep,
+    str(Path(__file__).parents[1]) + os.sep,
     str(Path(os.__file__).parent) + os.sep,
     "<",
 )

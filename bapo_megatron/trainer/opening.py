@@ -29,9 +29,8 @@ from bapo_megatron.policy.checkpoint_files import (
     step_name,
     why_incomplete,
 )
-from bapo_megatron.rollout.client import CollectorClient
+from bapo_megatron.rollout.client import CollectorClient, ReplaySource
 from bapo_megatron.rollout.messages import RolloutSource
-from bapo_megatron.rollout.replay import ReplaySource
 from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import atomic_write_text, read_regular
 from bapo_megatron.runtime.processes import RUN_DIR_FILE, launched_number

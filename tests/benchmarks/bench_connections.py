@@ -32,7 +32,8 @@ from bapo_megatron.engine.base import (
 )
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
-from bapo_megatron.rollout.limits import LoopLag, collect_garbage_rarely
+from bapo_megatron.rollout.batching import LoopLag
+from bapo_megatron.rollout.collector import collect_garbage_rarely
 from bapo_megatron.rollout.pool import EnginePool
 from tests.benchmarks import harness
 from tests.benchmarks.stream_server import Load, serve
@@ -127,12 +128,12 @@ async def measure(addresses: Sequence[str], load: Load, piece_tokens: int, secon
     tasks = [asyncio.create_task(begin(number)) for number in range(load.requests)]
     await asyncio.sleep(2.5 * piece_s)
     lag, tokens = LoopLag(), client.num_tokens
-    lag.start()
+    measuring = asyncio.create_task(lag.measure())
     wall_s, cpu_s = time.monotonic(), time.process_time()
     await asyncio.sleep(seconds)
     wall_s, cpu_s = time.monotonic() - wall_s, time.process_time() - cpu_s
     tokens = client.num_tokens - tokens
-    lag.stop()
+    measuring.cancel()
     num_failed = sum(task.done() for task in tasks)
     for task in tasks:
         task.cancel()

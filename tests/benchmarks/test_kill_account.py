@@ -52,7 +52,7 @@ def _write_run(
         row = {"step": step, "train/updates": UPDATES, "rollout/lost_requests": 1}
         rows.append(row | {"reward/mean": 0.5, "rollout/response_tokens_mean": 4.0})
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    buffer = RolloutBuffer(0)
+    buffer = RolloutBuffer()
     buffer.next_group_id = max(waiting) + 1
     buffer.num_trained = sum(map(len, batches.values()))
     for group_id in waiting:

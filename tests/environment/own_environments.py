@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import os
 import sys
@@ -38,17 +39,49 @@ class Tokens:
         return Step(turn.remaining_tokens, token_ids=turn.token_ids[::-1])
 
 
+def nested(state, depth, wrap):
+    for _ in range(depth):
+        state = wrap(state)
+    return state
+
+
+RETURNED = {
+    "fine": Step(1, is_done=True),
+    "array": Step(1, token_ids=array.array("q", [5, 6])),  # as numpy and torch have it
+    "a_dictionary": {"is_done": True},
+    "set_as_state": Step({1, 2}, is_done=True),
+    "nan_as_state": Step(float("nan"), is_done=True),
+    "large_state": Step("x" * 1_000_000, is_done=True),
+    # Brackets in a text do not count.
+    "deep_state": Step(nested("[]]" * 200, 101, lambda inner: [inner]), is_done=True),
+    "deepest_state": Step(nested('[[[\\"{' * 200, 100, lambda inner: {"": inner}), is_done=True),
+    "bottomless_state": Step(nested([], 100_000, lambda inner: [inner]), is_done=True),
+    "message_without_content": Step(1, messages=[{"role": "user"}]),
+    "message_of_numbers": Step(1, messages=[{"role": "user", "content": 5}]),
+    "message_of_half_a_pair": Step(1, messages=[{"role": "user", "content": "\ud800"}]),
+    "message_as_text": Step(1, messages=["hello"]),
+    "messages_as_text": Step(1, messages="hello"),
+    "texts_as_tokens": Step(1, token_ids=["5"]),
+    "fractions_as_tokens": Step(1, token_ids=[5, 5.5]),
+    "negative_tokens": Step(1, token_ids=[-1]),
+    "number_as_tokens": Step(1, token_ids=5),
+    "truth_as_tokens": Step(1, token_ids=[True]),
+    "nothing": Step(1),
+    "both": Step(1, messages=[{"role": "user", "content": "a"}], token_ids=[1]),
+    "done_and_more": Step(1, token_ids=[1], is_done=True),
+    "done_in_words": Step(1, is_done="yes"),
+    "much": Step(1, messages=[{"role": "user", "content": "x" * 4_000_000}]),
+}
+
+
 class Bad:
-    """Does what the first turn's text says."""
+    """Does, or returns, what the first turn's text says."""
 
     def start(self, task):
-        return getattr(self, task.answer)() if task.answer else None
+        return {1, 2} if task.answer == "a_set" else None
 
     def step(self, state, turn):
-        return getattr(self, turn.text)()
-
-    def fine(self):
-        return Step(1, is_done=True)
+        return RETURNED[turn.text] if turn.text in RETURNED else getattr(self, turn.text)()
 
     def raises(self):
         raise RuntimeError("cannot\nstep")
@@ -66,84 +99,6 @@ class Bad:
     def print_and_read(self):
         print("printed by an environment", flush=True)  # noqa: T201
         return Step(sys.stdin.read(), is_done=True)
-
-    def a_dictionary(self):
-        return {"is_done": True}
-
-    def a_set(self):
-        return {1, 2}
-
-    def set_as_state(self):
-        return Step({1, 2}, is_done=True)
-
-    def nan_as_state(self):
-        return Step(float("nan"), is_done=True)
-
-    def large_state(self):
-        return Step("x" * 1_000_000, is_done=True)
-
-    def deep_state(self):
-        state = "[]]" * 200  # brackets in a text do not count
-        for _ in range(101):
-            state = [state]
-        return Step(state, is_done=True)
-
-    def deepest_state(self):
-        state = '[[[\\"{' * 200
-        for _ in range(100):
-            state = {"inner": state}
-        return Step(state, is_done=True)
-
-    def bottomless_state(self):
-        state = []
-        for _ in range(100_000):
-            state = [state]
-        return Step(state, is_done=True)
-
-    def message_without_content(self):
-        return Step(1, messages=[{"role": "user"}])
-
-    def message_of_numbers(self):
-        return Step(1, messages=[{"role": "user", "content": 5}])
-
-    def message_of_half_a_pair(self):
-        return Step(1, messages=[{"role": "user", "content": "\ud800"}])
-
-    def message_as_text(self):
-        return Step(1, messages=["hello"])
-
-    def messages_as_text(self):
-        return Step(1, messages="hello")
-
-    def texts_as_tokens(self):
-        return Step(1, token_ids=["5"])
-
-    def fractions_as_tokens(self):
-        return Step(1, token_ids=[5, 5.5])
-
-    def negative_tokens(self):
-        return Step(1, token_ids=[-1])
-
-    def number_as_tokens(self):
-        return Step(1, token_ids=5)
-
-    def truth_as_tokens(self):
-        return Step(1, token_ids=[True])
-
-    def nothing(self):
-        return Step(1)
-
-    def both(self):
-        return Step(1, messages=[{"role": "user", "content": "a"}], token_ids=[1])
-
-    def done_and_more(self):
-        return Step(1, token_ids=[1], is_done=True)
-
-    def done_in_words(self):
-        return Step(1, is_done="yes")
-
-    def much(self):
-        return Step(1, messages=[{"role": "user", "content": "x" * 4_000_000}])
 
 
 class EndsOnce:

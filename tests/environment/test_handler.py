@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from bapo_megatron.environment.handler import build
@@ -41,67 +39,57 @@ def test_methods_may_be_coroutines_and_write_exact_tokens():
     assert answer("Tokens", state=None, turn=turn_of(token_ids=(5, 6))) == [100, [], [6, 5], False]
 
 
+def test_an_array_of_token_ids_is_a_list_of_them():
+    assert answer("Bad", state=None, turn=turn_of("array")) == [1, [], [5, 6], False]
+
+
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "place"),
     [
-        ("a_dictionary", "step must return a Step, got dict"),
-        ("set_as_state", "the state must be a JSON value (Object of type set is not JSON serial"),
-        ("nan_as_state", "the state must be a JSON value (Out of range float values"),
-        ("large_state", "the state must be at most 1,000,000 bytes of JSON, got 1,000,002"),
-        ("deep_state", "the state must be nested at most 100 deep, got 101"),
-        ("bottomless_state", "the state must be a JSON value (maximum recursion depth"),
-        ("message_without_content", "a message must have 'content', got ['role']"),
-        ("message_of_numbers", "a message must hold strings, got int as 'content'"),
-        ("message_of_half_a_pair", r"a message must be UTF-8, got '\ud800' as 'content'"),
-        ("message_as_text", "a message must be a mapping with role and content, got str"),
-        ("messages_as_text", "messages must be a list, got str"),
-        ("texts_as_tokens", "token_ids must be integers from 0, got '5'"),
-        ("fractions_as_tokens", "token_ids must be integers from 0, got 5.5"),
-        ("negative_tokens", "token_ids must be integers from 0, got -1"),
-        ("number_as_tokens", "token_ids must be a list, got int"),
-        ("truth_as_tokens", "token_ids must be integers from 0, got True"),
-        ("nothing", "a step that is not done must write messages or token_ids, got neither"),
-        ("both", "a step writes either messages or token_ids, got both"),
-        ("done_and_more", "a step that is done writes nothing, got messages or token_ids"),
-        ("done_in_words", "is_done must be true or false, got 'yes'"),
-        ("much", "a step writes at most 500,000 bytes of JSON, got 4,000,"),
+        ("a_dictionary", "step must .* got dict"),
+        ("set_as_state", "the state must be a JSON value"),
+        ("nan_as_state", "the state must be a JSON value"),
+        ("large_state", "the state must .* got 1,000,002 bytes"),
+        ("deep_state", "the state must .* nested 101 deep"),
+        ("bottomless_state", "the state must be a JSON value"),
+        ("message_without_content", "'messages' must have 'role' and 'content'"),
+        ("message_of_numbers", r"'messages\[0\]\.content' must be a string, got 5"),
+        ("message_of_half_a_pair", "'utf-8' codec .* surrogates not allowed"),
+        ("message_as_text", r"'messages\[0\]' must "),
+        ("messages_as_text", "'messages' must be a list"),
+        ("texts_as_tokens", r"'token_ids\[0\]' must be an integer, got '5'"),
+        ("fractions_as_tokens", r"'token_ids\[1\]' must be an integer, got 5\.5"),
+        ("negative_tokens", r"'token_ids\[0\]' must .* 0, got -1"),
+        ("number_as_tokens", "'token_ids' must be a list, got 5"),
+        ("truth_as_tokens", r"'token_ids\[0\]' must be an integer, got true"),
+        ("nothing", "a step must do one of three things"),
+        ("both", "a step must do one of three things"),
+        ("done_and_more", "a step must do one of three things"),
+        ("done_in_words", "'is_done' must be a boolean, got 'yes'"),
+        ("much", "a step writes at most 500,000 bytes, got 4,000,"),
     ],
 )
-def test_a_step_that_breaks_a_rule_is_refused(text, reason):
-    with pytest.raises(ValueError, match="^" + re.escape(reason)):
+def test_a_step_that_breaks_a_rule_is_refused(text, place):
+    with pytest.raises(ValueError, match=f"^{place}"):
         answer("Bad", state=None, turn=turn_of(text))
 
 
 def test_a_first_state_must_be_json():
-    with pytest.raises(
-        ValueError, match=r"^the state must be a JSON value \(Object of type set is"
-    ):
+    with pytest.raises(ValueError, match="the state must be a JSON value"):
         answer("Bad", task=task_of("a_set"))
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "problem"),
     [
-        ("Missing", f"module {OWN} has no 'Missing'; name one of its classes"),
-        ("NOT_A_CLASS", "must name a class, got int; name a class"),
-        ("WithoutStep", "must have a method step(state, turn); add it"),
-        (
-            "StepOfOne",
-            "must be callable as step(state, turn): too many positional arguments; correct the "
-            "method",
-        ),
-        (
-            "WithArguments",
-            "must be a class that is made without arguments: TypeError: WithArguments.__init__() "
-            "missing 1 required positional argument: 'path'; correct it",
-        ),
-        (
-            "Boundless",
-            "needs more memory than it may have; raise rollout.episodes.memory_limit_mb",
-        ),
+        ("Missing", f"module {OWN} has no 'Missing'"),
+        ("NOT_A_CLASS", "must name a class, got int"),
+        ("WithoutStep", r"must have a method step\(state, turn\): "),
+        ("StepOfOne", r"must have a method step\(state, turn\): too many"),
+        ("WithArguments", "must be made without arguments: .* 'path'; correct it"),
+        ("Boundless", "must be made .* MemoryError:; raise rollout.episodes.memory_limit_mb"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_named_with_the_reason(name, message):
-    with pytest.raises(LoadError) as raised:
+def test_a_class_that_cannot_be_used_is_named_with_the_reason(name, problem):
+    with pytest.raises(LoadError, match=f"^'{OWN}:{name}' {problem}"):
         build(f"{OWN}:{name}")
-    assert str(raised.value) == f"'{OWN}:{name}' {message}"

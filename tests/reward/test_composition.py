@@ -10,7 +10,7 @@ from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
 from bapo_megatron.rollout.buffer import PendingGroup
-from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.episodes import Grader
 from bapo_megatron.types import FinishReason, Prompt
 
 OWN = "tests.reward.own_functions"

@@ -10,7 +10,7 @@ import pytest
 
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.environment.base import Task, Turn
-from bapo_megatron.environment.in_workers import WorkerEnvironment
+from bapo_megatron.environment.load import WorkerEnvironment
 from bapo_megatron.reward.base import FunctionFailedError, Response
 from bapo_megatron.reward.pool import RewardPool
 from tests.reward.test_pool import children

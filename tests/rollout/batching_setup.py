@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.rollout import EpisodesConfig, ReplayConfig, RolloutConfig
 from bapo_megatron.environment.load import SingleTurn
+from bapo_megatron.reward.base import RewardError
 from bapo_megatron.rollout.batching import BatchCollector
+from bapo_megatron.rollout.buffer import BatchPlan
 from bapo_megatron.rollout.episodes import Interaction
-from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt, SampleText
 from tests.data.prompt_sets import make_stream
-from tests.fakes.fake_pool import FakePool, Request
+from tests.fakes.fake_pool import WRITTEN, FakePool, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
+    from bapo_megatron.data.stream import PromptMixture
     from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.types import RolloutBatch
 
@@ -29,6 +31,21 @@ def single_turn() -> Interaction:
     return Interaction(SingleTurn(), None, EpisodesConfig())
 
 
+class Renderer:
+    """Its text is the list of ids; a message becomes as many tokens as its content has letters."""
+
+    vocab_size = 4096
+
+    def decode(self, token_ids: Sequence[int], **options: bool) -> str:
+        return " ".join(map(str, token_ids))
+
+    def continuation(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+        letters = "".join(message["content"] for message in messages)
+        if letters == "refused":
+            raise ValueError("is refused by the chat template (no such role)")
+        return tuple(range(WRITTEN + 500, WRITTEN + 500 + len(letters)))
+
+
 class Rewards:
     """Equal rewards in the groups of ``equal``, else one right response per group."""
 
@@ -39,13 +56,43 @@ class Rewards:
         self.equal = equal
         self.held: dict[int, asyncio.Event] = {}
         """Scores of these groups wait."""
+        self.failing: int | None = None
+        """Scoring this group fails."""
+        self.asked: set[int] = set()
+        """Groups of which a score was asked."""
 
     async def score(self, pending: PendingSample, group: PendingGroup) -> None:
         sample = pending.sample
+        self.asked.add(sample.group_id)
+        if sample.group_id == self.failing:
+            raise RewardError("the grader is gone")
         if sample.group_id in self.held:
             await self.held[sample.group_id].wait()
         sample.reward = 0.0 if sample.group_id in self.equal else float(sample.index == 0)
         pending.texts = ("scored",)
+
+
+def make_batches(
+    grader: Any,
+    rollout: RolloutConfig | dict[str, Any],
+    *,
+    interaction: Interaction | None = None,
+    prompts: PromptMixture | None = None,
+    replay: dict[str, Any] | None = None,
+    total_steps: int = TOTAL_STEPS,
+    updates: int = 1,
+    report: Callable[[str], None] = lambda line: None,
+) -> BatchCollector:
+    """A batch collector that is not attached to a pool."""
+    return BatchCollector(
+        interaction or single_turn(),
+        grader,
+        prompts or make_stream(PROMPTS),
+        RolloutConfig.model_validate(rollout),
+        ReplayConfig.model_validate(replay or {}),
+        BatchPlan(seed=0, total_steps=total_steps, updates_per_batch=updates),
+        report,
+    )
 
 
 class Setup:
@@ -56,31 +103,39 @@ class Setup:
         equal: Sequence[int] = (),
         replay: dict[str, Any] | None = None,
         interaction: Interaction | None = None,
+        pool: Any = None,
         **rollout: Any,
     ) -> None:
-        config = {
-            "groups_per_step": 2,
-            "samples_per_group": 2,
-            "max_response_tokens": 20,
-            **rollout,
-        }
-        self.pool = FakePool()
+        sizes = {"groups_per_step": 2, "samples_per_group": 2, "max_response_tokens": 20}
+        self.pool = pool or FakePool()
+        self.lines: list[str] = []
+        """What was reported."""
         self.failure: Exception | None = None
         """What the next delivery raises."""
         self.rewards = Rewards(equal)
-        self.batches = BatchCollector(
-            interaction or single_turn(),
+        self.batches = make_batches(
             self.rewards,
-            make_stream(PROMPTS),
-            RolloutConfig.model_validate(config),
-            ReplayConfig.model_validate(replay or {}),
-            BatchPlan(seed=0, total_steps=TOTAL_STEPS, updates_per_batch=2),
-            lambda line: None,
+            sizes | rollout,
+            interaction=interaction,
+            replay=replay,
+            updates=2,
+            report=self.lines.append,
         )
         self.batches.attach(self.pool)
 
-    def collect(self, step: int) -> asyncio.Task[RolloutBatch | None]:
-        return asyncio.create_task(self.batches.collect(step, self.hand_over))
+    async def collect(self, step: int) -> asyncio.Task[RolloutBatch | None]:
+        """Begin to collect a batch; its requests are in flight."""
+        collecting = asyncio.create_task(self.batches.collect(step, self.hand_over))
+        await settle()
+        return collecting
+
+    async def batch(self, step: int, *group_ids: int) -> RolloutBatch:
+        """Collect a batch while these groups, or all open ones, get four tokens each and end."""
+        collecting = await self.collect(step)
+        await self.give(group_ids or self.open_groups(), 4, ends=True)
+        batch = await collecting
+        assert batch is not None
+        return batch
 
     async def hand_over(self, batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
         if self.failure is not None:
@@ -113,14 +168,6 @@ def group_of(request: Request) -> int:
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
-
-
-def play(scene: Callable[[], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(60):
-            await scene()
-
-    asyncio.run(run())
 
 
 def ids(batch: RolloutBatch | None) -> list[int]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
+from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.environment.base import Step
 from bapo_megatron.reward.base import Score
 from bapo_megatron.rollout.buffer import RolloutBuffer
-from bapo_megatron.rollout.episodes import Episodes, Interaction
-from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.episodes import Episodes, Grader, Interaction
 from bapo_megatron.rollout.saved import SavedRollout
 from bapo_megatron.types import FinishReason, Prompt
-from tests.fakes.fake_pool import WRITTEN, FakePool
+from tests.fakes.fake_pool import FakePool
 from tests.fakes.scripted_environment import ScriptedEnvironment
-from tests.rollout.batching_setup import settle
+from tests.rollout.batching_setup import Renderer, settle
 from tests.rollout.saved_files import AT_START, file_of, read_file
 
 if TYPE_CHECKING:
@@ -29,22 +28,6 @@ if TYPE_CHECKING:
 
 PROMPT = Prompt("p:0", (1, 2), "7", "What?", "p", {"level": 3})
 MAX_TOKENS = 40
-ABORT = WeightSyncConfig(in_flight="abort")
-
-
-class Renderer:
-    """Its text is the list of ids; a message becomes as many tokens as its content has letters."""
-
-    vocab_size = 2000
-
-    def decode(self, token_ids: Sequence[int], **options: bool) -> str:
-        return " ".join(map(str, token_ids))
-
-    def continuation(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-        letters = "".join(message["content"] for message in messages)
-        if letters == "refused":
-            raise ValueError("is refused by the chat template (no such role)")
-        return tuple(range(WRITTEN + 500, WRITTEN + 500 + len(letters)))
 
 
 class CountingRewards:
@@ -90,6 +73,7 @@ class Setup:
         state: bytes | None = None,
         version: int = 0,
         sees_groups: bool = False,
+        shaping: Any = None,
         pool: EnginePool | None = None,
         **episodes: Any,
     ) -> None:
@@ -100,13 +84,13 @@ class Setup:
         self.max_tokens = max_tokens
         config = EpisodesConfig.model_validate(episodes)
         self.interaction = Interaction(self.environment, Renderer(), config)
-        grader = Grader(Renderer(), self.rewards, sees_groups=sees_groups)
+        grader = Grader(Renderer(), self.rewards, shaping, sees_groups=sees_groups)
         self.episodes = Episodes(self.pool, self.interaction, grader, self.request_of)
-        self.buffer = RolloutBuffer()
         if state is None:
+            self.buffer = RolloutBuffer()
             self.buffer.start_group(PROMPT, num_samples)
         else:
-            self.buffer.restore(read_file(state).buffer)
+            self.buffer = read_file(state).buffer
         [self.group] = self.buffer
 
     def request_of(self, pending: PendingSample) -> GenerateRequest:
@@ -142,11 +126,23 @@ class Setup:
         self.pool.give(request, count, FinishReason.STOP if ends else FinishReason.ABORT)
         await settle()
 
+    async def turn(self, count: int) -> None:
+        """The policy takes a turn of so many tokens, which the environment answers."""
+        await self.tokens(count, ends=True)
+        await self.answer()
+
+    async def restart(self, index: int = 0, *, sees_groups: bool = False) -> None:
+        """Begin a response again, as one that is too old."""
+        sample = self.group.samples[index]
+        self.episodes.cancel(sample)
+        self.group.start_again([sample], sees_groups=sees_groups)
+        await self.advance()
+
     async def push(self, version: int) -> None:
-        await self.episodes.pause(ABORT)
+        """Sync weights with ``in_flight: abort``."""
+        await self.episodes.stop()
         self.pool.version = version
-        await self.episodes.resume(self.buffer)
-        await settle()
+        await self.advance()
 
     def saved(self) -> bytes:
         return file_of(SavedRollout(AT_START, self.buffer.snapshot()))

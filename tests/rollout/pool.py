@@ -57,6 +57,17 @@ async def pool_of(
         await pool.states.close()
 
 
+@contextlib.asynccontextmanager
+async def pool_on(*servers: FakeSglang, **options: Any) -> AsyncIterator[EnginePool]:
+    """The pool of these servers, which run meanwhile and have answered."""
+    with contextlib.ExitStack() as running:
+        for server in servers:
+            running.enter_context(server)
+        async with pool_of(*servers, **options) as pool:
+            await pool.states.wait_for_engines()
+            yield pool
+
+
 def clients_of(
     addresses: Sequence[str], config: RolloutConfig, keys: ApiKeys | None = None
 ) -> list[SglangClient]:

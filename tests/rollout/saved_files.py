@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bapo_megatron.config.rollout import SINGLE_TURN
+from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.stream import MixturePosition
-from bapo_megatron.rollout.saved import RolloutState, Totals, read_saved, write_saved
+from bapo_megatron.rollout.saved import RolloutState, read_saved, settings_of, write_saved
+from bapo_megatron.types import RolloutStats
 
 if TYPE_CHECKING:
     from bapo_megatron.rollout.saved import SavedRollout
@@ -18,11 +19,9 @@ if TYPE_CHECKING:
 AT_START = RolloutState(
     prompts=MixturePosition(()),
     generation_s=0.0,
-    counted=Totals(),
+    counted=RolloutStats(environment_errors={}),
     sampled_version=None,
-    fixed_lag=None,
-    partial_tokens=None,
-    environment=SINGLE_TURN,
+    settings=settings_of(RolloutConfig()),
 )
 """The state of a collector that has drawn nothing, for buffers without one."""
 

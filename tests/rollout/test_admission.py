@@ -14,7 +14,7 @@ from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_engine import FakeEngine, NoStepper
 from tests.fakes.fake_sglang import FakeSglang
-from tests.rollout.pool import Response, pool_of, until
+from tests.rollout.pool import Response, pool_on, until
 
 
 def engine_with(cache_tokens: int | None, num_ranks: int = 1) -> PooledEngine:
@@ -51,9 +51,10 @@ def test_a_response_that_is_aborted_and_continued_counts_once_wherever_it_has_be
     lengths.leave(20, has_ended=False)
     lengths.begin(20, limit=64)
     other.begin(0, limit=64)
-    for each in (lengths, other):
-        each.advance(20 if each is lengths else 0, 40)
-        each.leave(40, has_ended=True)
+    lengths.advance(20, 40)
+    other.advance(0, 40)
+    for observed in (lengths, other):
+        observed.leave(40, has_ended=True)
     positions = np.array([16.0, 20.0, 30.0, 45.3, 64.0])
     np.testing.assert_array_equal(lengths.log_survival(positions), other.log_survival(positions))
 
@@ -126,68 +127,54 @@ def test_engines_of_more_ranks_get_more_requests() -> None:
     assert [taken.count(engine) for engine in engines] == [2, 6]
 
 
-def test_requests_of_one_affinity_share_a_server_and_others_go_where_least_is_to_do() -> None:
-    async def run() -> None:
-        with FakeSglang(stalls={3: 5, 4: 5}) as one, FakeSglang(stalls={3: 5, 4: 5}) as two:
-            async with pool_of(one, two) as pool:
-                await pool.states.wait_for_engines()
-                first = [Response(pool, affinity=1) for _ in range(4)]
-                second = [Response(pool, prompt=[1, 2, 3, 4], affinity=2) for _ in range(4)]
-                await until(lambda: all(r.token_ids for r in first + second))
-                lengths = [{len(r["input_ids"]) for r in fake.requests} for fake in (one, two)]
-                assert lengths == [{3}, {4}]
-                await pool.drain()
-                assert pool._admission._engine_by_affinity == {}
-
-    asyncio.run(run())
+async def test_requests_of_one_affinity_share_a_server_and_others_go_where_least_is_to_do() -> None:
+    one, two = FakeSglang(stalls={3: 5, 4: 5}), FakeSglang(stalls={3: 5, 4: 5})
+    async with pool_on(one, two) as pool:
+        first = [Response(pool, affinity=1) for _ in range(4)]
+        second = [Response(pool, prompt=[1, 2, 3, 4], affinity=2) for _ in range(4)]
+        await until(lambda: all(r.token_ids for r in first + second))
+        lengths = [{len(r["input_ids"]) for r in fake.requests} for fake in (one, two)]
+        assert lengths == [{3}, {4}]
+        await pool.drain()
+        assert pool._admission._engine_by_affinity == {}
 
 
-def test_requests_wait_until_the_cache_is_expected_to_hold_them() -> None:
-    async def run() -> None:
-        # One request holds 3 tokens at once, and its response of 20 must fit, too.
-        with FakeSglang(stalls={3: 5}, cache_tokens=30) as fake:
-            async with pool_of(fake) as pool:
-                responses = [Response(pool) for _ in range(3)]
-                await until(lambda: bool(responses[0].token_ids))
-                assert pool.num_in_flight == 1
-                fake.stalls.clear()
-                for response in responses:
-                    await response.check(20, FinishReason.LENGTH)
-                assert fake.max_concurrent == 1
-
-    asyncio.run(run())
+async def test_requests_wait_until_the_cache_is_expected_to_hold_them() -> None:
+    # One request holds 3 tokens at once, and its response of 20 must fit, too.
+    fake = FakeSglang(stalls={3: 5}, cache_tokens=30)
+    async with pool_on(fake) as pool:
+        responses = [Response(pool) for _ in range(3)]
+        await until(lambda: bool(responses[0].token_ids))
+        assert pool.num_in_flight == 1
+        fake.stalls.clear()
+        for response in responses:
+            await response.check(20, FinishReason.LENGTH)
+        assert fake.max_concurrent == 1
 
 
-def test_a_server_with_a_larger_cache_gets_more_requests() -> None:
-    async def run() -> None:
-        with FakeSglang(stalls={3: 5}) as small, FakeSglang(stalls={3: 5}) as large:
-            large.cache_tokens *= 3
-            async with pool_of(small, large) as pool:
-                await pool.states.wait_for_engines()
-                responses = [Response(pool) for _ in range(8)]
-                await until(lambda: all(r.token_ids for r in responses))
-                assert (len(small.requests), len(large.requests)) == (2, 6)
-                await pool.drain()
-
-    asyncio.run(run())
+async def test_a_server_with_a_larger_cache_gets_more_requests() -> None:
+    small, large = FakeSglang(stalls={3: 5}), FakeSglang(stalls={3: 5})
+    large.cache_tokens *= 3
+    async with pool_on(small, large) as pool:
+        responses = [Response(pool) for _ in range(8)]
+        await until(lambda: all(r.token_ids for r in responses))
+        assert (len(small.requests), len(large.requests)) == (2, 6)
+        await pool.drain()
 
 
 @pytest.mark.parametrize(("stepper", "num_sent"), [(None, 2), (NoStepper(), 5)])
-def test_requests_wait_for_a_connection_only_where_an_engine_samples_by_itself(
+async def test_requests_wait_for_a_connection_only_where_an_engine_samples_by_itself(
     stepper: NoStepper | None, num_sent: int
 ) -> None:
-    async def run() -> None:
-        config = RolloutConfig(max_connections=2, health=HealthConfig(interval_s=0.1))
-        pool = EnginePool([FakeEngine(stepper)], config, version=0)
-        assert pool.stepper is stepper
-        await pool.states.wait_for_engines()
-        responses = [Response(pool) for _ in range(5)]
-        await until(lambda: pool.num_in_flight >= num_sent)
-        await asyncio.sleep(0.1)
-        assert pool.num_in_flight == num_sent
-        for response in responses:
-            response.task.cancel()
-        await asyncio.gather(*(r.task for r in responses), return_exceptions=True)
-        await pool.states.close()
-
-    asyncio.run(run())
+    config = RolloutConfig(max_connections=2, health=HealthConfig(interval_s=0.1))
+    pool = EnginePool([FakeEngine(stepper)], config, version=0)
+    assert pool.stepper is stepper
+    await pool.states.wait_for_engines()
+    responses = [Response(pool) for _ in range(5)]
+    await until(lambda: pool.num_in_flight >= num_sent)
+    await asyncio.sleep(0.1)
+    assert pool.num_in_flight == num_sent
+    for response in responses:
+        response.task.cancel()
+    await asyncio.gather(*(r.task for r in responses), return_exceptions=True)
+    await pool.states.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import replace
+from collections import deque
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +17,9 @@ import pytest
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.engine.base import Completion
 from bapo_megatron.rollout import saved as saved_module
-from bapo_megatron.rollout.buffer import DropReason, PendingGroup, RolloutBuffer
+from bapo_megatron.rollout.buffer import DropReason, PendingGroup, PendingSample, RolloutBuffer
 from bapo_megatron.rollout.saved import SavedRollout, read_saved
-from bapo_megatron.types import FinishReason, Prompt, VersionSpan
+from bapo_megatron.types import FinishReason, Prompt, Sample, VersionSpan
 from tests.rollout.saved_files import AT_START, file_of, read_file
 
 if TYPE_CHECKING:
@@ -67,68 +68,53 @@ def test_a_continued_sample_sends_prompt_and_prefix_and_keeps_everything_in_orde
     assert not pending.is_finished
 
 
-def test_a_sample_that_is_aborted_at_its_very_last_token_is_finished() -> None:
+def test_a_sample_is_finished_at_its_very_last_token_and_its_end_may_come_twice() -> None:
     pending = PendingGroup.start(0, PROMPTS[0], 1).samples[0]
     pending.append(_completion(0, 5, 0), 8)
     pending.append(_completion(5, 3, 0), 8)
     assert pending.sample.finish_reason is FinishReason.LENGTH
-
-
-def test_the_end_of_a_response_may_be_told_twice() -> None:
-    pending = PendingGroup.start(0, PROMPTS[0], 1).samples[0]
-    pending.append(_completion(0, 8, 0), 8)
     pending.append(_completion(8, 0, 0, "length"), 8)
     assert pending.sample.finish_reason is FinishReason.LENGTH
     assert len(pending.sample.response_token_ids) == 8
 
 
-def _restored(buffer: RolloutBuffer, num_earlier_batches: int = 0) -> RolloutBuffer:
-    """The same after a restart."""
-    restored = RolloutBuffer(num_earlier_batches)
-    restored.restore(read_file(file_of(SavedRollout(AT_START, buffer.snapshot()))).buffer)
-    return restored
+def _file(buffer: RolloutBuffer) -> bytes:
+    return file_of(SavedRollout(AT_START, buffer.snapshot()))
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 4_000_000], ids=["many row groups", "one row group"])
+@pytest.mark.parametrize("chunk_samples", [1, 128], ids=["many row groups", "one row group"])
 def test_a_restored_buffer_is_the_saved_one_bit_for_bit(
-    chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+    chunk_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved_module, "_CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr(saved_module, "_CHUNK_SAMPLES", chunk_samples)
     buffer = _filled()
     buffer.drop(buffer.start_group(PROMPTS[0], 2), DropReason.STALE)
     list(buffer)[1].carries = 3
     list(buffer)[1].samples[0].state = {"board": [["x", None], [0.1, "ß"]]}
     list(buffer)[1].samples[0].has_begun = True
-    restored = _restored(buffer)
+    restored = read_file(_file(buffer)).buffer
     assert len(restored) == 3
-    file = pq.ParquetFile(io.BytesIO(file_of(SavedRollout(AT_START, buffer.snapshot()))))
-    assert file.num_row_groups == (5 if chunk_tokens == 1 else 1)  # four samples have tokens
+    assert pq.ParquetFile(io.BytesIO(_file(buffer))).num_row_groups == 6 // min(chunk_samples, 6)
     for saved_group, group in zip(buffer, restored, strict=True):
         assert (group.group_id, group.carries) == (saved_group.group_id, saved_group.carries)
         for saved, pending in zip(saved_group.samples, group.samples, strict=True):
             saved.settle()
-            for name in ("response_token_ids", "behaviour_logprobs"):
-                mine, other = getattr(pending.sample, name), getattr(saved.sample, name)
-                assert mine.dtype == other.dtype
-                assert mine.tobytes() == other.tobytes()
-            for name in ("versions", "finish_reason", "reward", "answer_found"):
-                assert getattr(pending.sample, name) == getattr(saved.sample, name)
-            assert (pending.sample.group_id, pending.sample.index) == (
-                saved.sample.group_id,
-                saved.sample.index,
-            )
-            for name in (
-                *("prompt", "texts", "extracted", "reason", "has_begun", "state"),
-                *("awaits_answer", "rests_at"),
-            ):
-                assert getattr(pending, name) == getattr(saved, name)
+            for field in fields(Sample):
+                mine, other = (getattr(p.sample, field.name) for p in (pending, saved))
+                if isinstance(mine, np.ndarray):
+                    assert (mine.dtype, mine.tobytes()) == (other.dtype, other.tobytes())
+                elif field.name != "prompt":
+                    assert mine == other
+            for field in fields(PendingSample):
+                if field.name != "sample":
+                    assert getattr(pending, field.name) == getattr(saved, field.name)
     restored.take(list(restored)[:1])
     assert restored.start_group(PROMPTS[0], 2).group_id == 4
     assert restored.dropped == {"stale": 1}
 
 
 def test_a_restored_sample_can_be_continued() -> None:
-    pending = list(_restored(_filled()))[1].samples[0]
+    pending = list(read_file(_file(_filled())).buffer)[1].samples[0]
     pending.append(_completion(25, 3, 3), 8)
     assert pending.sample.response_token_ids.tolist() == [20, 21, 22, 23, 24, 25, 26, 27]
     assert pending.sample.versions == ((1, 2), (2, 3), (3, 3))
@@ -137,29 +123,28 @@ def test_a_restored_sample_can_be_continued() -> None:
 def test_only_groups_whose_samples_have_all_ended_are_finished() -> None:
     buffer = _filled()
     assert [group.is_finished for group in buffer] == [True, False, False]
-    assert [group.num_unfinished_samples for group in buffer] == [0, 1, 2]
 
 
 def test_taken_groups_are_gone_and_their_ids_are_not_used_again() -> None:
     buffer = _filled()
     buffer.take(list(buffer)[:1])
     assert [group.group_id for group in buffer] == [1, 2]
-    for pending in buffer:
-        buffer.drop(pending, DropReason.SURPLUS)
+    for group in buffer:
+        buffer.drop(group, DropReason.SURPLUS)
     assert len(buffer) == 0
     assert buffer.start_group(PROMPTS[0], 2).group_id == 3
-    buffer.check()
+    assert buffer.next_group_id == buffer.num_accounted
 
 
 def test_groups_of_the_latest_batches_are_kept_for_replay_over_a_restart() -> None:
-    buffer = RolloutBuffer(num_earlier_batches=2)
+    buffer = RolloutBuffer(deque(maxlen=2))
     for prompt in PROMPTS:
         group = buffer.start_group(prompt, 1)
         group.samples[0].append(_completion(5, 2, group.group_id, "stop"), 8)
         group.samples[0].finish(FinishReason.STOP)
         group.samples[0].texts = ("fine",)
         buffer.take([group])
-    restored = _restored(buffer, num_earlier_batches=2)
+    restored = read_file(_file(buffer)).buffer
     assert [[group.group_id for group in batch] for batch in restored.earlier] == [[1], [2]]
     assert restored.earlier[1][0].samples[0].sample.response_token_ids.tolist() == [5, 6]
     assert restored.earlier[1][0].samples[0].sample.versions == ((2, 2),)
@@ -169,7 +154,7 @@ def test_what_comes_after_a_snapshot_is_not_in_it() -> None:
     buffer = _filled()
     first, second, third = buffer
     second.samples[0].state = {"seed": 1}
-    before = file_of(SavedRollout(AT_START, buffer.snapshot()))
+    before = _file(buffer)
     saved = SavedRollout(AT_START, buffer.snapshot())
     second.samples[0].state["seed"] = 2
     second.samples[0].append(_completion(25, 1, 3), 8)
@@ -179,44 +164,44 @@ def test_what_comes_after_a_snapshot_is_not_in_it() -> None:
     buffer.drop(third, DropReason.STALE)
     buffer.start_group(PROMPTS[0], 2)
     assert file_of(saved) == before
-    assert file_of(SavedRollout(AT_START, buffer.snapshot())) != before
+    assert _file(buffer) != before
 
 
 def test_a_damaged_file_and_one_of_another_format_are_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "rollout.parquet"
-    content = file_of(SavedRollout(AT_START, _filled()))
+    content = _file(_filled())
     path.write_bytes(content[:-20])
     with pytest.raises(DumpError, match=r"rollout\.parquet: not a readable parq.*; resume from"):
         read_saved(path)
     path.write_bytes(content)
     assert len(read_saved(path).buffer) == 3
-    monkeypatch.setattr(saved_module, "_FILE", replace(saved_module._FILE, format=9))
-    with pytest.raises(DumpError, match="rollout buffer format 8, this version reads format 9"):
+    monkeypatch.setattr(saved_module, "_FILE", replace(saved_module._FILE, format=10))
+    with pytest.raises(DumpError, match="rollout buffer format 9, this version reads format 10"):
         read_saved(path)
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "place"),
     [
-        ({"generation_s": math.nan}, "'generation_s' must be a finite number, got NaN"),
-        ({"next_group_id": 10**30}, r"'next_group_id' must be less than or equal to 9007"),
-        ({"next_group_id": 4}, "next_group_id must be 3, the number of groups that are trained"),
-        ({"num_earlier": 10**9}, "'num_earlier' must be less than or equal to 1000000"),
+        ({"generation_s": math.nan}, "'generation_s' must "),
+        ({"next_group_id": 10**30}, "'next_group_id' must "),
+        ({"next_group_id": 4}, "next_group_id must .* 3, got 4"),
+        ({"num_earlier": 10**9}, "'num_earlier' must "),
         ({"prompts": {"sets": [{}]}}, r"'prompts\.sets\[0\]\.epoch' is missing"),
-        ({"counted": {"lost": 1}}, r"'counted\.lost' is no field of it"),
-        ({"other": 1}, "'other' is no field of it"),
-        ({"texts": "1"}, "sample 0 of group 0: texts: must be a list, got 1"),
-        ({"prompt_row": "{"}, r"sample 0 of group 0: prompt_row: not valid JSON \(Expecting"),
-        ({"batch": 0}, "group 0: batch must be below num_earlier, 0, got 0"),
+        ({"counted": {"lost": 1}}, r"'counted\.lost' is no field"),
+        ({"other": 1}, "'other' is no field"),
+        ({"texts": "1"}, "sample 0 of group 0: texts: must be a list"),
+        ({"prompt_row": "{"}, "sample 0 of group 0: prompt_row: not valid JSON"),
+        ({"batch": 0}, "batch below num_earlier, 0"),
     ],
 )
 def test_what_no_run_writes_is_named_by_its_field(
-    damage: dict[str, Any], message: str, tmp_path: Path
+    damage: dict[str, Any], place: str, tmp_path: Path
 ) -> None:
     path, key = tmp_path / "rollout.parquet", b"bapo_megatron.rollout"
-    table = pq.read_table(io.BytesIO(file_of(SavedRollout(AT_START, _filled()))))
+    table = pq.read_table(io.BytesIO(_file(_filled())))
     about = json.loads(table.schema.metadata[key])
     for name, value in damage.items():
         if name in table.column_names:
@@ -226,5 +211,5 @@ def test_what_no_run_writes_is_named_by_its_field(
         else:
             about[name] = value
     pq.write_table(table.replace_schema_metadata({key: json.dumps(about)}), path)
-    with pytest.raises(DumpError, match=f"rollout.parquet: .*{message}.*; resume from another"):
+    with pytest.raises(DumpError, match=f"rollout.parquet: .*{place}.*; resume from another"):
         read_saved(path)

@@ -5,38 +5,33 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 import pytest
 
-from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch, texts_path
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.runtime.processes import request_stacks
 from tests.engine.helpers import descendants
 from tests.fakes.fake_sglang import FakeSglang
-from tests.rollout.forked_collector import forked_collectors, prepare_forks
+from tests.rollout.conftest import changed
 
 if TYPE_CHECKING:
     from tests.engine.helpers import MakeConfig
+    from tests.rollout.conftest import Open
 
 OWN = "tests.reward.own_functions"
 
 
-def with_rewards(config: RunConfig, **reward: Any) -> RunConfig:
-    return RunConfig.model_validate({**config.model_dump(mode="json"), "reward": reward})
-
-
 @pytest.mark.slow
 def test_a_batch_carries_the_parts_of_its_rewards_after_all_processes_wrote_their_stacks(
-    make_config: MakeConfig, tmp_path: Path
+    make_config: MakeConfig, open_client: Open, tmp_path: Path
 ) -> None:
     with FakeSglang(stop_at=20) as fake:
-        config = with_rewards(
+        config = changed(
             make_config(servers=(fake.address,), max_response_tokens=40, keep_dumps=1),
-            workers=1,
+            "reward",
             functions=[
                 {"name": "math", "function": "math"},
                 {"name": "length", "function": f"{OWN}:length", "weight": 0.5},
@@ -49,16 +44,11 @@ def test_a_batch_carries_the_parts_of_its_rewards_after_all_processes_wrote_thei
         old = config.run_dir / "rollouts" / "step_000000.parquet"
         old.parent.mkdir(parents=True)
         old.touch()
-        client = CollectorClient(config, on_progress=lambda text: None)
-        try:
-            with forked_collectors():
-                client.launch()
-            client.sync_weights(tmp_path, 1)
-            # An earlier test may have had this process handle the signal.
-            asked = [pid for pid in request_stacks() if pid != os.getpid()]
-            encoded = client.collect(1)
-        finally:
-            client.close()
+        client = open_client(config)
+        client.sync_weights(tmp_path, 1)
+        # An earlier test may have had this process handle the signal.
+        asked = [pid for pid in request_stacks() if pid != os.getpid()]
+        encoded = client.collect(1)
 
     # The collector and its worker, in the collector's log.
     log = (config.run_dir / "logs" / "collector.log").read_text()
@@ -86,23 +76,13 @@ def test_a_batch_carries_the_parts_of_its_rewards_after_all_processes_wrote_thei
 
 @pytest.mark.parametrize("section", ["reward", "eval"])
 def test_a_function_that_is_not_there_ends_the_run_before_a_server_is_started(
-    make_config: MakeConfig, section: str
+    make_config: MakeConfig, open_client: Open, section: str
 ) -> None:
-    prepare_forks()
-    before = descendants()
     functions = [{"name": "mine", "function": "not_there:grade"}]
-    content = make_config().model_dump(mode="json")
-    content["reward"]["workers"] = 1
-    content[section]["functions"] = functions
-    config = RunConfig.model_validate(content)
-    client = CollectorClient(config, on_progress=lambda text: None)
-    try:
-        with forked_collectors():
-            client.launch()
-        with pytest.raises(RolloutError, match="reward function 'not_there:grade' cannot import"):
-            client.wait_ready()
-        names = {" ".join(process.cmdline()) for process in descendants() - before}
-        assert not any("sglang" in name for name in names)
-    finally:
-        client.close()
+    config = changed(make_config(), section, functions=functions)
+    before = descendants()
+    with pytest.raises(RolloutError, match="reward function 'not_there:grade' cannot import"):
+        open_client(config).wait_ready()
+    names = {" ".join(process.cmdline()) for process in descendants() - before}
+    assert not any("sglang" in name for name in names)
     assert not (config.run_dir / "logs" / "server.log").exists()

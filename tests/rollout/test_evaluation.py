@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.engine.base import Completion, sample_seed
+from bapo_megatron.engine.base import Completion, SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.samples import iterate_samples
 from bapo_megatron.evaluation.settings import EvalSet, ResultsError
 from bapo_megatron.reward.base import Response, RewardError, Score
 from bapo_megatron.rollout.evaluation import Evaluator
+from bapo_megatron.rollout.messages import Evaluate
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 from tests.evaluation.results import TextEquality
+from tests.fakes.fake_pool import FakePool
 from tests.fakes.stepped_pool import SteppedPool
 from tests.rollout.batching_setup import single_turn
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
+    from bapo_megatron.engine.base import GenerateRequest
     from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.types import EvalResult
 
@@ -35,23 +37,14 @@ SETS = {"sums": 5, "products": 3}
 """Name of each set and its number of prompts."""
 
 
-@dataclass
-class Pool:
+class Pool(FakePool):
     """Answers at once, until it fails, or loses its weights."""
 
-    fails_after: int | None = None
-    loses_after: int | None = None
-    version: int = 7
-    needs_weights: bool = False
-    requests: list[tuple[str, SamplingSettings]] = field(default_factory=list)
-    affinities: dict[str, int] = field(default_factory=dict)
-    stepper: None = None
-
-    @property
-    def states(self) -> Self:
-        return self
-
-    def reopen(self) -> None: ...
+    def __init__(self, *, fails_after: int | None = None, loses_after: int | None = None) -> None:
+        super().__init__(version=7)
+        self.fails_after, self.loses_after = fails_after, loses_after
+        self.requests: list[tuple[str, SamplingSettings]] = []
+        self.affinities: dict[str, int] = {}
 
     async def generate(
         self,
@@ -60,9 +53,9 @@ class Pool:
         affinity: int,
     ) -> bool:
         await asyncio.sleep(0)
-        if self.fails_after is not None and len(self.requests) >= self.fails_after:
+        if len(self.requests) == self.fails_after:
             raise RolloutError("no server left")
-        if self.loses_after is not None and len(self.requests) >= self.loses_after:
+        if len(self.requests) == self.loses_after:
             self.needs_weights = True
             await asyncio.Event().wait()
         request = plan()
@@ -108,8 +101,9 @@ def evaluate(
     resume: bool = False,
     **eval_: Any,
 ) -> list[EvalResult] | None:
-    made = evaluator or make_evaluator(run_dir, **eval_)
-    return asyncio.run(made.evaluate(pool, "", "m (0123)", resume=resume))
+    evaluator = evaluator or make_evaluator(run_dir, **eval_)
+    request = Evaluate(moment="", weights="m (0123)", resume=resume)
+    return asyncio.run(evaluator.evaluate(pool, request))
 
 
 def make_evaluator(run_dir: Path, grader: EvenIsRight | None = None, **eval_: Any) -> Evaluator:
@@ -187,8 +181,8 @@ def test_after_a_failure_another_process_makes_what_is_missing_and_nothing_twice
 def test_the_same_process_goes_on_where_servers_lost_the_weights(tmp_path: Path) -> None:
     evaluator = make_evaluator(tmp_path)
     assert evaluate(tmp_path, Pool(loses_after=10), evaluator=evaluator) is None
-    num_kept = evaluator.num_samples
-    assert num_kept > 0
+    num_kept = sum(len(keys(tmp_path, name)) for name in SETS)
+    assert 0 < num_kept <= 10
     pool = Pool()
     evaluate(tmp_path, pool, evaluator=evaluator)
     assert len(pool.requests) == 32 - num_kept
@@ -201,7 +195,7 @@ def test_other_settings_do_not_go_on_with_the_samples(tmp_path: Path) -> None:
     with pytest.raises(RolloutError):
         evaluate(tmp_path, Pool(fails_after=10))
     pool = Pool()
-    with pytest.raises(ResultsError, match=r"made with temperature 0\.6, now it would be .* 1\.0"):
+    with pytest.raises(ResultsError, match=r"temperature 0\.6"):
         evaluate(tmp_path, pool, resume=True, temperature=1.0)
     assert pool.requests == []
 
@@ -210,25 +204,22 @@ def test_each_set_is_sampled_by_its_own_settings_and_each_sample_with_its_own_se
     tmp_path: Path,
 ) -> None:
     pool = Pool()
-    own = {"samples_per_prompt": 2, "temperature": 1.5, "top_p": 0.9, "top_k": 20}
+    changes = {"samples_per_prompt": 2, "temperature": 1.5, "top_p": 0.9, "top_k": 20}
     evaluate(
         tmp_path,
         pool,
         sets=[
             {"path": "s.jsonl", "name": "sums"},
-            {"path": "s.jsonl", "name": "products", "max_response_tokens": 9, **own},
+            {"path": "s.jsonl", "name": "products", "max_response_tokens": 9, **changes},
         ],
     )
-    by_set = {name: [s for label, s in pool.requests if f" of {name}," in label] for name in SETS}
-    assert [len(requests) for requests in by_set.values()] == [20, 6]
-    for request in by_set["sums"]:
-        assert (request.temperature, request.top_p, request.top_k) == (0.6, 1.0, -1)
-        assert request.max_new_tokens == 4096
-    for request in by_set["products"]:
-        assert (request.temperature, request.top_p, request.top_k) == (1.5, 0.9, 20)
-        assert request.max_new_tokens == 9
-    seeds = [request.seed for requests in by_set.values() for request in requests]
-    assert len(set(seeds)) == 26
+    for name, num_requests, settings in (
+        ("sums", 20, SamplingSettings(0.6, 4096)),
+        ("products", 6, SamplingSettings(1.5, 9, top_p=0.9, top_k=20)),
+    ):
+        sent = [replace(s, seed=None) for label, s in pool.requests if f" of {name}," in label]
+        assert sent == [settings] * num_requests
+    assert len({request.seed for _, request in pool.requests}) == 26
 
 
 def test_seeds_are_the_same_in_every_process_and_differ_between_runs() -> None:
@@ -238,7 +229,7 @@ def test_seeds_are_the_same_in_every_process_and_differ_between_runs() -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "eval").write_text("not a directory")
-    with pytest.raises(RolloutError, match=r"cannot write the evaluation results to .*sums.jsonl"):
+    with pytest.raises(OSError, match=r"eval"):
         evaluate(tmp_path, Pool())
 
 
@@ -248,8 +239,8 @@ def test_with_an_engine_that_is_driven_an_evaluation_repeats(tmp_path: Path) -> 
         pool = SteppedPool(delay_seed=seed, is_slow=seed == 2)
         run_dir = tmp_path / str(seed)
         evaluator = make_evaluator(run_dir, SlowGrader(seed))
-        found = evaluate(run_dir, pool, evaluator=evaluator)
-        results.append([replace(result, wall_s=0.0, tokens_per_s=0.0) for result in found])
+        scored = evaluate(run_dir, pool, evaluator=evaluator)
+        results.append([replace(result, wall_s=0.0, tokens_per_s=0.0) for result in scored])
         responses.append(
             {
                 (name, sample.key): sample.response

@@ -8,18 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bapo_megatron.config.rollout import ReplayConfig
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.batching import BatchCollector
-from bapo_megatron.rollout.membership import Membership
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.selection import BatchPlan
+from bapo_megatron.rollout.servers import Membership
 from bapo_megatron.weight_sync.receive import Load, WeightReceiver
-from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import deliver
 from tests.fakes.fake_sglang import FakeSglang, token_at
-from tests.rollout.batching_setup import PROMPTS, Rewards, single_turn
+from tests.rollout.batching_setup import Rewards, make_batches
 from tests.rollout.pool import LIMIT_S, states_of, until
 
 if TYPE_CHECKING:
@@ -37,15 +33,10 @@ class Run:
     def __init__(self, config: RunConfig, path: Path) -> None:
         self.backend = load_kind("sglang").open(config, "cpu", awaits_weights=False)
         self.config, self.path = config.rollout, path
-        plan = BatchPlan(seed=0, total_steps=2, updates_per_batch=1)
-        prompts = make_stream(PROMPTS)
-        self.batches = BatchCollector(
-            *(single_turn(), Rewards(equal=()), prompts, self.config, ReplayConfig(), plan),
-            lambda line: None,
-        )
+        self.batches = make_batches(Rewards(equal=()), self.config)
 
     async def begin(self) -> None:
-        engines = [await self.backend.connect(each) for each in self.backend.addresses()]
+        engines = [await self.backend.connect(name) for name in self.backend.addresses()]
         self.pool = EnginePool(engines, self.config, version=None)
         self.weights = WeightReceiver(self.pool.states, self.config, self.batches)
         self.batches.attach(self.pool)
@@ -54,7 +45,7 @@ class Run:
         self.pool.states.run(membership.follow())
         await self.pool.states.wait_for_engines()
 
-    async def push(self, version: int) -> None:
+    async def sync(self, version: int) -> None:
         await self.weights.load(Load(model_dir=self.path, version=version))
         await self.weights.resume(())
 
@@ -108,88 +99,73 @@ def check(batch: RolloutBatch | None) -> list[int]:
     return [group.group_id for group in batch.groups]
 
 
-def test_servers_join_and_leave_in_the_middle_of_a_rollout_and_every_group_is_accounted_for(
+async def test_servers_join_and_leave_in_the_middle_of_a_rollout(
     make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene() -> list[str]:
-        with FakeSglang() as staying, FakeSglang(stalls={2: 9}) as leaving, FakeSglang() as new:
-            async with run_of(make_config, tmp_path / "servers", staying, leaving) as run:
-                await run.push(0)
-                collecting = asyncio.create_task(run.batches.collect(1, deliver))
-                await until(lambda: len(leaving.requests) == 4 and run.num_samples(9) == 4)
-                run.name(staying, new)
-                await until(lambda: run.addresses == [staying.address, new.address])
-                assert "/abort_request" in leaving.calls
-                assert set(run.pool._admission._uses) <= set(run.pool.states.engines)
-                groups = check(await collecting)
-                # Two groups of two were on the one that left; the other went on with their prefix.
-                continued = [r for r in staying.requests if len(r["input_ids"]) == 2 + 9]
-                assert len(continued) == 4
-                assert all(r["sampling_params"]["max_new_tokens"] == 31 for r in continued)
-                await until(lambda: states_of(run.pool) == ["usable", "stale"])
-                assert new.requests == []
-                num_calls = len(leaving.calls)
-                await run.push(1)
-                assert states_of(run.pool) == ["usable", "usable"]
-                groups += check(await run.batches.collect(2, deliver))
-                assert new.requests != []
-                assert len(leaving.calls) == num_calls
-                buffer = run.batches._buffer
-                assert len(set(groups)) == len(groups) == buffer.num_trained == 6
-                assert (buffer.next_group_id, len(buffer), dict(buffer.dropped)) == (7, 1, {})
-                assert [staying.version, new.version] == ["1", "1"]
-        return [new.address, leaving.address]
-
-    added, left = asyncio.run(scene())
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{added} is added to the servers",
-        f"{left} has left the servers; it may be stopped",
-        f"{added} joins the run (stale)",
+    with FakeSglang() as staying, FakeSglang(stalls={2: 9}) as leaving, FakeSglang() as new:
+        async with run_of(make_config, tmp_path / "servers", staying, leaving) as run:
+            await run.sync(0)
+            collecting = asyncio.create_task(run.batches.collect(1, deliver))
+            await until(lambda: len(leaving.requests) == 4 and run.num_samples(9) == 4)
+            run.name(staying, new)
+            await until(lambda: run.addresses == [staying.address, new.address])
+            assert "/abort_request" in leaving.calls
+            assert set(run.pool._admission._uses) <= set(run.pool.states.engines)
+            groups = check(await collecting)
+            # Two groups of two were on the one that left; the other went on with their prefix.
+            continued = [r for r in staying.requests if len(r["input_ids"]) == 2 + 9]
+            assert len(continued) == 4
+            assert all(r["sampling_params"]["max_new_tokens"] == 31 for r in continued)
+            await until(lambda: states_of(run.pool) == ["usable", "stale"])
+            assert new.requests == []
+            num_calls = len(leaving.calls)
+            await run.sync(1)
+            assert states_of(run.pool) == ["usable", "usable"]
+            groups += check(await run.batches.collect(2, deliver))
+            assert new.requests != []
+            assert len(leaving.calls) == num_calls
+            buffer = run.batches._buffer
+            assert len(set(groups)) == len(groups) == buffer.num_trained == 6
+            assert (buffer.next_group_id, len(buffer), dict(buffer.dropped)) == (7, 1, {})
+            assert [staying.version, new.version] == ["1", "1"]
+    assert caplog.messages == [
+        f"{new.address} is added to the servers",
+        f"{leaving.address} has left the servers; it may be stopped",
+        f"{new.address} joins the run (stale)",
     ]
 
 
-def test_a_file_that_cannot_be_used_changes_nothing_and_another_model_is_left_out(
+async def test_a_file_that_cannot_be_used_changes_nothing_and_another_model_is_left_out(
     make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "servers"
-
-    def said() -> list[str]:
-        return [record.getMessage() for record in caplog.records]
-
-    async def scene() -> tuple[str, str]:
-        other = FakeSglang(architectures=("LlamaForCausalLM",))
-        with FakeSglang(architectures=("Qwen2ForCausalLM",)) as fake, other:
-            async with run_of(make_config, path, fake) as run:
-                path.write_text(f"{fake.address}\nhttp://127.0")
-                await until(lambda: len(said()) == 1)
-                path.unlink()
-                await until(lambda: len(said()) == 2)
-                run.name(fake)
-                await asyncio.sleep(0.3)
-                assert run.addresses == [fake.address]
-                run.name(fake, other)
-                await until(lambda: states_of(run.pool) == ["stale", "lost"])
-                await run.push(0)
-                check(await run.batches.collect(1, deliver))
-                assert (other.requests, other.version) == ([], "0")
-                run.name(fake)
-                await until(lambda: run.addresses == [fake.address])
-            path.write_text(f"{other.address}\n")
-            with pytest.raises(RolloutError, match=r"serves another model than model\.path: archi"):
-                async with run_of(make_config, path, fake, other):
-                    pass
-        return fake.address, other.address
-
-    fake, other = asyncio.run(scene())
-    rule = f"rollout.servers_file: '{path}' must hold an address on each line"
-    assert said()[:3] == [
-        f"{rule}, and end with a newline, got '{fake}\\nhttp://127.0' at its end; it may be cut "
-        "off; the servers stay as they were",
-        f"{rule}, got No such file or directory; correct it; the servers stay as they were",
-        f"{other} is added to the servers",
-    ]
-    assert said()[3].startswith(
-        f"{other} is taken out: {other}: serves another model than model.path: architectures "
-        "must be ['Qwen2ForCausalLM'], got ['LlamaForCausalLM'] (''); start it with "
-    )
-    assert said()[4:] == [f"{other} has left the servers; it may be stopped"]
+    other = FakeSglang(architectures=("LlamaForCausalLM",))
+    with FakeSglang(architectures=("Qwen2ForCausalLM",)) as fake, other:
+        async with run_of(make_config, path, fake) as run:
+            path.write_text(f"{fake.address}\nhttp://127.0")
+            await until(lambda: len(caplog.messages) == 1)
+            path.unlink()
+            await until(lambda: len(caplog.messages) == 2)
+            run.name(fake)
+            await asyncio.sleep(0.3)
+            assert run.addresses == [fake.address]
+            run.name(fake, other)
+            await until(lambda: states_of(run.pool) == ["stale", "lost"])
+            await run.sync(0)
+            check(await run.batches.collect(1, deliver))
+            assert (other.requests, other.version) == ([], "0")
+            run.name(fake)
+            await until(lambda: run.addresses == [fake.address])
+        path.write_text(f"{other.address}\n")
+        with pytest.raises(RolloutError, match=r"another model than model\.path"):
+            async with run_of(make_config, path, fake, other):
+                pass
+    torn, missing, added, taken_out, left = caplog.messages
+    for message, reason in ((torn, "newline"), (missing, "No such file")):
+        assert message.startswith(f"rollout.servers_file: '{path}' must ")
+        assert reason in message
+        assert message.endswith("; the servers stay as they were")
+    assert added == f"{other.address} is added to the servers"
+    assert taken_out.startswith(f"{other.address} is taken out: ")
+    assert "['Qwen2ForCausalLM'], got ['LlamaForCausalLM']" in taken_out
+    assert left == f"{other.address} has left the servers; it may be stopped"

@@ -11,19 +11,18 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config.megatron import ModelConfig
-from bapo_megatron.config.rollout import LocalConfig, ReplayConfig, RolloutConfig
+from bapo_megatron.config.rollout import LocalConfig, RolloutConfig
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.engine.local.engine import LocalBackend
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt
 from bapo_megatron.weight_sync.receive import Load, WeightReceiver
 from tests.data.prompt_sets import make_stream
 from tests.engine.helpers import reference_logprobs
 from tests.engine.sglang.servers import load_weights, with_client
 from tests.fakes.fake_pool import deliver
-from tests.rollout.batching_setup import Rewards, single_turn
+from tests.rollout.batching_setup import Rewards, make_batches
 from tests.rollout.pool import clients_of
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from bapo_megatron.engine.base import Engine
     from bapo_megatron.engine.sglang.server import SglangServer
     from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-    from bapo_megatron.types import RolloutBatch, Sample
+    from bapo_megatron.types import RolloutBatch
 
 TEMPERATURE = 0.8
 STEPS = 5
@@ -92,14 +91,10 @@ async def _collect(
     grader: PatientGrader | Rewards,
 ) -> list[RolloutBatch]:
     pool = EnginePool(engines, config, version=None)
-    plan = BatchPlan(seed=0, total_steps=STEPS, updates_per_batch=1)
-    stream = make_stream(PROMPTS)
-    batches = BatchCollector(
-        single_turn(), grader, stream, config, ReplayConfig(), plan, lambda line: None
-    )
+    batches = make_batches(grader, config, prompts=make_stream(PROMPTS), total_steps=STEPS)
     batches.attach(pool)
     weights = WeightReceiver(pool.states, config, batches)
-    made = []
+    collected = []
     try:
         await pool.states.wait_for_engines()
         for step, model in enumerate(models):
@@ -112,12 +107,12 @@ async def _collect(
             await weights.resume(())
             batch = await asyncio.wait_for(batches.collect(step + 1, deliver), 120)
             assert batch is not None
-            made.append(batch)
+            collected.append(batch)
     finally:
         await pool.drain()
         await batches.close()
         await pool.states.close()
-    return made
+    return collected
 
 
 def _config(**rollout: Any) -> RolloutConfig:
@@ -141,20 +136,13 @@ def _check(batches: list[RolloutBatch], models: list[Path]) -> None:
     assert any(len(sample.versions) > 1 for sample in samples)
     for sample in samples:
         assert (np.diff(token_versions(sample.versions)) >= 0).all()
-        expected = _expected_logprobs(sample, models)
-        np.testing.assert_allclose(sample.behaviour_logprobs, expected, rtol=0, atol=1e-4)
-
-
-def _expected_logprobs(sample: Sample, models: list[Path]) -> np.ndarray:
-    """[R] of each token by transformers, with the weights of its own version."""
-    versions = token_versions(sample.versions)
-    expected = np.full(len(versions), np.nan)
-    for version in np.unique(versions):
-        of_version = reference_logprobs(
-            models[version], sample.prompt.token_ids, sample.response_token_ids, TEMPERATURE
-        )
-        expected = np.where(versions == version, of_version, expected)
-    return expected
+        versions = token_versions(sample.versions)
+        for version in np.unique(versions):
+            expected = reference_logprobs(
+                models[version], sample.prompt.token_ids, sample.response_token_ids, TEMPERATURE
+            )
+            difference = np.where(versions == version, sample.behaviour_logprobs - expected, 0.0)
+            np.testing.assert_allclose(difference, 0.0, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -162,19 +150,29 @@ def _expected_logprobs(sample: Sample, models: list[Path]) -> np.ndarray:
     [{"async_steps": 1, "local": {"decode_steps_ahead": 25}}, {"partial_tokens": 25}],
     ids=["ahead", "rounds"],
 )
-def test_logprobs_of_the_local_engine_are_those_of_each_tokens_own_version(
+async def test_logprobs_of_the_local_engine_are_those_of_each_tokens_own_version(
     models: list[Path], rollout: dict[str, Any]
 ) -> None:
     backend = LocalBackend(ModelConfig(path=models[0], dtype="float32"), LocalConfig(), "cpu")
-
-    async def collect() -> list[RolloutBatch]:
-        # Most responses are as long as they may be, so they would begin and end together.
-        config = _config(max_response_tokens=60, **rollout)
-        return await _collect([await backend.connect("local")], models, config, Rewards(equal=()))
-
-    batches = asyncio.run(collect())
+    # Most responses are as long as they may be, so they would begin and end together.
+    config = _config(max_response_tokens=60, **rollout)
+    engines = [await backend.connect("local")]
+    batches = await _collect(engines, models, config, Rewards(equal=()))
     assert sum(batch.stats.resumed_samples for batch in batches) > 0
     _check(batches, models)
+
+
+def _collect_on(
+    server: SglangServer, models: list[Path], config: RolloutConfig, grader: PatientGrader | Rewards
+) -> list[RolloutBatch]:
+    async def collect() -> list[RolloutBatch]:
+        engines = clients_of([server.address], config, server.keys)
+        return await _collect(engines, models, config, grader)
+
+    try:
+        return asyncio.run(collect())
+    finally:  # other tests expect its first weights
+        with_client(server.address, lambda client: load_weights(client, models[0], 0), server.keys)
 
 
 @pytest.mark.sglang
@@ -183,14 +181,7 @@ def test_a_server_stops_each_response_at_the_tokens_of_its_round(
 ) -> None:
     config = _config(partial_tokens=90)
 
-    async def collect() -> list[RolloutBatch]:
-        engines = clients_of([server.address], config, server.keys)
-        return await _collect(engines, models, config, Rewards(equal=()))
-
-    try:
-        batches = asyncio.run(collect())
-    finally:  # other tests expect its first weights
-        with_client(server.address, lambda client: load_weights(client, models[0], 0), server.keys)
+    batches = _collect_on(server, models, config, Rewards(equal=()))
     _check(batches, models)
     for sample in (sample for batch in batches for sample in batch.samples):
         if sample.finish_reason is FinishReason.LENGTH:
@@ -212,14 +203,7 @@ def test_logprobs_of_a_server_are_those_of_each_tokens_own_version(
         weight_sync={"in_flight": in_flight},
     )
 
-    async def collect() -> list[RolloutBatch]:
-        engines = clients_of([server.address], config, server.keys)
-        return await _collect(engines, models, config, PatientGrader())
-
-    try:
-        batches = asyncio.run(collect())
-    finally:  # other tests expect its first weights
-        with_client(server.address, lambda client: load_weights(client, models[0], 0), server.keys)
+    batches = _collect_on(server, models, config, PatientGrader())
     if in_flight == "abort":
         assert sum(batch.stats.resumed_samples for batch in batches) > 0
     _check(batches, models)

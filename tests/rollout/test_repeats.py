@@ -16,19 +16,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.config.rollout import EpisodesConfig, ReplayConfig, RolloutConfig
+from bapo_megatron.config.rollout import EpisodesConfig
+from bapo_megatron.data.dump import encode_batch
 from bapo_megatron.environment.base import EnvironmentFailedError, Step
 from bapo_megatron.reward.base import Score
-from bapo_megatron.rollout.batching import BatchCollector
-from bapo_megatron.rollout.episodes import Interaction
-from bapo_megatron.rollout.grading import Grader
-from bapo_megatron.rollout.selection import BatchPlan
+from bapo_megatron.rollout.episodes import Grader, Interaction
 from bapo_megatron.types import Prompt
 from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import deliver
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.fakes.stepped_pool import SteppedPool
-from tests.rollout.batching_setup import single_turn
+from tests.rollout.batching_setup import Renderer, make_batches
 from tests.rollout.saved_files import read_file, without_clock
 
 if TYPE_CHECKING:
@@ -54,15 +52,6 @@ class Delays:
         for _ in range(self._random.randrange(4)):
             await asyncio.sleep(0)
         await asyncio.sleep(self._random.choice((0, 0.0001, 0.0007)))
-
-
-class Renderer:
-    """Its text is the list of ids."""
-
-    vocab_size = 1 << 31
-
-    def decode(self, token_ids: Sequence[int], **options: bool) -> str:
-        return " ".join(map(str, token_ids))
 
 
 class SlowRewards:
@@ -118,7 +107,7 @@ class SlowEnvironment(ScriptedEnvironment):
 class Run:
     """What a trainer saw, and its state after each step."""
 
-    batches: list[Any] = field(default_factory=list)
+    batches: list[bytes] = field(default_factory=list)
     states: list[bytes] = field(default_factory=list)
 
 
@@ -138,19 +127,18 @@ class Case:
     async def _play(self, delay_seed: int, state: bytes | None, first_step: int) -> Run:
         delays, run = random.Random(delay_seed), Run()
         pool = SteppedPool(first_step * UPDATES, is_slow=self.is_slow, delay_seed=delay_seed)
-        config = {"groups_per_step": 4, "samples_per_group": 2, "max_response_tokens": 40}
-        delay = Delays(delay_seed)
+        sizes = {"groups_per_step": 4, "samples_per_group": 2, "max_response_tokens": 40}
+        delay, renderer = Delays(delay_seed), Renderer()
         limits = EpisodesConfig(max_turns=3, on_error="zero")
-        batches = BatchCollector(
-            Interaction(SlowEnvironment(delay), Renderer(), limits)
-            if self.has_environment
-            else single_turn(),
-            Grader(Renderer(), SlowRewards(delay), sees_groups=self.sees_groups),
-            make_stream(PROMPTS, shuffle=True),
-            RolloutConfig.model_validate({**config, **self.rollout}),
-            ReplayConfig.model_validate(self.replay),
-            BatchPlan(seed=0, total_steps=TOTAL_STEPS, updates_per_batch=UPDATES),
-            lambda line: None,
+        interaction = Interaction(SlowEnvironment(delay), renderer, limits)
+        batches = make_batches(
+            Grader(renderer, SlowRewards(delay), sees_groups=self.sees_groups),
+            sizes | self.rollout,
+            interaction=interaction if self.has_environment else None,
+            prompts=make_stream(PROMPTS, shuffle=True),
+            replay=self.replay,
+            total_steps=TOTAL_STEPS,
+            updates=UPDATES,
         )
         if state is not None:
             batches.restore(read_file(state))
@@ -169,28 +157,11 @@ class Case:
         return run
 
 
-def content_of(batch: RolloutBatch | None) -> Any:
+def content_of(batch: RolloutBatch | None) -> bytes:
     """All of a batch but its times."""
     assert batch is not None
-    samples = [
-        (
-            group.group_id,
-            sample.prompt.prompt_id,
-            sample.response_token_ids.tolist(),
-            sample.behaviour_logprobs.tolist(),
-            sample.versions,
-            sample.written,
-            sample.finish_reason,
-            sample.reward,
-        )
-        for group in batch.groups
-        for sample in group.samples
-    ]
-    return (
-        batch.step,
-        batch.version,
-        replace(batch.stats, generation_s=0.0, loop_lag_s=0.0),
-        samples,
+    return encode_batch(
+        replace(batch, stats=replace(batch.stats, generation_s=0.0, loop_lag_s=0.0))
     )
 
 

@@ -1,0 +1,70 @@
+"""Tests that are coroutines, and tests that start collectors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from bapo_megatron.rollout.client import CollectorClient
+from tests.engine.helpers import descendants
+from tests.rollout.forked_collector import forked_collectors, prepare_forks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+    from bapo_megatron.config.schema import RunConfig
+
+    Open = Callable[..., CollectorClient]
+    """The ``open_client`` fixture: of a configuration, and ``is_fork``."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a coroutine in an event loop of its own, for at most a minute."""
+    if not inspect.iscoroutinefunction(pyfuncitem.function):
+        return None
+    names = inspect.signature(pyfuncitem.function).parameters
+
+    async def run() -> None:
+        async with asyncio.timeout(60):
+            await pyfuncitem.function(**{name: pyfuncitem.funcargs[name] for name in names})
+
+    asyncio.run(run())
+    return True
+
+
+def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    """A configuration with other values in a section."""
+    content = config.model_dump(mode="json")
+    content[section] |= values
+    return type(config).model_validate(content)
+
+
+@pytest.fixture
+def open_client() -> Iterator[Open]:
+    """Starts clients, with forks as collectors by default; checks that nothing is left of them."""
+    prepare_forks()
+    others = descendants()
+    clients = []
+    progress: list[str] = []
+
+    def open_(config: RunConfig, *, is_fork: bool = True) -> CollectorClient:
+        client = CollectorClient(config, on_progress=progress.append)
+        clients.append(client)
+        with forked_collectors() if is_fork else contextlib.nullcontext():
+            client.launch()
+        return client
+
+    yield open_
+    started = descendants() - others
+    for client in clients:
+        client.close()
+        client.close()
+    assert not psutil.wait_procs(started, timeout=10)[1]
+    assert progress
