@@ -128,7 +128,7 @@ def _check_parameters(config: RunConfig, hf: HfConfig, layout: Layout) -> None:
     from bapo_megatron.policy.megatron_import import import_megatron
 
     import_megatron()
-    from bapo_megatron.policy.meta_model import stage_parameters
+    from bapo_megatron.policy.megatron_setup import stage_parameters
 
     for stage in range(layout.pipeline):
         built = stage_parameters(hf, config.model, config.parallel, stage)

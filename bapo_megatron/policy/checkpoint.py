@@ -5,7 +5,6 @@ the files, ``checkpoint_shards`` writes each rank's part.
 """
 
 import json
-import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
@@ -25,9 +23,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.errors import first_line
 from bapo_megatron.policy import checkpoint_files as files
-from bapo_megatron.policy.checkpoint_reader import check_admitted, only_weights, read_metadata
+from bapo_megatron.policy.checkpoint_reader import CheckpointReader
 from bapo_megatron.policy.checkpoint_shards import ShardWriter, torch_bytes
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import load_state, sharded_state
@@ -39,25 +36,14 @@ from bapo_megatron.runtime.distributed import (
     gather_objects,
 )
 from bapo_megatron.runtime.files import atomic_write_bytes
+from bapo_megatron.runtime.processes import environment_set
 from bapo_megatron.telemetry.console import say
 
 METADATA = {
     # Megatron's default cannot be loaded into another layout.
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
-    "singleton_local_shards": False,
 }
-
-LOAD_ERRORS = (
-    CheckpointException,  # torch's, a BaseException
-    CheckpointingException,  # Megatron's
-    RuntimeError,
-    OSError,
-    ValueError,
-    KeyError,
-    EOFError,
-    pickle.UnpicklingError,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +74,8 @@ class CheckpointSaver:
         *,
         on_publish: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """Save nothing yet; rank 0 gives ``on_publish`` each checkpoint that is complete."""
-        self._root = root
-        self._config = config
-        self._on_publish = on_publish
+        """Save nothing yet; rank 0 calls ``on_publish`` with every complete checkpoint."""
+        self._root, self._config, self._on_publish = root, config, on_publish
         self._save: _Save | None = None
 
     def save(
@@ -127,17 +111,16 @@ class CheckpointSaver:
                 raise files.not_shared(unfinished.name)
             if groups.rank == 0 and save_rollout is not None:
                 wait_for_rollout = save_rollout(unfinished / files.ROLLOUT_NAME)
-            rng = torch_bytes(_rng_state(groups)).getvalue()
-            atomic_write_bytes(unfinished / _rng_name(groups.rank), rng)
+            atomic_write_bytes(unfinished / _rng_name(groups.rank), torch_bytes(_rng_state(groups)))
         fields = {
             "num_updates": policy.num_updates,
             "layout": rng_layout(groups),
             "distributed_optimizer": _is_distributed(policy),
-            "extra": json.loads(json.dumps(extra)),  # the caller goes on changing its own
+            "extra": json.loads(json.dumps(extra)),  # a copy: the caller goes on changing it
         }
         self._save = _Save(step, fields, writer, groups, best, wait_for_rollout)
         if self._config.asynchronous:
-            writer.start()
+            writer.thread.start()
         else:
             writer.write()
             self.wait()
@@ -145,10 +128,9 @@ class CheckpointSaver:
 
     def poll(self) -> None:
         """Publish the checkpoint that was being written, if every rank has written its part."""
-        if self._save is not None:
-            still_writing = self._save.writer.is_running
-            if not any_rank(still_writing, self._save.groups.control):
-                self.wait()
+        save = self._save
+        if save is not None and not any_rank(save.writer.thread.is_alive(), save.groups.control):
+            self.wait()
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and publish it."""
@@ -159,16 +141,16 @@ class CheckpointSaver:
         root, groups, writer = self._root, save.groups, save.writer
         with _written_together(root, save.step, groups):
             if writer.error is not None:
-                raise OSError(_reason(writer.error)) from writer.error
+                raise OSError(files.reason_of(writer.error)) from writer.error
             if save.wait_for_rollout is not None:
                 save.wait_for_rollout()
-        written = gather_objects((writer.results, writer.pieces), groups)
+        of_ranks = gather_objects((writer.results, writer.pieces), groups)
         with _written_together(root, save.step, groups):
-            if written is not None:
-                writer.write_metadata([results for results, _ in written])
-                pieces = {name: of for _, pieces in written for name, of in pieces.items()}
+            if of_ranks is not None:
+                writer.write_metadata([results for results, _ in of_ranks])
+                pieces = {name: sums for _, part in of_ranks for name, sums in part.items()}
                 files.write_checksums(files.unfinished_directory(root, save.step), pieces)
-                names = [*pieces, *(_rng_name(rank) for rank in range(len(written)))]
+                names = [*pieces, *(_rng_name(rank) for rank in range(len(of_ranks)))]
                 files.publish(root, save.step, save.fields, names)
                 self._on_publish(files.step_directory(root, save.step))
                 if save.best is not None:
@@ -235,10 +217,12 @@ def load_checkpoint(
                 f"{directory}: saved with {wanted}, whose state the other optimizer does not read; "
                 f"resume with {wanted}"
             )
-    with fail_together(groups, files.CheckpointError):
-        with files.damage_of(directory):
-            _check_content(directory, groups, verify=verify)
-        rng = _read_rng(directory, groups) if state.layout == rng_layout(groups) else None
+    with fail_together(groups, files.CheckpointError), files.damage_of(directory):
+        _check_content(directory, groups, verify=verify)
+        rng, name = None, _rng_name(groups.rank)
+        if state.layout == rng_layout(groups):
+            with files.reading(name):
+                rng = torch.load(directory / name, weights_only=True)
     loaded = _load_shards(directory, policy)
     for number, chunk in enumerate(policy.chunks):
         chunk.load_state_dict(loaded[f"model{number}"])
@@ -251,18 +235,12 @@ def load_checkpoint(
 
 def _check_content(directory: Path, groups: ProcessGroups, *, verify: bool) -> None:
     """Raise ``DamagedError`` for what this rank finds in its part of the checks."""
-    checksums = files.read_checksums(directory) if verify else None
-    if checksums is not None and groups.rank == 0:
-        files.verify_small_files(directory, checksums)
-    metadata = read_metadata(directory)
-    if checksums is None:
-        return
-    places = list((metadata.storage_data or {}).values())
+    reader = CheckpointReader(directory, verify=verify, small_files=groups.rank == 0)
+    places = list(reader.places.values())
     # Where the layout has not changed, a rank has the file that it wrote in its page cache.
     names = sorted({place.relative_path for place in places}, key=lambda name: (len(name), name))
     my_names = names[groups.rank :: groups.world_size]
-    my_places = (place for place in places if place.relative_path in my_names)
-    files.verify_pieces(directory, checksums, my_places)
+    reader.verify(place for place in places if place.relative_path in my_names)
 
 
 class _AgreeingLoadStrategy(TorchDistLoadShardedStrategy):
@@ -283,11 +261,12 @@ class _AgreeingLoadStrategy(TorchDistLoadShardedStrategy):
 
 
 def _load_shards(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
-    # One rank of each data-parallel group reads a shard, and gives it to the others.
+    # One rank of a data-parallel group reads a shard, and sends it to the others.
     groups = policy.groups
     strategy = FullyParallelLoadStrategyWrapper(_AgreeingLoadStrategy(groups), groups.data)
     wanted = _sharded_state(policy, is_loading=True)
-    with only_weights():
+    # Objects among the shards may name only what this admits.
+    with environment_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1"):
         with _read_together(directory, groups):
             # ``load`` reads it once more, but outside the strategy, where nothing is agreed on.
             dist_checkpointing.load_common_state_dict(str(directory))
@@ -304,15 +283,15 @@ def _read_together(directory: Path, groups: ProcessGroups) -> Iterator[None]:
     with fail_together(groups, files.CheckpointError):
         try:
             yield
-        except LOAD_ERRORS as error:
-            first = _first(error)
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            first: BaseException = error
+            if isinstance(error, CheckpointException) and error.failures:
+                first, _ = next(iter(error.failures.values()))
             if not isinstance(first, Exception) or isinstance(first, torch.OutOfMemoryError):
-                raise first from error  # not the checkpoint's fault
-            with files.damage_of(directory):
-                check_admitted(first)
+                raise first from error  # not the checkpoint's fault, such as an interrupt
             raise files.CheckpointError(
-                f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with "
-                "the model that saved it; if a file is damaged, "
+                f"{directory}: cannot be loaded into this model ({files.reason_of(first)}); resume "
+                "with the model that saved it; if a file is damaged, "
                 f"{files.other_checkpoint(directory)}"
             ) from error
 
@@ -354,34 +333,6 @@ def _restore_rng(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["megatron"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
-    path = directory / _rng_name(groups.rank)
-    try:
-        return torch.load(path, weights_only=True)
-    except LOAD_ERRORS as error:
-        raise files.CheckpointError(
-            f"{path}: damaged ({_reason(error)}); {files.other_checkpoint(directory)}"
-        ) from error
-
-
-def _first(error: BaseException) -> BaseException:
-    """Unwrap the first failure from torch's ``CheckpointException``."""
-    if isinstance(error, CheckpointException) and error.failures:
-        return next(iter(error.failures.values()))[0]
-    return error
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of what went wrong first."""
-    error = _first(error)
-    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
-        return "a file is damaged"  # torch's message suggests trusting it
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return first_line(cause or error)
 
 
 def rng_layout(groups: ProcessGroups) -> dict[str, int]:

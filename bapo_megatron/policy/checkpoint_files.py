@@ -13,27 +13,25 @@ place; where one of the same number was being replaced, under the name of
 steps up to their own.
 """
 
-import io
 import itertools
 import json
 import os
+import pickle
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import xxhash
 
 from bapo_megatron.config.schema import CheckpointConfig
+from bapo_megatron.errors import first_line
 from bapo_megatron.runtime.calls import decode_json, shown_value
 from bapo_megatron.runtime.files import (
     atomic_write_text,
-    open_regular,
     parse_json,
     publish_directory,
     read_regular,
@@ -41,8 +39,6 @@ from bapo_megatron.runtime.files import (
 )
 
 FORMAT = 6
-"""Formats up to 5 are those of megatron-core 0.16, with a common.pt."""
-_EARLIER_VERSIONS = dict.fromkeys((3, 4, 5), "0.1.0")
 LATEST_NAME = "latest"
 BEST_NAME = "best"
 STATE_NAME = "state.json"
@@ -51,10 +47,7 @@ METADATA_NAME = ".metadata"
 COMMON_NAME = "common.pt"
 """Where Megatron looks first for what all ranks share; a run writes no such file."""
 ROLLOUT_NAME = "rollout.parquet"
-_MAX_NAME_BYTES = 64
-_CHUNK_BYTES = 1 << 20
-"""Read size; small enough to stay in a core's cache until it is hashed."""
-STEP_PATTERN = re.compile(r"step_(0|[1-9][0-9]*)")
+STEP_PATTERN = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
 class CheckpointError(ValueError):
@@ -66,6 +59,30 @@ class DamagedError(CheckpointError):
 
 
 @contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Raise what reading a damaged file raises as a ``DamagedError`` that names it."""
+    try:
+        yield
+    except DamagedError:
+        raise
+    except FileNotFoundError as error:
+        raise DamagedError(f"{Path(error.filename or name).name} is missing") from error
+    except Exception as error:  # json, pickle and torch raise anything
+        raise DamagedError(f"{name} cannot be read ({reason_of(error)})") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a file cannot be read, in the operating system's words where there are any."""
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+        # torch's message suggests trusting the file.
+        return "a pickle is damaged, or names what might run code"
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return first_line(cause or error)
+
+
+@contextmanager
 def damage_of(directory: Path, remedy: str = "") -> Iterator[None]:
     """Say of a damaged file which checkpoint it is in, and what to do (``other_checkpoint``)."""
     try:
@@ -73,15 +90,6 @@ def damage_of(directory: Path, remedy: str = "") -> Iterator[None]:
     except DamagedError as error:
         remedy = remedy or other_checkpoint(directory)
         raise CheckpointError(f"{directory}: damaged, {error}; {remedy}") from error
-
-
-class Place(Protocol):
-    """Where ``.metadata`` says that a piece of a tensor, or an object, lies."""
-
-    relative_path: str
-    """Name of the file."""
-    offset: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +192,10 @@ def find_latest(root: Path) -> Path | None:
     if not os.path.lexists(pointer):
         return None
     try:
-        with open_regular(pointer) as stream:
-            content = stream.read(_MAX_NAME_BYTES + 1)
+        name = read_regular(pointer).decode(errors="replace").strip()
     except OSError as error:
         raise DamagedError(f"{pointer}: unreadable ({error.strerror})") from error
-    name = content.decode(errors="replace").strip()
-    match = STEP_PATTERN.fullmatch(name) if len(content) <= _MAX_NAME_BYTES else None
+    match = STEP_PATTERN.fullmatch(name)
     if match is None:
         raise DamagedError(f"{pointer}: holds {shown_value(name)} instead of a checkpoint's name")
     directory = find_checkpoint(root, int(match[1]))
@@ -245,13 +251,10 @@ def find_best(root: Path) -> BestCheckpoint | None:
         return None
     try:
         best = decode_json(BestCheckpoint, pointer.read_bytes())
+        if not STEP_PATTERN.fullmatch(best.checkpoint) or not find_checkpoint(root, best.step):
+            raise ValueError(f"names {best.checkpoint!r}, which is not a checkpoint beside it")
     except ValueError as error:
         raise CheckpointError(f"{pointer}: damaged ({error}); delete the file") from error
-    if not STEP_PATTERN.fullmatch(best.checkpoint) or not find_checkpoint(root, best.step):
-        raise CheckpointError(
-            f"{pointer}: names {best.checkpoint!r}, which is not a checkpoint beside it; write one "
-            "that is, or delete the file"
-        )
     return best
 
 
@@ -275,26 +278,17 @@ def read_state(directory: Path) -> CheckpointState:
         CheckpointError: It is of another format.
     """
     path = directory / STATE_NAME
-    try:
+    with reading(STATE_NAME):
         content = read_regular(path)
         fields = parse_json(content)
-        found = fields.get("format", FORMAT) if isinstance(fields, dict) else FORMAT
-        state = decode_json(CheckpointState, content) if found == FORMAT else None
-    except FileNotFoundError as error:
-        raise DamagedError(f"{STATE_NAME} is missing") from error
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{STATE_NAME} cannot be read ({error})") from error
-    if state is None:
-        saved_by = _EARLIER_VERSIONS.get(found) if isinstance(found, int) else None
-        remedy = (
-            f"resume with bapo-megatron {saved_by} (its commit is in starts.jsonl), or start a run "
-            "from its weights (bapo-megatron convert)"
-            if saved_by
-            else "resume with the version that saved it"
-        )
+        version = fields.get("format", FORMAT) if isinstance(fields, dict) else FORMAT
+    if version != FORMAT:
         raise CheckpointError(
-            f"{path}: format {shown_value(found)}, this version reads format {FORMAT}; {remedy}"
+            f"{path}: format {shown_value(version)}, this version reads format {FORMAT}; resume "
+            "with the version that saved it"
         )
+    with reading(STATE_NAME):
+        state = decode_json(CheckpointState, content)
     if encode_state(state).encode() != content:
         raise DamagedError(f"{STATE_NAME} has changed since it was written")
     return state
@@ -305,50 +299,22 @@ def check_files(directory: Path, state: CheckpointState) -> None:
 
     A file that must not be there is a ``CheckpointError``.
     """
-    found = _file_bytes(directory)
-    if COMMON_NAME in found:
+    actual_bytes = _file_bytes(directory)
+    if COMMON_NAME in actual_bytes:
         raise CheckpointError(
             f"{directory / COMMON_NAME}: not part of the checkpoint, and Megatron would load it; "
             "delete the file"
         )
     for name, num_bytes in state.file_bytes.items():
-        if found.get(name) != num_bytes:
-            actual = f"has {found[name]} bytes" if name in found else "is missing"
-            raise DamagedError(f"{name} {actual} instead of {num_bytes} bytes")
+        actual = actual_bytes.get(name)
+        if actual != num_bytes:
+            finding = "is missing" if actual is None else f"has {actual} bytes"
+            raise DamagedError(f"{name} {finding} instead of {num_bytes} bytes")
 
 
 def checksum(content: bytes) -> str:
     """Return what ``Checksums`` holds of some bytes."""
     return xxhash.xxh3_64(content).hexdigest()
-
-
-def piece_checksums(
-    directory: Path, places: Iterable[Place], before_piece: Callable[[], None] = lambda: None
-) -> dict[str, dict[str, str]]:
-    """Return the ``Checksums.pieces`` of some pieces, as they are read now."""
-    pieces: dict[str, dict[str, str]] = {}
-    by_file = groupby(sorted(places, key=_position), attrgetter("relative_path"))
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    for name, file_places in by_file:
-        with (directory / name).open("rb", buffering=0) as file:
-            pieces[name] = {}
-            for place in file_places:
-                before_piece()
-                pieces[name][str(place.offset)] = _hash_piece(file, place, buffer)
-    return pieces
-
-
-def _position(place: Place) -> tuple[str, int]:
-    return place.relative_path, place.offset
-
-
-def _hash_piece(file: io.FileIO, place: Place, buffer: memoryview) -> str:
-    hashed, num_left = xxhash.xxh3_64(), place.length
-    file.seek(place.offset)
-    while num_read := file.readinto(buffer[:num_left]):
-        hashed.update(buffer[:num_read])
-        num_left -= num_read
-    return hashed.hexdigest()
 
 
 def write_checksums(directory: Path, pieces: Mapping[str, Mapping[str, str]]) -> None:
@@ -371,38 +337,17 @@ def read_checksums(directory: Path) -> Checksums | None:
     path = directory / CHECKSUMS_NAME
     if not path.is_file():
         return None
-    try:
+    with reading(CHECKSUMS_NAME):
         return decode_json(Checksums, path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{CHECKSUMS_NAME} cannot be read ({error})") from error
 
 
 def verify_small_files(directory: Path, checksums: Checksums) -> None:
     """Raise ``DamagedError`` for a small file that has changed since it was written."""
-    for name, written in checksums.files.items():
-        try:
-            content = (directory / name).read_bytes()
-        except (OSError, ValueError) as error:
-            raise DamagedError(f"{name} cannot be read ({error})") from error
-        if checksum(content) != written:
+    for name, expected in checksums.files.items():
+        with reading(name):
+            actual = checksum((directory / name).read_bytes())
+        if actual != expected:
             raise DamagedError(f"{name} has changed since it was written")
-
-
-def verify_pieces(directory: Path, checksums: Checksums, places: Iterable[Place]) -> None:
-    """Raise ``DamagedError`` for a piece that has changed since it was written."""
-    places = list(places)
-    try:
-        actual = piece_checksums(directory, places)
-    except OSError as error:
-        raise DamagedError(f"a shard cannot be read ({error})") from error
-    for place in places:
-        name, start = place.relative_path, str(place.offset)
-        where = f"the {place.length} bytes from {start} on"
-        written = checksums.pieces.get(name, {}).get(start)
-        if written is None:
-            raise DamagedError(f"{CHECKSUMS_NAME} has no checksum of {name} for {where}")
-        if actual[name][start] != written:
-            raise DamagedError(f"{name} has changed since it was written, in {where}")
 
 
 def remove_unfinished(root: Path) -> None:
@@ -420,35 +365,35 @@ def begin_at(root: Path, directory: Path) -> str:
     """Let a run begin at a checkpoint: newer ones move aside, whole, and ``latest`` names it.
 
     Returns:
-        What to say of those that moved; '' where there are none.
+        One line about those that moved; '' where there are none.
     """
     pointer, step = root / LATEST_NAME, step_of(directory)
-    newer = [step_directory(root, n) for n in find_steps(root) if n > step]
-    moved = [path for each in newer for path in (each, replaced_directory(each)) if path.is_dir()]
-    if pointer.is_dir() and not pointer.is_symlink():
-        moved.append(pointer)
-    said = ""
-    if moved:
+    newer = [step_directory(root, other) for other in find_steps(root) if other > step]
+    paths = [place for path in newer for place in (path, replaced_directory(path))]
+    if not pointer.is_symlink():
+        paths.append(pointer)  # a run writes a file
+    news = ""
+    if moving := [path for path in paths if path.is_dir()]:
         numbered = (root / f"abandoned_{k}" for k in itertools.count(1))
         abandoned = next(path for path in numbered if not os.path.lexists(path))
         abandoned.mkdir()
-        for path in moved:
+        for path in moving:
             target = abandoned / path.name.removeprefix(".").removesuffix(".replaced.tmp")
             path.rename(target.with_suffix(".replaced") if target.exists() else target)
         names = ", ".join(sorted(path.name for path in abandoned.iterdir()))
-        said = (
+        news = (
             f"moved {names} to {abandoned}, because this run continues from step_{step}; no run "
             "deletes that directory"
         )
     atomic_write_text(pointer, f"step_{step}\n")
-    return said
+    return news
 
 
-def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[str]) -> None:
+def publish(root: Path, step: int, fields: dict[str, Any], names: Collection[str]) -> None:
     """Complete the unfinished checkpoint of ``step`` and let ``latest`` name it.
 
-    ``fields`` are those of ``CheckpointState`` except the sizes of files; ``written`` names the
-    files that all ranks have written.
+    ``fields`` are those of ``CheckpointState`` except the sizes of files; ``names`` are the files
+    that all ranks have written.
 
     Raises:
         OSError: It cannot be written, or a file of another rank is not visible here; ``latest``
@@ -456,7 +401,7 @@ def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[s
     """
     unfinished = unfinished_directory(root, step)
     file_bytes = _file_bytes(unfinished)
-    if missing := sorted(set(written) - set(file_bytes)):
+    if missing := sorted(set(names) - set(file_bytes)):
         raise not_shared(missing[0])
     state = CheckpointState(**fields, file_bytes=file_bytes)
     atomic_write_text(unfinished / STATE_NAME, encode_state(state))
@@ -465,7 +410,7 @@ def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[s
 
 
 def not_shared(name: str) -> OSError:
-    """Return the error of a rank that does not see what another rank made."""
+    """Return the error of a rank that does not see what another rank wrote."""
     return OSError(
         f"{name}, which another rank wrote, is not there; put run_dir on a file system that all "
         "nodes share"

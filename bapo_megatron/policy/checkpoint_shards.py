@@ -1,16 +1,13 @@
 """Writing this rank's shards of a checkpoint, at once or while training goes on.
 
 Megatron decides what is saved and which replica writes it; torch's planner and file writer do the
-rest, in a thread. Megatron's own background save forks a process and passes results through a
-manager process, which outlives a killed trainer; the package that is to replace it
-(nvidia-resiliency-ext) starts processes as well. A thread ends with its process, shares its
-memory, and leaves the interpreter to others while it writes.
+rest, in a thread, which ends with its process (docs/checkpoints.md says why Megatron's own
+background save is not used).
 """
 
 import io
 import threading
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,35 +34,35 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bapo_megatron.policy.checkpoint_files import piece_checksums
+from bapo_megatron.policy.checkpoint_reader import hash_pieces
 from bapo_megatron.runtime.distributed import ProcessGroups, gather_objects
 
 BACKEND = CheckpointingConfig(sharded_backend="torch_dist", sharded_backend_version=1)
 
 
-def torch_bytes(value: Any) -> io.BytesIO:
+def torch_bytes(value: Any) -> bytes:
     """Return what ``torch.save`` writes."""
     content = io.BytesIO()
     torch.save(value, content)
-    return content
+    return content.getvalue()
 
 
 class _Planner(MCoreSavePlanner):
     """Megatron's planner, until it is stopped."""
 
-    def __init__(self, stop: threading.Event) -> None:
+    def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._stop = stop
+        self.is_stopped = False
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return what is written next; raises ``InterruptedError`` once it is stopped."""
-        _check_running(self._stop)
+        """Return what is written next."""
+        self.check_running()
         return super().resolve_data(write_item)
 
-
-def _check_running(stop: threading.Event) -> None:
-    if stop.is_set():
-        raise InterruptedError("the save was abandoned")
+    def check_running(self) -> None:
+        """Raise ``InterruptedError`` once it is stopped."""
+        if self.is_stopped:
+            raise InterruptedError("the save was abandoned")
 
 
 class ShardWriter:
@@ -75,6 +72,8 @@ class ShardWriter:
         pieces: Checksums of what was written, see ``checkpoint_files.Checksums``.
         results: What was written where, when the writing has ended.
         error: Why it ended early, if it did.
+        thread: Runs ``write`` beside training once it is started. Nobody waits for a daemon at the
+            interpreter's exit; ``abandon`` does, and briefly.
     """
 
     def __init__(
@@ -90,11 +89,10 @@ class ShardWriter:
         # A thread's current device is GPU 0, and copies are in host memory: copy nothing ahead.
         copy_ahead_bytes = 0 if copies else 10_000_000
         self._storage = FileSystemWriter(directory, per_thread_copy_ahead=copy_ahead_bytes)
-        self._stop = threading.Event()
-        self._planner: MCoreSavePlanner | None = _Planner(self._stop)
+        self._planner = _Planner()
         self._metadata: Metadata | None = None
-        self._thread: threading.Thread | None = None
-        self.pieces: dict[str, dict[str, str]] = {}
+        self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
+        self.pieces: dict[str, dict[str, str]] = defaultdict(dict)
         self.results: list[WriteResult] = []
         self.error: Exception | None = None
         strategy = FullyParallelSaveStrategyWrapper(self, groups.data)
@@ -114,7 +112,6 @@ class ShardWriter:
             is_object = isinstance(shard, ShardedObject)
             shards[shard.unique_key if is_object else shard.key].append(shard)
         is_coordinator, rank = self._groups.rank == 0, self._groups.rank
-        assert self._planner is not None
         self._planner.set_up_planner(mcore_to_pyt_state_dict(shards), None, is_coordinator)
         self._storage.set_up_storage_writer(is_coordinator)
         # Not the storage's prepare_local_plan: it would make the directory on a node that does not
@@ -131,36 +128,25 @@ class ShardWriter:
 
     def write(self) -> None:
         """Write the files; ``error`` tells whether it succeeded."""
-        assert self._planner is not None
+        planner = self._planner
         try:
-            self.results = self._storage.write_data(self._planner.plan, self._planner).wait()
+            self.results = self._storage.write_data(planner.plan, planner).wait()
             places = [result.storage_data for result in self.results]
-            self.pieces = piece_checksums(
-                self._directory, places, partial(_check_running, self._stop)
-            )
+            for place, checksum in hash_pieces(self._directory, places):
+                self.pieces[place.relative_path][str(place.offset)] = checksum
+                planner.check_running()
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for this writer
             self.error = error
-        self._planner = None  # and all that was to be written
-
-    def start(self) -> None:
-        """Write in a thread."""
-        # Nobody waits for a daemon at the interpreter's exit; ``abandon`` does, and briefly.
-        self._thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the thread still writes."""
-        return self._thread is not None and self._thread.is_alive()
+        planner.state_dict = {}  # all that was to be written
 
     def wait(self) -> None:
-        """Wait until the writing has ended."""
-        if self._thread is not None:
-            self._thread.join()
+        """Wait until the thread has ended, if it was started."""
+        if self.thread.ident is not None:
+            self.thread.join()
 
     def abandon(self) -> None:
         """Stop after the tensor that is being written or hashed."""
-        self._stop.set()
+        self._planner.is_stopped = True
         self.wait()
 
     def write_metadata(self, results: list[list[WriteResult]]) -> None:

@@ -3,27 +3,59 @@
 One process, on the CPU, without process groups; in memory are the weights of a layer and, on the
 way to Hugging Face, of one file of the result. A checkpoint written here keeps what is not weights
 (config.json, tokenizer, chat template, generation settings) under ``hf/``.
+
+A checkpoint describes whole tensors and the pieces of them that each file holds, so it does not
+know the layout it came from: a parameter is what a single rank without any parallelism would hold.
+The parameters of all layers with the same role are one tensor whose first axis counts the layers.
 """
 
 import os
+import pickle
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Literal, Self
+from typing import BinaryIO, Self
 
 import torch
+from megatron.core.dist_checkpointing.core import save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from bapo_megatron.config.settings import read_settings
 from bapo_megatron.policy import hf_weights, weight_export
-from bapo_megatron.policy.checkpoint_files import METADATA_NAME
-from bapo_megatron.policy.convert_torch_dist import TorchDistReader, write_parameters
+from bapo_megatron.policy.checkpoint_files import (
+    COMMON_NAME,
+    METADATA_NAME,
+    checksum,
+    damage_of,
+    write_checksums,
+)
+from bapo_megatron.policy.checkpoint_reader import CheckpointReader
+from bapo_megatron.policy.checkpoint_shards import BACKEND, torch_bytes
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
+from bapo_megatron.policy.hf_weights import Weight
 from bapo_megatron.policy.megatron_setup import DTYPES
-from bapo_megatron.runtime.files import atomic_directory
+from bapo_megatron.runtime.files import atomic_directory, naming
 
+_REMEDY = "restore the files or use another checkpoint"
 COMPANIONS_NAME = "hf"
 """Where a converted checkpoint keeps the files of its Hugging Face model that hold no weights."""
+OPTIMIZER_STATE = re.compile(r"(^|\.)optimizer\.")
+"""Tensors of a checkpoint that are not parameters."""
+MODULES_WITHOUT_STATE = ("embedding.word_embeddings", "output_layer")
+"""Modules whose FP8 state Megatron does not save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +75,8 @@ class Amount:
 class Conversion:
     """A finished conversion."""
 
-    format: Literal["Megatron", "Hugging Face"]
+    format: str
+    """``Megatron`` or ``Hugging Face``."""
     amount: Amount
     dtype: torch.dtype
     num_files: int
@@ -79,90 +112,185 @@ def convert(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype: {dtype} is none of {', '.join(DTYPES)}; choose one of them")
-    assert max_file_bytes > 0, "the command checks it"
-    wanted = None if dtype is None else DTYPES[dtype]
-    if (source / METADATA_NAME).is_file():
-        hf_dir = hf_dir or _find_companions(source)
-        if not (hf_dir / "config.json").is_file():
-            raise ValueError(f"--hf: no config.json in {hf_dir}; give a Hugging Face directory")
-        _check_target(target, [source, hf_dir], force=force)
-        return _to_hf(source, hf_dir, target, wanted, max_file_bytes, report)
-    if not (source / "config.json").is_file():
-        raise ValueError(_unknown(source))
-    if hf_dir is not None:
+    is_checkpoint = (source / METADATA_NAME).is_file()
+    if not is_checkpoint and not (source / "config.json").is_file():
+        raise ValueError(
+            f"{source}: neither a Hugging Face model (no config.json) nor a torch_dist checkpoint "
+            f"(no {METADATA_NAME}); give one of them, such as <run>/checkpoints/step_<n>"
+        )
+    if not is_checkpoint and hf_dir is not None:
         raise ValueError(f"--hf: {source} is a Hugging Face model itself; leave --hf out")
-    _check_target(target, [source], force=force)
-    return _to_megatron(source, target, wanted, max_file_bytes, report)
-
-
-def _to_megatron(
-    source: Path, target: Path, wanted: torch.dtype | None, max_file_bytes: int, report: Report
-) -> Conversion:
-    hf = read_hf_config_file(source / "config.json")
-    weight_export.companion_files(source)  # what is wrong with them is better said now
-    table = hf_weights.weight_table(hf)
-    files = hf_weights.find_tensors(hf, source)
-    dtypes = hf_weights.stored_dtypes(table, files, hf, source)
-    dtype = _target_dtype(source, dtypes, wanted)
-
-    def parameters() -> Iterator[tuple[hf_weights.Weight, Tensor]]:
-        for weight in _reported(table, hf, dtype, report):
-            tensors = [hf_weights.read_tensor(files[name], name).to(dtype) for name in weight.hf]
-            yield weight, hf_weights.to_shard(weight, tensors, hf, rank=0, size=1)
-
-    with atomic_directory(target) as temporary:
-        num_files = write_parameters(parameters(), dtype, hf, temporary, max_file_bytes)
-        companions = temporary / COMPANIONS_NAME
-        companions.mkdir()
-        weight_export.copy_companions(source, companions, dtype)
-    return Conversion("Megatron", _amount(table, hf, dtype), dtype, num_files)
-
-
-def _to_hf(
-    source: Path,
-    hf_dir: Path,
-    target: Path,
-    wanted: torch.dtype | None,
-    max_file_bytes: int,
-    report: Report,
-) -> Conversion:
+    hf_dir = hf_dir or (_find_companions(source) if is_checkpoint else source)
+    target = Path(os.path.realpath(target))
+    _check_target(target, [source, hf_dir], force=force)
     hf = read_hf_config_file(hf_dir / "config.json")
-    weight_export.companion_files(hf_dir)
-    table = hf_weights.weight_table(hf)
-    reader = TorchDistReader(source, hf)
-    dtype = _target_dtype(source, reader.dtypes, wanted)
-    tensors = (
-        tensor
-        for weight in _reported(table, hf, dtype, report)
-        for tensor in hf_weights.from_shards(weight, [reader.read(weight).to(dtype)], hf).items()
-    )
-    files = weight_export.plan_files(hf, dtype, max_file_bytes)
+    weight_export.companion_files(hf_dir)  # what is wrong with them is better said now
+    read, dtypes = (_open_checkpoint if is_checkpoint else _open_model)(source, hf)
+    target_dtype = _target_dtype(source, dtypes, dtype)
+    total = _amount(hf_weights.weight_table(hf), hf, target_dtype)
+
+    def parameters() -> Iterator[tuple[Weight, Tensor]]:
+        done = Amount(0, 0)
+        for weight in hf_weights.weight_table(hf):
+            yield weight, read(weight).to(target_dtype)
+            done += _amount([weight], hf, target_dtype)
+            report(done, total)
+
     with atomic_directory(target) as temporary:
-        weight_export.write_weights(tensors, files, temporary)
-        weight_export.copy_companions(hf_dir, temporary, dtype)
-    return Conversion("Hugging Face", _amount(table, hf, dtype), dtype, len(files))
+        if is_checkpoint:
+            tensors = (
+                tensor
+                for weight, parameter in parameters()
+                for tensor in hf_weights.from_shards(weight, [parameter], hf).items()
+            )
+            files = weight_export.plan_files(hf, target_dtype, max_file_bytes)
+            weight_export.write_weights(tensors, files, temporary)
+            num_files, companions = len(files), temporary
+        else:
+            num_files = _write_checkpoint(parameters(), hf, target_dtype, temporary, max_file_bytes)
+            companions = temporary / COMPANIONS_NAME
+        weight_export.copy_companions(hf_dir, companions, target_dtype)
+    kind = "Hugging Face" if is_checkpoint else "Megatron"
+    return Conversion(kind, total, target_dtype, num_files)
 
 
-def _reported(
-    table: list[hf_weights.Weight], hf: HfConfig, dtype: torch.dtype, report: Report
-) -> Iterator[hf_weights.Weight]:
-    """Yield the parameters; whoever asks for the next one is done with the one before."""
-    total, done = _amount(table, hf, dtype), Amount(0, 0)
-    for weight in table:
-        yield weight
-        done += _amount([weight], hf, dtype)
-        report(done, total)
+Read = Callable[[Weight], Tensor]
+"""Returns a parameter as one rank without parallelism would hold it."""
 
 
-def _target_dtype(
-    source: Path, stored: Mapping[str, torch.dtype], wanted: torch.dtype | None
-) -> torch.dtype:
-    if wanted is not None:
-        return wanted
-    examples = {dtype: name for name, dtype in stored.items()}
+def _open_model(directory: Path, hf: HfConfig) -> tuple[Read, dict[str, torch.dtype]]:
+    """Return what reads a Hugging Face model, and the dtypes of its tensors by name."""
+    files, dtypes = hf_weights.find_tensors(hf, directory)
+    return partial(hf_weights.read_shard, files=files, hf=hf, rank=0, size=1), dtypes
+
+
+def _stacked(weight: Weight, hf: HfConfig) -> tuple[str, tuple[int, ...], int | None]:
+    """Return key and shape of the stored tensor that holds a parameter, and its place there.
+
+    That is the layer's number, on the first axis; None: the stored tensor is the parameter.
+    """
+    shape = hf_weights.shard_shape(weight, hf, size=1)
+    if weight.layer is None:
+        return weight.megatron, shape, None
+    key = weight.megatron.replace(f".{weight.layer}.", ".", 1)
+    return key, (hf.num_layers, *shape), weight.layer
+
+
+def _open_checkpoint(directory: Path, hf: HfConfig) -> tuple[Read, dict[str, torch.dtype]]:
+    """Return what reads a checkpoint of any layout, and the dtypes of its tensors by key.
+
+    Raises:
+        ValueError: The checkpoint is damaged or of another model; one line that names files or
+            keys. ``Read`` raises it for a damaged parameter.
+    """
+    with damage_of(directory, _REMEDY):
+        reader = CheckpointReader(directory)
+    stored = {
+        key: tensor
+        for key, tensor in reader.metadata.state_dict_metadata.items()
+        if isinstance(tensor, TensorStorageMetadata) and not OPTIMIZER_STATE.search(key)
+    }
+    sizes = {key: tuple(tensor.size) for key, tensor in stored.items()}
+    places: dict[Weight, tuple[str, int | None]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
+    for weight in hf_weights.weight_table(hf):
+        key, shape, layer = _stacked(weight, hf)
+        if layer is not None and weight.megatron in stored:
+            # Other tools may store the layers one by one.
+            key, shape, layer = weight.megatron, shape[1:], None
+        if weight.form == "vocab" and sizes.get(key, (0,))[0] >= hf.vocab_size:
+            # The vocabulary may be padded by another rule than ours.
+            shape = (sizes[key][0], *shape[1:])
+        places[weight], expected[key] = (key, layer), shape
+    remedy = "give the Hugging Face directory of the model that was trained (--hf)"
+    hf_weights.check_shapes(sizes, expected, directory, remedy)
+
+    def read(weight: Weight) -> Tensor:
+        with damage_of(directory, _REMEDY):
+            return reader.read(*places[weight])
+
+    return read, {key: tensor.properties.dtype for key, tensor in stored.items()}
+
+
+def _write_checkpoint(
+    parameters: Iterator[tuple[Weight, Tensor]],
+    hf: HfConfig,
+    dtype: torch.dtype,
+    directory: Path,
+    max_file_bytes: int,
+) -> int:
+    """Write a checkpoint of ``parameters`` alone, and return the number of its files.
+
+    They come in the order of the table of weights, all of ``dtype``, as one rank without
+    parallelism would hold them. The directory exists and is empty.
+    """
+    states, tensors = _empty_states(hf), dict[str, TensorStorageMetadata]()
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    pieces: dict[str, dict[str, str]] = {}
+
+    def append(file: BinaryIO, index: MetadataIndex, value: object) -> None:
+        name, start, content = Path(file.name).name, file.tell(), torch_bytes(value)
+        file.write(content)
+        places[index] = _StorageInfo(name, start, len(content))
+        pieces.setdefault(name, {})[str(start)] = checksum(content)
+
+    buckets = weight_export.plan_buckets(hf, dtype, max_file_bytes)
+    for number, bucket in enumerate(buckets):
+        path = directory / f"__{number}_0.distcp"
+        with naming(path), path.open("wb") as file:
+            for state in states if number == 0 else ():
+                append(file, MetadataIndex(state), [None])  # an entry per rank that shares it
+            for weight, parameter in islice(parameters, len(bucket)):
+                key, shape, layer = _stacked(weight, hf)
+                piece = parameter if layer is None else parameter[None]
+                offsets = torch.Size([layer or 0] + [0] * (len(shape) - 1))
+                if key not in tensors:
+                    properties = TensorProperties(dtype=dtype)
+                    tensors[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
+                tensors[key].chunks.append(ChunkStorageMetadata(offsets, piece.size()))
+                append(file, MetadataIndex(key, offsets), piece)
+    assert next(parameters, None) is None, "every parameter has its place"
+    # The version tells Megatron's trainer the order of the rows of linear_qkv; without it the
+    # trainer assumes the oldest. Releases before 0.17 know no other place for it than this file.
+    common = torch_bytes({"checkpoint_version": 3.0, "iteration": 0})
+    (directory / COMMON_NAME).write_bytes(common)
+    metadata = Metadata({**dict.fromkeys(states, BytesStorageMetadata()), **tensors})
+    metadata.storage_data = places
+    (directory / METADATA_NAME).write_bytes(pickle.dumps(metadata))
+    save_config(BACKEND, str(directory))
+    write_checksums(directory, pieces)
+    return len(buckets)
+
+
+def _empty_states(hf: HfConfig) -> list[str]:
+    """Return the keys of the FP8 states that models ask for, whether they use them or not.
+
+    A model with Transformer Engine has them in every module below but attention, for which other
+    releases of Megatron ask; one of Megatron's own layers has them in the linear modules. A missing
+    one is an error when loading, a superfluous one is not.
+    """
+    states: dict[str, None] = {}
+    for weight in hf_weights.weight_table(hf):
+        modules = [weight.megatron.rpartition(".")[0]]
+        shape, offset, layer = (1,), (0,), ""
+        if weight.layer is not None:
+            layer = f".{weight.layer}."
+            modules.append(f"decoder.layers{layer}self_attention.core_attention")
+            shape, offset = (hf.num_layers,), (weight.layer,)
+        for module in modules:
+            if module not in MODULES_WITHOUT_STATE:
+                key = f"{module}._extra_state".replace(layer or "..", ".", 1)
+                states[ShardedObject(key, None, shape, offset).unique_key] = None
+    return list(states)
+
+
+def _target_dtype(source: Path, stored: Mapping[str, torch.dtype], name: str | None) -> torch.dtype:
+    if name is not None:
+        return DTYPES[name]
+    examples = {dtype: key for key, dtype in stored.items()}
     if len(examples) > 1:
-        found = ", ".join(f"{str(dtype)[6:]} ({name})" for dtype, name in examples.items())
-        raise ValueError(f"{source}: weights of several dtypes, {found}; choose one with --dtype")
+        kinds = ", ".join(f"{str(dtype)[6:]} ({key})" for dtype, key in examples.items())
+        raise ValueError(f"{source}: weights of several dtypes, {kinds}; choose one with --dtype")
     return next(iter(examples))
 
 
@@ -173,30 +301,24 @@ def _amount(weights: Iterable[hf_weights.Weight], hf: HfConfig, dtype: torch.dty
 
 def _find_companions(source: Path) -> Path:
     """Return the Hugging Face directory that a checkpoint without ``--hf`` belongs to."""
-    own = source / COMPANIONS_NAME
-    if (own / "config.json").is_file():
-        return own
+    companions = source / COMPANIONS_NAME
+    if (companions / "config.json").is_file():
+        return companions
     run_config = Path(os.path.realpath(source)).parent.parent / "config.yaml"
-    if not run_config.is_file():
+    if run_config.is_file():
+        companions = Path(str(read_settings(run_config).get("model.path")))
+    if not (companions / "config.json").is_file():
         raise ValueError(
-            f"{source}: does not say which model it is of; give the directory with its config.json "
-            "and tokenizer with --hf"
+            f"{source}: does not say which model it is of, neither in {COMPANIONS_NAME}/ nor by "
+            f"model.path in {run_config}; give the directory with config.json and tokenizer with "
+            "--hf"
         )
-    path = Path(str(read_settings(run_config).get("model.path")))
-    if not (path / "config.json").is_file():
-        raise ValueError(
-            f"{run_config}: its model.path {path} is not a model directory here; give the one with "
-            "config.json and tokenizer with --hf"
-        )
-    return path
+    return companions
 
 
 def _check_target(target: Path, sources: list[Path], *, force: bool) -> None:
-    if target.name in ("", ".."):
-        raise ValueError(f"{target}: must end in a name of its own; choose another target")
-    real = Path(os.path.realpath(target))
     for source in sources:
-        if Path(os.path.realpath(source)).is_relative_to(real):
+        if Path(os.path.realpath(source)).is_relative_to(target):
             raise ValueError(f"{target}: writing it would delete {source}; choose another target")
     if os.path.lexists(target) and not target.is_dir():
         raise ValueError(f"{target}: not a directory; choose another target")
@@ -204,14 +326,3 @@ def _check_target(target: Path, sources: list[Path], *, force: bool) -> None:
         raise ValueError(
             f"{target}: exists and is not empty; choose another target, or replace it with --force"
         )
-
-
-def _unknown(source: Path) -> str:
-    if not source.is_dir():
-        return f"{source}: no such directory; give a Hugging Face model or a checkpoint"
-    if any(source.glob("*.distcp")):
-        return f"{source}: an incomplete checkpoint, {METADATA_NAME} is missing; use another one"
-    return (
-        f"{source}: neither a Hugging Face model (no config.json) nor a torch_dist checkpoint (no "
-        f"{METADATA_NAME}); give one of them, such as <run>/checkpoints/step_<n>"
-    )

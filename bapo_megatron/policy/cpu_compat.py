@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_installed: list[bool] = []
 
-
+@functools.cache
 def install() -> None:
     """Make Megatron-core run on the CPU; a second call does nothing.
 
@@ -25,14 +24,8 @@ def install() -> None:
     """
     if torch.cuda.is_available():
         raise RuntimeError("cpu_compat.install is for machines without CUDA; do not call it here")
-    if _installed:
-        return
-
     # Device queries raise without CUDA, and buffers are allocated where they say.
-    def current_device() -> str:
-        return "cpu"
-
-    torch.cuda.current_device = current_device  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     # Work on the CPU is already done; there are no streams, and no cache to empty. One function per
     # name: torch.compile keys its handlers by function.
     for name in ("synchronize", "empty_cache", "current_stream"):
@@ -41,27 +34,17 @@ def install() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
     # Megatron's named random streams save and restore the CPU generator instead of CUDA's.
-    def get_rng_state(device: Any = "cuda") -> torch.Tensor:
-        del device
-        return torch.get_rng_state()
-
-    def manual_seed(seed: int) -> None:
-        # Not torch.manual_seed, which would seed CUDA as well and so call this function again.
-        torch.default_generator.manual_seed(seed)
-
-    def set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
-        del device, graph_safe
-        torch.set_rng_state(new_state)
-
-    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get_rng_state
-    torch.cuda.manual_seed = torch.cuda.random.manual_seed = manual_seed
+    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    # Not torch.manual_seed, which would seed CUDA as well and so call this function again.
+    torch.cuda.manual_seed = torch.default_generator.manual_seed  # type: ignore[assignment]
+    for name in ("get_rng_state", "manual_seed"):
+        setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     # Imported by name inside Megatron, so it is replaced there.
-    megatron_random._set_cuda_rng_state = set_rng_state
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = _cuda  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     torch.Tensor.type = _named_like_cuda(torch.Tensor.type)  # type: ignore[method-assign]
-    _installed.append(True)
 
 
 _FACTORIES = ("empty", "empty_like", "ones", "randn", "tensor", "zeros")
@@ -70,20 +53,14 @@ _FACTORIES = ("empty", "empty_like", "ones", "randn", "tensor", "zeros")
 
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(factory)
-    def made(*args: Any, **options: Any) -> Tensor:
+    def create(*args: Any, **options: Any) -> Tensor:
         if str(options.get("device", "")).startswith("cuda"):
             options["device"] = "cpu"
         if options.get("pin_memory"):
             options["pin_memory"] = False  # page-locking needs a CUDA context
         return factory(*args, **options)
 
-    return made
-
-
-def _cuda(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Return the tensor where it is."""
-    del args, options
-    return tensor
+    return create
 
 
 def _named_like_cuda(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +68,7 @@ def _named_like_cuda(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def type_of(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        found = method(tensor, *args, **options)
-        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+        result = method(tensor, *args, **options)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
     return type_of

@@ -9,7 +9,7 @@ hold equal parts of it along ``axis``:
 - ``vocab``: rows of zeros pad the vocabulary, so that it divides equally.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,14 +45,6 @@ class Weight:
     form: Literal["plain", "qkv", "gate_up", "vocab"] = "plain"
     layer: int | None = None
     """Number of its layer in the whole model; None: embedding, final norm or output."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Index:
-    """What is read of an index."""
-
-    weight_map: dict[str, str]
-    """File of each tensor."""
 
 
 EMBEDDING = Weight(
@@ -148,7 +140,7 @@ def to_shard(weight: Weight, tensors: Sequence[Any], hf: HfConfig, rank: int, si
     or columns are asked for.
     """
     parts: list[Tensor] = [
-        tensor[_own_part(weight, shape, rank, size)]
+        tensor[_part_of_rank(weight, shape, rank, size)]
         for tensor, shape in zip(tensors, hf_shapes(weight, hf).values(), strict=True)
     ]
     if weight.form == "vocab":
@@ -161,14 +153,16 @@ def to_shard(weight: Weight, tensors: Sequence[Any], hf: HfConfig, rank: int, si
     return torch.cat(by_group, dim=1).flatten(0, 1)
 
 
-def _own_part(weight: Weight, shape: tuple[int, ...], rank: int, size: int) -> tuple[slice, ...]:
-    """Where a rank's part of a Hugging Face tensor lies: consecutive rows or columns."""
+def _part_of_rank(
+    weight: Weight, shape: tuple[int, ...], rank: int, size: int
+) -> tuple[slice, ...]:
+    """Return where a rank's part of a Hugging Face tensor lies: consecutive rows or columns."""
     if weight.axis is None:
         return (slice(None),)
     end = shape[weight.axis]
     length = (padded_vocab_size(end, size) if weight.form == "vocab" else end) // size
-    own = slice(min(end, rank * length), min(end, (rank + 1) * length))
-    return (*(slice(None),) * weight.axis, own)
+    part = slice(min(end, rank * length), min(end, (rank + 1) * length))
+    return (*(slice(None),) * weight.axis, part)
 
 
 def from_shards(weight: Weight, shards: Sequence[Tensor], hf: HfConfig) -> dict[str, Tensor]:
@@ -192,30 +186,29 @@ def _num_groups(weight: Weight, hf: HfConfig, size: int) -> int:
 
 
 def local_weights(chunks: Sequence[GPTModel], hf: HfConfig) -> list[tuple[Weight, Tensor]]:
-    """Return this rank's parameters with what they hold, in the order of the layers."""
+    """Return this rank's parameters with their entries of the table, in the order of the layers."""
     parameters: dict[str, Tensor] = {}  # with layers counted over the whole model
     for chunk in chunks:
-        own_names = {
-            f"decoder.layers.{index}.": f"decoder.layers.{layer.layer_number - 1}."
-            for index, layer in enumerate(chunk.decoder.layers)
-        }
         for name, parameter in chunk.named_parameters():
-            prefix = ".".join(name.split(".")[:3]) + "."
-            parameters[name.replace(prefix, own_names.get(prefix, prefix), 1)] = parameter
+            if name.startswith("decoder.layers."):
+                index = int(name.split(".")[2])
+                layer = chunk.decoder.layers[index].layer_number - 1
+                name = name.replace(f".{index}.", f".{layer}.", 1)
+            parameters[name] = parameter
     table = weight_table(hf)
     if hf.tied_embeddings and EMBEDDING.megatron not in parameters:
         # The last of several stages has a copy of the embedding as its output layer.
         table.append(replace(EMBEDDING, megatron=OUTPUT.megatron))
-    held = [(w, parameters.pop(w.megatron)) for w in table if w.megatron in parameters]
+    weights = [(w, parameters.pop(w.megatron)) for w in table if w.megatron in parameters]
     assert not parameters, f"parameters without a Hugging Face counterpart: {sorted(parameters)}"
-    return held
+    return weights
 
 
 @torch.no_grad()
 def load_weights(
     chunks: Sequence[GPTModel], hf: HfConfig, files: Mapping[str, Path], groups: ProcessGroups
 ) -> None:
-    """Fill this rank's parameters from safetensors files that ``stored_dtypes`` has checked.
+    """Fill this rank's parameters from safetensors files that ``find_tensors`` has checked.
 
     Only this rank's rows or columns of the tensors of its layers are read.
     """
@@ -228,66 +221,71 @@ def load_weights(
         parameter.copy_(shard)
 
 
-def find_tensors(hf: HfConfig, model_dir: Path) -> dict[str, Path]:
-    """Return the file of every tensor, from the index or from the single file.
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """What is read of an index."""
+
+    weight_map: dict[str, str]
+    """File of each tensor."""
+
+
+def find_tensors(hf: HfConfig, model_dir: Path) -> tuple[dict[str, Path], dict[str, torch.dtype]]:
+    """Return the file and the dtype of every tensor by name; only headers of files are read.
 
     Raises:
-        ValueError: A file is missing or not readable, or tensors are missing or unexpected; all are
-            named.
+        ValueError: A file is missing or not readable; tensors are missing, unexpected, of another
+            shape than config.json describes, or hold no floats. All are named.
     """
-    index, single = model_dir / INDEX_NAME, model_dir / SINGLE_NAME
-    if index.is_file():
+    files: dict[str, Path] = {}
+    shapes: dict[str, list[int]] = {}
+    kinds: dict[str, str] = {}
+    for path in _weight_files(model_dir):
         try:
-            weight_map = decode_json(_Index, index.read_bytes()).weight_map
-        except ValueError as error:
-            raise ValueError(f"{index}: {error}; restore the file") from error
-        if strays := [file for file in weight_map.values() if Path(file).name != file]:
+            with safe_open(path, framework="pt") as reader:
+                for name in reader.keys():  # noqa: SIM118 - it is no dict
+                    stored = reader.get_slice(name)
+                    files[name], shapes[name] = path, stored.get_shape()
+                    kinds[name] = stored.get_dtype()
+        except (SafetensorError, OSError) as error:
             raise ValueError(
-                f"{index}: names {strays[0]!r}, which is not a file beside it; restore the file"
-            )
-        files = {name: model_dir / file for name, file in weight_map.items()}
-        if absent := sorted({path.name for path in files.values() if not path.is_file()}):
+                f"{path}: not a readable safetensors file ({error}); restore it"
+            ) from error
+    expected = {n: shape for w in weight_table(hf) for n, shape in hf_shapes(w, hf).items()}
+    for name in list(shapes):
+        # Old checkpoints hold frequencies, which are computed from the config. Some tools write the
+        # tied output layer beside the embedding; it is the same tensor.
+        is_tied = hf.tied_embeddings and name in OUTPUT.hf
+        if is_tied or name.endswith("rotary_emb.inv_freq"):
+            del shapes[name]
+    check_shapes(shapes, expected, model_dir, "use the weights and the config of one model")
+    for name in expected:
+        if kinds[name] not in SAFETENSORS_DTYPES:
             raise ValueError(
-                f"{model_dir}: missing {listed(absent)}, named by {INDEX_NAME}; restore the files"
+                f"{model_dir}: {name} must be stored as {', '.join(SAFETENSORS_DTYPES)}, got "
+                f"{kinds[name]}; save the model as one of them"
             )
-        held = {path: set(_open(path).keys()) for path in sorted(set(files.values()))}
-        if strays := sorted(name for name, path in files.items() if name not in held[path]):
-            raise ValueError(f"{index}: its files do not hold {listed(strays)}; restore them")
-    elif single.is_file():
-        files = dict.fromkeys(_open(single).keys(), single)
-    else:
+    return files, {name: SAFETENSORS_DTYPES[kinds[name]] for name in expected}
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    index, single = model_dir / INDEX_NAME, model_dir / SINGLE_NAME
+    if not index.is_file() and not single.is_file():
         raise ValueError(
             f"{model_dir}: neither {SINGLE_NAME} nor {INDEX_NAME}; convert the weights to "
             "safetensors"
         )
-    expected = {name for weight in weight_table(hf) for name in weight.hf}
-    # Old checkpoints hold frequencies, which are computed from the config.
-    present = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
-    if hf.tied_embeddings:
-        # Some tools write the tied output layer beside the embedding; it is the same tensor.
-        present -= set(OUTPUT.hf)
-    refuse_differences(
-        expected,
-        present,
-        f"{model_dir}: weights do not fit config.json",
-        "use the weights and the config of one model",
-    )
-    return files
-
-
-def _open(path: Path) -> safe_open:
+    if not index.is_file():
+        return [single]
     try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{path}: not a readable safetensors file ({error}); restore it"
-        ) from error
-
-
-def read_tensor(path: Path, name: str) -> Tensor:
-    """Read one tensor; the file is mapped for no longer than the tensor lives."""
-    with safe_open(path, framework="pt") as reader:
-        return reader.get_tensor(name)
+        names = sorted(set(decode_json(_Index, index.read_bytes()).weight_map.values()))
+    except ValueError as error:
+        raise ValueError(f"{index}: {error}; restore the file") from error
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(
+                f"{index}: names {name!r}, which is not a file beside it; restore the file"
+            )
+    return [model_dir / name for name in names]
 
 
 def read_shard(
@@ -302,61 +300,30 @@ def read_shard(
         return to_shard(weight, slices, hf, rank, size)
 
 
-def stored_dtypes(
-    weights: Iterable[Weight], files: dict[str, Path], hf: HfConfig, model_dir: Path
-) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor by name; only headers of files are read.
-
-    Raises:
-        ValueError: Tensors have other shapes than config.json describes, or hold no floats; they
-            are named.
-    """
-    shapes = {name: shape for weight in weights for name, shape in hf_shapes(weight, hf).items()}
-    readers = {path: _open(path) for path in sorted({files[name] for name in shapes})}
-    slices = {name: readers[files[name]].get_slice(name) for name in shapes}
-    refuse_shapes(((n, slices[n].get_shape(), shape) for n, shape in shapes.items()), model_dir)
-    kinds = {name: stored.get_dtype() for name, stored in slices.items()}
-    for name, kind in kinds.items():
-        if kind not in SAFETENSORS_DTYPES:
-            raise ValueError(
-                f"{model_dir}: {name} must be stored as {', '.join(SAFETENSORS_DTYPES)}, got "
-                f"{kind}; save the model as one of them"
-            )
-    return {name: SAFETENSORS_DTYPES[kind] for name, kind in kinds.items()}
-
-
-def refuse_differences(
-    expected: Collection[str], present: Collection[str], problem: str, remedy: str
+def check_shapes(
+    actual: Mapping[str, Sequence[int]],
+    expected: Mapping[str, Sequence[int]],
+    directory: Path,
+    remedy: str,
 ) -> None:
-    """Refuse missing and unexpected names, with an error that begins and ends as given."""
-    missing, unexpected = set(expected) - set(present), set(present) - set(expected)
-    kinds = (("missing", missing), ("unexpected", unexpected))
-    differences = [f"{kind} {listed(sorted(names))}" for kind, names in kinds if names]
-    if differences:
-        raise ValueError(f"{problem}: {'; '.join(differences)}; {remedy}")
-
-
-def refuse_shapes(
-    shapes: Iterable[tuple[str, Sequence[int], Sequence[int]]], directory: Path
-) -> None:
-    """Refuse tensors of other shapes than config.json describes.
-
-    ``shapes`` has the name, the found and the expected shape of each; repeated names count once.
-    """
-    problems = [
-        f"{name} is {list(found)}, config.json asks for {list(expected)}"
-        for name, found, expected in shapes
-        if list(found) != list(expected)
+    """Refuse tensors that are missing, unexpected or of other shapes than config.json describes."""
+    missing, unexpected = expected.keys() - actual.keys(), actual.keys() - expected.keys()
+    kinds = {"missing": sorted(missing), "unexpected": sorted(unexpected)}
+    problems = [f"{kind} {listed(names)}" for kind, names in kinds.items() if names]
+    differing = [
+        f"{name} is {list(actual[name])}, config.json asks for {list(shape)}"
+        for name, shape in expected.items()
+        if name in actual and list(actual[name]) != list(shape)
     ]
-    if problems:
+    if problems or differing:
+        problems += [listed(differing)] if differing else []
         raise ValueError(
-            f"{directory}: wrong shapes: {listed(list(dict.fromkeys(problems)))}; use the weights "
-            "and the config of one model"
+            f"{directory}: weights do not fit config.json: {'; '.join(problems)}; {remedy}"
         )
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the names for an error message, the first few where there are many."""
+    """Return names for an error message, the first few where there are many."""
     shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
     more = len(names) - MAX_NAMES_IN_ERROR
     return f"{shown} and {more} more" if more > 0 else shown

@@ -1,11 +1,9 @@
 """The modules of a transformer layer.
 
-On a GPU with Transformer Engine installed: Megatron's own Transformer Engine layer. Elsewhere:
-Megatron's parallel linears with PyTorch twins of the two Transformer Engine modules that have no
-equivalent in Megatron-core. The twins bear **Transformer Engine's parameter names**
-(``linear_qkv.layer_norm_weight``), so that weight mapping, packing and checkpoints are one code
-path. But Transformer Engine keeps states of its own in checkpoints: those of one kind of layer do
-not load into the other; the Hugging Face export does.
+On a GPU with Transformer Engine: Megatron's own Transformer Engine layer. Elsewhere: Megatron's
+parallel linears with PyTorch twins of the two Transformer Engine modules that Megatron-core lacks.
+The twins bear **Transformer Engine's parameter names** (``linear_qkv.layer_norm_weight``), so that
+weight mapping, packing and checkpoints are one code path.
 
 Shape legend: N = packed tokens on this rank, S = those of one sequence, C = context-parallel ranks,
 H = heads on this rank, G = key/value groups on this rank, D = channels of a head.
@@ -79,14 +77,12 @@ def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
     """
     if device.type != "cuda" or dtype is torch.float32:
         return False
-    if importlib.util.find_spec("transformer_engine") is None:
-        return False
-    if not HAVE_TE:
+    if not HAVE_TE and importlib.util.find_spec("transformer_engine") is not None:
         raise ValueError(
             "transformer-engine: installed, but Megatron cannot import its PyTorch part; build it "
             "for this torch and CUDA (docs/launch.md), or uninstall it"
         )
-    return True
+    return bool(HAVE_TE)
 
 
 class RMSNorm(nn.Module):
@@ -118,7 +114,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class PackedRotaryEmbedding(nn.Module):
-    """Rotations of the tokens of a packed batch, made once for all layers.
+    """Rotations of the tokens of a packed batch, computed once for all layers.
 
     Megatron has the angles by position, and without Transformer Engine rotates one sequence after
     the other, in every layer.
@@ -208,7 +204,7 @@ class PackedCausalAttention(nn.Module):
         parts = zip(query_NHD.split(lengths), keys, values, strict=True)
         return torch.cat([self._attend(*part) for part in parts]).flatten(1)
 
-    def _sequences(self, own_NGD: Tensor, lengths: list[int]) -> list[Tensor]:
+    def _sequences(self, local_NGD: Tensor, lengths: list[int]) -> list[Tensor]:
         """Return the keys or values of each whole sequence, [C · S, G, D].
 
         Gradients go back to the rank that owns the part. Rank c holds chunk c of a sequence and, of
@@ -216,8 +212,8 @@ class PackedCausalAttention(nn.Module):
         """
         size = self.context.size()
         if size == 1:
-            return list(own_NGD.split(lengths))
-        gathered = gather_from_sequence_parallel_region(own_NGD.contiguous(), group=self.context)
+            return list(local_NGD.split(lengths))
+        gathered = gather_from_sequence_parallel_region(local_NGD.contiguous(), group=self.context)
         sequences = []
         for parts_CSGD in gathered.unflatten(0, (size, -1)).split(lengths, dim=1):
             first, second = parts_CSGD.chunk(2, dim=1)
@@ -230,7 +226,7 @@ class PackedCausalAttention(nn.Module):
         if size == 1:
             return self._causal(query_SHD, key_SGD, value_SGD)
         chunk, rank = len(key_SGD) // (2 * size), self.context.rank()
-        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)  # of what each own chunk may see
+        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)  # of what a local chunk may see
         parts = zip(query_SHD.chunk(2), ends, strict=True)
         return torch.cat(
             [self._causal(part, key_SGD[:end], value_SGD[:end]) for part, end in parts]

@@ -6,9 +6,6 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +30,7 @@ MESSAGES = (
     r"The argument order of load has been changed",  # torch about Megatron's call
     r"torch\.distributed is disabled, unavailable or uninitialized",  # reading the common state
 )
-"""Beginnings of warnings that would appear at every start, with who emits them and why."""
+"""Beginnings of warnings at every start, with who emits them and why."""
 
 LOGGED = {
     # nvcc without a GPU; Megatron imports the module whether it compiles or not.
@@ -43,7 +40,7 @@ LOGGED = {
     # The layout that it computes is the one to pass.
     "megatron.core.distributed.distributed_data_parallel": r".*full_param_layout not provided",
 }
-"""Beginnings of what loggers would say at every start, by logger."""
+"""Beginnings of messages at every start, by logger."""
 
 
 def import_megatron() -> None:
@@ -51,28 +48,24 @@ def import_megatron() -> None:
     for message in MESSAGES:
         warnings.filterwarnings("ignore", message=message)
     for name, pattern in LOGGED.items():
-        logging.getLogger(name).addFilter(partial(_is_kept, pattern))
+        _mute(name, pattern)
     if torch.cuda.is_available():
         stand_in_for_apex()
-    with uncompiled_imports(), _absent("wandb"):
-        import megatron.core  # noqa: F401
-
-
-@contextmanager
-def _absent(name: str) -> Iterator[None]:
-    """Have Megatron import W&B only where a run uses it.
-
-    Where it is installed, importing it makes directories for temporary files, which a killed rank
-    leaves behind.
-    """
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = None  # type: ignore[assignment]
+    # Where W&B is installed, importing it makes directories for temporary files, which a killed
+    # rank leaves behind: Megatron finds none, and a run that uses it imports it.
+    is_imported = "wandb" in sys.modules
+    if not is_imported:
+        sys.modules["wandb"] = None  # type: ignore[assignment]
     try:
-        yield
+        with uncompiled_imports():
+            import megatron.core  # noqa: F401
     finally:
-        del sys.modules[name]
+        if not is_imported:
+            del sys.modules["wandb"]
+
+
+def _mute(logger: str, pattern: str) -> None:
+    logging.getLogger(logger).addFilter(lambda record: not re.match(pattern, record.getMessage()))
 
 
 def stand_in_for_apex() -> None:
@@ -89,8 +82,3 @@ def stand_in_for_apex() -> None:
 def _accumulate(input_NI: Tensor, gradient_NO: Tensor, sum_OI: Tensor) -> None:
     """Add the weight's gradient: N tokens, I inputs and O outputs of a linear layer."""
     add_product_(sum_OI, gradient_NO.t(), input_NI)
-
-
-def _is_kept(pattern: str, record: logging.LogRecord) -> bool:
-    """Return whether a message does not begin with ``pattern``."""
-    return not re.match(pattern, record.getMessage())

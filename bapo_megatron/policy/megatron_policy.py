@@ -1,16 +1,13 @@
 """The policy on one rank: forward, forward and backward, and the optimizer step.
 
-Every method is a collective: all ranks call it, in the same order. Micro-batches of a forward pass
-are this rank's own: the ranks of a tensor group and all pipeline stages give the same ones, those
-of a context group the parts that ``data.micro_batch`` makes of them. Their number is equal on all
-ranks, and with interleaved stages a multiple of the number of stages.
+Every method is a collective: all ranks call it, in the same order. Ranks of a tensor group and all
+pipeline stages pass the same micro-batches, ranks of a context group the parts that
+``data.micro_batch`` makes of them. Their number is equal on all ranks, and with interleaved stages
+a multiple of the number of stages.
 
-Messages between pipeline stages have one shape, though micro-batches have different lengths. Every
-stage knows the lengths of all micro-batches, so what travels is padded to the longest one and cut
-where it arrives: nothing is computed on padding. Megatron's own way (``variable_seq_lengths``)
-sends the shape ahead of each message and waits for it on the host, and hangs with interleaved
-stages, where a stage waits for the shape of a gradient before it sends the activations that lead to
-it.
+Messages between pipeline stages have one shape: what travels is padded to the longest micro-batch
+and cut where it arrives, so that nothing is computed on padding. ``variable_seq_lengths`` would
+wait for each shape on the host, and hangs with interleaved stages (docs/runtime.md).
 
 Shape legend: N = packed tokens of a micro-batch on this rank, M = tokens of the longest one, H =
 hidden size, V = columns of the padded vocabulary on this rank.
@@ -20,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -44,12 +41,7 @@ from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.policy import weight_export
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
-from bapo_megatron.policy.hf_weights import (
-    find_tensors,
-    load_weights,
-    stored_dtypes,
-    weight_table,
-)
+from bapo_megatron.policy.hf_weights import find_tensors, load_weights
 from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything
 from bapo_megatron.policy.optimizer import (
     OptimizerStep,
@@ -61,12 +53,10 @@ from bapo_megatron.runtime.distributed import ProcessGroups, fail_together
 from bapo_megatron.runtime.files import atomic_directory
 from bapo_megatron.types import MicroBatch
 
-Result = TypeVar("Result")
-
 
 @dataclass(eq=False, repr=False)
 class MegatronPolicy:
-    """This rank's part of a model with its optimizer; made by ``build``."""
+    """This rank's part of a model with its optimizer; ``build`` makes one."""
 
     hf: HfConfig
     model_dir: Path
@@ -86,11 +76,6 @@ class MegatronPolicy:
     """Optimizer updates made so far."""
     on_micro_batch: Callable[[], None] = lambda: None
     """Called before a chunk's forward pass of a micro-batch."""
-
-    def __post_init__(self) -> None:
-        assert not any(chunk.mtp_process for chunk in self.chunks), (
-            "multi-token prediction adds its loss inside the model, whose logits are overwritten"
-        )
 
     @classmethod
     def build(
@@ -116,24 +101,22 @@ class MegatronPolicy:
         """
         megatron = megatron or MegatronConfig()
         hf = read_hf_config_file(model.path / "config.json")
-        files = find_tensors(hf, model.path)
-        stored_dtypes(weight_table(hf), files, hf, model.path)  # before memory is allocated
+        files, _ = find_tensors(hf, model.path)  # checked before memory is allocated
         seed_everything(seed, groups)
         chunks = build_chunks(hf, model, parallel, megatron, groups)
         load_weights(chunks, hf, files, groups)
-        head = None
-        if returns_hidden_states and groups.is_last_stage:
-            head = _take_off_head(chunks[-1], groups.tensor)
+        has_head = returns_hidden_states and groups.is_last_stage
+        head = _take_off_head(chunks[-1], groups.tensor) if has_head else None
         wrapped = wrap_for_data_parallel(chunks, megatron)
-        built = build_optimizer(wrapped, optimizer, megatron)
-        return cls(hf, model.path, groups, chunks, head, wrapped, built, optimizer, total_updates)
+        adam = build_optimizer(wrapped, optimizer, megatron)
+        return cls(hf, model.path, groups, chunks, head, wrapped, adam, optimizer, total_updates)
 
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
         return learning_rate(self.optimizer_config, self.num_updates, self.total_updates)
 
-    def forward_only(
+    def forward_only[Result](
         self, micro_batches: Sequence[MicroBatch], fn: Callable[[Tensor, MicroBatch], Result]
     ) -> list[Result]:
         """Run the model without gradients; return ``fn``'s results on the last stage, elsewhere [].
@@ -147,7 +130,7 @@ class MegatronPolicy:
         with torch.no_grad():
             return self._run_schedule(micro_batches, fn, forward_only=True)
 
-    def forward_backward(
+    def forward_backward[Result](
         self,
         micro_batches: Sequence[MicroBatch],
         loss_fn: Callable[[Tensor, MicroBatch], tuple[Tensor, Result]],
@@ -180,23 +163,22 @@ class MegatronPolicy:
     ) -> OptimizerStep:
         """Clip the gradients by their global norm and update the weights.
 
-        With a non-finite norm or a fault nothing is changed, and the result says so; Megatron's own
-        ``step`` clips by whatever norm it finds, and would write a NaN into all weights. A caller
-        that skips an update does not call this, and neither moments nor schedule move.
+        With a non-finite norm or a fault nothing is changed, and the result says so; Megatron's
+        ``step`` would write a NaN into all weights. A caller that skips an update does not call
+        this, and neither moments nor schedule move.
 
         ``faults`` are [F] counts on the device, equal on all ranks; any above 0 forbids the step.
-        ``remarks`` [R] forbid nothing. This is where the host waits for the device: for the norm,
-        with faults and remarks ready beside it.
+        ``remarks`` [R] forbid nothing. Here the host waits for the device.
         """
         optimizer, lr = self.optimizer, self.lr
         optimizer.prepare_grads()  # it returns what loss scaling needs, which bfloat16 does not use
         grad_norm = float(optimizer.get_grad_norm())
-        given = [values for values in (faults, remarks) if values is not None]
-        read = tuple(torch.cat(given).tolist()) if given else ()
-        num_faults = 0 if faults is None else len(faults)
-        counted, noted = read[:num_faults], read[num_faults:]
-        if not math.isfinite(grad_norm) or any(counted):
-            return OptimizerStep(False, grad_norm, counted, noted)
+        none = torch.empty(0, device=self.groups.device)
+        faults, remarks = (none if values is None else values for values in (faults, remarks))
+        values = tuple(torch.cat([faults, remarks]).tolist())
+        fault_counts, remark_values = values[: len(faults)], values[len(faults) :]
+        if not math.isfinite(grad_norm) or any(fault_counts):
+            return OptimizerStep(False, grad_norm, fault_counts, remark_values)
         for inner in optimizer.chained_optimizers:
             clip_grad_by_total_norm_fp32(
                 inner.get_parameters(),
@@ -208,7 +190,7 @@ class MegatronPolicy:
             group["lr"] = lr
         optimizer.step_with_ready_grads()
         self.num_updates += 1
-        return OptimizerStep(True, grad_norm, counted, noted)
+        return OptimizerStep(True, grad_norm, fault_counts, remark_values)
 
     def export_hf(
         self,
@@ -269,7 +251,7 @@ class MegatronPolicy:
             micro_batch, output = self._forward_chunk(next(batches), model, longest)
             if forward_only and get_attr_wrapped_model(model, "post_process"):
                 result = on_output(output.squeeze(0), micro_batch)
-                # The schedule keeps what it gets until the next micro-batch has logits as well.
+                # The schedule keeps its output until the next micro-batch has logits as well.
                 return output.new_empty(0), lambda *_, **__: result
             return output, lambda output: on_output(output.squeeze(0), micro_batch)
 
@@ -289,7 +271,7 @@ class MegatronPolicy:
     def _forward_chunk(
         self, host_batch: MicroBatch, model: nn.Module, longest: int
     ) -> tuple[MicroBatch, Tensor]:
-        """Return a micro-batch on the device and what a chunk makes of it, padded to send it on."""
+        """Return a micro-batch on the device and a chunk's output of it, padded to be sent on."""
         self.on_micro_batch()
         transformer = self.chunks[0].config
         # Ranks that divide the tokens of a micro-batch between the matrix products.
@@ -323,10 +305,10 @@ class MegatronPolicy:
     def _packed_seq_params(
         self, host_batch: MicroBatch, micro_batch: MicroBatch
     ) -> PackedSeqParams:
-        """Describe the sequences; lengths are read from the host copy, so nothing waits for a GPU.
+        """Describe the sequences; the host copy has their lengths, so nothing waits for a GPU.
 
         Megatron keeps a table of rotations for each of the last 32 longest lengths, 32 MB each at
-        64k tokens; any upper bound is right, so few different ones are named.
+        64k tokens; any upper bound is right, so few different ones are passed.
         """
         max_tokens = int(host_batch.cu_seqlens.diff().max())
         multiple = math.lcm(4096, 2 * self.groups.context_size)
@@ -341,7 +323,7 @@ class MegatronPolicy:
 
 
 def _take_off_head(gpt: GPTModel, tensor_group: dist.ProcessGroup) -> OutputHead:
-    """Make a last stage's model return what its output layer is given; return that layer's head.
+    """Make a last stage's model return the input of its output layer; return that layer's head.
 
     The model returns [1, N, H] after the final norm, under sequence parallelism this rank's [1, N /
     tensor, H]; nothing is copied. The layer stays where it is, with its weight, name and hooks.
@@ -358,9 +340,9 @@ def _take_off_head(gpt: GPTModel, tensor_group: dist.ProcessGroup) -> OutputHead
 
     gpt.output_layer.forward = forward
     # The method that finds a shared weight returns the embedding's where nothing is shared, too.
-    tied = gpt.share_embeddings_and_output_weights
+    is_tied = gpt.share_embeddings_and_output_weights
     return OutputHead(
-        weight=gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight,
+        weight=gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight,
         tensor_group=tensor_group,
         sequence_parallel=gpt.config.sequence_parallel,
     )

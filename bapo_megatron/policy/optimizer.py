@@ -67,8 +67,7 @@ def build_optimizer(
     wrapped: list[DistributedDataParallel], config: OptimizerConfig, megatron: MegatronConfig
 ) -> MegatronOptimizer:
     """Build AdamW; biases and norms are not decayed (Megatron's rule)."""
-    transformer = wrapped[0].config
-    offload: dict[str, Any] = {}
+    transformer, offload = wrapped[0].config, dict[str, Any]()
     if megatron.optimizer_offload_share > 0:
         if not torch.cuda.is_available():
             raise ValueError(
@@ -84,7 +83,6 @@ def build_optimizer(
         }
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
-            optimizer="adam",
             lr=config.lr,
             min_lr=config.min_lr,
             adam_beta1=config.beta1,
@@ -121,20 +119,19 @@ def _prepare(optimizer: MegatronOptimizer) -> None:
     Points 3 and 4 are in ``load_state``.
     """
     for inner in optimizer.chained_optimizers:
-        if isinstance(inner, DistributedOptimizer):
+        is_distributed = isinstance(inner, DistributedOptimizer)
+        if is_distributed:
             inner.get_parameter_state_dp_zero = MethodType(_states_of_owners, inner)
-        if inner.init_state_fn is None:  # none but the optimizer that steps in host memory
-            continue
-        inner.init_state_fn(inner.optimizer, inner.config)
-        if not _is_torch(inner):
-            continue
-        for state in inner.optimizer.state.values():
-            state["step"] = torch.tensor(0.0)
-        if isinstance(inner, DistributedOptimizer):
-            inner._set_main_param_and_optimizer_states = MethodType(_set_states_with_step, inner)
+        if inner.init_state_fn is not None:  # else it steps in host memory
+            inner.init_state_fn(inner.optimizer, inner.config)
+        if _is_torch(inner):
+            for state in inner.optimizer.state.values():
+                state["step"] = torch.tensor(0.0)
+            if is_distributed:
+                inner._set_main_param_and_optimizer_states = MethodType(_set_with_step, inner)
 
 
-def _set_states_with_step(
+def _set_with_step(
     self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, Tensor]
 ) -> None:
     group_index, index = self.model_param_group_index_map[model_param]
@@ -242,33 +239,33 @@ def _bring_together(
 ) -> None:
     """Fill the states of the parameters that this rank owns; a collective over their replicas."""
     group, owners = inner.data_parallel_group_gloo, _owners(inner)
-    ranks, own_rank = dist.get_process_group_ranks(group), group.rank()
+    ranks, rank = dist.get_process_group_ranks(group), group.rank()
     numbers = {parameter: number for number, parameter in enumerate(views)}
-    buckets = chain.from_iterable(chain.from_iterable(b.values() for b in inner.gbuf_ranges))
-    updated = {
+    local_ranges = {
         numbers[parameter]: (place["param"].start, place["param"].end)
-        for bucket in buckets
+        for buffer in inner.gbuf_ranges
+        for bucket in chain.from_iterable(buffer.values())
         for parameter, place in bucket["param_map"].items()
     }
     ranges: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(ranges, updated, group=group)
+    dist.all_gather_object(ranges, local_ranges, group=group)
     transfers: list[tuple[Any, Tensor]] = []
     pieces = product(range(len(ranks)), ((p, name) for p in views for name in views[p]))
-    for tag, (rank, (parameter, name)) in enumerate(pieces):
+    for tag, (sender, (parameter, name)) in enumerate(pieces):
         owner = owners[parameter]
-        start, end = ranges[rank].get(numbers[parameter], (0, 0))
-        if start == end or own_rank not in (rank, owner):
+        start, end = ranges[sender].get(numbers[parameter], (0, 0))
+        if start == end or rank not in (sender, owner):
             continue
         part = views[parameter][name][start:end]
-        if rank == own_rank:
-            value = inner._get_main_param_and_optimizer_states(parameter)[name]
-            value = value.detach().to("cpu", torch.float32)
-            if rank == owner:
-                part.copy_(value)
-            else:
-                transfers.append((dist.isend(value, ranks[owner], group, tag), value))
+        if rank != sender:
+            transfers.append((dist.irecv(part, ranks[sender], group, tag), part))
+            continue
+        value = inner._get_main_param_and_optimizer_states(parameter)[name]
+        value = value.detach().to("cpu", torch.float32)
+        if rank == owner:
+            part.copy_(value)
         else:
-            transfers.append((dist.irecv(part, ranks[rank], group, tag), part))
+            transfers.append((dist.isend(value, ranks[owner], group, tag), value))
     for work, _ in transfers:
         work.wait()
 

@@ -51,8 +51,8 @@ def gather_weights(
     pipeline groups) iterate together, to the end. ``table`` is a part of ``weight_table(hf)``;
     ``read`` takes a tensor of a parameter's shape from it, such as its gradient, all of one dtype.
     """
-    held = {weight.megatron: read(parameter) for weight, parameter in local_weights(chunks, hf)}
-    dtype = next(iter(held.values())).dtype
+    local = {weight.megatron: read(parameter) for weight, parameter in local_weights(chunks, hf)}
+    dtype = next(iter(local.values())).dtype
     for weight in weight_table(hf) if table is None else table:
         # The layers are divided into pipeline × virtual chunks; chunk c is on stage c mod pipeline.
         stage = 0 if weight.megatron == EMBEDDING.megatron else groups.pipeline_size - 1
@@ -60,15 +60,13 @@ def gather_weights(
             layers_per_chunk = hf.num_layers // (groups.pipeline_size * groups.virtual_size)
             stage = weight.layer // layers_per_chunk % groups.pipeline_size
         if groups.pipeline_rank == stage:
-            shard = held[weight.megatron].contiguous()
+            shard = local[weight.megatron].contiguous()
             if stage != 0:
-                first = dist.get_global_rank(groups.pipeline, 0)
-                dist.send(shard, dst=first, group=groups.pipeline)
+                dist.send(shard, group=groups.pipeline, group_dst=0)
         elif groups.is_first_stage:
             shape = shard_shape(weight, hf, groups.tensor_size)
             shard = torch.empty(shape, dtype=dtype, device=groups.device)
-            holder = dist.get_global_rank(groups.pipeline, stage)
-            dist.recv(shard, src=holder, group=groups.pipeline)
+            dist.recv(shard, group=groups.pipeline, group_src=stage)
         if not groups.is_first_stage:
             continue
         shards = [shard]
@@ -159,8 +157,8 @@ def companion_files(source: Path) -> list[Path]:
     Raises:
         ValueError: One of them is no file, so that the copy would be another model.
     """
-    found = sorted(source.iterdir())  # glob leaves out links that lead nowhere
-    paths = [path for path in found if any(map(path.match, COMPANION_PATTERNS))]
+    entries = sorted(source.iterdir())  # glob leaves out links that lead nowhere
+    paths = [path for path in entries if any(map(path.match, COMPANION_PATTERNS))]
     for path in paths:
         if path.suffix and not path.is_file():
             raise ValueError(f"{path}: must be a file, got something else; restore or remove it")
@@ -169,6 +167,7 @@ def companion_files(source: Path) -> list[Path]:
 
 def copy_companions(source: Path, directory: Path, dtype: torch.dtype) -> None:
     """Copy config.json with the dtype of the weights, tokenizer, template, generation settings."""
+    directory.mkdir(exist_ok=True)
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
     # transformers 5 writes "dtype", older ones "torch_dtype".
     keys = [key for key in ("dtype", "torch_dtype") if key in fields] or ["dtype"]

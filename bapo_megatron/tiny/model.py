@@ -35,9 +35,7 @@ def build_tokenizer(max_tokens: int = 2048) -> Qwen2Tokenizer:
 
     It is a ``Qwen2Tokenizer`` because ``AutoTokenizer`` makes one of whatever lies beside a Qwen2
     model, with Qwen2's pre-tokenizer; words of the task are added tokens, which it leaves whole.
-
-    Args:
-        max_tokens: Limit of the model's sequences, prompt and response together.
+    Sequences, prompt and response together, have at most ``max_tokens``.
     """
     bytes_in_letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = [PAD, EOS, BOS, USER, ASSISTANT, *bytes_in_letters]

@@ -94,9 +94,8 @@ def write_solution(problem: Problem, mixture: SolutionMixture, rng: random.Rando
 
 def _guesses(truth: int, mixture: SolutionMixture, rng: random.Random) -> list[int]:
     """Draw the guesses of one sloppy step; none is negative."""
-    guesses = []
-    for _ in range(rng.randint(mixture.min_guesses, mixture.max_guesses)):
-        hit = rng.random() < mixture.right_guess_share
-        offsets = [offset for offset in GUESS_OFFSETS if truth + offset >= 0]
-        guesses.append(truth if hit else truth + rng.choice(offsets))
-    return guesses
+    offsets = [offset for offset in GUESS_OFFSETS if truth + offset >= 0]
+    return [
+        truth if rng.random() < mixture.right_guess_share else truth + rng.choice(offsets)
+        for _ in range(rng.randint(mixture.min_guesses, mixture.max_guesses))
+    ]

@@ -10,9 +10,9 @@ import torch
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.environment.base import Task, Turn
+from bapo_megatron.tiny.make import IGNORED_LABEL
 from bapo_megatron.tiny.model import save_model
 from bapo_megatron.tiny.task import Problem, SolutionMixture, split_problems, write_solution
-from bapo_megatron.tiny.warmup import IGNORED_LABEL
 from tests.environment.calculator import Calculator
 from tests.policy.tiny_models import load_reference
 

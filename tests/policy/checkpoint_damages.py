@@ -1,14 +1,14 @@
-"""What may have happened to a checkpoint: damage, and what an attacker would craft."""
+"""What may happen to a checkpoint: a full disk, damage, and what an attacker would craft."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import resource
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 
 from bapo_megatron.policy.checkpoint_files import encode_state, read_state
 from bapo_megatron.policy.checkpoint_shards import torch_bytes
@@ -18,48 +18,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _truncate(directory: Path) -> None:
-    part = directory / "__1_0.distcp"
-    part.write_bytes(part.read_bytes()[:-1])
+class Limited:
+    """As on a full disk: no file of this process may grow beyond a limit."""
 
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
 
-def _scramble(part: Path) -> None:
-    part.write_bytes(bytes(part.stat().st_size))
+    def __enter__(self) -> None:
+        self._unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self._limit_bytes, self._unlimited[1]))
 
-
-def _replace(path: Path, old: str, new: str) -> None:
-    content = path.read_text()
-    assert old in content
-    path.write_text(content.replace(old, new))
-
-
-def flip(directory: Path, *, verified: bool = True, whole_record: bool = False) -> None:
-    """Change one bit of one weight, far from the ends of its record, or the whole record."""
-    metadata = FileSystemReader(directory).read_metadata()
-    place = next(
-        place
-        for index, place in metadata.storage_data.items()
-        if index.fqn == "decoder.layers.mlp.linear_fc2.weight"
-    )
-    part = directory / place.relative_path
-    content = bytearray(part.read_bytes())
-    middle = place.offset + place.length // 2
-    start, end = (
-        (place.offset, place.offset + place.length) if whole_record else (middle, middle + 1)
-    )
-    content[start:end] = bytes(byte ^ 1 for byte in content[start:end])
-    part.write_bytes(content)
-    if not verified:
-        _forget_checksums(directory)
-
-
-def _forget_checksums(directory: Path) -> None:
-    """As another tool or an attacker leaves it."""
-    (directory / "checksums.json").unlink()
-    state = read_state(directory)
-    names = state.file_bytes.keys() - {"checksums.json"}
-    sizes = {name: (directory / name).stat().st_size for name in names}
-    (directory / "state.json").write_text(encode_state(replace(state, file_bytes=sizes)))
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._unlimited)
 
 
 class Crafted:
@@ -72,69 +42,131 @@ class Crafted:
         return os.mkdir, (str(self._mark),)
 
 
-def _craft_metadata(directory: Path) -> None:
+def flip_bit(path: Path, position: int | None = None, num_bytes: int = 1) -> None:
+    """Change a bit of each of some bytes: from a position on, or the one in the middle."""
+    content = bytearray(path.read_bytes())
+    start = len(content) // 2 if position is None else position
+    for place in range(start, start + num_bytes):
+        content[place] ^= 1
+    path.write_bytes(content)
+
+
+def flip_weight(directory: Path, *, whole_record: bool = False) -> None:
+    """Change one bit of one weight, far from the ends of its record, or all of the record."""
+    places = pickle.loads((directory / ".metadata").read_bytes()).storage_data
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    place = next(place for index, place in places.items() if index.fqn == key)
+    middle = place.offset + place.length // 2
+    start, num_bytes = (place.offset, place.length) if whole_record else (middle, 1)
+    flip_bit(directory / place.relative_path, start, num_bytes)
+
+
+def forget_checksums(directory: Path) -> None:
+    """As another tool or an attacker leaves it."""
+    (directory / "checksums.json").unlink()
+    if (directory / "state.json").exists():
+        state = read_state(directory)
+        names = state.file_bytes.keys() - {"checksums.json"}
+        sizes = {name: (directory / name).stat().st_size for name in names}
+        (directory / "state.json").write_text(encode_state(replace(state, file_bytes=sizes)))
+
+
+def edit_metadata(directory: Path, edit: Callable[[Any], Any]) -> None:
+    """Change the description of the shards, without checksums."""
     path = directory / ".metadata"
     metadata = pickle.loads(path.read_bytes())
-    metadata.planner_data = Crafted(directory / "executed")
+    edit(metadata)
     path.write_bytes(pickle.dumps(metadata))
-    _forget_checksums(directory)
+    forget_checksums(directory)
+
+
+def craft_metadata(directory: Path) -> None:
+    """Run code when the description is unpickled."""
+    crafted = Crafted(directory / "executed")
+    edit_metadata(directory, lambda metadata: setattr(metadata, "planner_data", crafted))
 
 
 def _craft_object(directory: Path) -> None:
-    """In place of the first object, whose place is described anew."""
-    path = directory / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    crafted = torch_bytes([Crafted(directory / "executed")]).getvalue()
-    for index, place in metadata.storage_data.items():
-        if "_extra_state" in index.fqn:
-            part = directory / place.relative_path
-            place.offset, place.length = part.stat().st_size, len(crafted)
-            part.write_bytes(part.read_bytes() + crafted)
-    path.write_bytes(pickle.dumps(metadata))
-    _forget_checksums(directory)
+    """In place of the objects, whose place is described anew."""
+    crafted = torch_bytes([Crafted(directory / "executed")])
+
+    def replace_objects(metadata: Any) -> None:
+        for index, place in metadata.storage_data.items():
+            if "_extra_state" in index.fqn:
+                part = directory / place.relative_path
+                place.offset, place.length = part.stat().st_size, len(crafted)
+                part.write_bytes(part.read_bytes() + crafted)
+
+    edit_metadata(directory, replace_objects)
 
 
-def _craft_file(path: Path) -> None:
-    torch.save({"x": Crafted(path.parent / "executed")}, path)
-    _forget_checksums(path.parent)
+def _craft_file(directory: Path, name: str) -> None:
+    torch.save({"x": Crafted(directory / "executed")}, directory / name)
+    forget_checksums(directory)
 
 
-def _leave(directory: Path) -> None:
-    path = directory / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
+def _leave_directory(metadata: Any) -> None:
     for place in metadata.storage_data.values():
         place.relative_path = f"../step_1/{place.relative_path}"
-    path.write_bytes(pickle.dumps(metadata))
-    _forget_checksums(directory)
 
 
-DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "truncated": _truncate,
-    "flipped bit": flip,
-    "unreadable checksums": lambda path: (path / "checksums.json").write_bytes(
-        b"[" * (path / "checksums.json").stat().st_size
+def _zeros(content: bytes) -> bytes:
+    return bytes(len(content))
+
+
+def _with(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    return lambda content: content.replace(old, new)
+
+
+FILES: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {
+    "truncated": ("__1_0.distcp", lambda content: content[:-1], "has"),
+    "scrambled shards": ("__1_0.distcp", _zeros, "has changed"),
+    "missing shards": ("__1_0.distcp", None, "is missing"),
+    "scrambled rank file": ("rng_1.pt", _zeros, "has changed"),
+    "missing rank file": ("rng_1.pt", None, "is missing"),
+    "scrambled metadata": (".metadata", _zeros, "has changed"),
+    "missing metadata": (".metadata", None, "is missing"),
+    "scrambled description": ("metadata.json", _zeros, "has changed"),
+    "unreadable checksums": ("checksums.json", lambda c: b"[" * len(c), "cannot be read"),
+    "shards without checksums": ("checksums.json", _with(b"__1_0.", b"__1_9."), "has no checksum"),
+    "no state": ("state.json", None, "is missing"),
+    "unreadable state": ("state.json", lambda _: b"\xff", "cannot be read"),
+    "state of nothing": ("state.json", lambda _: b"[]", "cannot be read"),
+    "state without a field": (
+        "state.json",
+        _with(b'"num_', b'"'),
+        r"cannot be read \('num_updates'",
     ),
-    "shards without checksums": lambda path: _replace(path / "checksums.json", "__1_0.", "__1_9."),
-    "crafted metadata": _craft_metadata,
-    "crafted object": _craft_object,
-    "crafted common part": lambda path: _craft_file(path / "common.pt"),
-    "crafted rank file": lambda path: _craft_file(path / "rng_0.pt"),
-    "shards outside": _leave,
-    "scrambled shards": lambda path: _scramble(path / "__1_0.distcp"),
-    "scrambled description": lambda path: _scramble(path / "metadata.json"),
-    "scrambled metadata": lambda path: _scramble(path / ".metadata"),
-    "scrambled rank file": lambda path: _scramble(path / "rng_1.pt"),
-    "missing shards": lambda path: (path / "__1_0.distcp").unlink(),
-    "missing rank file": lambda path: (path / "rng_1.pt").unlink(),
-    "missing metadata": lambda path: (path / ".metadata").unlink(),
-    "no state": lambda path: (path / "state.json").unlink(),
-    "unreadable state": lambda path: (path / "state.json").write_bytes(b"\xff\x00{"),
-    "state of nothing": lambda path: (path / "state.json").write_text("[]"),
-    "state without a field": lambda path: _replace(
-        path / "state.json", '"num_updates"', '"updates"'
-    ),
-    "another number": lambda path: _replace(
-        path / "state.json", '"num_updates": ', '"num_updates": 1'
-    ),
-    "earlier format": lambda path: _replace(path / "state.json", '"format": 6', '"format": 5'),
+    "another number": ("state.json", _with(b'_updates": ', b'_updates": 1'), "has changed"),
+    "earlier format": ("state.json", _with(b'"format": 6', b'"format": 5'), "format 5"),
 }
+"""By name: a file, its new content (None: it is gone), and what the error says of it."""
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "flipped bit": (flip_weight, "_0.distcp has changed"),
+    "crafted metadata": (craft_metadata, ".metadata names posix.mkdir"),
+    "crafted object": (_craft_object, "might run code"),
+    "crafted common part": (lambda d: _craft_file(d, "common.pt"), "common.pt: not part"),
+    "crafted rank file": (lambda d: _craft_file(d, "rng_0.pt"), "rng_0.pt cannot be read"),
+    "shards outside": (lambda d: edit_metadata(d, _leave_directory), r"names '\.\./step_1/__"),
+}
+"""By name: what is done to a directory of two ranks, and what the error names."""
+
+
+def damage(name: str, directory: Path) -> None:
+    """Do what DAMAGES or FILES say."""
+    if name in DAMAGES:
+        DAMAGES[name][0](directory)
+        return
+    file, change, _ = FILES[name]
+    content = (directory / file).read_bytes()
+    (directory / file).unlink()
+    if change is not None:
+        assert change(content) != content, name
+        (directory / file).write_bytes(change(content))
+
+
+WORDS = {name: words for name, (_, words) in DAMAGES.items()} | {
+    name: f"{file}.*{words}" for name, (file, _, words) in FILES.items()
+}
+"""By name of a damage: what an error must match."""

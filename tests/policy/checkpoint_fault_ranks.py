@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,26 +26,33 @@ from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.policy import checkpoint_files
 from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
-from bapo_megatron.policy.checkpoint_files import CheckpointError, find_latest
+from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.checkpoint_shards import ShardWriter
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.runtime.distributed import ProcessGroups, init_distributed
 from tests.distributed_launch import joined
-from tests.policy.checkpoint_damages import DAMAGES, flip
+from tests.policy.checkpoint_damages import WORDS, Limited, damage, flip_weight, forget_checksums
 from tests.policy.checkpoint_ranks import OPTIMIZER, resume, save, train_and_save, update
-from tests.policy.parity_ranks import build, snapshot
+from tests.policy.parity_ranks import build, error_of, snapshot
+from tests.policy.tiny_models import Models
 
-KILLED = (
-    ("in the first shard", "synchronous"),
-    ("in a later shard", "asynchronous"),
-    ("before the metadata", "synchronous"),
-    ("before the rename", "asynchronous"),
-    ("before the pointer moves", "synchronous"),
-    ("after the pointer moved", "asynchronous"),
-)
-"""Moments of a save, and its mode: modes differ in who writes the shards, and in nothing later."""
+REMOVAL = SimpleNamespace(rmtree=shutil.rmtree)
+"""In place of shutil where old checkpoints are removed."""
 
-LATE = "after the pointer moved"
-"""The only moment at which the new checkpoint is the last complete one."""
+KILLED: dict[str, tuple[str, Any, str, int]] = {
+    "in the first shard": ("synchronous", MCoreSavePlanner, "resolve_data", 1),
+    "in a later shard": ("asynchronous", MCoreSavePlanner, "resolve_data", 20),
+    "before the metadata": ("synchronous", ShardWriter, "write_metadata", 1),
+    "before the rename": ("asynchronous", checkpoint_files, "publish_directory", 1),
+    # state.json is written by the first call, the pointer by the second.
+    "before the pointer moves": ("synchronous", checkpoint_files, "atomic_write_text", 2),
+    # Step 1 is renamed and about to be removed.
+    "after the pointer moved": ("asynchronous", REMOVAL, "rmtree", 1),
+}
+"""By moment of a save: its mode, and the call that kills. Modes differ in who writes the shards,
+and in nothing later; only at the last moment the new checkpoint is the last complete one."""
+
+UNVERIFIED = "flipped bit without checksums"
 
 SHARD_LIMIT_BYTES = 40_000
 """Enough for what a rank writes at once (random states), too little for a file of shards."""
@@ -57,16 +64,15 @@ def killed_saves(model: Path, root: Path) -> dict[str, Any]:
     Each kill ends a process of its own, forked from this one, which has imported everything.
     """
     results = {}
-    for moment, mode in KILLED:
-        status = _in_fork(_die, moment, mode == "asynchronous", model, root / moment)
-        results[moment] = {"code": status}
+    for moment in KILLED:
+        results[moment] = {"code": _in_fork(_die, moment, model, root / moment)}
     with joined() as groups:
         for moment, result in results.items():
             result |= _continue(model, root / moment, groups)
     return results
 
 
-def two_ranks(models: dict[str, Path], root: Path, killed: Path) -> dict[str, Any]:
+def two_ranks(models: Models, root: Path, killed: Path) -> dict[str, Any]:
     """Damage, what a kill has left, and files that cannot be written, seen by both of two ranks."""
     with joined(tensor=2) as groups:
         results = {
@@ -105,28 +111,26 @@ def killed_reader(model: Path, root: Path) -> None:
 
 def delayed_writers(model: Path, root: Path) -> dict[str, Any]:
     """What happens while a background writer is held."""
-    results: dict[str, Any] = {"unchanged": {}}
+    results: dict[str, Any] = {}
     with joined() as groups:
-        for dtype in ("float32", "bfloat16"):
-            for distributed in (True, False):
-                name = f"{dtype}, {'distributed' if distributed else 'plain'} optimizer"
-                options = {"dtype": dtype, "megatron": {"distributed_optimizer": distributed}}
-                with _held_writers() as release:
-                    run = train_and_save(
-                        model,
-                        root / name,
-                        groups,
-                        asynchronous=True,
-                        before_wait=release,
-                        **options,
-                    )
-                resumed = resume(model, root / name, groups, **options)
-                results["unchanged"][name] = (run["weights"], resumed["weights"])
-        results["polled"] = _polled(model, root / "polled", groups)
-        results["one at a time"] = _one_at_a_time(model, root / "one", groups)
-        results["closed"] = _closed(model, root / "closed", groups)
-        results["failed"] = _failed(model, root / "failed", groups)
+        for dtype, distributed in product(("float32", "bfloat16"), (True, False)):
+            place = root / f"{dtype} {distributed}"
+            options = {"dtype": dtype, "megatron": {"distributed_optimizer": distributed}}
+            with _held_writers() as release:
+                run = train_and_save(
+                    model, place, groups, asynchronous=True, before_wait=release, **options
+                )
+            resumed = resume(model, place, groups, **options)
+            results[dtype, distributed] = (run["weights"], resumed["weights"])
+        for scenario in (_polled, _one_at_a_time, _closed, _failed):
+            saver = CheckpointSaver(root / scenario.__name__, CheckpointConfig(asynchronous=True))
+            results[scenario.__name__] = scenario(saver, build(model, groups, **OPTIMIZER))
     return results
+
+
+def left(root: Path) -> list[str]:
+    """What lies under a directory of checkpoints."""
+    return sorted(path.name for path in root.iterdir())
 
 
 def _in_fork(function: Callable[..., None], *args: Any) -> int:
@@ -141,42 +145,22 @@ def _in_fork(function: Callable[..., None], *args: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _die(moment: str, asynchronous: bool, model: Path, root: Path) -> None:
+def _die(moment: str, model: Path, root: Path) -> None:
+    mode, place, name, number = KILLED[moment]
     groups = init_distributed(ParallelConfig())
     policy = build(model, groups)
     save(root, 1, policy, {"saved": 1})
-    _arm(moment)
-    saver = CheckpointSaver(root, CheckpointConfig(asynchronous=asynchronous, keep_last=1))
+    original, calls = getattr(place, name), iter(range(1, number + 1))
+
+    def count(*args: Any, **options: Any) -> Any:
+        return _kill() if next(calls) == number else original(*args, **options)
+
+    setattr(place, name, count)
+    checkpoint_files.shutil = REMOVAL
+    config = CheckpointConfig(asynchronous=mode == "asynchronous", keep_last=1)
+    saver = CheckpointSaver(root, config)
     saver.save(2, policy, {"saved": 2})
     saver.wait()
-
-
-def _arm(moment: str) -> None:
-    """Kill this process at a moment of the next save."""
-    if moment == "in the first shard":
-        MCoreSavePlanner.resolve_data = _kill
-    elif moment == "in a later shard":
-        _kill_in(MCoreSavePlanner, "resolve_data", call=20)
-    elif moment == "before the metadata":
-        ShardWriter.write_metadata = _kill
-    elif moment == "before the rename":
-        checkpoint_files.publish_directory = _kill
-    elif moment == "before the pointer moves":
-        # state.json is written by the first call, the pointer by the second.
-        _kill_in(checkpoint_files, "atomic_write_text", call=2)
-    else:
-        # Step 1 is renamed and about to be removed.
-        checkpoint_files.shutil = SimpleNamespace(rmtree=_kill)
-
-
-def _kill_in(module: Any, name: str, call: int) -> None:
-    original = getattr(module, name)
-    calls = iter(range(1, call + 1))
-
-    def count(*args: Any) -> Any:
-        return _kill() if next(calls) == call else original(*args)
-
-    setattr(module, name, count)
 
 
 def _kill(*_: Any, **__: Any) -> None:
@@ -190,29 +174,26 @@ def _continue(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
     assert directory is not None
     extra = load_checkpoint(directory, policy)
     save(root, 3, policy, {}, keep_last=1)
-    left = sorted(path.name for path in root.iterdir())
-    return {"loaded": directory.name, "extra": extra, "left": left}
+    return {"loaded": directory.name, "extra": extra, "left": left(root)}
 
 
-def _damage(models: dict[str, Path], root: Path, groups: ProcessGroups) -> dict[str, Any]:
+def _damage(models: Models, root: Path, groups: ProcessGroups) -> dict[str, Any]:
     """What every rank says of a damaged step 2, and what of the step 1 beside the last of them."""
     policy = build(models["qwen2"], groups)
     for step in (1, 2):
         save(root / "good", step, policy, {"saved": step})
     errors = {}
-    for name, spoil in DAMAGES.items():
+    for name in (*WORDS, UNVERIFIED):
         damaged = root / name
         if groups.rank == 0:
             shutil.copytree(root / "good", damaged)
-            spoil(damaged / "step_2")
+            if name == UNVERIFIED:
+                flip_weight(damaged / "step_2")
+                forget_checksums(damaged / "step_2")
+            else:
+                damage(name, damaged / "step_2")
         torch.distributed.barrier()
-        errors[name] = _load_error(damaged / "step_2", policy)
-    silent = root / "unverified"
-    if groups.rank == 0:
-        shutil.copytree(root / "good", silent)
-        flip(silent / "step_2", verified=False)
-    torch.distributed.barrier()
-    errors["flipped bit without checksums"] = _load_error(silent / "step_2", policy)
+        errors[name] = error_of(load_checkpoint, damaged / "step_2", policy)
     executed = [path.parent.parent.name for path in root.rglob("executed")]
     previous = load_checkpoint(damaged / "step_1", policy)
     for name, model, megatron in (
@@ -222,7 +203,7 @@ def _damage(models: dict[str, Path], root: Path, groups: ProcessGroups) -> dict[
         ("other optimizer", "qwen2", {"distributed_optimizer": False}),
     ):
         other = build(models[model], groups, megatron=megatron)
-        errors[name] = _load_error(root / "good" / "step_2", other)
+        errors[name] = error_of(load_checkpoint, root / "good" / "step_2", other)
     return {"errors": errors, "previous": previous, "executed": executed}
 
 
@@ -231,9 +212,10 @@ def _damage_of_one(model: Path, root: Path, groups: ProcessGroups) -> str:
     policy = build(model, groups)
     saved = save(root, 1, policy, {})
     if groups.rank == 0:
-        flip(saved, verified=False, whole_record=True)
+        flip_weight(saved, whole_record=True)
+        forget_checksums(saved)
     torch.distributed.barrier()
-    return _load_error(saved, policy)
+    return error_of(load_checkpoint, saved, policy)
 
 
 def _disk_full(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
@@ -243,25 +225,26 @@ def _disk_full(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]
     """
     policy = build(model, groups)
     save(root, 1, policy, {"saved": 1})
+    full = OSError(errno.ENOSPC, "No space left on device", ".metadata")
+    faults: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
+        "metadata": (mock.patch.object(ShardWriter, "write_metadata", side_effect=full), {}),
+        "not shared": (mock.patch.object(Path, "is_dir", return_value=groups.rank == 0), {}),
+        "rollout": (nullcontext(), {"save_rollout": _save_nothing}),
+    }
+    for full_rank, limit_bytes in ((1, SHARD_LIMIT_BYTES), (0, 100), (1, 100)):
+        limited = nullcontext() if groups.rank != full_rank else Limited(limit_bytes)
+        faults[f"rank {full_rank}, {limit_bytes} bytes"] = (limited, {})
     errors = {}
-    for asynchronous in (False, True):
-        saver = CheckpointSaver(root, CheckpointConfig(asynchronous=asynchronous))
-        mode = "asynchronous" if asynchronous else "synchronous"
-        for full_rank, limit_bytes in ((1, SHARD_LIMIT_BYTES), (0, 100), (1, 100)):
-            with _limited(limit_bytes if groups.rank == full_rank else None):
-                error = _save_error(saver, 2, policy)
-            errors[f"rank {full_rank}, {limit_bytes} bytes, {mode}"] = error
-        with _failing_metadata():
-            errors[f"metadata, {mode}"] = _save_error(saver, 2, policy)
-        with mock.patch.object(Path, "is_dir", return_value=groups.rank == 0):
-            errors[f"not shared, {mode}"] = _save_error(saver, 2, policy)
-        errors[f"rollout, {mode}"] = _save_error(saver, 2, policy, save_rollout=_save_nothing)
+    for mode in ("synchronous", "asynchronous"):
+        saver = CheckpointSaver(root, CheckpointConfig(asynchronous=mode == "asynchronous"))
+        for name, (fault, options) in faults.items():
+            with fault:
+                errors[f"{name}, {mode}"] = error_of(_save_and_wait, saver, policy, **options)
     latest = find_latest(root)
     assert latest is not None
     loaded = (latest.name, load_checkpoint(latest, build(model, groups)))
     save(root, 2, policy, {}, keep_last=1)
-    left = sorted(path.name for path in root.iterdir())
-    return {"errors": errors, "loaded": loaded, "left": left}
+    return {"errors": errors, "loaded": loaded, "left": left(root)}
 
 
 def _save_nothing(path: Path) -> Callable[[], None]:
@@ -274,139 +257,82 @@ def _save_nothing(path: Path) -> Callable[[], None]:
     return wait
 
 
-def _polled(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
+def _polled(saver: CheckpointSaver, policy: MegatronPolicy) -> dict[str, Any]:
     """What is there before and after the writer is released."""
-    saver = CheckpointSaver(root, CheckpointConfig(asynchronous=True))
     with _held_writers() as release:
-        saver.save(1, build(model, groups), {})
+        saver.save(1, policy, {})
         saver.poll()
-        before = sorted(path.name for path in root.iterdir())
+        before = left(saver._root)
         release()
     deadline = time.monotonic() + 30
-    while find_latest(root) is None:
+    while find_latest(saver._root) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
         saver.poll()
-    return {"before": before, "after": sorted(path.name for path in root.iterdir())}
+    return {"before": before, "after": left(saver._root)}
 
 
-def _one_at_a_time(model: Path, root: Path, groups: ProcessGroups) -> list[str]:
+def _one_at_a_time(saver: CheckpointSaver, policy: MegatronPolicy) -> list[str]:
     """The newest checkpoint when a second save has begun while the first was held."""
-    saver = CheckpointSaver(root, CheckpointConfig(asynchronous=True))
-    policy = build(model, groups)
-    with _held_writers() as release:
+    with _held_writers(0.5):
         saver.save(1, policy, {})
-        timer = threading.Timer(0.5, release)
-        timer.start()
         saver.save(2, policy, {})
-        latest = find_latest(root)
-        timer.join()
+        latest = find_latest(saver._root)
     saver.wait()
     assert latest is not None
-    return [latest.name, *sorted(path.name for path in root.iterdir())]
+    return [latest.name, *left(saver._root)]
 
 
-def _closed(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
+def _closed(saver: CheckpointSaver, policy: MegatronPolicy) -> dict[str, Any]:
     """A saver that is closed while its writer is at the first tensor."""
-    saver = CheckpointSaver(root, CheckpointConfig(asynchronous=True))
-    policy = build(model, groups)
-    with _held_writers() as release:
+    with _held_writers(0.5):
         saver.save(1, policy, {})
-        timer = threading.Timer(0.5, release)
-        timer.start()
         saver.close()
-        timer.join()
     threads = [thread.name for thread in threading.enumerate() if thread.name == "checkpoint"]
     saver.wait()
-    left = sorted(path.name for path in root.iterdir())
-    save(root, 2, policy, {})
-    return {"threads": threads, "left": left, "later": sorted(p.name for p in root.iterdir())}
+    before = left(saver._root)
+    save(saver._root, 2, policy, {})
+    return {"threads": threads, "left": before, "later": left(saver._root)}
 
 
-def _failed(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
+def _failed(saver: CheckpointSaver, policy: MegatronPolicy) -> dict[str, Any]:
     """A background error: where it is raised, and what follows."""
-    saver = CheckpointSaver(root, CheckpointConfig(asynchronous=True))
-    policy = build(model, groups, **OPTIMIZER)
     saver.save(1, policy, {"saved": 1})
     saver.wait()
-    with _limited(SHARD_LIMIT_BYTES):
+    with Limited(SHARD_LIMIT_BYTES):
         saver.save(2, policy, {})
         saver._save.writer.wait()
     before = snapshot(policy)
     update(policy)
-    error = ""
-    try:
-        saver.poll()
-    except OSError as caught:
-        error = str(caught)
-    latest = find_latest(root)
+    error = error_of(saver.poll)
+    latest = find_latest(saver._root)
     assert latest is not None
-    extra = load_checkpoint(latest, policy)
-    loaded = snapshot(policy)
-    same = all(torch.equal(loaded[name], before[name]) for name in before)
+    extra, loaded = load_checkpoint(latest, policy), snapshot(policy)
     saver.save(3, policy, {})
     saver.wait()
     return {
         "error": error,
         "extra": extra,
-        "same": same,
-        "left": sorted(path.name for path in root.iterdir()),
+        "same": all(torch.equal(loaded[name], before[name]) for name in before),
+        "left": left(saver._root),
     }
 
 
 @contextmanager
-def _held_writers() -> Iterator[Callable[[], None]]:
-    """Background writers stop at their first tensor until what is given is called."""
-    original = MCoreSavePlanner.resolve_data
-    released = threading.Event()
+def _held_writers(held_s: float = 60.0) -> Iterator[Callable[[], None]]:
+    """Background writers stop at their first tensor for a time, or until this is called."""
+    original, released = MCoreSavePlanner.resolve_data, threading.Event()
 
     def hold(*args: Any) -> Any:
-        assert released.wait(60)
+        released.wait(held_s)
+        released.set()
         return original(*args)
 
-    MCoreSavePlanner.resolve_data = hold
-    try:
+    with mock.patch.object(MCoreSavePlanner, "resolve_data", hold):
         yield released.set
-    finally:
         released.set()
-        MCoreSavePlanner.resolve_data = original
 
 
-@contextmanager
-def _limited(limit_bytes: int | None) -> Iterator[None]:
-    """No file of this process may grow beyond the limit."""
-    if limit_bytes is None:
-        yield
-        return
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, unlimited[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-
-
-@contextmanager
-def _failing_metadata() -> Iterator[None]:
-    """The disk is full when all shards are written."""
-    full = OSError(errno.ENOSPC, "No space left on device", ".metadata")
-    with mock.patch.object(ShardWriter, "write_metadata", side_effect=full):
-        yield
-
-
-def _save_error(saver: CheckpointSaver, step: int, policy: Any, **options: Any) -> str:
-    try:
-        saver.save(step, policy, {"saved": step}, **options)
-        saver.wait()
-    except OSError as error:
-        return str(error)
-    return "no error"
-
-
-def _load_error(directory: Path, policy: Any) -> str:
-    try:
-        load_checkpoint(directory, policy)
-    except CheckpointError as error:
-        return str(error)
-    return "no error"
+def _save_and_wait(saver: CheckpointSaver, policy: MegatronPolicy, **options: Any) -> None:
+    saver.save(2, policy, {"saved": 2}, **options)
+    saver.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,15 +16,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.data.micro_batch import TOKEN_FIELDS, shard_context
 from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.runtime.distributed import ProcessGroups
-from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
-from tests.policy.parity_ranks import build, forward_backward, snapshot
-from tests.policy.tiny_models import VOCAB_SIZE, Problem
+from tests.policy.parity_ranks import build, forward_backward, local_problems, snapshot
 
 OPTIMIZER = {
     "lr": 1e-2,
@@ -38,8 +34,6 @@ OPTIMIZER = {
 NUM_UPDATES = 2
 MASTER_PREFIX = "optimizer.state.param."
 EXTRA = {"data": {"epoch": 1, "row": 7}, "unfinished": ["a", "ß"], "share": 0.1}
-LENGTHS = ((4, 8), (12,))
-"""Tokens of the sequences of each micro-batch; context parallel 2 needs multiples of 4."""
 
 ONE: dict[str, dict[str, Any]] = {"single": {}}
 TWO: dict[str, dict[str, Any]] = {
@@ -64,16 +58,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Layouts that are run again with other settings of ``MegatronConfig``."""
 
 
-def problems_of(groups: ProcessGroups, seed: int) -> list[Problem]:
-    """This rank's part of the micro-batches of an update."""
-    problems = [_problem(lengths, 10 * seed + n) for n, lengths in enumerate(LENGTHS)]
-    own = problems[groups.data_rank :: groups.data_size]
-    return [_shard(problem, groups) for problem in own]
-
-
 def update(policy: MegatronPolicy) -> None:
     """One optimizer update on tokens that depend on its number."""
-    forward_backward(policy, problems_of(policy.groups, seed=policy.num_updates))
+    forward_backward(policy, local_problems(policy.groups, seed=policy.num_updates))
     assert policy.optimizer_step().applied
 
 
@@ -160,14 +147,7 @@ def _bytes_read() -> Iterator[list[int]]:
 def run_layouts(
     model: Path, root: Path, layouts: dict[str, dict[str, Any]], sources: dict[str, list[str]]
 ) -> dict[str, Any]:
-    """Save in each layout, and continue from what it and others saved.
-
-    Args:
-        model: The model's directory.
-        root: Where checkpoints lie, by name of the run.
-        layouts: What this number of ranks can be.
-        sources: By name of the layout: whose checkpoints are continued from.
-    """
+    """Save in each layout under ``root``, and continue from what it and its sources saved."""
     results: dict[str, Any] = {}
     for layout, sizes in layouts.items():
         with joined(**sizes) as groups:
@@ -191,17 +171,20 @@ def last_rank(model: Path, root: Path, sources: list[str]) -> dict[str, Any]:
             results[f"single from {source}"] = resume(model, root / source, groups)
         results["stale"] = _stale_weights(root / "overlapped DP2" / "step_1")
         for name, distributed in (("distributed", True), ("plain", False)):
-            megatron = {"distributed_optimizer": distributed}
-            options = {"dtype": "bfloat16", "megatron": megatron}
-            place = root / f"bfloat16 {name}"
-            results[f"bfloat16 {name}"] = {
-                "uninterrupted": train_and_save(model, place, groups, **options)["weights"],
-                "resumed": resume(model, place, groups, **options)["weights"],
-            }
-            results[f"changed {name}"] = _configured_anew(model, place, groups, **options)
-            first, continued = (build(model, groups, megatron=megatron) for _ in range(2))
-            load_checkpoint(save(root / f"start {name}", 0, first, {}), continued)
+            options = {"megatron": {"distributed_optimizer": distributed}}
+            first, continued = (build(model, groups, **options) for _ in range(2))
+            saved = save(root / f"start {name}", 0, first, {})
+            load_checkpoint(saved, continued)
             results[f"start {name}"] = {"uninterrupted": train(first), "resumed": train(continued)}
+            changed = {"lr": 2e-3, "min_lr": 1e-3, "schedule": "constant", "weight_decay": 0.3}
+            policy = build(model, groups, **{**OPTIMIZER, **changed}, **options)
+            load_checkpoint(saved, policy)
+            update(policy)
+            results[f"changed {name}"] = {
+                group[key]
+                for group in policy.optimizer.param_groups
+                for key in ("weight_decay", "lr")
+            }
     return results
 
 
@@ -211,32 +194,3 @@ def _stale_weights(directory: Path) -> list[str]:
     masters = {name: value for name, value in tensors.items() if name.startswith(MASTER_PREFIX)}
     assert len(masters) == 10  # embedding, final norm, and eight of a layer
     return [n for n, value in masters.items() if not value.equal(tensors[n[len(MASTER_PREFIX) :]])]
-
-
-def _configured_anew(model: Path, root: Path, groups: ProcessGroups, **options: Any) -> set[Any]:
-    """Weight decays and learning rate of a run that continues one with others."""
-    changed = {"lr": 2e-3, "min_lr": 1e-3, "schedule": "constant", "weight_decay": 0.3}
-    policy = build(model, groups, **{**OPTIMIZER, **changed}, **options)
-    load_checkpoint(root / "step_1", policy)
-    update(policy)
-    groups_of_adam = policy.optimizer.param_groups
-    return {group[name] for group in groups_of_adam for name in ("weight_decay", "lr")}
-
-
-def _problem(lengths: tuple[int, ...], seed: int) -> Problem:
-    """Random tokens and coefficients; the fields of response tokens hold numbers of rows."""
-    num_tokens = sum(lengths)
-    generator = torch.Generator().manual_seed(seed)
-    used = {
-        "token_ids_N": torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator),
-        "position_ids_N": torch.cat([torch.arange(length) for length in lengths]),
-        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
-        **{name: torch.arange(num_tokens) for name in TOKEN_FIELDS},
-    }
-    micro_batch = MicroBatch(**{f.name: used[f.name] for f in fields(MicroBatch)})
-    return Problem(micro_batch, torch.randn(num_tokens, VOCAB_SIZE, generator=generator) / 100)
-
-
-def _shard(problem: Problem, groups: ProcessGroups) -> Problem:
-    micro_batch = shard_context(problem.micro_batch, groups.context_rank, groups.context_size)
-    return Problem(micro_batch, problem.coefficient_NV[micro_batch.target_T])

@@ -1,4 +1,4 @@
-"""Models for the tests of conversion, and what those tests share."""
+"""What the tests of conversion share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bapo_megatron.policy.convert import Conversion, convert
-from tests.policy.tiny_models import FAMILIES, make_model
 
 COMPANIONS = {
     "generation_config.json": '{"temperature": 0.6}',
@@ -21,29 +20,12 @@ COMPANIONS = {
     "tokenizer_config.json": '{"model_max_length": 64}',
     "chat_template.jinja": "{{ messages }}",
 }
-NUM_LAYERS = 4  # two chunks on each of two stages
-
-
-def make_models(root: Path) -> dict[str, Path]:
-    """One model of each family, with files that hold no weights."""
-    for family in FAMILIES:
-        make_model(family, root / family, num_hidden_layers=NUM_LAYERS)
-        for name, text in COMPANIONS.items():
-            (root / family / name).write_text(text)
-    return {family: root / family for family in FAMILIES}
-
-
-def convert_models(models: dict[str, Path], root: Path) -> dict[str, Path]:
-    """The models as Megatron checkpoints."""
-    for name, model in models.items():
-        run_convert(model, root / name)
-    return {name: root / name for name in models}
 
 
 def run_convert(source: Path, target: Path, **options: Any) -> Conversion:
     """Convert with the command's defaults, without progress."""
-    given = {"max_file_bytes": 5 * 10**9, "report": lambda done, total: None, **options}
-    return convert(source, target, **given)
+    defaults = {"max_file_bytes": 5 * 10**9, "report": lambda done, total: None}
+    return convert(source, target, **{**defaults, **options})
 
 
 def error_of(source: Path, target: Path, **options: Any) -> str:
@@ -62,15 +44,17 @@ def weights(model: Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """The same names, dtypes and bits."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
 
 
-def copy_with(model: Path, target: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
+def copy_with(
+    model: Path, target: Path, change: Callable[[dict[str, Tensor]], Any] = lambda _: None
+) -> Path:
     """A copy of a model whose tensors were changed."""
     shutil.copytree(model, target)
     tensors = load_file(model / "model.safetensors")

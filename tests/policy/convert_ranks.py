@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,42 +10,37 @@ from torch import Tensor
 
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.policy.checkpoint import CheckpointSaver
-from bapo_megatron.policy.convert import Amount, convert
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from tests.distributed_launch import joined
+from tests.policy.convert_models import run_convert
 from tests.policy.parity_ranks import build, snapshot
+from tests.policy.tiny_models import Models
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+ONE: dict[str, dict[str, Any]] = {"single": {}}
+TWO: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
     "interleaved": {"pipeline": 2, "virtual_pipeline": 2},
 }
 
 
-def two_ranks(models: dict[str, Path], converted: dict[str, Path], root: Path) -> dict[str, Any]:
+def run_layouts(
+    layouts: dict[str, dict[str, Any]],
+    models: Models,
+    converted: Models,
+    root: Path,
+) -> dict[tuple[str, str], dict[str, Tensor]]:
     """Load what was converted into each layout; save changed weights in each layout."""
     loaded: dict[tuple[str, str], dict[str, Tensor]] = {}
-    for layout, sizes in LAYOUTS.items():
+    for layout, sizes in layouts.items():
         with joined(**sizes) as groups:
             for name, model in models.items():
                 policy = build(model, groups)
                 _load(policy, converted[name])
                 loaded[name, layout] = snapshot(policy)
                 _change_and_save(policy, model, root / layout / name)
-    return {"loaded": loaded}
-
-
-def one_rank(models: dict[str, Path], converted: dict[str, Path], root: Path) -> dict[str, Any]:
-    """The same on one rank, and a checkpoint with the layers stored one by one."""
-    loaded = {}
-    with joined() as groups:
-        for name, model in models.items():
-            policy = build(model, groups)
-            _load(policy, converted[name])
-            loaded[name, "single"] = snapshot(policy)
-            _change_and_save(policy, model, root / "single" / name)
-            if name == "qwen3":
-                _save_layer_by_layer(policy, root / "layer by layer")
-    return {"loaded": loaded}
+                if (name, layout) == ("qwen3", "single"):
+                    _save_layer_by_layer(policy, root / "layer by layer")
+    return loaded
 
 
 def _save_layer_by_layer(policy: MegatronPolicy, directory: Path) -> None:
@@ -59,34 +52,14 @@ def _save_layer_by_layer(policy: MegatronPolicy, directory: Path) -> None:
 
 def peak_growth_bytes(small: Path, large: Path, scratch: Path, max_file_bytes: int) -> list[int]:
     """How far memory grows beyond what a small model takes, in both directions."""
-    _convert(small, scratch / "small", max_file_bytes)
-    _convert(scratch / "small", scratch / "small back", max_file_bytes)
     growth = []
-    for source, target in (
-        (large, scratch / "large"),
-        (scratch / "large", scratch / "large back"),
-    ):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = _peak_bytes()
-        _convert(source, target, max_file_bytes)
-        growth.append(_peak_bytes() - before)
-    return growth
-
-
-def full_disk(sources: list[Path], target: Path) -> list[str]:
-    """Convert while no file may grow beyond 4 kB."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    errors = []
-    for source in sources:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        try:
-            _convert(source, target, 10**9)
-        except OSError as error:
-            errors.append(str(error))
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert not list(target.parent.iterdir())
-    return errors
+    for name, model in (("small", small), ("large", large)):
+        for source, target in ((model, scratch / name), (scratch / name, scratch / f"{name} back")):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            before = _peak_bytes()
+            run_convert(source, target, max_file_bytes=max_file_bytes)
+            growth.append(_peak_bytes() - before)
+    return growth[2:]
 
 
 def _load(policy: MegatronPolicy, checkpoint: Path) -> None:
@@ -113,13 +86,6 @@ def _change_and_save(policy: MegatronPolicy, model: Path, run: Path) -> None:
     policy.export_hf(run / "export")
     if policy.groups.rank == 0:
         (run / "config.yaml").write_text(f"model:\n  path: {model}\n")
-
-
-def _convert(source: Path, target: Path, max_file_bytes: int) -> None:
-    def ignore(done: Amount, total: Amount) -> None:
-        del done, total
-
-    convert(source, target, max_file_bytes=max_file_bytes, report=ignore)
 
 
 def _peak_bytes() -> int:

@@ -14,50 +14,48 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bapo_megatron.config.megatron import ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
-from bapo_megatron.ops.chunked import chunked_logprobs
-from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
 from tests.policy.parity_ranks import hf_gradients
-from tests.policy.tiny_models import VOCAB_SIZE, make_problems
+from tests.policy.tiny_models import VOCAB_SIZE, Models, make_problems
 
+FAMILIES = {"qwen2": "output_layer.weight", "qwen3": "embedding.word_embeddings.weight"}
+"""Families with a head of its own and with a tied one, and the weight that is multiplied."""
 CHUNK_TOKENS = 3
 ALGORITHM = AlgorithmConfig.model_validate(
     {"objective": "clip", "fixed": {"low": 0.5, "high": 4.0}, "entropy_coefficient": 0.03}
 )
 
 
-def run_layout(models: dict[str, Path], tensor: int, sequence: bool) -> dict[str, Any]:
+def run_layout(models: Models, tensor: int, sequence: bool) -> dict[str, Any]:
     """Each model with logits and with hidden states, on the same tokens and weights."""
+    kinds = {"logits": False, "hidden": True}
     with joined(tensor) as groups:
         return {
             name: {
-                "logits": _train(_build(directory, groups, sequence, hidden=False)),
-                "hidden": _train(_build(directory, groups, sequence, hidden=True)),
+                kind: _train(_build(models[name], groups, sequence, hidden=hidden))
+                for kind, hidden in kinds.items()
             }
-            for name, directory in models.items()
+            for name in FAMILIES
         }
 
 
-def two_ranks(models: dict[str, Path]) -> dict[str, Any]:
+def two_ranks(models: Models) -> dict[str, Any]:
     """Tensor parallel without and with sequence parallel."""
-    return {
-        "tensor": run_layout(models, 2, sequence=False),
-        "sequence": run_layout(models, 2, sequence=True),
-    }
+    return {name: run_layout(models, 2, name == "sequence") for name in ("tensor", "sequence")}
 
 
-def one_rank(models: dict[str, Path]) -> dict[str, Any]:
+def one_rank(models: Models) -> dict[str, Any]:
     """A single rank, what the model returns there, and bfloat16."""
     results: dict[str, Any] = {"single": run_layout(models, 1, sequence=False)}
     with joined() as groups:
-        for name, directory in models.items():
-            policy = _build(directory, groups, sequence=False, hidden=True, dtype="bfloat16")
+        for name in FAMILIES:
+            policy = _build(models[name], groups, sequence=False, hidden=True, dtype="bfloat16")
             results[f"returned {name}"] = _look_at_the_output(policy)
-        policy = _build(directory, groups, sequence=False, hidden=False)
+        policy = _build(models["qwen2"], groups, sequence=False, hidden=False)
         results["held logits"] = _count_held_logits(policy)
     return results
 
@@ -84,9 +82,10 @@ def _build(
 def _train(policy: MegatronPolicy) -> dict[str, Any]:
     """Log-probs, then the gradients of two micro-batches, through Megatron's schedule."""
     batches = [_with_responses(p.micro_batch) for p in make_problems()]
-    logprobs = policy.forward_only(batches, lambda output, b: _logprobs(policy, output, b))
-
-    stage = _loss_stage(policy)
+    ops = OpsConfig.model_validate({"logits_chunk_tokens": CHUNK_TOKENS if policy.head else 0})
+    policy_output = PolicyOutput(ops, VOCAB_SIZE, 1.0, policy.groups, policy.head)
+    logprobs = policy.forward_only(batches, lambda o, b: policy_output.read(o, b).logprob_T)
+    stage = LossStage(ALGORITHM, policy_output, policy.groups)
 
     def loss_fn(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         context = UpdateContext(num_updates=0, rollout_version=None)
@@ -105,70 +104,39 @@ def _train(policy: MegatronPolicy) -> dict[str, Any]:
 
 def _count_held_logits(policy: MegatronPolicy) -> list[int]:
     """How many micro-batches have logits in memory when those of one come, without gradients."""
-    made: list[StorageWeakRef] = []
+    storages: list[StorageWeakRef] = []
 
     def count(logits_NV: Tensor, _: MicroBatch) -> int:
-        made.append(StorageWeakRef(logits_NV.untyped_storage()))
-        return sum(not logits.expired() for logits in made)
+        storages.append(StorageWeakRef(logits_NV.untyped_storage()))
+        return sum(not storage.expired() for storage in storages)
 
     return policy.forward_only([p.micro_batch for p in make_problems()], count)
 
 
 def _with_responses(batch: MicroBatch) -> MicroBatch:
     """Every second token of the batch is a response token; the values are arbitrary."""
-    num_tokens = batch.num_tokens
-    rows_T = torch.arange(0, num_tokens - 1, 2)
-    generator = torch.Generator().manual_seed(num_tokens)
-    sign_T = 1.0 - 2.0 * (torch.arange(len(rows_T)) % 2)
+    rows_T = torch.arange(0, batch.num_tokens - 1, 2)
+    num_rows, generator = len(rows_T), torch.Generator().manual_seed(batch.num_tokens)
+    sign_T = 1.0 - 2.0 * (torch.arange(num_rows) % 2)
+    zero, one = torch.zeros(num_rows), torch.ones(num_rows)
     return MicroBatch(
         token_ids_N=batch.token_ids_N,
         position_ids_N=batch.position_ids_N,
         cu_seqlens=batch.cu_seqlens,
         rows_T=rows_T,
         target_T=batch.token_ids_N[rows_T + 1],
-        behaviour_logprob_T=torch.full((len(rows_T),), -4.5),
-        rollout_logprob_T=torch.zeros(len(rows_T)),
-        advantage_T=sign_T * (0.5 + torch.rand(len(rows_T), generator=generator)),
-        reward_T=torch.zeros(len(rows_T)),
-        mask_T=torch.ones(len(rows_T)),
-        importance_T=torch.ones(len(rows_T)),
-        loss_weight_T=torch.full((len(rows_T),), 0.1),
-        sample_T=torch.zeros(len(rows_T), dtype=torch.int64),
-        response_tokens_T=torch.full((len(rows_T),), float(len(rows_T))),
-        position_T=torch.zeros(len(rows_T), dtype=torch.int64),
-        version_T=torch.zeros(len(rows_T), dtype=torch.int64),
+        behaviour_logprob_T=-4.5 * one,
+        rollout_logprob_T=zero,
+        advantage_T=sign_T * (0.5 + torch.rand(num_rows, generator=generator)),
+        reward_T=zero,
+        mask_T=one,
+        importance_T=one,
+        loss_weight_T=0.1 * one,
+        sample_T=zero.long(),
+        response_tokens_T=num_rows * one,
+        position_T=zero.long(),
+        version_T=zero.long(),
     )
-
-
-def _logprobs(policy: MegatronPolicy, output: Tensor, batch: MicroBatch) -> Tensor:
-    if policy.head is None:
-        return vocab_parallel_logprobs(
-            output,
-            batch.target_T,
-            rows_T=batch.rows_T,
-            vocab_size=VOCAB_SIZE,
-            group=policy.groups.tensor,
-        ).logprob_T
-    return chunked_logprobs(
-        output,
-        policy.head,
-        batch.target_T,
-        rows_T=batch.rows_T,
-        vocab_size=VOCAB_SIZE,
-        temperature=1.0,
-        chunk_tokens=CHUNK_TOKENS,
-    ).logprob_T
-
-
-def _loss_stage(policy: MegatronPolicy) -> LossStage:
-    output = PolicyOutput(
-        OpsConfig.model_validate({"logits_chunk_tokens": CHUNK_TOKENS if policy.head else 0}),
-        vocab_size=VOCAB_SIZE,
-        temperature=1.0,
-        groups=policy.groups,
-        head=policy.head,
-    )
-    return LossStage(ALGORITHM, output, policy.groups)
 
 
 def _look_at_the_output(policy: MegatronPolicy) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from contextlib import contextmanager
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
-from safetensors.torch import load_file
 from torch import Tensor
 
 from bapo_megatron.config.megatron import (
@@ -33,10 +32,10 @@ from bapo_megatron.runtime.distributed import (
     first_message,
 )
 from tests.distributed_launch import joined
-from tests.policy.tiny_models import VOCAB_SIZE, Problem, make_problems
+from tests.policy.tiny_models import VOCAB_SIZE, Models, Problem, make_problems, set_config_field
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
 
 def build(
@@ -65,13 +64,12 @@ def build(
     )
 
 
-def own_problems(groups: ProcessGroups, seed: int = 0) -> list[Problem]:
+def local_problems(groups: ProcessGroups, seed: int = 0) -> list[Problem]:
     """This rank's share of the problems."""
     size = groups.context_size
-    if size > 1:
-        problems = make_problems(seed, pad_to_multiple=2 * size, sequence_multiple=2 * size)
-        return [problem.part(groups.context_rank, size) for problem in problems]
-    return make_problems(seed)[groups.data_rank :: groups.data_size]
+    multiples = (2, 1) if size == 1 else (2 * size, 2 * size)
+    problems = make_problems(seed, *multiples)[groups.data_rank :: groups.data_size]
+    return [problem.part(groups.context_rank, size) for problem in problems]
 
 
 def forward_backward(policy: MegatronPolicy, problems: list[Problem]) -> list[dict[str, Tensor]]:
@@ -93,13 +91,13 @@ def snapshot(policy: MegatronPolicy) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in weights}
 
 
-def run_layout(models: dict[str, Path], sizes: dict[str, int], export_root: Path) -> dict[str, Any]:
+def run_layout(models: Models, sizes: dict[str, int], export_root: Path) -> dict[str, Any]:
     """Logits, gradients and an export of each model; called on every rank."""
     results: dict[str, Any] = {}
     with joined(**sizes) as groups:
         for name, directory in models.items():
             policy = build(directory, groups)
-            problems = own_problems(groups)
+            problems = local_problems(groups)
             logits = policy.forward_only(
                 [problem.micro_batch for problem in problems],
                 lambda logits_NV, _: _gather_columns(logits_NV, groups),
@@ -118,62 +116,58 @@ def run_layout(models: dict[str, Path], sizes: dict[str, int], export_root: Path
     return results
 
 
-@contextmanager
-def accumulating_products() -> Iterator[None]:
-    """Megatron as on a GPU without apex: its layers add to gradients through our module."""
+def accumulated_gradients(models: Models, sizes: dict[str, int]) -> dict[str, Any]:
+    """Gradients that layers add to those of the micro-batch before, as on a GPU without apex."""
     stand_in_for_apex()
-    settings = megatron_setup._speed_options
-    with (
-        mock.patch.multiple(
-            layers,
-            create=True,
-            fused_weight_gradient_mlp_cuda=importlib.import_module(APEX_PRODUCTS),
-            _grad_accum_fusion_available=True,
-        ),
-        mock.patch.object(
-            megatron_setup,
-            "_speed_options",
-            lambda *given, **options: {
-                **settings(*given, **options),
-                "gradient_accumulation_fusion": True,
-            },
-        ),
-    ):
-        yield
+    module, settings = importlib.import_module(APEX_PRODUCTS), megatron_setup._speed_options
+    product = mock.Mock(wraps=module.wgrad_gemm_accum_fp32)
 
+    def options_of_gpu(*args: Any, **options: Any) -> dict[str, Any]:
+        return {**settings(*args, **options), "gradient_accumulation_fusion": True}
 
-def accumulated_gradients(models: dict[str, Path], sizes: dict[str, int]) -> dict[str, Any]:
-    """Gradients of each model that layers added to those of the micro-batch before."""
     results = {}
-    with joined(**sizes) as groups, accumulating_products():
+    with (
+        joined(**sizes) as groups,
+        mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", module, create=True),
+        mock.patch.object(layers, "_grad_accum_fusion_available", True),
+        mock.patch.object(module, "wgrad_gemm_accum_fp32", product),
+        mock.patch.object(megatron_setup, "_speed_options", options_of_gpu),
+    ):
         for name, directory in models.items():
             policy = build(directory, groups)
-            added = mock.Mock(wraps=layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32)
-            with mock.patch.object(
-                layers.fused_weight_gradient_mlp_cuda, "wgrad_gemm_accum_fp32", added
-            ):
-                forward_backward(policy, own_problems(groups))
-            results[name] = {"gradients": hf_gradients(policy), "products": added.call_count}
+            product.reset_mock()
+            forward_backward(policy, local_problems(groups))
+            results[name] = {"gradients": hf_gradients(policy), "products": product.call_count}
     return results
 
 
-def single_rank(models: dict[str, Path], export_root: Path) -> dict[str, Any]:
+def single_rank(models: Models, export_root: Path) -> dict[str, Any]:
     """The one-rank results, and what does not depend on the layout."""
     results = run_layout(models, {}, export_root)
     results["accumulated"] = accumulated_gradients(models, {})
     with joined() as groups:
         directory = models["qwen2"]
-        results["decay"] = _decayed(build(directory, groups, lr=0.1, weight_decay=0.5))
+        decaying = build(directory, groups, lr=0.1, weight_decay=0.5)
+        results["decay"] = _weights_around_update(decaying, 0.0)
         results["lr_zero"] = _weights_around_update(build(directory, groups, lr=0.0))
-        results["non_finite"] = _non_finite_update(build(directory, groups))
-        results["bfloat16"] = _bfloat16(build(directory, groups, dtype="bfloat16"))
+        policy = build(directory, groups)
+        results["non_finite"] = _weights_around_update(policy, math.nan)
+        results["after non_finite"] = _weights_around_update(policy)
+        policy = build(directory, groups, dtype="bfloat16")
+        batches = [problem.micro_batch for problem in local_problems(groups)]
+        logits = policy.forward_only(batches, lambda logits_NV, _: logits_NV)
+        results["bfloat16"] = {"logits": logits, **_weights_around_update(policy)}
         results["from_files"] = snapshot(build(export_root / "qwen2_in_files", groups))
-        results["unpadded"] = _error_of(_forward_with_tokens_outside_sequences, directory, groups)
-        results["no_batch"] = _error_of(build(directory, groups).forward_backward, [], None)
+        results["unpadded"] = error_of(_forward_with_tokens_outside_sequences, directory, groups)
+        results["no batch"] = error_of(build(directory, groups).forward_backward, [], None)
+        other = export_root / "other"
+        shutil.copytree(directory, other)
+        set_config_field(other, intermediate_size=64)
+        results["other model"] = error_of(build, other, groups)
     return results
 
 
-def two_ranks(models: dict[str, Path], export_root: Path) -> dict[str, Any]:
+def two_ranks(models: Models, export_root: Path) -> dict[str, Any]:
     """Two ranks in each kind of parallelism (tensor with sequence parallel), then collectives."""
     results = {
         "tensor": run_layout(models, {"tensor": 2}, export_root),
@@ -185,21 +179,15 @@ def two_ranks(models: dict[str, Path], export_root: Path) -> dict[str, Any]:
     with joined() as groups:
         results["collectives"] = _collectives(groups)
     with joined(tensor=2) as groups:
-        results["odd_tokens"] = _error_of(_forward_odd_tokens, models["qwen2"], groups)
+        results["odd tokens"] = error_of(_forward_odd_tokens, models["qwen2"], groups)
         blocked = export_root / "blocked"
         if groups.rank == 0:
             blocked.write_text("a file where a directory should be made")
         dist.barrier()
-        results["unwritable"] = _error_of(
+        results["unwritable"] = error_of(
             build(models["qwen2"], groups).export_hf, blocked / "model"
         )
     return results
-
-
-def faulty_models(cases: dict[str, Path]) -> dict[str, str]:
-    """What building says about each directory."""
-    with joined() as groups:
-        return {name: _error_of(build, directory, groups) for name, directory in cases.items()}
 
 
 def _gather_columns(logits_NV: Tensor, groups: ProcessGroups) -> Tensor:
@@ -217,55 +205,26 @@ def hf_gradients(policy: MegatronPolicy) -> dict[str, Tensor]:
     size, rank = groups.data.size(), groups.data.rank()
     for ddp in policy.wrapped:
         for buffer in ddp.buffers if ddp.ddp_config.use_distributed_optimizer else ():
-            own = buffer.grad_data.chunk(size)[rank].clone()
-            parts = [torch.empty_like(own) for _ in range(size)]
-            dist.all_gather(parts, own, group=groups.data)
+            part = buffer.grad_data.chunk(size)[rank].clone()
+            parts = [torch.empty_like(part) for _ in range(size)]
+            dist.all_gather(parts, part, group=groups.data)
             buffer.grad_data.copy_(torch.cat(parts))
     gradients = gather_weights(policy.chunks, policy.hf, groups, read=lambda p: p.main_grad)
     return {name: gradient.clone() for name, gradient in gradients}
 
 
-def _weights_around_update(policy: MegatronPolicy) -> dict[str, Any]:
+def _weights_around_update(policy: MegatronPolicy, scale: float = 1.0) -> dict[str, Any]:
+    """Weights before and after an update on problems whose losses are scaled."""
     before = snapshot(policy)
-    forward_backward(policy, own_problems(policy.groups))
+    problems = local_problems(policy.groups)
+    forward_backward(policy, [Problem(p.micro_batch, p.coefficient_NV * scale) for p in problems])
     step = policy.optimizer_step()
-    return {
-        "before": before,
-        "after": snapshot(policy),
-        "step": step,
-        "num_updates": policy.num_updates,
-    }
-
-
-def _decayed(policy: MegatronPolicy) -> dict[str, Any]:
-    """Weights before and after an update whose gradients are all 0."""
-    before = snapshot(policy)
-    (problem, *_) = own_problems(policy.groups)
-    forward_backward(policy, [Problem(problem.micro_batch, problem.coefficient_NV * 0)])
-    assert policy.optimizer_step().applied
-    return {"before": before, "after": snapshot(policy)}
-
-
-def _non_finite_update(policy: MegatronPolicy) -> dict[str, Any]:
-    """An update with a NaN gradient, then a good one."""
-    before = snapshot(policy)
-    (problem, *_) = own_problems(policy.groups)
-    broken = Problem(problem.micro_batch, problem.coefficient_NV * math.nan)
-    forward_backward(policy, [broken])
-    result = {"before": before, "step": policy.optimizer_step(), "after": snapshot(policy)}
-    result["num_updates"] = policy.num_updates
-    result["next"] = _weights_around_update(policy)
-    return result
-
-
-def _bfloat16(policy: MegatronPolicy) -> dict[str, Any]:
-    problems = own_problems(policy.groups)
-    logits = policy.forward_only([p.micro_batch for p in problems], lambda logits_NV, _: logits_NV)
-    return {"logits": logits, **_weights_around_update(policy)}
+    after, num_updates = snapshot(policy), policy.num_updates
+    return {"before": before, "after": after, "step": step, "num_updates": num_updates}
 
 
 def _forward_with_tokens_outside_sequences(directory: Path, groups: ProcessGroups) -> None:
-    (problem, *_) = own_problems(groups)
+    (problem, *_) = local_problems(groups)
     batch = problem.micro_batch
     # The tensor is shared with the frozen micro-batch.
     batch.cu_seqlens[-1] -= 1
@@ -286,7 +245,7 @@ def _collectives(groups: ProcessGroups) -> dict[str, Any]:
         "empty": broadcast_bytes(b"" if rank == 0 else None, groups),
         "any": [any_rank(rank == flagged, groups.control) for flagged in (0, 1, 2)],
         "first": [first_message(f"{rank}" if rank >= k else None, groups) for k in (0, 1, 99)],
-        "together": _error_of(_fail_on_rank_1, groups),
+        "together": error_of(_fail_on_rank_1, groups),
     }
 
 
@@ -296,17 +255,10 @@ def _fail_on_rank_1(groups: ProcessGroups) -> None:
             raise OSError(28, "No space left on device", "/some/file")
 
 
-def _error_of(function: Any, *args: Any) -> str:
+def error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """What a rank says of a call."""
     try:
-        function(*args)
+        function(*args, **options)
     except (ValueError, OSError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-def load_all(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of a model directory, from all of its files."""
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        tensors |= load_file(path)
-    return tensors

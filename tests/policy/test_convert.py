@@ -1,8 +1,10 @@
-"""Hugging Face ↔ Megatron: bit by bit, and into and out of every layout."""
+"""Hugging Face ↔ Megatron: bit by bit, into and out of every layout, within bounds of memory."""
 
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,69 +15,61 @@ from torch import Tensor
 from bapo_megatron.policy import hf_weights
 from bapo_megatron.policy.convert import Amount
 from tests.distributed_launch import run_ranks
+from tests.launch import run, start
 from tests.policy import convert_ranks
-from tests.policy.convert_models import (
-    COMPANIONS,
-    assert_same,
-    copy_with,
-    run_convert,
-    weights,
-)
-from tests.policy.tiny_models import FAMILIES, load_reference, set_config_field
+from tests.policy.checkpoint_damages import Limited
+from tests.policy.convert_models import COMPANIONS, assert_same, copy_with, run_convert, weights
+from tests.policy.tiny_models import FAMILIES, Models, load_reference, make_model, set_config_field
+
+Loaded = dict[tuple[str, str], dict[str, Tensor]]
+"""Weights by family and layout."""
+LAYOUTS = (*convert_ranks.ONE, *convert_ranks.TWO)
+
+
+def there_and_back(model: Path, scratch: Path) -> dict[str, Tensor]:
+    """The weights of a model that was a checkpoint in between."""
+    run_convert(model, scratch / "megatron")
+    run_convert(scratch / "megatron", scratch / "back")
+    return weights(scratch / "back")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_changes_no_bit(
-    models: dict[str, Path], tmp_path: Path, family: str, dtype: torch.dtype
+    deep_models: Models, tmp_path: Path, family: str, dtype: torch.dtype
 ) -> None:
     def in_dtype(tensors: dict[str, Tensor]) -> None:
         tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
 
-    model = copy_with(models[family], tmp_path / "model", in_dtype)
+    model = copy_with(deep_models[family], tmp_path / "model", in_dtype)
     set_config_field(model, dtype=str(dtype).removeprefix("torch."))
-
-    run_convert(model, tmp_path / "megatron")
-    run_convert(tmp_path / "megatron", tmp_path / "back")
-
-    assert_same(weights(tmp_path / "back"), weights(model))
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
-        (model / "config.json").read_text()
+    assert_same(there_and_back(model, tmp_path), weights(model))
+    before, after = (
+        json.loads((d / "config.json").read_text()) for d in (model, tmp_path / "back")
     )
+    assert after == before
     for name, text in COMPANIONS.items():
         assert (tmp_path / "back" / name).read_text() == text
 
 
 def test_an_output_layer_stored_beside_the_tied_embedding_is_dropped(
-    models: dict[str, Path], tmp_path: Path
+    deep_models: Models, tmp_path: Path
 ) -> None:
     def untie(tensors: dict[str, Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
-    model = copy_with(models["llama"], tmp_path / "model", untie)
-    run_convert(model, tmp_path / "megatron")
-    run_convert(tmp_path / "megatron", tmp_path / "back")
-    assert_same(weights(tmp_path / "back"), weights(models["llama"]))
-
-
-def test_beside_a_gpu_torch_does_not_change_the_order_of_the_parameters(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_available", lambda: True)
-        run_convert(models["qwen3"], tmp_path / "megatron")
-    run_convert(tmp_path / "megatron", tmp_path / "back")
-    assert_same(weights(tmp_path / "back"), weights(models["qwen3"]))
+    model = copy_with(deep_models["llama"], tmp_path / "model", untie)
+    assert_same(there_and_back(model, tmp_path), weights(deep_models["llama"]))
 
 
 def test_weights_are_cast_where_another_dtype_is_asked_for(
-    models: dict[str, Path], tmp_path: Path
+    deep_models: Models, tmp_path: Path
 ) -> None:
-    model = copy_with(models["qwen3"], tmp_path / "model", lambda tensors: None)
+    model = copy_with(deep_models["qwen3"], tmp_path / "model")
     set_config_field(model, torch_dtype="float32")  # both spellings
     run_convert(model, tmp_path / "megatron", dtype="bfloat16")
     run_convert(tmp_path / "megatron", tmp_path / "back", dtype="float32")
-    cast = {name: t.bfloat16().float() for name, t in weights(models["qwen3"]).items()}
+    cast = {name: t.bfloat16().float() for name, t in weights(deep_models["qwen3"]).items()}
     assert_same(weights(tmp_path / "back"), cast)
     kept = json.loads((tmp_path / "megatron" / "hf" / "config.json").read_text())
     assert kept["dtype"] == kept["torch_dtype"] == "bfloat16"
@@ -83,53 +77,50 @@ def test_weights_are_cast_where_another_dtype_is_asked_for(
 
 
 def test_weights_beyond_the_limit_are_divided_over_files(
-    models: dict[str, Path], tmp_path: Path
+    deep_models: Models, tmp_path: Path
 ) -> None:
-    made = run_convert(models["qwen2"], tmp_path / "megatron", max_file_bytes=40_000)
+    expected = weights(deep_models["qwen2"])
+    done = run_convert(deep_models["qwen2"], tmp_path / "megatron", max_file_bytes=40_000)
     pieces = sorted(path.name for path in (tmp_path / "megatron").glob("*.distcp"))
-    assert made.num_files == len(pieces) > 3
+    assert done.num_files == len(pieces) > 3
     assert pieces[:3] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
-
-    made = run_convert(tmp_path / "megatron", tmp_path / "back", max_file_bytes=40_000)
-
+    done = run_convert(tmp_path / "megatron", tmp_path / "back", max_file_bytes=40_000)
     files = sorted((tmp_path / "back").glob("*.safetensors"))
-    assert made.num_files == len(files) > 3
+    assert done.num_files == len(files) > 3
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     for file in files:
         assert sum(tensor.nbytes for tensor in load_file(file).values()) <= 40_000
-    assert_same(weights(tmp_path / "back"), weights(models["qwen2"]))
-    # What the library makes of the index.
-    read = load_reference("qwen2", tmp_path / "back").state_dict()
-    assert_same({name: read[name] for name in weights(models["qwen2"])}, weights(models["qwen2"]))
+    read = load_reference("qwen2", tmp_path / "back").state_dict()  # by the index
+    assert_same({name: read[name] for name in expected}, expected)
 
 
 def test_a_checkpoint_with_another_padding_of_the_vocabulary_is_read(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deep_models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(hf_weights, "padded_vocab_size", lambda vocab_size, tensor: 100)
-        run_convert(models["qwen2"], tmp_path / "megatron")
+        run_convert(deep_models["qwen2"], tmp_path / "megatron")
     run_convert(tmp_path / "megatron", tmp_path / "back")
-    assert_same(weights(tmp_path / "back"), weights(models["qwen2"]))
+    assert_same(weights(tmp_path / "back"), weights(deep_models["qwen2"]))
 
 
 def test_progress_counts_the_tensors_and_bytes_of_the_target(
-    models: dict[str, Path], tmp_path: Path
+    deep_models: Models, tmp_path: Path
 ) -> None:
     reports: list[tuple[Amount, Amount]] = []
-    made = run_convert(
-        models["qwen2"],
+    conversion = run_convert(
+        deep_models["qwen2"],
         tmp_path / "megatron",
         dtype="bfloat16",
         report=lambda done, total: reports.append((done, total)),
     )
-    # Of each layer 2 norms, 4 + 3 matrices, 3 biases; embedding, final norm, output layer.
+    # In each layer 2 norms, 4 + 3 matrices, 3 biases; embedding, final norm, output layer.
     num_tensors = 4 * 12 + 3
-    num_bytes = sum(2 * tensor.numel() for tensor in weights(models["qwen2"]).values())
-    assert made.amount == Amount(num_tensors, num_bytes)
-    assert [total for _, total in reports] == [made.amount] * len(reports)
+    num_bytes = sum(2 * tensor.numel() for tensor in weights(deep_models["qwen2"]).values())
+    assert conversion.amount == Amount(num_tensors, num_bytes)
+    assert [total for _, total in reports] == [conversion.amount] * len(reports)
     assert reports[0][0] == Amount(1, 2 * 97 * 32)
-    assert reports[-1][0] == made.amount
+    assert reports[-1][0] == conversion.amount
 
 
 @pytest.fixture(scope="module")
@@ -138,47 +129,119 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(
-    models: dict[str, Path], converted: dict[str, Path], saved: Path
-) -> dict[tuple[str, str], dict[str, Tensor]]:
+def loaded(deep_models: Models, converted: Models, saved: Path) -> Loaded:
     """Weights that each layout loaded from the converted checkpoints; each saves into ``saved``."""
-    two = run_ranks(convert_ranks.two_ranks, 2, models, converted, saved)[0]
-    (one,) = run_ranks(convert_ranks.one_rank, 1, models, converted, saved)
-    return {**two["loaded"], **one["loaded"]}
+    loaded: Loaded = {}
+    for num_ranks, layouts in ((1, convert_ranks.ONE), (2, convert_ranks.TWO)):
+        arguments = (layouts, deep_models, converted, saved)
+        loaded |= run_ranks(convert_ranks.run_layouts, num_ranks, *arguments)[0]
+    return loaded
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["single", *convert_ranks.LAYOUTS])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_megatron_loads_a_converted_model_into_every_layout(
-    models: dict[str, Path],
-    loaded: dict[tuple[str, str], dict[str, Tensor]],
-    family: str,
-    layout: str,
+def test_megatron_loads_a_converted_model_and_what_it_saves_becomes_what_it_exports(
+    deep_models: Models, loaded: Loaded, saved: Path, tmp_path: Path, family: str, layout: str
 ) -> None:
-    assert_same(loaded[family, layout], weights(models[family]))
-
-
-@pytest.mark.distributed
-@pytest.mark.usefixtures("loaded")
-@pytest.mark.parametrize("layout", ["single", *convert_ranks.LAYOUTS])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_of_the_trainer_becomes_what_the_trainer_exports(
-    models: dict[str, Path], saved: Path, tmp_path: Path, family: str, layout: str
-) -> None:
-    run_dir = saved / layout / family
+    original, run_dir = weights(deep_models[family]), saved / layout / family
+    assert_same(loaded[family, layout], original)
     run_convert(run_dir / "checkpoints" / "step_1", tmp_path / "hf")
     for path in (run_dir / "export").iterdir():
         assert (tmp_path / "hf" / path.name).read_bytes() == path.read_bytes(), path.name
-    original = weights(models[family])
     assert_same(weights(tmp_path / "hf"), {name: 1.5 * t for name, t in original.items()})
 
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("loaded")
 def test_layers_that_are_stored_one_by_one_are_read(
-    models: dict[str, Path], saved: Path, tmp_path: Path
+    deep_models: Models, saved: Path, tmp_path: Path
 ) -> None:
-    run_convert(saved / "layer by layer", tmp_path / "hf", hf_dir=models["qwen3"])
-    original = weights(models["qwen3"])
+    run_convert(saved / "layer by layer", tmp_path / "hf", hf_dir=deep_models["qwen3"])
+    original = weights(deep_models["qwen3"])
     assert_same(weights(tmp_path / "hf"), {name: 1.5 * t for name, t in original.items()})
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("large") / "model"
+    make_model(
+        "qwen2",
+        directory,
+        num_hidden_layers=24,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_attention_heads=8,
+    )
+    return directory
+
+
+LARGE_BYTES = 4 * (24 * (3 * 512 * 1536 + 2 * 512 * 512 + 2 * 512 * 128) + 2 * 97 * 512)
+
+
+@pytest.mark.distributed
+def test_memory_holds_one_layer_and_one_file_whatever_the_model_weighs(
+    deep_models: Models, large: Path, tmp_path: Path
+) -> None:
+    file_bytes = 40_000_000
+    layer_bytes = LARGE_BYTES // 24
+    ((to_megatron, to_hf),) = run_ranks(
+        convert_ranks.peak_growth_bytes, 1, deep_models["qwen2"], large, tmp_path, file_bytes
+    )
+    slack_bytes = 20_000_000  # what the allocator keeps, buffers of torch.load
+    assert to_megatron < layer_bytes + slack_bytes
+    assert to_hf < layer_bytes + file_bytes + slack_bytes
+    assert 4 * (layer_bytes + file_bytes + slack_bytes) < LARGE_BYTES
+    assert_same(weights(tmp_path / "large back"), weights(large))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_conversion_leaves_nothing_under_the_targets_name(
+    deep_models: Models, large: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    target = tmp_path / "megatron"
+    process = start(["convert", str(large), str(target), "--max-file-gb", "0.03"])
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".megatron.tmp/__1_0.distcp")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+
+    assert process.returncode == {2: 130, 15: 143, 9: -9}[number]
+    assert err == ("bapo-megatron: interrupted\n" if number == signal.SIGINT else "")
+    assert not target.exists()
+    if number == signal.SIGKILL:
+        assert list(tmp_path.iterdir()) == [tmp_path / ".megatron.tmp"]
+        run_convert(deep_models["qwen2"], target)
+        assert list(tmp_path.iterdir()) == [target]
+    else:
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["model", "checkpoint"])
+def test_a_full_disk_is_reported_and_leaves_nothing(
+    deep_models: Models, converted: Models, tmp_path: Path, kind: str
+) -> None:
+    source = {"model": deep_models, "checkpoint": converted}[kind]["qwen2"]
+    with Limited(4096), pytest.raises(OSError, match=r"^[^\n]*File too large[^\n]*$"):
+        run_convert(source, tmp_path / "target")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_command_says_what_it_wrote_or_why_not(deep_models: Models, tmp_path: Path) -> None:
+    target = tmp_path / "megatron"
+    result = run(["convert", str(deep_models["qwen3"]), str(target), "--dtype", "bfloat16"])
+    assert result.returncode == 0, result.stderr
+    assert f"wrote {target} (Megatron): 46 tensors, " in result.stdout
+    assert " bfloat16, 1 file, " in result.stdout
+    assert result.stderr == ""
+    result = run(["convert", str(deep_models["qwen3"]), str(target)])
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"bapo-megatron: {target}: exists and is not empty; choose another target, or replace it "
+        "with --force\n"
+    )

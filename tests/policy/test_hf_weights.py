@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from bapo_megatron.policy import hf_weights
-from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size
+from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size, read_hf_config_file
 from bapo_megatron.policy.hf_weights import (
     EMBEDDING,
+    INDEX_NAME,
     LAYER,
+    Weight,
+    find_tensors,
     from_shards,
     hf_shapes,
-    read_shard,
     to_shard,
     weight_table,
 )
-from bapo_megatron.policy.weight_export import plan_files
+from bapo_megatron.policy.weight_export import plan_buckets, plan_files, weight_bytes
+from tests.policy.convert_models import copy_with
+from tests.policy.tiny_models import Models, set_config_field
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
+    from collections.abc import Callable
 
 HF = HfConfig(
     model_type="qwen2",
@@ -54,26 +56,22 @@ def rows(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)[:, None].expand(-1, 4).contiguous()
 
 
-def first_column(tensor: torch.Tensor) -> list[int]:
-    return [int(value) for value in tensor[:, 0]]
-
-
-def test_query_key_value_are_interleaved_by_group() -> None:
-    parts = [rows(0, 1, 2, 3), rows(10, 11), rows(20, 21)]
-    assert first_column(to_shard(QKV, parts, HF, 0, 1)) == [0, 1, 10, 20, 2, 3, 11, 21]
-    assert first_column(to_shard(QKV, parts, HF, 1, 2)) == [2, 3, 11, 21]
-
-
-def test_each_rank_holds_its_part_of_gate_then_of_up() -> None:
-    parts = [rows(0, 1, 2, 3), rows(10, 11, 12, 13)]
-    assert first_column(to_shard(GATE_UP, parts, HF, 0, 2)) == [0, 1, 10, 11]
-    assert first_column(to_shard(GATE_UP, parts, HF, 1, 2)) == [2, 3, 12, 13]
-
-
-def test_rows_of_the_vocabulary_are_padded_with_zeros() -> None:
-    embeddings = rows(1, 2, 3, 4, 5)
-    assert first_column(to_shard(EMBEDDING, [embeddings], HF, 0, 2)) == [1, 2, 3, 4, 5] + [0] * 59
-    assert first_column(to_shard(EMBEDDING, [embeddings], HF, 1, 2)) == [0] * 64
+@pytest.mark.parametrize(
+    ("weight", "parts", "rank", "size", "shard"),
+    [
+        (QKV, [(0, 1, 2, 3), (10, 11), (20, 21)], 0, 1, [0, 1, 10, 20, 2, 3, 11, 21]),
+        (QKV, [(0, 1, 2, 3), (10, 11), (20, 21)], 1, 2, [2, 3, 11, 21]),
+        (GATE_UP, [(0, 1, 2, 3), (10, 11, 12, 13)], 0, 2, [0, 1, 10, 11]),
+        (GATE_UP, [(0, 1, 2, 3), (10, 11, 12, 13)], 1, 2, [2, 3, 12, 13]),
+        (EMBEDDING, [(1, 2, 3, 4, 5)], 0, 2, [1, 2, 3, 4, 5] + [0] * 59),
+        (EMBEDDING, [(1, 2, 3, 4, 5)], 1, 2, [0] * 64),
+    ],
+)
+def test_rows_are_interleaved_by_group_divided_or_padded_with_zeros(
+    weight: Weight, parts: list[tuple[int, ...]], rank: int, size: int, shard: list[int]
+) -> None:
+    tensors = [rows(*part) for part in parts]
+    assert torch.equal(to_shard(weight, tensors, HF, rank, size), rows(*shard))
 
 
 def test_inputs_of_the_output_projection_are_divided() -> None:
@@ -95,56 +93,35 @@ def test_shards_of_any_number_of_ranks_give_back_every_tensor() -> None:
             assert all(torch.equal(restored[name], tensors[name]) for name in tensors)
 
 
-class CountingReader:
-    """A safetensors reader that counts the bytes of what is asked of its slices."""
+class CountingSlice:
+    """A tensor that counts the bytes of what is asked of it, as safetensors reads them."""
 
     num_bytes = 0
 
-    def __init__(self, path: Path, framework: str) -> None:
-        self.path, self.framework = path, framework
-
-    def __enter__(self) -> CountingReader:
-        self.reader = safe_open(self.path, framework=self.framework).__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.reader.__exit__(None, None, None)
-
-    def get_slice(self, name: str) -> CountingReader:
-        self.slice = self.reader.get_slice(name)
-        return self
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
 
     def __getitem__(self, part: tuple[slice, ...]) -> torch.Tensor:
-        tensor = self.slice[part]
-        CountingReader.num_bytes += tensor.nbytes
-        return tensor
+        CountingSlice.num_bytes += self._tensor[part].nbytes
+        return self._tensor[part]
 
 
-def test_tensor_parallel_ranks_read_the_model_once_and_not_once_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensor_parallel_ranks_read_the_model_once_and_not_once_each() -> None:
     hf = replace(HF, vocab_size=300, hidden_size=64, intermediate_size=96, num_heads=8, head_dim=8)
-    shapes = {n: s for weight in weight_table(hf) for n, s in hf_shapes(weight, hf).items()}
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    path = tmp_path / "model.safetensors"
-    save_file(tensors, path)
-    files = dict.fromkeys(tensors, path)
-    monkeypatch.setattr(hf_weights, "safe_open", CountingReader)
+    model_bytes = 0
     for weight in weight_table(hf):
-        whole = [tensors[name] for name in weight.hf]
+        tensors = [torch.randn(shape) for shape in hf_shapes(weight, hf).values()]
+        model_bytes += sum(tensor.nbytes for tensor in tensors)
         for rank in range(2):
-            shard = read_shard(weight, files, hf, rank, 2)
-            assert torch.equal(shard, to_shard(weight, whole, hf, rank, 2))
+            to_shard(weight, [CountingSlice(tensor) for tensor in tensors], hf, rank, 2)
     # Three norms of 64 float32 values are held, and read, by both ranks.
-    model_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    assert CountingReader.num_bytes == model_bytes + 3 * 64 * 4
+    assert CountingSlice.num_bytes == model_bytes + 3 * 64 * 4
 
 
 def test_tied_models_have_no_output_layer() -> None:
-    fields = {name: getattr(HF, name) for name in HF.__dataclass_fields__}
-    tied = HfConfig(**{**fields, "tied_embeddings": True})
+    tied = weight_table(replace(HF, tied_embeddings=True))
     assert weight_table(HF)[-1].hf == ("lm_head.weight",)
-    assert all("lm_head.weight" not in weight.hf for weight in weight_table(tied))
+    assert all("lm_head.weight" not in weight.hf for weight in tied)
 
 
 def test_padding_of_the_vocabulary_does_not_depend_on_common_tensor_sizes() -> None:
@@ -156,18 +133,89 @@ def test_padding_of_the_vocabulary_does_not_depend_on_common_tensor_sizes() -> N
 def test_files_are_filled_in_order_up_to_the_limit() -> None:
     files = plan_files(HF, torch.float32, max_file_bytes=96)
     # Embedding [5, 4], norm [4] | q [4, 4], k [2, 4] fills a file to the byte | …
+    layer = "model.layers.0."
     assert list(files[0].items()) == [
         ("model.embed_tokens.weight", 80),
-        *list(files[0].items())[1:],
+        (f"{layer}input_layernorm.weight", 16),
     ]
-    assert files[0]["model.layers.0.input_layernorm.weight"] == 16
     assert files[1] == {
-        "model.layers.0.self_attn.q_proj.weight": 64,
-        "model.layers.0.self_attn.k_proj.weight": 32,
+        f"{layer}self_attn.q_proj.weight": 64,
+        f"{layer}self_attn.k_proj.weight": 32,
     }
     assert sum(len(file) for file in files) == 15
+    # A tensor above the limit has a file of its own.
+    assert [len(file) for file in plan_files(HF, torch.float32, 1)] == [1] * 15
 
 
-def test_a_tensor_above_the_limit_has_a_file_of_its_own() -> None:
-    files = plan_files(HF, torch.float32, max_file_bytes=1)
-    assert [len(file) for file in files] == [1] * 15
+@pytest.mark.parametrize(
+    ("dtype", "max_bytes", "sizes"),
+    [
+        # Embedding 80; norm 16, qkv 128, bias 32, output projection 64 bytes, …
+        (torch.float32, 1, [80, 16, 128, 64, 16, 128, 64, 32, 16, 80]),
+        (torch.float32, 96, [96, 128, 80, 128, 96, 96]),
+        (torch.bfloat16, 48, [48, 64, 40, 64, 48, 48]),
+        (torch.float32, 1 << 20, [624]),
+    ],
+)
+def test_buckets_hold_whole_parameters_in_order_and_exceed_the_limit_by_single_ones_only(
+    dtype: torch.dtype, max_bytes: int, sizes: list[int]
+) -> None:
+    buckets = plan_buckets(HF, dtype, max_bytes)
+    assert [weight for bucket in buckets for weight in bucket] == weight_table(HF)
+    of_buckets = [
+        sum(sum(weight_bytes(weight, HF, dtype).values()) for weight in bucket)
+        for bucket in buckets
+    ]
+    assert of_buckets == sizes
+
+
+def _set_index(model: Path, weight_map: Any) -> None:
+    (model / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "messages"),
+    [
+        (
+            # 12 tensors of a layer, 5 are named.
+            lambda model: set_config_field(model, num_hidden_layers=3, layer_types=None),
+            ("missing model.layers.2.input_layernorm.weight, ", "and 7 more"),
+        ),
+        (
+            lambda model: set_config_field(model, tie_word_embeddings=True, num_hidden_layers=1),
+            ("unexpected model.layers.1.input_layernorm.weight, ",),
+        ),
+        (
+            lambda model: set_config_field(model, intermediate_size=50),
+            ("model.layers.0.mlp.gate_proj.weight is [48, 32], config.json asks for [50, 32]",),
+        ),
+        (lambda model: (model / "model.safetensors").unlink(), ("neither model.safetensors nor",)),
+        (
+            lambda model: (model / "model.safetensors").write_bytes(b"not safetensors"),
+            ("model.safetensors: not a readable safetensors file",),
+        ),
+        (lambda model: _set_index(model, {"a": "other.safetensors"}), ("other.safetensors: not",)),
+        (lambda model: _set_index(model, {"a": "../model.safetensors"}), (f"{INDEX_NAME}: names",)),
+        (lambda model: _set_index(model, {"a": "/model.safetensors"}), (f"{INDEX_NAME}: names",)),
+        (lambda model: _set_index(model, []), (f"{INDEX_NAME}: 'weight_map'",)),
+    ],
+)
+def test_files_that_do_not_fit_are_named(
+    models: Models,
+    tmp_path: Path,
+    harm: Callable[[Path], object],
+    messages: tuple[str, ...],
+) -> None:
+    model = copy_with(models["qwen2"], tmp_path / "model")
+    harm(model)
+    with pytest.raises(ValueError, match=str(model)) as caught:
+        find_tensors(read_hf_config_file(model / "config.json"), model)
+    assert all(message in str(caught.value) for message in messages)
+    assert "lm_head" not in str(caught.value)
+
+
+def test_weights_must_be_floats(models: Models, tmp_path: Path) -> None:
+    norm = {"model.norm.weight": torch.ones(32, dtype=torch.int8)}
+    model = copy_with(models["qwen2"], tmp_path / "model", lambda tensors: tensors.update(norm))
+    with pytest.raises(ValueError, match=r"model.norm.weight must be stored as .*I8"):
+        find_tensors(read_hf_config_file(model / "config.json"), model)

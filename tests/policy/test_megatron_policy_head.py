@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,41 +9,29 @@ import torch
 
 from tests.distributed_launch import run_ranks
 from tests.policy import output_head_ranks
-from tests.policy.tiny_models import SIZES, make_model
+from tests.policy.output_head_ranks import FAMILIES
+from tests.policy.tiny_models import SIZES, Models, Ranks
 
 pytestmark = pytest.mark.distributed
 
-FAMILIES = {"qwen2": "output_layer.weight", "qwen3": "embedding.word_embeddings.weight"}
-"""Families with a head of its own and with a tied one, and the weight that is multiplied."""
+
+@pytest.fixture(scope="module")
+def one_rank(models: Models) -> dict[str, Any]:
+    return run_ranks(output_head_ranks.one_rank, 1, models)[0]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {family: make_model(family, root / family) for family in FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def one_rank(models: dict[str, Path]) -> dict[str, Any]:
-    (result,) = run_ranks(output_head_ranks.one_rank, 1, models)
-    return result
-
-
-@pytest.fixture(scope="module")
-def layouts(models: dict[str, Path], one_rank: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def layouts(models: Models, one_rank: dict[str, Any]) -> dict[str, Ranks]:
     """Results of the ranks, by layout."""
     ranks = run_ranks(output_head_ranks.two_ranks, 2, models)
-    return {
-        "single": [one_rank["single"]],
-        "tensor": [rank["tensor"] for rank in ranks],
-        "sequence": [rank["sequence"] for rank in ranks],
-    }
+    two = {layout: [rank[layout] for rank in ranks] for layout in ("tensor", "sequence")}
+    return {"single": [one_rank["single"]], **two}
 
 
 @pytest.mark.parametrize("layout", ["single", "tensor", "sequence"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_sums_and_all_gradients_are_those_of_logits(
-    layouts: dict[str, list[dict[str, Any]]], layout: str, family: str
+    layouts: dict[str, Ranks], layout: str, family: str
 ) -> None:
     for rank in layouts[layout]:
         expected, actual = rank[family]["logits"], rank[family]["hidden"]

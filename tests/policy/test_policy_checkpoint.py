@@ -11,7 +11,8 @@ import torch
 
 from tests.distributed_launch import run_ranks
 from tests.policy import checkpoint_ranks as ranks
-from tests.policy.tiny_models import make_model
+from tests.policy.convert_models import assert_same
+from tests.policy.tiny_models import Models
 
 pytestmark = pytest.mark.distributed
 
@@ -33,74 +34,59 @@ SOURCES = {
 }
 """Whose checkpoints each layout continues from, beside its own; "single" at the very end."""
 
+Results = dict[str, list[Any]]
+"""Results by name, one entry per rank."""
 CROSSED = [f"{layout} from {source}" for layout in SOURCES for source in SOURCES[layout]]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four layers, so that two interleaved stages have two chunks; tied embeddings."""
-    directory = tmp_path_factory.mktemp("model") / "qwen3"
-    make_model("qwen3", directory, num_hidden_layers=4)
-    return directory
+def model(deep_models: Models) -> Path:
+    """Two interleaved stages have two chunks; tied embeddings."""
+    return deep_models["qwen3"]
 
 
 @pytest.fixture(scope="module")
-def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Results by name, one entry per rank; a job finds what those before it have saved."""
     root = tmp_path_factory.mktemp("checkpoints")
-    results: dict[str, list[Any]] = {}
-    jobs = (
-        (1, ranks.ONE, {"single": []}),
+    results: Results = {}
+    alone = SOURCES | {"single": []}
+    for num_ranks, layouts, sources in (
+        (1, ranks.ONE, alone),
         (2, ranks.TWO, SOURCES),
         (4, ranks.FOUR, SOURCES),
-    )
-    for num_ranks, layouts, sources in jobs:
+    ):
         job = run_ranks(ranks.run_layouts, num_ranks, model, root, layouts, sources)
         results |= {name: [rank[name] for rank in job] for name in job[0]}
     (last,) = run_ranks(ranks.last_rank, 1, model, root, SOURCES["single"])
     return results | {name: [result] for name, result in last.items()}
 
 
-def _largest_differences(own: dict[str, Any], expected: dict[str, Any]) -> list[float]:
-    """After each update, over all weights."""
-    pairs = list(zip(own["weights"], expected["weights"], strict=True))
+@pytest.mark.parametrize(
+    ("run", "expected", "tolerance"),
+    [
+        *((f"{layout} from {layout}", layout, 1e-6) for layout in (*LAYOUTS, *VARIANTS)),
+        *((name, name.split(" from ")[0], 1e-5) for name in CROSSED),
+        *((layout, "single", 1e-5) for layout in (*LAYOUTS[1:], *VARIANTS)),
+    ],
+)
+def test_updates_equal_those_of_an_uninterrupted_run_whatever_the_layout_and_the_optimizer(
+    results: Results, run: str, expected: str, tolerance: float
+) -> None:
+    pairs = list(zip(results[run][0]["weights"], results[expected][0]["weights"], strict=True))
     assert len(pairs) == ranks.NUM_UPDATES
-    return [max(float((a[key] - b[key]).abs().max()) for key in b) for a, b in pairs]
+    for after, reference in pairs:
+        assert max(float((after[n] - reference[n]).abs().max()) for n in reference) < tolerance
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *VARIANTS])
-def test_resumed_updates_equal_those_of_the_uninterrupted_run(
-    results: dict[str, list[Any]], layout: str
-) -> None:
-    resumed, uninterrupted = results[f"{layout} from {layout}"][0], results[layout][0]
-    assert max(_largest_differences(resumed, uninterrupted)) < 1e-6
-
-
-@pytest.mark.parametrize("name", CROSSED)
-def test_updates_resumed_in_another_layout_equal_those_of_an_uninterrupted_run(
-    results: dict[str, list[Any]], name: str
-) -> None:
-    uninterrupted = results[name.split(" from ")[0]][0]
-    assert max(_largest_differences(results[name][0], uninterrupted)) < 1e-5
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS[1:], *VARIANTS])
-def test_updates_do_not_depend_on_layout_and_optimizer(
-    results: dict[str, list[Any]], layout: str
-) -> None:
-    assert max(_largest_differences(results[layout][0], results["single"][0])) < 1e-5
-
-
-def test_updates_move_the_weights_far_beyond_the_tolerances(results: dict[str, list[Any]]) -> None:
+def test_updates_move_the_weights_far_beyond_the_tolerances(results: Results) -> None:
     for before, after in pairwise(results["single"][0]["weights"]):
         for name in ("model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight"):
             assert (after[name] - before[name]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", CROSSED)
-def test_state_of_caller_and_schedule_come_back_on_every_rank(
-    results: dict[str, list[Any]], name: str
-) -> None:
+def test_state_of_caller_and_schedule_come_back_on_every_rank(results: Results, name: str) -> None:
     for rank in results[name]:
         assert rank["extra"] == ranks.EXTRA
         assert rank["num_updates"] == 1
@@ -109,7 +95,7 @@ def test_state_of_caller_and_schedule_come_back_on_every_rank(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_streams_continue_in_the_layout_that_saved_them(
-    results: dict[str, list[Any]], layout: str
+    results: Results, layout: str
 ) -> None:
     saved = [rank["drawn"] for rank in results[layout]]
     resumed = [rank["drawn"] for rank in results[f"{layout} from {layout}"]]
@@ -120,7 +106,7 @@ def test_random_streams_continue_in_the_layout_that_saved_them(
 
 @pytest.mark.parametrize("layout", ["DP2", "CP2", "DP2 CP2", "plain DP2", "overlapped DP2"])
 def test_ranks_with_the_same_weights_write_and_read_equal_parts_of_a_checkpoint(
-    results: dict[str, list[Any]], layout: str
+    results: Results, layout: str
 ) -> None:
     resumed = results[f"{layout} from {layout}"]
     sizes = resumed[0]["bytes_saved"]
@@ -135,7 +121,7 @@ def test_ranks_with_the_same_weights_write_and_read_equal_parts_of_a_checkpoint(
 
 @pytest.mark.parametrize("name", ["PP2 from TP2", "PP2 VPP2 from PP2", "DP2 CP2 from TP2 PP2"])
 def test_random_streams_of_another_layout_of_as_many_ranks_are_not_taken_over(
-    results: dict[str, list[Any]], name: str
+    results: Results, name: str
 ) -> None:
     source = results[name.split(" from ")[1]]
     for resumed, saved in zip(results[name], source, strict=True):
@@ -144,30 +130,23 @@ def test_random_streams_of_another_layout_of_as_many_ranks_are_not_taken_over(
 
 
 @pytest.mark.parametrize("optimizer", ["distributed", "plain"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("bfloat16", id="bfloat16 with its master weights"),
-        pytest.param("start", id="before the first update"),
-    ],
-)
-def test_a_single_rank_resumes_bit_by_bit(
-    results: dict[str, list[Any]], kind: str, optimizer: str
+def test_a_single_rank_resumes_bit_by_bit_from_before_the_first_update(
+    results: Results, optimizer: str
 ) -> None:
-    (run,) = results[f"{kind} {optimizer}"]
+    (run,) = results[f"start {optimizer}"]
     assert len(run["resumed"]) == ranks.NUM_UPDATES
     for resumed, uninterrupted in zip(run["resumed"], run["uninterrupted"], strict=True):
-        assert all(torch.equal(resumed[key], uninterrupted[key]) for key in uninterrupted)
+        assert_same(resumed, uninterrupted)
 
 
 @pytest.mark.parametrize("optimizer", ["distributed", "plain"])
 def test_the_configuration_decides_on_weight_decay_and_learning_rate_and_not_the_checkpoint(
-    results: dict[str, list[Any]], optimizer: str
+    results: Results, optimizer: str
 ) -> None:
     assert results[f"changed {optimizer}"][0] - {0.0} == {0.3, 2e-3}
 
 
 def test_an_update_that_was_still_on_its_way_to_the_weights_is_in_the_checkpoint(
-    results: dict[str, list[Any]],
+    results: Results,
 ) -> None:
     assert results["stale"] == [[]]

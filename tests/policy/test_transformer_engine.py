@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.policy.convert_torch_dist import _empty_states, _stacked_slot
+from bapo_megatron.policy.convert import _empty_states, _stacked
 from bapo_megatron.policy.hf_weights import EMBEDDING, OUTPUT, shard_shape, weight_table
 from tests.policy.transformer_engine_names import FAMILIES, LAYOUTS, published
 
@@ -43,12 +43,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 def test_parameters_of_transformer_engine_are_those_of_our_table(
     built: dict[str, dict[str, Any]], family: str, layout: str
 ) -> None:
-    hf, parallel, found = published(family), LAYOUTS[layout], built[family][layout]
+    hf, parallel, actual = published(family), LAYOUTS[layout], built[family][layout]
     table = weight_table(hf)
     if hf.tied_embeddings and "pipeline" in parallel:
         table.append(replace(EMBEDDING, megatron=OUTPUT.megatron))  # the last stage's copy
-    assert found["modules"] == ["RMSNorm", "TELayerNormColumnParallelLinear", "TERowParallelLinear"]
-    assert found["parameters"] == {
+    assert actual["modules"] == [
+        "RMSNorm",
+        "TELayerNormColumnParallelLinear",
+        "TERowParallelLinear",
+    ]
+    assert actual["parameters"] == {
         weight.megatron: {
             "shape": list(shard_shape(weight, hf, parallel.get("tensor", 1))),
             "axis": weight.axis,
@@ -63,9 +67,9 @@ def test_parameters_of_transformer_engine_are_those_of_our_table(
 def test_checkpoints_of_transformer_engine_are_those_that_we_convert(
     built: dict[str, dict[str, Any]], family: str, layout: str
 ) -> None:
-    hf, found = published(family), built[family][layout]
-    slots = [_stacked_slot(weight, hf) for weight in weight_table(hf)]
-    assert found["tensors"] == {slot.key: list(slot.shape) for slot in slots}
+    hf, actual = published(family), built[family][layout]
+    places = [_stacked(weight, hf) for weight in weight_table(hf)]
+    assert actual["tensors"] == {key: list(shape) for key, shape, _ in places}
     # Loading ignores a state too many; other releases of Megatron ask for attention's.
     written = {key for key in _empty_states(hf) if "core_attention" not in key}
-    assert sorted(written) == found["states"]
+    assert sorted(written) == actual["states"]

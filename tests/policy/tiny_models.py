@@ -18,6 +18,10 @@ from bapo_megatron.types import MicroBatch
 
 VOCAB_SIZE = 97  # prime, so that padding is needed for every tensor-parallel size
 FAMILIES = ("qwen2", "qwen3", "llama")
+Models = dict[str, Path]
+"""Directories of models, or of checkpoints, by family."""
+Ranks = list[dict[str, Any]]
+"""What ranks return, in their order."""
 
 SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -63,7 +67,7 @@ def model_class(family: str) -> Any:
 
 
 def _config(family: str, changes: dict[str, Any]) -> Any:
-    own: dict[str, dict[str, Any]] = {
+    traits: dict[str, dict[str, Any]] = {
         "qwen2": {"tie_word_embeddings": False},
         "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
         "llama": {
@@ -78,7 +82,7 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
             },
         },
     }
-    return model_class(family).config_class(**{**SIZES, **own[family], **changes})
+    return model_class(family).config_class(**{**SIZES, **traits[family], **changes})
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class Problem:
 
     def part(self, rank: int, size: int) -> Problem:
         """What one context-parallel rank holds of it."""
+        if size == 1:
+            return self
         parts = shard_context(_with_rows(self.micro_batch), rank, size)
         return Problem(parts, self.coefficient_NV[parts.target_T])
 

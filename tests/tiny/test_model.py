@@ -2,35 +2,59 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from bapo_megatron.tiny.model import build_model, build_tokenizer, save_model
+from bapo_megatron.tiny.model import (
+    TASK_WORDS,
+    VOCABULARY_SIZE,
+    build_model,
+    build_tokenizer,
+    save_model,
+)
 from tests.policy.tiny_models import load_reference
 
+STRANGE_TEXTS = (
+    "",
+    "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n\n#### 72",
+    "Find $\\sum_{k=1}^{10} \\frac{k}{\\boxed{2}}$  for 日本 é\u200b😀 it's \x00\x7f",
+    "tabs\tand\r\nline ends\n\n+3 maybe 4, no 5",
+)
 
-def test_the_saved_directory_gives_the_same_logits(tmp_path):
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=0).eval()
-    save_model(model, tokenizer, tmp_path)
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A saved model that was never trained."""
+    directory, tokenizer = tmp_path_factory.mktemp("model"), build_tokenizer()
+    save_model(build_model(tokenizer, seed=0), tokenizer, directory)
+    return directory
+
+
+def test_the_saved_directory_gives_the_same_logits(directory):
+    model = build_model(build_tokenizer(), seed=0).eval()
     input_ids = torch.randint(0, 320, (3, 50), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        expected = load_reference("qwen2", tmp_path)(input_ids).logits
+        expected = load_reference("qwen2", directory)(input_ids).logits
         actual = model(input_ids).logits
     assert expected.abs().max() > 1
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_saved_configuration_suits_tensor_parallelism_and_names_the_end_token(tmp_path):
-    tokenizer = build_tokenizer()
-    save_model(build_model(tokenizer, seed=0), tokenizer, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] == "qwen2"
-    assert config["architectures"] == ["Qwen2ForCausalLM"]
-    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
-    assert (config["vocab_size"], config["max_position_embeddings"]) == (320, 2048)
-    assert config["tie_word_embeddings"] is False
-    assert config["dtype"] == "float32"
-    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 1
+def test_saved_configuration_suits_tensor_parallelism_and_names_the_end_token(directory):
+    config = json.loads((directory / "config.json").read_text())
+    expected = {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    assert {name: config[name] for name in expected} == expected
+    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == 1
 
 
 def test_weights_depend_on_the_seed_and_leave_the_global_generator_alone():
@@ -41,5 +65,40 @@ def test_weights_depend_on_the_seed_and_leave_the_global_generator_alone():
     first, same, other = (build_model(tokenizer, seed) for seed in (1, 1, 2))
     assert torch.equal(first.lm_head.weight, same.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-    assert sum(parameter.numel() for parameter in first.parameters()) == 115_264
     assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.fixture(scope="module", params=[AutoTokenizer, PreTrainedTokenizerFast])
+def loaded(request, directory):
+    """The tokenizer as programs that know only its directory load it."""
+    return request.param.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("text", STRANGE_TEXTS)
+def test_any_text_survives_a_round_trip_through_the_saved_tokenizer(loaded, text):
+    ids = loaded.encode(text)
+    assert ids == build_tokenizer().encode(text)
+    assert all(0 <= token_id < VOCABULARY_SIZE for token_id in ids)
+    assert loaded.decode(ids) == text
+
+
+def test_chat_template_gives_the_prompt_ids(loaded):
+    messages = [{"role": "user", "content": "3+5=?"}]
+    text = loaded.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert text == "<bos><|user|>3+5=?<|assistant|>"
+    # The visible bytes start at id 5 with "!" (33), so "3" (51) is 23 and "+" (43) is 15.
+    assert ids == [2, 3, 23, 15, 25, 266, 4]
+
+
+def test_special_ids_are_the_first_and_rows_are_a_multiple_of_64(loaded):
+    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.bos_token_id) == (0, 1, 2)
+    assert len(loaded) == 5 + 256 + len(TASK_WORDS)
+    assert VOCABULARY_SIZE % 64 == 0
+
+
+@pytest.mark.parametrize("word", TASK_WORDS)
+def test_words_of_the_task_are_one_token_and_stay_visible(loaded, word):
+    ids = loaded.encode(word)
+    assert len(ids) == 1
+    assert loaded.decode(ids, skip_special_tokens=True) == word
