@@ -57,8 +57,8 @@ def _connect(backend: Any, first: Path) -> Any:
     async def connect(address: str) -> _Changed:
         engine = await backend.connect(address)
 
-        async def weights(timeout_s: float, **given: Any) -> _Changed:
-            control = await engine.weights(timeout_s, **given)
+        async def weights(timeout_s: float, **options: Any) -> _Changed:
+            control = await engine.weights(timeout_s, **options)
 
             async def load(model_dir: Path, *, version: int, timeout_s: float) -> None:
                 await control.load(first, version=version, timeout_s=timeout_s)
@@ -109,6 +109,6 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path, help="for the runs")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", choices=RUNS, action="append", help="make this run, not all")
-    given = parser.parse_args()
-    for each in given.only or RUNS:
-        train(each, given.demo, given.folder, given.steps)
+    options = parser.parse_args()
+    for name in options.only or RUNS:
+        train(name, options.demo, options.folder, options.steps)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from bapo_megatron.algorithm.advantage import Advantages
-from bapo_megatron.algorithm.load_objective import load_objective, trial_tokens
-from bapo_megatron.algorithm.objective import differentiate
+from bapo_megatron.algorithm.check_objective import trial_tokens
+from bapo_megatron.algorithm.load_objective import load_objective
+from bapo_megatron.algorithm.loss import differentiate
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.engine.load import load_kind

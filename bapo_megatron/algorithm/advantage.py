@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.user_code import UserCode
+from bapo_megatron.algorithm.user_code import UserCode, kind_of
 from bapo_megatron.types import Group
 
 STD_EPSILON = 1e-6
@@ -34,7 +34,7 @@ class Advantages:
         """Import a user's function.
 
         Args:
-            kind: One of ``config.objectives.ADVANTAGES`` or ``package.module:function``.
+            kind: One of ``config.schema.ADVANTAGES`` or ``package.module:function``.
             baseline_shift: As of ``group_advantages``.
 
         Raises:
@@ -61,25 +61,17 @@ class Advantages:
             lengths = [[sample.num_sampled for sample in group.samples] for group in groups]
             return group_advantages(reward_PG, torch.tensor(lengths), self._kind, self._shift)
         _check_rewards(reward_PG)
-        return torch.stack(
-            [
-                _call(self._code, reward_G, group)
-                for reward_G, group in zip(reward_PG, groups, strict=True)
-            ]
-        )
+        pairs = zip(reward_PG, groups, strict=True)
+        return torch.stack([_call(self._code, reward_G, group) for reward_G, group in pairs])
 
 
 def _call(code: UserCode, reward_G: Tensor, group: Group) -> Tensor:
     with code.guard():
         advantage_G = code.object(reward_G.clone(), group.samples)
     if not isinstance(advantage_G, Tensor) or advantage_G.shape != reward_G.shape:
-        kind = type(advantage_G)
-        returned = f"a {kind.__module__}.{kind.__name__}".replace(" builtins.", " ")
-        if isinstance(advantage_G, Tensor):
-            returned = f"a tensor of shape {list(advantage_G.shape)}"
         code.refuse(
-            f"returned {returned} for {len(group.samples)} samples; return a torch tensor of shape "
-            f"[{len(group.samples)}]"
+            f"returned {kind_of(advantage_G)} for {len(reward_G)} samples; return a torch tensor "
+            f"[{len(reward_G)}]"
         )
     if not bool(torch.isfinite(advantage_G).all()):
         code.refuse(
@@ -113,8 +105,8 @@ def group_advantages(
     Args:
         reward_PG: [P, G] R; all groups of the batch, on every rank alike.
         length_PG: [P, G] number of tokens of each response.
-        kind: One of ``config.objectives.ADVANTAGES``.
-        baseline_shift: For those in ``config.objectives.SHIFTED``, else 0.
+        kind: One of ``config.schema.ADVANTAGES``.
+        baseline_shift: For those in ``config.schema.SHIFTED``, else 0.
 
     Returns:
         [P, G] float32 advantages; formed in float64 and rounded once. Sums over the batch are

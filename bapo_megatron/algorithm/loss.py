@@ -1,4 +1,4 @@
-"""The weights of token losses: from the aggregation, and from the correction.
+"""The loss of an update: derivatives of token losses, sums over responses, and weights.
 
 The loss of an update is Σ_t weight_t · loss_t over all its tokens, on every rank and in every
 micro-batch. Weights hold the *global* denominators, so partial sums simply add up: neither
@@ -11,18 +11,120 @@ importance weight w = exp(clamp(μ − log π_rollout, ±20)). It holds the engi
 and, for tokens that older weights sampled, their staleness. It multiplies the policy loss of the
 token and nothing else.
 
-Shape legend: T = response tokens of a micro-batch, R = responses of an update.
+Shape legend: T = response tokens of a micro-batch, B = responses of the step's batch, R = responses
+of an update.
 """
 
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bapo_megatron.algorithm.objective import Objective, TokenBatch
 from bapo_megatron.config.schema import CorrectionConfig
-from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
+from bapo_megatron.ops.backend import Kernels
+from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT, importance_ratio
 
 Aggregation = Literal["token_mean", "sequence_mean", "token_sum_norm"]
+
+SAFE_LOGPROB = -1.0
+"""ℓ and μ of tokens that do not train, so that every objective is finite there."""
+
+RESPONSE_UNIT = 2.0**-36
+"""Resolution of sums over a response. They are integers, so they depend neither on the order of
+tokens nor on the ranks that hold them."""
+
+RESPONSE_LIMIT = 256.0
+"""Terms are clamped to ±this, so that 2^18 tokens of a response fit in int64 whatever they are."""
+
+
+class TokenGradient(NamedTuple):
+    """Losses of tokens and the derivatives of their weighted sum; nothing has a graph."""
+
+    ratio_T: Tensor
+    """[T] r."""
+    loss_T: Tensor
+    """[T] loss of each token, without its weight."""
+    logprob_T: Tensor
+    """[T] ∂(Σ weight · loss)/∂ℓ."""
+    entropy_T: Tensor | None
+    """[T] ∂(Σ weight · loss)/∂H; None where the loss does not depend on the entropy."""
+
+
+def differentiate(
+    objective: Objective, tokens: TokenBatch, weight_T: Tensor, kernels: Kernels | None = None
+) -> TokenGradient:
+    """Compute the losses of tokens and their derivatives by autograd on leaves ℓ and H.
+
+    Args:
+        objective: What is differentiated.
+        tokens: At least one; its ratio is computed again, with a graph.
+        weight_T: [T] weight of each token in the sum, 0 for tokens that do not train.
+        kernels: Those of the importance ratio; None: the best for the device.
+    """
+    with torch.enable_grad():
+        logprob_T = tokens.logprob.detach().requires_grad_()
+        entropy_T = tokens.entropy.detach().requires_grad_()
+        ratio_T = importance_ratio(logprob_T, tokens.behaviour_logprob, kernels)
+        leaves = replace(tokens, logprob=logprob_T, entropy=entropy_T, ratio=ratio_T)
+        loss_T = objective.loss(leaves)
+        with objective.guarded():
+            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+                loss_T, [logprob_T, entropy_T], grad_outputs=weight_T, allow_unused=True
+            )
+    by_logprob_T, by_entropy_T = gradients
+    if by_logprob_T is None:
+        by_logprob_T = torch.zeros_like(weight_T)
+    return TokenGradient(ratio_T.detach(), loss_T.detach(), by_logprob_T, by_entropy_T)
+
+
+def add_over_responses(sum_B: Tensor, value_T: Tensor, response_T: Tensor) -> None:
+    """Add values of tokens to the sums of their responses, exactly.
+
+    Sums of several ranks that hold parts of the same responses are added up.
+
+    Args:
+        sum_B: [B] int64 in units of ``RESPONSE_UNIT``; changed in place.
+        value_T: [T] finite; clamped to ±``RESPONSE_LIMIT``.
+        response_T: [T] int64 index of each token's response.
+    """
+    limited_T = value_T.double().clamp(-RESPONSE_LIMIT, RESPONSE_LIMIT)
+    sum_B.index_add_(0, response_T, (limited_T / RESPONSE_UNIT).round().to(torch.int64))
+
+
+def response_sums(sum_B: Tensor, response_T: Tensor) -> Tensor:
+    """Return the sum of every token's response, [T] float64, from ``add_over_responses``."""
+    return (sum_B.double() * RESPONSE_UNIT)[response_T]
+
+
+def with_sums(objective: Objective, tokens: TokenBatch) -> TokenBatch:
+    """Return the tokens of a whole update with what the objective needs of them together."""
+    if objective.needs == "token":
+        return tokens
+    statistics = objective.statistics(tokens)
+    if objective.needs != "response":
+        return replace(tokens, decision=objective.decide(statistics))
+    num_responses = int(tokens.response.max()) + 1
+    sum_B = torch.zeros(num_responses, dtype=torch.int64, device=tokens.logprob.device)
+    value_T = torch.where(tokens.mask > 0, statistics, 0.0)
+    add_over_responses(sum_B, value_T, tokens.response)
+    sums_T = response_sums(sum_B, tokens.response).to(tokens.logprob.dtype)
+    return replace(tokens, response_sums=sums_T)
+
+
+def is_finite(values: Tensor) -> Tensor:
+    """Return where values are neither NaN nor infinite: ``isfinite`` in two launches, not four."""
+    return (values - values) == 0
+
+
+def first_nonfinite(values_T: Tensor, mask_T: Tensor) -> int | None:
+    """Return the index of the first token with mask 1 whose value is NaN or infinite, or None.
+
+    It waits for the device, so call it only to explain a failure that a count has shown.
+    """
+    index_K = torch.nonzero((mask_T > 0) & ~torch.isfinite(values_T))
+    return int(index_K[0].item()) if index_K.numel() else None
 
 
 def token_weights(

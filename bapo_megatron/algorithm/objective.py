@@ -2,42 +2,41 @@
 
 An objective sees a ``TokenBatch`` and returns the loss of every token. The caller weighs, masks and
 sums the losses, and autograd gives their derivatives with respect to ℓ and H, which the kernels
-spread over the logits. So one function of a user is a new objective:
+spread over the logits (``algorithm.loss``). So one function of a user is a new objective:
 
     def reinforce(tokens: TokenBatch) -> Tensor:
         return -tokens.advantage * tokens.logprob
 
 ``Objective`` documents what a class may declare beyond that. docs/extending.md has complete
-examples.
+examples. Importing this module does not import torch (see ``algorithm.objectives``).
 
-Shape legend: T = response tokens of a micro-batch or chunk, B = responses of the step's batch, K =
-entries of a statistic, D = entries of a decision.
+Shape legend: T = response tokens of a micro-batch or chunk, K = entries of a statistic, D = entries
+of a decision.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from bapo_megatron.config.objectives import Speculate
-from bapo_megatron.ops.backend import Kernels
-from bapo_megatron.ops.ratio import importance_ratio
+    from bapo_megatron.config.schema import AlgorithmConfig
+    from bapo_megatron.config.section import Section
+    from bapo_megatron.ops.backend import Kernels
 
 Needs = Literal["token", "response", "update", "micro_batch"]
 """What an objective must know of other tokens before the first gradient."""
 
-SAFE_LOGPROB = -1.0
-"""ℓ and μ of tokens that do not train, so that every objective is finite there."""
+Speculate = Literal["auto", "never", "always"]
+"""Whether the loss pass runs with a predicted decision (docs/algorithm.md)."""
 
-RESPONSE_UNIT = 2.0**-36
-"""Resolution of sums over a response. They are integers, so they depend neither on the order of
-tokens nor on the ranks that hold them."""
-
-RESPONSE_LIMIT = 256.0
-"""Terms are clamped to ±this, so that 2^18 tokens of a response fit in int64 whatever they are."""
+LOG_RATIO_LIMIT = 20.0
+"""Clamp of ℓ − μ in every ratio (``ops.ratio``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +89,11 @@ class TokenBatch:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every field that is a tensor, by name."""
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: value for name, value in values if isinstance(value, Tensor)}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {n: v for n, v in values.items() if n != "update" and v is not None}
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """A loss over tokens. Subclass it and write ``loss``; everything else has a default.
 
     Methods see tokens of one micro-batch or chunk only, in any order: nothing may depend on which
@@ -132,21 +131,21 @@ class Objective(Protocol):
     """Whether ``select`` leaves tokens out; the denominators then count those that it keeps. Needs
     ``needs`` to be ``response`` or ``update``."""
 
+    @abstractmethod
     def loss(self, tokens: TokenBatch) -> Tensor:
         """Return the loss of each token, [T], differentiable in ``logprob`` and ``entropy``.
 
         The update's loss is the weighted sum over all tokens (``algorithm.loss_aggregation``); the
         weights are the caller's.
         """
-        ...
 
     def statistics(self, tokens: TokenBatch) -> Tensor:
         """Return what is summed over responses or the update (see ``needs``); no gradient."""
-        return torch.zeros(0, dtype=torch.int64)
+        raise NotImplementedError
 
     def decide(self, total_K: Tensor) -> Tensor:
         """Return the decision, [D] float64, that follows from the summed statistics."""
-        return total_K.to(torch.float64)
+        return total_K.double()
 
     def foresee(self, known_K: Tensor, recent_K: Tensor | None) -> Tensor:
         """Return the predicted total of an update's statistics, [K] int64, for ``decide``.
@@ -188,89 +187,33 @@ class Objective(Protocol):
         return "the objective refuses the update"
 
 
-class TokenGradient(NamedTuple):
-    """Losses of tokens and the derivatives of their weighted sum; nothing has a graph."""
+class FunctionObjective(Objective):
+    """A function from tokens to their losses, [T], as an objective."""
 
-    ratio_T: Tensor
-    """[T] r."""
-    loss_T: Tensor
-    """[T] loss of each token, without its weight."""
-    logprob_T: Tensor
-    """[T] ∂(Σ weight · loss)/∂ℓ."""
-    entropy_T: Tensor | None
-    """[T] ∂(Σ weight · loss)/∂H; None where the loss does not depend on the entropy."""
+    def __init__(
+        self,
+        function: Callable[[TokenBatch], Tensor],
+        *,
+        trains_zero_advantage: bool | None = None,
+    ) -> None:
+        """Take the function and what it declares."""
+        self.function = function
+        self.trains_zero_advantage = trains_zero_advantage
 
-
-def differentiate(
-    objective: Objective, tokens: TokenBatch, weight_T: Tensor, kernels: Kernels | None = None
-) -> TokenGradient:
-    """Compute the losses of tokens and their derivatives by autograd on leaves ℓ and H.
-
-    Args:
-        objective: What is differentiated.
-        tokens: At least one; its ratio is computed again, with a graph.
-        weight_T: [T] weight of each token in the sum, 0 for tokens that do not train.
-        kernels: Those of the importance ratio; None: the best for the device.
-    """
-    with torch.enable_grad():
-        logprob_T = tokens.logprob.detach().requires_grad_()
-        entropy_T = tokens.entropy.detach().requires_grad_()
-        ratio_T = importance_ratio(logprob_T, tokens.behaviour_logprob, kernels)
-        leaves = replace(tokens, logprob=logprob_T, entropy=entropy_T, ratio=ratio_T)
-        loss_T = objective.loss(leaves)
-        with objective.guarded():
-            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-                loss_T, [logprob_T, entropy_T], grad_outputs=weight_T, allow_unused=True
-            )
-    by_logprob_T, by_entropy_T = gradients
-    if by_logprob_T is None:
-        by_logprob_T = torch.zeros_like(weight_T)
-    return TokenGradient(ratio_T.detach(), loss_T.detach(), by_logprob_T, by_entropy_T)
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return the function's losses, [T]."""
+        return self.function(tokens)
 
 
-def add_over_responses(sum_B: Tensor, value_T: Tensor, response_T: Tensor) -> None:
-    """Add values of tokens to the sums of their responses, exactly.
+@dataclass(frozen=True, slots=True)
+class NamedObjective:
+    """An objective that ``algorithm.objective`` names."""
 
-    Sums of several ranks that hold parts of the same responses are added up.
-
-    Args:
-        sum_B: [B] int64 in units of ``RESPONSE_UNIT``; changed in place.
-        value_T: [T] finite; clamped to ±``RESPONSE_LIMIT``.
-        response_T: [T] int64 index of each token's response.
-    """
-    limited_T = value_T.double().clamp(-RESPONSE_LIMIT, RESPONSE_LIMIT)
-    sum_B.index_add_(0, response_T, (limited_T / RESPONSE_UNIT).round().to(torch.int64))
-
-
-def response_sums(sum_B: Tensor, response_T: Tensor) -> Tensor:
-    """Return the sum of every token's response, [T] float64, from ``add_over_responses``."""
-    return (sum_B.double() * RESPONSE_UNIT)[response_T]
-
-
-def with_sums(objective: Objective, tokens: TokenBatch) -> TokenBatch:
-    """Return the tokens of a whole update with what the objective needs of them together."""
-    if objective.needs == "token":
-        return tokens
-    statistics = objective.statistics(tokens)
-    if objective.needs != "response":
-        return replace(tokens, decision=objective.decide(statistics))
-    num_responses = int(tokens.response.max()) + 1
-    sum_B = torch.zeros(num_responses, dtype=torch.int64, device=tokens.logprob.device)
-    value_T = torch.where(tokens.mask > 0, statistics, 0.0)
-    add_over_responses(sum_B, value_T, tokens.response)
-    sums_T = response_sums(sum_B, tokens.response).to(tokens.logprob.dtype)
-    return replace(tokens, response_sums=sums_T)
-
-
-def is_finite(values: Tensor) -> Tensor:
-    """Return where values are neither NaN nor infinite: ``isfinite`` in two launches, not four."""
-    return (values - values) == 0
-
-
-def first_nonfinite(values_T: Tensor, mask_T: Tensor) -> int | None:
-    """Return the index of the first token with mask 1 whose value is NaN or infinite, or None.
-
-    It waits for the device, so call it only to explain a failure that a count has shown.
-    """
-    index_K = torch.nonzero((mask_T > 0) & ~torch.isfinite(values_T))
-    return int(index_K[0].item()) if index_K.numel() else None
+    make: Callable[[Any, AlgorithmConfig, Kernels], Objective]
+    """Makes it of its options (None without any), the whole section and the device's kernels."""
+    options: type[Section] | None = None
+    """They are ``algorithm.<name>``."""
+    dual_clip: bool = False
+    """Whether ``algorithm.dual_clip`` is for it."""
+    key: str = ""
+    """Where its options are, if not under its name."""

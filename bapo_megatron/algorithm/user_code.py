@@ -1,13 +1,15 @@
 """Errors in code that the configuration names: one line, with the user's file and line."""
 
+import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from bapo_megatron.runtime.names import LoadError, load_named, raised_at, shown
 from bapo_megatron.runtime.processes import RequestedExit, forks_ended
@@ -33,9 +35,8 @@ class UserCode:
         self.key = key
         self.name = name
         try:
-            self.object: Any = None
-            with forks_ended(self._report_fork), _shared_state_kept(self.refuse):
-                self.object = load_named(name)
+            with forks_ended(self._report_fork), _shared_state_kept():
+                self.object: Any = load_named(name)
         except LoadError as error:
             raise UserCodeError(f"{key}: '{name}': {error}") from error
 
@@ -43,11 +44,12 @@ class UserCode:
     def guard(self) -> Iterator[None]:
         """Turn an exception of the user's code into one line that names its place.
 
-        What it changes of the state that all code of the process shares is an error, too. A process
-        that it forks ends here, instead of going on as a second trainer.
+        What it changes of torch's defaults and of Python's filters of warnings, which all code of
+        the process shares, is taken back. A process that it forks ends here, instead of going on as
+        a second trainer.
         """
         try:
-            with forks_ended(self._report_fork), _shared_state_kept(self.refuse):
+            with forks_ended(self._report_fork), _shared_state_kept():
                 yield
         except (UserCodeError, MemoryError, RequestedExit):
             raise
@@ -57,6 +59,16 @@ class UserCode:
             raise UserCodeError(
                 f"{self.key}: '{self.name}' raised {shown(error)} ({place}); correct it"
             ) from error
+
+    def guarded[**P, ReturnT](self, function: Callable[P, ReturnT]) -> Callable[P, ReturnT]:
+        """Return a function that is called under ``guard``."""
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> ReturnT:
+            with self.guard():
+                return function(*args, **kwargs)
+
+        return call
 
     def _report_fork(self, error: BaseException | None) -> None:
         line = f"{self.key}: '{self.name}' forked a process that came back; it was ended\n"
@@ -86,35 +98,21 @@ class UserCode:
 
 
 @contextmanager
-def _shared_state_kept(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
-    """Take back what the block changes of torch's defaults and Python's warnings, and refuse it."""
+def _shared_state_kept() -> Iterator[None]:
     dtype, has_gradients = torch.get_default_dtype(), torch.is_grad_enabled()
-    active_filters: list[Any] = warnings.filters  # type: ignore[assignment]
-    filters_before = active_filters[:]
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    filters_before = filters[:]
     try:
         yield
     finally:
-        dtype_after, has_gradients_after = torch.get_default_dtype(), torch.is_grad_enabled()
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(has_gradients)
-        has_new_errors = _num_errors(active_filters) > _num_errors(filters_before)
-        if has_new_errors:
-            active_filters[:] = filters_before
-    changes = {
-        f"sets torch's default dtype to {dtype_after}": dtype_after != dtype,
-        f"turns gradients {'on' if has_gradients_after else 'off'}": (
-            has_gradients_after != has_gradients
-        ),
-        "makes warnings errors": has_new_errors,
-    }
-    if actual := [change for change, is_made in changes.items() if is_made]:
-        refuse(f"{actual[0]}, for the trainer as well; change it within your own code only")
+        if filters != filters_before:
+            filters[:] = filters_before
 
 
-def _num_errors(filters: Sequence[Any]) -> int:
-    """Count the filters that make errors of the warnings that torch and this package give."""
-    kinds = (Warning, UserWarning, DeprecationWarning, FutureWarning, RuntimeWarning)
-    return sum(
-        action == "error" and message is None and module is None and category in kinds
-        for action, message, category, module, _ in filters
-    )
+def kind_of(value: Any) -> str:
+    """Return what a value is, for messages."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor {list(value.shape)}".replace("torch.", "")
+    return f"a {type(value).__module__}.{type(value).__name__}".replace(" builtins.", " ")

@@ -15,12 +15,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bapo_megatron.algorithm.objectives.bapo import BapoConfig
 from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.load import parse_section
-from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.errors import first_line
-from bapo_megatron.ops.contributions import BoundSearch, TokenCounts, count_tokens
+from bapo_megatron.ops.contributions import TokenCounts, count_tokens
 from bapo_megatron.ops.extension import SearchResult
 from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import open_regular
@@ -45,11 +45,12 @@ def command(
     given = {"preset": preset} | ({"contribution": contribution} if contribution else {})
     # The preset sets dual_clip as well, which is beside the search's own section.
     config = parse_section(AlgorithmConfig, {"bapo": given}, place="options")
-    result, counts = bounds_from_file(file, config.bapo, config.dual_clip)
+    options = config.options(BapoConfig)
+    result, counts = bounds_from_file(file, options, config.dual_clip)
     if as_json:
         typer.echo(json.dumps(to_json_dict(result), indent=2))
     else:
-        print_search(result, counts, config.bapo.target, uncut_console())
+        print_search(result, counts, options.target, uncut_console())
 
 
 def to_json_dict(result: SearchResult) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def bounds_from_file(
         OSError: The file cannot be read.
     """
     columns = _read_tokens(path)
-    search = BoundSearch(config, dual_clip)
+    search = config.search(dual_clip)
     table = search.contributions(*(torch.from_numpy(column) for column in columns.values()))
     counts = count_tokens(table)
     if counts.out_of_range_tokens:

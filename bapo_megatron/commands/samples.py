@@ -14,7 +14,7 @@ from rich.console import Console
 
 from bapo_megatron.commands.entries import print_entry, print_lines, print_rows
 from bapo_megatron.commands.options import JsonOption
-from bapo_megatron.config.objectives import ADVANTAGES
+from bapo_megatron.config.schema import ADVANTAGES
 from bapo_megatron.config.settings import read_settings
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import texts_path

@@ -6,6 +6,7 @@ was there from the beginning. Rules about one kind of engine are with the engine
 """
 
 import math
+import operator
 import os
 import re
 from collections import Counter
@@ -17,7 +18,6 @@ from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
 from bapo_megatron.config.reward import RewardFunctionConfig
-from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.runtime.files import parse_json, read_regular
 
@@ -35,23 +35,15 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
     check_updates(config)
     if not owns_files:
         return
-    if config.log.hang_s >= config.parallel.timeout_s:
-        raise ConfigError(
-            f"log.hang_s: must be below parallel.timeout_s = {config.parallel.timeout_s:g}, got "
-            f"{config.log.hang_s:g}: the run would end before it says who waits; lower it"
-        )
-    keep, every = config.rollout.keep_dumps, config.checkpoint.every_steps
-    if 0 < keep <= every:
-        raise ConfigError(
-            f"rollout.keep_dumps: must be above checkpoint.every_steps = {every}, got {keep}: a "
-            "replay from the newest checkpoint needs the steps after it; raise it, or keep all (0)"
-        )
+    _require_below(config, "log.hang_s", "parallel.timeout_s")
+    if config.rollout.keep_dumps:  # a replay from the newest checkpoint needs the steps after it
+        _require_below(config, "checkpoint.every_steps", "rollout.keep_dumps")
     if config.replay.dumps is not None:
         _check_replay(config.replay.dumps, config.train.steps)
     else:
         _check_generation(hf_config, config, "unless replay is set")
         _check_budget(config)
-        _check_weight_sync(config.rollout, config.parallel)
+        _check_weight_sync(config)
     if config.eval.every_steps and not config.eval.sets:
         raise ConfigError(
             f"eval.every_steps: needs eval.sets, got {config.eval.every_steps} without a set; "
@@ -61,6 +53,16 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
         _check_best(config)
     if config.eval.sets and config.replay.dumps is None:
         _check_eval(hf_config, config)
+
+
+def _require_below(config: RunConfig, key: str, limit_key: str, *, or_equal: bool = False) -> None:
+    """Refuse a value of one key that is above that of another, or equal to it."""
+    value, limit = operator.attrgetter(key, limit_key)(config)
+    if value > limit or (value == limit and not or_equal):
+        raise ConfigError(
+            f"{key}: must be {'at most' if or_equal else 'below'} {limit_key} = {limit:g}, got "
+            f"{value:g}; lower it, or raise {limit_key}"
+        )
 
 
 def check_eval_config(config: RunConfig) -> None:
@@ -96,20 +98,19 @@ def check_model(model: ModelConfig) -> dict[str, Any]:
             f"model.path: no such directory '{model.path}'; download a Hugging Face model to it, "
             "or run make-tiny"
         )
-    for pattern, remedy in (
-        ("config.json", "give a Hugging Face model directory"),
-        ("*.safetensors", "save the model with save_pretrained(safe_serialization=True)"),
-        ("tokenizer_config.json", "save the tokenizer there"),
-    ):
+    for pattern in ("config.json", "*.safetensors", "tokenizer_config.json"):
         if not any(model.path.glob(pattern)):
-            raise ConfigError(f"model.path: '{model.path}' has no {pattern}; {remedy}")
-    place, problem = f"model.path: '{model.path / 'config.json'}'", "must hold a JSON object"
+            raise ConfigError(
+                f"model.path: '{model.path}' has no {pattern}; save model and tokenizer there with "
+                "save_pretrained"
+            )
+    file = model.path / "config.json"
     try:
-        hf_config = parse_json(read_regular(model.path / "config.json"))
+        hf_config = parse_json(read_regular(file))
     except ValueError as error:
-        hf_config, problem = None, f"is {error}"
+        raise ConfigError(f"model.path: '{file}' is {error}; download the model again") from error
     if not isinstance(hf_config, dict):
-        raise ConfigError(f"{place} {problem}; download the model again")
+        raise ConfigError(f"model.path: '{file}' must hold a JSON object; download the model again")
     return hf_config
 
 
@@ -157,27 +158,19 @@ def _check_layout(hf_config: dict[str, Any], config: RunConfig, world_size: int)
         )
     check_heads(hf_config, "parallel.tensor", parallel.tensor)
     check_layers(hf_config, parallel)
-    if offloaded and parallel.pipeline > 1:
-        raise ConfigError(
-            "megatron.activation_offload_layers: needs parallel.pipeline = 1, got "
-            f"{parallel.pipeline}; set one of them to its default"
-        )
     layers = _count(hf_config, "num_hidden_layers")
-    if layers and offloaded >= layers:
+    if offloaded and (parallel.pipeline > 1 or 0 < layers <= offloaded):
         raise ConfigError(
-            f"megatron.activation_offload_layers: must be below the model's {layers} layers, got "
-            f"{offloaded}; lower it"
+            "megatron.activation_offload_layers: needs parallel.pipeline = 1 and must be below the "
+            f"model's {layers} layers, got {offloaded} with {parallel.pipeline}; change them"
         )
 
 
 def check_updates(config: RunConfig) -> None:
     """Check that learning rate, batches and ages of tokens go with the run's updates."""
     optimizer, algorithm, rollout = config.optimizer, config.algorithm, config.rollout
-    if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
-        raise ConfigError(
-            f"optimizer.min_lr: must be at most optimizer.lr = {optimizer.lr}, got "
-            f"{optimizer.min_lr}; lower it"
-        )
+    if optimizer.schedule != "constant":
+        _require_below(config, "optimizer.min_lr", "optimizer.lr", or_equal=True)
     updates_per_step = algorithm.updates_per_batch * algorithm.epochs
     updates = config.train.steps * updates_per_step
     if optimizer.warmup_updates > updates:
@@ -188,10 +181,9 @@ def check_updates(config: RunConfig) -> None:
     if config.replay.dumps is not None:
         return
     if rollout.groups_per_step % algorithm.updates_per_batch:
-        groups = rollout.groups_per_step
         raise ConfigError(
-            "algorithm.updates_per_batch: must divide rollout.groups_per_step, got "
-            f"{algorithm.updates_per_batch} with {groups} groups; choose a divisor of {groups}"
+            "algorithm.updates_per_batch: must divide rollout.groups_per_step = "
+            f"{rollout.groups_per_step}, got {algorithm.updates_per_batch}; choose a divisor"
         )
     if rollout.fixed_lag is None:
         return
@@ -203,56 +195,42 @@ def check_updates(config: RunConfig) -> None:
     age, max_age = rollout.fixed_lag * updates_per_step, rollout.staleness.max_age
     if max_age is not None and max_age < age:
         raise ConfigError(
-            "rollout.staleness.max_age: must be at least the age that rollout.fixed_lag gives to "
-            f"every token, {age} updates (fixed lag × updates per batch × epochs), got {max_age}; "
-            "raise it, or leave one of them out"
+            f"rollout.staleness.max_age: must be at least {age}, the age in updates that "
+            f"rollout.fixed_lag gives to every token, got {max_age}; raise it, or leave it out"
         )
 
 
 def _check_replay(dumps: Path, steps: int) -> None:
-    if not dumps.is_dir():
-        raise ConfigError(
-            f"replay: no such directory '{dumps}'; give the rollouts directory of a run"
-        )
     present = {path.name for path in dumps.glob("step_*.parquet")}
-    if not present:
-        raise ConfigError(
-            f"replay: '{dumps}' holds no step_*.parquet; give the rollouts directory of a run "
-            "that had rollout.dump=true"
-        )
     missing = next((n for n in range(1, steps + 1) if f"step_{n:06d}.parquet" not in present), None)
     if missing is not None:
-        remedy = f"set train.steps={missing - 1}, or " if missing > 1 else ""
         raise ConfigError(
-            f"replay: '{dumps}' must hold a dump for each of train.steps = {steps} steps, got no "
-            f"step_{missing:06d}.parquet; {remedy}copy what is missing"
+            f"replay: '{dumps}' must hold a dump of each of train.steps = {steps} steps, got no "
+            f"step_{missing:06d}.parquet; name the rollouts directory of a run, or lower steps"
         )
 
 
 def _check_generation(hf_config: dict[str, Any], config: RunConfig, needed: str) -> None:
     """Training samples can be generated and scored; ``needed`` as in ``_check_sets``."""
     _check_sets(config.data, "data.train", config.data.train, needed)
-    limit, overlong = config.rollout.max_response_tokens, config.reward.overlong
-    _check_positions(hf_config, config, "rollout", limit)
+    _check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
     check_rewards(config.reward.functions)
-    if overlong is not None and overlong.buffer_tokens > limit:
-        raise ConfigError(
-            "reward.overlong.buffer_tokens: must be at most rollout.max_response_tokens = "
-            f"{limit}, got {overlong.buffer_tokens}; lower it"
-        )
+    if config.reward.overlong is not None:
+        limited, limit = "reward.overlong.buffer_tokens", "rollout.max_response_tokens"
+        _require_below(config, limited, limit, or_equal=True)
 
 
 def _check_budget(config: RunConfig) -> None:
     """Every sequence that generation may produce fits one forward pass of the trainer."""
     needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     per_sequence, total = packing_multiples(config.parallel, config.megatron)
-    ranks, given = config.parallel.context, config.train.max_tokens_per_micro_batch
-    if ranks * given // total * total < -(-needed // per_sequence) * per_sequence:
+    ranks, budget = config.parallel.context, config.train.max_tokens_per_micro_batch
+    if ranks * budget // total * total < -(-needed // per_sequence) * per_sequence:
         in_multiples = f" in multiples of {total}" if total > 1 else ""
         over_ranks = f" over {ranks} context-parallel ranks" if ranks > 1 else ""
         raise ConfigError(
             "train.max_tokens_per_micro_batch: must hold data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {needed}{in_multiples}{over_ranks}, got {given}; "
+            f"rollout.max_response_tokens = {needed}{in_multiples}{over_ranks}, got {budget}; "
             "raise it"
         )
 
@@ -285,9 +263,9 @@ def _check_positions(
         )
 
 
-def _check_weight_sync(rollout: RolloutConfig, parallel: ParallelConfig) -> None:
+def _check_weight_sync(config: RunConfig) -> None:
     """The trainer can push weights, and its ranks wait long enough for it."""
-    sync, patience_s = rollout.weight_sync, rollout.health.patience_s
+    sync = config.rollout.weight_sync
     if sync.method == "broadcast" and sync.backend == "nccl":
         import torch  # takes seconds
 
@@ -296,12 +274,7 @@ def _check_weight_sync(rollout: RolloutConfig, parallel: ParallelConfig) -> None
                 "rollout.weight_sync.backend: must be auto or gloo where rank 0 has no GPU, got "
                 "nccl; set rollout.weight_sync.backend=auto"
             )
-    if patience_s >= parallel.timeout_s:
-        raise ConfigError(
-            "rollout.health.patience_s: must be below parallel.timeout_s = "
-            f"{parallel.timeout_s:g}, got {patience_s:g}: the other ranks wait no longer while "
-            "rank 0 looks for a server that takes weights; lower it, or raise parallel.timeout_s"
-        )
+    _require_below(config, "rollout.health.patience_s", "parallel.timeout_s")
 
 
 def _check_sets(
@@ -378,11 +351,9 @@ def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
         sampling = evaluation.sampling_of(dataset)
         if sampling.temperature == 0 and sampling.samples_per_prompt > 1:
             where = key if dataset.samples_per_prompt is not None else "eval"
-            greedy = key if dataset.temperature is not None else "eval"
             raise ConfigError(
-                f"{where}.samples_per_prompt: must be 1 with {greedy}.temperature = 0, since "
-                f"greedy samples are equal, got {sampling.samples_per_prompt}; set 1, or raise the "
-                "temperature"
+                f"{where}.samples_per_prompt: must be 1 at temperature 0, since greedy samples are "
+                f"equal, got {sampling.samples_per_prompt}; set 1, or raise the temperature"
             )
         section = key if dataset.max_response_tokens is not None else "eval"
         _check_positions(hf_config, config, section, sampling.max_response_tokens)
@@ -391,37 +362,29 @@ def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
 def _check_best(config: RunConfig) -> None:
     """``checkpoint.best`` is a score of an evaluation that the run makes."""
     evaluation, best = config.eval, config.checkpoint.best
-    by_place = {f"eval/{dataset.label}": dataset for dataset in evaluation.sets}
-    place, _, score = best.rpartition("/")
-    if place not in by_place:
-        names = ", ".join(dataset.label for dataset in evaluation.sets) or "none"
+    names = ["avg_at_k", "pass_at_k", "maj_at_k", "answer_found_share"]
+    scores = []
+    for dataset in evaluation.sets:
+        num_samples = evaluation.sampling_of(dataset).samples_per_prompt
+        sizes = [k for k in evaluation.k_values if k < num_samples]
+        metrics = [*names, *(f"{kind}_at_{k}" for kind in ("pass", "maj") for k in sizes)]
+        scores += [f"eval/{dataset.label}/{name}" for name in metrics if name != "maj_at_1"]
+    if best not in scores:
         raise ConfigError(
-            "checkpoint.best: must be eval/<set>/<score>, such as eval/aime24/avg_at_k, with one "
-            f"of eval.sets ({names}), got '{best}'; correct it, or leave it empty"
+            f"checkpoint.best: must be one of {', '.join(scores) or 'none without eval.sets'}, "
+            f"got '{best}'; correct it, or leave it empty"
         )
-    num_samples = evaluation.sampling_of(by_place[place]).samples_per_prompt
-    sizes = sorted(k for k in evaluation.k_values if k < num_samples)
-    scores = ["avg_at_k", "pass_at_k", "maj_at_k", *(f"pass_at_{k}" for k in sizes)]
-    scores += [*(f"maj_at_{k}" for k in sizes if k > 1), "answer_found_share"]
-    if score not in scores:
+    is_made = evaluation.every_steps or evaluation.at_end
+    if not is_made or config.replay.dumps is not None:
         raise ConfigError(
-            f"checkpoint.best: must end in one of {', '.join(scores)}, got '{best}'; correct it, "
-            "or leave it empty"
-        )
-    if not evaluation.every_steps and not evaluation.at_end:
-        raise ConfigError(
-            "checkpoint.best: needs evaluations after steps, got eval.every_steps = 0 and "
-            "eval.at_end = false; set eval.every_steps, or leave it empty"
+            "checkpoint.best: needs evaluations after steps, which a replay has not, got "
+            f"eval.every_steps = {evaluation.every_steps} and eval.at_end = "
+            f"{str(evaluation.at_end).lower()}; set eval.every_steps, or leave it empty"
         )
     saves = config.checkpoint.every_steps
     if evaluation.overlap and evaluation.every_steps % (saves or evaluation.every_steps + 1):
         raise ConfigError(
             "checkpoint.best: with eval.overlap a step is saved before its score is known, so "
             "eval.every_steps must be a multiple of checkpoint.every_steps, got "
-            f"{evaluation.every_steps} with {saves}; change one of them, or set eval.overlap=false"
-        )
-    if config.replay.dumps is not None:
-        raise ConfigError(
-            f"checkpoint.best: needs evaluations, and a replay has no server, got '{best}'; leave "
-            "it empty"
+            f"{evaluation.every_steps} with {saves}; change one of them"
         )

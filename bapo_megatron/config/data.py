@@ -40,32 +40,25 @@ class DatasetConfig(Section):
 
     @model_validator(mode="after")
     def _has_one_place(self) -> Self:
-        if self.path is None and not self.hub:
-            raise ValueError("must have path or hub, got neither; set one of them")
-        if self.path is not None and self.hub:
+        if (self.path is None) == (not self.hub):
             raise ValueError(
-                f"must have path or hub, got '{self.path}' and '{self.hub}'; set the other one to "
-                "nothing (path: null, or hub: '')"
+                f"must have either path or hub, got {self.path or 'neither'}"
+                f"{f' and {self.hub}' if self.hub else ''}; set one of them"
             )
-        if self.hub and not self.split:
+        if bool(self.hub) != bool(self.split) or (self.subset and not self.hub):
             raise ValueError(
-                f"must have a split with hub = '{self.hub}', got none; set split, such as train"
-            )
-        if not self.hub and (self.subset or self.split):
-            raise ValueError(
-                f"must have subset and split only with hub, got '{self.subset or self.split}' with "
-                "path; leave them out"
+                f"must have split with hub, and split and subset with hub only, got hub: "
+                f"'{self.hub}', split: '{self.split}', subset: '{self.subset}'; correct them"
             )
         if self._is_pattern and not self.name:
             raise ValueError(
                 f"must have a name, since path = '{self.path}' matches several files; set name"
             )
-        if self.row_format not in ("auto", "columns") and (
-            self.prompt_column or self.answer_column
-        ):
+        columns = self.prompt_column or self.answer_column
+        if columns and self.row_format not in ("auto", "columns"):
             raise ValueError(
-                "must have prompt_column and answer_column only with row_format auto or columns, "
-                f"got them with {self.row_format}; leave out one or the other"
+                f"row_format must be auto or columns with prompt_column or answer_column, got "
+                f"{self.row_format}; leave out one or the other"
             )
         return self
 

@@ -6,13 +6,12 @@ import re
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from bapo_megatron.config.objectives import BAPO_PRESETS, BapoConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import LIST_TAG, SET_TAG, AbsolutePath
 from bapo_megatron.runtime.calls import dotted, rule_of, shown_value
@@ -38,6 +37,7 @@ _NAMES_ELSEWHERE = {
     "gpu_memory_utilization": "rollout.server.mem_fraction",
     "learning_rate": "optimizer.lr",
     "adv_estimator": "algorithm.advantage",
+    "clip": "algorithm.objective",
     "clip_ratio_high": "algorithm.fixed.high",
     "clip_ratio_low": "algorithm.fixed.low",
     "tensor_model_parallel_size": "parallel.tensor",
@@ -45,7 +45,7 @@ _NAMES_ELSEWHERE = {
     "save_freq": "checkpoint.every_steps",
     "test_freq": "eval.every_steps",
 }
-"""Keys by the names that verl and TRL give them, where these are not similar."""
+"""Keys by the names that verl, TRL and 0.1 give them, where these are not similar."""
 
 
 class KeyInfo(NamedTuple):
@@ -60,16 +60,23 @@ class KeyInfo(NamedTuple):
     description: str
 
 
-def describe_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[KeyInfo]:
-    """List every key of a section and of those within it, in the schema's order."""
+def describe_keys(
+    section: type[BaseModel] = RunConfig, prefix: str = "", defaults: BaseModel | None = None
+) -> list[KeyInfo]:
+    """List every key of a section and of those within it, in the schema's order.
+
+    ``defaults`` is what the section has where it is not given.
+    """
     keys = []
     for name, field in section.model_fields.items():
+        default = field.default if defaults is None else getattr(defaults, name)
         if nested := _nested_section(field.annotation):
-            keys += describe_keys(nested[0], f"{prefix}{name}{nested[1]}")
+            inner = default if isinstance(default, nested[0]) else None
+            keys += describe_keys(nested[0], f"{prefix}{name}{nested[1]}", inner)
             continue
-        default = _default(section, prefix + name, field)
         description = " ".join((field.description or "").split())
-        keys.append(KeyInfo(prefix + name, _type_name(field), default, description))
+        shown = "required" if default is PydanticUndefined else _yaml(default)
+        keys.append(KeyInfo(prefix + name, _type_name(field), shown, description))
     return keys
 
 
@@ -78,8 +85,8 @@ def _nested_section(annotation: Any) -> tuple[type[BaseModel], str] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, "."
     for argument in get_args(annotation):
-        if found := _nested_section(argument):
-            return found[0], "[]." if get_origin(annotation) is tuple else found[1]
+        if nested := _nested_section(argument):
+            return nested[0], "[]." if get_origin(annotation) is tuple else nested[1]
     return None
 
 
@@ -97,6 +104,8 @@ def _annotation_name(annotation: Any) -> str:
     if annotation in _TYPE_NAMES:
         return _TYPE_NAMES[annotation]
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _annotation_name(arguments[0])
     if origin is dict:
         return "mapping"
     if origin is Literal:
@@ -106,16 +115,6 @@ def _annotation_name(annotation: Any) -> str:
         return " | ".join([*names, "null"])
     assert origin is tuple, f"no words for the type {annotation}"
     return f"list of {_annotation_name(arguments[0])}"
-
-
-def _default(section: type[BaseModel], key: str, field: FieldInfo) -> str:
-    *parents, name = key.split(".")
-    preset = BAPO_PRESETS["paper"]
-    if section is BapoConfig and name in preset:
-        return f"{_yaml(preset[name])} (preset paper)"
-    if parents and parents[-1] in ("lower", "upper"):
-        return f"{_yaml(preset[parents[-1]][name])} (preset paper)"
-    return "required" if field.default is PydanticUndefined else _yaml(field.default)
 
 
 def _yaml(value: Any) -> str:
@@ -147,19 +146,17 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
         # A rule of a section begins with the key in it that the rule is about.
         name, _, rest = rule.partition(" ")
         inner = dotted((*location, name))
-        if _find(inner, root) is not None:
+        if _find(inner, root):
             return f"{place}: '{inner}' {rest}"
         return f"{place}: '{key}' {rule}" if key else f"{place}: {rule}"
-    is_section = details["type"] in ("model_type", "model_attributes_type")
-    rule = "must be a section of keys" if is_section else rule_of(details)
-    problem = f"{place}: '{key}' {rule}, got {shown_value(details['input'])}"
-    if is_section:
-        return f"{problem}; indent its keys below it, or leave it out"
-    if details["type"] == "string_type":
-        return f"{problem}; quote it to make it a text"
-    if known is None or known.default == "required":
-        return f"{problem}; correct it"
-    return f"{problem}; its default is {known.default}"
+    rule, remedy = rule_of(details), "correct it"
+    if details["type"] in ("model_type", "model_attributes_type"):
+        rule, remedy = "must be a section of keys", "indent its keys below it, or leave it out"
+    elif details["type"] == "string_type":
+        remedy = "quote it to make it a text"
+    elif known is not None and known.default != "required":
+        remedy = f"its default is {known.default}"
+    return f"{place}: '{key}' {rule}, got {shown_value(details['input'])}; {remedy}"
 
 
 def _find(key: str, root: type[BaseModel]) -> KeyInfo | None:
@@ -177,14 +174,14 @@ def _suggestion(location: Sequence[int | str], root: type[BaseModel]) -> str:
             nested = _nested_section(section.model_fields[part].annotation)
             assert nested is not None, "only sections refuse unknown keys"
             section = nested[0]
-    for near in difflib.get_close_matches(str(wanted), section.model_fields, n=1):
-        return f"did you mean '{dotted([*parents, near])}'?"
     known = [key.name for key in describe_keys(root)]
     if (other := _NAMES_ELSEWHERE.get(str(wanted))) in known:
         return f"did you mean '{other}'?"
-    elsewhere = {name.rpartition(".")[2]: name for name in reversed(known)}
-    for near in difflib.get_close_matches(str(wanted), elsewhere, n=1):
-        return f"did you mean '{elsewhere[near]}'?"
+    nearby = {name: dotted([*parents, name]) for name in section.model_fields}
+    anywhere = {name.rpartition(".")[2]: name for name in reversed(known)}
+    for candidates in (nearby, anywhere):
+        for near in difflib.get_close_matches(str(wanted), candidates, n=1):
+            return f"did you mean '{candidates[near]}'?"
     if root is not RunConfig:  # whose keys the command lists
         return f"its section's keys: {', '.join(section.model_fields)}"
     names = ".".join(part for part in parents if isinstance(part, str))

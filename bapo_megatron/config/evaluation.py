@@ -84,9 +84,10 @@ class EvalConfig(EvalSamplingConfig):
 
     def sampling_of(self, dataset: EvalSetConfig) -> EvalSamplingConfig:
         """How ``dataset`` is sampled: its own settings, and these where it has none."""
-        own = {name: getattr(dataset, name) for name in EvalSamplingConfig.model_fields}
+        names = EvalSamplingConfig.model_fields
+        settings = {name: getattr(dataset, name) for name in names}
         return EvalSamplingConfig.model_validate(
-            {n: getattr(self, n) if value is None else value for n, value in own.items()}
+            {n: getattr(self, n) if value is None else value for n, value in settings.items()}
         )
 
 

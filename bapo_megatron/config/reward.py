@@ -65,8 +65,8 @@ class RewardFunctionConfig(Section):
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
         if (self.function is None) == (self.url is None):
-            given = "neither" if self.function is None else "both"
-            raise ValueError(f"needs either function or url, got {given}; give one of them")
+            number = "neither" if self.function is None else "both"
+            raise ValueError(f"needs either function or url, got {number}; give one of them")
         if self.url is None:
             return self
         parts = split_address(self.url)

@@ -3,6 +3,7 @@
 The *age* of a token: optimizer updates since the weights that sampled it (docs/algorithm.md).
 """
 
+import operator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -151,6 +152,27 @@ class EpisodesConfig(Section):
     reward 0; ``mask`` also leaves it out of the loss (it stays in the baseline of its group)."""
 
 
+_EXCLUDED = {
+    "fixed_lag": (
+        "each step's groups, and no others, are completed by the weights of one push",
+        (
+            *("async_steps", "oversample_groups", "tokens_per_step", "colocated"),
+            "dynamic_sampling.enabled",
+        ),
+    ),
+    "partial_tokens": (
+        "a round draws groups_per_step prompts, and nothing is sampled beside the training",
+        ("async_steps", "fixed_lag", "oversample_groups", "tokens_per_step"),
+    ),
+    "colocated": (
+        "the servers are the trainer's own and idle while it trains",
+        ("async_steps", "servers", "servers_file", "min_servers"),
+    ),
+    "servers": ("both say where servers are", ("servers_file",)),
+}
+"""Settings that some others do not go with, and why."""
+
+
 class RolloutConfig(Section):
     """Generation of one step's samples."""
 
@@ -169,12 +191,6 @@ class RolloutConfig(Section):
     """Longest response, over all resumptions and turns, an environment's text included."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by it too."""
-    top_p: float = 1.0
-    """Must be 1: the engine's log-probs ignore the filter and ratios would be biased."""
-    top_k: int = -1
-    """Must be -1, for the same reason."""
-    min_p: float = 0.0
-    """Must be 0, for the same reason."""
     oversample_groups: int = Field(0, ge=0)
     """Groups in flight beyond ``groups_per_step``. Once the step has its groups, unfinished
     responses are aborted; the next step resumes them if ``partial``, else they are discarded."""
@@ -258,69 +274,27 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
-        for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
-            value = getattr(self, name)
-            if value != neutral:
+        later = ("async_steps", "partial_tokens", "tokens_per_step", "max_carries", "fixed_lag")
+        for name in later:
+            if getattr(self, name) and not self.partial:
                 raise ValueError(
-                    f"{name} must be {neutral} for training, got {value}: the engine's log-probs "
-                    f"ignore this filter, so ratios would be biased; set {name}: {neutral}"
+                    f"partial must be true with {name}, got false: responses are kept for later "
+                    f"steps; set partial: true, or leave {name} out"
                 )
-        kept = ("async_steps", "partial_tokens", "tokens_per_step", "max_carries", "fixed_lag")
-        for name in kept:
-            value = getattr(self, name)
-            if value and not self.partial:
-                raise ValueError(
-                    f"partial must be true with {name}: {value}, got false: responses must be kept "
-                    f"for later steps; set partial: true, or leave {name} out"
-                )
-        # Each step gets the groups drawn for it, so all of them must be complete at its push.
-        others = {
-            "async_steps": self.async_steps,
-            "oversample_groups": self.oversample_groups,
-            "tokens_per_step": self.tokens_per_step,
-            "dynamic_sampling.enabled": self.dynamic_sampling.enabled,
-            "colocated": self.colocated,
-        }
-        for name, value in others.items():
-            if self.fixed_lag is not None and value:
-                raise ValueError(
-                    f"{name} must be left out with fixed_lag: {self.fixed_lag}, got "
-                    f"{str(value).lower()}: each step's groups, and no others, are completed by "
-                    "the weights of one push, beside the training; leave "
-                    f"{name} or fixed_lag out"
-                )
-        self._check_rounds()
-        for name in ("async_steps", "servers", "servers_file", "min_servers"):
-            value = getattr(self, name)
-            if self.colocated and value:
-                raise ValueError(
-                    f"{name} must be empty with colocated: true, got {value}: the servers are the "
-                    f"trainer's own and idle while it trains; leave {name} out"
-                )
-        if self.servers and self.servers_file is not None:
-            raise ValueError(
-                f"servers_file must be left out with servers, got {self.servers_file}: both say "
-                "where the servers are; leave one of them out"
-            )
-        return self
-
-    def _check_rounds(self) -> None:
-        if self.partial_tokens is None:
-            return
-        if self.partial_tokens >= self.max_response_tokens:
+        for name, (reason, others) in _EXCLUDED.items():
+            for other in others:
+                first, second = operator.attrgetter(name, other)(self)
+                if first and second:
+                    raise ValueError(
+                        f"{other} must be left out with {name}: {first}, got {second}: {reason}; "
+                        "leave one of them out"
+                    )
+        if self.partial_tokens is not None and self.partial_tokens >= self.max_response_tokens:
             raise ValueError(
                 f"partial_tokens must be below max_response_tokens: {self.max_response_tokens}, "
-                f"got {self.partial_tokens}: no response would ever rest; lower it, or leave "
-                "partial_tokens out"
+                f"got {self.partial_tokens}: no response would ever rest; lower it"
             )
-        for name in ("async_steps", "fixed_lag", "oversample_groups", "tokens_per_step"):
-            if value := getattr(self, name):
-                raise ValueError(
-                    f"{name} must be left out with partial_tokens: {self.partial_tokens}, got "
-                    f"{value}: a round draws groups_per_step prompts and lasts until every "
-                    "response has ended or has got its tokens, and nothing is sampled beside the "
-                    f"training; leave {name} or partial_tokens out"
-                )
+        return self
 
 
 class ReplayConfig(Section):
@@ -337,8 +311,8 @@ class ReplayConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _short_form(cls, given: Any) -> Any:
-        return {"dumps": given} if given is None or isinstance(given, str | Path) else given
+    def _short_form(cls, value: Any) -> Any:
+        return {"dumps": value} if value is None or isinstance(value, str | Path) else value
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

@@ -2,13 +2,18 @@
 
 A name that ends in ``_s`` holds seconds. ``load.load_config`` reads YAML into ``RunConfig`` and
 turns validation errors into one line; ``check.check_config`` holds rules that cross sections.
+
+The options of an objective are beside its loss, in a layer above this one. ``AlgorithmConfig`` gets
+them as fields when this module is imported: it asks ``algorithm.objectives``, by name, for the
+sections of all objectives. No file there imports torch, so nor does reading a configuration.
 """
 
+import importlib
 import math
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.evaluation import EvalConfig
@@ -17,24 +22,6 @@ from bapo_megatron.config.megatron import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-)
-from bapo_megatron.config.objectives import (
-    ADVANTAGES,
-    DUAL_CLIPPED,
-    OBJECTIVES,
-    SHIFTED,
-    AspoConfig,
-    BapoConfig,
-    CeGppoConfig,
-    CispoConfig,
-    DcpoConfig,
-    DppoTvConfig,
-    FixedClipConfig,
-    GmpoConfig,
-    GspoConfig,
-    M2poConfig,
-    OpsmConfig,
-    SapoConfig,
 )
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
@@ -61,14 +48,29 @@ class CorrectionConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_from_kind(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("kind") == "geometric":
-            return {"low": 0.999, "high": 1.001, **given}
-        return given
+    def _fill_from_kind(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("kind") == "geometric":
+            return {"low": 0.999, "high": 1.001, **values}
+        return values
 
 
-class AlgorithmConfig(Section):
-    """Advantages, clipping and the loss (docs/algorithm.md)."""
+_objectives = importlib.import_module("bapo_megatron.algorithm.objectives")
+
+OBJECTIVES: tuple[str, ...] = tuple(_objectives.NAMED)
+"""Names that ``algorithm.objective`` takes."""
+
+DUAL_CLIPPED = tuple(name for name, entry in _objectives.NAMED.items() if entry.dual_clip)
+"""Those that ``algorithm.dual_clip`` is for."""
+
+ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline")
+"""Names that ``algorithm.advantage`` takes."""
+
+SHIFTED = ("grpo_no_std", "rloo", "opo")
+"""Those whose baseline ``algorithm.baseline_shift`` moves: they are R minus a baseline."""
+
+
+class _AlgorithmKeys(Section):
+    """The keys that do not belong to one objective."""
 
     objective: Annotated[str, built_in_or_own(OBJECTIVES, "name", "; the loss of GRPO is clip")] = (
         "bapo"
@@ -78,18 +80,6 @@ class AlgorithmConfig(Section):
     class."""
     objective_options: dict[str, Any] = Field({})
     """Keyword arguments for your class, or extra ones for your function."""
-    bapo: BapoConfig = BapoConfig.model_validate({})
-    fixed: FixedClipConfig = FixedClipConfig()
-    cispo: CispoConfig = CispoConfig()
-    sapo: SapoConfig = SapoConfig()
-    ce_gppo: CeGppoConfig = CeGppoConfig()
-    aspo: AspoConfig = AspoConfig()
-    dppo_tv: DppoTvConfig = DppoTvConfig()
-    dcpo: DcpoConfig = DcpoConfig()
-    gspo: GspoConfig = GspoConfig()
-    gmpo: GmpoConfig = GmpoConfig()
-    opsm: OpsmConfig = OpsmConfig()
-    m2po: M2poConfig = M2poConfig()
     dual_clip: float | None = Field(None, ge=1.0001)
     """Upper limit of the ratio for negative advantages (3 in the recipe), or none."""
     entropy_share: float = Field(1.0, gt=0, le=1)
@@ -116,25 +106,46 @@ class AlgorithmConfig(Section):
     on_nonfinite: Literal["raise", "skip_update"] = "raise"
     """When a log-prob, advantage or gradient norm is not finite: end the run or skip the update."""
 
+
+if TYPE_CHECKING:
+
+    class _WithOptions(_AlgorithmKeys): ...
+
+else:
+    _WithOptions = create_model(
+        "_WithOptions",
+        __base__=_AlgorithmKeys,
+        **{key: (section, section()) for key, section in _objectives.SECTIONS.items()},
+    )
+
+
+class AlgorithmConfig(_WithOptions):
+    """Advantages, clipping and the loss (docs/algorithm.md)."""
+
+    def options[OptionsT: Section](self, kind: type[OptionsT]) -> OptionsT:
+        """Return the options of a built-in objective by their class."""
+        return next(value for _, value in self if isinstance(value, kind))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: Any) -> Any:
+        """Add what the recipe preset sets outside the search."""
+        bapo = values.get("bapo") if isinstance(values, dict) else None
+        if not isinstance(bapo, dict) or bapo.get("preset") != "recipe":
+            return values
+        dual_clipped = values.get("objective", "bapo") in DUAL_CLIPPED
+        return {"behaviour": "recomputed", "dual_clip": 3.0 if dual_clipped else None, **values}
+
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
-        if self.objective_options and ":" not in self.objective:
+        if self.objective_options and self.objective in OBJECTIVES:
             raise ValueError(
-                "objective_options are those of an objective of your own, got "
-                f"{self.objective_options} with objective: {self.objective}; leave them out, or "
-                "set objective: package.module:name"
+                "objective_options are for an objective of your own, got them with objective: "
+                f"{self.objective}; leave them out, or set objective: package.module:name"
             )
         for name, value in self.objective_options.items():
             if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(
-                    f"objective_options.{name} must be finite, got {value}; leave it out, or use "
-                    "null"
-                )
-        if self.bapo.speculate == "always" and self.entropy_share < 1:
-            raise ValueError(
-                f"bapo.speculate must be auto or never with entropy_share: {self.entropy_share:g}, "
-                "got always: tokens are selected before their loss; leave it out"
-            )
+                raise ValueError(f"objective_options.{name} must be finite, got {value}; use null")
         if self.dual_clip is not None and self.objective in set(OBJECTIVES) - set(DUAL_CLIPPED):
             raise ValueError(
                 f"dual_clip is for {', '.join(DUAL_CLIPPED)}, got {self.dual_clip:g} with "
@@ -149,27 +160,9 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"behaviour must be recomputed with correction.kind: {self.correction.kind}, got "
                 f"{self.behaviour}: the correction compares the trainer's log-probs with the "
-                "engine's; set behaviour: recomputed, or correction.kind: none"
+                "engine's; change one of them"
             )
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, given: Any) -> Any:
-        """Refuse a former key; add what the recipe preset sets outside the search."""
-        if not isinstance(given, dict):
-            return given
-        if "clip" in given:
-            new = "clip" if given["clip"] == "fixed" else given["clip"]
-            raise ValueError(
-                f"clip is now called objective, got clip: {given['clip']}; write objective: {new}"
-            )
-        bapo = given.get("bapo")
-        if isinstance(bapo, dict) and bapo.get("preset") == "recipe":
-            dual_clipped = given.get("objective", "bapo") in DUAL_CLIPPED
-            preset = {"behaviour": "recomputed"} | ({"dual_clip": 3.0} if dual_clipped else {})
-            return {**preset, **given}
-        return given
 
 
 class OpsConfig(Section):
@@ -183,11 +176,11 @@ class OpsConfig(Section):
     does not grow with the length (1024 or more keeps the speed). 0: all logits of a micro-batch."""
 
 
-def _seconds(given: Any) -> Any:
+def _seconds(value: Any) -> Any:
     """Turn a number with a unit into seconds."""
-    if isinstance(given, str) and re.fullmatch(r"-?\d+(\.\d+)?[smhd]", given):
-        return float(given[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[given[-1]]
-    return given
+    if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d+)?[smhd]", value):
+        return float(value[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[value[-1]]
+    return value
 
 
 class TrainConfig(Section):
@@ -241,7 +234,7 @@ class LogConfig(Section):
     """Project name at Weights & Biases; empty: off. It gets metrics, settings and samples."""
     wandb_group: str = Field("", max_length=128)
     """Group of the run there, such as one name for all seeds."""
-    wandb_tags: tuple[str, ...] = ()
+    wandb_tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
     """Tags of the run there, of 1 to 64 characters each."""
     wandb_samples_every: int = Field(20, ge=0)
     """Every N steps, a table of eight samples with texts, from the lowest reward to the highest, if
@@ -257,14 +250,6 @@ class LogConfig(Section):
     """When a rank has made no progress for this long, all ranks write their stacks to
     ``<run_dir>/logs`` and rank 0 says which rank does what; the run goes on. Must be below
     ``parallel.timeout_s``."""
-
-    @field_validator("wandb_tags")
-    @classmethod
-    def _tags_are_taken(cls, tags: tuple[str, ...]) -> tuple[str, ...]:
-        for tag in tags:
-            if not 1 <= len(tag) <= 64:
-                raise ValueError(f"must be 1 to 64 characters each, got '{tag}'; shorten it")
-        return tags
 
 
 class RunConfig(Section):
@@ -285,18 +270,10 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig.model_validate({})
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
-
-    @field_validator("run_dir", mode="before")
-    @classmethod
-    def _run_dir_is_named(cls, given: Any) -> Any:
-        # An empty path would be the current directory.
-        if given == "":
-            raise ValueError("must be a directory, got ''; name one (is a variable not set?)")
-        return given

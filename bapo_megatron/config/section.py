@@ -4,10 +4,10 @@ import ipaddress
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 
 MAX_SECONDS = 1e8
 """Limit of every time in the configuration: three years. Waiting functions overflow far beyond."""
@@ -18,8 +18,16 @@ MAX_MEMORY_MB = 1 << 30
 MAX_INTEGER = 2**53
 """Limit of every whole number: beyond it, JSON and float64 no longer hold it exactly."""
 
+
+def _named(path: Any) -> Any:
+    if path == "":  # it would be the current directory
+        raise ValueError("must be a path, got ''; name one (is a variable not set?)")
+    return path
+
+
 AbsolutePath = Annotated[
     Path,
+    BeforeValidator(_named),
     AfterValidator(lambda path: Path(os.path.expanduser(path)).absolute()),  # noqa: PTH111
 ]
 """A path that is made absolute when it is read: user code may change the working directory. ``~``
@@ -40,13 +48,14 @@ class Section(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _numbers_can_be_used(self) -> Self:
-        for name in type(self).model_fields:
-            value = getattr(self, name)
+    def _values_can_be_used(self) -> Self:
+        for name, value in self:
             if isinstance(value, float) and name.endswith("_s") and value > MAX_SECONDS:
                 raise ValueError(f"{name} must be at most {MAX_SECONDS:g} s, got {value}; lower it")
             if isinstance(value, int) and abs(value) > MAX_INTEGER:
                 raise ValueError(f"{name} must be at most 2^53 in size, got {value:g}; lower it")
+            if isinstance(value, str | Path) and "\0" in str(value):
+                raise ValueError(f"{name} must hold no NUL character, got {value!r}; remove it")
         return self
 
 
@@ -57,20 +66,9 @@ def built_in_or_own(built_in: tuple[str, ...], kind: str, remedy: str = "") -> A
         if name is None or name in built_in or _NAMED_OBJECT.fullmatch(name):
             return name
         wanted = f"{', '.join(built_in)} or package.module:{kind}"
-        raise ValueError(f"must be {wanted}, got '{name}'{_module_of(name) or remedy}")
+        raise ValueError(f"must be {wanted}, got '{name}'{remedy}")
 
     return AfterValidator(check)
-
-
-def _module_of(name: str) -> str:
-    """The remedy where the file of a module was named, as ``dir/file.py:object``; else empty."""
-    file, _, attribute = name.rpartition(":")
-    path = Path(file)
-    if path.suffix != ".py":
-        return ""
-    if path.is_absolute():
-        return f"; give {path.stem}:{attribute}, and set PYTHONPATH={path.parent}"
-    return f"; give {'.'.join(path.with_suffix('').parts)}:{attribute}"
 
 
 def split_address(address: str) -> SplitResult | None:

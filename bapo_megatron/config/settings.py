@@ -1,7 +1,7 @@
 """A configuration as a flat table of settings, and what of it may leave the machine.
 
-Pages and trackers get ``public_setting``: a path is reduced to its last name, and what may hold a
-secret is left out.
+Pages and trackers get ``public_setting``: paths are reduced to their last names, and texts under
+keys that are not the schema's are left out, since they may be secrets.
 """
 
 import re
@@ -15,27 +15,16 @@ from bapo_megatron.config.load import ConfigError, load_config, read_mapping
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.types import FinishReason
 
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_SECRET_WORD = re.compile(
-    r"(.*(password|secret|credential|apikey|token)|key|passphrase|auth|authorization)s?"
-    r"|pwd|pass|passwd|bearer|private"
-)
-_SECRET_TEXT = re.compile(
-    r"[^\s/@:]+:[^\s/@]+@[\w.-]"  # user:password@host
-    r"|\bbearer\s+\S"
-    r"|(?<![a-z])(token|key|password|passwd|pwd|secret|authorization)s?"
-    r"(=|[\"']?\s*:\s|[\"']\s*:)(?!\s*[\d.]+(\s|$))",
-    re.I,
-)
 _ADDRESS = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]*://)([^\s/?#]*@)?"  # user and password
     r"(?P<host>([\w.-]+|\[[0-9a-f:.]+\])(:\d+)?)([/?#][^\s@]*)?",
     re.I,
 )
-_PATH_KEY = re.compile(r"(path|dir|directory|folder|file|dumps|template)(\.\d+)?$")
-_PATH_START = re.compile(r"\.{0,2}/|~/")
-_WINDOWS_START = re.compile(r"[a-z]:[\\/]|\\\\|[.~]{1,2}\\", re.I)
-_FREE = tuple(f"{key.name}." for key in describe_keys() if key.type == "mapping")
+_SECRET = re.compile(r"pass|pwd|secret|key|token|auth|credential|bearer|private", re.I)
+_HIDDEN = "not shown"
+_KEYS = {key.name.replace("[]", ""): key.type for key in describe_keys()}
+"""Types of all keys of the schema."""
+_FREE = tuple(f"{name}." for name, kind in _KEYS.items() if kind == "mapping")
 """Beginnings of keys that the user chooses."""
 
 _MASKED_BY = {
@@ -71,7 +60,7 @@ def _flattened(value: Any, key: str) -> list[tuple[str, Any]]:
     children: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         children = list(value.items())
-    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+    elif isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
         children = list(enumerate(value))
     if not children:
         return [(key, value)]
@@ -94,13 +83,13 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 def _chosen_alone(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
     """The keys that only ``one`` has, and not for its version."""
-    nodes, found = {node for key in other for node in _nodes(key)}, set()
+    nodes, chosen = {node for key in other for node in _nodes(key)}, set()
     for key in one.keys() - nodes:
         missing = next(node for node in _nodes(key) if node not in nodes)
         above, _, name = missing.rpartition(".")
         if name.isdigit() or key.startswith(_FREE) or above in other:
-            found.add(key)
-    return found
+            chosen.add(key)
+    return chosen
 
 
 def _nodes(key: str) -> list[str]:
@@ -118,52 +107,35 @@ def public_settings(config: RunConfig) -> dict[str, bool | int | float | str]:
 
     Trackers compare runs by them, so every key is there, also one with its default.
     """
+    shown = {
+        key: (value, public_setting(key, value)) for key, value in flat_settings(config).items()
+    }
     return {
-        key: value
-        if isinstance(value, int | float) and not _is_secret(key, value)
-        else public_setting(key, value)
-        for key, value in flat_settings(config).items()
+        key: value if isinstance(value, int | float) and text != _HIDDEN else text
+        for key, (value, text) in shown.items()
     }
 
 
 def public_setting(key: str, value: Any) -> str:
     """Return a value of the configuration as others may see it.
 
-    Paths keep their last name, addresses scheme, host and port; options of servers lose their
-    values. What is named like a secret is not shown, nor is a text that holds an address or what
-    looks like a secret.
+    Paths keep their last name, addresses scheme, host and port, options of servers lose their
+    values. Under keys that are not the schema's only numbers are shown, and none whose key is named
+    like a secret.
     """
     if isinstance(value, list):
-        if "extra_args" in key:
-            value = [re.split(r"[=\s]", str(each))[0] for each in value]
-            value = [each for each in value if each.startswith("-")]
-        return ", ".join(public_setting(key, each) for each in value) or "none"
+        if key.endswith("extra_args"):
+            options = [re.split(r"[=\s]", str(option))[0] for option in value]
+            value = [option for option in options if option.startswith("-")]
+        return ", ".join(public_setting(key, entry) for entry in value) or "none"
     if value is None or value == "":
         return "none"
-    if _is_secret(key, value):
-        return "not shown"
-    text = str(value)
+    kind, text = _KEYS.get(re.sub(r"\.\d+", "", key)), str(value)
+    if kind is None and (not isinstance(value, int | float) or _SECRET.search(key)):
+        return _HIDDEN
     if "://" in text:
         address = _ADDRESS.fullmatch(text)
-        return "".join(address.group("scheme", "host")) if address else "not shown"
-    if _SECRET_TEXT.search(text):
-        return "not shown"
-    is_windows = bool(_WINDOWS_START.match(text))
-    is_path = is_windows or _PATH_KEY.search(key) or _PATH_START.match(text)
-    if isinstance(value, str) and (is_path or ("/" in text and " " not in text)):
-        separators = "/\\" if is_windows else "/"
-        return re.split(f"[{re.escape(separators)}]", text.rstrip(separators))[-1]
+        return "".join(address.group("scheme", "host")) if address else _HIDDEN
+    if isinstance(value, str) and ("path" in str(kind) or ("/" in text and " " not in text)):
+        return text.rstrip("/").rpartition("/")[2]
     return text
-
-
-def _is_secret(key: str, value: Any) -> bool:
-    """Whether a key, or a section that it is in, is named like a secret.
-
-    Numbers of tokens are none, nor are names of variables of the environment.
-    """
-    if key.endswith("_variable"):
-        return False
-    words = {word.lower() for word in _WORD.findall(key)}
-    if isinstance(value, int | float):
-        words = {word for word in words if word not in ("token", "tokens")}
-    return any(map(_SECRET_WORD.fullmatch, words))

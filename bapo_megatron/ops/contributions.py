@@ -8,12 +8,11 @@ it but ``path`` and ``count_tokens``.
 Shape legend: T = response tokens, K = slots of the table of sums.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.ops import extension
 from bapo_megatron.ops.backend import Kernels, select_kernels
 from bapo_megatron.ops.extension import BOUNDS_FIELDS as BOUNDS_FIELDS
@@ -41,31 +40,28 @@ class TokenCounts(NamedTuple):
 
 
 class BoundSearch:
-    """The search for the clip bounds of one update (BAPO, Algorithm 1), for one configuration."""
+    """The search for the clip bounds of one update (BAPO, Algorithm 1)."""
+
+    FIELDS, EXITS = BOUNDS_FIELDS, EXIT_NAMES
 
     def __init__(
-        self, config: BapoConfig, dual_clip: float | None = None, kernels: Kernels | None = None
+        self,
+        grid: extension.ClipGrid,
+        target: float,
+        contribution: Literal["surrogate", "gradient"],
+        measure: Literal["share", "ratio"],
+        weight: str,
+        kernels: Kernels | None = None,
     ) -> None:
-        """Lay out the candidates.
+        """Take the candidates and the rule (``algorithm.bapo``).
 
-        Args:
-            config: The section of the search.
-            dual_clip: ``algorithm.dual_clip``. With ``contribution: gradient`` tokens above it have
-                no gradient and drop out; ``surrogate`` does not use it.
-            kernels: None: those for tensors on the CPU.
+        ``kernels`` None: those for tensors on the CPU.
         """
-        self.config = config
-        self._kernels = kernels or select_kernels("auto", torch.device("cpu"))
-        lower, upper = config.lower, config.upper
-        self.grid = extension.ClipGrid(
-            (lower.start, lower.max, lower.step),
-            (upper.start, upper.max, upper.step),
-            order=config.order,
-            # The released recipe adds up its steps, the paper's candidates are start + k · step.
-            spacing="running_sum" if config.preset == "recipe" else "multiples",
-            dual_clip=dual_clip if config.contribution == "gradient" else None,
-        )
+        self.grid = grid
         """The candidates."""
+        self._kernels = kernels or select_kernels("auto", torch.device("cpu"))
+        self._rule = (target, contribution, measure)
+        self._weight = weight
         # The candidates as the kernels take them: uint8, on the CPU for every device.
         self._grid_bytes = torch.frombuffer(bytearray(self.grid.to_bytes()), dtype=torch.uint8)
         # The layout of a table is that of csrc/common/contribution.h.
@@ -102,7 +98,7 @@ class BoundSearch:
             behaviour_logprob_T,
             advantage_T,
             mask_T,
-            self.config.weight,
+            self._weight,
         )
         return table_K
 
@@ -114,10 +110,7 @@ class BoundSearch:
             sign gives the start of both ranges, one that cannot be trusted [0, inf] and the exit
             ``REFUSED``.
         """
-        config = self.config
-        bounds: Tensor = self._kernels.search_bounds(
-            table_K, self._grid_bytes, config.target, config.contribution, config.measure
-        )
+        bounds: Tensor = self._kernels.search_bounds(table_K, self._grid_bytes, *self._rule)
         return bounds
 
     def rescale(self, table_K: Tensor, like_K: Tensor) -> Tensor:
@@ -141,10 +134,7 @@ class BoundSearch:
             ValueError: The table counted non-finite or out-of-range tokens, or holds 2^31 tokens or
                 more.
         """
-        config = self.config
-        return extension.search(
-            table_K.tolist(), self.grid, config.target, config.contribution, config.measure
-        )
+        return extension.search(table_K.tolist(), self.grid, *self._rule)
 
 
 def count_tokens(table_K: Tensor) -> TokenCounts:

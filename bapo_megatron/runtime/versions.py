@@ -15,7 +15,7 @@ from pathlib import Path
 from bapo_megatron import __version__
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "transformer-engine")
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 _GIT_LIMIT_S = 10.0
 
 

@@ -20,6 +20,9 @@ from bapo_megatron.types import (
 BEFORE_TRAINING = 0
 """The step of an evaluation before the first one: no step is finished then."""
 
+OLD_METRIC_NAMES = {"bapo/clip_low": "clip/low", "bapo/clip_high": "clip/high"}
+"""Names that earlier versions wrote, and the present ones, under which rows are read."""
+
 _EVAL_FIELDS = (
     "answer_found_share",
     "missing_answers",

@@ -9,7 +9,7 @@ from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.runtime.calls import decode_json
 from bapo_megatron.runtime.files import atomic_write_text, naming, read_regular
 from bapo_megatron.telemetry.console import show
-from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
+from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, OLD_METRIC_NAMES
 from bapo_megatron.telemetry.prometheus import ShowRow
 from bapo_megatron.telemetry.trackers import (
     PublicSettings,
@@ -22,8 +22,8 @@ from bapo_megatron.types import StepMetrics
 _COLUMNS = (
     ("reward", ("reward/mean",), "{:.3f}"),
     ("share", ("bapo/positive_share",), "{:.3f}"),
-    ("low", ("bapo/clip_low",), "{:.2f}"),
-    ("high", ("bapo/clip_high",), "{:.2f}"),
+    ("low", ("clip/low",), "{:.2f}"),
+    ("high", ("clip/high",), "{:.2f}"),
     ("entropy", ("policy/entropy",), "{:.3f}"),
     ("grad", ("policy/grad_norm",), "{:.3f}"),
     ("clipped", ("clip/fraction_high", "clip/fraction_low", "clip/fraction_dual"), "{:.3f}"),
@@ -46,6 +46,7 @@ def _is_kept(value: float) -> bool:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Rows of a ``metrics.jsonl``; ``step`` is the number of finished steps, 0 before training.
 
+    Metrics of earlier versions have their present names (``OLD_METRIC_NAMES``).
     A last line without its end is left out: a kill or a full disk has cut it, or it is being
     written.
 
@@ -64,7 +65,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
                 )
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}; remove the line") from error
-        rows.append(row)
+        rows.append({OLD_METRIC_NAMES.get(name, name): value for name, value in row.items()})
     return rows
 
 

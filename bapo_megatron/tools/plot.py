@@ -15,7 +15,7 @@ PANELS = {
         "after the search": "bapo/positive_share",
         "of the loss": "loss/positive_share",
     },
-    "Clip bounds": {"upper": "bapo/clip_high", "lower": "bapo/clip_low"},
+    "Clip bounds": {"upper": "clip/high", "lower": "clip/low"},
     "Gradient norm before clipping": {
         "largest update": "policy/grad_norm_max",
         "mean": "policy/grad_norm",

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.load_objective import load_objective
-from bapo_megatron.algorithm.loss import limit_weights, token_weights
-from bapo_megatron.algorithm.objective import (
+from bapo_megatron.algorithm.loss import (
     SAFE_LOGPROB,
-    Objective,
-    TokenBatch,
     add_over_responses,
     differentiate,
     is_finite,
+    limit_weights,
     response_sums,
+    token_weights,
 )
+from bapo_megatron.algorithm.objective import Objective, TokenBatch
 from bapo_megatron.algorithm.prediction import Prediction
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.micro_batch import on_device

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.algorithm.loss import log_weights
-from bapo_megatron.algorithm.objective import add_over_responses, response_sums
+from bapo_megatron.algorithm.loss import add_over_responses, log_weights, response_sums
 from bapo_megatron.config.schema import CorrectionConfig, OpsConfig
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
 from bapo_megatron.policy.megatron_policy import MegatronPolicy

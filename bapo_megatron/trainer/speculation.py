@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bapo_megatron.algorithm.objective import Objective
+from bapo_megatron.algorithm.objective import Objective, Speculate
 from bapo_megatron.algorithm.prediction import Predictor
-from bapo_megatron.config.objectives import Speculate
 from bapo_megatron.runtime.distributed import ProcessGroups, broadcast_bytes
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.trainer.loss import Decided

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.advantage import Advantages
-from bapo_megatron.algorithm.objective import first_nonfinite
+from bapo_megatron.algorithm.loss import first_nonfinite
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.ops.logprob import TokenLogprobs

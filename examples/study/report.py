@@ -51,7 +51,7 @@ _DEFAULTS = {"updates": 16, "dual_clip": None, "target": None, "micro_batches": 
 
 
 class Results:
-    """The runs, found by their settings."""
+    """The runs, by their settings."""
 
     def __init__(self, directory: Path) -> None:
         self.manifest = json.loads((directory / "manifest.json").read_text())
@@ -115,8 +115,8 @@ def contrasts(results: Results, lags: list[int], rate: float | None = None) -> d
     """BAPO's final expected reward minus that of each control, averaged over lags."""
 
     def mean_of(arm: str) -> NDArray[np.float64]:
-        found = [results.values(results.rows(arm, lag, rate), final) for lag in lags]
-        return np.mean(found, axis=0)
+        estimates = [results.values(results.rows(arm, lag, rate), final) for lag in lags]
+        return np.mean(estimates, axis=0)
 
     bapo = mean_of("bapo")
     return {arm: estimate(bapo - mean_of(arm)) for arm in CONTRASTS}
@@ -125,8 +125,8 @@ def contrasts(results: Results, lags: list[int], rate: float | None = None) -> d
 def contrast_lines(results: Results) -> list[str]:
     """The four contrasts as a table."""
     lags = [lag for lag in PRIMARY_LAGS if lag in results.lags]
-    found = contrasts(results, lags)
-    corrected = holm([each.p_value for each in found.values()])
+    estimates = contrasts(results, lags)
+    corrected = holm([effect.p_value for effect in estimates.values()])
     lines = [
         f"Final expected reward, mean over lags {', '.join(map(str, lags))}, each arm at the "
         "learning rate chosen on the tuning tasks. 95 % intervals and p-values by hierarchical "
@@ -136,10 +136,11 @@ def contrast_lines(results: Results) -> list[str]:
         "| BAPO minus | difference | 95 % interval | p | corrected | equivalent |",
         "|---|---|---|---|---|---|",
     ]
-    for (arm, each), p_value in zip(found.items(), corrected, strict=True):
+    for (arm, effect), p_value in zip(estimates.items(), corrected, strict=True):
         lines.append(
-            f"| {TITLES[arm]} | {each.mean:+.3f} | {each.low:+.3f} … {each.high:+.3f} | "
-            f"{each.p_value:.4f} | {p_value:.4f} | {'yes' if each.is_within(MARGIN) else 'no'} |"
+            f"| {TITLES[arm]} | {effect.mean:+.3f} | {effect.low:+.3f} … {effect.high:+.3f} | "
+            f"{effect.p_value:.4f} | {p_value:.4f} | "
+            f"{'yes' if effect.is_within(MARGIN) else 'no'} |"
         )
     return lines
 
@@ -153,8 +154,8 @@ def lag_contrast_lines(results: Results, rate: float | None) -> list[str]:
     by_lag = [contrasts(results, [lag], rate) for lag in results.lags]
     for arm in CONTRASTS:
         cells = [
-            f"{each[arm].mean:+.3f} ({each[arm].low:+.3f} … {each[arm].high:+.3f})"
-            for each in by_lag
+            f"{effect.mean:+.3f} ({effect.low:+.3f} … {effect.high:+.3f})"
+            for effect in (effects[arm] for effects in by_lag)
         ]
         lines.append(f"| {TITLES[arm]} | " + " | ".join(cells) + " |")
     return lines
@@ -163,8 +164,8 @@ def lag_contrast_lines(results: Results, rate: float | None) -> list[str]:
 def _cell(rows: list[Row], results: Results, value: Callable[[Row], float] = final) -> str:
     if not rows:
         return ""
-    each = estimate(results.values(rows, value))
-    return f"{each.mean:.3f} ± {(each.high - each.low) / 2:.3f}"
+    effect = estimate(results.values(rows, value))
+    return f"{effect.mean:.3f} ± {(effect.high - effect.low) / 2:.3f}"
 
 
 def lag_lines(results: Results, rate: float | None) -> list[str]:
@@ -260,7 +261,7 @@ def search_lines(results: Results) -> list[str]:
 
 def tables(results: Results) -> str:
     """The markdown."""
-    made = "; ".join(
+    header = "; ".join(
         f"{entry['shards']} shards at commit {entry['commit']}, torch {entry['torch']}"
         for entry in results.manifest["made_with"]
     )
@@ -268,7 +269,7 @@ def tables(results: Results) -> str:
     lines = [
         "# Tier A: tables",
         "",
-        f"Made by `python -m examples.study.report` from the shards in this directory ({made}). "
+        f"Made by `python -m examples.study.report` from the shards in this directory ({header}). "
         f"{tasks} tasks × {seeds} sampling seeds per cell, {results.manifest['plan']['steps']} "
         "steps; ± is half of the 95 % interval. [What it means](../../study.md).",
         "",
@@ -311,14 +312,16 @@ def draw(results: Results, path: Path) -> None:
 
 def _draw_lags(results: Results, shown: list[str], axes: Axes) -> None:
     for offset, arm in enumerate(shown):
-        found = [estimate(results.values(results.rows(arm, lag), final)) for lag in results.lags]
-        mean = np.array([each.mean for each in found])
+        estimates = [
+            estimate(results.values(results.rows(arm, lag), final)) for lag in results.lags
+        ]
+        mean = np.array([effect.mean for effect in estimates])
         axes.errorbar(
-            np.arange(len(found)) + 0.08 * (offset - len(shown) / 2),
+            np.arange(len(estimates)) + 0.08 * (offset - len(shown) / 2),
             mean,
             yerr=[
-                mean - [each.low for each in found],
-                np.array([each.high for each in found]) - mean,
+                mean - [effect.low for effect in estimates],
+                np.array([effect.high for effect in estimates]) - mean,
             ],
             marker="o",
             markersize=4,
@@ -380,15 +383,15 @@ def _draw_contrasts(results: Results, axes: Axes) -> None:
     groups = [[lag] for lag in results.lags] + [[n for n in PRIMARY_LAGS if n in results.lags]]
     for offset, lags in enumerate(groups):
         is_primary = offset == len(groups) - 1
-        found = contrasts(results, lags)
-        position = np.arange(len(found)) + 0.6 * (offset / len(groups) - 0.5)
-        mean = np.array([each.mean for each in found.values()])
+        estimates = contrasts(results, lags)
+        position = np.arange(len(estimates)) + 0.6 * (offset / len(groups) - 0.5)
+        mean = np.array([effect.mean for effect in estimates.values()])
         axes.errorbar(
             mean,
             position,
             xerr=[
-                mean - [each.low for each in found.values()],
-                np.array([each.high for each in found.values()]) - mean,
+                mean - [effect.low for effect in estimates.values()],
+                np.array([effect.high for effect in estimates.values()]) - mean,
             ],
             fmt="D" if is_primary else "o",
             markersize=6 if is_primary else 3.5,

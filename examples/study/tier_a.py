@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from examples.study.shards import Shard, read_shards, run_shards, write_manifest
-from examples.study.tier_a_run import ARMS, Run, Setting, train
+from examples.study.tier_a_run import ARMS, History, Setting, train
 
 PRIMARY_LAGS = (2, 4, 8)
 """Steps of lag over which the four contrasts are averaged."""
@@ -62,9 +62,11 @@ class Plan:
             Setting(arm, lag, 16, rate, steps=self.steps) for (arm, lag), rate in best.items()
         ]
         contrasted = ("bapo", *CONTRASTS)
-        at_best.sort(key=lambda each: (each.arm not in contrasted, each.lag not in PRIMARY_LAGS))
+        at_best.sort(
+            key=lambda setting: (setting.arm not in contrasted, setting.lag not in PRIMARY_LAGS)
+        )
         regimes = [(lag, 16) for lag in self.lags] + [(0, updates) for updates in self.updates]
-        found = at_best + [
+        settings = at_best + [
             Setting(arm, lag, updates, rate, steps=self.steps)
             for arm in self.arms
             for lag, updates in regimes
@@ -74,14 +76,14 @@ class Plan:
         for lag in stale:
             for rate in self.rates:
                 bapo = Setting("bapo", lag, 16, rate, steps=self.steps)
-                found += [
+                settings += [
                     replace(bapo, arm=arm, dual_clip=3.0)
                     for arm in _RATIO_CLIPS
                     if arm in self.arms
                 ]
-                found += [replace(bapo, target=target) for target in self.targets]
-                found.append(replace(bapo, micro_batches=4))
-        return list(dict.fromkeys(found))
+                settings += [replace(bapo, target=target) for target in self.targets]
+                settings.append(replace(bapo, micro_batches=4))
+        return list(dict.fromkeys(settings))
 
 
 SMALL = Plan(
@@ -124,7 +126,7 @@ def compute(
     ]
 
 
-def row_of(run: Run) -> dict[str, Any]:
+def row_of(run: History) -> dict[str, Any]:
     """The columns of a run: curves as lists, the rest as numbers."""
     return {
         "expected_reward": np.float32(run.expected_reward).tolist(),

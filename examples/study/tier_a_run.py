@@ -14,14 +14,10 @@ import numpy as np
 import torch
 
 from bapo_megatron.algorithm.advantage import group_advantages
-from bapo_megatron.algorithm.bapo import EXIT_METRICS
 from bapo_megatron.algorithm.load_objective import load_objective
-from bapo_megatron.algorithm.objective import (
-    Objective,
-    TokenBatch,
-    differentiate,
-    with_sums,
-)
+from bapo_megatron.algorithm.loss import differentiate, with_sums
+from bapo_megatron.algorithm.objective import Objective, TokenBatch
+from bapo_megatron.algorithm.objectives.bapo import EXIT_METRICS
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops.backend import select_kernels
 from examples.study.task import LONGEST, PROMPTS, log_softmax, make_task
@@ -87,7 +83,7 @@ class Setting:
 
 
 @dataclass(slots=True)
-class Run:
+class History:
     """What a run has shown; lists have an entry per step, sums go over all updates."""
 
     expected_reward: list[float] = field(default_factory=list)
@@ -140,7 +136,7 @@ class Adam:
         return norm
 
 
-def train(setting: Setting, task_seed: int, seed: int) -> Run:
+def train(setting: Setting, task_seed: int, seed: int) -> History:
     """Train a policy; every random choice follows from the three arguments."""
     torch.set_num_threads(1)
     if setting.arm != "yoked":
@@ -149,13 +145,13 @@ def train(setting: Setting, task_seed: int, seed: int) -> Run:
     return _train(setting, task_seed, seed, Yoked(other.bounds, seed, setting.dual_clip))
 
 
-def _train_bapo(setting: Setting, task_seed: int, seed: int) -> Run:
+def _train_bapo(setting: Setting, task_seed: int, seed: int) -> History:
     """The run that a yoked one takes its bounds from: another seed, everything else equal."""
     return train(replace(setting, arm="bapo"), task_seed, seed)
 
 
-def _train(setting: Setting, task_seed: int, seed: int, objective: Objective) -> Run:
-    task, run = make_task(task_seed), Run()
+def _train(setting: Setting, task_seed: int, seed: int, objective: Objective) -> History:
+    task, run = make_task(task_seed), History()
     optimizer = Adam(task.start_DKA, setting.learning_rate)
     policies = [task.log_policy(optimizer.weight_DKA)]
     run.expected_reward.append(task.expected_reward(policies[0]))
@@ -231,7 +227,7 @@ def _update(
     setting: Setting,
     features_CK: NDArray[np.float64],
     optimizer: Adam,
-    run: Run,
+    run: History,
 ) -> float | None:
     """Make one optimizer update; return the norm of its gradient, None where nothing trains."""
     run.num_updates += 1
@@ -253,7 +249,7 @@ def _derivative(
     logprob_T: NDArray[np.float64],
     objective: Objective,
     setting: Setting,
-    run: Run,
+    run: History,
 ) -> NDArray[np.float64]:
     """∂loss/∂ℓ of every token by the objective, as the trainer's loss stage forms it."""
     tokens = _token_batch(batch, logprob_T, run.num_updates - 1)
@@ -296,26 +292,28 @@ def _token_batch(batch: _Batch, logprob_T: NDArray[np.float64], update: int) -> 
     )
 
 
-def _measure(objective: Objective, tokens: TokenBatch, run: Run) -> None:
+def _measure(objective: Objective, tokens: TokenBatch, run: History) -> None:
     """Add up bounds, shares of positive tokens, clipped tokens and the effective sample size."""
     ratio_T = tokens.ratio
     run.num_searches += 1
     run.num_tokens += len(tokens)
-    found = {"positive_share_before": _positive_share(tokens.advantage * ratio_T)}
+    numbers = {"positive_share_before": _positive_share(tokens.advantage * ratio_T)}
     limits = objective.bounds(tokens)
     if limits is not None:
         is_positive_T = tokens.advantage > 0
         ratio_T = torch.where(is_positive_T, ratio_T.clamp(max=limits[1]), ratio_T.clamp(limits[0]))
         low, high = float(limits[0]), float(limits[1])
         run.bounds.append((low, high))
-        found |= {"low": low, "high": high}
-    found["positive_share"] = _positive_share(tokens.advantage * ratio_T)
+        numbers |= {"low": low, "high": high}
+    numbers["positive_share"] = _positive_share(tokens.advantage * ratio_T)
     ratio_T = tokens.ratio
-    found["effective_share"] = float(ratio_T.sum().square() / ratio_T.square().sum()) / len(tokens)
+    numbers["effective_share"] = float(ratio_T.sum().square() / ratio_T.square().sum()) / len(
+        tokens
+    )
     if tokens.decision is not None:
         reported = objective.report_decision(tokens.decision.tolist())
-        found |= {name: reported.get(name, 0.0) for name in EXIT_METRICS.values()}
-    run.of_searches.update(found)
+        numbers |= {name: reported.get(name, 0.0) for name in EXIT_METRICS.values()}
+    run.of_searches.update(numbers)
     for name, value_T in objective.report(tokens).items():
         run.of_tokens[name] += float(value_T.float().sum())
     run.of_tokens["ratio_above_1.2"] += float((ratio_T > 1.2).sum())

@@ -28,8 +28,8 @@ _COLUMNS = {
     "entropy": "policy/entropy",
     "gradient_norm": "policy/grad_norm",
     "positive_share": "loss/positive_share",
-    "low": "bapo/clip_low",
-    "high": "bapo/clip_high",
+    "low": "clip/low",
+    "high": "clip/high",
     "clipped_high": "clip/fraction_high",
     "clipped_low": "clip/fraction_low",
     "exit_start": "bapo/exit_start_share",
@@ -179,9 +179,9 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=plan.arms)
     parser.add_argument("--steps", type=int, default=plan.steps)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", default=plan.overrides)
-    given = parser.parse_args()
-    lists = {name: tuple(getattr(given, name)) for name in _LISTS}
-    run_plan(Plan(**lists, steps=given.steps), given.out, given.jobs)
+    options = parser.parse_args()
+    lists = {name: tuple(getattr(options, name)) for name in _LISTS}
+    run_plan(Plan(**lists, steps=options.steps), options.out, options.jobs)
 
 
 if __name__ == "__main__":

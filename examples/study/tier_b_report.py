@@ -30,7 +30,7 @@ _SEARCH = ("low", "high", "exit_start", "exit_met", "positive_share")
 
 
 class Results:
-    """The runs, found by their settings; only seeds of which every arm and lag is there."""
+    """The runs, by their settings; only seeds of which every arm and lag is there."""
 
     def __init__(self, directory: Path) -> None:
         self.manifest = json.loads((directory / "manifest.json").read_text())
@@ -71,20 +71,20 @@ class Results:
 
 def contrast_lines(results: Results, lags: list[int], rate: float) -> list[str]:
     """The four contrasts as a table."""
-    found = {arm: results.differences(arm, lags, rate) for arm in CONTRASTS}
-    tests = {arm: difference_over_seeds(values) for arm, values in found.items()}
+    differences = {arm: results.differences(arm, lags, rate) for arm in CONTRASTS}
+    tests = {arm: difference_over_seeds(values) for arm, values in differences.items()}
     corrected = holm([test.p_value for test in tests.values()])
     lines = [
         "| BAPO minus | difference | 95 % interval | p | corrected | equivalent | seeds above |",
         "|---" * 7 + "|",
     ]
     for (arm, test), p_value in zip(tests.items(), corrected, strict=True):
-        low, high = student_interval(found[arm], 0.9)
+        low, high = student_interval(differences[arm], 0.9)
         is_equivalent = low > -MARGIN and high < MARGIN
         lines.append(
             f"| {TITLES[arm]} | {test.difference:+.3f} | {test.low:+.3f} … {test.high:+.3f} | "
             f"{test.p_value:.4f} | {p_value:.4f} | {'yes' if is_equivalent else 'no'} | "
-            f"{(found[arm] > 0).sum()} of {len(found[arm])} |"
+            f"{(differences[arm] > 0).sum()} of {len(differences[arm])} |"
         )
     return lines
 
@@ -140,7 +140,7 @@ def curve(row: Row, name: str) -> Values:
 
 def tables(results: Results) -> str:
     """The markdown."""
-    made = "; ".join(
+    header = "; ".join(
         f"{entry['shards']} shards at commit {entry['commit']}, torch {entry['torch']}"
         for entry in results.manifest["made_with"]
     )
@@ -149,7 +149,7 @@ def tables(results: Results) -> str:
         "# Tier B: tables",
         "",
         f"Made by `python -m examples.study.tier_b_report` from the shards in this directory "
-        f"({made}). {results.manifest['plan']['steps']} steps of 16 updates; held-out accuracy "
+        f"({header}). {results.manifest['plan']['steps']} steps of 16 updates; held-out accuracy "
         "after the last step; ± is half of Student's 95 % interval over seeds. "
         "[What it means](../../study.md).",
     ]
@@ -171,11 +171,11 @@ def draw(results: Results, path: Path) -> None:
     lag = max(results.lags)
     for rate, (left, middle, right) in zip(results.rates, grid, strict=True):
         for offset, arm in enumerate(CONTRASTS):
-            found = [results.differences(arm, [lag], rate) for lag in results.lags]
+            differences = [results.differences(arm, [lag], rate) for lag in results.lags]
             left.errorbar(
-                np.arange(len(found)) + 0.12 * (offset - (len(CONTRASTS) - 1) / 2),
-                [each.mean() for each in found],
-                yerr=[half_width(each) for each in found],
+                np.arange(len(differences)) + 0.12 * (offset - (len(CONTRASTS) - 1) / 2),
+                [difference.mean() for difference in differences],
+                yerr=[half_width(difference) for difference in differences],
                 fmt="o",
                 markersize=4,
                 capsize=2,

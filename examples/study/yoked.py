@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bapo_megatron.algorithm.bapo import Bapo
-from bapo_megatron.algorithm.clip import Clip
-from bapo_megatron.config.schema import BapoConfig
+from bapo_megatron.algorithm.objectives.bapo import Bapo, BapoConfig
+from bapo_megatron.algorithm.objectives.clip import Clip
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +55,7 @@ class RecordedBapo(Bapo):
     """BAPO with its defaults that writes the bounds of every update to ``file``."""
 
     def __init__(self, file: str) -> None:
-        super().__init__(BapoConfig.model_validate({}), None)
+        super().__init__(BapoConfig(), None)
         self._file = Path(file)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text("")

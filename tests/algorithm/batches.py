@@ -5,11 +5,16 @@ Shape legend: T = response tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.objective import Objective, TokenBatch, TokenGradient, differentiate
+from bapo_megatron.algorithm.load_objective import load_objective
+from bapo_megatron.algorithm.loss import TokenGradient, differentiate
+from bapo_megatron.algorithm.objective import Objective, TokenBatch
+from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops import reference
 from bapo_megatron.ops.backend import CPU_KERNELS, Kernels
 from tests.fakes.given_tokens import make_tokens
@@ -21,6 +26,11 @@ CLIP = {"objective": "clip", "fixed": {"low": LOW, "high": HIGH}}
 both_kernels = pytest.mark.parametrize(
     "kernels", [reference.KERNELS, CPU_KERNELS], ids=lambda kernels: kernels.name
 )
+
+
+def make_objective(**algorithm: Any) -> Objective:
+    """The objective of an ``algorithm`` section."""
+    return load_objective(AlgorithmConfig.model_validate(algorithm)).objective
 
 
 def random_batch(num_tokens: int = 200, seed: int = 0) -> dict[str, Tensor]:

@@ -5,5 +5,6 @@ import torch
 torch.set_default_dtype(torch.float64)
 
 
-def cispo(tokens: object) -> None:
-    """Stand for a loss."""
+def loss(tokens):
+    """Return −A r."""
+    return -tokens.advantage * tokens.ratio

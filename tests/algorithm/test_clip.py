@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.bapo import Bapo
-from bapo_megatron.algorithm.clip import FixedClip
 from bapo_megatron.algorithm.load_objective import load_objective
-from bapo_megatron.algorithm.objective import Objective, differentiate
+from bapo_megatron.algorithm.loss import differentiate
+from bapo_megatron.algorithm.objective import Objective
+from bapo_megatron.algorithm.objectives.bapo import Bapo, BapoConfig
+from bapo_megatron.algorithm.objectives.clip import FixedClip
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.ratio import importance_ratio
@@ -26,6 +27,7 @@ from tests.algorithm.batches import (
     both_kernels,
     clipped_tokens,
     gradient_of,
+    make_objective,
     oracle_bounds,
     random_batch,
     tokens_of,
@@ -48,8 +50,7 @@ def test_an_objective_equals_float64_autograd(
     objective: Objective = FixedClip(LOW, HIGH, dual_clip)
     low, high = oracle_bounds("bapo" if searched else "clip", batch)
     if searched:
-        config = AlgorithmConfig.model_validate({}).bapo
-        objective = Bapo(config, dual_clip, kernels)
+        objective = Bapo(BapoConfig(), dual_clip, kernels)
         tokens = replace(tokens, decision=objective.decide(objective.statistics(tokens)))
     weight_T = batch["mask_T"] * batch["loss_weight_T"]
     found = differentiate(objective, tokens, weight_T, kernels)
@@ -79,8 +80,7 @@ def test_the_loss_in_float64_has_the_derivative_of_finite_differences(
     tokens = make_tokens(batch["logprob_T"], batch["behaviour_logprob_T"], batch["advantage_T"])
     objective: Objective = FixedClip(LOW, HIGH, dual_clip)
     if searched:
-        config = AlgorithmConfig.model_validate({}).bapo
-        objective = Bapo(config, dual_clip)
+        objective = Bapo(BapoConfig(), dual_clip)
         tokens = replace(tokens, decision=objective.decide(objective.statistics(tokens)))
 
     def loss_T(logprob_T: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def test_beyond_the_clamp_of_the_log_ratio_there_is_no_gradient(
 
 @both_kernels
 def test_infinite_bounds_clip_nothing(kernels: Kernels) -> None:
-    objective = load_objective(AlgorithmConfig.model_validate({"objective": "none"})).objective
+    objective = make_objective(objective="none")
     tokens = tokens_of([1e8, 1e-8], [1.0, -1.0])
     gradient = gradient_of(objective, tokens, kernels)
     assert gradient.loss_T.tolist() == pytest.approx([-1e8, 1e-8], rel=1e-6)
@@ -157,7 +157,7 @@ def test_infinite_bounds_clip_nothing(kernels: Kernels) -> None:
             {"objective": "clip", "fixed": {"low": 0.8, "high": 1.28}},
             0.8,
             1.28,
-            {"bapo/clip_low": 0.8, "bapo/clip_high": 1.28},
+            {"clip/low": 0.8, "clip/high": 1.28},
         ),
         ({"objective": "none"}, 0.0, math.inf, {}),
     ],

@@ -13,16 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from bapo_megatron.algorithm.histograms import BIN_WIDTH, HighEntropy
-from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
-from bapo_megatron.config.schema import AlgorithmConfig
-from tests.algorithm.batches import random_batch
+from bapo_megatron.algorithm.objectives.histograms import BIN_WIDTH, HighEntropy
+from tests.algorithm.batches import make_objective, random_batch
 from tests.fakes.given_tokens import make_tokens
-
-
-def made(**algorithm: Any) -> Objective:
-    return load_objective(AlgorithmConfig.model_validate(algorithm)).objective
 
 
 def tokens_of(x: Any, advantage: Any) -> TokenBatch:
@@ -60,7 +54,8 @@ def test_the_threshold_of_m2po_is_within_a_bin_of_the_sorted_one(
     x, advantage = 0.8 * rng.standard_t(3, num_tokens), rng.normal(size=num_tokens)
     outward = np.abs(x[x * advantage > 0])
     low, high, moment, is_bounded = decided(
-        made(objective="m2po", m2po={**M2PO["m2po"], "budget": budget}), tokens_of(x, advantage)
+        make_objective(objective="m2po", m2po={**M2PO["m2po"], "budget": budget}),
+        tokens_of(x, advantage),
     )
     assert is_bounded == 1
     assert moment == pytest.approx(np.mean(outward**2), rel=1e-6)
@@ -75,15 +70,15 @@ def test_bounds_of_m2po_by_hand() -> None:
     # Outward: 1.5 and 0.5 (A > 0), −1 (A < 0). (0.25 + 2τ²)/3 = 0.5 at τ² = 0.625, τ = 0.79057:
     # the lower edge of its bin is 809/1024.
     x, advantage = [1.5, 0.5, -1.0, 3.0, -3.0], [1.0, 2.0, -1.0, -1.0, 1.0]
-    objective = made(objective="m2po", m2po={"budget": 0.5})
+    objective = make_objective(objective="m2po", m2po={"budget": 0.5})
     low, high, moment, is_bounded = decided(objective, tokens_of(x, advantage))
     assert (low, high) == pytest.approx((math.exp(-809 / 1024), math.exp(809 / 1024)), rel=1e-12)
     assert (moment, is_bounded) == (pytest.approx(3.5 / 3, rel=1e-6), 1)
     assert objective.report_decision([low, high, moment, is_bounded]) == {
         "m2po/second_moment": moment,
         "m2po/bounded_share": 1,
-        "bapo/clip_low": low,
-        "bapo/clip_high": high,
+        "clip/low": low,
+        "clip/high": high,
     }
 
 
@@ -101,12 +96,12 @@ def test_bounds_of_m2po_by_hand() -> None:
 def test_few_tokens_have_defined_bounds_in_m2po(
     x: list[float], advantage: list[float], low: float, high: float, moment: float
 ) -> None:
-    objective = made(objective="m2po")
+    objective = make_objective(objective="m2po")
     tokens = tokens_of(x, advantage)
     decision = decided(objective, tokens)
     assert decision[:2] == [low, high]
     assert decision[2] == pytest.approx(moment, abs=1e-6)
-    assert ("bapo/clip_high" in objective.report_decision(decision)) == (high < math.inf)
+    assert ("clip/high" in objective.report_decision(decision)) == (high < math.inf)
     loss_T = objective.loss(replace(tokens, decision=torch.tensor(decision, dtype=torch.float64)))
     assert bool(torch.isfinite(loss_T).all())
 
@@ -121,7 +116,7 @@ def test_the_entropy_threshold_is_the_bin_of_the_sorted_one(seed: int, share: fl
         mask_T=batch["mask_T"].double(),
         entropy_T=entropy_T,
     )
-    objective = made(objective="none", entropy_share=share)
+    objective = make_objective(objective="none", entropy_share=share)
     first, kept_share = decided(objective, tokens)
     counted = np.sort(entropy_T[batch["mask_T"] > 0].numpy())[::-1]
     kth = counted[math.ceil(share * len(counted)) - 1]
@@ -134,19 +129,19 @@ def test_the_entropy_threshold_is_the_bin_of_the_sorted_one(seed: int, share: fl
 
 
 def test_equal_entropies_are_all_kept_and_no_tokens_keep_none() -> None:
-    objective = made(objective="none", entropy_share=0.2)
+    objective = make_objective(objective="none", entropy_share=0.2)
     x_T = torch.zeros(5, dtype=torch.float64)
     equal = make_tokens(x_T, x_T, x_T + 1, entropy_T=x_T + 0.7)
     assert decided(objective, equal) == [716.0, 1.0]  # ⌊0.7 · 1024⌋
     masked = replace(equal, mask=x_T)
     assert decided(objective, masked)[1] == 0.0
-    assert not isinstance(made(objective="none", entropy_share=1.0), HighEntropy)
+    assert not isinstance(make_objective(objective="none", entropy_share=1.0), HighEntropy)
 
 
 def test_entropies_by_hand() -> None:
     entropy_T = torch.tensor([0.1, 0.5, 20.0, 1.5, 0.0], dtype=torch.float64)
     tokens = make_tokens(entropy_T * 0, entropy_T * 0, entropy_T * 0 + 1, entropy_T=entropy_T)
-    objective = made(objective="none", entropy_share=0.4)
+    objective = make_objective(objective="none", entropy_share=0.4)
     decision = objective.decide(objective.statistics(tokens))
     selected_T = objective.select(replace(tokens, decision=decision))
     assert selected_T.tolist() == [False, False, True, True, False]
@@ -159,7 +154,7 @@ def test_what_an_update_decides_follows_from_all_tokens() -> None:
     names = ("logprob_T", "behaviour_logprob_T", "advantage_T", "mask_T", "entropy_T")
     tokens = make_tokens(*(batch[name] for name in names))
     for algorithm in ({"objective": "bapo"}, {"objective": "m2po"}):
-        alone, among = made(**algorithm), made(**algorithm, entropy_share=0.2)
+        alone, among = make_objective(**algorithm), make_objective(**algorithm, entropy_share=0.2)
         expected = alone.decide(alone.statistics(tokens))
         decision = among.decide(among.statistics(tokens))
         assert torch.equal(decision[2:], expected)

@@ -1,18 +1,32 @@
-"""Token weights by hand, and the loss over any split into micro-batches.
+"""Token weights, corrections and sums by hand and in float64, and the loss over any split.
 
-Shape legend: T = response tokens, R = responses.
+Shape legend: T = response tokens, R = responses, B = samples.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.loss import token_weights
+from bapo_megatron.algorithm.loss import (
+    LOG_RATIO_LIMIT,
+    RESPONSE_UNIT,
+    add_over_responses,
+    first_nonfinite,
+    is_finite,
+    limit_weights,
+    log_weights,
+    response_sums,
+    token_weights,
+)
+from bapo_megatron.algorithm.objective import LOG_RATIO_LIMIT as OBJECTIVE_LIMIT
+from bapo_megatron.config.schema import CorrectionConfig
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.runtime.distributed import ProcessGroups
 from tests.algorithm.batches import CLIP, DUAL_CLIP, random_batch
@@ -106,3 +120,148 @@ def test_sequence_mean_equals_the_mean_of_response_means() -> None:
         for r in (0, 2, 3, 4)
     ]
     assert (weight_T * value_T).sum().item() == pytest.approx(sum(means) / 4, rel=1e-6)
+
+
+def _tokens(num_tokens: int = 400, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rollout_T = -3 * torch.rand(num_tokens, generator=generator)
+    return {
+        "recomputed_T": rollout_T + 0.6 * torch.randn(num_tokens, generator=generator),
+        "rollout_T": rollout_T,
+        "mask_T": (torch.rand(num_tokens, generator=generator) < 0.8).float(),
+        "sample_T": torch.sort(torch.randint(9, (num_tokens,), generator=generator)).values,
+    }
+
+
+def _oracle(tokens: dict[str, Tensor], config: CorrectionConfig) -> np.ndarray:
+    """The factor of every token with mask 1, by the definition, in float64."""
+    recomputed, rollout = (tokens[n].double().numpy() for n in ("recomputed_T", "rollout_T"))
+    mask, sample = tokens["mask_T"].numpy(), tokens["sample_T"].numpy()
+    log_w = np.clip(recomputed - rollout, -20, 20)
+    if config.kind == "sequence":
+        sums = {b: log_w[(sample == b) & (mask == 1)].sum() for b in set(sample.tolist())}
+        log_w = np.clip([sums[b] for b in sample.tolist()], -20, 20)
+    w = np.exp(log_w)
+    if config.kind == "icepop":
+        return np.where((w < config.low) | (w > config.high), 0.0, w)
+    return np.minimum(w, config.cap)
+
+
+def _computed(
+    tokens: dict[str, Tensor], config: CorrectionConfig, order: Tensor, num_parts: int
+) -> Tensor:
+    """The same by the package, over tokens in ``order`` in so many parts."""
+    log_weight_T = log_weights(tokens["recomputed_T"], tokens["rollout_T"], tokens["mask_T"])
+    if config.kind == "sequence":
+        sum_B = torch.zeros(9, dtype=torch.int64)
+        for part in order.chunk(num_parts):
+            add_over_responses(sum_B, log_weight_T[part], tokens["sample_T"][part])
+        log_weight_T = (
+            response_sums(sum_B, tokens["sample_T"])
+            .clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            .float()
+        )
+    return limit_weights(log_weight_T.exp(), config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CorrectionConfig(kind="token", cap=1.3),
+        CorrectionConfig(kind="sequence", cap=2.0),
+        CorrectionConfig(kind="sequence", cap=1e9),
+        CorrectionConfig(kind="icepop", low=0.7, high=1.5),
+    ],
+    ids=lambda config: f"{config.kind} {config.cap:g}",
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_equal_their_definition_in_float64(config: CorrectionConfig, seed: int) -> None:
+    tokens = _tokens(seed=seed)
+    factor_T = _computed(tokens, config, torch.arange(400), 1)
+    trains_T = tokens["mask_T"].bool().numpy()
+    expected_T = _oracle(tokens, config)
+    assert factor_T.numpy()[trains_T] == pytest.approx(expected_T[trains_T], rel=2e-6)
+    limited = {round(float(x), 6) for x in factor_T[trains_T]}
+    assert len(limited) > 1
+
+
+def test_tokens_by_hand() -> None:
+    recomputed_T = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5]))
+    rollout_T = torch.log(torch.tensor([0.5, 0.125, 0.8, 1.0]))
+    weight_T = log_weights(recomputed_T, rollout_T, torch.ones(4)).exp()
+    assert weight_T.tolist() == pytest.approx([1.0, 4.0, 0.625, 0.5])
+    capped_T = limit_weights(weight_T, CorrectionConfig(kind="token", cap=2.0))
+    assert capped_T.tolist() == pytest.approx([1.0, 2.0, 0.625, 0.5])
+    kept_T = limit_weights(weight_T, CorrectionConfig(kind="icepop", low=0.6, high=3.0))
+    assert kept_T.tolist() == pytest.approx([1.0, 0.0, 0.625, 0.0])
+
+
+def test_limits_of_icepop_belong_to_what_is_kept() -> None:
+    weight_T = torch.tensor([0.5, 5.0, 0.4999, 5.001])
+    config = CorrectionConfig(kind="icepop", low=0.5, high=5.0)
+    assert limit_weights(weight_T, config).tolist() == [0.5, 5.0, 0.0, 0.0]
+
+
+def test_the_weight_of_a_response_is_the_product_over_its_tokens_that_train() -> None:
+    log_weight_T = log_weights(
+        torch.log(torch.tensor([0.5, 0.5, 0.5, 0.9])),
+        torch.log(torch.tensor([0.25, 1.0, 0.1, 0.3])),
+        torch.tensor([1.0, 1.0, 0.0, 1.0]),
+    )
+    sample_T = torch.tensor([2, 2, 2, 0])
+    sum_B = torch.zeros(3, dtype=torch.int64)
+    add_over_responses(sum_B, log_weight_T, sample_T)
+    weight_T = response_sums(sum_B, sample_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).float().exp()
+    assert weight_T.tolist() == pytest.approx([1.0, 1.0, 1.0, 3.0], rel=1e-6)
+
+
+def test_sequence_weights_have_the_same_bits_for_any_order_and_split() -> None:
+    tokens = _tokens(seed=5)
+    config = CorrectionConfig(kind="sequence", cap=1e9)
+    expected_T = _computed(tokens, config, torch.arange(400), 1)
+    generator = torch.Generator().manual_seed(1)
+    for num_parts in (2, 7, 400):
+        order = torch.randperm(400, generator=generator)
+        assert _computed(tokens, config, order, num_parts).equal(expected_T)
+
+
+def test_logs_are_clamped_and_sums_do_not_overflow() -> None:
+    assert OBJECTIVE_LIMIT == LOG_RATIO_LIMIT
+    num_tokens = 1 << 20
+    log_weight_T = log_weights(
+        torch.zeros(num_tokens), torch.full((num_tokens,), -1e30), torch.ones(num_tokens)
+    )
+    assert log_weight_T[0] == 20.0
+    sum_B = torch.zeros(1, dtype=torch.int64)
+    add_over_responses(sum_B, log_weight_T, torch.zeros(num_tokens, dtype=torch.int64))
+    assert sum_B.tolist() == [num_tokens * 20 * round(1 / RESPONSE_UNIT)]
+    sum_T = response_sums(sum_B, torch.tensor([0])).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    assert sum_T.tolist() == [20.0]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_tokens_without_a_finite_log_prob_have_no_part_in_a_response(broken: float) -> None:
+    log_weight_T = log_weights(
+        torch.tensor([-1.0, -1.0]), torch.tensor([broken, -2.0]), torch.ones(2)
+    )
+    assert log_weight_T.tolist() == [0.0, 1.0]
+
+
+def test_nan_and_infinity_are_not_finite() -> None:
+    values = torch.tensor([0.0, -3e38, math.nan, math.inf, -math.inf, 1e-45])
+    assert is_finite(values).tolist() == [True, True, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("values", "mask", "index"),
+    [
+        ([1.0, math.nan, math.inf], [1, 1, 1], 1),
+        ([1.0, math.nan, -math.inf], [1, 0, 1], 2),
+        ([1.0, math.nan], [1, 0], None),
+        ([], [], None),
+    ],
+)
+def test_the_first_nonfinite_value_under_mask_one_is_found(
+    values: list[float], mask: list[float], index: int | None
+) -> None:
+    assert first_nonfinite(torch.tensor(values), torch.tensor(mask)) == index

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.bapo import Bapo
-from bapo_megatron.algorithm.load_objective import load_objective
+from bapo_megatron.algorithm.objectives.bapo import Bapo, BapoConfig
 from bapo_megatron.algorithm.prediction import Predictor
-from bapo_megatron.algorithm.user_code import UserCodeError
-from bapo_megatron.config.objectives import BapoConfig
-from bapo_megatron.config.schema import AlgorithmConfig
 from tests.fakes.given_tokens import make_tokens
 
 
@@ -57,7 +51,7 @@ def test_newer_updates_count_more() -> None:
 
 @pytest.mark.parametrize(("positive", "negative"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
 def test_an_update_without_one_sign_is_predicted_right(positive: float, negative: float) -> None:
-    bapo = Bapo(BapoConfig.model_validate({}), None)
+    bapo = Bapo(BapoConfig(), None)
     predictor = Predictor(bapo)
     predictor.learn(_statistics(bapo, 1.3, 2.0, 1.0))
     prediction = predictor.predict(_statistics(bapo, 1.0, positive, negative))
@@ -65,7 +59,7 @@ def test_an_update_without_one_sign_is_predicted_right(positive: float, negative
 
 
 def test_a_sign_that_recent_updates_lacked_has_a_ratio_of_1() -> None:
-    bapo = Bapo(BapoConfig.model_validate({}), None)
+    bapo = Bapo(BapoConfig(), None)
     predictor = Predictor(bapo)
     predictor.learn(_statistics(bapo, 1.3, 0.0, 1.0))
     prediction = predictor.predict(_statistics(bapo, 1.0, 1.0, 1.0))
@@ -85,7 +79,7 @@ def test_a_rescaled_table_has_the_ratios_of_one_and_the_weights_of_the_other() -
 
 
 def test_misses_are_those_of_decisive_entries() -> None:
-    bapo = Bapo(BapoConfig.model_validate({}), None)
+    bapo = Bapo(BapoConfig(), None)
     decision = bapo.decide(_statistics(bapo, 1.0, 1.0, 1.0))
     prediction = Predictor(bapo).predict(_statistics(bapo, 1.0, 1.0, 1.0))
     other = decision.clone()
@@ -93,43 +87,3 @@ def test_misses_are_those_of_decisive_entries() -> None:
     assert not prediction.misses(other)
     other[1] += 0.05
     assert prediction.misses(other)
-
-
-def _load(name: str, **options: Any) -> Any:
-    settings = {"objective": f"{__name__}:{name}", "objective_options": options}
-    return load_objective(AlgorithmConfig.model_validate(settings))
-
-
-class Narrow(Bapo):
-    """Declares fewer entries than it reads."""
-
-    def __init__(self, decisive: Any = slice(0, 1), speculate: Any = "auto") -> None:
-        super().__init__(BapoConfig.model_validate({}), None)
-        self.decisive, self.speculate = decisive, speculate
-
-
-class Selecting(Narrow):
-    """Leaves tokens out."""
-
-    selects_tokens = True
-
-
-def test_an_own_objective_takes_part_by_a_declaration() -> None:
-    assert _load("Narrow", decisive=slice(0, 2)).objective.decisive == slice(0, 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "problem"),
-    [
-        ("Narrow", {}, "declares decisive = slice(0, 1, None), but its loss changes"),
-        ("Narrow", {"decisive": 2}, "declares decisive = 2; declare a slice"),
-        ("Narrow", {"speculate": "often"}, "declares speculate = 'often'; choose auto, never"),
-        ("Selecting", {}, "declares decisive with needs = 'update' and selects tokens"),
-    ],
-)
-def test_a_wrong_declaration_is_refused_before_the_run(
-    name: str, options: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(UserCodeError) as raised:
-        _load(name, **options)
-    assert problem in str(raised.value)

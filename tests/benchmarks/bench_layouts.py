@@ -17,7 +17,7 @@ from tests.trainer.layout_ranks import CASES, Case, Outcome, train_in, with_refe
 
 STEPS = 10
 COMPARED = {"loss": "loss/policy", "gradient norm": "policy/grad_norm"}
-BOUNDS = ("bapo/clip_low", "bapo/clip_high")
+BOUNDS = ("clip/low", "clip/high")
 
 
 def measure(root: Path) -> list[dict[str, Any]]:

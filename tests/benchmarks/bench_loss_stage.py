@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.bapo import Bapo
+from bapo_megatron.algorithm.objectives.bapo import Bapo
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.runtime.distributed import ProcessGroups
 from tests.benchmarks.bench_logprob import by_log_softmax, by_logsumexp

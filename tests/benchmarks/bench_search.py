@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bapo_megatron.config.objectives import BapoConfig
+from bapo_megatron.algorithm.objectives.bapo import BapoConfig
 from bapo_megatron.ops.backend import select_kernels
-from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES, BoundSearch
+from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES
 from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish
 from tests.benchmarks.stage import Stage, make_stage
 from tests.fakes.given_tokens import one_rank
@@ -42,7 +42,7 @@ def measure(stage: Stage, rounds: int) -> list[Section]:
     """Time search and stage; both searches walk their whole path, the worst case of the loop."""
     config = BapoConfig.model_validate({"preset": "recipe", "target": 255.0})
     kernels = select_kernels("auto", stage.device)
-    search = BoundSearch(config, kernels=kernels)
+    search = config.search(kernels=kernels)
     tokens = (stage.logprob_T, stage.behaviour_T, stage.advantage_T, stage.mask_T)
     path = path_of(search.grid)
 
@@ -52,7 +52,7 @@ def measure(stage: Stage, rounds: int) -> list[Section]:
     found = dict(zip(BOUNDS_FIELDS, ours().tolist(), strict=True))
     assert EXIT_NAMES[int(found["exit"])] == "exhausted"
     assert (found["low"], found["high"]) == recipe_loop(tokens, path, config.target) == path[-1]
-    paper = BoundSearch(BapoConfig.model_validate({}), kernels=kernels)
+    paper = BapoConfig().search(kernels=kernels)
     paper_path = path_of(paper.grid)
 
     def ours_paper() -> Tensor:

@@ -17,10 +17,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.bapo import Bapo
+from bapo_megatron.algorithm.objectives.bapo import Bapo, BapoConfig
 from bapo_megatron.algorithm.prediction import Predictor
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.telemetry.sinks import read_metrics
@@ -273,7 +272,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="where the runs are kept, to be used again")
     parser.add_argument("--out", type=Path, required=True, help="writes OUT.md, .json and .png")
     options = parser.parse_args()
-    where, bapo = machine(torch.device("cpu")), Bapo(BapoConfig.model_validate({}), None)
+    where, bapo = machine(torch.device("cpu")), Bapo(BapoConfig(), None)
     data_dir = options.data_dir.resolve()
     cells: dict[str, dict[str, Any]] = {rate: {} for rate in RATES}
     with tempfile.TemporaryDirectory() as scratch:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bapo_megatron.config.objectives import OBJECTIVES
+from bapo_megatron.config.schema import OBJECTIVES
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.benchmarks.harness import heading, machine, write_report
 from tests.benchmarks.variants import train_variants

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bapo_megatron.algorithm.bapo import Bapo
-from bapo_megatron.config.objectives import BapoConfig
+from bapo_megatron.algorithm.objectives.bapo import Bapo, BapoConfig
 from tests.benchmarks import bench_speculation as bench
 from tests.benchmarks.main_call import run_main
 
@@ -37,7 +36,7 @@ def _updates(bapo: Bapo, noise: float) -> bench.History:
 
 
 def test_predictions_are_right_where_nothing_moved_and_cost_passes_where_they_are_not() -> None:
-    bapo = Bapo(BapoConfig.model_validate({}), None)
+    bapo = Bapo(BapoConfig(), None)
     still = bench.score(_updates(bapo, 0.0), bapo, steps=20)
     assert still["hit_share"][NO_NEWS] == still["hit_share"][bench.SHIPPED] == 1.0
     # The first updates, in which `auto` relies on nothing, are not among the last 20.

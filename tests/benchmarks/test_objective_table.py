@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.objectives import ADVANTAGES, OBJECTIVES
+from bapo_megatron.config.schema import ADVANTAGES, OBJECTIVES
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.benchmarks import variants
 from tests.benchmarks.objective_table import ARMS, Trained, markdown, read_run

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from bapo_megatron.algorithm.objectives.bapo import BapoConfig
 from bapo_megatron.commands.bounds import bounds_from_file, print_search, to_json_dict
-from bapo_megatron.config.objectives import BapoConfig
 
 CONFIG = BapoConfig.model_validate(
     {

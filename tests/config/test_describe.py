@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -11,260 +13,164 @@ from tests.config.files import error_of, write
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "meant"),
     [
-        (
-            "rollout: {temprature: 1}",
-            "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?",
-        ),
-        ("temperature: 1", "unknown key 'temperature'; did you mean 'rollout.temperature'?"),
-        (
-            "model: {zzz: 1}",
-            "unknown key 'model.zzz'; its section's keys: bapo-megatron config --key model",
-        ),
-        (
-            "eval: {sets: [{zzz: 1}]}",
-            "unknown key 'eval.sets[0].zzz'; its section's keys: bapo-megatron config --key "
-            "eval.sets",
-        ),
-        ("zzz: 1", "unknown key 'zzz'; its section's keys: bapo-megatron config"),
-        ("rollout: {lrr: 1}", "unknown key 'rollout.lrr'; did you mean 'optimizer.lr'?"),
-        ("rollout: {n: 8}", "unknown key 'rollout.n'; did you mean 'rollout.samples_per_group'?"),
-        (
-            "reward: {functions: [{name: judge, url: 'http://judge:80x/grade'}]}",
-            "'reward.functions[0].url' must be http://host… or https://host…, got "
-            "'http://judge:80x/grade'; correct it",
-        ),
-        (
-            "run_dir: ''",
-            "'run_dir' must be a directory, got ''; name one (is a variable not set?)",
-        ),
-        (
-            "eval: {sets: [{pth: x}]}",
-            "unknown key 'eval.sets[0].pth'; did you mean 'eval.sets[0].path'?",
-        ),
-        (
-            "eval: {sets: [{name: x}]}",
-            "'eval.sets[0]' must have path or hub, got neither; set one of them",
-        ),
-        (
-            "data: {train: {path: x.jsonl, hub: a/b}}",
-            "'data.train' must have path or hub, got 'x.jsonl' and 'a/b'; set the other one to "
-            "nothing (path: null, or hub: '')",
-        ),
-        (
-            "data: {train: [{path: x.jsonl}, {hub: a/b}]}",
-            "'data.train[1]' must have a split with hub = 'a/b', got none; set split, such as "
-            "train",
-        ),
-        (
-            "data: {train: [{path: x.jsonl, wieght: 2}]}",
-            "unknown key 'data.train[0].wieght'; did you mean 'data.train[0].weight'?",
-        ),
-        (
-            "data: {train: [{path: x.jsonl, weight: 0}]}",
-            "'data.train[0].weight' must be greater than 0, got 0; its default is 1.0",
-        ),
-        (
-            "data: {train: [{path: 'part-*.jsonl'}]}",
-            "'data.train[0]' must have a name, since path = 'part-*.jsonl' matches several files; "
-            "set name",
-        ),
+        ("rollout: {temprature: 1}", "rollout.temperature"),
+        ("temperature: 1", "rollout.temperature"),
+        ("rollout: {lrr: 1}", "optimizer.lr"),
+        ("rollout: {n: 8}", "rollout.samples_per_group"),
+        ("algorithm: {clip: fixed}", "algorithm.objective"),
+        ("eval: {sets: [{pth: x}]}", "eval.sets[0].path"),
+        ("data: {train: [{path: x.jsonl, wieght: 2}]}", "data.train[0].weight"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_one_that_was_meant(folder, text, meant):
+    path = write(folder, f"inherit: base.yaml\n{text}\n")
+    assert re.fullmatch(
+        rf"configs/a.yaml: unknown key '.*'; did you mean '{re.escape(meant)}'\?", error_of(path)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "section"),
+    [
+        ("model: {zzz: 1}", "model.zzz", " --key model"),
+        ("eval: {sets: [{zzz: 1}]}", "eval.sets[0].zzz", " --key eval.sets"),
+        ("zzz: 1", "zzz", ""),
+    ],
+)
+def test_an_unknown_key_that_resembles_none_is_referred_to_the_list(folder, text, key, section):
+    path = write(folder, f"inherit: base.yaml\n{text}\n")
+    where = f"its section's keys: bapo-megatron config{section}"
+    assert error_of(path) == f"configs/a.yaml: unknown key '{key}'; {where}"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "words"),
+    [
+        ("reward: {functions: [{name: j, url: 'http://j:80x'}]}", "reward.functions[0].url", ""),
+        ("run_dir: ''", "run_dir", "must be a path"),
+        ("eval: {sets: [{name: x}]}", "eval.sets[0]", "path or hub, got neither"),
+        ("data: {train: {path: x.jsonl, hub: a/b}}", "data.train", "/x.jsonl and a/b"),
+        ("data: {train: [{path: x.jsonl}, {hub: a/b}]}", "data.train[1]", "must have split"),
+        ("data: {train: {path: x.jsonl, split: train}}", "data.train", "with hub only"),
+        ("data: {train: [{path: x.jsonl, weight: 0}]}", "data.train[0].weight", "greater than 0"),
+        ("data: {train: [{path: 'part-*.jsonl'}]}", "data.train[0]", "must have a name"),
         (
             "data: {train: {path: x.jsonl, row_format: math, prompt_column: q}}",
-            "'data.train' must have prompt_column and answer_column only with row_format auto or "
-            "columns, got them with math; leave out one or the other",
+            "data.train.row_format",
+            "auto or columns",
         ),
-        (
-            "data: {train: {path: x.jsonl, split: train}}",
-            "'data.train' must have subset and split only with hub, got 'train' with path; leave "
-            "them out",
-        ),
-        (
-            "data: {train: x.jsonl}",
-            "'data.train' must be a section of keys, got 'x.jsonl'; indent its keys below it, or "
-            "leave it out",
-        ),
-        (
-            "train: {steps: many}",
-            "'train.steps' must be an integer, got 'many'; its default is 100",
-        ),
-        (
-            "train: {steps: '100'}",
-            "'train.steps' must be an integer, got '100'; its default is 100",
-        ),
-        ("train: {steps: true}", "'train.steps' must be an integer, got true; its default is 100"),
-        (
-            "train: {steps: 0}",
-            "'train.steps' must be greater than or equal to 1, got 0; its default is 100",
-        ),
-        (
-            "optimizer: {lr: .nan}",
-            "'optimizer.lr' must be a finite number, got NaN; its default is 1e-06",
-        ),
-        ("name: 5", "'name' must be a string, got 5; quote it to make it a text"),
-        ("name: a b", "'name' must match pattern '^[A-Za-z0-9._-]+$', got 'a b'; correct it"),
-        (
-            "algorithm: {objective: bapoo}",
-            "'algorithm.objective' must be bapo, clip, none, reinforce, cispo, sapo, ce_gppo, "
-            "aspo, topr, dppo_tv, dcpo, gspo, gmpo, opsm, m2po or package.module:name, got "
-            "'bapoo'; the loss of GRPO is clip",
-        ),
-        (
-            "algorithm: {loss_aggregation: mean}",
-            "'algorithm.loss_aggregation' must be 'token_mean', 'sequence_mean' or "
-            "'token_sum_norm', got 'mean'; its default is token_mean",
-        ),
-        ("rollout: {servers: x}", "'rollout.servers' must be a list, got 'x'; its default is []"),
-        (
-            "rollout:",
-            "'rollout' must be a section of keys, got null; indent its keys below it, or leave "
-            "it out",
-        ),
-        (
-            "rollout: {top_p: 0.9}",
-            "'rollout.top_p' must be 1.0 for training, got 0.9: the engine's log-probs ignore this "
-            "filter, so ratios would be biased; set top_p: 1.0",
-        ),
-        (
-            "rollout: {fixed_lag: 2, partial: false}",
-            "'rollout.partial' must be true with fixed_lag: 2, got false: responses must be kept "
-            "for later steps; set partial: true, or leave fixed_lag out",
-        ),
+        ("data: {train: x.jsonl}", "data.train", "a section of keys, got 'x.jsonl'; indent"),
+        ("train: {steps: many}", "train.steps", "an integer, got 'many'; its default is 100"),
+        ("train: {steps: '100'}", "train.steps", "an integer, got '100'"),
+        ("train: {steps: true}", "train.steps", "an integer, got true"),
+        ("train: {steps: 0}", "train.steps", "greater than or equal to 1"),
+        ("optimizer: {lr: .nan}", "optimizer.lr", "a finite number, got NaN"),
+        ("name: 5", "name", "a string, got 5; quote it"),
+        ("name: a b", "name", "must match pattern"),
+        ("algorithm: {objective: bapoo}", "algorithm.objective", "the loss of GRPO is clip"),
+        ("algorithm: {loss_aggregation: mean}", "algorithm.loss_aggregation", "'sequence_mean' or"),
+        ("rollout: {servers: x}", "rollout.servers", "a list, got 'x'; its default is []"),
+        ("rollout:", "rollout", "a section of keys, got null"),
+        ("rollout: {fixed_lag: 2, partial: false}", "rollout.partial", "true with fixed_lag"),
         *(
-            (
-                f"rollout: {{fixed_lag: 2, {name}: {value}}}",
-                f"'rollout.{key}' must be left out with fixed_lag: 2, got {got}: each step's "
-                "groups, and no others, are completed by the weights of one push, beside the "
-                f"training; leave {key} or fixed_lag out",
-            )
-            for name, value, key, got in (
-                ("async_steps", "1", "async_steps", "1"),
-                ("oversample_groups", "3", "oversample_groups", "3"),
-                ("tokens_per_step", "99", "tokens_per_step", "99"),
-                ("dynamic_sampling", "{enabled: true}", "dynamic_sampling.enabled", "true"),
-                ("colocated", "true", "colocated", "true"),
+            (f"rollout: {{fixed_lag: 2, {name}: {value}}}", f"rollout.{key}", "with fixed_lag: 2")
+            for name, value, key in (
+                ("async_steps", "1", "async_steps"),
+                ("oversample_groups", "3", "oversample_groups"),
+                ("tokens_per_step", "99", "tokens_per_step"),
+                ("dynamic_sampling", "{enabled: true}", "dynamic_sampling.enabled"),
+                ("colocated", "true", "colocated"),
             )
         ),
         *(
-            (
-                f"rollout: {{partial_tokens: 99, {name}: 2}}",
-                f"'rollout.{name}' must be left out with partial_tokens: 99, got 2: a round draws "
-                "groups_per_step prompts and lasts until every response has ended or has got its "
-                f"tokens, and nothing is sampled beside the training; leave {name} or "
-                "partial_tokens out",
-            )
+            (f"rollout: {{partial_tokens: 99, {name}: 2}}", f"rollout.{name}", "partial_tokens: 99")
             for name in ("async_steps", "fixed_lag", "oversample_groups", "tokens_per_step")
+        ),
+        *(
+            (f"rollout: {{colocated: true, {name}: {value}}}", f"rollout.{name}", "with colocated")
+            for name, value in (
+                *(("async_steps", "1"), ("servers", "['http://a:1']"), ("servers_file", "x")),
+                ("min_servers", "1"),
+            )
+        ),
+        (
+            "rollout: {servers: ['http://a:1'], servers_file: x}",
+            "rollout.servers_file",
+            "with servers",
         ),
         (
             "rollout: {partial_tokens: 99, max_response_tokens: 99}",
-            "'rollout.partial_tokens' must be below max_response_tokens: 99, got 99: no response "
-            "would ever rest; lower it, or leave partial_tokens out",
+            "rollout.partial_tokens",
+            "must be below max_response_tokens: 99",
         ),
+        ("rollout: {engine: vllm}", "rollout.engine", "sglang, local or package.module:Class"),
+        ("algorithm: {bapo: {lower: {start: 0.1}}}", "algorithm.bapo", "got 0.1, 0.9,"),
+        ("algorithm: {bapo: {upper: {max: 256}}}", "algorithm.bapo", "1.2, 256.0;"),
+        ("algorithm: {bapo: 5}", "algorithm.bapo", "a section of keys, got 5"),
+        ("algorithm: {bapo: {upper: {step: 0.001}}}", "algorithm.bapo.upper.step", "got 1801"),
+        ("algorithm: {bapo: {measure: ratio, target: 256}}", "algorithm.bapo.target", "below 256"),
         (
-            "rollout: {partial_tokens: 99, partial: false}",
-            "'rollout.partial' must be true with partial_tokens: 99, got false: responses must be "
-            "kept for later steps; set partial: true, or leave partial_tokens out",
+            "algorithm: {bapo: {speculate: always, scope: micro_batch}}",
+            "algorithm.bapo.speculate",
+            "with scope: micro_batch",
         ),
+        ("algorithm: {dual_clip: 1.00000001}", "algorithm.dual_clip", "its default is null"),
         (
-            "rollout: {engine: vllm}",
-            "'rollout.engine' must be sglang, local or package.module:Class, got 'vllm'; "
-            "correct it",
-        ),
-        (
-            "algorithm: {bapo: {lower: {start: 0.1}}}",
-            "'algorithm.bapo' needs 0.5 <= lower.start <= lower.max <= 1, got 0.1 and 0.9; "
-            "correct it",
-        ),
-        (
-            "algorithm: {bapo: {upper: {max: 256}}}",
-            "'algorithm.bapo' needs 1 <= upper.start <= upper.max < 256, got 1.2 and 256.0; "
-            "correct it",
-        ),
-        (
-            "algorithm: {bapo: 5}",
-            "'algorithm.bapo' must be a section of keys, got 5; indent its keys below it, or leave "
-            "it out",
-        ),
-        (
-            "algorithm: bapo",
-            "'algorithm' must be a section of keys, got 'bapo'; indent its keys below it, or leave "
-            "it out",
+            "algorithm: {correction: {kind: token}}",
+            "algorithm.behaviour",
+            "with correction.kind: token, got rollout",
         ),
         (
             "rollout: {staleness: {measure: token, action: drop}}",
-            "'rollout.staleness.measure' must be mean or oldest with action: drop, got token: a "
-            "response is dropped or regenerated as a whole; set action: mask, or another measure",
+            "rollout.staleness.measure",
+            "with action: drop",
+        ),
+        ("replay: {dumps: old, batches: 2}", "replay.batches", "must be 0 with dumps"),
+        ("eval: {top_k: 0}", "eval.top_k", "or -1 for all tokens, got 0"),
+        ("eval: {k_values: [2, 2]}", "eval.k_values", "got [2, 2]"),
+        ("parallel: {virtual_pipeline: 2}", "parallel.virtual_pipeline", "needs pipeline > 1"),
+        ("parallel: {sequence: true}", "parallel.sequence", "needs tensor > 1"),
+        (
+            "megatron: {overlap_param_gather: true}",
+            "megatron.overlap_param_gather",
+            "needs distributed_optimizer and overlap_grad_reduce",
         ),
         (
-            "rollout: {colocated: true, async_steps: 1}",
-            "'rollout.async_steps' must be empty with colocated: true, got 1: the servers are the "
-            "trainer's own and idle while it trains; leave async_steps out",
+            "megatron: {optimizer_offload_share: 0.5, distributed_optimizer: false}",
+            "megatron.optimizer_offload_share",
+            "needs distributed_optimizer",
         ),
         (
-            "replay: {dumps: old, batches: 2}",
-            "'replay.batches' must be 0 with dumps, got 2: nothing is generated that could be "
-            "added to; leave one of them out",
+            "megatron: {activation_offload_layers: 2, recompute: full}",
+            "megatron.activation_offload_layers",
+            "does not go with recompute",
         ),
-        (
-            "eval: {top_k: 0}",
-            "'eval.top_k' must be at least 1, or -1 for all tokens, got 0; correct it",
-        ),
-        (
-            "eval: {k_values: [2, 2]}",
-            "'eval.k_values' must be different numbers of samples, from 1 on, got [2, 2]; correct "
-            "the list",
-        ),
-        (
-            "algorithm: {bapo: {upper: {step: 0.001}}}",
-            "'algorithm.bapo' upper has 1801 candidates from 1.2 to 3.0 by 0.001, at most 256 are "
-            "searched; raise upper.step",
-        ),
-        (
-            "algorithm: {bapo: {measure: ratio, target: 256}}",
-            "'algorithm.bapo.target' must be below 256 with measure: ratio, got 256.0; correct it",
-        ),
-        (
-            "algorithm: {dual_clip: 1.00000001}",
-            "'algorithm.dual_clip' must be greater than or equal to 1.0001, got 1.00000001; its "
-            "default is null",
-        ),
-        (
-            "algorithm: {correction: {kind: token}}",
-            "'algorithm.behaviour' must be recomputed with correction.kind: token, got rollout: "
-            "the correction compares the trainer's log-probs with the engine's; set behaviour: "
-            "recomputed, or correction.kind: none",
-        ),
-        (
-            "parallel: {virtual_pipeline: 2}",
-            "'parallel.virtual_pipeline' needs pipeline > 1, got 2 with 1; set it to 1, or raise "
-            "pipeline",
-        ),
-        (
-            "parallel: {sequence: true}",
-            "'parallel.sequence' needs tensor > 1, got 1; set sequence to false, or raise tensor",
-        ),
-        ("run_dir: ${nope}", "Interpolation key 'nope' not found; correct this key"),
-        (
-            "inherit: [base.yaml]",
-            "'inherit' must be one file name, got ['base.yaml']; name one file",
-        ),
+        ("log: {wandb_tags: ['']}", "log.wandb_tags[0]", "at least 1 character"),
+        ('run_dir: "a\\0b"', "run_dir", "NUL"),
+        ("seed: 1e30", "seed", "integer"),
+        (f"seed: {2**53 + 1}", "seed", "less than or equal to 4294967295"),
+        (f"train: {{dump_tokens: {2**53 + 1}}}", "train.dump_tokens", "at most 2^53"),
+        ("reward: {timeout_s: 1.0e+9}", "reward.timeout_s", "at most 1e+08 s"),
+        ("inherit: [base.yaml]", "inherit", "one file name"),
     ],
 )
-def test_an_error_is_one_line_with_place_rule_value_and_remedy(folder, text, message):
+def test_an_error_is_one_line_with_place_rule_value_and_remedy(folder, text, key, words):
     inherit = "" if text.startswith("inherit") else "inherit: base.yaml\n"
-    path = write(folder, f"{inherit}{text}\n")
-
-    assert error_of(path).replace(f"{Path.cwd()}/", "") == f"configs/a.yaml: {message}"
+    message = error_of(write(folder, f"{inherit}{text}\n"))
+    assert message.startswith(f"configs/a.yaml: '{key}' ")
+    assert words in message
+    assert ";" in message
 
 
 def test_a_missing_key_is_named_with_its_meaning(folder):
     path = write(folder, "name: x\nrun_dir: y\n")
 
     assert error_of(path) == "configs/a.yaml: missing key 'model'; add it"
-    assert error_of(path, "model.dtype=float32") == (
-        "configs/a.yaml: missing key 'model.path' "
-        "(Directory of a Hugging Face model (config.json, safetensors, tokenizer).); add it"
+    assert re.fullmatch(
+        r"configs/a.yaml: missing key 'model.path' \(Directory of .*\); add it",
+        error_of(path, "model.dtype=float32"),
     )
 
 
@@ -287,36 +193,23 @@ def test_every_key_is_described():
         "token_mean | sequence_mean | token_sum_norm"
     )
     assert keys["model.path"].default == "required"
-    assert keys["algorithm.bapo.lower.step"].default == "0.02 (preset paper)"
+    assert keys["algorithm.bapo.lower.step"].default == "0.02"
     assert keys["eval.sets[].path"].type == "path | null"
     assert keys["rollout.server.max_total_tokens"].type == "integer | null ≥ 1"
+    assert keys["log.wandb_tags"].type == "list of text"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "rule"),
-    [
-        (
-            ["megatron.overlap_param_gather=true"],
-            "'megatron.overlap_param_gather' needs distributed_optimizer and overlap_grad_reduce",
-        ),
-        (
-            ["megatron.optimizer_offload_share=0.5", "megatron.distributed_optimizer=false"],
-            "'megatron.optimizer_offload_share' needs distributed_optimizer",
-        ),
-        (
-            ["megatron.activation_offload_layers=2", "megatron.recompute=full"],
-            "'megatron.activation_offload_layers' does not go with recompute",
-        ),
-    ],
-)
-def test_what_megatron_cannot_combine_is_refused_before_it_starts(folder, overrides, rule):
-    message = error_of(folder / "base.yaml", *overrides)
-
-    assert rule in message
-
-
-def test_a_run_dir_from_an_unset_variable_is_refused(folder):
-    assert error_of(folder / "base.yaml", "run_dir=") == (
-        "override 'run_dir=': 'run_dir' must be a directory, got ''; name one (is a variable not "
-        "set?)"
+def test_neither_the_configuration_nor_its_commands_import_torch():
+    program = (
+        "import importlib, pkgutil, sys, bapo_megatron.config as package\n"
+        "for module in pkgutil.iter_modules(package.__path__):\n"
+        "    importlib.import_module(f'{package.__name__}.{module.name}')\n"
+        "import bapo_megatron.algorithm.objectives as objectives\n"
+        "assert objectives.NAMED.keys() >= {'bapo', 'clip', 'cispo', 'gspo', 'm2po'}\n"
+        "import bapo_megatron.commands.config\n"
+        "print({'torch', 'transformers', 'megatron'} & set(sys.modules))\n"
     )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n"

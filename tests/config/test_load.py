@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from bapo_megatron.algorithm.objectives.bapo import BapoConfig
 from bapo_megatron.config.load import ConfigError, dump_yaml, load_config, parse_section
-from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.config.schema import RunConfig
 from tests.config.files import BASE, error_of, write
 
@@ -128,65 +129,67 @@ def test_the_layer_that_holds_the_error_is_named(folder):
     write(folder, f"{BASE}seed: -1\n", "base.yaml")
     path = write(folder, "inherit: base.yaml\ntrain: {steps: 5}\n")
 
-    assert error_of(path).startswith("configs/base.yaml: 'seed' must be greater than or equal to 0")
-    assert error_of(path, "seed=0", "train.steps=0") == (
-        "override 'train.steps=0': 'train.steps' must be greater than or equal to 1, got 0; "
-        "its default is 100"
-    )
-    assert error_of(path, "seed=0", "rollout.temprature=0.6") == (
-        "override 'rollout.temprature=0.6': unknown key 'rollout.temprature'; "
-        "did you mean 'rollout.temperature'?"
-    )
+    assert error_of(path).startswith("configs/base.yaml: 'seed' ")
+    for override, key in (("train.steps=0", "train.steps"), ("rollout.n=6", "rollout.n")):
+        message = error_of(path, "seed=0", override)
+        assert re.match(rf"override '{override}': (unknown key )?'{key}'", message)
 
 
 @pytest.mark.parametrize(
     "override", ["seed", "=3", "a b=3", "seed:3", "eval.sets.0.path=x", "--seed=3"]
 )
 def test_an_override_that_is_no_assignment_is_refused(folder, override):
-    assert error_of(folder / "base.yaml", override) == (
-        f"override '{override}': must be dotted.key=value, such as rollout.temperature=0.6; "
-        "correct it"
-    )
+    message = error_of(folder / "base.yaml", override)
+    assert message.startswith(f"override '{override}': must be dotted.key=value")
 
 
-def test_an_override_whose_value_is_no_yaml_is_refused(folder):
-    message = error_of(folder / "base.yaml", "rollout.servers=[a")
-
-    assert message.startswith("override 'rollout.servers=[a': not valid YAML: ")
-    assert message.endswith("; quote the value, or close its brackets")
-
-
-def test_broken_yaml_is_reported_with_its_line(folder):
-    assert error_of(write(folder, "name: x\nrun_dir: b: c\n")) == (
-        "configs/a.yaml:2: not valid YAML: mapping values are not allowed in this context; "
-        "correct this line"
-    )
-    assert error_of(write(folder, "name: x\nseed: 1\nseed: 2\n")) == (
-        "configs/a.yaml:3: not valid YAML: found duplicate key seed; correct this line"
-    )
-    assert error_of(write(folder, "- a\n- b\n")) == (
-        "configs/a.yaml: must be a mapping of keys, got a list; write 'key: value' lines"
-    )
-    assert error_of(write(folder, "5\n")) == (
-        "configs/a.yaml: not a mapping of keys (Invalid loaded object type: int); correct this line"
-    )
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("rollout.servers=[a", "not valid YAML: .*; quote the value, or close its brackets"),
+        (f"seed={'[' * 300}{']' * 300}", "maximum recursion depth"),
+        (f"seed={'[' * 5000}", "not valid YAML: exceeded maximum nesting depth"),
+        (f"seed={'1' * 5000}", "integer string conversion"),
+        ("name=!!binary aGk=", "not JSON serializable"),
+        ("run_dir=", "'run_dir' must be a path"),
+    ],
+)
+def test_an_override_that_cannot_be_read_is_refused(folder, override, problem):
+    message = error_of(folder / "base.yaml", override)
+    assert re.search(problem, message)
+    assert message.startswith("override '")
 
 
-def test_a_missing_file_is_named_and_who_asked_for_it(folder):
-    assert error_of(Path("configs/b.yaml")) == "configs/b.yaml: no such file; check the path"
-    assert error_of(write(folder, "inherit: bse.yaml\n")) == (
-        "configs/a.yaml: inherit: configs/bse.yaml: no such file; check the path"
-    )
-
-
-def test_files_that_inherit_in_a_circle_are_refused(folder):
-    write(folder, "inherit: b.yaml\n")
+@pytest.mark.parametrize(
+    ("text", "place", "problem"),
+    [
+        ("name: x\nrun_dir: b: c\n", ":2", "not valid YAML: mapping values are not allowed"),
+        ("name: x\nseed: 1\nseed: 2\n", ":3", "duplicate key seed"),
+        ("- a\n- b\n", "", "must be a mapping of keys"),
+        ("5\n", "", "Invalid loaded object type: int"),
+        ("a: &a [*a]\n", ":1", "recursive aliases"),
+        (f"a: {'[' * 300}{']' * 300}", "", "maximum recursion depth"),
+        ("run_dir: ${nope}", "", "Interpolation key 'nope' not found"),
+        ("inherit: bse.yaml\n", ": inherit: configs/bse.yaml", "no such file"),
+        ("inherit: b.yaml\n", "", "configs/a.yaml -> configs/b.yaml -> configs/a.yaml"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_its_line(folder, text, place, problem):
     write(folder, "inherit: a.yaml\n", "b.yaml")
+    message = error_of(write(folder, text))
+    assert message.startswith(f"configs/a.yaml{place}: ")
+    assert problem in message
 
-    assert error_of(folder / "a.yaml") == (
-        "configs/a.yaml: inherits from itself "
-        "(configs/a.yaml -> configs/b.yaml -> configs/a.yaml); remove one 'inherit'"
-    )
+
+def test_what_is_no_text_file_is_refused(folder):
+    assert error_of(Path("configs/b.yaml")) == "configs/b.yaml: no such file; check the path"
+    (folder / "c.yaml").write_bytes(b"name: \xff")
+    (folder / "d.yaml").symlink_to("d.yaml")
+    (folder / "e.yaml").mkdir()
+    for name in "cde":
+        message = error_of(Path(f"configs/{name}.yaml"))
+        assert message.startswith(f"configs/{name}.yaml: ")
+        assert message.endswith("; give a readable YAML file")
 
 
 def test_a_file_without_a_name_is_called_a_base(folder):
@@ -204,14 +207,15 @@ def test_a_section_is_parsed_from_options():
 
     assert (config.contribution, config.measure) == ("gradient", "ratio")
     for given, message in (
-        ({"preset": "x"}, "'preset' must be 'paper' or 'recipe', got 'x'; its default is paper"),
-        ({"preset": []}, "'preset' must be 'paper' or 'recipe', got []; its default is paper"),
-        ({"taget": 0.4}, "unknown key 'taget'; did you mean 'target'?"),
-        ({"target": 1.5}, "'target' must be below 1 with measure: share, got 1.5; correct it"),
+        ({"preset": "x"}, "'preset' must be 'paper' or 'recipe', got 'x'"),
+        ({"preset": []}, "'preset' must be 'paper' or 'recipe', got "),
+        ({"taget": 0.4}, "unknown key 'taget'; did you mean 'target'"),
+        ({"other": 1}, "unknown key 'other'; its section's keys: preset, target"),
+        ({"target": 1.5}, "'target' must be below 1 with measure: share, got 1.5"),
+        ({"lower": {"start": 0.1}}, "needs 0.5 <= lower.start"),
     ):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=f"^options: {message}"):
             parse_section(BapoConfig, given, "options")
-        assert str(caught.value) == f"options: {message}"
 
 
 def test_paths_are_absolute_from_the_start_and_a_tilde_is_the_home_directory(tmp_path, monkeypatch):

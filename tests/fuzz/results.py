@@ -127,7 +127,7 @@ def metrics(intact: Path, files: Path, rng: Random) -> Case:
         harm.damaged(path, rng)
     else:
         row = json.loads(lines[0])
-        named = ("step", "reward/mean", "bapo/clip_high")
+        named = ("step", "reward/mean", "clip/high")
         row, _ = harm.poisoned(row, rng, (harm.pick(rng, [name for name in named if name in row]),))
         lines.append(harm.to_json(row))
         path.write_text("\n".join(lines) + "\n")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bapo_megatron.algorithm.bapo import Bapo
+from bapo_megatron.algorithm.objectives.bapo import Bapo
 from bapo_megatron.ops.backend import CompiledKernels
 from tests.benchmarks.stage import make_stage
 from tests.fakes.given_tokens import CONTEXT, one_rank

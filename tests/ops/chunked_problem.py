@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.clip import FixedClip
-from bapo_megatron.algorithm.objective import differentiate
+from bapo_megatron.algorithm.loss import differentiate
+from bapo_megatron.algorithm.objectives.clip import FixedClip
 from bapo_megatron.ops import chunked
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.ops.logprob import (

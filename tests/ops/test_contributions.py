@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.config.objectives import BapoConfig
+from bapo_megatron.algorithm.objectives.bapo import BapoConfig
 from bapo_megatron.ops import extension, reference
 from bapo_megatron.ops.backend import CPU_KERNELS, Kernels
 from bapo_megatron.ops.contributions import (
@@ -52,7 +52,7 @@ def bounds_of(search: BoundSearch, table: Tensor) -> SimpleNamespace:
 
 @both_kernels
 def test_the_bounds_of_a_batch_computed_by_hand(kernels: Kernels) -> None:
-    search = BoundSearch(NARROW, kernels=kernels)
+    search = NARROW.search(kernels=kernels)
     table = filled(search, [2.0, 0.5, 1.0], [1.0, -2.0, 0.0])
     bounds = search.bounds(table)
     assert (bounds.dtype, bounds.shape) == (torch.float64, (len(BOUNDS_FIELDS),))
@@ -71,7 +71,7 @@ def test_the_bounds_of_a_batch_computed_by_hand(kernels: Kernels) -> None:
 
 @both_kernels
 def test_two_ranks_that_sum_their_tables_decide_as_one(kernels: Kernels) -> None:
-    search = BoundSearch(NARROW, kernels=kernels)
+    search = NARROW.search(kernels=kernels)
     whole = filled(search, [2.0, 0.5, 1.1], [1.0, -2.0, -0.25])
     first = filled(search, [0.5], [-2.0])
     second = filled(search, [1.1, 2.0], [-0.25, 1.0])
@@ -84,7 +84,7 @@ def test_two_ranks_that_sum_their_tables_decide_as_one(kernels: Kernels) -> None
 def test_without_a_signed_token_the_bounds_are_the_start_of_both_ranges(
     kernels: Kernels, ratio: list[float], advantage: list[float]
 ) -> None:
-    search = BoundSearch(NARROW, kernels=kernels)
+    search = NARROW.search(kernels=kernels)
     bounds = bounds_of(search, filled(search, ratio, advantage))
     assert (bounds.low, bounds.high, bounds.exit, bounds.tokens) == (0.75, 1.0, "unsearched", 0)
     assert math.isnan(bounds.positive_share_start)
@@ -94,7 +94,7 @@ def test_without_a_signed_token_the_bounds_are_the_start_of_both_ranges(
 @both_kernels
 def test_the_bounds_are_those_of_the_path_that_a_person_can_look_at(kernels: Kernels) -> None:
     generator = torch.Generator().manual_seed(7)
-    search = BoundSearch(BapoConfig.model_validate({}), kernels=kernels)
+    search = BapoConfig().search(kernels=kernels)
     ratio_T = torch.exp(0.4 * torch.randn(500, generator=generator))
     advantage_T = torch.randn(500, generator=generator) - 0.1
     table = filled(search, ratio_T.tolist(), advantage_T.tolist())
@@ -108,7 +108,7 @@ def test_the_bounds_are_those_of_the_path_that_a_person_can_look_at(kernels: Ker
 
 
 def test_strided_tensors_and_tensors_with_gradient_are_taken() -> None:
-    search = BoundSearch(NARROW)
+    search = NARROW.search()
     wide = torch.tensor([[0.3, 9.0], [-0.2, 9.0]], requires_grad=True)
     zero, ones, advantage = torch.zeros(2), torch.ones(2), torch.tensor([1.0, -1.0])
     strided = search.contributions(wide[:, 0], zero, advantage, ones)
@@ -117,7 +117,7 @@ def test_strided_tensors_and_tensors_with_gradient_are_taken() -> None:
 
 
 def test_the_recipe_preset_adds_up_its_candidates_and_moves_the_lower_bound_first() -> None:
-    search = BoundSearch(BapoConfig.model_validate({"preset": "recipe"}))
+    search = BapoConfig.model_validate({"preset": "recipe"}).search()
     path = search.path(filled(search, [], [])).candidates
     assert len(path) == 21
     assert (path[1].clip_low, path[1].clip_high) == (
@@ -127,8 +127,8 @@ def test_the_recipe_preset_adds_up_its_candidates_and_moves_the_lower_bound_firs
 
 
 def test_the_dual_clip_shapes_the_table_in_gradient_mode_only() -> None:
-    gradient = BoundSearch(BapoConfig.model_validate({"contribution": "gradient"}), dual_clip=3.0)
-    surrogate = BoundSearch(BapoConfig.model_validate({}), dual_clip=3.0)
+    gradient = BapoConfig.model_validate({"contribution": "gradient"}).search(dual_clip=3.0)
+    surrogate = BapoConfig().search(dual_clip=3.0)
     assert plain_candidates(gradient.grid)[2] == 3.0
     assert plain_candidates(surrogate.grid)[2] is None
     table = filled(gradient, [4.0, 2.0], [-1.0, -1.0])
@@ -142,7 +142,7 @@ def test_the_dual_clip_shapes_the_table_in_gradient_mode_only() -> None:
 def test_a_table_that_cannot_be_trusted_gives_bounds_that_say_so(
     kernels: Kernels, advantage: float, nonfinite: int, out_of_range: int
 ) -> None:
-    search = BoundSearch(NARROW, kernels=kernels)
+    search = NARROW.search(kernels=kernels)
     table = filled(search, [1.0, 1.0], [1.0, advantage])
     bounds = bounds_of(search, table)
     assert (bounds.low, bounds.high, bounds.exit) == (0.0, math.inf, "refused")
@@ -156,13 +156,13 @@ def test_a_table_that_cannot_be_trusted_gives_bounds_that_say_so(
 
 @both_kernels
 def test_masked_tokens_are_skipped_whatever_they_hold(kernels: Kernels) -> None:
-    search = BoundSearch(NARROW, kernels=kernels)
+    search = NARROW.search(kernels=kernels)
     nan_T = torch.full((3,), math.nan)
     assert torch.count_nonzero(search.contributions(nan_T, nan_T, nan_T, torch.zeros(3))) == 0
 
 
 def test_a_wrong_dtype_or_length_is_refused() -> None:
-    search = BoundSearch(NARROW)
+    search = NARROW.search()
     zero = torch.zeros(2)
     with pytest.raises(RuntimeError, match="advantage must be float32, got float64"):
         search.contributions(zero, zero, zero.double(), zero)

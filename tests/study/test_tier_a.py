@@ -16,7 +16,7 @@ from examples.study.report import Results, final, tables
 from examples.study.shards import read_shards
 from examples.study.statistics import estimate
 from examples.study.task import LONGEST, PROMPTS, RIGHT, SLOPPY, STAGES, Task, make_task
-from examples.study.tier_a_run import Run, Setting, train
+from examples.study.tier_a_run import History, Setting, train
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +60,7 @@ def test_wrong_responses_are_longer():
 
 def test_the_gradient_of_an_update_is_autograd_s():
     """Of PPO's clipped loss over all tokens of the update, written out with torch."""
-    task, run = make_task(1), Run()
+    task, run = make_task(1), History()
     behaviour = task.log_policy(task.start_DKA)
     samples = task.sample(behaviour, tier_a_run.GROUP_SIZE, np.random.default_rng(5))
     (batch,) = tier_a_run._batches(samples, behaviour, 1)

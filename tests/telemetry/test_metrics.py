@@ -290,6 +290,18 @@ def test_a_torn_last_line_does_not_block_a_resumed_run(tmp_path) -> None:
     assert read_metrics(path) == [{"step": 1, "a": 1}, {"step": 2, "a": 2.0}]
 
 
+def test_a_run_of_an_earlier_version_goes_on_under_the_present_names(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "bapo/clip_low": 0.6, "bapo/clip_high": 1.2, "bapo/x": 1}\n')
+    assert read_metrics(path) == [{"step": 1, "clip/low": 0.6, "clip/high": 1.2, "bapo/x": 1}]
+    config = LogConfig(console=False, tensorboard=False)
+    sinks = MetricsSinks(tmp_path, "run", config, first_step=2, total_steps=4)
+    sinks.write(StepMetrics(2, {"clip/low": 0.7}))
+    sinks.close()
+    assert [row["clip/low"] for row in read_metrics(path)] == [0.6, 0.7]
+    assert "bapo/clip" not in path.read_text()
+
+
 def test_every_sink_counts_finished_steps(tmp_path, capsys) -> None:
     sinks = MetricsSinks(tmp_path, "run", LogConfig(), first_step=0, total_steps=6)
     for step in (BEFORE_TRAINING, 1, 6):

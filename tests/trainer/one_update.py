@@ -115,7 +115,7 @@ def _make_update(
     )
     outputs = _watch_output(trainer.policy) if case.watches_output else []
     result, *further = trainer.train(read_batch(dump))
-    bounds = [result.decisions[0].get(f"bapo/clip_{n}") for n in ("low", "high")]
+    bounds = [result.decisions[0].get(f"clip/{n}") for n in ("low", "high")]
     return {
         "outputs": outputs,
         "loss": result.sums["policy_loss"],

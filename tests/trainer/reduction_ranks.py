@@ -92,7 +92,7 @@ def _read(
     return {
         "tokens": [result.sums["tokens"] for result in results],
         "oldest": [result.maxima["rollout/staleness_max"] for result in results],
-        "low": [[decision["bapo/clip_low"] for decision in r.decisions] for r in results],
+        "low": [[decision["clip/low"] for decision in r.decisions] for r in results],
         "faults": checks[0][2][:NUM_FAULTS].tolist(),
     }
 

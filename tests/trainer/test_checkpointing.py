@@ -26,8 +26,8 @@ COMPARED = (
     "loss/policy",
     "policy/grad_norm",
     "policy/entropy",
-    "bapo/clip_high",
-    "bapo/clip_low",
+    "clip/high",
+    "clip/low",
     "train/lr",
 )
 EVERY_STEP = ("train.steps=3", "checkpoint.every_steps=1", "checkpoint.keep_last=9")

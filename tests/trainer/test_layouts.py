@@ -18,8 +18,8 @@ pytestmark = pytest.mark.distributed
 
 SAME = ("loss/policy", "policy/grad_norm", "policy/entropy", "policy/kl_behaviour")
 EQUAL = (
-    "bapo/clip_low",
-    "bapo/clip_high",
+    "clip/low",
+    "clip/high",
     "bapo/exit_start_share",
     "bapo/exit_met_share",
     "train/updates",
@@ -66,7 +66,7 @@ def test_a_layout_trains_like_one_rank_and_exports_its_weights(
 def test_the_bounds_that_layouts_agree_on_are_not_all_alike(
     trained: dict[str, Outcome],
 ) -> None:
-    highs = {row["bapo/clip_high"] for outcome in trained.values() for row in outcome.rows}
+    highs = {row["clip/high"] for outcome in trained.values() for row in outcome.rows}
     assert len(highs) > 2
 
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bapo_megatron.algorithm.load_objective import load_objective, trial_tokens
+from bapo_megatron.algorithm.check_objective import trial_tokens
+from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.telemetry.metrics import step_metrics
 from bapo_megatron.tools.plot import PANELS
@@ -153,23 +154,22 @@ def test_numbers_of_decisions_are_means_over_them() -> None:
     objective = load_objective(AlgorithmConfig()).objective
     decisions = [dict(objective.report_decision(search)) for search in SEARCHES]
     values = update_metrics([_update(_sums(1, 0, 0), *decisions)])
-    found = {name.removeprefix("bapo/"): value for name, value in values.items()}
     expected = {
-        "clip_low": 0.75,
-        "clip_high": 2.1,
-        "positive_share_start": 0.35,
-        "positive_share": 0.4,
-        "exit_start_share": 0.5,
-        "exit_met_share": 0.0,
-        "exit_exhausted_share": 0.5,
+        "clip/low": 0.75,
+        "clip/high": 2.1,
+        "bapo/positive_share_start": 0.35,
+        "bapo/positive_share": 0.4,
+        "bapo/exit_start_share": 0.5,
+        "bapo/exit_met_share": 0.0,
+        "bapo/exit_exhausted_share": 0.5,
     }
-    assert {name: found[name] for name in expected} == expected
+    assert {name: values[name] for name in expected} == expected
 
 
 def test_a_search_without_a_signed_token_reports_bounds_alone() -> None:
     objective = load_objective(AlgorithmConfig()).objective
     unsearched = (0.6, 1.2, math.nan, math.nan, 3, 0, 0, 0)
-    assert objective.report_decision(unsearched) == {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2}
+    assert objective.report_decision(unsearched) == {"clip/low": 0.6, "clip/high": 1.2}
 
 
 def test_every_curve_of_the_figure_is_a_metric_of_a_step() -> None:

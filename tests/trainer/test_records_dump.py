@@ -105,7 +105,7 @@ def test_bounds_of_the_file_are_those_that_the_update_had(
         assert result.returncode == 0, result.stderr
         found = json.loads(result.stdout)
         row = rows[int(name[5:11])]
-        assert found["clip_low"] == pytest.approx(row["bapo/clip_low"])
-        assert found["clip_high"] == pytest.approx(row["bapo/clip_high"])
+        assert found["clip_low"] == pytest.approx(row["clip/low"])
+        assert found["clip_high"] == pytest.approx(row["clip/high"])
         assert found["positive_share"] == pytest.approx(row["bapo/positive_share"], abs=1e-12)
         assert row[f"bapo/exit_{found['exit']}_share"] == 1.0

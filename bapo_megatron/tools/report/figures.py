@@ -54,7 +54,7 @@ PANELS = (
     Panel(
         "Clip bounds",
         "ratio",
-        {"upper": "bapo/clip_high", "lower": "bapo/clip_low"},
+        {"upper": "clip/high", "lower": "clip/low"},
         note=(
             "Tokens of positive advantage no longer count above the upper bound, those of negative "
             "advantage below the lower one."

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ValidationError
 
-from bapo_megatron.config.objectives import ADVANTAGES
 from bapo_megatron.config.rollout import StalenessConfig
+from bapo_megatron.config.schema import ADVANTAGES
 from bapo_megatron.config.settings import masked_reasons
 from bapo_megatron.data.dump import read_batch, texts_by_sample
 from bapo_megatron.data.staleness import trainable_mask

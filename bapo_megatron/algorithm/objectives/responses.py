@@ -6,16 +6,27 @@ published loss: ``loss_aggregation: sequence_mean`` (docs/objectives.md). Notati
 Shape legend: T = response tokens.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from bapo_megatron.algorithm.clip import FixedClip, clipped_loss, clipped_tokens
-from bapo_megatron.algorithm.objective import Objective, TokenBatch
-from bapo_megatron.config.objectives import GmpoConfig, GspoConfig
-from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
+from bapo_megatron.algorithm.objective import LOG_RATIO_LIMIT, NamedObjective, Objective, TokenBatch
+from bapo_megatron.algorithm.objectives.clip import (
+    FixedClip,
+    FixedClipConfig,
+    clipped_loss,
+    clipped_tokens,
+)
+from bapo_megatron.config.section import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bapo_megatron.config.schema import AlgorithmConfig
 
 
 def _response_mean(tokens: TokenBatch) -> Tensor:
@@ -27,7 +38,16 @@ def _response_mean(tokens: TokenBatch) -> Tensor:
 def _geometric_mean(tokens: TokenBatch, log_T: Tensor) -> Tensor:
     """Return s = exp(response's mean), [T], with the derivative s · ∂``log_T``."""
     mean_T = _response_mean(tokens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return torch.exp(mean_T + log_T - log_T.detach())
+    return (mean_T + log_T - log_T.detach()).exp()
+
+
+class GspoConfig(Section):
+    """Bounds of GSPO's s, the geometric mean of r over a response."""
+
+    low: float = Field(0.9997, ge=0, le=1)
+    """Lower bound."""
+    high: float = Field(1.0004, ge=1)
+    """Upper bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +82,15 @@ class Gspo(Objective):
         return s_T, tokens.advantage, (low, high), self.dual_clip
 
 
+class GmpoConfig(Section):
+    """Bounds of ℓ − μ of each token in GMPO's geometric mean."""
+
+    log_low: float = Field(-0.4, le=0)
+    """Lower bound where A < 0."""
+    log_high: float = Field(0.4, ge=0)
+    """Upper bound where A > 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gmpo(Objective):
     """The geometric mean of clipped ratios (arXiv 2507.20673).
@@ -77,8 +106,8 @@ class Gmpo(Objective):
     def statistics(self, tokens: TokenBatch) -> Tensor:
         """Return the clipped x, [T]."""
         x_T = tokens.logprob - tokens.behaviour_logprob
-        low_T, high_T = (x_T.clamp(min=self.options.log_low), x_T.clamp(max=self.options.log_high))
-        return torch.where(tokens.advantage > 0, high_T, low_T)
+        low_T, high_T = x_T.clamp(min=self.options.log_low), x_T.clamp(max=self.options.log_high)
+        return high_T.where(tokens.advantage > 0, low_T)
 
     def loss(self, tokens: TokenBatch) -> Tensor:
         """Return −A s, [T]."""
@@ -86,12 +115,18 @@ class Gmpo(Objective):
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
         """Return which tokens a limit holds, [T] bool each."""
-        x_T, is_positive_T = tokens.logprob - tokens.behaviour_logprob, tokens.advantage > 0
-        is_negative_T = tokens.advantage < 0
+        x_T = tokens.logprob - tokens.behaviour_logprob
         return {
-            "clip/fraction_high": is_positive_T & (x_T > self.options.log_high),
-            "clip/fraction_low": is_negative_T & (x_T < self.options.log_low),
+            "clip/fraction_high": (tokens.advantage > 0) & (x_T > self.options.log_high),
+            "clip/fraction_low": (tokens.advantage < 0) & (x_T < self.options.log_low),
         }
+
+
+class OpsmConfig(Section):
+    """OPSM leaves out negative responses that are off-policy; ``fixed`` has the bounds of r."""
+
+    delta: float = Field(1e-4, ge=0)
+    """Largest mean of μ − ℓ of a negative response that trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +146,7 @@ class Opsm(FixedClip):
 
     def loss(self, tokens: TokenBatch) -> Tensor:
         """Return the clipped loss, 0 for responses left out, [T]."""
-        return torch.where(self._is_left_out(tokens), 0.0, FixedClip.loss(self, tokens))
+        return FixedClip.loss(self, tokens).masked_fill(self._is_left_out(tokens), 0.0)
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
         """Return which tokens are left out, and which of the others a limit holds, [T] bool."""
@@ -122,3 +157,15 @@ class Opsm(FixedClip):
 
     def _is_left_out(self, tokens: TokenBatch) -> Tensor:
         return (tokens.advantage < 0) & (_response_mean(tokens) > self.delta)
+
+
+def _opsm(options: OpsmConfig, algorithm: AlgorithmConfig, _: object) -> Opsm:
+    fixed = algorithm.options(FixedClipConfig)
+    return Opsm(fixed.low, fixed.high, algorithm.dual_clip, options.delta)
+
+
+NAMED = {
+    "gspo": NamedObjective(lambda o, c, _: Gspo(o, c.dual_clip), GspoConfig, dual_clip=True),
+    "gmpo": NamedObjective(lambda o, c, _: Gmpo(o), GmpoConfig),
+    "opsm": NamedObjective(_opsm, OpsmConfig, dual_clip=True),
+}

@@ -5,18 +5,27 @@ ranks and micro-batches. The threshold is the edge of a bin: a sort would find o
 Shape legend: T = response tokens, K = entries of a statistic.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from bapo_megatron.algorithm.clip import Clip
-from bapo_megatron.algorithm.objective import Objective, TokenBatch
-from bapo_megatron.config.load import ConfigError
-from bapo_megatron.config.objectives import M2poConfig
-from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
+from bapo_megatron.algorithm.objective import (
+    LOG_RATIO_LIMIT,
+    NamedObjective,
+    Objective,
+    Speculate,
+    TokenBatch,
+)
+from bapo_megatron.algorithm.objectives.clip import Clip, bound_metrics
+from bapo_megatron.config.section import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BIN_WIDTH = 2.0**-10
 """Width of a bin of |ℓ − μ|, and of one of the entropy, in nats."""
@@ -32,12 +41,25 @@ MOMENT_UNIT = 2.0**-24
 
 
 def _bins(value_T: Tensor, num_bins: int) -> Tensor:
-    return (value_T / BIN_WIDTH).to(torch.int64).clamp(max=num_bins - 1)
+    return (value_T / BIN_WIDTH).long().clamp(max=num_bins - 1)
 
 
 def _from_each_bin(count_K: Tensor) -> Tensor:
     """What the bins from each on hold together, [K]."""
     return count_K.flip(0).cumsum(0).flip(0)
+
+
+class M2poConfig(Section):
+    """M2PO bounds r so that the second moment of ℓ − μ keeps to a budget."""
+
+    budget: float = Field(0.04, gt=0)
+    """Largest mean of min((ℓ − μ)², τ²) over the tokens that move outwards."""
+    max_low: float = Field(0.7, ge=0, le=1)
+    """The lower bound is never above this."""
+    min_high: float = Field(1.5, ge=1)
+    """The upper bound is never below this."""
+    speculate: Speculate = "auto"
+    """As in ``bapo``; where bounds are narrower than both limits, predictions are seldom right."""
 
 
 class M2po(Clip):
@@ -63,16 +85,17 @@ class M2po(Clip):
         """Return the number of outward tokens in each bin of |x|, then their sums of x², int64."""
         x_T = tokens.logprob - tokens.behaviour_logprob
         size_T = x_T.abs().clamp(max=LOG_RATIO_LIMIT)
-        is_outward_T = (tokens.mask > 0) & (tokens.advantage * x_T > 0)
-        square_T = (size_T.double().square() / MOMENT_UNIT).round().to(torch.int64)
-        counted_T = is_outward_T.to(torch.int64)
+        counted_T = ((tokens.mask > 0) & (tokens.advantage * x_T > 0)).long()
+        square_T = (size_T.double().square() / MOMENT_UNIT).round().long()
         bins_T = _bins(size_T, LOG_RATIO_BINS)
-        total_K = torch.zeros(2 * LOG_RATIO_BINS, dtype=torch.int64, device=x_T.device)
+        total_K = counted_T.new_zeros(2 * LOG_RATIO_BINS)
         total_K.index_add_(0, bins_T, counted_T)
         return total_K.index_add_(0, bins_T + LOG_RATIO_BINS, square_T * counted_T)
 
     def decide(self, total_K: Tensor) -> Tensor:
         """Return c_low, c_high, the mean of x², and 1 if there are bounds: [4] float64."""
+        import torch
+
         count_K, square_K = total_K.view(2, LOG_RATIO_BINS)
         edge_K = torch.arange(LOG_RATIO_BINS, dtype=torch.float64, device=total_K.device)
         edge_K = edge_K * BIN_WIDTH
@@ -101,7 +124,7 @@ class M2po(Clip):
         """Return the mean of x² and whether there are bounds; if so, the bounds."""
         low, high, moment, is_bounded = decision
         reported = {"m2po/second_moment": moment, "m2po/bounded_share": is_bounded}
-        return reported | ({"bapo/clip_low": low, "bapo/clip_high": high} if is_bounded else {})
+        return reported | (bound_metrics(low, high) if is_bounded else {})
 
 
 class HighEntropy(Objective):
@@ -117,39 +140,34 @@ class HighEntropy(Objective):
     selects_tokens = True
 
     def __init__(self, inner: Objective, share: float) -> None:
-        """Take the objective and the share of tokens, above 0 and below 1.
-
-        Raises:
-            ConfigError: The objective needs sums over responses, or decides per micro-batch.
-        """
-        if inner.needs not in ("token", "update"):
-            raise ConfigError(
-                f"algorithm.entropy_share: must be 1 with an objective that needs a {inner.needs}, "
-                f"got {share:g}; leave it out, or choose an objective that needs single tokens or "
-                "the update (docs/objectives.md)"
-            )
+        """Take the share of tokens, above 0 and below 1, and an objective of tokens or updates."""
+        assert inner.needs in ("token", "update"), "other sums are formed over all tokens"
         self.inner, self.share = inner, share
         self.trains_zero_advantage = inner.trains_zero_advantage
 
     def statistics(self, tokens: TokenBatch) -> Tensor:
         """Return the number of tokens in each bin of the entropy, then the other's statistics."""
-        count_K = torch.zeros(ENTROPY_BINS, dtype=torch.int64, device=tokens.mask.device)
-        bins_T = _bins(tokens.entropy, ENTROPY_BINS)
-        count_K.index_add_(0, bins_T, (tokens.mask > 0).to(torch.int64))
+        import torch
+
+        counted_T = (tokens.mask > 0).long()
+        count_K = counted_T.new_zeros(ENTROPY_BINS)
+        count_K.index_add_(0, _bins(tokens.entropy, ENTROPY_BINS), counted_T)
         if self.inner.needs == "token":
             return count_K
         return torch.cat([count_K, self.inner.statistics(tokens)])
 
     def decide(self, total_K: Tensor) -> Tensor:
         """Return the first bin that trains and the share of tokens that do, then the other's."""
+        import torch
+
         from_K = _from_each_bin(total_K[:ENTROPY_BINS]).double()
         first = (from_K >= self.share * from_K[0]).sum() - 1
         # A tensor as index would be read on the host.
         kept = from_K.gather(0, first[None])[0] / from_K[0].clamp(min=1)
-        own = torch.stack([first.double(), kept])
+        threshold = torch.stack([first.double(), kept])
         if self.inner.needs == "token":
-            return own
-        return torch.cat([own, self.inner.decide(total_K[ENTROPY_BINS:])])
+            return threshold
+        return torch.cat([threshold, self.inner.decide(total_K[ENTROPY_BINS:])])
 
     def select(self, tokens: TokenBatch) -> Tensor:
         """Return which tokens train, [T] bool."""
@@ -178,8 +196,8 @@ class HighEntropy(Objective):
     def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
         """Return the threshold and the share of tokens that train, then the other's numbers."""
         first, kept, *others = decision
-        own = {"entropy_share/threshold": first * BIN_WIDTH, "entropy_share/kept_share": kept}
-        return {**own, **self.inner.report_decision(others)}
+        values = {"entropy_share/threshold": first * BIN_WIDTH, "entropy_share/kept_share": kept}
+        return {**values, **self.inner.report_decision(others)}
 
     def refuses(self, decision: Tensor) -> Tensor | None:
         """Return whether the other refuses."""
@@ -193,3 +211,6 @@ class HighEntropy(Objective):
         if tokens.decision is None or self.inner.needs == "token":
             return replace(tokens, decision=None)
         return replace(tokens, decision=tokens.decision[2:])
+
+
+NAMED = {"m2po": NamedObjective(lambda o, c, _: M2po(o, c.dual_clip), M2poConfig, dual_clip=True)}

@@ -7,21 +7,29 @@ which is PPO's −min(r A, clip(r, c_low, c_high) A), with a dual clip where A <
 passes where r equals a limit. Shape legend: T = response tokens.
 """
 
+from __future__ import annotations
+
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from bapo_megatron.algorithm.objective import Objective, TokenBatch
+from bapo_megatron.algorithm.objective import NamedObjective, Objective, TokenBatch
+from bapo_megatron.config.section import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def clipped_loss(
     ratio_T: Tensor, advantage_T: Tensor, bounds: tuple[Tensor, Tensor], dual_clip: float | None
 ) -> Tensor:
     """Return the loss above, [T]; ``bounds`` is (c_low, c_high), [] or [T] each."""
+    import torch
+
     low, high = bounds
     is_negative_T = advantage_T < 0
     dual = math.inf if dual_clip is None else dual_clip
@@ -39,14 +47,17 @@ def clipped_tokens(
     """Return which tokens a limit of ``clipped_loss`` holds, [T] bool by metric."""
     low, high = bounds
     is_negative_T = advantage_T < 0
-    dual_T = torch.zeros_like(is_negative_T)
-    if dual_clip is not None:
-        dual_T = is_negative_T & (ratio_T > dual_clip)
+    dual = math.inf if dual_clip is None else dual_clip
     return {
         "clip/fraction_high": (advantage_T > 0) & (ratio_T > high),
         "clip/fraction_low": is_negative_T & (ratio_T < low),
-        "clip/fraction_dual": dual_T,
+        "clip/fraction_dual": is_negative_T & (ratio_T > dual),
     }
+
+
+def bound_metrics(low: float, high: float) -> dict[str, float]:
+    """Return the bounds of a decision by metric."""
+    return {"clip/low": low, "clip/high": high}
 
 
 class Clip(Objective):
@@ -69,9 +80,21 @@ class Clip(Objective):
         return clipped_tokens(tokens.ratio, tokens.advantage, self.bounds(tokens), self.dual_clip)
 
 
+class FixedClipConfig(Section):
+    """Bounds of ``clip``, ``ce_gppo``, ``aspo`` and ``opsm``.
+
+    [0.8, 1.2] is GRPO and PPO, [0.8, 1.28] is clip-higher.
+    """
+
+    low: float = Field(0.8, ge=0, le=1)
+    """Lower bound of the importance ratio."""
+    high: float = Field(1.2, ge=1)
+    """Upper bound of the importance ratio."""
+
+
 @dataclass(frozen=True, slots=True)
 class FixedClip(Clip):
-    """The same bounds in every update: [0.8, 1.2] is GRPO and PPO, [0, inf] does not clip."""
+    """The same bounds in every update; [0, inf] does not clip."""
 
     low: float
     """c_low."""
@@ -84,7 +107,16 @@ class FixedClip(Clip):
         return tokens.ratio.new_full((), self.low), tokens.ratio.new_full((), self.high)
 
     def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
-        """Return the bounds, under the names of those that are searched."""
-        if math.isinf(self.high):
-            return {}
-        return {"bapo/clip_low": self.low, "bapo/clip_high": self.high}
+        """Return the bounds, if there are any."""
+        return {} if math.isinf(self.high) else bound_metrics(self.low, self.high)
+
+
+NAMED = {
+    "clip": NamedObjective(
+        lambda o, c, _: FixedClip(o.low, o.high, c.dual_clip),
+        FixedClipConfig,
+        dual_clip=True,
+        key="fixed",
+    ),
+    "none": NamedObjective(lambda o, c, _: FixedClip(0.0, math.inf, c.dual_clip), dual_clip=True),
+}

@@ -1,0 +1,254 @@
+"""Trying an objective on a few tokens: at the start of a run, and in tests of your own.
+
+A loss must follow from each token alone. One that secretly mixes tokens, by a mean or a sort, say,
+would make results depend on micro-batches and ranks. So the objective is run on a small batch,
+whole and in shuffled parts, and what it declares is compared with what it does:
+
+    check_objective(QuantileClip(share=0.02))
+
+Shape legend: T = tokens of the trial.
+"""
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algorithm.loss import differentiate, with_sums
+from bapo_megatron.algorithm.objective import Needs, Objective, Speculate, TokenBatch
+from bapo_megatron.algorithm.prediction import hide_rest
+from bapo_megatron.algorithm.user_code import UserCodeError, kind_of
+from bapo_megatron.ops.backend import Kernels
+from bapo_megatron.ops.ratio import importance_ratio
+
+CPU = torch.device("cpu")
+_TRIAL_TOKENS, _TRIAL_RESPONSES = 48, 6
+_TOLERANCE = 1e-5
+_NO_GRADIENT = (
+    "returns a loss without a gradient; compute it from tokens.logprob, tokens.ratio or "
+    "tokens.entropy, and do not detach it"
+)
+
+
+class ObjectiveError(UserCodeError):
+    """An objective breaks a rule; the message says what it does and what to do."""
+
+    def __init__(self, method: str, problem: str) -> None:
+        """Blame a method; an empty name: the class."""
+        super().__init__(problem)
+        self.method = method
+
+
+def check_objective(
+    objective: Objective, device: torch.device = CPU, kernels: Kernels | None = None
+) -> None:
+    """Refuse an objective whose results depend on which tokens come together.
+
+    Args:
+        objective: An instance, with its options.
+        device: Where tokens will be.
+        kernels: Those of the importance ratio; None: the best for the device.
+
+    Raises:
+        ObjectiveError: For the first rule that it breaks; what it raises itself passes through.
+    """
+    _check_declarations(objective)
+    tokens, untouched = trial_tokens(device), trial_tokens(device)
+    if objective.needs != "token":
+        _check_statistics(objective, tokens)
+        tokens = with_sums(objective, tokens)
+    whole = _values(objective, tokens, kernels)
+    for name, value_T in whole.items():
+        _require(
+            torch.isfinite(value_T).all(),
+            "loss",
+            f"returns NaN or infinity as {name} for finite tokens; guard divisions, logarithms and "
+            "exponentials",
+        )
+    for name, value in untouched.tensors().items():
+        is_same = torch.equal(value, tokens.tensors()[name])
+        _require(is_same, "loss", f"changes tokens.{name} in place; make a new tensor")
+    gradients = [value for name, value in whole.items() if name.startswith("gradient")]
+    _require(any(bool(value.any()) for value in gradients), "loss", _NO_GRADIENT)
+    for index in _parts(device):
+        part = _values(objective, tokens.select(index), kernels)
+        has_all = part.keys() == whole.keys()
+        _require(has_all, "report", "reports other names of other tokens; report the same names")
+        for name, value_T in part.items():
+            _require(
+                torch.allclose(value_T, whole[name][index], rtol=_TOLERANCE, atol=_TOLERANCE),
+                name if hasattr(objective, name) else "loss",
+                f"mixes tokens: its {name} changes where others come with them, so results would "
+                "depend on micro-batches and ranks; use values of the token alone, and declare "
+                "needs = 'response' or 'update' for sums over others",
+            )
+    if objective.trains_zero_advantage is False:
+        _check_zero_advantage(objective, tokens, kernels)
+    if tokens.decision is None:
+        return
+    objective.report_decision(tokens.decision.tolist())
+    objective.refuses(tokens.decision)
+    objective.explain_refusal(tokens.decision.tolist())
+    if objective.decisive is not None:
+        objective.decide(objective.foresee(objective.statistics(tokens), None))
+        hidden = replace(tokens, decision=hide_rest(tokens.decision, objective.decisive))
+        _require(
+            all(map(torch.equal, _values(objective, hidden, kernels).values(), whole.values())),
+            "loss",
+            f"declares decisive = {objective.decisive}, but changes with other entries of the "
+            "decision; name all that loss, bounds and report read",
+        )
+
+
+def trial_tokens(device: torch.device = CPU) -> TokenBatch:
+    """Tokens of several responses, some masked, with ratios on both sides of usual bounds."""
+    generator = torch.Generator().manual_seed(0)
+
+    def uniform(low: float, high: float, count: int = _TRIAL_TOKENS) -> Tensor:
+        return low + (high - low) * torch.rand(count, generator=generator)
+
+    response_T = torch.arange(_TRIAL_TOKENS) % _TRIAL_RESPONSES
+    behaviour_T = uniform(-4.0, -0.1)
+    mask_T = (torch.arange(_TRIAL_TOKENS) % 7 != 3).float()
+    logprob_T = torch.where(mask_T > 0, behaviour_T + uniform(-0.8, 0.8), behaviour_T).clamp(max=0)
+    entropy_T = uniform(0.0, 3.0) * mask_T
+    tokens_B = torch.zeros(_TRIAL_RESPONSES).index_add_(0, response_T, mask_T)
+    values = {
+        "logprob": logprob_T,
+        "behaviour_logprob": behaviour_T,
+        "rollout_logprob": behaviour_T + uniform(-0.01, 0.01),
+        "advantage": uniform(-2.0, 2.0, _TRIAL_RESPONSES)[response_T] * mask_T,
+        "reward": uniform(0.0, 1.0, _TRIAL_RESPONSES).round()[response_T],
+        "mask": mask_T,
+        "entropy": entropy_T,
+        "collected_entropy": entropy_T.clone(),
+        "response": response_T,
+        "response_tokens": tokens_B[response_T],
+    }
+    moved = {name: value.to(device) for name, value in values.items()}
+    ratio_T = importance_ratio(moved["logprob"], moved["behaviour_logprob"])
+    return TokenBatch(**moved, ratio=ratio_T, response_sums=None, decision=None, update=0)
+
+
+def _parts(device: torch.device) -> tuple[Tensor, ...]:
+    """Indices of all tokens, in another order and in three parts."""
+    order = torch.randperm(_TRIAL_TOKENS, generator=torch.Generator().manual_seed(1))
+    return order.to(device).tensor_split([1, _TRIAL_TOKENS // 2])
+
+
+def _require(holds: Any, method: str, problem: str) -> None:
+    if not holds:
+        raise ObjectiveError(method, problem)
+
+
+def _check_declarations(objective: Objective) -> None:
+    needs, kinds = objective.needs, get_args(Needs)
+    has_statistics = type(objective).statistics is not Objective.statistics
+    selects, decisive = objective.selects_tokens, objective.decisive is not None
+    for holds, problem in (
+        (needs in kinds, f"declares needs = {needs!r}; choose {', '.join(kinds)}"),
+        (objective.speculate in get_args(Speculate), "declares an unknown speculate; leave it out"),
+        (
+            needs == "token" or has_statistics,
+            f"declares needs = {needs!r}; write statistics(self, tokens)",
+        ),
+        (
+            not selects or needs in ("response", "update"),
+            f"selects tokens with needs = {needs!r}; the denominators count the selected tokens "
+            "before the first gradient, so declare needs = 'update'",
+        ),
+        (
+            not decisive or (needs == "update" and not selects),
+            "declares decisive, which is for needs = 'update' without selects_tokens; remove it",
+        ),
+    ):
+        _require(holds, "", problem)
+
+
+def _check_statistics(objective: Objective, tokens: TokenBatch) -> None:
+    """Statistics can be summed over ranks, and the decision be broadcast."""
+    statistics = objective.statistics(tokens)
+    if objective.needs == "response":
+        _check_per_token("statistics", statistics, tokens)
+        return
+    _require(
+        isinstance(statistics, Tensor) and statistics.dtype == torch.int64,
+        "statistics",
+        f"returns {kind_of(statistics)} with needs = {objective.needs!r}; return an int64 tensor "
+        "[K], since only integers add up to the same on any ranks",
+    )
+    sums = [objective.statistics(tokens.select(index)) for index in _parts(statistics.device)]
+    _require(
+        torch.equal(statistics, torch.stack(sums).sum(0)),
+        "statistics",
+        "mixes tokens: its statistics of parts do not add up to those of the whole; return sums of "
+        "integers over tokens",
+    )
+    decision = objective.decide(statistics)
+    _require(
+        decision.dtype == torch.float64 and decision.dim() == 1,
+        "decide",
+        f"returns {kind_of(decision)} as decision; return float64 [D]",
+    )
+
+
+def _check_per_token(method: str, value_T: Any, tokens: TokenBatch) -> None:
+    shape, device = tokens.logprob.shape, tokens.logprob.device
+    _require(
+        isinstance(value_T, Tensor) and value_T.shape == shape and value_T.device == device,
+        method,
+        f"returns {kind_of(value_T)} as {method} of {len(tokens)} tokens on {device}; return one "
+        f"value per token, [{len(tokens)}], on their device",
+    )
+
+
+def _check_zero_advantage(
+    objective: Objective, tokens: TokenBatch, kernels: Kernels | None
+) -> None:
+    """A = 0 gives a token neither a loss, a gradient nor a part in the statistics."""
+    is_zero_T = tokens.response == 0
+    tokens = replace(tokens, advantage=tokens.advantage.masked_fill(is_zero_T, 0.0))
+    values = _values(objective, tokens, kernels)
+    names = [name for name in values if name.startswith(("loss", "gradient"))]
+    takes_part = any(bool(values[name][is_zero_T].any()) for name in names)
+    if objective.needs in ("update", "micro_batch"):
+        without_K = objective.statistics(tokens.select(~is_zero_T))
+        takes_part |= not torch.equal(objective.statistics(tokens), without_K)
+    _require(
+        not takes_part,
+        "loss",
+        "declares trains_zero_advantage = False, but A = 0 gives tokens a loss, a gradient or a "
+        "part in the statistics; remove the declaration, or set it to True where updates with "
+        "A = 0 everywhere must train",
+    )
+
+
+def _values(objective: Objective, tokens: TokenBatch, kernels: Kernels | None) -> dict[str, Tensor]:
+    """Everything [T] that the objective says of tokens, checked one by one."""
+    logprob_T, entropy_T = (t.detach().requires_grad_() for t in (tokens.logprob, tokens.entropy))
+    ratio_T = importance_ratio(logprob_T, tokens.behaviour_logprob, kernels)
+    leaves = replace(tokens, logprob=logprob_T, entropy=entropy_T, ratio=ratio_T)
+    loss_T = objective.loss(leaves)
+    _check_per_token("loss", loss_T, tokens)
+    _require(loss_T.requires_grad, "loss", _NO_GRADIENT)
+    gradient = differentiate(objective, tokens, tokens.mask / 4, kernels)
+    values = {"loss": gradient.loss_T * tokens.mask, "gradient": gradient.logprob_T}
+    if gradient.entropy_T is not None:
+        values["gradient of the entropy"] = gradient.entropy_T
+    for name, value_T in objective.report(tokens).items():
+        _check_per_token("report", value_T, tokens)
+        values[f"report of {name}"] = value_T.float() * tokens.mask
+    if objective.needs == "response":
+        values["statistics"] = objective.statistics(tokens)
+    if objective.selects_tokens:
+        selected_T = objective.select(tokens)
+        _check_per_token("select", selected_T, tokens)
+        _require(selected_T.dtype == torch.bool, "select", "selects by numbers; return bool [T]")
+        values["select"] = selected_T.float()
+    limits = objective.bounds(tokens)
+    if limits is not None:
+        is_pair = isinstance(limits, tuple) and [type(bound) for bound in limits] == [Tensor] * 2
+        _require(is_pair, "bounds", "returns no pair of tensors; return (low, high) or None")
+        values["bounds"] = tokens.ratio.clamp(*limits)
+    return {name: value_T.detach() for name, value_T in values.items()}
