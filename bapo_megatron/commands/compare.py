@@ -18,33 +18,28 @@ from bapo_megatron.evaluation.samples import read_samples
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.evaluation.summary import summarise, votes_pool
 from bapo_megatron.telemetry.console import uncut_console, visible
-from bapo_megatron.tools.compare import Comparison, compare_groups, compare_results
-from bapo_megatron.tools.evaluations import find_group, newest_results, read_group
+from bapo_megatron.tools.compare import (
+    Comparison,
+    compare_groups,
+    compare_results,
+    find_group,
+    newest_results,
+    read_group,
+)
 from bapo_megatron.types import EvalResult
 
-_MAX_RESAMPLES = 1_000_000
-_ABOUT = {
-    "problems": "The interval is about other problems: a bootstrap over those of the set.",
-    "seeds": "The interval is about other seeds, on these problems: Student's t over the seeds.",
-}
-"""What an interval covers, by what is paired."""
+_OVER_PROBLEMS = "Intervals cover variation across problems, not seeds (bootstrap over problems)."
+_OVER_SEEDS = "Intervals cover variation across seeds, not problems (Student's t over seeds)."
+_HELP = "Run directory, eval.json or samples.jsonl; or a group: directory of runs, or a pattern."
 
 
 def command(
-    first: Annotated[
-        Path,
-        typer.Argument(
-            metavar="A",
-            help="A run directory, eval.json or samples.jsonl; or a group: a directory of runs, "
-            "or a pattern in quotes.",
-        ),
-    ],
+    first: Annotated[Path, typer.Argument(metavar="A", help=_HELP)],
     second: Annotated[
-        Path, typer.Argument(metavar="B", help="The other of its kind; differences are B − A.")
+        Path, typer.Argument(metavar="B", help="Of the same kind as A; differences are B − A.")
     ],
     resamples: Annotated[
-        int,
-        typer.Option(min=100, max=_MAX_RESAMPLES, help="Resamples of the bootstrap over problems."),
+        int, typer.Option(min=100, max=1_000_000, help="Resamples of the bootstrap over problems.")
     ] = 10000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
     common: Annotated[
@@ -69,9 +64,11 @@ def command(
     k_values = EvalConfig().k_values
     try:
         if groups[0]:
-            found = compare_groups(*map(read_group, groups), k_values=k_values, common_only=common)
+            comparisons = compare_groups(
+                *map(read_group, groups), k_values=k_values, common_only=common
+            )
         else:
-            found = compare_results(
+            comparisons = compare_results(
                 *map(_results_of, (first, second)),
                 k_values=k_values,
                 num_resamples=resamples,
@@ -81,12 +78,12 @@ def command(
     except ResultsError as error:
         raise ResultsError(f"{first} (A), {second} (B): {error}") from error
     if as_json:
-        typer.echo(json.dumps([asdict(comparison) for comparison in found], indent=2))
+        typer.echo(json.dumps([asdict(comparison) for comparison in comparisons], indent=2))
     else:
-        _show(found)
+        _show(comparisons)
 
 
-def _show(found: Sequence[Comparison]) -> None:
+def _show(comparisons: Sequence[Comparison]) -> None:
     headings = ("set", "score", "A", "B", "B − A", "95 % interval", "p")
     rows = [
         (
@@ -98,27 +95,26 @@ def _show(found: Sequence[Comparison]) -> None:
             f"{score.paired.low:+.2%} … {score.paired.high:+.2%}",
             f"{score.paired.p_value:.4f}",
         )
-        for comparison in found
+        for comparison in comparisons
         for score in comparison.scores
     ]
     uncut_console().print(rich_table("B against A", headings, rows, num_left=2))
-    for comparison in found:
-        left_out = f", {comparison.num_left_out:,} left out" if comparison.num_left_out else ""
-        problems, num_seeds = f"{comparison.num_problems:,} problems", len(comparison.seeds)
-        if num_seeds and (left_out or comparison.num_problems % num_seeds):
-            problems += f" over {num_seeds} seeds"
-        elif num_seeds:
-            problems = f"{comparison.num_problems // num_seeds:,} problems × {num_seeds} seeds"
-        typer.echo(visible(f"{comparison.set_name}: {problems}{left_out}"))
-        if num_seeds:
-            seeds = ", ".join(map(str, comparison.seeds))
-            others = ", ".join(map(str, comparison.seeds_left_out))
-            left_out = f"; left out: {others}" if others else ""
-            line = f"{comparison.set_name}: pairs of runs by the seeds {seeds}{left_out}"
-            typer.echo(visible(line))
-        for difference in comparison.different_settings:
-            typer.echo(visible(f"{comparison.set_name}: sampled with {difference}"))
-    typer.echo(_ABOUT[found[0].over])
+    for comparison in comparisons:
+        for line in _basis_of(comparison):
+            typer.echo(visible(f"{comparison.set_name}: {line}"))
+    typer.echo(_OVER_SEEDS if comparisons[0].seeds else _OVER_PROBLEMS)
+
+
+def _basis_of(comparison: Comparison) -> list[str]:
+    """Say which problems and seeds are compared, and which settings differ."""
+    seeds = ", ".join(map(str, comparison.seeds))
+    over = f" over {len(comparison.seeds)} seeds" if seeds else ""
+    left_out = f", {comparison.num_left_out:,} left out" if comparison.num_left_out else ""
+    lines = [f"{comparison.num_problems:,} problems{over}{left_out}"]
+    if seeds:
+        others = ", ".join(map(str, comparison.seeds_left_out))
+        lines.append(f"runs paired by seed {seeds}" + (f"; left out: {others}" if others else ""))
+    return lines + [f"sampled with {text}" for text in comparison.different_settings]
 
 
 def _results_of(path: Path) -> list[EvalResult]:
@@ -135,7 +131,7 @@ def _results_of(path: Path) -> list[EvalResult]:
     if path.suffix != ".jsonl":
         return read_results(path)
 
-    async def count() -> EvalResult:
+    async def summary() -> EvalResult:
         settings = settings_beside(path)
         async with votes_pool(RewardConfig()) as votes:
             return await summarise(
@@ -148,4 +144,4 @@ def _results_of(path: Path) -> list[EvalResult]:
                 seed=0,
             )
 
-    return [run_graded(count())]
+    return [run_graded(summary())]

@@ -7,8 +7,8 @@ import typer
 
 from bapo_megatron.config.data import TrainSetConfig, is_pattern
 from bapo_megatron.tools.init import write_first_config
-from bapo_megatron.tools.planning.layout import MAX_GPUS
 from bapo_megatron.tools.planning.plan import PlanOptions
+from bapo_megatron.tools.planning.scenario import MAX_GPUS
 
 
 def command(

@@ -1,11 +1,13 @@
-"""``bapo-megatron plan``: memory, messages, time and other layouts of a run, as tables or JSON.
+"""``bapo-megatron plan``: memory, traffic, time and other layouts of a run, as tables or JSON.
 
 Tables are 100 columns wide; on narrower terminals cells are folded.
 """
 
 import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -16,19 +18,28 @@ from bapo_megatron.commands.options import ConfigArgument, JsonOption, Overrides
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.telemetry.console import say, uncut_console
-from bapo_megatron.tools.planning.disk import BUFFER_TOKEN_BYTES, DUMP_TOKEN_BYTES, OPTIMIZER_BYTES
-from bapo_megatron.tools.planning.layout import MAX_GPUS, Layout, chunk_parameters
-from bapo_megatron.tools.planning.plan import ESTIMATED, MISS_SHARE, Plan, PlanOptions, make_plan
+from bapo_megatron.tools.planning.memory import (
+    BUFFER_TOKEN_BYTES,
+    DUMP_TOKEN_BYTES,
+    OPTIMIZER_BYTES,
+    chunk_parameters,
+)
+from bapo_megatron.tools.planning.plan import (
+    ESTIMATED,
+    LayoutEstimate,
+    Plan,
+    PlanOptions,
+    make_plan,
+)
+from bapo_megatron.tools.planning.scenario import MAX_GPUS, Layout
 
 _PLACES = {
     "colocated": "the same ones",
     "same node": "others of the trainer's node",
     "elsewhere": "of other nodes",
 }
-_MAX_MEMORY_GB = 1e6
 _MAX_TOKENS = 1 << 31
-_MAX_TOKENS_PER_S = 1e9
-MAX_LAYOUTS = 12
+_MAX_LAYOUTS = 12
 """Rows of the list of layouts; --json has all of them."""
 
 
@@ -36,17 +47,15 @@ def command(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     gpus: Annotated[
-        int | None,
-        typer.Option(max=MAX_GPUS, help="Trainer GPUs; default: those of one replica."),
+        int | None, typer.Option(max=MAX_GPUS, help="Trainer GPUs; default: one replica's.")
     ] = None,
     gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
     gpu_memory: Annotated[
-        float | None,
-        typer.Option(min=1, max=_MAX_MEMORY_GB, help="GB of one GPU; default: that GPU's."),
+        float | None, typer.Option(min=1, max=1e6, help="GB per GPU; default: that GPU's.")
     ] = None,
     node_gpus: Annotated[int, typer.Option(min=1, max=MAX_GPUS, help="GPUs per node.")] = 8,
     mfu: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of the peak that products reach.")
+        float, typer.Option(min=0.01, max=1, help="Model FLOPS utilization of GEMMs.")
     ] = 0.4,
     local_layers: Annotated[
         bool, typer.Option("--local-layers", help="Without Transformer Engine.")
@@ -54,35 +63,34 @@ def command(
     prompt_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, max=_MAX_TOKENS, help="Mean; default: 256, or the longest if that is less."
+            min=1, max=_MAX_TOKENS, help="Mean prompt length; default: 256, or the maximum if less."
         ),
     ] = None,
     response_tokens: Annotated[
         int | None,
-        typer.Option(min=1, max=_MAX_TOKENS, help="Mean; default: half of the longest."),
+        typer.Option(
+            min=1, max=_MAX_TOKENS, help="Mean response length; default: half the maximum."
+        ),
     ] = None,
     rollout_gpus: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_GPUS, help="Default: rollout.servers', else as the trainer."),
+        typer.Option(
+            min=1, max=MAX_GPUS, help="Default: those of rollout.servers, else as many as train."
+        ),
     ] = None,
     rollout_tokens_per_s: Annotated[
         float | None,
-        typer.Option(
-            min=0.001, max=_MAX_TOKENS_PER_S, help="Of one rollout GPU; default: estimated."
-        ),
+        typer.Option(min=0.001, max=1e9, help="Tokens/s per rollout GPU; default: estimated."),
     ] = None,
-    misses: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of predicted bounds that are wrong.")
-    ] = MISS_SHARE,
     model_config: Annotated[
         Path | None, typer.Option(help="A config.json; default: that of model.path.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare parameters with Megatron's own model.")
+        bool, typer.Option("--check", help="Compare parameter counts with Megatron's model.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Estimate memory, messages and time of CONFIG on a cluster, and list other layouts."""
+    """Estimate memory, traffic and time of CONFIG on a cluster, and list other layouts."""
     run_config = load(config, overrides)
     options = PlanOptions(
         gpus=gpus,
@@ -95,7 +103,6 @@ def command(
         response_tokens=response_tokens,
         rollout_gpus=rollout_gpus,
         rollout_tokens_per_s=rollout_tokens_per_s,
-        miss_share=misses,
     )
     hf = _read_architecture(run_config.model.path, model_config)
     plan = make_plan(run_config, hf, options)
@@ -103,7 +110,7 @@ def command(
         _check_parameters(run_config, hf, plan.layout)
         say("parameters: equal to Megatron's on every stage")
     if as_json:
-        typer.echo(json.dumps(plan.to_json_dict(), indent=2))
+        typer.echo(json.dumps(asdict(plan), indent=2))
     else:
         _print_plan(plan, uncut_console())
 
@@ -158,11 +165,11 @@ def _print_plan(plan: Plan, console: Console) -> None:
 
 
 def _head(plan: Plan) -> list[str]:
-    work, layout = plan.workload, plan.layout
+    work, layout, assumptions = plan.workload, plan.layout, plan.assumptions
     return [
         f"[bold]{plan.name}[/]: {plan.model_type}, {plan.model_parameters:,} parameters, on "
-        f"{layout.gpus} trainer and {plan.assumptions.rollout_gpus} rollout {plan.assumptions.gpu} "
-        f"({_PLACES[plan.assumptions.placement]})",
+        f"{layout.gpus} trainer and {assumptions.rollout_gpus} rollout {assumptions.gpu.name} "
+        f"({_PLACES[assumptions.placement]})",
         f"tensor {layout.tensor}{' (sequence)' if layout.sequence else ''} × "
         f"pipeline {layout.pipeline} (virtual {layout.virtual}) × context {layout.context} × "
         f"data {layout.data}, recompute {plan.recompute}",
@@ -174,27 +181,22 @@ def _head(plan: Plan) -> list[str]:
 
 
 def _memory_table(plan: Plan) -> Table:
-    table = _table(
+    worst, last = plan.worst_stage.stage, plan.layout.pipeline - 1
+    return _table(
         "Trainer memory per GPU, GB (total: with the larger of logits and workspace)",
-        *("stage", ">parameters", ">weights", ">gradients", ">optimizer", ">activations"),
-        *(">logits", ">workspace", ">total"),
+        [plan.stages[number] for number in sorted({0, worst, last})],
+        {
+            "stage": lambda s: f"{s.stage}{' ←' if s.stage == worst and last else ''}",
+            ">parameters": lambda s: f"{s.parameters:,}",
+            ">weights": lambda s: _gb(s.weights_bytes),
+            ">gradients": lambda s: _gb(s.gradients_bytes),
+            ">optimizer": lambda s: _gb(s.optimizer_bytes),
+            ">activations": lambda s: f"{_gb(s.activations_bytes)} ({s.chunks_in_flight}×)",
+            ">logits": lambda s: _gb(s.logits_bytes),
+            ">workspace": lambda s: _gb(s.workspace_bytes),
+            ">total": lambda s: f"[bold]{_gb(s.total_bytes)}[/]",
+        },
     )
-    worst = plan.worst_stage.stage
-    shown = sorted({0, worst, plan.layout.pipeline - 1})
-    for stage in (plan.stages[number] for number in shown):
-        mark = " ←" if stage.stage == worst and len(shown) > 1 else ""
-        table.add_row(
-            f"{stage.stage}{mark}",
-            f"{stage.parameters:,}",
-            _gb(stage.weights_bytes),
-            _gb(stage.gradients_bytes),
-            _gb(stage.optimizer_bytes),
-            f"{_gb(stage.activations_bytes)} ({stage.chunks_in_flight}×)",
-            _gb(stage.logits_bytes),
-            _gb(stage.workspace_bytes),
-            f"[bold]{_gb(stage.total_bytes)}[/]",
-        )
-    return table
 
 
 def _verdicts(plan: Plan) -> list[str]:
@@ -211,83 +213,102 @@ def _verdicts(plan: Plan) -> list[str]:
         f"GB + KV cache {_gb(memory.kv_cache_bytes)} GB, {memory.kv_bytes_per_token:,.0f} "
         "bytes per token",
         f"server: {memory.kv_cache_tokens:,} tokens = {memory.mean_sequences} mean or "
-        f"{memory.longest_sequences} longest sequences at a time",
+        f"{memory.longest_sequences} maximum-length sequences at a time",
     ]
 
 
 def _traffic_table(plan: Plan) -> Table:
-    node_gpus = plan.assumptions.node_gpus
-    table = _table("GB one GPU sends in a step", "group", ">ranks", "link", ">GB")
-    for group, sent_bytes in plan.sent_bytes.items():
-        link = "node" if plan.layout.within_node(group, node_gpus) else "network"
-        ranks = str(plan.layout.group_ranks[group])
-        table.add_row(group, ranks, link, _number(sent_bytes / 1e9))
-    return table
+    layout, node_gpus = plan.layout, plan.assumptions.node_gpus
+    return _table(
+        "GB one GPU sends in a step",
+        plan.sent_bytes,
+        {
+            "group": str,
+            ">ranks": lambda group: str(layout.group_ranks[group]),
+            "link": lambda g: "node" if layout.within_node(g, node_gpus) else "network",
+            ">GB": lambda group: _number(plan.sent_bytes[group] / 1e9),
+        },
+    )
 
 
 def _phases_table(plan: Plan) -> Table:
     table = _table(
         "Estimated time of a step",
-        *("phase", ">seconds", ">compute", ">messages", ">bubble", ">share"),
+        plan.phases,
+        {
+            "phase": lambda phase: phase.name,
+            ">seconds": lambda phase: _number(phase.seconds),
+            ">compute": lambda phase: _number(phase.compute_s),
+            ">messages": lambda phase: _number(phase.messages_s),
+            ">bubble": lambda phase: _number(phase.bubble_s),
+            ">share": lambda phase: f"{phase.seconds / plan.step_s:.0%}",
+        },
     )
-    for phase in plan.phases:
-        parts = (phase.seconds, phase.compute_s, phase.messages_s, phase.bubble_s)
-        table.add_row(phase.name, *map(_number, parts), f"{phase.seconds / plan.step_s:.0%}")
-    table.add_row("[bold]step[/]", f"[bold]{_number(plan.step_s)}[/]", "", "", "", "")
+    table.add_row("[bold]step[/]", f"[bold]{_number(plan.step_s)}[/]")
     return table
 
 
 def _disk_table(plan: Plan) -> Table:
-    table = _table("Disk under run_dir, GB", "files", ">each", ">number", ">GB")
-    for use in plan.disk:
-        table.add_row(use.what, _gb(use.each_bytes), f"{use.number:,}", _gb(use.total_bytes))
+    table = _table(
+        "Disk under run_dir, GB",
+        plan.disk,
+        {
+            "files": lambda use: use.what,
+            ">each": lambda use: _gb(use.each_bytes),
+            ">number": lambda use: f"{use.number:,}",
+            ">GB": lambda use: _gb(use.total_bytes),
+        },
+    )
     total = sum(use.total_bytes for use in plan.disk)
     table.add_row("[bold]whole run[/]", "", "", f"[bold]{_gb(total)}[/]")
     return table
 
 
 def _layouts_table(plan: Plan) -> Table:
-    fitting = sum(estimate.fits for estimate in plan.layouts)
-    table = _table(
-        f"{len(plan.layouts)} layouts of {plan.layout.gpus} GPUs, {fitting} fit; "
-        "the fastest, and the configured one (→)",
-        *("", ">tensor", ">pipeline", ">virtual", ">context", ">data", "recompute", ">GB", "fits"),
-        *(">bubble", ">training s"),
-    )
-    seen = set()
+    best: list[LayoutEstimate] = []
+    seen: set[tuple[int, ...]] = set()
     for estimate in plan.layouts:
         layout = estimate.layout
         sizes = (layout.tensor, layout.pipeline, layout.context, layout.data)
-        # Of equal sizes the best number of chunks per stage.
-        if estimate.is_configured or (sizes not in seen and table.row_count < MAX_LAYOUTS):
-            table.add_row(
-                "→" if estimate.is_configured else "",
-                f"{layout.tensor}{' seq' if layout.sequence else ''}",
-                *map(str, (layout.pipeline, layout.virtual, layout.context, layout.data)),
-                estimate.recompute,
-                _gb(estimate.memory_bytes),
-                "yes" if estimate.fits else "no",
-                f"{estimate.bubble_share:.0%}",
-                _number(estimate.training_s),
-            )
+        # With equal sizes the best number of chunks per stage.
+        if estimate.is_configured or (sizes not in seen and len(best) < _MAX_LAYOUTS):
+            best.append(estimate)
         seen.add(sizes)
-    return table
+    num_fitting = sum(estimate.fits for estimate in plan.layouts)
+    return _table(
+        f"{len(plan.layouts)} layouts of {plan.layout.gpus} GPUs, {num_fitting} fit; "
+        "the fastest, and the configured one (→)",
+        best,
+        {
+            "": lambda e: "→" if e.is_configured else "",
+            ">tensor": lambda e: f"{e.layout.tensor}{' seq' if e.layout.sequence else ''}",
+            ">pipeline": lambda e: str(e.layout.pipeline),
+            ">virtual": lambda e: str(e.layout.virtual),
+            ">context": lambda e: str(e.layout.context),
+            ">data": lambda e: str(e.layout.data),
+            "recompute": lambda e: e.recompute,
+            ">GB": lambda e: _gb(e.memory_bytes),
+            "fits": lambda e: "yes" if e.fits else "no",
+            ">bubble": lambda e: f"{e.bubble_share:.0%}",
+            ">training s": lambda e: _number(e.training_s),
+        },
+    )
 
 
 def _assumptions(plan: Plan) -> list[str]:
-    a, work = plan.assumptions, plan.workload
+    a, gpu = plan.assumptions, plan.assumptions.gpu
     rate = "given" if a.rollout_tokens_per_s is not None else "estimated"
     lines = [
-        f"{a.gpu}: {a.peak_flops / 1e12:,.0f} TFLOP/s peak at {a.mfu_share:.0%} MFU, "
-        f"{a.memory_bytes_per_s / 1e12:.2f} TB/s at {a.memory_share:.0%}",
-        f"links: {a.node_link_bytes_per_s / 1e9:.0f} GB/s in a node of {a.node_gpus}, "
-        f"{a.network_bytes_per_s / 1e9:.0f} GB/s per GPU between nodes, at {a.link_share:.0%}; "
+        f"{gpu.name}: {a.peak_flops / 1e12:,.0f} TFLOP/s peak at {a.mfu_share:.0%} MFU, "
+        f"{gpu.memory_bytes_per_s / 1e12:.2f} TB/s at {a.memory_share:.0%}",
+        f"links: {gpu.node_link_bytes_per_s / 1e9:.0f} GB/s in a node of {a.node_gpus}, "
+        f"{gpu.network_bytes_per_s / 1e9:.0f} GB/s per GPU between nodes, at {a.link_share:.0%}; "
         f"shared disk {a.disk_bytes_per_s / 1e9:.0f} GB/s",
         f"mean lengths: prompt {a.prompt_tokens:,}, response {a.response_tokens:,} tokens, "
         "responses uniform from 0 to twice that",
         f"rollout: {a.rollout_gpus} GPUs, {plan.rollout_tokens_per_s:,.0f} tokens/s each ({rate})",
         f"layers: {a.layers}",
-        *([f"predicted bounds: {a.miss_share:.0%} are wrong"] if work.passes.repeated else []),
+        *([f"predicted bounds: {a.miss_share:.0%} miss"] if plan.passes.repeated else []),
         f"disk: {OPTIMIZER_BYTES} bytes of optimizer state per parameter, {DUMP_TOKEN_BYTES} bytes "
         f"per response token of a dump with texts, {BUFFER_TOKEN_BYTES} of an unfinished sample",
         *plan.notes,
@@ -295,15 +316,14 @@ def _assumptions(plan: Plan) -> list[str]:
     return ["[bold]Assumptions[/] (1 GB = 10⁹ bytes)", *(f"- {line}" for line in lines)]
 
 
-def _table(title: str, *columns: str) -> Table:
-    """Return an empty table; columns whose heading begins with ">" are aligned to the right."""
+def _table(title: str, items: Iterable[Any], columns: Mapping[str, Callable[[Any], str]]) -> Table:
+    """Return a table; columns whose heading begins with ">" are aligned to the right."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(
-            column.removeprefix(">"),
-            justify="right" if column.startswith(">") else "left",
-            overflow="fold",
-        )
+    for heading in columns:
+        name = heading.removeprefix(">")
+        table.add_column(name, justify="left" if name == heading else "right", overflow="fold")
+    for item in items:
+        table.add_row(*(cell(item) for cell in columns.values()))
     return table
 
 

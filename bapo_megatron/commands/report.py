@@ -12,12 +12,10 @@ def command(
     run_dirs: Annotated[
         list[Path], typer.Argument(metavar="RUN…", help="One or several run directories.")
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="By default report.html in the first run.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Default: report.html in the first run.")] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Directory of the tokenizer, if the run's own is gone."),
+        typer.Option(help="Tokenizer directory, if the run's own is missing."),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Serve the page on 127.0.0.1 and follow the runs.")

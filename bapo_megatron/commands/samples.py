@@ -19,7 +19,13 @@ from bapo_megatron.config.settings import read_settings
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import texts_path
 from bapo_megatron.telemetry.console import uncut_console, visible_json
-from bapo_megatron.tools.report.samples import ORDERS, Order, Step, dump_files, read_step
+from bapo_megatron.tools.report.rollouts import (
+    ORDERS,
+    DumpedStep,
+    Order,
+    dump_files,
+    read_step,
+)
 from bapo_megatron.types import FinishReason, Sample
 
 _NUM_SHOWN = 4
@@ -138,7 +144,7 @@ def _settings_of(dump: Path) -> dict[str, Any]:
 
 
 def inspect_step(
-    path: Path, step: Step, chosen: Sequence[Sample], max_samples: int
+    path: Path, step: DumpedStep, chosen: Sequence[Sample], max_samples: int
 ) -> dict[str, Any]:
     """Return a step and the first ``max_samples`` of its ``chosen`` samples as JSON values.
 
@@ -159,7 +165,7 @@ def inspect_step(
     }
 
 
-def _shown_sample(path: Path, step: Step, sample: Sample) -> dict[str, Any]:
+def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any]:
     """A response; prompt, answer and the parts' texts are None where the dump has no texts."""
     text = step.text(sample)
     lengths = [len(part) for part in sample.segments()]

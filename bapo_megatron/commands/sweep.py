@@ -1,4 +1,4 @@
-"""``bapo-megatron sweep``: variants of a configuration by several seeds, run and compared."""
+"""``bapo-megatron sweep``: variants of a configuration over several seeds, run and compared."""
 
 import json
 import shlex
@@ -10,11 +10,10 @@ import typer
 from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.telemetry.console import say, uncut_console
-from bapo_megatron.tools.sweep.figure import draw_sweep
+from bapo_megatron.tools.plot import draw_dynamics
 from bapo_megatron.tools.sweep.file import load_sweep
 from bapo_megatron.tools.sweep.results import print_table, read_scores, results_json
-from bapo_megatron.tools.sweep.run import SweepError, run_sweep
-from bapo_megatron.tools.sweep.slurm import slurm_script
+from bapo_megatron.tools.sweep.run import SweepError, run_sweep, slurm_script
 
 
 def command(
@@ -24,9 +23,9 @@ def command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train variants of a configuration by several seeds, and compare them.
+    """Train variants of a configuration over several seeds, and compare them.
 
-    The same command continues: finished runs are kept, begun ones resumed.
+    Rerun the command to continue: finished runs are kept, interrupted ones resume.
     """
     sweep = load_sweep(file, is_here=not slurm)
     directory = sweep.config.dir
@@ -45,12 +44,13 @@ def command(
     elif results.rows:
         print_table(sweep, results, uncut_console())
     if results.rows:
-        draw_sweep(sweep, results, directory / "sweep.png")
+        finished = [run.run_dir for run in sweep.runs if run.is_finished]
+        draw_dynamics(finished, directory / "sweep.png")
         say(f"scores: {directory}/sweep.json   figure: {directory}/sweep.png")
     for failure in failures:
         say(f"{failure.run.label} failed: {failure.reason}; log: {failure.run.log}")
     if failures:
         raise SweepError(
-            f"{len(failures)} of {len(sweep.runs)} runs did not finish; correct what failed, and "
-            "the same command continues them"
+            f"{len(failures)} of {len(sweep.runs)} runs did not finish; correct the cause, and "
+            "rerun the command to continue them"
         )

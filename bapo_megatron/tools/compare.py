@@ -6,7 +6,7 @@ Shape legend: P = problems, S = seeds, M = estimates.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from bapo_megatron.evaluation.estimators import (
     paired_difference,
     student_interval,
 )
+from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.evaluation.summary import is_shown, values_by_problem
 from bapo_megatron.types import EvalProblem, EvalResult
@@ -26,7 +27,7 @@ ResultsBySeed = Mapping[int, Results]
 """The evaluations of runs that differ in their seeds only, by seed."""
 
 _COMPARED_SETTINGS = (
-    *("samples_per_prompt", "temperature", "top_p", "top_k", "max_response_tokens", "prompts"),
+    *("samples_per_prompt", "temperature", "max_response_tokens", "prompts"),
     *("reward", "environment", "max_turns"),
 )
 
@@ -48,14 +49,13 @@ class Comparison:
     """All scores of one set; ``compare --json`` prints these fields."""
 
     set_name: str
-    over: Literal["problems", "seeds"]
-    """What differences are paired by, so what intervals and p-values are about."""
     num_problems: int
     """Those that both have; of all seeds together."""
     num_left_out: int
     """Those that only one of them has."""
     seeds: tuple[int, ...]
-    """Those that both groups have; none where two results are compared."""
+    """Those that both groups have, by which differences are paired; empty where two results are
+    compared, whose differences are paired by problem."""
     seeds_left_out: tuple[int, ...]
     """Those that only one group has."""
     different_settings: tuple[str, ...]
@@ -76,10 +76,10 @@ class _Pair:
     first_PM: np.ndarray
     second_PM: np.ndarray
 
-    def means(self, name: str) -> tuple[float, float]:
-        """Return a score of both."""
+    def columns(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return an estimate of both, [P] each."""
         column = self.names.index(name)
-        return float(self.first_PM[:, column].mean()), float(self.second_PM[:, column].mean())
+        return self.first_PM[:, column], self.second_PM[:, column]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,72 @@ class GroupScore:
     low: float | None
     """Low end of Student's 95 % interval over seeds; None where there is one seed."""
     high: float | None
+
+
+def evaluations_in(run_dir: Path) -> dict[int, Path]:
+    """Return the results files of a training run by step, ascending; 0 is before training."""
+    start = run_dir / "eval" / "start.json"
+    files = {0: start} if start.exists() else {}
+    for path in run_dir.glob("eval/step_*.json"):
+        step = path.stem.removeprefix("step_")
+        if step.isdecimal():
+            files[int(step)] = path
+    return dict(sorted(files.items()))
+
+
+def newest_results(run_dir: Path) -> Path | None:
+    """Return the file of a run's newest scores: of ``eval``, else of its last evaluated step."""
+    alone = run_dir / "eval.json"
+    if alone.exists():
+        return alone
+    return next(reversed(evaluations_in(run_dir).values()), None)
+
+
+def find_group(path: Path) -> list[Path]:
+    """Return the runs that a directory of runs, or a pattern such as ``runs/a-seed*``, stands for.
+
+    Sorted; empty where it is neither.
+    """
+    if path.is_dir():
+        candidates = path.iterdir() if newest_results(path) is None else iter(())
+    else:
+        root = Path(path.anchor)
+        candidates = root.glob(str(path.relative_to(root)))
+    return sorted(
+        run for run in candidates if (run / "config.yaml").exists() or newest_results(run)
+    )
+
+
+def read_group(run_dirs: Sequence[Path]) -> ResultsBySeed:
+    """Read the newest scores of runs that differ in their seeds.
+
+    Raises:
+        ResultsError: A run has no scores, not those of the same step, or no seed of its own.
+        OSError: A file cannot be read.
+    """
+    group: dict[int, Results] = {}
+    files = [newest_results(run_dir) for run_dir in run_dirs]
+    for run_dir, file in zip(run_dirs, files, strict=True):
+        if file is None:
+            raise ResultsError(
+                f"{run_dir}: has no evaluation yet; finish the run, or name a group without it"
+            )
+        if files[0] is not None and file.name != files[0].name:
+            raise ResultsError(
+                f"{file}: newest evaluation must be at the step of the others, {files[0].name}; "
+                "finish the runs of the group"
+            )
+        results = read_results(file)
+        seed = results[0].settings.get("seed")
+        if not isinstance(seed, int):
+            raise ResultsError(f"{file}: records no seed; evaluate the run again")
+        if seed in group:
+            raise ResultsError(
+                f"{file}: seed {seed} must be unique in its group, another run has it; give the "
+                "runs of one group different seeds"
+            )
+        group[seed] = results
+    return group
 
 
 def compare_results(
@@ -113,29 +179,15 @@ def compare_results(
     Raises:
         ResultsError: They have no set in common, or different problems.
     """
-    return [
-        Comparison(
-            set_name=pair.set_name,
-            over="problems",
-            num_problems=len(pair.first_PM),
-            num_left_out=pair.num_left_out,
-            seeds=(),
-            seeds_left_out=(),
-            different_settings=pair.different_settings,
-            scores=tuple(
-                ScoreDifference(
-                    name,
-                    float(first_P.mean()),
-                    float(second_P.mean()),
-                    paired_difference(second_P - first_P, num_resamples, seed),
-                )
-                for name, first_P, second_P in zip(
-                    pair.names, pair.first_PM.T, pair.second_PM.T, strict=True
-                )
-            ),
-        )
-        for pair in _pairs(first, second, k_values, common_only=common_only)
-    ]
+    comparisons = []
+    for pair in _pairs(first, second, k_values, common_only=common_only):
+        scores = []
+        for name in pair.names:
+            first_P, second_P = pair.columns(name)
+            paired = paired_difference(second_P - first_P, num_resamples, seed)
+            scores.append(_score(name, first_P, second_P, paired))
+        comparisons.append(_comparison([pair], scores))
+    return comparisons
 
 
 def compare_groups(
@@ -144,9 +196,9 @@ def compare_groups(
     """Compare two groups of runs; runs with equal seeds are pairs, each on its own problems.
 
     The scores of a run are means over its problems. Their differences ``second`` − ``first``, one
-    per seed, go into Student's t-test: its interval is about other seeds on these problems, and
-    says nothing of other problems. ``common_only`` leaves out seeds and problems that only one
-    group has, instead of refusing.
+    per seed, go into Student's t-test: its interval covers variation across seeds on these
+    problems, not across problems. ``common_only`` leaves out seeds and problems that only one group
+    has, instead of refusing.
 
     Raises:
         ResultsError: They have fewer than two seeds in common, or a pair cannot be compared.
@@ -165,27 +217,16 @@ def compare_groups(
             by_seed.append(_pairs(first[seed], second[seed], k_values, common_only=common_only))
         except ResultsError as error:
             raise ResultsError(f"seed {seed}: {error}") from error
-    shared = [pair.set_name for pair in by_seed[0]]
-    for seed, pairs in zip(seeds, by_seed, strict=True):
-        if [pair.set_name for pair in pairs] != shared:
+    names = [[pair.set_name for pair in pairs] for pairs in by_seed]
+    for seed, other in zip(seeds, names, strict=True):
+        if other != names[0]:
             raise ResultsError(
-                f"seed {seed} has other sets ({', '.join(pair.set_name for pair in pairs)}) than "
-                f"seed {seeds[0]} ({', '.join(shared)}); evaluate all runs on the same sets"
+                f"seed {seed} has other sets ({', '.join(other)}) than seed {seeds[0]} "
+                f"({', '.join(names[0])}); evaluate all runs on the same sets"
             )
     return [
-        Comparison(
-            set_name=of_set[0].set_name,
-            over="seeds",
-            num_problems=sum(len(pair.first_PM) for pair in of_set),
-            num_left_out=sum(pair.num_left_out for pair in of_set),
-            seeds=tuple(seeds),
-            seeds_left_out=tuple(left_out),
-            different_settings=tuple(
-                dict.fromkeys(text for pair in of_set for text in pair.different_settings)
-            ),
-            scores=_over_seeds(of_set),
-        )
-        for of_set in zip(*by_seed, strict=True)
+        _comparison(pairs, _scores_over_seeds(pairs), tuple(seeds), tuple(left_out))
+        for pairs in zip(*by_seed, strict=True)
     ]
 
 
@@ -200,26 +241,50 @@ def group_scores(group: ResultsBySeed) -> list[GroupScore]:
         }
         for seed, results in sorted(group.items())
     }
-    found = []
+    group_scores = []
     for key in next(iter(by_seed.values())):
         if all(key in scores for scores in by_seed.values()):
             values = {seed: scores[key] for seed, scores in by_seed.items()}
             values_S = np.array(list(values.values()))
             low, high = student_interval(values_S) if len(values) > 1 else (None, None)
-            found.append(GroupScore(*key, values, float(values_S.mean()), low, high))
-    return found
+            group_scores.append(GroupScore(*key, values, float(values_S.mean()), low, high))
+    return group_scores
 
 
-def _over_seeds(pairs: Sequence[_Pair]) -> tuple[ScoreDifference, ...]:
+def _scores_over_seeds(pairs: Sequence[_Pair]) -> list[ScoreDifference]:
     """The scores that the pairs of all seeds have."""
-    differences = []
+    scores = []
     for name in pairs[0].names:
         if all(name in pair.names for pair in pairs):
-            first_S, second_S = np.array([pair.means(name) for pair in pairs]).T
+            means = [[column_P.mean() for column_P in pair.columns(name)] for pair in pairs]
+            first_S, second_S = np.array(means).T
             paired = difference_over_seeds(second_S - first_S)
-            means = float(first_S.mean()), float(second_S.mean())
-            differences.append(ScoreDifference(name, *means, paired))
-    return tuple(differences)
+            scores.append(_score(name, first_S, second_S, paired))
+    return scores
+
+
+def _score(
+    name: str, first: np.ndarray, second: np.ndarray, paired: PairedDifference
+) -> ScoreDifference:
+    return ScoreDifference(name, float(first.mean()), float(second.mean()), paired)
+
+
+def _comparison(
+    pairs: Sequence[_Pair],
+    scores: Sequence[ScoreDifference],
+    seeds: tuple[int, ...] = (),
+    seeds_left_out: tuple[int, ...] = (),
+) -> Comparison:
+    settings = dict.fromkeys(text for pair in pairs for text in pair.different_settings)
+    return Comparison(
+        set_name=pairs[0].set_name,
+        num_problems=sum(len(pair.first_PM) for pair in pairs),
+        num_left_out=sum(pair.num_left_out for pair in pairs),
+        seeds=seeds,
+        seeds_left_out=seeds_left_out,
+        different_settings=tuple(settings),
+        scores=tuple(scores),
+    )
 
 
 def _pairs(
@@ -232,7 +297,7 @@ def _pairs(
         by_name = {result.name: result for result in second}
         pairs = [(result, by_name[result.name]) for result in first if result.name in by_name]
     if not pairs:
-        names = (", ".join(result.name for result in each) or "none" for each in (first, second))
+        names = (", ".join(result.name for result in side) or "none" for side in (first, second))
         raise ResultsError(
             f"the results have no set in common: {' against '.join(names)}; compare results on the "
             "same data"
@@ -241,7 +306,7 @@ def _pairs(
 
 
 def _pair(a: EvalResult, b: EvalResult, k_values: Sequence[int], *, common_only: bool) -> _Pair:
-    problems = _common(a, b, common_only=common_only)
+    problems = _common_problems(a, b, common_only=common_only)
     differing = (
         f"{name} {json.dumps(a.settings[name])} and {json.dumps(b.settings[name])}"
         for name in _COMPARED_SETTINGS
@@ -253,19 +318,19 @@ def _pair(a: EvalResult, b: EvalResult, k_values: Sequence[int], *, common_only:
     names, first_PM = values_by_problem(first, sizes)
     others, second_PM = values_by_problem(second, sizes)
     # avg@k is the first score of both, whatever the number of samples.
-    shown = names[0] if names[0] == others[0] else f"{names[0]}, {others[0]}"
+    average = names[0] if names[0] == others[0] else f"{names[0]}, {others[0]}"
     shared = [name for name in names[1:] if name in others and is_shown(name, (*first, *second))]
     return _Pair(
         set_name=a.name if a.name == b.name else f"{a.name}, {b.name}",
         different_settings=tuple(differing),
         num_left_out=len(a.problems) + len(b.problems) - 2 * len(problems),
-        names=(shown, *shared),
+        names=(average, *shared),
         first_PM=first_PM[:, [0, *map(names.index, shared)]],
         second_PM=second_PM[:, [0, *map(others.index, shared)]],
     )
 
 
-def _common(
+def _common_problems(
     first: EvalResult, second: EvalResult, *, common_only: bool
 ) -> list[tuple[EvalProblem, EvalProblem]]:
     """The problems of both, by id."""

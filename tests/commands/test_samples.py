@@ -15,7 +15,7 @@ from bapo_megatron import cli
 from bapo_megatron.commands.samples import inspect_step, print_step
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import read_batch, write_batch, write_texts
-from bapo_megatron.tools.report.samples import read_step
+from bapo_megatron.tools.report.rollouts import read_step
 from bapo_megatron.types import FinishReason, Group, RolloutBatch, SampleText, VersionSpan
 from tests.data.samples import make_episode, make_sample
 from tests.tools.report.made_runs import SCRIPT, make_run

@@ -44,7 +44,7 @@ from tests.gpu.loss_clock import LossClock
 if TYPE_CHECKING:
     import argparse
 
-    from bapo_megatron.tools.planning.hardware import LayerKind
+    from bapo_megatron.tools.planning.scenario import LayerKind
 
 SIZES = {
     "tiny": {"hidden": 64, "intermediate": 128, "layers": 2, "heads": 4, "kv": 2, "vocab": 320},

@@ -68,30 +68,10 @@ def run_printed_commands(printed: str, capsys: pytest.CaptureFixture[str]) -> di
 @pytest.mark.parametrize(
     ("data", "gpus", "row_format", "has_suffix", "rollout", "starts"),
     [
-        (
-            "gsm8k_test.jsonl",
-            1,
-            "gsm8k",
-            True,
-            {"colocated": True, "first_gpu": 0, "count": 1, "async_steps": 0},
-            "python -m bapo_megatron train ",
-        ),
-        (
-            "aime24.parquet",
-            8,
-            "verl",
-            False,  # its questions ask for a box
-            {"colocated": False, "first_gpu": 4, "count": 4, "async_steps": 1},
-            "python -m bapo_megatron.torchrun --nproc-per-node 4 -m bapo_megatron train ",
-        ),
-        (
-            "aime25.parquet",
-            24,
-            "verl",
-            True,
-            {"colocated": False, "first_gpu": 0, "count": 8, "async_steps": 1},
-            "NNODES=1 NODE_RANK=0 MASTER_ADDR=ADDRESS examples/multi_node.sh ",
-        ),
+        ("gsm8k_test.jsonl", 1, "gsm8k", True, (True, 0, 1, 0), " train "),
+        # Its questions ask for a box.
+        ("aime24.parquet", 8, "verl", False, (False, 4, 4, 1), ".torchrun --nproc-per-node 4 "),
+        ("aime25.parquet", 24, "verl", True, (False, 0, 8, 1), "NNODES=1 NODE_RANK=0 "),
     ],
 )
 def test_the_commands_that_it_prints_accept_what_it_has_written(
@@ -99,7 +79,7 @@ def test_the_commands_that_it_prints_accept_what_it_has_written(
     gpus: int,
     row_format: str,
     has_suffix: bool,
-    rollout: dict[str, Any],
+    rollout: tuple[bool, int, int, int],
     starts: str,
     random_model: Path,
     shared_data: Path,
@@ -108,18 +88,14 @@ def test_the_commands_that_it_prints_accept_what_it_has_written(
 ) -> None:
     config = init(tmp_path / "first", random_model, shared_data / data, gpus)
     printed = capsys.readouterr().out
-    assert printed.splitlines()[-1].startswith(starts)
+    assert printed.splitlines()[-1].removeprefix("python -m bapo_megatron").startswith(starts)
     assert config.model.dtype == "float32"
     [train_set] = config.data.train_sets
     assert train_set.row_format == row_format
     assert config.data.prompt_suffix.endswith("\\boxed{}.") is has_suffix
-    server = config.rollout.server
-    assert rollout == {
-        "colocated": config.rollout.colocated,
-        "first_gpu": server.first_gpu,
-        "count": server.count,
-        "async_steps": config.rollout.async_steps,
-    }
+    section, server = config.rollout, config.rollout.server
+    chosen = (section.colocated, server.first_gpu, server.count, section.async_steps)
+    assert chosen == rollout
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     assert longest <= 2048  # the model's positions
     plan = run_printed_commands(printed, capsys)
@@ -150,13 +126,7 @@ def test_every_key_of_the_file_has_its_reason_and_the_file_is_a_screen(
     lines = (tmp_path / "run" / "run.yaml").read_text().splitlines()
     assert len(lines) < 50
     bare = [line.strip() for line in lines if "#" not in line and not line.endswith(":")]
-    assert bare == [
-        "name: run",
-        "prompt_column: prompt",
-        "answer_column: answer",
-        "- {name: math, function: math}",
-        "steps: 100",
-    ]
+    assert bare == ["name: run", "prompt_column: prompt", "answer_column: answer", "steps: 100"]
 
 
 def test_names_with_signs_of_the_shell_and_of_yaml_are_quoted(
@@ -171,27 +141,27 @@ def test_names_with_signs_of_the_shell_and_of_yaml_are_quoted(
 
 
 @pytest.mark.parametrize(
-    ("stored", "line"),
+    ("stored", "dtype", "reason"),
     [
-        (
-            {"torch_dtype": "float32"},
-            "  dtype: float32                    # as its config.json says",
-        ),
-        (
-            {"dtype": "float16"},
-            "  dtype: bfloat16                   # its config.json says 'float16'",
-        ),
-        ({}, "  dtype: bfloat16                   # its config.json names none"),
+        ({"torch_dtype": "float32"}, "float32", "'float32'"),
+        ({"dtype": "float16"}, "bfloat16", "'float16'"),
+        ({}, "bfloat16", "names none"),
     ],
 )
 def test_the_number_format_is_the_model_s_if_it_can_be_trained(
-    stored: dict[str, str], line: str, random_model: Path, sums: Path, tmp_path: Path
+    stored: dict[str, str],
+    dtype: str,
+    reason: str,
+    random_model: Path,
+    sums: Path,
+    tmp_path: Path,
 ) -> None:
     model = shutil.copytree(random_model, tmp_path / "model")
     fields = json.loads((model / "config.json").read_text()) | {"dtype": None}
     (model / "config.json").write_text(json.dumps(fields | stored))
-    init(tmp_path / "run", model, sums, 1)
-    assert line in (tmp_path / "run" / "run.yaml").read_text().splitlines()
+    assert init(tmp_path / "run", model, sums, 1).model.dtype == dtype
+    text = (tmp_path / "run" / "run.yaml").read_text()
+    assert re.search(rf"^  dtype: {dtype} +# its config.json .*{reason}$", text, re.M)
 
 
 def test_a_request_for_a_box_is_found_wherever_the_prompt_holds_it(
@@ -222,42 +192,41 @@ def test_the_evaluation_that_the_file_proposes_can_be_made(
 
 
 def test_an_existing_file_stays(random_model: Path, sums: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.yaml").write_text("mine")
-    with pytest.raises(ValueError, match="exists and is not overwritten; remove it"):
-        init(tmp_path / "run", random_model, sums, 1)
-    assert (tmp_path / "run" / "run.yaml").read_text() == "mine"
-    (tmp_path / "run" / "run.yaml").unlink()
-    (tmp_path / "run" / "run.yaml").symlink_to("nowhere.yaml")
-    with pytest.raises(ValueError, match="exists and is not overwritten; remove it"):
-        init(tmp_path / "run", random_model, sums, 1)
+    file = tmp_path / "run" / "run.yaml"
+    file.parent.mkdir()
+    file.write_text("mine")
+    with pytest.raises(ValueError, match=r"run\.yaml: exists"):
+        init(file.parent, random_model, sums, 1)
+    assert file.read_text() == "mine"
+    file.unlink()
+    file.symlink_to("nowhere.yaml")
+    with pytest.raises(ValueError, match=r"run\.yaml: exists"):
+        init(file.parent, random_model, sums, 1)
 
 
 def test_columns_that_are_not_known_can_be_named(random_model: Path, tmp_path: Path) -> None:
     data = tmp_path / "tasks.jsonl"
     write_jsonl(data, {"task": "1+1=?", "result": 2})
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError, match=r"tasks\.jsonl:1: .*task, result; .*--prompt-column"):
         init(tmp_path / "run", random_model, data, 1)
-    assert str(refused.value) == (
-        f"{data}:1: no known columns for question and answer among task, result; name them by "
-        "--prompt-column and --answer-column, or rename them to prompt and answer (docs/data.md)"
-    )
     assert not (tmp_path / "run").exists()
     columns = ("--prompt-column", "task", "--answer-column", "result")
     [train_set] = init(tmp_path / "run", random_model, data, 1, *columns).data.train_sets
     assert (train_set.prompt_column, train_set.answer_column) == ("task", "result")
 
 
+def test_a_file_without_rows_is_refused(random_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").touch()
+    with pytest.raises(DataError, match=r"none\.jsonl: no row"):
+        init(tmp_path / "run", random_model, tmp_path / "none.jsonl", 1)
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "problem"),
     [
         ("deepseek-r1-distill-qwen-32b", 8, "--gpus: 8 H100 cannot train and sample"),
-        (
-            "deepseek-r1-distill-qwen-32b",
-            1,
-            r"92 tokens \(a server needs 4 GPUs, got 1\); give more",
-        ),
-        ("qwen3-0.6b", 12, "--gpus: must be whole nodes of 8 GPUs if one is not enough, got 12"),
+        ("deepseek-r1-distill-qwen-32b", 1, r"--gpus: 1 .*a server needs 4 GPUs, got 1"),
+        ("qwen3-0.6b", 12, "--gpus: must be whole nodes of 8 GPUs .* got 12; give 8"),
     ],
 )
 def test_gpus_that_are_too_few_or_not_whole_nodes_are_refused(
@@ -273,4 +242,4 @@ def test_answers_that_math_cannot_grade_are_noted(random_model: Path, tmp_path: 
     write_jsonl(data, {"prompt": "Why?", "answer": "because " * 20})
     init(tmp_path / "run", random_model, data, 1)
     text = (tmp_path / "run" / "run.yaml").read_text()
-    assert "# Most answers are long texts, which math cannot grade" in text
+    assert "# most answers are long texts" in text

@@ -1,4 +1,6 @@
-"""Memory of a trainer GPU of each pipeline stage, and of a rollout GPU. Bytes throughout.
+"""Memory of a trainer GPU of each pipeline stage, and of a rollout GPU; disk. Bytes throughout.
+
+Parameters are counted exactly: they are those of the model that Megatron builds.
 
 Korthikanti et al. 2022 (arXiv 2205.05198) count the tensors that a layer's operations save for the
 backward pass. The same count for these models, in bytes per token of a rank: no dropout (no masks),
@@ -15,15 +17,70 @@ flash attention, and Megatron's fused SwiGLU; ``local`` off ours (``policy.layer
 measured by the tests.
 """
 
+import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
 from bapo_megatron.config.check import check_heads
-from bapo_megatron.policy.hf_config import padded_vocab_size
-from bapo_megatron.tools.planning.layout import Layout, model_parameters, stage_parameters
-from bapo_megatron.tools.planning.workload import Scenario, Workload
+from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size
+from bapo_megatron.tools.planning.scenario import Layout, Scenario, Workload
 
 FLOAT32_BYTES = 4
+OPTIMIZER_BYTES = 12
+"""Per parameter: float32 master weights and two moments."""
+DUMP_TOKEN_BYTES = 7.8
+"""Per response token of a dump with its texts (docs/benchmarks/data_path_cpu_202611.md)."""
+BUFFER_TOKEN_BYTES = 5.6
+"""Per response token of an unfinished sample, without texts (``tests.benchmarks.bench_buffer``)."""
+
+
+def layer_parameters(hf: HfConfig, tensor: int) -> int:
+    """Return the parameters of one layer on one of ``tensor`` ranks.
+
+    With hidden size h, query channels q, key (and value) channels k and MLP channels f, all but the
+    norms divided over t ranks:
+
+        2h + [D + D] + ((q + 2k)·h + [q + 2k] + q·h + 3·h·f) / t
+
+    where the bracketed norms over the D channels of a head and biases are those of models that have
+    them.
+    """
+    query, key = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
+    projections = (2 * query + 2 * key + 3 * hf.intermediate_size) * hf.hidden_size
+    biases = query + 2 * key if hf.qkv_bias else 0
+    norms = 2 * hf.hidden_size + (2 * hf.head_dim if hf.qk_norm else 0)
+    return norms + (projections + biases) // tensor
+
+
+def embedding_parameters(hf: HfConfig, tensor: int) -> int:
+    """Return the parameters of the embedding, or of the output layer: padded vocabulary · h / t."""
+    return padded_vocab_size(hf.vocab_size, tensor) // tensor * hf.hidden_size
+
+
+def chunk_parameters(hf: HfConfig, layout: Layout, stage: int, chunk: int) -> int:
+    """Return the parameters of a stage's chunk of layers on one rank.
+
+    The first stage's first chunk has the embedding; the last stage's last one the final norm and
+    the output layer, which tied models have only where it is not on the rank of the embedding.
+    """
+    is_first = stage == 0 and chunk == 0
+    is_last = stage == layout.pipeline - 1 and chunk == layout.virtual - 1
+    total = layout.layers_per_chunk(hf) * layer_parameters(hf, layout.tensor)
+    if is_first:
+        total += embedding_parameters(hf, layout.tensor)
+    if is_last:
+        total += hf.hidden_size
+        if not (hf.tied_embeddings and is_first):
+            total += embedding_parameters(hf, layout.tensor)
+    return total
+
+
+def model_parameters(hf: HfConfig) -> int:
+    """Return the parameters of the whole model as published, its vocabulary without padding."""
+    embeddings = 1 if hf.tied_embeddings else 2
+    layers = hf.num_layers * layer_parameters(hf, 1)
+    return layers + hf.hidden_size + embeddings * hf.vocab_size * hf.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +104,8 @@ class StageMemory:
     """Last stage: final norm, logits and the gradients that the head makes."""
     workspace_bytes: float
     """One layer's (or recomputed block's) backward pass; not at the same time as the logits."""
-
-    @property
-    def total_bytes(self) -> float:
-        """The peak, without what is reserved."""
-        fixed = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        return fixed + self.activations_bytes + max(self.logits_bytes, self.workspace_bytes)
+    total_bytes: float
+    """The peak, without what is reserved."""
 
 
 def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
@@ -70,19 +123,25 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
     state_bytes = FLOAT32_BYTES * copies * (1 - megatron.optimizer_offload_share)
     stages = []
     for stage in range(layout.pipeline):
-        parameters = stage_parameters(case.hf, layout, stage)
+        chunks = range(layout.virtual)
+        parameters = sum(chunk_parameters(case.hf, layout, stage, number) for number in chunks)
         in_flight = chunks_in_flight(layout, stage, work.micro_batches)
+        weights, gradients = case.element_bytes * parameters, FLOAT32_BYTES * parameters
+        optimizer = state_bytes * parameters / case.optimizer_ranks
+        activations = in_flight * chunk * tokens
+        logits = head_bytes if stage == layout.pipeline - 1 else 0.0
         stages.append(
             StageMemory(
                 stage=stage,
                 parameters=parameters,
-                weights_bytes=case.element_bytes * parameters,
-                gradients_bytes=FLOAT32_BYTES * parameters,
-                optimizer_bytes=state_bytes * parameters / case.optimizer_ranks,
+                weights_bytes=weights,
+                gradients_bytes=gradients,
+                optimizer_bytes=optimizer,
                 chunks_in_flight=in_flight,
-                activations_bytes=in_flight * chunk * tokens,
-                logits_bytes=head_bytes if stage == layout.pipeline - 1 else 0.0,
+                activations_bytes=activations,
+                logits_bytes=logits,
                 workspace_bytes=passing,
+                total_bytes=weights + gradients + optimizer + activations + max(logits, passing),
             )
         )
     return stages
@@ -96,7 +155,7 @@ def chunk_bytes(case: Scenario) -> float:
     megatron, layers = case.config.megatron, case.layout.layers_per_chunk(case.hf)
     if megatron.recompute == "full":
         return -(-layers // megatron.recompute_layers) * case.hidden_bytes
-    return layers * layer_bytes(case, megatron.recompute)
+    return layers * _layer_bytes(case, megatron.recompute)
 
 
 def recomputed_bytes(case: Scenario) -> float:
@@ -104,13 +163,8 @@ def recomputed_bytes(case: Scenario) -> float:
     megatron = case.config.megatron
     if megatron.recompute == "full":
         block = min(megatron.recompute_layers, case.layout.layers_per_chunk(case.hf))
-        return block * layer_bytes(case, "none")
-    return layer_bytes(case, "none") - layer_bytes(case, megatron.recompute)
-
-
-def layer_bytes(case: Scenario, recompute: Literal["none", "selective"]) -> float:
-    """Return the bytes that one layer keeps of each token: the sum of ``layer_tensors``."""
-    return sum(layer_tensors(case, recompute).values())
+        return block * _layer_bytes(case, "none")
+    return _layer_bytes(case, "none") - _layer_bytes(case, megatron.recompute)
 
 
 def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> dict[str, float]:
@@ -140,6 +194,10 @@ def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> di
     if recompute == "none":
         tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // case.layout.tensor)
     return tensors
+
+
+def _layer_bytes(case: Scenario, recompute: Literal["none", "selective"]) -> float:
+    return sum(layer_tensors(case, recompute).values())
 
 
 def norm_bytes(case: Scenario) -> float:
@@ -249,21 +307,20 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
     hf, server, assumptions = case.hf, case.config.rollout.server, case.assumptions
     longest = case.config.data.max_prompt_tokens + case.config.rollout.max_response_tokens
     running = assumptions.prompt_tokens + assumptions.response_tokens / 2
-    gpus = server.tensor
+    gpus, limit = server.tensor, server.max_total_tokens or sys.maxsize
     check_heads(hf.division_fields, "rollout.server.tensor", gpus)
-    if server.max_total_tokens is not None and server.max_total_tokens < longest:
+    if limit < longest:
         raise ValueError(
             "rollout.server.max_total_tokens: must hold data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {longest}, got {server.max_total_tokens}; raise it"
+            f"rollout.max_response_tokens = {longest}, got {limit}; raise it"
         )
     while True:
         weights = case.element_bytes * model_parameters(hf) / gpus
         per_token = 2 * hf.num_layers * hf.num_kv_heads * hf.head_dim * case.element_bytes / gpus
         cache = max(0.0, server.mem_fraction * assumptions.gpu_memory_bytes - weights)
         tokens = int(cache // per_token)
-        if server.max_total_tokens is not None and server.max_total_tokens < tokens:
-            tokens = server.max_total_tokens
-            cache = tokens * per_token
+        if limit < tokens:
+            tokens, cache = limit, limit * per_token
         if tokens >= longest:
             return RolloutMemory(
                 gpus_per_server=gpus,
@@ -278,7 +335,46 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
         if gpus > assumptions.node_gpus or hf.num_kv_heads % gpus:
             raise ValueError(
                 f"rollout.server.mem_fraction: {server.mem_fraction} of {gpus // 2} GPUs leaves "
-                f"room for the keys and values of {tokens} tokens, fewer than one sequence of "
-                f"{longest}; raise it, lower rollout.max_response_tokens, or plan with another "
-                "--gpu"
+                f"KV cache for {tokens} tokens, fewer than one sequence of {longest}; raise it, "
+                "lower rollout.max_response_tokens, or plan with another --gpu"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """One kind of files."""
+
+    what: str
+    each_bytes: float
+    number: int
+    """At the end of the run, and while another one is written."""
+
+    @property
+    def total_bytes(self) -> float:
+        """All of them."""
+        return self.each_bytes * self.number
+
+
+def disk_use(case: Scenario, work: Workload) -> list[DiskUse]:
+    """Return what the run's files need under ``run_dir``, without logs and metrics."""
+    config, checkpoint, rollout = case.config, case.config.checkpoint, case.config.rollout
+    parameters, steps, every = model_parameters(case.hf), config.train.steps, checkpoint.every_steps
+    saves = steps // every if every else 0
+    saves += checkpoint.at_end and saves * every < steps
+    if checkpoint.best:  # also where an evaluation is the best one
+        saves = steps
+    # The newest and the one that is written, the best, and those that stay.
+    num_checkpoints = min(saves, checkpoint.keep_last + 1) + bool(checkpoint.best)
+    if checkpoint.keep_every and every:
+        num_checkpoints += steps // math.lcm(every, checkpoint.keep_every)
+    num_batches = rollout.num_rounds - 1 + rollout.steps_ahead
+    waiting = rollout.oversample_groups + num_batches * rollout.groups_per_step
+    waiting = waiting * rollout.partial + config.replay.batches * rollout.groups_per_step
+    buffer_tokens = waiting * rollout.samples_per_group * case.assumptions.response_tokens
+    dumps = min(steps, rollout.keep_dumps or steps) if rollout.dump else 0
+    return [
+        DiskUse("checkpoint", (case.element_bytes + OPTIMIZER_BYTES) * parameters, num_checkpoints),
+        DiskUse("its unfinished samples", BUFFER_TOKEN_BYTES * buffer_tokens, num_checkpoints),
+        DiskUse("dump", DUMP_TOKEN_BYTES * work.response_tokens_per_step, dumps),
+        DiskUse("export", case.element_bytes * parameters, int(checkpoint.at_end)),
+    ]

@@ -1,28 +1,40 @@
-"""A plan: what a configuration needs and how long a step takes, beside every other layout."""
+"""A plan: what a configuration needs and how long a step takes, beside every other layout.
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+``choose_layout`` also decides which GPUs train and which sample, where nobody has chosen yet.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bapo_megatron.config.check import check_updates
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.section import Section
 from bapo_megatron.policy.hf_config import HfConfig, check_division
 from bapo_megatron.runtime.gpus import find_gpu, peak_flops
-from bapo_megatron.tools.planning.disk import DiskUse, disk_use
-from bapo_megatron.tools.planning.hardware import Assumptions, LayerKind, Placement
-from bapo_megatron.tools.planning.layout import (
-    Group,
-    Layout,
-    configured_layout,
-    model_parameters,
-    possible_layouts,
-)
 from bapo_megatron.tools.planning.memory import (
+    DiskUse,
     RolloutMemory,
     StageMemory,
+    disk_use,
+    model_parameters,
     plan_memory,
     rollout_memory,
+)
+from bapo_megatron.tools.planning.scenario import (
+    Assumptions,
+    Group,
+    LayerKind,
+    Layout,
+    Passes,
+    Placement,
+    Scenario,
+    Workload,
+    configured_layout,
+    plan_passes,
+    plan_workload,
+    possible_layouts,
 )
 from bapo_megatron.tools.planning.timing import (
     PhaseTime,
@@ -30,7 +42,6 @@ from bapo_megatron.tools.planning.timing import (
     training_time,
     weight_sync_time,
 )
-from bapo_megatron.tools.planning.workload import Scenario, Workload, plan_passes, plan_workload
 
 ESTIMATED = (
     "Estimates: messages, times and the order of layouts follow from the assumptions; none of them "
@@ -45,6 +56,14 @@ MISS_SHARE = 0.05
 RECOMPUTE_CHOICES = ("none", "full")
 """What other layouts are tried with, cheapest first: ``selective`` saves next to nothing where
 attention keeps no scores."""
+
+
+_COLOCATED_MEM_SHARE = 0.4
+"""Share of a GPU's memory for a server, beside the trainer's weights and optimizer states."""
+_EQUAL_TIME_RATIO = 1.1
+"""Estimates that differ by at most this factor are taken as equal."""
+_TOKENS_MULTIPLE = 128
+"""Micro-batches are multiples of this, which every layout divides (``packing_multiples``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +92,6 @@ class LayoutEstimate:
     memory_bytes: float
     """Need of the worst stage, without the reserve."""
     fits: bool
-    micro_batches: int
     bubble_share: float
     training_s: float
     """Passes and optimizer of one step."""
@@ -82,15 +100,21 @@ class LayoutEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that the command prints."""
+    """Everything that the command prints; its fields are the JSON."""
 
     name: str
     model_type: str
     model_parameters: int
+    gpus: int
+    """Trainer GPUs."""
+    all_gpus: int
+    """Trainer and rollout GPUs together, colocated ones once."""
     layout: Layout
     recompute: str
     assumptions: Assumptions
     workload: Workload
+    passes: Passes
+    """Passes of a step, beside a loss pass per update."""
     stages: list[StageMemory]
     sampling_bytes: float
     """Need of a trainer GPU while colocated servers sample on it, without the reserve; else 0."""
@@ -99,56 +123,25 @@ class Plan:
     rollout_tokens_per_s: float
     """Rate of one rollout GPU."""
     phases: list[PhaseTime]
+    step_s: float
+    """All phases, one after the other."""
+    sent_bytes: dict[Group, float]
+    """What one GPU sends in a step to the others of each group."""
     steps: int
     """Steps of the whole run."""
+    gpu_hours_per_step: float
+    """Trainer and rollout GPUs together."""
     disk: list[DiskUse]
     """At most, over the whole run."""
-    bubble_share: float
     layouts: list[LayoutEstimate]
     """Those that fit first, each group from the fastest; the configured one is among them."""
     notes: list[str]
+    estimated: str = ESTIMATED
 
     @property
     def worst_stage(self) -> StageMemory:
         """The stage that needs most memory."""
         return max(self.stages, key=lambda stage: stage.total_bytes)
-
-    @property
-    def step_s(self) -> float:
-        """All phases, one after the other."""
-        return sum(phase.seconds for phase in self.phases)
-
-    @property
-    def sent_bytes(self) -> dict[Group, float]:
-        """What one GPU sends in a step to the others of each group."""
-        groups = self.layout.group_ranks
-        return {g: sum(phase.sent_bytes.get(g, 0.0) for phase in self.phases) for g in groups}
-
-    @property
-    def all_gpus(self) -> int:
-        """Trainer and rollout GPUs together, colocated ones once."""
-        are_shared = self.assumptions.placement == "colocated"
-        return self.layout.gpus + (0 if are_shared else self.assumptions.rollout_gpus)
-
-    @property
-    def gpu_hours_per_step(self) -> float:
-        """Trainer and rollout GPUs together."""
-        return self.step_s * self.all_gpus / 3600
-
-    def to_json_dict(self) -> dict[str, Any]:
-        """Every figure, with those that are derived."""
-        plan = asdict(self)
-        plan["estimated"] = ESTIMATED
-        plan["gpus"] = self.layout.gpus
-        plan["all_gpus"] = self.all_gpus
-        plan["step_s"] = self.step_s
-        plan["sent_bytes"] = self.sent_bytes
-        plan["gpu_hours_per_step"] = self.gpu_hours_per_step
-        plan["gpu_hours_per_run"] = self.gpu_hours_per_step * self.steps
-        plan["worst_stage"] = self.worst_stage.stage
-        for stage, values in zip(self.stages, plan["stages"], strict=True):
-            values["total_bytes"] = stage.total_bytes
-        return plan
 
 
 def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
@@ -163,32 +156,44 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
     layout = configured_layout(config.parallel, options.gpus)
     check_division(hf, config.parallel)
     assumptions = make_assumptions(config, layout.gpus, options)
-    passes = plan_passes(config.algorithm, assumptions.miss_share)
+    passes = plan_passes(config.algorithm, options.miss_share)
     case = Scenario(config, hf, layout, assumptions, passes)
     rollout = rollout_memory(case)
     workload = plan_workload(case)
     stages = plan_memory(case, workload)
     sampling_bytes = _sampling_bytes(case, stages)
     needed_bytes = max(sampling_bytes, *(stage.total_bytes for stage in stages))
-    training, bubble_share = training_time(case, workload, stages)
+    training, _ = training_time(case, workload, stages)
     rollout_phase, rate = rollout_time(case, workload, rollout)
+    phases = [rollout_phase, *training, weight_sync_time(case)]
+    step_s = sum(phase.seconds for phase in phases)
+    is_colocated = assumptions.placement == "colocated"
+    all_gpus = layout.gpus + (0 if is_colocated else assumptions.rollout_gpus)
     return Plan(
         name=config.name,
         model_type=hf.model_type,
         model_parameters=model_parameters(hf),
+        gpus=layout.gpus,
+        all_gpus=all_gpus,
         layout=layout,
         recompute=config.megatron.recompute,
         assumptions=assumptions,
         workload=workload,
+        passes=case.passes,
         stages=stages,
         sampling_bytes=sampling_bytes,
         fits=needed_bytes <= assumptions.usable_bytes,
         rollout=rollout,
         rollout_tokens_per_s=rate,
-        phases=[rollout_phase, *training, weight_sync_time(case)],
+        phases=phases,
+        step_s=step_s,
+        sent_bytes={
+            group: sum(phase.sent_bytes.get(group, 0.0) for phase in phases)
+            for group in layout.group_ranks
+        },
         steps=config.train.steps,
+        gpu_hours_per_step=step_s * all_gpus / 3600,
         disk=disk_use(case, workload),
-        bubble_share=bubble_share,
         layouts=_rank_layouts(case),
         notes=_notes(case, rollout),
     )
@@ -215,20 +220,16 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
             f"+ rollout.max_response_tokens = {prompt + response}, got {room}; raise it"
         )
     gpu = find_gpu(options.gpu)
-    memory_gb = gpu.memory_gb if options.gpu_memory_gb is None else options.gpu_memory_gb
     placement = _placement(config.rollout)
     server = config.rollout.server
     num_servers = len(config.rollout.servers) if placement == "elsewhere" else server.count
     return Assumptions(
-        gpu=gpu.name,
-        gpu_memory_bytes=memory_gb * 1e9,
+        gpu=gpu,
+        gpu_memory_bytes=(options.gpu_memory_gb or gpu.memory_gb) * 1e9,
         layers=options.layers,
         peak_flops=peak_flops(gpu, config.model.dtype, config.megatron.fp8),
         mfu_share=options.mfu_share,
-        memory_bytes_per_s=gpu.memory_bytes_per_s,
         node_gpus=options.node_gpus,
-        node_link_bytes_per_s=gpu.node_link_bytes_per_s,
-        network_bytes_per_s=gpu.network_bytes_per_s,
         prompt_tokens=options.prompt_tokens or min(256, prompt),
         response_tokens=options.response_tokens or max(1, response // 2),
         miss_share=options.miss_share,
@@ -259,8 +260,7 @@ def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
     chosen = (configured.layout, config.megatron.recompute)
 
     def estimate(layout: Layout, recompute: str) -> LayoutEstimate:
-        megatron = config.megatron.model_copy(update={"recompute": recompute})
-        other = config.model_copy(update={"megatron": megatron})
+        other = with_values(config, megatron={"recompute": recompute})
         case = replace(configured, layout=layout, config=other)
         workload = plan_workload(case)
         stages = plan_memory(case, workload)
@@ -271,13 +271,12 @@ def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
             recompute=recompute,
             memory_bytes=memory_bytes,
             fits=memory_bytes <= assumptions.usable_bytes,
-            micro_batches=workload.micro_batches,
             bubble_share=bubble_share,
             training_s=sum(phase.seconds for phase in phases),
             is_configured=(layout, recompute) == chosen,
         )
 
-    found = {}
+    estimates = {}
     samples = config.rollout.groups_per_step * config.rollout.samples_per_group
     max_data = samples // config.algorithm.updates_per_batch
     for layout in possible_layouts(
@@ -287,9 +286,18 @@ def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
             tried = estimate(layout, recompute)
             if tried.fits:
                 break
-        found[layout, tried.recompute] = tried
-    found[chosen] = estimate(*chosen)
-    return sorted(found.values(), key=lambda e: (not e.fits, e.training_s, e.memory_bytes))
+        estimates[layout, tried.recompute] = tried
+    estimates[chosen] = estimate(*chosen)
+    return sorted(estimates.values(), key=lambda e: (not e.fits, e.training_s, e.memory_bytes))
+
+
+def with_values[SectionT: Section](section: SectionT, **values: Any) -> SectionT:
+    """Return a copy of a section with other values; a dict has those of a section in it."""
+    update = {
+        name: with_values(getattr(section, name), **value) if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+    return section.model_copy(update=update)
 
 
 def _notes(case: Scenario, rollout: RolloutMemory) -> list[str]:
@@ -299,22 +307,107 @@ def _notes(case: Scenario, rollout: RolloutMemory) -> list[str]:
     if rollout.gpus_per_server != config.rollout.server.tensor:
         notes.append(
             f"a server of rollout.server.tensor = {config.rollout.server.tensor} GPUs has no room "
-            f"for the longest sequence; planned with {rollout.gpus_per_server} GPUs per server"
+            f"for the longest sequence: planned with {rollout.gpus_per_server} GPUs per server"
         )
     if layout.tensor > assumptions.node_gpus:
         notes.append(
-            f"tensor parallel {layout.tensor} leaves the node of {assumptions.node_gpus} GPUs: "
-            "its messages, between all products, cross the network"
+            f"tensor parallel {layout.tensor} exceeds the node's {assumptions.node_gpus} GPUs: its "
+            "messages, in every layer, cross the network"
         )
     for name in ("optimizer_offload_share", "activation_offload_layers"):
         if getattr(config.megatron, name):
             notes.append(f"{name}: memory is counted, copies to the host are not timed")
     if config.megatron.fp8 != "none":
         notes.append(
-            "fp8: products run at the 8-bit peak; activations and weights are counted in bfloat16"
+            "fp8: GEMMs run at the FP8 peak; activations and weights are counted in bfloat16"
         )
     if assumptions.layers == "local" and layout.context > 1:
         notes.append(
-            "local layers with context > 1 also keep gathered keys, values and masks: not counted"
+            "local layers with context > 1 also keep gathered keys, values and masks, not counted"
         )
     return notes
+
+
+def choose_layout(
+    config: RunConfig, hf: HfConfig, options: PlanOptions, gpus: int
+) -> tuple[RunConfig, Plan]:
+    """Divide ``gpus`` GPUs between trainer and servers, and choose the trainer's layout.
+
+    On one node, half of the GPUs train; where no layout fits, all of them train and sample in
+    turns. Of several nodes, half train. Of the layouts that fit, the simplest one within
+    ``_EQUAL_TIME_RATIO`` of the fastest is chosen. A micro-batch over all context-parallel ranks
+    keeps the tokens that ``config`` gives to one rank.
+
+    Returns:
+        The configuration with ``parallel``, ``megatron.recompute``, the micro-batch and the servers
+        filled in, and its plan, which fits.
+
+    Raises:
+        ValueError: Nothing fits, the nodes are not whole, or the GPU is unknown.
+    """
+    find_gpu(options.gpu)
+    node_gpus = options.node_gpus
+    if gpus > node_gpus and gpus % node_gpus:
+        raise ValueError(
+            f"--gpus: must be whole nodes of {node_gpus} GPUs beyond one node, got {gpus}; give "
+            f"{gpus // node_gpus * node_gpus}"
+        )
+    for trainer_gpus, server_gpus, rollout in _divisions(gpus, node_gpus):
+        problem = ""
+        divided = with_values(config, rollout=rollout)
+        elsewhere = gpus - trainer_gpus if gpus > node_gpus else None
+        divided_options = replace(options, gpus=trainer_gpus, rollout_gpus=elsewhere)
+        try:
+            tensor = make_plan(divided, hf, divided_options).rollout.gpus_per_server
+        except ValueError as error:  # no server of these GPUs has room for a sequence
+            problem = f" ({error})"
+            continue
+        if tensor > server_gpus:
+            problem = f" (a server needs {tensor} GPUs, got {server_gpus})"
+            continue
+        server = {"tensor": tensor, "count": server_gpus // tensor}
+        divided = with_values(divided, rollout={"server": server})
+        for estimate in _simplest_first(make_plan(divided, hf, divided_options).layouts):
+            tokens = -(-config.train.max_tokens_per_micro_batch // estimate.layout.context)
+            tokens = -(-tokens // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
+            chosen = with_values(
+                divided,
+                parallel=estimate.layout.parallel,
+                megatron={"recompute": estimate.recompute},
+                train={"max_tokens_per_micro_batch": tokens},
+            )
+            if (plan := make_plan(chosen, hf, divided_options)).fits:
+                return chosen, plan
+    raise ValueError(
+        f"--gpus: {gpus} {options.gpu} cannot train and sample {config.model.path} with responses "
+        f"of {config.rollout.max_response_tokens} tokens{problem}; give more GPUs, fewer "
+        "--response-tokens, or a smaller model"
+    )
+
+
+def _simplest_first(estimates: Sequence[LayoutEstimate]) -> list[LayoutEstimate]:
+    """Return the layouts that fit.
+
+    Those nearly as fast as the fastest come first, least divided first, then the others by time.
+    """
+    fitting = [estimate for estimate in estimates if estimate.fits]
+    limit_s = _EQUAL_TIME_RATIO * min((estimate.training_s for estimate in fitting), default=0.0)
+
+    def order(estimate: LayoutEstimate) -> tuple[float, ...]:
+        layout = estimate.layout
+        if estimate.training_s > limit_s:
+            return (1, estimate.training_s)
+        return (0, layout.pipeline * layout.virtual, layout.context, layout.tensor)
+
+    return sorted(fitting, key=order)
+
+
+def _divisions(gpus: int, node_gpus: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield the trainer's GPUs, the server GPUs of a node, and the division's ``rollout`` keys."""
+    if gpus > node_gpus:
+        yield gpus // node_gpus // 2 * node_gpus, node_gpus, {"async_steps": 1}
+        return
+    if half := gpus // 2:
+        yield half, gpus - half, {"async_steps": 1, "server": {"first_gpu": half}}
+    server, sync = {"mem_fraction": _COLOCATED_MEM_SHARE}, {"method": "tensor"}
+    yield gpus, gpus, {"colocated": True, "weight_sync": sync, "server": server}

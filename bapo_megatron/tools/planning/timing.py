@@ -1,6 +1,6 @@
-"""Bytes on the links and seconds of a step: rough estimates from the ``hardware`` assumed.
+"""Bytes on the links and seconds of a step: rough estimates from the hardware assumed.
 
-Products and attention take operations / (GPUs × peak × MFU). A ring over g ranks sends (g − 1)/g of
+GEMMs and attention take operations / (GPUs × peak × MFU). A ring over g ranks sends (g − 1)/g of
 the whole tensor from each GPU for an all-gather or a reduce-scatter, and twice that for an
 all-reduce. Messages that nothing hides come on top, for each micro-batch, and a pipeline of p
 stages with v chunks each and m micro-batches makes all of it longer by the bubble,
@@ -15,9 +15,13 @@ micro-batch on a rank, h hidden size, k key channels, e bytes of an element, L l
 
 from dataclasses import dataclass
 
-from bapo_megatron.tools.planning.layout import Group, model_parameters
-from bapo_megatron.tools.planning.memory import FLOAT32_BYTES, RolloutMemory, StageMemory
-from bapo_megatron.tools.planning.workload import Scenario, Workload
+from bapo_megatron.tools.planning.memory import (
+    FLOAT32_BYTES,
+    RolloutMemory,
+    StageMemory,
+    model_parameters,
+)
+from bapo_megatron.tools.planning.scenario import Group, Scenario, Workload
 
 ADAM_TRAFFIC_BYTES = 30
 """Read and written for each parameter of a rank's share: gradient 4, master weight, two moments
@@ -100,8 +104,8 @@ def training_time(
     waiting = (layout.pipeline - 1) / (layout.virtual * work.micro_batches)
     phases = []
     for name, passes, trains in (
-        ("forward-only", work.passes.forward_only, False),
-        ("forward + backward", work.updates_per_step + work.passes.repeated, True),
+        ("forward-only", case.passes.forward_only, False),
+        ("forward + backward", work.updates_per_step + case.passes.repeated, True),
     ):
         # Keys and values go round, and once more in the backward pass, with their gradients.
         rounds = 3 + case.recomputes_all if trains else 1

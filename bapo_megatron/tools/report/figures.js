@@ -127,13 +127,13 @@ const Figures = (() => {
 
   // Neighbouring steps are one band.
   function bands() {
-    const found = [];
+    const rects = [];
     for (const step of marked?.steps ?? []) {
-      const last = found[found.length - 1];
+      const last = rects[rects.length - 1];
       if (last && step === last.x1 + 0.5) last.x1 = step + 0.5;
-      else found.push({ type: "rect", layer: "below", yref: "paper", y0: 0, y1: 1, x0: step - 0.5, x1: step + 0.5, line: { width: 0 }, fillcolor: faded(css("--fault"), 0.12) });
+      else rects.push({ type: "rect", layer: "below", yref: "paper", y0: 0, y1: 1, x0: step - 0.5, x1: step + 0.5, line: { width: 0 }, fillcolor: faded(css("--fault"), 0.12) });
     }
-    return found;
+    return rects;
   }
 
   function layoutOf(extra) {
@@ -186,9 +186,9 @@ const Figures = (() => {
       const label = one ? curve.name : `${data.groups[curve.group].label}: ${curve.name}`;
       return [styleOf(curve.group, names.indexOf(curve.name)).color, label, number(curve.y[curve.x.indexOf(step)], 4)];
     });
-    return curves.concat(panel.points.filter(isShown).map((each) => [
-      color(one ? names.length + points.indexOf(each.name) : each.group),
-      data.runs.length > 1 ? `${each.run}: ${each.name}` : each.name, percent(each.y[each.x.indexOf(step)]),
+    return curves.concat(panel.points.filter(isShown).map((scores) => [
+      color(one ? names.length + points.indexOf(scores.name) : scores.group),
+      data.runs.length > 1 ? `${scores.run}: ${scores.name}` : scores.name, percent(scores.y[scores.x.indexOf(step)]),
     ]));
   }
 
@@ -208,7 +208,7 @@ const Figures = (() => {
 
   function point(step) {
     const events = shownEvents().filter((event) => event.step === step).map((event) => [css(`--${event.kind}`), event.text, ""]);
-    for (const { plot, values } of [...plots.map((each) => ({ plot: each.plot, values: (at) => valuesAt(each.panel, at) })), { plot: byId("time-plot"), values: phasesAt }]) {
+    for (const { plot, values } of [...plots.map((entry) => ({ plot: entry.plot, values: (at) => valuesAt(entry.panel, at) })), { plot: byId("time-plot"), values: phasesAt }]) {
       plot.querySelector(".pointer")?.remove();
       const axis = plot._fullLayout.xaxis, x = step === null ? -1 : axis.d2p(step);
       if (x < 0 || x > axis._length) continue;
@@ -268,7 +268,7 @@ const Figures = (() => {
       key(`${kind === "sync" ? "weight sync" : kind}s (${counts(kind)})`, { color: css(`--${kind}`) }, kind)
     ));
     const pick = pickRun("Events of", eventRun, (number) => { eventRun = number; redraw(); });
-    const unmark = marked ? [button(`Remove the marks of ${whole(marked.steps.length)} steps`, () => mark(marked.title, []), { class: "link" })] : [];
+    const unmark = marked ? [button(`Unmark ${whole(marked.steps.length)} steps`, () => mark(marked.title, []), { class: "link" })] : [];
     byId("event-legend").replaceChildren(...pick, ...kinds, ...unmark);
     byId("time-runs").replaceChildren(
       ...pickRun("Run", timeRun, (number) => { timeRun = number; drawTime(); })
@@ -298,7 +298,7 @@ const Figures = (() => {
   // Mark steps in all panels, and go to the one with this title.
   function mark(title, steps, run) {
     marked = steps.length ? { title, steps } : null;
-    eventRun = Math.max(0, data.runs.findIndex((each) => each.name === run));
+    eventRun = Math.max(0, data.runs.findIndex((other) => other.name === run));
     redraw();
     plots.find(({ panel }) => panel.title === title).plot.closest("figure").scrollIntoView({ block: "center" });
   }
@@ -313,8 +313,8 @@ const Figures = (() => {
     return Promise.all([...drawn, drawTime()]);
   }
 
-  function show(given) {
-    data = given;
+  function show(newest) {
+    data = newest;
     eventRun = Math.min(eventRun, data.runs.length - 1);
     timeRun = Math.min(timeRun, data.runs.length - 1);
     if (plots.length !== data.panels.length) {
@@ -328,7 +328,7 @@ const Figures = (() => {
     }
     plots.forEach((entry, number) => { entry.panel = data.panels[number]; });
     return redraw().then(() => {
-      for (const plot of [...plots.map((each) => each.plot), byId("time-plot")]) {
+      for (const plot of [...plots.map((entry) => entry.plot), byId("time-plot")]) {
         if (!plot.dataset.synchronised) {
           plot.dataset.synchronised = "yes";
           synchronise(plot);

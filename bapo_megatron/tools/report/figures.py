@@ -1,7 +1,4 @@
-"""The curves of the page: what each panel shows, and the seeds of a configuration as one band.
-
-The colours and axes of the page are its own business (figures.js); PNGs share the palette here.
-"""
+"""The curves of the page and of PNGs: what each panel shows, and seeds as one band."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,13 +7,12 @@ from statistics import fmean
 from typing import Any
 
 from bapo_megatron.tools.report.checks import MIN_GROWN_MISMATCH
-from bapo_megatron.tools.report.runs import Run, RunGroup
+from bapo_megatron.tools.report.runs import RunGroup, RunRecord
 
-MAX_POINTS = 1500
+_MAX_POINTS = 1500
 """Points of a curve; of a longer one every n-th is kept."""
 _ALL_POINTS = 8000
 """Points of the curves of all groups in one panel, by which their number is limited further."""
-_DIGITS = 5
 _MIN_PHASE_SHARE = 0.0005
 
 
@@ -28,9 +24,8 @@ class Panel:
     unit: str
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Metric of each curve, by its label."""
-    each: str = ""
-    """Pattern of metrics with one curve per match, such as ``data/*/reward_mean``; drawn if at
-    least two match."""
+    by_set: tuple[str, str] | None = None
+    """Beginning and end of metrics with one curve per data set; drawn for at least two sets."""
     scores: bool = False
     """Whether held-out accuracies are drawn in it, with their intervals."""
     log: bool = False
@@ -45,79 +40,98 @@ class Panel:
 
 PANELS = (
     Panel(
-        *("Reward and held-out accuracy", "means", {"mean reward": "reward/mean"}),
+        "Reward and held-out accuracy",
+        "mean",
+        {"mean reward": "reward/mean"},
         scores=True,
         from_zero=True,
     ),
-    Panel("Reward by data set", "mean reward", each="data/*/reward_mean", from_zero=True),
-    Panel("Entropy of the policy", "nats per token", {"entropy": "policy/entropy"}),
+    Panel("Reward by data set", "mean reward", by_set=("data/", "/reward_mean"), from_zero=True),
+    Panel("Policy entropy", "nats per token", {"entropy": "policy/entropy"}),
     Panel(
         "Clip bounds",
         "ratio",
         {"upper": "clip/high", "lower": "clip/low"},
-        note=(
-            "Tokens of positive advantage no longer count above the upper bound, those of negative "
-            "advantage below the lower one."
-        ),
+        note="Tokens with A > 0 are clipped above the upper bound, those with A < 0 below the "
+        "lower one.",
     ),
     Panel(
         "Clipped tokens",
-        "share",
-        {"above the upper bound": "clip/fraction_high", "below the lower": "clip/fraction_low"},
+        "fraction",
+        {
+            "upper bound": "clip/fraction_high",
+            "lower bound": "clip/fraction_low",
+            "dual clip": "clip/fraction_dual",
+        },
     ),
     Panel(
-        "Positive share of the contributions",
-        "share",
-        {"before the search": "bapo/positive_share_start", "after it": "bapo/positive_share"},
-        note=(
-            "Share of the tokens with positive advantage in the sum of all |A| × clipped ratio: at "
-            "the bounds where each update's search starts, and at those that it chose."
-        ),
+        "Positive share of contributions",
+        "fraction",
+        {
+            "before the search": "bapo/positive_share_start",
+            "after it": "bapo/positive_share",
+            "of the loss": "loss/positive_share",
+        },
+        note="Share of the tokens with A > 0 in the sum of |A| × clipped ratio: with the bounds at "
+        "which each update's search starts, with those that it chose, and in the loss.",
     ),
     Panel(
-        "Age of the tokens in a batch",
+        "Token age",
         "updates",
-        {"mean": "rollout/age_mean", "90th percentile": "rollout/age_p90"},
+        {
+            "mean": "rollout/age_mean",
+            "90th percentile": "rollout/age_p90",
+            "oldest": "rollout/age_max",
+        },
     ),
     Panel(
-        "Distance from the sampling policy",
+        "Stale tokens",
+        "fraction",
+        {
+            "sampled by older weights": "rollout/stale_token_share",
+            "masked as stale": "rollout/masked_token_share",
+        },
+    ),
+    Panel(
+        "KL from the sampling policy",
         "nats per token",
         {"KL": "policy/kl_behaviour"},
         min_top=0.001,
-        note="Estimate of KL(μ ‖ π): μ sampled the tokens, at their age, and π is being trained.",
+        note="Estimate of KL(μ ‖ π): μ sampled the tokens, π is being trained.",
     ),
     Panel(
-        "Engine against trainer",
+        "Engine–trainer mismatch",
         "mean |Δ log-prob| of equal weights, nats",
         {
             "in the batch": "mismatch/logprob_abs_mean",
-            "checked after weight sync": "weight_sync/logprob_difference",
+            "after a weight sync": "weight_sync/logprob_difference",
         },
         min_top=MIN_GROWN_MISMATCH,
-        note=(
-            "Only steps that trained tokens of the current weights, or checked a weight "
-            "sync (rollout.weight_sync.verify), have a value."
-        ),
+        note="Only steps that trained tokens of the current weights, or verified a weight sync "
+        "(rollout.weight_sync.verify), have a value.",
     ),
     Panel(
-        "Gradient norm before clipping",
-        "logarithmic axis",
+        "Gradient norm",
+        "before clipping, log scale",
         {"mean": "policy/grad_norm", "largest update": "policy/grad_norm_max"},
         log=True,
     ),
     Panel(
         "Response length",
         "tokens",
-        {"mean": "rollout/response_tokens_mean", "longest": "rollout/response_tokens_max"},
+        {
+            "mean": "rollout/response_tokens_mean",
+            "A > 0": "rollout/positive_response_tokens_mean",
+            "A < 0": "rollout/negative_response_tokens_mean",
+            "longest": "rollout/response_tokens_max",
+        },
     ),
     Panel(
         "Outcome of groups",
-        "share",
+        "fraction",
         {"mixed rewards": "reward/mixed_groups", "solved": "reward/solved_groups"},
-        note=(
-            "A solved group has right responses only. Only mixed ones teach: an update whose "
-            "groups all have equal rewards is skipped."
-        ),
+        note="All responses of a solved group are right. Only groups with mixed rewards teach: an "
+        "update whose groups all have equal rewards is skipped.",
     ),
     Panel(
         "Throughput",
@@ -129,8 +143,8 @@ PANELS = (
     ),
     Panel(
         "Requests in the engines",
-        "requests per engine",
-        {"sampled": "engines/running", "waiting": "engines/waiting"},
+        "per engine",
+        {"running": "engines/running", "waiting": "engines/waiting"},
     ),
 )
 
@@ -142,49 +156,49 @@ def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     mean, and ``low`` and ``high`` the smallest and largest of them. ``points`` are accuracies with
     their intervals, one entry per run and evaluation set.
     """
-    found = []
-    limit = min(MAX_POINTS, max(100, _ALL_POINTS // len(groups)))
+    panels = []
+    limit = min(_MAX_POINTS, max(100, _ALL_POINTS // len(groups)))
     for panel in PANELS:
         curves = [
             {"group": number, "name": name, **curve}
             for number, group in enumerate(groups)
             for name, metric in _metrics_of(panel, group).items()
-            if (curve := curve_of(group.runs, metric, limit))
+            if (curve := _curve_of(group.runs, metric, limit))
         ]
         points = [
             {"group": number, **points}
             for number, group in enumerate(groups)
             for run in group.runs
-            for points in (_scores(run) if panel.scores else [])
+            for points in (_scores_of(run) if panel.scores else [])
         ]
         if curves or points:
             keys = ("title", "unit", "log", "from_zero", "min_top", "note")
             about = {key: getattr(panel, key) for key in keys}
-            found.append({**about, "curves": curves, "points": points})
-    return found
+            panels.append({**about, "curves": curves, "points": points})
+    return panels
 
 
 def _metrics_of(panel: Panel, group: RunGroup) -> Mapping[str, str]:
-    if not panel.each:
+    if panel.by_set is None:
         return panel.metrics
-    start, end = panel.each.split("*")
+    start, end = panel.by_set
     names = sorted({name for run in group.runs for name in run.matching(start, end)})
     return {name: f"{start}{name}{end}" for name in names} if len(names) > 1 else {}
 
 
-def curve_of(runs: Sequence[Run], metric: str, max_points: int) -> dict[str, list[float]]:
-    """Return ``x`` and ``y`` of a metric; of several runs their mean, with ``low`` and ``high``.
+def _curve_of(
+    runs: Sequence[RunRecord], metric: str, max_points: int
+) -> dict[str, Sequence[float]]:
+    """The ``x`` and ``y`` of a metric; of several runs their mean, with ``low`` and ``high``.
 
-    It ends at the last step that all runs have reached. Empty where no run recorded it; of a longer
-    curve than ``max_points`` every n-th step is kept.
+    It ends at the last step that all runs have reached. Empty where no run recorded it.
     """
     values: dict[float, list[float]] = {}
     for run in runs:
         for step, value in run.points(metric):
             values.setdefault(step, []).append(value)
     last = min(run.rows[-1]["step"] for run in runs)
-    steps = sorted(step for step in values if step <= last)
-    steps = steps[:: math.ceil(len(steps) / max_points)] if steps else []
+    steps = _thinned(sorted(step for step in values if step <= last), max_points)
     if not steps:
         return {}
     curve = {"x": steps, "y": [rounded(fmean(values[step])) for step in steps]}
@@ -194,63 +208,54 @@ def curve_of(runs: Sequence[Run], metric: str, max_points: int) -> dict[str, lis
     return curve
 
 
-def _scores(run: Run) -> list[dict[str, Any]]:
-    found = []
+def _thinned[T](values: Sequence[T], max_values: int) -> Sequence[T]:
+    return values[:: max(1, math.ceil(len(values) / max_values))]
+
+
+def _scores_of(run: RunRecord) -> list[dict[str, Any]]:
+    scores = []
     for name in run.eval_sets:
-        start = f"eval/{name}/avg_at_k"
-        rows = [row for row in run.rows if start in row]
-        found.append(
+        metric = f"eval/{name}/avg_at_k"
+        rows = [row for row in run.rows if metric in row]
+        scores.append(
             {
                 "run": run.name,
                 "name": f"{name}: accuracy",
                 "x": [row["step"] for row in rows],
-                "y": [rounded(row[start]) for row in rows],
-                "low": [rounded(row.get(f"{start}_low", row[start])) for row in rows],
-                "high": [rounded(row.get(f"{start}_high", row[start])) for row in rows],
+                "y": [rounded(row[metric]) for row in rows],
+                "low": [rounded(row.get(f"{metric}_low", row[metric])) for row in rows],
+                "high": [rounded(row.get(f"{metric}_high", row[metric])) for row in rows],
             }
         )
-    return found
+    return scores
 
 
-def phases_of(run: Run) -> dict[str, Any]:
+def phases_of(run: RunRecord) -> dict[str, Any]:
     """Return the seconds of each phase by step, the longest phase first, and their shares.
 
     Phases of less than 0.05% of the time are left out.
     """
-    names = run.matching("time/", "_s")
-    rows = [row for row in run.rows if any(f"time/{name}_s" in row for name in names)]
-    rows = rows[:: max(1, math.ceil(len(rows) / MAX_POINTS))]
-    total_s = {name: math.fsum(run.values(f"time/{name}_s")) for name in names}
+    metrics = {name.replace("_", " "): f"time/{name}_s" for name in run.matching("time/", "_s")}
+    rows = [row for row in run.rows if not row.keys().isdisjoint(metrics.values())]
+    rows = list(_thinned(rows, _MAX_POINTS))
+    total_s = {name: math.fsum(run.values(metric)) for name, metric in metrics.items()}
     all_s = math.fsum(total_s.values())
     return {
         "run": run.name,
         "x": [row["step"] for row in rows],
         "phases": [
             {
-                "name": name.replace("_", " "),
+                "name": name,
                 "total_s": rounded(total_s[name]),
                 "share": rounded(total_s[name] / all_s),
-                "y": [rounded(row.get(f"time/{name}_s", 0.0)) for row in rows],
+                "y": [rounded(row.get(metrics[name], 0.0)) for row in rows],
             }
-            for name in sorted(names, key=lambda name: -total_s[name])
+            for name in sorted(metrics, key=lambda name: -total_s[name])
             if total_s[name] > _MIN_PHASE_SHARE * all_s
         ],
     }
 
 
-def rounded(value: float, digits: int = _DIGITS) -> float:
+def rounded(value: float, digits: int = 5) -> float:
     """Return the value with so many significant digits, to keep the page small."""
     return float(f"{value:.{digits}g}")
-
-
-def distinct_colors(num_colors: int) -> list[Any]:
-    """Return ``num_colors`` distinct colours.
-
-    They are those of matplotlib's palettes as far as these go, then hues in between.
-    """
-    from matplotlib import colormaps
-
-    for name in ("tab10", "tab20"):
-        if num_colors <= colormaps[name].N:
-            return [colormaps[name](number) for number in range(num_colors)]
-    return [colormaps["turbo"](number / (num_colors - 1)) for number in range(num_colors)]

@@ -39,26 +39,26 @@ const THEMES = ["automatic", "light", "dark"];
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 let theme = "automatic";
 
-function card(given, number) {
+function card(group, number) {
   const swatch = el("i", { class: "key point" });
   swatch.style.setProperty("--key", Figures.variable(number));
-  const seed = given.rows.length === 1 && given.rows[0][1] !== "" ? ` · seed ${given.rows[0][1]}` : "";
-  const findings = given.findings.map((finding) => el(
+  const seed = group.rows.length === 1 && group.rows[0][1] !== "" ? ` · seed ${group.rows[0][1]}` : "";
+  const findings = group.findings.map((finding) => el(
     "li", { class: `finding ${finding.level}` },
-    el("b", {}, finding.level === "fault" ? "Likely defect: " : "Look at: "),
-    finding.run ? `${finding.run}: ` : "", finding.text, ...evidence(finding, given.rows[0][0])
+    el("b", {}, finding.level === "fault" ? "Likely defect: " : "Check: "),
+    finding.run ? `${finding.run}: ` : "", finding.text, ...evidence(finding, group.rows[0][0])
   ));
-  const figures = given.rows.length > 1 ? sortable(given) : el("dl", { class: "figures" }, ...given.headings.slice(2).map(
-    (label, at) => el("div", {}, el("dd", {}, given.rows[0][at + 2]), el("dt", {}, label))
+  const figures = group.rows.length > 1 ? sortable(group) : el("dl", { class: "figures" }, ...group.headings.slice(2).map(
+    (label, at) => el("div", {}, el("dd", {}, group.rows[0][at + 2]), el("dt", {}, label))
   ));
-  const count = (result) => given.checks.rows.filter((row) => row[1] === result).length;
+  const count = (result) => group.checks.rows.filter((row) => row[1] === result).length;
   const total = RESULTS.filter(count).map((result) => `${count(result)} ${result}`).join(", ");
-  const fine = `None of the ${given.checks.rows.length - count("not measured")} checks with enough data found a defect.`;
+  const fine = `All ${group.checks.rows.length - count("not measured")} checks with enough data passed.`;
   return el(
-    "article", { class: "card" }, el("h3", {}, swatch, given.label + seed), el("p", {}, given.words), figures,
-    ...given.notes.map((note) => el("p", { class: "note" }, note)),
+    "article", { class: "card" }, el("h3", {}, swatch, group.label + seed), el("p", {}, group.words), figures,
+    ...group.notes.map((note) => el("p", { class: "note" }, note)),
     el("ul", { class: "findings" }, ...(findings.length ? findings : [el("li", { class: "finding fine" }, fine)])),
-    folded(`Checks: ${total}`, given.checks), folded("Configuration, commit and versions", given.settings)
+    folded(`Checks: ${total}`, group.checks), folded("Configuration, commit and versions", group.settings)
   );
 }
 
@@ -75,7 +75,7 @@ function folded(summary, table) {
   return el("details", {}, el("summary", {}, summary), sortable(table));
 }
 
-function sortable(given) {
+function sortable(table) {
   const body = el("tbody");
   const fill = (rows) => body.replaceChildren(...rows.map((row) => el("tr", {}, ...row.map(
     (cell, at) => el(at ? "td" : "th", at ? {} : { scope: "row" }, cell)
@@ -88,17 +88,17 @@ function sortable(given) {
     const [x, y] = [value(a), value(b)];
     return x !== null && y !== null ? x - y : String(a).localeCompare(String(b));
   };
-  const heads = given.headings.map((heading, at) => {
+  const heads = table.headings.map((heading, at) => {
     const sort = button(heading, () => {
       const isUp = head.getAttribute("aria-sort") === "ascending";
       for (const other of heads) other.removeAttribute("aria-sort");
       head.setAttribute("aria-sort", isUp ? "descending" : "ascending");
-      fill([...given.rows].sort((a, b) => (isUp ? -1 : 1) * compare(a[at], b[at])));
+      fill([...table.rows].sort((a, b) => (isUp ? -1 : 1) * compare(a[at], b[at])));
     });
     const head = el("th", { scope: "col" }, sort);
     return head;
   });
-  fill(given.rows);
+  fill(table.rows);
   return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body));
 }
 
@@ -111,7 +111,7 @@ function eventTable(runs) {
     (event) => [run.name, event.step, event.kind, event.text]
   ));
   byId("events").querySelector("summary").textContent = `Events as a table (${events.length}, without weight syncs)`;
-  tableOr("event-table", { headings: ["run", "step", "kind", "what"], rows: events }, "None.");
+  tableOr("event-table", { headings: ["run", "step", "kind", "event"], rows: events }, "None.");
 }
 
 function timeTable(phases) {
@@ -131,7 +131,7 @@ function show(data) {
   for (const part of document.querySelectorAll("#differences, [href='#differences']")) part.hidden = data.runs.length === 1;
   tableOr("difference-table", data.differences, "All runs have the same configuration, apart from their seeds.");
   byId("seed-table").replaceChildren(...(data.seeds.rows.length ? [sortable(data.seeds)] : []));
-  tableOr("evaluation-table", data.evaluations, "No evaluation was made.");
+  tableOr("evaluation-table", data.evaluations, "No evaluations.");
   byId("evaluation-note").hidden = !data.evaluations.rows.length;
   byId("seeds-note").hidden = !seeds;
   eventTable(data.runs);
@@ -166,9 +166,9 @@ function follow() {
         const data = await response.json();
         if (isNews) await show(data);
       }
-      byId("live").textContent = response.ok || response.status === 304 ? "following" : "the run cannot be read at present";
+      byId("live").textContent = response.ok || response.status === 304 ? "following" : "the run cannot be read at the moment";
     } catch {
-      byId("live").textContent = "the server has ended";
+      byId("live").textContent = "the server has stopped";
     }
   }, POLL_MS);
 }

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,12 @@ from bapo_megatron import __version__
 from bapo_megatron.tools.report.figures import panels_of, phases_of
 from bapo_megatron.tools.report.overview import (
     card_of,
-    describe,
     difference_table,
     evaluation_table,
     seed_table,
 )
-from bapo_megatron.tools.report.rollouts import sample_rollouts
-from bapo_megatron.tools.report.runs import group_runs, read_runs
-from bapo_megatron.tools.report.tokens import find_tokenizer
+from bapo_megatron.tools.report.rollouts import find_tokenizer, sample_rollouts
+from bapo_megatron.tools.report.runs import events_of, group_runs, read_runs
 
 MAX_BYTES = 20_000_000
 """Limit of the page."""
@@ -35,10 +34,6 @@ _CODE_BYTES = 5_300_000
 _MARGIN = 0.92
 """Share of the room that rollouts may take, since their size is estimated."""
 _SCRIPTS = ("figures.js", "reader.js", "page.js")
-
-
-class PageSizeError(ValueError):
-    """The page would be too large."""
 
 
 def page_data(paths: Sequence[Path], tokenizer: Path | None = None) -> dict[str, Any]:
@@ -54,12 +49,10 @@ def page_data(paths: Sequence[Path], tokenizer: Path | None = None) -> dict[str,
     """
     runs = read_runs(paths)
     groups, differing = group_runs(runs)
-    numbers = {run.name: number for number, group in enumerate(groups) for run in group.runs}
     data: dict[str, Any] = {
-        "version": __version__,
         "groups": [{"label": group.label, "seeds": len(group.runs)} for group in groups],
         "cards": [card_of(group) for group in groups],
-        "runs": [describe(run, numbers[run.name]) for run in runs],
+        "runs": [{"name": run.name, "events": list(map(asdict, events_of(run)))} for run in runs],
         "differences": difference_table(groups, differing),
         "seeds": seed_table(groups),
         "evaluations": evaluation_table(runs),
@@ -76,7 +69,7 @@ def render(data: dict[str, Any], *, follows: bool = False) -> str:
     """Return the page for ``page_data``; ``follows``: it asks its server for newer data.
 
     Raises:
-        PageSizeError: It would be larger than ``MAX_BYTES``.
+        ValueError: It would be larger than ``MAX_BYTES``.
     """
     import jinja2
     from plotly.offline import get_plotlyjs  # a second
@@ -86,19 +79,19 @@ def render(data: dict[str, Any], *, follows: bool = False) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     page = environment.from_string((folder / "page.html").read_text(encoding="utf-8")).render(
         title=", ".join(group["label"] for group in data["groups"]),
-        version=data["version"],
+        version=__version__,
         style=(folder / "page.css").read_text(encoding="utf-8"),
         scripts=code,
-        hashes=" ".join(_hash(text) for text in code),
+        hashes=" ".join(map(_content_hash, code)),
         connect="'self'" if follows else "'none'",
         follows="yes" if follows else "no",
         data=as_json(data),
     )
     size = len(page.encode())
     if size > MAX_BYTES:
-        raise PageSizeError(
-            f"the page would have {size / 1e6:.1f} MB, more than {MAX_BYTES / 1e6:.0f}; give fewer "
-            f"runs than {len(data['runs'])} at a time"
+        raise ValueError(
+            f"report: a page must have at most {MAX_BYTES / 1e6:.0f} MB, this one would have "
+            f"{size / 1e6:.1f}; give fewer runs than {len(data['runs'])} at a time"
         )
     return page
 
@@ -111,6 +104,6 @@ def as_json(data: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _hash(script: str) -> str:
+def _content_hash(script: str) -> str:
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -5,10 +5,10 @@ const Reader = (() => {
   const SURPRISE = [0.01, 0.1, 0.3, 0.7, 1.2, 2, 3.5, 6];
   const LOG_RATIO = [0.02, 0.1, 0.2, 0.4, 0.7];
   const ADVANTAGE = [0, 0.5, 1, 1.5, 2];
-  const LEVELS = ["trained", "masked out of the loss", "written by the environment"];
+  const LEVELS = ["trained", "masked", "written by the environment"];
   const EXITS = {
-    stop: "ended by itself", length: "cut at the limit of tokens", turns: "reached the limit of turns",
-    environment: "ended by a failure of the environment", abort: "stopped by the engine",
+    stop: "stopped by itself", length: "truncated at the token limit", turns: "reached the turn limit",
+    environment: "ended by an environment failure", abort: "aborted by the engine",
   };
   const COLORINGS = [
     ["logprob", "log-prob"], ["ratio", "ratio"], ["advantage", "advantage"],
@@ -47,7 +47,7 @@ const Reader = (() => {
     length: (s) => powerOfTwo(s.tokens),
     age: (s) => [s.age, `Oldest token ${whole(s.age)} updates old`],
     exit: (s) => [s.exit, EXITS[s.exit] || s.exit],
-    source: (s) => [groupOf(s).source, `Set ${groupOf(s).source || "without a name"}`],
+    source: (s) => [groupOf(s).source, `Data set ${groupOf(s).source || "without a name"}`],
   };
   const SORTS = {
     order: () => 0, low: (a, b) => a.reward - b.reward, high: (a, b) => b.reward - a.reward,
@@ -60,20 +60,20 @@ const Reader = (() => {
 
   function list() {
     const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = current().samples.filter((sample) => matches(sample, words));
-    found.sort(SORTS[byId("pick-sort").value]);
-    byId("num-found").textContent = `${whole(found.length)} of ${whole(current().samples.length)}`;
+    const fitting = current().samples.filter((sample) => matches(sample, words));
+    fitting.sort(SORTS[byId("pick-sort").value]);
+    byId("num-found").textContent = `${whole(fitting.length)} of ${whole(current().samples.length)}`;
     const byHeading = new Map();
-    for (const sample of found) {
+    for (const sample of fitting) {
       const [order, heading] = GROUPINGS[byId("pick-group").value](sample);
       if (!byHeading.has(heading)) byHeading.set(heading, { order, heading, samples: [], rows: [] });
       byHeading.get(heading).samples.push(sample);
     }
     sections = [...byHeading.values()].sort((a, b) => (a.order < b.order ? -1 : a.order > b.order ? 1 : 0));
     const holder = sections.findIndex((section) => section.samples.includes(chosen));
-    byId("list").replaceChildren(...sections.map((section, at) => sectionElement(section, at === Math.max(0, holder) || found.length <= 40)));
+    byId("list").replaceChildren(...sections.map((section, at) => sectionElement(section, at === Math.max(0, holder) || fitting.length <= 40)));
     if (!sections.length) {
-      byId("list").replaceChildren(el("p", { class: "note" }, current().samples.length ? "No response fits." : "No rollouts are kept."));
+      byId("list").replaceChildren(el("p", { class: "note" }, current().samples.length ? "No response matches." : "No rollouts."));
     }
   }
 
@@ -168,19 +168,19 @@ const Reader = (() => {
       ].filter(Boolean).join(" · ")),
       el("div", { class: "siblings", role: "group", "aria-label": "Responses of this group" }, "Group ", ...buttons),
       why(sample, group),
-      el("details", {}, el("summary", {}, "Prompt"), el("pre", {}, group.prompt ?? "This run kept no texts.")),
+      el("details", {}, el("summary", {}, "Prompt"), el("pre", {}, group.prompt ?? "This run kept no text.")),
       response(sample)
     );
   }
 
   function why(sample, group) {
     const facts = [];
-    facts.push(["extracted answer", sample.extracted || (sample.found ? "not recorded" : "none was found")]);
-    if (sample.reason) facts.push(["the grader says", sample.reason.replaceAll("_", " ")]);
+    facts.push(["extracted answer", sample.extracted || (sample.answered ? "not recorded" : "none")]);
+    if (sample.reason) facts.push(["grader", sample.reason.replaceAll("_", " ")]);
     if (group.answer !== null) facts.push(["reference", group.answer]);
     for (const [name, value] of Object.entries(sample.components)) facts.push([name, number(value)]);
-    facts.push(["reward", number(sample.reward)], ["mean of the group", number(group.mean)]);
-    facts.push(["advantage", sample.advantage === null ? "not known: the estimator is the run's own" : signed(sample.advantage)]);
+    facts.push(["reward", number(sample.reward)], ["group mean", number(group.mean)]);
+    facts.push(["advantage", sample.advantage === null ? "unknown: custom estimator" : signed(sample.advantage)]);
     return el("section", { class: "why" }, el("h4", {}, "Why this reward"), el("dl", {}, ...facts.map(
       ([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))
     )));
@@ -196,7 +196,7 @@ const Reader = (() => {
     const buttons = COLORINGS.map(([name, label]) => {
       const pick = button(label, () => { coloring = name; paint(); }, { "aria-pressed": String(name === coloring) });
       pick.disabled = has[name] === false;
-      if (pick.disabled) pick.title = name === "ratio" ? `This response has no ratios. ${current().ratios}` : "The run's own estimator is not called, so advantages are not known.";
+      if (pick.disabled) pick.title = name === "ratio" ? `This response has no ratios. ${current().ratios}` : "Custom estimators are not run, so advantages are unknown.";
       pick.dataset.coloring = name;
       return pick;
     });
@@ -210,7 +210,7 @@ const Reader = (() => {
     spans.forEach((span, at) => {
       if (at === sample.cut_at) {
         const left = sample.tokens - sample.pieces.length;
-        tokens.append(el("em", { class: "cut" }, ` … ${whole(left)} tokens are not on this page … `));
+        tokens.append(el("em", { class: "cut" }, ` … ${whole(left)} tokens omitted … `));
       }
       tokens.append(span);
     });
@@ -249,7 +249,7 @@ const Reader = (() => {
     paint();
     const heading = el("div", { class: "bar" }, el("h4", {}, "Response"), el("div", { class: "segments", role: "group", "aria-label": "Colour of tokens" }, ...buttons));
     const plain = current().has_texts ? [] : [
-      el("p", { class: "note" }, "Tokens are shown by their ids: the run's tokenizer was not found (--tokenizer names it)."),
+      el("p", { class: "note" }, "Tokens are shown as ids: the run's tokenizer was not found; give --tokenizer."),
       ...(sample.text ? [el("pre", {}, sample.text)] : []),
     ];
     return el("section", {}, heading, scale, ...plain, tokens, readout);
@@ -290,23 +290,23 @@ const Reader = (() => {
     if (coloring === "advantage") return [item(signClass(sample.advantage, quantum(Math.abs(sample.advantage), ADVANTAGE)), `${signed(sample.advantage)} for every trained token`)];
     if (coloring === "version") {
       return known.map((version, at) => {
-        const count = versions.filter((each) => each === version).length;
+        const count = versions.filter((other) => other === version).length;
         return item(`v${at % 8}`, `version ${version}: ${whole(count)} tokens, ${groupOf(sample).version - version} updates old`);
       });
     }
-    return LEVELS.map((label, level) => [label, level, levels.filter((each) => each === level).length])
+    return LEVELS.map((label, level) => [label, level, levels.filter((other) => other === level).length])
       .filter(([, , count]) => count).map(([label, level, count]) => item(`m${level}`, `${label} (${whole(count)})`));
   }
 
   // Focus the row of a response, wherever in the list it is.
   function reveal(sample) {
-    const section = sections.find((each) => each.samples.includes(sample));
+    const section = sections.find((other) => other.samples.includes(sample));
     if (!section) return;
     const at = section.samples.indexOf(sample), frame = byId("list");
     section.details.open = true;
     if (at >= section.rows.length) section.fill(at + 1);
     section.rows[at].focus({ preventScroll: true });
-    const [row, box] = [section.rows[at], frame].map((each) => each.getBoundingClientRect());
+    const [row, box] = [section.rows[at], frame].map((other) => other.getBoundingClientRect());
     const heading = section.details.firstChild.offsetHeight;
     if (row.top < box.top + heading) frame.scrollTop += row.top - box.top - heading;
     const bottom = Math.min(box.bottom, innerHeight);
@@ -341,7 +341,7 @@ const Reader = (() => {
 
   function notes() {
     byId("rollout-note").textContent = [
-      current().note, current().samples.length ? current().ratios : "", "Keys: j and k read the next and the previous response, ← and → its tokens; / searches, and Esc leaves the search.",
+      current().note, current().samples.length ? current().ratios : "", "Keys: j and k open the next and the previous response, ← and → move through its tokens, / searches, Esc leaves the search.",
     ].filter(Boolean).join(" ");
   }
 
@@ -354,8 +354,8 @@ const Reader = (() => {
     document.addEventListener("keydown", keys);
   }
 
-  function pick(given) {
-    run = given;
+  function pick(index) {
+    run = index;
     byId("pick-run").value = String(run);
     chosen = null;
     const sources = [...new Set(current().groups.map((group) => group.source))].sort();
@@ -365,19 +365,19 @@ const Reader = (() => {
     byId("pick-source").parentElement.hidden = sources.length < 2;
     notes();
     list();
-    byId("rollout").replaceChildren(el("p", { class: "note" }, current().samples.length ? "Choose a response to read it." : "This run has nothing to read."));
+    byId("rollout").replaceChildren(el("p", { class: "note" }, current().samples.length ? "Choose a response to read it." : "This run has no rollouts."));
   }
 
-  function show(given) {
+  function show(newest) {
     const isFirst = !runs.length;
     const key = (sample) => [groupOf(sample).step, groupOf(sample).id, sample.index].join();
     const before = chosen && key(chosen);
-    runs = given;
-    byId("pick-run").replaceChildren(...runs.map((each, at) => el("option", { value: at }, `${each.run} (${whole(each.samples.length)})`)));
+    runs = newest;
+    byId("pick-run").replaceChildren(...runs.map((other, at) => el("option", { value: at }, `${other.run} (${whole(other.samples.length)})`)));
     byId("pick-run").parentElement.hidden = runs.length < 2;
     if (isFirst) listen();
     const wanted = /^#rollout=(\d+)\.(\d+)$/.exec(location.hash);
-    const first = runs.findIndex((each) => each.samples.length);
+    const first = runs.findIndex((other) => other.samples.length);
     pick(isFirst ? (wanted && runs[wanted[1]] ? Number(wanted[1]) : Math.max(0, first)) : Math.min(run, runs.length - 1));
     const again = isFirst ? current().samples[wanted?.[2]] : current().samples.find((sample) => key(sample) === before);
     if (!again) return;
@@ -388,12 +388,12 @@ const Reader = (() => {
     if (hadFocus) reveal(again);
   }
 
-  const has = (name) => runs.some((each) => each.run === name && each.samples.length);
+  const has = (name) => runs.some((other) => other.run === name && other.samples.length);
 
   function group(name, grouping) {
     byId("filters").reset();
     byId("pick-group").value = grouping;
-    pick(runs.findIndex((each) => each.run === name));
+    pick(runs.findIndex((other) => other.run === name));
     byId("rollouts").scrollIntoView();
   }
 

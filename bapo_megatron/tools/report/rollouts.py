@@ -1,30 +1,43 @@
-"""A sample of a run's rollouts, small enough for a page, with what the dumps know of every token.
+"""The rollouts of a run for people: one step's dump, and a sample that is small enough for a page.
 
-Steps are taken evenly over the run, and in each of them whole groups, evenly over the order of
-their mean rewards, so that bad, mixed and solved ones are all there.
+The sample takes steps evenly over the run, and in each of them whole groups, evenly over the order
+of their mean rewards, so that bad, mixed and solved ones are all there.
 
 Shape legend: P = groups, G = responses per group, R = tokens of a response, Q = those of them that
-the policy sampled.
+the policy sampled, T = tokens of an update.
 """
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import ValidationError
 
-from bapo_megatron.data.staleness import token_versions
+from bapo_megatron.config.rollout import StalenessConfig
+from bapo_megatron.config.schema import ADVANTAGES
+from bapo_megatron.config.settings import masked_reasons
+from bapo_megatron.data.columns import DumpError
+from bapo_megatron.data.dump import read_batch, texts_by_sample
+from bapo_megatron.data.staleness import token_versions, trainable_mask
+from bapo_megatron.data.token_dump import read_token_dump, token_dump_paths
+from bapo_megatron.runtime.files import read_regular
 from bapo_megatron.telemetry.metrics import is_right
 from bapo_megatron.tools.report.figures import rounded
-from bapo_megatron.tools.report.runs import Run
-from bapo_megatron.tools.report.samples import Step, dump_files, read_step
-from bapo_megatron.tools.report.tokens import Pieces, TokenDumps
-from bapo_megatron.types import Group, RolloutBatch, Sample
+from bapo_megatron.tools.report.runs import RunRecord
+from bapo_megatron.types import FinishReason, Group, RolloutBatch, Sample, SampleText
+
+Key = tuple[int, int]
+"""Group and index."""
+Order = Literal["reward", "length", "age", "advantage"]
 
 MAX_STEPS = 16
-MAX_GROUPS = 8
+_MAX_GROUPS = 8
 """Groups of a step."""
 _TOKEN_BYTES = 24
 """A token as JSON, at most: its piece, log-prob and ratio."""
@@ -32,10 +45,226 @@ _SAMPLE_BYTES = 500
 """What a response needs beside its tokens, about."""
 _MIN_BYTES = 4000
 """Room for a response even where nothing is left."""
-_LEVELS = {"trained": 0, "masked": 1, "written": 2}
+_TRAINED, _MASKED, _WRITTEN = range(3)
+_MAX_PENDING = 4
+"""Tokens of one character at most: it has up to four bytes in UTF-8."""
+_INCOMPLETE = "\ufffd"
 
 
-def sample_rollouts(run: Run, tokenizer: Any, max_bytes: float) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class DumpedStep:
+    """A batch with its texts and advantages."""
+
+    batch: RolloutBatch
+    texts: Mapping[Key, SampleText]
+    """Empty where the dump has none beside it."""
+    estimator: str
+    """What computed the advantages; empty where they are not known."""
+    _advantages: Mapping[Key, float]
+    _staleness: StalenessConfig
+    _masked: frozenset[FinishReason]
+
+    def text(self, sample: Sample) -> SampleText | None:
+        """Return what people read of a sample; None where nothing was kept."""
+        return self.texts.get(_key(sample))
+
+    def advantage(self, sample: Sample) -> float | None:
+        """Return A of all its tokens; None where no estimator is known, or A is not finite."""
+        return self._advantages.get(_key(sample))
+
+    def age(self, sample: Sample) -> int:
+        """Count the updates from the weights of its oldest token to those of the batch."""
+        oldest = min((span.version for span in sample.versions), default=self.batch.version)
+        return self.batch.version - oldest
+
+    def trains(self, sample: Sample) -> np.ndarray:
+        """Return which of its tokens are in the loss, [Q] bool."""
+        if sample.finish_reason in self._masked:
+            return np.zeros(sample.num_sampled, dtype=bool)
+        return trainable_mask(sample.versions, self.batch.version, self._staleness)
+
+
+ORDERS: dict[Order, Callable[[DumpedStep, Sample], float]] = {
+    "reward": lambda step, sample: sample.reward,
+    "length": lambda step, sample: len(sample.response_token_ids),
+    "age": lambda step, sample: step.age(sample),
+    "advantage": lambda step, sample: step.advantage(sample) or 0.0,
+}
+"""Keys by which people sort samples."""
+
+
+def dump_files(run_dir: Path) -> dict[int, Path]:
+    """Return the dumps of a run by step, ascending; ``rollout.keep_dumps`` removes early ones."""
+    files = {}
+    for path in (run_dir / "rollouts").glob("step_*.parquet"):
+        if match := re.fullmatch(r"step_(\d+)\.parquet", path.name):
+            files[int(match[1])] = path
+    return dict(sorted(files.items()))
+
+
+def read_step(path: Path, settings: Mapping[str, Any], estimator: str | None = None) -> DumpedStep:
+    """Read a dump, and compute its advantages.
+
+    A dump has no advantages: they follow from its rewards and the estimator, which a replay may
+    change. The code that trains computes them here, from the same numbers, so they are the same.
+
+    Args:
+        path: The dump.
+        settings: The run's config.yaml by dotted key; empty if unknown.
+        estimator: As ``algorithm.advantage``. By default the run's own; if that is a function of
+            the user's, it is not called, and the advantages are not known.
+
+    Raises:
+        DumpError: A file is damaged, or of another version's format.
+        ValueError: The configuration of staleness is another version's, or the estimator cannot be
+            used.
+        OSError: A file cannot be read.
+    """
+    batch = read_batch(path)
+    start = "rollout.staleness."
+    limits = {
+        key.removeprefix(start): value for key, value in settings.items() if key.startswith(start)
+    }
+    try:
+        staleness = StalenessConfig(**limits)
+    except ValidationError as error:
+        raise ValueError(
+            f"{path.parent.parent / 'config.yaml'}: rollout.staleness is not of this version; read "
+            "the run with the version that wrote it"
+        ) from error
+    configured = settings.get("algorithm.advantage")
+    kind, shift = estimator or configured, 0.0
+    if kind == configured:
+        shift = settings.get("algorithm.baseline_shift", 0.0)
+    # Settings of a file that this version cannot use may be anything.
+    is_known = type(shift) in (int, float) and abs(shift) < 1e9
+    if estimator is None:
+        is_known &= kind in ADVANTAGES and len(batch.groups[0].samples) > 1
+    return DumpedStep(
+        batch=batch,
+        texts=texts_by_sample(path) or {},
+        estimator=str(kind) if is_known else "",
+        _advantages=_advantages(batch, str(kind), float(shift)) if is_known else {},
+        _staleness=staleness,
+        _masked=masked_reasons(settings),
+    )
+
+
+def _advantages(batch: RolloutBatch, kind: str, shift: float) -> dict[Key, float]:
+    from bapo_megatron.algorithm.advantage import Advantages  # torch takes seconds
+
+    values_PG = Advantages(kind, shift).compute(batch.groups).tolist()
+    return {
+        _key(sample): value
+        for group, values_G in zip(batch.groups, values_PG, strict=True)
+        for sample, value in zip(group.samples, values_G, strict=True)
+        if math.isfinite(value)
+    }
+
+
+def _key(sample: Sample) -> Key:
+    return sample.group_id, sample.index
+
+
+def read_ratios(run_dir: Path, step: int) -> dict[Key, np.ndarray] | None:
+    """Return π/μ [Q] by response, of the first pass over a batch; None without token dumps.
+
+    Raises:
+        DumpError: A file is damaged, no token dump, or of another version's format.
+    """
+    paths = token_dump_paths(run_dir, step)
+    ratios: dict[Key, np.ndarray] = {}
+    for path in paths:
+        columns = read_token_dump(path)
+        ratio_T = np.exp(columns["logprob"].astype(np.float64) - columns["behaviour_logprob"])
+        keys_T = np.stack([columns["group_id"], columns["index"]], axis=1)
+        starts = np.flatnonzero((np.diff(keys_T, axis=0) != 0).any(axis=1)) + 1
+        parts = zip(np.split(keys_T, starts), np.split(ratio_T, starts), strict=True)
+        for key_Q, ratio_Q in parts if len(ratio_T) else ():
+            # The first pass comes first.
+            ratios.setdefault((int(key_Q[0, 0]), int(key_Q[0, 1])), ratio_Q)
+    return ratios if paths else None
+
+
+class Pieces:
+    """Token ids as numbers of (id, text) pairs, which the page holds once per run."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Take a ``tokenizers.Tokenizer``, or None: then texts are token ids."""
+        self._tokenizer = tokenizer
+        self.has_texts = tokenizer is not None
+        self._numbers: dict[tuple[int, str], int] = {}
+        self._texts: dict[tuple[int, ...], str] = {}
+        self.num_bytes = 0
+        """Size of the table as JSON, about."""
+
+    @property
+    def table(self) -> list[tuple[int, str]]:
+        """The pairs, by number."""
+        return list(self._numbers)
+
+    def encode(self, token_ids: np.ndarray) -> list[int]:
+        """Return the number of every token's pair.
+
+        A character that several tokens share is the text of the last of them; the others are empty.
+        """
+        numbers: list[int] = []
+        pending: list[int] = []
+        num_left = len(token_ids)
+        for token in token_ids.tolist():
+            pending.append(token)
+            num_left -= 1
+            text = self._text(tuple(pending))
+            if text.endswith(_INCOMPLETE) and len(pending) < _MAX_PENDING and num_left:
+                continue
+            numbers += [self._number(part, "") for part in pending[:-1]]
+            numbers.append(self._number(token, text))
+            pending = []
+        return numbers
+
+    def _text(self, ids: tuple[int, ...]) -> str:
+        if self._tokenizer is None:
+            return f" {ids[-1]}"
+        if ids not in self._texts:
+            self._texts[ids] = str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        return self._texts[ids]
+
+    def _number(self, token: int, text: str) -> int:
+        if (token, text) not in self._numbers:
+            self._numbers[token, text] = len(self._numbers)
+            self.num_bytes += len(json.dumps([token, text])) + 1
+        return self._numbers[token, text]
+
+
+def find_tokenizer(run: RunRecord, directory: Path | None = None) -> Any:
+    """Load the tokenizer in ``directory``; by default that of the run's export or ``model.path``.
+
+    Returns:
+        A ``tokenizers.Tokenizer``; None if no directory is given and the run has none.
+
+    Raises:
+        ValueError: The directory has no readable tokenizer.json.
+    """
+    from tokenizers import Tokenizer
+
+    files = [run.path / "hf", Path(str(run.settings.get("model.path", "")))]
+    files = [folder / "tokenizer.json" for folder in (files if directory is None else [directory])]
+    for file in files:
+        if directory is None and not file.is_file():
+            continue
+        try:
+            return Tokenizer.from_buffer(read_regular(file))
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"{file}: not a readable tokenizer ({error}); give --tokenizer a Hugging Face "
+                "model directory"
+            ) from error
+    return None
+
+
+def sample_rollouts(run: RunRecord, tokenizer: Any, max_bytes: float) -> dict[str, Any]:
     """Return rollouts of a run as the page reads them, of about ``max_bytes`` as JSON.
 
     ``groups`` holds what the samples of a group share, ``samples`` names theirs by number, and
@@ -47,36 +276,37 @@ def sample_rollouts(run: Run, tokenizer: Any, max_bytes: float) -> dict[str, Any
         OSError: A file cannot be read.
     """
     paths = dump_files(run.path)
-    chosen = [list(paths)[index] for index in spread(len(paths), MAX_STEPS)]
+    steps = list(paths)
+    chosen = [steps[index] for index in spread(len(steps), MAX_STEPS)]
     pieces = Pieces(tokenizer)
     groups: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
-    used, had_dumps, num_read, num_stored = 0.0, False, 0, 0
-    for number, chosen_step in enumerate(chosen):
+    num_bytes, has_ratios, num_read, num_stored = 0.0, False, 0, 0
+    for number, step in enumerate(chosen):
         try:
-            step = read_step(paths[chosen_step], run.settings)
+            dumped = read_step(paths[step], run.settings)
         except FileNotFoundError:
             continue  # the run goes on and has removed it (rollout.keep_dumps)
+        ratios = read_ratios(run.path, step)
+        has_ratios |= ratios is not None
         num_read += 1
-        tokens = TokenDumps(run, chosen_step)
-        had_dumps |= tokens.exist
-        num_stored += len(step.batch.samples)
-        room = (max_bytes - used - pieces.num_bytes) / (len(chosen) - number)
-        for group, members in _chosen(step.batch, room):
-            groups.append(_group_record(step, group))
+        num_stored += len(dumped.batch.samples)
+        room = (max_bytes - num_bytes - pieces.num_bytes) / (len(chosen) - number)
+        for group, members in _chosen_samples(dumped.batch, room):
+            groups.append(_group_entry(dumped, group))
             limit = max(_MIN_BYTES, room / 2 if len(members) > 1 else room)
             for sample in members:
-                record = _sample_record(step, tokens, sample, pieces, limit)
-                samples.append({"group": len(groups) - 1, **record})
-                used += len(json.dumps(samples[-1]))
+                entry = _sample_entry(dumped, ratios or {}, sample, pieces, limit)
+                samples.append({"group": len(groups) - 1, **entry})
+                num_bytes += len(json.dumps(samples[-1]))
     return {
         "run": run.name,
         "groups": groups,
         "samples": samples,
         "pieces": pieces.table,
         "has_texts": pieces.has_texts,
-        "note": _note(list(paths), num_read, num_stored, samples),
-        "ratios": _ratio_note(had_dumps, samples),
+        "note": _note(steps, num_read, num_stored, samples),
+        "ratios": _ratio_note(samples, has_dumps=has_ratios),
     }
 
 
@@ -89,27 +319,26 @@ def spread(num_items: int, max_items: int) -> list[int]:
     return [round(i * (num_items - 1) / (max_items - 1)) for i in range(max_items)]
 
 
-def _chosen(batch: RolloutBatch, room: float) -> list[tuple[Group, Sequence[Sample]]]:
+def _chosen_samples(batch: RolloutBatch, room: float) -> list[tuple[Group, Sequence[Sample]]]:
     """Whole groups if one fits into ``room`` bytes; else as many responses of one as fit."""
     num_tokens = sum(len(sample.response_token_ids) for sample in batch.samples)
     sample_bytes = _SAMPLE_BYTES + _TOKEN_BYTES * num_tokens / len(batch.samples)
     size = len(batch.groups[0].samples)
-    ordered = sorted(batch.groups, key=lambda group: (_mean(group), group.group_id))
-    num_groups = min(MAX_GROUPS, math.floor(room / (size * sample_bytes)))
+    ordered = sorted(batch.groups, key=lambda group: (_mean_reward(group), group.group_id))
+    num_groups = min(_MAX_GROUPS, math.floor(room / (size * sample_bytes)))
     if num_groups >= 1:
-        picked = [ordered[index] for index in spread(len(ordered), num_groups)]
-        return [(group, group.samples) for group in picked]
+        return [(ordered[i], ordered[i].samples) for i in spread(len(ordered), num_groups)]
     group = ordered[len(ordered) // 2]
     by_reward = sorted(group.samples, key=lambda sample: sample.reward)
     kept = spread(size, max(1, math.floor(room / sample_bytes)))
     return [(group, [by_reward[index] for index in kept])]
 
 
-def _mean(group: Group) -> float:
+def _mean_reward(group: Group) -> float:
     return math.fsum(sample.reward for sample in group.samples) / len(group.samples)
 
 
-def _group_record(step: Step, group: Group) -> dict[str, Any]:
+def _group_entry(step: DumpedStep, group: Group) -> dict[str, Any]:
     first = group.samples[0]
     text = step.text(first)
     return {
@@ -117,58 +346,68 @@ def _group_record(step: Step, group: Group) -> dict[str, Any]:
         "id": group.group_id,
         "prompt_id": first.prompt.prompt_id,
         "source": first.prompt.source,
-        "prompt": None if text is None else text.prompt_text,
-        "answer": None if text is None else text.answer,
-        "mean": rounded(_mean(group)),
+        "prompt": text and text.prompt_text,
+        "answer": text and text.answer,
+        "mean": rounded(_mean_reward(group)),
         "version": step.batch.version,
     }
 
 
-def _sample_record(
-    step: Step, tokens: TokenDumps, sample: Sample, pieces: Pieces, max_bytes: float
+def _sample_entry(
+    step: DumpedStep,
+    ratios: Mapping[Key, np.ndarray],
+    sample: Sample,
+    pieces: Pieces,
+    max_bytes: float,
 ) -> dict[str, Any]:
     """What the page shows of a response; arrays are [R] or runs of equal values ``[value, n]``."""
     text = step.text(sample)
-    total = len(sample.response_token_ids)
-    kept_R = _kept(total, math.floor((max_bytes - _SAMPLE_BYTES) / _TOKEN_BYTES))
+    num_tokens = len(sample.response_token_ids)
+    kept_R = _kept(num_tokens, math.floor((max_bytes - _SAMPLE_BYTES) / _TOKEN_BYTES))
     sampled_R = sample.loss_mask
-    levels_R = np.full(total, _LEVELS["written"])
-    levels_R[sampled_R] = np.where(step.trains(sample), _LEVELS["trained"], _LEVELS["masked"])
-    version_R = np.full(total, -1)
+    levels_R = np.full(num_tokens, _WRITTEN)
+    levels_R[sampled_R] = np.where(step.trains(sample), _TRAINED, _MASKED)
+    version_R = np.full(num_tokens, -1)
     version_R[sampled_R] = token_versions(sample.versions)
-    ratio_Q = tokens.ratios(sample)
+    ratio_Q = ratios.get(_key(sample))
+    if ratio_Q is not None and len(ratio_Q) != sample.num_sampled:
+        raise DumpError(
+            f"tokens/: {len(ratio_Q)} tokens of sample {sample.index} of group {sample.group_id}, "
+            f"whose dump in rollouts/ has {sample.num_sampled}; remove the token dumps, they are "
+            "of another run"
+        )
     advantage = step.advantage(sample)
-    record = {
+    entry = {
         "index": sample.index,
         "reward": rounded(sample.reward),
         "right": is_right(sample),
         "components": {name: rounded(v) for name, v in sample.reward_components.items()},
-        "found": sample.answer_found,
+        "answered": sample.answer_found,
         "advantage": None if advantage is None else rounded(advantage),
         "exit": sample.finish_reason.value,
-        "tokens": total,
+        "tokens": num_tokens,
         "age": step.age(sample),
-        "extracted": "" if text is None else text.extracted,
-        "reason": "" if text is None else text.reason,
+        "extracted": text.extracted if text else "",
+        "reason": text.reason if text else "",
         "pieces": pieces.encode(sample.response_token_ids[kept_R]),
         "logprobs": _on_response(sample.behaviour_logprobs, sampled_R, kept_R, 3),
         "ratios": None if ratio_Q is None else _on_response(ratio_Q, sampled_R, kept_R, 4),
-        "versions": _runs(version_R[kept_R].tolist()),
-        "levels": _runs(levels_R[kept_R].tolist()),
+        "versions": _run_lengths(version_R[kept_R].tolist()),
+        "levels": _run_lengths(levels_R[kept_R].tolist()),
     }
-    if len(kept_R) < total:
-        record["cut_at"] = len(kept_R) // 2
-    if text is not None and not pieces.has_texts:
-        record["text"] = "\n\n".join(text.turns or (text.response_text,))
-    return record
+    if len(kept_R) < num_tokens:
+        entry["cut_at"] = len(kept_R) // 2
+    if text and not pieces.has_texts:
+        entry["text"] = "\n\n".join(text.turns or (text.response_text,))
+    return entry
 
 
-def _kept(total: int, max_tokens: int) -> np.ndarray:
+def _kept(num_tokens: int, max_tokens: int) -> np.ndarray:
     """Positions of a response that are shown: all, or its two ends."""
-    if total <= max_tokens:
-        return np.arange(total)
+    if num_tokens <= max_tokens:
+        return np.arange(num_tokens)
     head = max(1, max_tokens // 2)
-    return np.concatenate([np.arange(head), np.arange(total - head, total)])
+    return np.concatenate([np.arange(head), np.arange(num_tokens - head, num_tokens)])
 
 
 def _on_response(
@@ -183,34 +422,34 @@ def _on_response(
     ]
 
 
-def _runs(values: Iterable[int]) -> list[tuple[int, int]]:
+def _run_lengths(values: Iterable[int]) -> list[tuple[int, int]]:
     return [(value, len(list(members))) for value, members in groupby(values)]
 
 
-def _note(kept: Sequence[int], num_steps: int, num_stored: int, samples: Sequence[Any]) -> str:
-    if not kept:
+def _note(steps: Sequence[int], num_read: int, num_stored: int, samples: Sequence[Any]) -> str:
+    if not steps:
         return "This run kept no rollouts (rollout.dump)."
     missing = ""
-    if len(kept) < kept[-1]:
+    if len(steps) < steps[-1]:
         missing = (
-            f" Of steps 1 to {kept[-1]:,}, {len(kept):,} have dumps, from step {kept[0]:,} on."
+            f" Of steps 1 to {steps[-1]:,}, {len(steps):,} have dumps, from step {steps[0]:,} on."
         )
-    if num_steps == len(kept) and len(samples) == num_stored:
-        return f"All {num_stored:,} responses of {num_steps:,} steps.{missing}"
-    cut = sum("cut_at" in sample for sample in samples)
-    text = (
-        f"A sample: {len(samples):,} responses of {num_steps:,} of {len(kept):,} steps, taken "
-        f"evenly over the run; those steps hold {num_stored:,}. In each step, groups are taken "
-        f"evenly over the order of their mean rewards, at most {MAX_GROUPS}.{missing}"
-    )
-    return text + (f" {cut:,} long responses show their two ends only." if cut else "")
-
-
-def _ratio_note(had_dumps: bool, samples: Sequence[Any]) -> str:
-    if not had_dumps:
-        return "No ratios: train.dump_tokens, which keeps them, was off or kept other steps."
-    found = sum(sample["ratios"] is not None for sample in samples)
+    if num_read == len(steps) and len(samples) == num_stored:
+        return f"All {num_stored:,} responses of {num_read:,} steps.{missing}"
+    num_cut = sum("cut_at" in sample for sample in samples)
     return (
-        f"Ratios of {found:,} of {len(samples):,} responses, from train.dump_tokens. The others "
-        "were in no update of a kept step."
+        f"A sample: {len(samples):,} of the {num_stored:,} responses of {num_read:,} steps, which "
+        f"are spread evenly over the {len(steps):,} dumped ones. Each step shows at most "
+        f"{_MAX_GROUPS} groups, spread evenly over the range of their mean rewards.{missing}"
+        + (f" {num_cut:,} long responses show their two ends only." if num_cut else "")
+    )
+
+
+def _ratio_note(samples: Sequence[Any], *, has_dumps: bool) -> str:
+    if not has_dumps:
+        return "No ratios: train.dump_tokens, which keeps them, was off or kept other steps."
+    num_known = sum(sample["ratios"] is not None for sample in samples)
+    return (
+        f"Ratios of {num_known:,} of {len(samples):,} responses, from train.dump_tokens. The "
+        "others were in no update of a kept step."
     )

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from bapo_megatron.telemetry.starts import Start, read_starts
 
 Row = Mapping[str, float]
 
-_OF_ONE_RUN = ("name", "run_dir", "seed", "resume")
+_PER_RUN_KEYS = ("name", "run_dir", "seed", "resume")
 """Keys in which the seeds of one configuration differ."""
 
 FAULTS = {
@@ -27,9 +27,9 @@ FAULTS = {
     "reward/timeouts": "grading timed out on {:,.0f} responses",
     "rollout/environment_errors": "the environment failed in {:,.0f} episodes",
     "rollout/lost_requests": "{:,.0f} requests lost their engine and continued on another",
-    "train/nonfinite_tokens": "{:,.0f} tokens had a value that is not finite",
+    "train/nonfinite_tokens": "{:,.0f} tokens had non-finite values",
 }
-"""What a metric above 0 says of its step."""
+"""What a metric above 0 says about its step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What was read of one run directory, without rollouts."""
+class RunRecord:
+    """A run directory without its rollouts."""
 
     path: Path
     name: str
@@ -77,16 +77,13 @@ class Run:
 
     def values(self, metric: str) -> list[float]:
         """Values of a metric, where it was recorded."""
-        return [row[metric] for row in self.rows if metric in row]
+        return [value for _, value in self.points(metric)]
 
     def matching(self, start: str, end: str) -> list[str]:
         """Sorted middles of the metrics that begin with ``start`` and finish with ``end``."""
+        pattern = re.compile(f"{re.escape(start)}(.+){re.escape(end)}", re.DOTALL)
         names = {name for row in self.rows for name in row}
-        return sorted(
-            name[len(start) : len(name) - len(end)]
-            for name in names
-            if name.startswith(start) and name.endswith(end) and len(name) > len(start) + len(end)
-        )
+        return sorted(match[1] for match in map(pattern.fullmatch, names) if match)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,80 +91,79 @@ class RunGroup:
     """Runs that differ in their seeds only."""
 
     label: str
-    runs: tuple[Run, ...]
+    runs: tuple[RunRecord, ...]
     settings: Mapping[str, Any]
     """What any of them has, apart from the seed."""
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """Read run directories.
 
     Raises:
         ValueError: A directory holds no readable run, or is given twice.
         OSError: A file cannot be read.
     """
-    real = [Path(os.path.realpath(path)) for path in paths]
-    for number, path in enumerate(real):
-        if path in real[:number]:
-            raise ValueError(f"{paths[number]}: given twice; give every run once")
-    names = _names([Path.cwd() / path for path in paths])
+    real = [os.path.realpath(path) for path in paths]
+    for number, path in enumerate(paths):
+        if real[number] in real[:number]:
+            raise ValueError(f"{path}: given twice; give every run once")
+    names = _distinct_names([Path.cwd() / path for path in paths])
     return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
-def _read_run(path: Path, name: str) -> Run:
-    metrics = path / "metrics.jsonl"
+def _read_run(path: Path, name: str) -> RunRecord:
+    metrics, config = path / "metrics.jsonl", path / "config.yaml"
     if not os.path.lexists(metrics):
         raise ValueError(f"{metrics}: no such file; give the directory of a run")
     rows = sorted(read_metrics(metrics), key=lambda row: row["step"])
     if not rows:
         raise ValueError(f"{metrics}: no step was recorded yet; wait for the first one")
-    config = path / "config.yaml"
     settings = read_settings(config) if os.path.lexists(config) else {}
-    return Run(path, name, tuple(rows), settings, tuple(read_starts(path)))
+    return RunRecord(path, name, tuple(rows), settings, tuple(read_starts(path)))
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def _distinct_names(paths: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that tell them apart, of equally many parts each."""
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         ends = ["/".join(path.parts[-length:]).lstrip("/") for path in paths]
         # Bytes that are not UTF-8 are in no page, and figures cannot draw them.
         names = [os.fsencode(end).decode(errors="backslashreplace") for end in ends]
         if len(set(names)) == len(names):
-            return names
-    raise AssertionError("different absolute paths differ in their whole length")
+            break
+    return names
 
 
-def group_runs(runs: Sequence[Run]) -> tuple[list[RunGroup], list[str]]:
+def group_runs(runs: Sequence[RunRecord]) -> tuple[list[RunGroup], list[str]]:
     """Put seeds of one configuration together; a seed that a group has already begins another one.
 
     Returns:
         The groups in the order of their first runs, and the keys in which they differ. Runs without
         a configuration are groups of their own.
     """
-    members: list[list[Run]] = []
-    known: list[dict[str, Any]] = []
+    members: list[list[RunRecord]] = []
+    shared: list[dict[str, Any]] = []
     for run in runs:
-        own = {key: value for key, value in run.settings.items() if key not in _OF_ONE_RUN}
-        for group, settings in zip(members, known, strict=True):
+        settings = {key: value for key, value in run.settings.items() if key not in _PER_RUN_KEYS}
+        for group, known in zip(members, shared, strict=True):
             has_seed = run.seed in [member.seed for member in group]
-            if own and settings and not has_seed and not differing(own, settings):
+            if settings and known and not has_seed and not differing(settings, known):
                 group.append(run)
-                settings |= own
+                known |= settings
                 break
         else:
             members.append([run])
-            known.append(own)
-    pairs = [(one, other) for n, one in enumerate(known) for other in known[:n] if one and other]
+            shared.append(settings)
+    pairs = [(one, other) for one, other in combinations(shared, 2) if one and other]
     unequal = {key for one, other in pairs for key in differing(one, other)}
-    ordered = dict.fromkeys(key for each in known for key in each if key in unequal)
-    labels = _labels([tuple(run.name for run in group) for group in members])
-    groups = [RunGroup(*each) for each in zip(labels, map(tuple, members), known, strict=True)]
-    return groups, list(ordered)
+    ordered = dict.fromkeys(key for settings in shared for key in settings if key in unequal)
+    labels = _labels([[run.name for run in group] for group in members])
+    groups = map(RunGroup, labels, map(tuple, members), shared)
+    return list(groups), list(ordered)
 
 
-def _labels(groups: Sequence[tuple[str, ...]]) -> list[str]:
-    """Say what the runs of each group are called: what their names share, without the seed."""
-    labels = []
+def _labels(groups: Sequence[Sequence[str]]) -> list[str]:
+    """Name each group by what the names of its runs share, without the seed."""
+    labels: list[str] = []
     for names in groups:
         start = commonprefix(names)  # noqa: RUF071 — of names, not of paths
         shared = re.sub(r"((^|[-_./])(seed|s)?[-_]*)?\d*$", "", start)
@@ -176,28 +172,25 @@ def _labels(groups: Sequence[tuple[str, ...]]) -> list[str]:
     return labels
 
 
-def events_of(run: Run) -> list[Event]:
+def events_of(run: RunRecord) -> list[Event]:
     """Return weight syncs, evaluations and faults by step, then restarts."""
     events, sets = [], run.eval_sets
     for row in run.rows:
         step = int(row["step"])
-        syncs = row.get("weight_sync/syncs", 0.0)
-        if syncs > 0:
+        if syncs := row.get("weight_sync/syncs", 0.0):
+            count = "weight sync" if syncs == 1 else f"{syncs:,.0f} weight syncs"
             seconds = row.get("weight_sync/sync_s", 0.0)
-            text = "weight sync" if syncs == 1 else f"{syncs:,.0f} weight syncs"
-            events.append(Event("sync", step, f"{text}, {seconds:.2f} s"))
+            events.append(Event("sync", step, f"{count}, {seconds:.2f} s"))
         scores = {name: row.get(f"eval/{name}/avg_at_k") for name in sets}
         texts = [f"{name} {score:.1%}" for name, score in scores.items() if score is not None]
         if texts:
             events.append(Event("evaluation", step, "evaluation: " + ", ".join(texts)))
-        for name, text in FAULTS.items():
-            if row.get(name, 0.0) > 0:
-                events.append(Event("fault", step, text.format(row[name])))
+        for metric, text in FAULTS.items():
+            if row.get(metric, 0.0) > 0:
+                events.append(Event("fault", step, text.format(row[metric])))
     for before, start in pairwise(run.starts):
         text = f"resumed after {start.step:,} finished steps"
         if start.commit != before.commit:
-            text += (
-                f", at commit {start.commit or 'unknown'} instead of {before.commit or 'unknown'}"
-            )
+            text += f"; commit {start.commit or 'unknown'}, was {before.commit or 'unknown'}"
         events.append(Event("restart", start.step + 1, text))
     return events

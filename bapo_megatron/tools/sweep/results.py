@@ -1,6 +1,6 @@
-"""What a sweep found: scores over seeds, and each variant against the first; as table and JSON."""
+"""The results of a sweep: scores over seeds, each variant against the first, as table and JSON."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,16 +8,9 @@ from rich.console import Console
 
 from bapo_megatron.evaluation.estimators import PairedDifference, holm
 from bapo_megatron.evaluation.report import rich_table
-from bapo_megatron.tools.compare import (
-    Comparison,
-    GroupScore,
-    ResultsBySeed,
-    compare_groups,
-    group_scores,
-)
-from bapo_megatron.tools.evaluations import read_group
+from bapo_megatron.tools.compare import GroupScore, compare_groups, group_scores, read_group
 from bapo_megatron.tools.sweep.file import Sweep
-from bapo_megatron.tools.sweep.run import Failure
+from bapo_megatron.tools.sweep.run import FailedRun
 
 _NONE = "–"
 _METHOD = (
@@ -27,7 +20,7 @@ _METHOD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Against:
+class AgainstFirst:
     """A score's difference from that of the first variant."""
 
     paired: PairedDifference
@@ -43,7 +36,7 @@ class VariantScore:
 
     variant: str
     score: GroupScore
-    against_first: Against | None
+    against_first: AgainstFirst | None
     """None for the first variant, and where fewer than two pairs are there."""
 
 
@@ -60,6 +53,8 @@ class SweepResults:
 def read_scores(sweep: Sweep) -> SweepResults:
     """Read the scores of all finished runs.
 
+    A variant is compared with the first one where they have at least two seeds in common.
+
     Raises:
         ResultsError: The evaluations of two variants cannot be compared.
         OSError: A file cannot be read.
@@ -69,36 +64,31 @@ def read_scores(sweep: Sweep) -> SweepResults:
         for name, runs in sweep.variants.items()
         if (finished := [run.run_dir for run in runs if run.is_finished])
     }
-    scores = {name: group_scores(group) for name, group in groups.items()}
-    compared = _compare_with_first(sweep, groups)
-    keys = dict.fromkeys(_key(s.set_name, s.name) for found in scores.values() for s in found)
+    first = groups.get(next(iter(sweep.variants)), {})
+    scores: dict[tuple[str, str], dict[str, GroupScore]] = {}
+    pairs: dict[tuple[str, str], dict[str, tuple[PairedDifference, tuple[int, ...]]]] = {}
+    settings = []
+    for name, group in groups.items():
+        for score in group_scores(group):
+            scores.setdefault(_key(score.set_name, score.name), {})[name] = score
+        if group is first or len(group.keys() & first.keys()) < 2:
+            continue
+        k_values = sweep.variants[name][0].config.eval.k_values
+        for comparison in compare_groups(first, group, k_values=k_values, common_only=True):
+            settings += [f"{name}: sampled with {text}" for text in comparison.different_settings]
+            for difference in comparison.scores:
+                key = _key(comparison.set_name, difference.name)
+                pairs.setdefault(key, {})[name] = difference.paired, comparison.seeds
     rows: list[VariantScore] = []
-    for key in keys:
-        paired = {
-            name: (score.paired, of_set.seeds)
-            for name, found in compared.items()
-            for of_set in found
-            for score in of_set.scores
-            if _key(of_set.set_name, score.name) == key
-        }
+    for key, by_variant in scores.items():
+        paired = pairs.get(key, {})
         corrected = holm([difference.p_value for difference, _ in paired.values()])
         against = {
-            name: Against(difference, seeds, p_value)
+            name: AgainstFirst(difference, seeds, p_value)
             for (name, (difference, seeds)), p_value in zip(paired.items(), corrected, strict=True)
         }
-        rows += [
-            VariantScore(name, score, against.get(name))
-            for name, found in scores.items()
-            for score in found
-            if _key(score.set_name, score.name) == key
-        ]
-    different = tuple(
-        f"{name}: sampled with {text}"
-        for name, found in compared.items()
-        for of_set in found
-        for text in of_set.different_settings
-    )
-    return SweepResults(tuple(rows), different)
+        rows += [VariantScore(name, score, against.get(name)) for name, score in by_variant.items()]
+    return SweepResults(tuple(rows), tuple(settings))
 
 
 def _key(set_name: str, score_name: str) -> tuple[str, str]:
@@ -109,41 +99,26 @@ def _key(set_name: str, score_name: str) -> tuple[str, str]:
     return set_name.rpartition(", ")[2], "avg" if score_name.startswith("avg@") else score_name
 
 
-def _compare_with_first(
-    sweep: Sweep, groups: Mapping[str, ResultsBySeed]
-) -> dict[str, list[Comparison]]:
-    """Compare each variant that has at least two seeds in common with the first one."""
-    first = next(iter(sweep.variants))
-    return {
-        name: compare_groups(
-            groups[first], group, k_values=sweep.config_of(name).eval.k_values, common_only=True
-        )
-        for name, group in groups.items()
-        if name != first and len(group.keys() & groups.get(first, {}).keys()) >= 2
-    }
-
-
 def print_table(sweep: Sweep, results: SweepResults, console: Console) -> None:
     """Print the rows, and how to read them."""
     first, *others = sweep.variants
-    several = len(others) > 1
     headings = ["set", "score", "variant", "seeds", "mean", "95 % interval"]
-    compared = [f"− {first}", "95 % interval", "p", *["p, Holm"] * several] if others else []
+    compared = [f"− {first}", "95 % interval", "p", *["p, Holm"] * (len(others) > 1)]
+    compared = compared if others else []
     rows = []
-    shown = None
+    last_key = None
     for row in results.rows:
         score, against = row.score, row.against_first
-        place = (score.set_name, score.name)
-        cells = [*(place if place != shown else ("", "")), row.variant, str(len(score.by_seed))]
+        key = (score.set_name, score.name)
+        cells = [*(key if key != last_key else ("", "")), row.variant, str(len(score.by_seed))]
         cells += [f"{score.mean:.2%}", _interval(score.low, score.high, "")]
-        if against is None:
-            cells += [_NONE] * len(compared)
-        else:
+        differences = [_NONE] * 4
+        if against is not None:
             paired = against.paired
-            cells += [f"{paired.difference:+.2%}", _interval(paired.low, paired.high, "+")]
-            cells += [f"{paired.p_value:.4f}", *[f"{against.corrected_p:.4f}"] * several]
-        rows.append(cells)
-        shown = place
+            differences = [f"{paired.difference:+.2%}", _interval(paired.low, paired.high, "+")]
+            differences += [f"{paired.p_value:.4f}", f"{against.corrected_p:.4f}"]
+        rows.append(cells + differences[: len(compared)])
+        last_key = key
     console.print(rich_table(str(sweep.config.dir), headings + compared, rows, num_left=3))
     for line in (*results.different_settings, _METHOD):
         console.print(line, markup=False, highlight=False)
@@ -154,7 +129,7 @@ def _interval(low: float | None, high: float | None, sign: str) -> str:
 
 
 def results_json(
-    sweep: Sweep, results: SweepResults, failures: Sequence[Failure]
+    sweep: Sweep, results: SweepResults, failures: Sequence[FailedRun]
 ) -> dict[str, Any]:
     """Return everything as JSON values; docs/sweep.md lists the fields."""
     reasons = {failure.run.label: failure.reason for failure in failures}

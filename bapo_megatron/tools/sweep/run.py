@@ -1,5 +1,6 @@
-"""Runs a sweep's runs on this machine, several at a time; none outlives the sweep."""
+"""Runs a sweep's runs: on this machine, where none outlives the sweep, or as a Slurm array."""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from bapo_megatron.errors import InterruptedRunError
-from bapo_megatron.runtime.files import lock, parse_json
+from bapo_megatron.runtime.files import lock
 from bapo_megatron.runtime.processes import (
     child_environment,
     describe_exit,
@@ -20,18 +21,48 @@ from bapo_megatron.runtime.processes import (
     tail,
 )
 from bapo_megatron.telemetry.console import ProgressLine, say
+from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.tools.sweep.file import PlannedRun, Sweep
 
-DEFAULTS = {
+_DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
 """Variables of a run where the environment has none, as in the launch scripts (docs/launch.md)."""
 _POLL_S = 0.1
-_PROGRESS_S = 1.0
-_LAST_ROW_BYTES = 1 << 20
+_PROGRESS_S = 5.0
 _COMPLAINT = "bapo-megatron: "
 """Beginning of the line in which ``train`` says why it ended."""
+
+
+_SCRIPT = """\
+#!/usr/bin/env bash
+# The runs of {file} as a Slurm array, {jobs} at a time. Submit it with sbatch; afterwards
+# `bapo-megatron sweep {file}` shows the results. Before the time limit a run saves and its task is
+# requeued; a finished run exits at once.
+# Set the time, and whatever else your site needs.
+#SBATCH --job-name={name} --array=0-{last}%{jobs} --time=24:00:00
+#SBATCH --requeue --open-mode=append --signal=B:USR1@900 --output={log}
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node={gpus}
+set -euo pipefail
+cd {here}
+{exports}
+case "$SLURM_ARRAY_TASK_ID" in
+{cases}
+esac
+[[ ! -e $run_dir/summary.json ]] || exit 0
+rm -f "$run_dir/stopped" # of an earlier attempt, in case this one fails before train removes it
+"${{command[@]}}" &
+trainer=$! is_cancelled='' status=0
+trap 'kill "$trainer" || true' USR1
+trap 'is_cancelled=1; kill "$trainer" || true' TERM
+while kill -0 "$trainer" 2>/dev/null; do wait "$trainer" && status=0 || status=$?; done
+if [[ -e $run_dir/stopped && ! $is_cancelled ]]; then # saved
+    scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
+    status=0
+fi
+exit "$status"
+"""
 
 
 class SweepError(ValueError):
@@ -39,7 +70,7 @@ class SweepError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailedRun:
     """A run that ended without its last step."""
 
     run: PlannedRun
@@ -56,7 +87,7 @@ class _Active:
     began_s: float
 
 
-def run_sweep(sweep: Sweep) -> list[Failure]:
+def run_sweep(sweep: Sweep) -> list[FailedRun]:
     """Begin or continue every run that is not finished; return those that failed.
 
     A failed run does not stop the others. An interrupt, or any other end of this process, has the
@@ -67,15 +98,11 @@ def run_sweep(sweep: Sweep) -> list[Failure]:
         InterruptedRunError: It was interrupted.
     """
     with _locked(sweep.config.dir) as lock_file, ProgressLine() as progress:
-        waiting = [run for run in sweep.runs if not run.is_finished]
-        num_done = len(sweep.runs) - len(waiting)
-        if num_done:
-            say(f"{num_done} of {len(sweep.runs)} runs are finished already")
-        loop = _Loop(sweep, waiting, lock_file, progress)
+        loop = _Loop(sweep, lock_file, progress)
         try:
             return loop.run()
         except KeyboardInterrupt:
-            raise InterruptedRunError("interrupted; the same command continues the sweep") from None
+            raise InterruptedRunError("interrupted; rerun the command to continue") from None
         finally:
             loop.stop()
 
@@ -83,33 +110,32 @@ def run_sweep(sweep: Sweep) -> list[Failure]:
 class _Loop:
     """Keeps ``jobs`` runs in progress."""
 
-    def __init__(
-        self,
-        sweep: Sweep,
-        waiting: list[PlannedRun],
-        lock_file: IO[bytes],
-        progress: ProgressLine,
-    ) -> None:
+    def __init__(self, sweep: Sweep, lock_file: IO[bytes], progress: ProgressLine) -> None:
         self._sweep, self._lock_file, self._progress = sweep, lock_file, progress
-        self._waiting = waiting
+        self._waiting = [run for run in sweep.runs if not run.is_finished]
         self._free = list(range(sweep.config.jobs))
         self._active: list[_Active] = []
-        self._failures: list[Failure] = []
+        self._failures: list[FailedRun] = []
 
-    def run(self) -> list[Failure]:
+    def run(self) -> list[FailedRun]:
         """Return the failures once every run has ended."""
+        num_runs = len(self._sweep.runs)
+        if len(self._waiting) < num_runs:
+            say(f"{num_runs - len(self._waiting)} of {num_runs} runs are finished already")
         shown_s = 0.0
         while self._waiting or self._active:
             while self._waiting and self._free:
                 self._active.append(self._start(self._waiting.pop(0), self._free.pop(0)))
-            for active in [each for each in self._active if each.process.poll() is not None]:
+            for active in [run for run in self._active if run.process.poll() is not None]:
                 self._active.remove(active)
                 self._free.append(active.slot)
                 end_group(active.process)
                 self._report(active)
             if time.monotonic() - shown_s >= _PROGRESS_S:
                 shown_s = time.monotonic()
-                self._progress.update(self._describe())
+                steps = ", ".join(f"{run.label} step {_last_step(run)}" for run in self._running)
+                num_done = num_runs - len(self._waiting) - len(self._active)
+                self._progress.update(f"{num_done}/{num_runs} runs: {steps}")
             time.sleep(_POLL_S)
         return self._failures
 
@@ -119,8 +145,8 @@ class _Loop:
             return
         for active in self._active:
             active.process.terminate()
-        labels = ", ".join(active.run.label for active in self._active)
-        say(f"saving and ending {labels}; Ctrl-C ends them at once")
+        labels = ", ".join(run.label for run in self._running)
+        say(f"saving and ending {labels}; press Ctrl-C again to end them at once")
         # The first signal had all further ones ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -133,8 +159,12 @@ class _Loop:
             for active in self._active:
                 end_group(active.process)
 
+    @property
+    def _running(self) -> list[PlannedRun]:
+        return [active.run for active in self._active]
+
     def _start(self, run: PlannedRun, slot: int) -> _Active:
-        environment = {**DEFAULTS, **child_environment()}
+        environment = {**_DEFAULTS, **child_environment()}
         if self._sweep.gpu_shares:
             environment["CUDA_VISIBLE_DEVICES"] = self._sweep.gpu_shares[slot]
         with open_log(run.log) as log:
@@ -157,19 +187,10 @@ class _Loop:
             say(f"{run.label}: finished, {took_s:,.0f} s")
             return
         lines = [line.strip() for line in tail(run.log).splitlines()]
-        said = [line for line in lines if line.startswith(_COMPLAINT)] or lines
-        reason = f"{said[-1].removeprefix(_COMPLAINT)} ({describe_exit(status)})"
-        self._failures.append(Failure(run, reason))
+        complaints = [line for line in lines if line.startswith(_COMPLAINT)] or lines
+        reason = f"{complaints[-1].removeprefix(_COMPLAINT)} ({describe_exit(status)})"
+        self._failures.append(FailedRun(run, reason))
         say(f"{run.label}: failed after {took_s:,.0f} s: {reason}")
-
-    def _describe(self) -> str:
-        num_left = len(self._waiting) + len(self._active)
-        steps = ", ".join(
-            f"{active.run.label} step {_last_step(active.run.run_dir)}/"
-            f"{active.run.config.train.steps}"
-            for active in self._active
-        )
-        return f"{len(self._sweep.runs) - num_left}/{len(self._sweep.runs)} runs: {steps}"
 
 
 @contextmanager
@@ -179,21 +200,37 @@ def _locked(directory: Path) -> Iterator[IO[bytes]]:
     with (directory / ".lock").open("ab") as file:  # NFS locks no directory
         try:
             if not lock(file):
-                say(f"{directory}: its file system has no locks; do not start two sweeps in it")
+                say(f"{directory}: file system does not support locks; do not start a second sweep")
         except BlockingIOError as error:
             raise SweepError(
-                f"{directory}: another sweep works here, or runs of one that was killed still "
+                f"{directory}: in use by another sweep, or by runs of a killed one that still "
                 "save; wait until they end"
             ) from error
         yield file
 
 
-def _last_step(run_dir: Path) -> int:
-    """The newest step in ``metrics.jsonl``, read from its end; 0 where there is none yet."""
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return 0
-    with path.open("rb") as stream:
-        stream.seek(max(0, path.stat().st_size - _LAST_ROW_BYTES))
-        rows = stream.read().rpartition(b"\n")[0].splitlines()
-    return int(parse_json(rows[-1])["step"]) if rows else 0
+def _last_step(run: PlannedRun) -> str:
+    path = run.run_dir / "metrics.jsonl"
+    rows = read_metrics(path) if path.exists() else []
+    return f"{int(rows[-1]['step']) if rows else 0}/{run.config.train.steps}"
+
+
+def slurm_script(sweep: Sweep) -> str:
+    """Return the text of an sbatch script; all paths are as seen from this directory."""
+    cases = [
+        f"{number})\n    run_dir={shlex.quote(str(run.run_dir))}\n"
+        f"    command=({shlex.join(run.command())})\n    ;;"
+        for number, run in enumerate(sweep.runs)
+    ]
+    exports = [f"export {name}=${{{name}:-{value}}}" for name, value in _DEFAULTS.items()]
+    return _SCRIPT.format(
+        file=shlex.quote(str(sweep.file)),
+        jobs=sweep.config.jobs,
+        name=shlex.quote(sweep.config.dir.name),
+        last=len(sweep.runs) - 1,
+        log=shlex.quote(f"{sweep.config.dir}/slurm-%a.log"),
+        gpus=max(run.num_gpus for run in sweep.runs),
+        here=shlex.quote(str(Path.cwd())),
+        exports="\n".join(exports),
+        cases="\n".join(cases),
+    )

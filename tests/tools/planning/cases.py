@@ -1,12 +1,15 @@
-"""The models and layouts that plans are compared with Megatron on, without importing it."""
+"""The models, layouts and runs that plans are compared with Megatron on, without importing it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.policy.hf_config import HfConfig
-from bapo_megatron.tools.planning.layout import Layout
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
+from bapo_megatron.tools.planning.plan import PlanOptions, make_assumptions
+from bapo_megatron.tools.planning.scenario import LayerKind, Layout, Passes, Scenario
 
 MODELS = Path(__file__).parent / "models"
 """config.json files as published."""
@@ -75,6 +78,11 @@ IN_FLIGHT = [(1, 1, 8), (2, 1, 8), (4, 1, 8), (4, 1, 2), (2, 2, 8), (4, 2, 8), (
 """(pipeline, virtual_pipeline, micro-batches)."""
 
 
+def published(name: str) -> HfConfig:
+    """A published model."""
+    return read_hf_config_file(MODELS / f"{name}.json")
+
+
 def small_model(family: str, layers: int) -> HfConfig:
     """A model that runs on a CPU; MLP and heads are no multiples of the hidden size."""
     return HfConfig(
@@ -100,3 +108,18 @@ def layout_of(parallel: dict[str, Any]) -> Layout:
     """The layout that a ``parallel`` section describes, with one data-parallel rank."""
     names = {"virtual_pipeline": "virtual"}
     return Layout(**{names.get(key, key): value for key, value in parallel.items()})
+
+
+def run_config(**settings: Any) -> RunConfig:
+    """A run with the sections given, the rest by default."""
+    sections = {"name": "run", "run_dir": "runs/run", "model": {"path": "models/none"}, **settings}
+    return RunConfig.model_validate_json(json.dumps(sections))
+
+
+def scenario(
+    hf: HfConfig, layout: Layout, layers: LayerKind = "transformer-engine", **settings: Any
+) -> Scenario:
+    """Such a run of a model in a layout, whose steps have nothing but a loss pass per update."""
+    config = run_config(**settings)
+    assumptions = make_assumptions(config, layout.gpus, PlanOptions(layers=layers))
+    return Scenario(config, hf, layout, assumptions, Passes(forward_only=0, repeated=0.0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -113,11 +113,11 @@ def state() -> dict[str, dict[str, int]]:
                     for master in group["params"]:
                         masters[master.data_ptr()] = master
                         states[master] = inner.optimizer.state.get(master, {})
-            own = {storage_of(parameter) for parameter in gpt.parameters()}
+            weights = {storage_of(parameter) for parameter in gpt.parameters()}
             results[case] = {
                 "weights": sum(p.numel() * p.element_size() for p in gpt.parameters()),
                 "gradients": sum(b.grad_data.nbytes for ddp in wrapped for b in ddp.buffers),
-                "masters": sum(t.nbytes for t in masters.values() if storage_of(t) not in own),
+                "masters": sum(t.nbytes for t in masters.values() if storage_of(t) not in weights),
                 "moments": sum(
                     values.nbytes
                     for entries in states.values()
@@ -187,12 +187,12 @@ def _forward(gpt: GPTModel, parallel: dict[str, Any]) -> torch.Tensor:
 
 def _kept(gpt: GPTModel, parallel: dict[str, Any]) -> tuple[int, torch.Tensor]:
     """Bytes of the distinct storages that the forward pass keeps, and its output."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in gpt.parameters()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in gpt.parameters()}
     storages = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if tensor.numel() and storage.data_ptr() not in own:
+        if tensor.numel() and storage.data_ptr() not in weights:
             storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -228,18 +228,16 @@ def _recorded(phase: str, sent: dict[str, list[int]]) -> Iterator[None]:
         "all_gather_into_tensor": "all-gather",
         "reduce_scatter_tensor": "reduce-scatter",
     }
-    patches = [mock.patch.object(dist, f, noted(n, getattr(dist, f))) for f, n in names.items()]
-    for module in [m for name, m in sys.modules.items() if name.startswith("megatron.")]:
-        for old, name in (
-            ("dist_all_gather_func", "all-gather"),
-            ("dist_reduce_scatter_func", "reduce-scatter"),
-        ):
-            if hasattr(module, old):
-                patches.append(mock.patch.object(module, old, noted(name, getattr(module, old))))
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as stack:
+        for function, name in names.items():
+            patch = mock.patch.object(dist, function, noted(name, getattr(dist, function)))
+            stack.enter_context(patch)
+        for module in [m for name, m in sys.modules.items() if name.startswith("megatron.")]:
+            for old, name in (
+                ("dist_all_gather_func", "all-gather"),
+                ("dist_reduce_scatter_func", "reduce-scatter"),
+            ):
+                if hasattr(module, old):
+                    patch = mock.patch.object(module, old, noted(name, getattr(module, old)))
+                    stack.enter_context(patch)
         yield
-    finally:
-        for patch in patches:
-            patch.stop()

@@ -5,26 +5,21 @@ from __future__ import annotations
 import pytest
 
 from bapo_megatron.config.load import load_config
-from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
-from bapo_megatron.tools.planning.layout import layer_parameters
+from bapo_megatron.policy.hf_config import HfConfig
+from bapo_megatron.tools.planning.memory import layer_parameters
 from bapo_megatron.tools.planning.plan import Plan, PlanOptions, make_plan
 from tests.launch import REPOSITORY
-from tests.tools.planning.cases import MODELS
+from tests.tools.planning.cases import published
 
 DISK = "rollout.weight_sync.method=disk"
 TEXT = " ".join((REPOSITORY / "docs" / "scaling.md").read_text().split())
 
 REPRODUCE = " ".join((REPOSITORY / "docs" / "reproduce.md").read_text().split())
 
-MODEL_OF = {
-    size: read_hf_config_file(MODELS / f"deepseek-r1-distill-qwen-{size}.json")
-    for size in ("7b", "32b")
-}
-
 
 def model_of(name: str) -> HfConfig:
     """The model of a file in configs/."""
-    return MODEL_OF["32b" if "32b" in name else "7b"]
+    return published(f"deepseek-r1-distill-qwen-{'32b' if '32b' in name else '7b'}")
 
 
 def shipped(name: str, options: PlanOptions, *overrides: str) -> Plan:

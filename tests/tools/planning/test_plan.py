@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
-from bapo_megatron.tools.planning.plan import Plan, PlanOptions, make_plan
-from bapo_megatron.tools.planning.workload import Passes
-from tests.tools.planning.cases import MODELS
-from tests.tools.planning.runs import run_config
+from bapo_megatron.tools.planning.plan import LayoutEstimate, Plan, PlanOptions, make_plan
+from bapo_megatron.tools.planning.scenario import Passes
+from tests.tools.planning.cases import published, run_config
 
 RUN_7B: dict[str, Any] = {
     "parallel": {"tensor": 4, "sequence": True},
@@ -19,13 +17,9 @@ RUN_7B: dict[str, Any] = {
 }
 
 
-def model(name: str) -> HfConfig:
-    return read_hf_config_file(MODELS / f"{name}.json")
-
-
 def plan_7b(options: PlanOptions | None = None, **changes: Any) -> Plan:
     config = run_config(**{**RUN_7B, **changes})
-    return make_plan(config, model("deepseek-r1-distill-qwen-7b"), options or PlanOptions())
+    return make_plan(config, published("deepseek-r1-distill-qwen-7b"), options or PlanOptions())
 
 
 def test_the_memory_of_the_7b_run_by_hand() -> None:
@@ -45,13 +39,14 @@ def test_the_memory_of_the_7b_run_by_hand() -> None:
 
 
 def test_the_step_of_the_7b_run_by_hand() -> None:
-    work = plan_7b(PlanOptions(gpus=8)).workload
+    plan = plan_7b(PlanOptions(gpus=8))
+    assert plan.passes == Passes(forward_only=0, repeated=0.05)
+    work = plan.workload
     assert work.samples_per_step == 1024
     assert work.tokens_per_step == 1024 * (256 + 4096)
     # 3 samples of 4352 tokens fit 16,384; 2 replicas.
     assert work.micro_batches == 171
     assert work.micro_batch_tokens == 13_031
-    assert work.passes == Passes(forward_only=0, repeated=0.05)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +70,8 @@ def test_the_step_of_the_7b_run_by_hand() -> None:
 def test_passes_are_those_that_the_trainer_makes(
     algorithm: dict[str, Any], forward_only: int, repeated: float
 ) -> None:
-    work = plan_7b(PlanOptions(miss_share=0.25), algorithm=algorithm).workload
-    assert work.passes == Passes(forward_only, repeated)
+    plan = plan_7b(PlanOptions(miss_share=0.25), algorithm=algorithm)
+    assert plan.passes == Passes(forward_only, repeated)
 
 
 def test_a_miss_costs_a_loss_pass() -> None:
@@ -119,15 +114,8 @@ def test_the_kv_cache_of_a_rollout_gpu_by_hand() -> None:
 
 
 def test_the_disk_of_a_run_by_hand() -> None:
-    rollout = {
-        **RUN_7B["rollout"],
-        "groups_per_step": 64,
-        "samples_per_group": 8,
-        "max_response_tokens": 8192,
-        "oversample_groups": 16,
-        "async_steps": 1,
-        "keep_dumps": 30,
-    }
+    rollout = {**RUN_7B["rollout"], "samples_per_group": 8, "oversample_groups": 16}
+    rollout |= {"async_steps": 1, "keep_dumps": 30}
     checkpoint = {"every_steps": 20, "keep_last": 3, "keep_every": 50, "best": "eval/x/avg_at_k"}
     plan = plan_7b(
         PlanOptions(gpus=4, response_tokens=1000),
@@ -157,7 +145,7 @@ def test_the_disk_of_a_run_by_hand() -> None:
 
 
 def test_a_server_too_small_for_its_model_is_planned_larger_and_says_so() -> None:
-    plan = make_plan(run_config(), model("deepseek-r1-distill-qwen-32b"), PlanOptions(gpus=1))
+    plan = make_plan(run_config(), published("deepseek-r1-distill-qwen-32b"), PlanOptions(gpus=1))
     assert plan.rollout.gpus_per_server == 2  # 65.5 GB of weights in 64 GB
     assert any("rollout.server.tensor = 1" in note for note in plan.notes)
 
@@ -196,7 +184,7 @@ def test_a_colocated_server_must_fit_beside_what_the_trainer_keeps(
 
 def test_layouts_use_all_gpus_divide_the_model_and_fill_every_combination() -> None:
     plan = plan_7b(PlanOptions(gpus=8))
-    hf = model("deepseek-r1-distill-qwen-7b")
+    hf = published("deepseek-r1-distill-qwen-7b")
     assert {estimate.layout.gpus for estimate in plan.layouts} == {8}
     # 4 key/value heads: no tensor 8; 28 layers: no pipeline 8, and 7 chunks per stage of 4.
     sizes = {
@@ -216,21 +204,24 @@ def test_layouts_use_all_gpus_divide_the_model_and_fill_every_combination() -> N
     assert all(hf.num_layers % (e.layout.pipeline * e.layout.virtual) == 0 for e in plan.layouts)
 
 
+def configured(plan: Plan) -> LayoutEstimate:
+    (estimate,) = (estimate for estimate in plan.layouts if estimate.is_configured)
+    return estimate
+
+
 def test_layouts_that_fit_come_first_and_the_fastest_of_them_leads() -> None:
     plan = plan_7b(PlanOptions(gpus=4))
     verdicts = [estimate.fits for estimate in plan.layouts]
     assert verdicts == sorted(verdicts, reverse=True)
     times = [estimate.training_s for estimate in plan.layouts if estimate.fits]
     assert times == sorted(times)
-    (configured,) = (estimate for estimate in plan.layouts if estimate.is_configured)
-    assert configured.layout == plan.layout
-    assert configured.memory_bytes == plan.worst_stage.total_bytes
+    assert configured(plan).layout == plan.layout
+    assert configured(plan).memory_bytes == plan.worst_stage.total_bytes
 
 
 def test_a_configured_layout_that_is_not_listed_otherwise_is_listed_too() -> None:
     plan = plan_7b(parallel={"tensor": 4, "sequence": False})
-    (configured,) = (estimate for estimate in plan.layouts if estimate.is_configured)
-    assert not configured.layout.sequence
+    assert not configured(plan).layout.sequence
 
 
 def test_recomputation_trades_memory_for_time() -> None:
@@ -295,72 +286,64 @@ def test_new_weights_take_the_way_that_is_configured(
     assert plan.phases[-1].seconds == pytest.approx(2 * 7_615_616_512 / bytes_per_s)
 
 
-def test_tensor_parallel_beyond_the_node_is_remarked_upon() -> None:
-    notes = {nodes: plan_7b(PlanOptions(node_gpus=nodes)).notes for nodes in (2, 4)}
-    assert notes[4] == []
-    assert ["leaves the node of 2 GPUs" in note for note in notes[2]] == [True]
-
-
 def test_the_bubble_is_that_of_the_schedules() -> None:
     options = PlanOptions(gpus=4, response_tokens=8000)
     batch = {**RUN_7B["rollout"], "groups_per_step": 1, "samples_per_group": 16}
     plain = plan_7b(options, parallel={"pipeline": 4}, rollout=batch)
     assert plain.workload.micro_batches == 16
     # One sample of 8256 tokens in a micro-batch: (p − 1)/(m + p − 1).
-    assert plain.bubble_share == pytest.approx(3 / 19)
+    assert configured(plain).bubble_share == pytest.approx(3 / 19)
     chunks = {"pipeline": 4, "virtual_pipeline": 7}
-    assert plan_7b(options, parallel=chunks, rollout=batch).bubble_share == pytest.approx(
-        3 / (7 * 16 + 3)
-    )
+    interleaved = plan_7b(options, parallel=chunks, rollout=batch)
+    assert configured(interleaved).bubble_share == pytest.approx(3 / (7 * 16 + 3))
 
 
 @pytest.mark.parametrize(
-    ("options", "changes", "message"),
+    ("options", "changes", "place"),
     [
-        (
-            {"gpus": 6},
-            {},
-            "--gpus: must be a multiple of parallel.tensor × pipeline × context = 4, got 6; give 8",
-        ),
-        ({"gpu": "H300"}, {}, "--gpu: must be one of A100, H100, H200, B200, got 'H300'"),
-        ({}, {"parallel": {"tensor": 8}}, "parallel.tensor: must divide the model's 28 attention"),
-        ({}, {"parallel": {"tensor": 7}}, "parallel.tensor: must divide the model's 4 key/value"),
-        (
-            {},
-            {"parallel": {"pipeline": 3}},
-            "= 3 must divide the model's 28 layers",
-        ),
-        (
-            {},
-            {"parallel": {"pipeline": 4, "virtual_pipeline": 2}},
-            "= 8 must divide the model's",
-        ),
+        ({"gpus": 6}, {}, "--gpus: .* = 4, got 6; give 8"),
+        ({"gpu": "H300"}, {}, "--gpu: .* got 'H300'"),
+        ({}, {"parallel": {"tensor": 8}}, "parallel.tensor: .* 28 attention"),
+        ({}, {"parallel": {"tensor": 7}}, "parallel.tensor: .* 4 key/value"),
+        ({}, {"parallel": {"pipeline": 3}}, "= 3 must divide the model's 28 layers"),
+        ({}, {"parallel": {"pipeline": 4, "virtual_pipeline": 2}}, "= 8 must divide"),
+        ({}, {"parallel": {"tensor": 1 << 17}}, "parallel: .* got 131072"),
         ({}, {"rollout": {"server": {"tensor": 3}}}, "rollout.server.tensor: must divide"),
         (
             {},
             {"rollout": {"server": {"max_total_tokens": 5119}}},
-            "rollout.server.max_total_tokens: must hold data.max_prompt_tokens + "
-            "rollout.max_response_tokens = 5120, got 5119; raise it",
+            "rollout.server.max_total_tokens: .* = 5120, got 5119",
         ),
         (
             {},
             {"rollout": {"groups_per_step": 1}, "algorithm": {"updates_per_batch": 16}},
-            "algorithm.updates_per_batch: must divide rollout.groups_per_step, got 16 with 1",
+            "algorithm.updates_per_batch: .* got 16 with 1",
         ),
-        ({"gpu_memory_gb": 1}, {}, "rollout.server.mem_fraction: 0.8 of 4 GPUs leaves room for"),
-        (
-            {},
-            {"train": {"max_tokens_per_micro_batch": 9215}},
-            "rollout.max_response_tokens = 9216, got 9215; raise it",
-        ),
-        ({"response_tokens": 8193}, {}, "--response-tokens: must be at most rollout.max_response"),
-        ({"gpu": "A100"}, {"megatron": {"fp8": "hybrid"}}, "8-bit products, which A100 has not"),
+        ({"gpu_memory_gb": 1}, {}, "rollout.server.mem_fraction: 0.8 of 4 GPUs"),
+        ({}, {"train": {"max_tokens_per_micro_batch": 9215}}, "= 9216, got 9215"),
+        ({"response_tokens": 8193}, {}, "--response-tokens: .* 8192"),
+        ({"gpu": "A100"}, {"megatron": {"fp8": "hybrid"}}, "A100"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line_that_says_what_to_change(
-    options: dict[str, Any], changes: dict[str, Any], message: str
+def test_what_cannot_be_planned_is_one_line_with_the_place(
+    options: dict[str, Any], changes: dict[str, Any], place: str
 ) -> None:
-    with pytest.raises(ValueError, match=r".") as raised:
+    with pytest.raises(ValueError, match=place) as refused:
         plan_7b(PlanOptions(**options), **changes)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "word"),
+    [
+        ({}, {"megatron": {"optimizer_offload_share": 0.5}}, "optimizer_offload_share"),
+        ({}, {"megatron": {"fp8": "hybrid"}}, "fp8"),
+        ({"layers": "local"}, {"parallel": {"tensor": 4, "context": 2}}, "context > 1"),
+        ({"node_gpus": 2}, {}, "2 GPUs"),
+    ],
+)
+def test_what_no_figure_shows_is_noted(
+    options: dict[str, Any], changes: dict[str, Any], word: str
+) -> None:
+    (note,) = plan_7b(PlanOptions(**options), **changes).notes
+    assert word in note

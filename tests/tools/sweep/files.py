@@ -61,9 +61,9 @@ def write_sweep(directory: Path, base: Path, **changes: Any) -> Path:
         "jobs": 2,
         **changes,
     }
-    given = {key: value for key, value in sweep.items() if value is not None}
+    settings = {key: value for key, value in sweep.items() if value is not None}
     path = directory / "sweep.yaml"
-    path.write_text(yaml.safe_dump(given, sort_keys=False))
+    path.write_text(yaml.safe_dump(settings, sort_keys=False))
     return path
 
 

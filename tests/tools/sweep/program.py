@@ -8,7 +8,7 @@ from pathlib import Path
 from bapo_megatron import cli
 from bapo_megatron.tools.sweep.file import PlannedRun
 
-FAKE = Path(__file__).parents[1] / "fakes" / "fake_train.py"
+FAKE = Path(__file__).parents[2] / "fakes" / "fake_train.py"
 
 
 def main() -> None:

@@ -1,14 +1,10 @@
-"""What a sweep's results and its figure are made of, without a run."""
+"""What a sweep's results are made of, without a run."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import pytest
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from bapo_megatron.evaluation.report import write_results
-from bapo_megatron.tools.sweep.figure import draw_sweep
 from bapo_megatron.tools.sweep.file import load_sweep
 from bapo_megatron.tools.sweep.results import read_scores
 from tests.evaluation.results import result
@@ -19,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def test_variants_with_other_numbers_of_samples_are_compared_by_their_averages(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path
 ) -> None:
     variants = {name: [f"eval.samples_per_prompt={n}"] for name, n in (("two", 2), ("four", 4))}
     sweep = load_sweep(write_sweep(tmp_path, base, variants=variants))
@@ -32,7 +28,6 @@ def test_variants_with_other_numbers_of_samples_are_compared_by_their_averages(
         write_results(
             [result(answers, settings=settings)], run.run_dir / "eval" / "step_000003.json"
         )
-        (run.run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
         (run.run_dir / "summary.json").touch()
 
     results = read_scores(sweep)
@@ -45,10 +40,3 @@ def test_variants_with_other_numbers_of_samples_are_compared_by_their_averages(
     assert four.against_first is not None
     assert four.against_first.paired.difference == 0.375
     assert results.different_settings == ("four: sampled with samples_per_prompt 2 and 4",)
-
-    drawn: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    draw_sweep(sweep, results, tmp_path / "sweep.png")
-    scores = drawn[0].axes[2]
-    assert scores.get_title() == "sums: avg@2, avg@4 by seed, and means"
-    assert [label.get_text() for label in scores.get_xticklabels()] == ["two", "four"]

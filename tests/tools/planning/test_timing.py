@@ -7,15 +7,21 @@ from typing import Any
 import pytest
 
 from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
+from bapo_megatron.tools.planning.scenario import Scenario
 from bapo_megatron.tools.planning.timing import (
     context_bytes,
     data_bytes,
     pipeline_bytes,
     tensor_bytes,
 )
-from bapo_megatron.tools.planning.workload import Scenario
-from tests.tools.planning.cases import LENGTHS, MESSAGES, layout_of, small_model
-from tests.tools.planning.runs import run_config, scenario
+from tests.tools.planning.cases import (
+    LENGTHS,
+    MESSAGES,
+    layout_of,
+    run_config,
+    scenario,
+    small_model,
+)
 
 TOKENS = sum(LENGTHS)
 

@@ -1,0 +1,329 @@
+"""The run to plan: configuration, model, layout, what is assumed, and the work of one step.
+
+Every figure that a plan rests on is a field of ``Assumptions`` and is printed with it. Units: bytes
+(1 GB = 10⁹), seconds, floating-point operations.
+
+Lengths are not known before the rollout. They are taken to be uniform between 0 and twice the mean,
+so that the mean of the square is 4/3 of the square of the mean.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from bapo_megatron.algorithm.load_objective import load_objective
+from bapo_megatron.config.check import packing_multiples
+from bapo_megatron.config.megatron import ParallelConfig
+from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
+from bapo_megatron.policy.hf_config import HfConfig, check_division
+from bapo_megatron.runtime.gpus import Gpu
+
+Group = Literal["tensor", "context", "pipeline", "data"]
+
+MAX_GPUS = 1 << 16
+MAX_VIRTUAL = 8
+"""Limit of chunks per stage in listed layouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many ranks divide what. Ranks are numbered tensor first, then context, data, pipeline."""
+
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    data: int = 1
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The section of the configuration that asks for this layout."""
+        return ParallelConfig(
+            tensor=self.tensor,
+            sequence=self.sequence,
+            pipeline=self.pipeline,
+            virtual_pipeline=self.virtual,
+            context=self.context,
+        )
+
+    @property
+    def gpus(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters: the optimizer's state is divided over them."""
+        return self.data * self.context
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that divide the tokens between matrix products."""
+        return self.tensor if self.sequence else 1
+
+    def layers_per_chunk(self, hf: HfConfig) -> int:
+        """Layers of each chunk."""
+        return hf.num_layers // (self.pipeline * self.virtual)
+
+    @property
+    def group_ranks(self) -> dict[Group, int]:
+        """Ranks of each group, where ``data`` has those that sum gradients: data × context."""
+        return {
+            "tensor": self.tensor,
+            "context": self.context,
+            "pipeline": self.pipeline,
+            "data": self.replicas,
+        }
+
+    def within_node(self, group: Group, node_gpus: int) -> bool:
+        """Whether the ranks of a group share one node, counted from its first to its last."""
+        span = {
+            "tensor": self.tensor,
+            "context": self.tensor * self.context,
+            "data": self.tensor * self.replicas,
+            "pipeline": self.gpus,
+        }
+        return span[group] <= node_gpus
+
+
+def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
+    """Return the layout of a configuration on ``gpus`` GPUs; None: those of one replica.
+
+    Raises:
+        ValueError: The GPUs cannot be divided so.
+    """
+    replica = parallel.tensor * parallel.pipeline * parallel.context
+    gpus = replica if gpus is None else gpus
+    if replica > MAX_GPUS:
+        raise ValueError(
+            f"parallel: tensor × pipeline × context must be at most {MAX_GPUS}, got {replica}; "
+            "lower them"
+        )
+    if gpus < 1 or gpus % replica:
+        raise ValueError(
+            f"--gpus: must be a multiple of parallel.tensor × pipeline × context = {replica}, got "
+            f"{gpus}; give {-(-max(gpus, 1) // replica) * replica}, or change parallel"
+        )
+    return Layout(
+        parallel.tensor,
+        parallel.sequence,
+        parallel.pipeline,
+        parallel.virtual_pipeline,
+        parallel.context,
+        gpus // replica,
+    )
+
+
+def possible_layouts(hf: HfConfig, gpus: int, *, node_gpus: int, max_data: int) -> Iterator[Layout]:
+    """Yield every layout of ``gpus`` GPUs that the model allows.
+
+    Tensor parallel stays within a node, since its messages are between the products of every layer;
+    it is listed with sequence parallel, which costs nothing.
+
+    ``max_data`` is the number of samples of an update: more data-parallel ranks would have nothing
+    to do.
+    """
+    divisors = [number for number in range(1, gpus + 1) if gpus % number == 0]
+    for tensor, pipeline, context in product(divisors, repeat=3):
+        data, rest = divmod(gpus, tensor * pipeline * context)
+        if rest or data > max_data or tensor > node_gpus:
+            continue
+        for virtual in range(1, MAX_VIRTUAL + 1 if pipeline > 1 else 2):
+            layout = Layout(tensor, tensor > 1, pipeline, virtual, context, data)
+            try:
+                check_division(hf, layout.parallel)
+            except ValueError:  # the model cannot be divided so
+                continue
+            yield layout
+
+
+LayerKind = Literal["transformer-engine", "local"]
+"""The two kinds of layers (``policy.layer_spec``) keep different activations."""
+
+Placement = Literal["colocated", "same node", "elsewhere"]
+"""Servers on the trainer's GPUs (``rollout.colocated``), on others of rank 0's node
+(``rollout.server.first_gpu``), or on other nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """Everything that a plan assumes; the options of the command change it."""
+
+    gpu: Gpu
+    gpu_memory_bytes: float
+    reserve_bytes: float = 5e9
+    """Kept free for the CUDA context, NCCL's buffers, library workspaces and fragmentation."""
+    layers: LayerKind
+    peak_flops: float
+    """Operations per second of one GPU in the run's number format."""
+    mfu_share: float
+    """Model FLOP/s over peak, for GEMMs and attention alone: bubbles and messages come on top."""
+    memory_share: float = 0.7
+    """Share of the memory bandwidth that the optimizer and decoding reach."""
+    node_gpus: int
+    link_share: float = 0.7
+    """Share of a link's bandwidth that messages reach."""
+    disk_bytes_per_s: float = 2e9
+    """Bandwidth of the shared file system, each way, for the whole run."""
+    prompt_tokens: int
+    """Mean."""
+    response_tokens: int
+    """Mean; lengths are taken to be uniform between 0 and twice this."""
+    miss_share: float
+    """Share of the predicted bounds that are wrong, of which each costs a loss pass."""
+    placement: Placement
+    rollout_gpus: int
+    rollout_tokens_per_s: float | None
+    """Rate of one rollout GPU; None: estimated from memory bandwidth and ``mfu_share``."""
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of one GPU without the reserve."""
+        return self.gpu_memory_bytes - self.reserve_bytes
+
+    @property
+    def reached_flops(self) -> float:
+        """Operations per second of one GPU."""
+        return self.peak_flops * self.mfu_share
+
+    @property
+    def reached_memory_bytes_per_s(self) -> float:
+        """Bandwidth of one GPU's memory."""
+        return self.gpu.memory_bytes_per_s * self.memory_share
+
+    def link_bytes_per_s(self, *, within_node: bool) -> float:
+        """Bandwidth that one GPU reaches, one direction."""
+        link = self.gpu.node_link_bytes_per_s if within_node else self.gpu.network_bytes_per_s
+        return link * self.link_share
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What a step makes beside a loss pass per update, each over the samples of one update."""
+
+    forward_only: int
+    """For bounds that are not predicted, and for ``behaviour: recomputed``."""
+    repeated: float
+    """Loss passes that are made again, because the predicted bounds were wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A run in one layout on the hardware assumed."""
+
+    config: RunConfig
+    """With the recomputation to plan with."""
+    hf: HfConfig
+    layout: Layout
+    assumptions: Assumptions
+    passes: Passes
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of weights and activations."""
+        return 4 if self.config.model.dtype == "float32" else 2
+
+    @property
+    def whole_hidden_bytes(self) -> int:
+        """One hidden state of a token as GEMMs take it: e·h."""
+        return self.element_bytes * self.hf.hidden_size
+
+    @property
+    def hidden_bytes(self) -> float:
+        """One hidden state of a token, where sequence parallel divides: e·h/s."""
+        return self.whole_hidden_bytes / self.layout.sequence_ranks
+
+    def divided_bytes(self, channels: int) -> int:
+        """Bytes of channels that tensor-parallel ranks divide (query, key, MLP, vocabulary)."""
+        return self.element_bytes * channels // self.layout.tensor
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether the backward pass repeats the forward pass of every layer."""
+        return self.config.megatron.recompute == "full"
+
+    @property
+    def optimizer_ranks(self) -> int:
+        """Ranks that divide the optimizer's state and work."""
+        return self.layout.replicas if self.config.megatron.distributed_optimizer else 1
+
+    def link_bytes_per_s(self, group: Group) -> float:
+        """Bandwidth between the ranks of a group."""
+        within_node = self.layout.within_node(group, self.assumptions.node_gpus)
+        return self.assumptions.link_bytes_per_s(within_node=within_node)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One step, as a layout divides it."""
+
+    samples_per_step: int
+    tokens_per_step: int
+    """Prompts and responses, each sample once."""
+    response_tokens_per_step: int
+    updates_per_step: int
+    """Optimizer updates: updates_per_batch × epochs."""
+    tokens_per_update: int
+    micro_batches: int
+    """Per data-parallel rank and update."""
+    micro_batch_tokens: int
+    """Mean, on one rank."""
+    max_micro_batch_tokens: int
+    """Limit of one rank: memory must hold so many."""
+    forward_flops_per_update: float
+    """One forward pass over an update's samples, summed over all ranks."""
+    attention_flops_per_update: float
+    """The part of it in causal attention."""
+    head_flops_per_update: float
+    """The part of it in the output layer."""
+
+
+def plan_workload(case: Scenario) -> Workload:
+    """Count what a step is made of."""
+    config, layout, assumptions = case.config, case.layout, case.assumptions
+    samples = config.rollout.groups_per_step * config.rollout.samples_per_group
+    samples_per_update = samples // config.algorithm.updates_per_batch
+    prompt, response = assumptions.prompt_tokens, assumptions.response_tokens
+    length = prompt + response
+    # Other layouts than the configured one keep the micro-batch over all context-parallel ranks, so
+    # that the longest sequence fits them as well.
+    total = config.train.max_tokens_per_micro_batch * config.parallel.context
+    multiple = packing_multiples(layout.parallel, config.megatron)[1] // layout.context
+    capacity = math.ceil(total / layout.context / multiple) * multiple
+    per_micro_batch = max(1, capacity * layout.context // length)
+    micro_batches = math.ceil(samples_per_update / (per_micro_batch * layout.data))
+    if layout.virtual > 1:  # the interleaved schedule runs them in rounds of one per stage
+        micro_batches = math.ceil(micro_batches / layout.pipeline) * layout.pipeline
+    mean_tokens = samples_per_update * length / (micro_batches * layout.data * layout.context)
+    hf, flops = case.hf, case.hf.sequence_flops
+    # The mean of (prompt + response)², the response uniform between 0 and twice its mean.
+    mean_square = prompt**2 + 2 * prompt * response + 4 / 3 * response**2
+    attention = samples_per_update * flops.per_pair * mean_square
+    return Workload(
+        samples_per_step=samples,
+        tokens_per_step=samples * length,
+        response_tokens_per_step=samples * response,
+        updates_per_step=config.algorithm.updates_per_batch * config.algorithm.epochs,
+        tokens_per_update=samples_per_update * length,
+        micro_batches=micro_batches,
+        micro_batch_tokens=math.ceil(mean_tokens),
+        max_micro_batch_tokens=capacity,
+        forward_flops_per_update=samples_per_update * flops.per_token * length + attention,
+        attention_flops_per_update=attention,
+        head_flops_per_update=2.0 * samples_per_update * length * hf.vocab_size * hf.hidden_size,
+    )
+
+
+def plan_passes(algorithm: AlgorithmConfig, miss_share: float) -> Passes:
+    """Count the passes of ``trainer.step``; ``miss_share`` of predicted decisions are wrong."""
+    loaded = load_objective(algorithm)
+    objective, updates = loaded.objective, algorithm.updates_per_batch * algorithm.epochs
+    behaviour = algorithm.updates_per_batch if algorithm.behaviour == "recomputed" else 0
+    # The first update finds its log-probs in the pass for the behaviour.
+    searches = updates - (behaviour > 0) if loaded.collects else 0
+    if objective.decisive is not None and objective.speculate != "never":
+        return Passes(behaviour, searches * miss_share)
+    return Passes(behaviour + searches, 0.0)

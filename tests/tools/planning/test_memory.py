@@ -1,0 +1,158 @@
+"""Parameters, state and activations of a plan: what Megatron builds, allocates and keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bapo_megatron.tools.planning.memory import (
+    chunk_bytes,
+    chunk_parameters,
+    chunks_in_flight,
+    layer_parameters,
+    layer_tensors,
+    logits_bytes,
+    model_parameters,
+    norm_bytes,
+    plan_memory,
+    recomputed_bytes,
+    workspace_bytes,
+)
+from bapo_megatron.tools.planning.scenario import Layout, plan_workload
+from tests.tools.planning.cases import (
+    IN_FLIGHT,
+    LENGTHS,
+    PARAMETERS,
+    SAVED,
+    STATE,
+    layout_of,
+    published,
+    scenario,
+    small_model,
+)
+
+TOKENS = sum(LENGTHS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_every_chunk_of_every_stage_has_the_parameters_that_megatron_builds(
+    case: str, measured: dict[str, Any]
+) -> None:
+    model, parallel = PARAMETERS[case]
+    hf, layout = published(model), layout_of(parallel)
+    planned = [
+        [chunk_parameters(hf, layout, stage, chunk) for chunk in range(layout.virtual)]
+        for stage in range(layout.pipeline)
+    ]
+    assert planned == measured["parameters"][case]
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        # The sizes of the published safetensors, in elements.
+        ("deepseek-r1-distill-qwen-7b", 7_615_616_512),
+        ("deepseek-r1-distill-qwen-32b", 32_763_876_352),
+        ("octothinker-3b", 3_212_749_824),
+        ("qwen3-0.6b", 596_049_920),
+    ],
+)
+def test_a_whole_model_has_its_published_number_of_parameters(model: str, parameters: int) -> None:
+    assert model_parameters(published(model)) == parameters
+
+
+def test_the_layer_of_the_7b_model_by_hand() -> None:
+    hf = published("deepseek-r1-distill-qwen-7b")
+    query, key_value, output = 3584 * 3584 + 3584, 2 * (512 * 3584 + 512), 3584 * 3584
+    mlp, norms = 3 * 3584 * 18944, 2 * 3584
+    assert layer_parameters(hf, 1) == query + key_value + output + mlp + norms
+    assert layer_parameters(hf, 4) == (query + key_value + output + mlp) // 4 + norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STATE)
+def test_state_takes_the_planned_bytes(case: str, measured: dict[str, Any]) -> None:
+    dtype, parallel, megatron = STATE[case]
+    run = scenario(
+        small_model("qwen2", 4),
+        layout_of(parallel),
+        model={"path": "x", "dtype": dtype},
+        parallel=parallel,
+        megatron=megatron,
+    )
+    (memory,) = plan_memory(run, plan_workload(run))
+    state = measured["state"][case]
+    assert memory.weights_bytes == state["weights"]
+    # Buffers are padded to multiples of 128 elements, and each parameter in them to 64.
+    assert memory.gradients_bytes == pytest.approx(state["gradients"], rel=2e-3)
+    assert memory.optimizer_bytes == pytest.approx(state["masters"] + state["moments"], rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SAVED)
+def test_activations_are_those_that_autograd_keeps(case: str, measured: dict[str, Any]) -> None:
+    family, dtype, parallel, megatron = SAVED[case]
+    model = {"path": "x", "dtype": dtype}
+    run = scenario(
+        small_model(family, 4), layout_of(parallel), "local", model=model, megatron=megatron
+    )
+    layers = chunk_bytes(run) * TOKENS
+    # Beside them, selective recomputation keeps 4 bytes per layer: a copy of the last length.
+    assert measured["saved"][case]["per_4_layers"] == pytest.approx(layers, rel=1e-6)
+    # Token ids (8 bytes each), and a cosine and a sine for each of 32 channels.
+    beside = measured["saved"][case]["total"] - layers - norm_bytes(run) * TOKENS
+    assert 0 <= beside <= (8 + 2 * 4 * 32) * TOKENS + 1024
+    # The workspace is an estimate: which temporaries live at the same time is autograd's order.
+    passing = (recomputed_bytes(run) + workspace_bytes(run)) * TOKENS
+    peak = layers + max(passing, logits_bytes(run, TOKENS))
+    assert peak == pytest.approx(measured["saved"][case]["peak"], rel=0.1)
+
+
+def test_what_a_layer_of_the_7b_model_keeps_by_hand() -> None:
+    hf, layout = published("deepseek-r1-distill-qwen-7b"), Layout(tensor=4, sequence=True)
+    run = scenario(hf, layout)
+    # Per token and rank: 28 heads of 128 channels and 4 key/value heads over 4 ranks.
+    assert layer_tensors(run, "none") == {
+        "norms and inputs of the two products": 2 * (2 * 2 * 3584 / 4 + 1),
+        "queries, keys, values": 2 * (896 + 128 + 128),
+        "rotated queries, keys": 2 * (896 + 128),
+        "attention's output": 2 * 896,
+        "gate and up": 2 * 2 * 4736,
+        "input of the down product": 2 * 4736,
+        "log-sums of attention": 4 * 7,
+    }
+    assert sum(layer_tensors(run, "none").values()) == 41_758
+    assert sum(layer_tensors(run, "selective").values()) == 41_758 - 28
+    assert chunk_bytes(run) == 28 * 41_758
+    by_four = scenario(hf, layout, megatron={"recompute": "full", "recompute_layers": 4})
+    assert chunk_bytes(by_four) == 7 * 2 * 3584 / 4
+
+
+def test_chunked_logits_do_not_grow_with_the_vocabulary_times_the_length() -> None:
+    hf, layout = published("deepseek-r1-distill-qwen-32b"), Layout(tensor=8, sequence=True)
+    run = scenario(hf, layout, ops={"logits_chunk_tokens": 1024})
+    columns, hidden = 19_008, 5120
+    for tokens in (8192, 65536):
+        chunked = logits_bytes(run, tokens)
+        hidden_states = (
+            tokens * (2 * 2 * hidden / 8 + 4 / 8)  # final norm: input, output, 1/rms
+            + tokens * 2 * hidden  # gathered
+            + tokens * (4 * hidden + 2 * hidden / 8)  # gradient, summed and divided
+        )
+        assert chunked - hidden_states == 1024 * (2 * columns + 2 * hidden + 4 * hidden)
+    assert logits_bytes(scenario(hf, layout), 65536) > 65536 * 2 * columns
+
+
+@pytest.mark.slow
+def test_chunks_in_flight_are_those_of_megatron_s_schedules(measured: dict[str, Any]) -> None:
+    planned = [
+        [
+            chunks_in_flight(Layout(pipeline=pipeline, virtual=virtual), stage, micro_batches)
+            for stage in range(pipeline)
+        ]
+        for pipeline, virtual, micro_batches in IN_FLIGHT
+    ]
+    assert planned == measured["in_flight"]
+    assert planned[2] == [4, 3, 2, 1]
