@@ -19,6 +19,7 @@ from bapo_megatron.errors import (
     RolloutError,
     describe_cause,
     describe_os_error,
+    first_cause,
     is_explained,
 )
 from bapo_megatron.runtime.exits import exits_noticed
@@ -38,24 +39,24 @@ INTERRUPTED = 130
 COMMANDS = {
     "init": "Write a first configuration for a model, a file of prompts and some GPUs.",
     "train": "Train a policy; start several ranks with python -m bapo_megatron.torchrun.",
-    "eval": "Evaluate model.path on the configured sets, or grade earlier samples again.",
+    "eval": "Evaluate model.path on the configured sets, or regrade saved samples.",
     "compare": "Compare two evaluations problem by problem, or two groups of runs seed by seed.",
-    "sweep": "Train variants of a configuration by several seeds, and compare them.",
+    "sweep": "Train variants of a configuration over several seeds and compare them.",
     "generate": "Generate batches from the training prompts with model.path, without a trainer.",
-    "serve": "Run rollout.server.count servers on this node until Ctrl-C, for a trainer elsewhere.",
-    "plan": "Estimate memory, messages and time of a run on a cluster, and list other layouts.",
-    "config": "Print and check the resolved configuration; without CONFIG, list keys and meanings.",
+    "serve": "Run rollout.server.count servers on this node until Ctrl-C, for another trainer.",
+    "plan": "Estimate memory, traffic and time of a run on a cluster, and list other layouts.",
+    "config": "Print and check the resolved configuration; without CONFIG, list the keys.",
     "data": "Show the prompts of a run before it starts.",
     "samples": "Read a step's responses in the terminal, sorted and filtered.",
     "grade": "Score the responses in a file with the rewards of a run.",
     "bounds": "Search the clip bounds for the tokens in a file, as training does.",
-    "plot": "Draw the training dynamics of one or several runs as a PNG.",
-    "report": "Write an HTML page about one run or several: curves, checks, rollouts to read.",
+    "plot": "Draw the training dynamics of one or more runs as a PNG.",
+    "report": "Write an HTML page about one or more runs: curves, checks, rollouts to read.",
     "convert": "Convert a Hugging Face model to a Megatron checkpoint, or a checkpoint to a model.",
-    "make-tiny": "Make a tiny Qwen2 model, warmed up on sums, and its data (deterministic).",
-    "doctor": "Report what was built, which kernels will run, and what does not fit together.",
+    "make-tiny": "Make a tiny Qwen2 model, pretrained on sums, and its data (deterministic).",
+    "doctor": "Report what was built, which kernels will run, and any mismatches.",
 }
-"""What ``--help`` says of each command. The code of ``x`` is ``commands.x.command``."""
+"""Help line of each command. The code of ``x`` is ``commands.x.command``."""
 
 _MODULES = {"eval": "evaluate", "data": "data_show", "make-tiny": "make_tiny"}
 
@@ -77,24 +78,19 @@ def _load(name: str) -> Any:
     return typer.main.get_command(single)
 
 
-app = typer.Typer(
-    cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
-)
+app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"bapo-megatron {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True)
-    ] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version")] = False
 ) -> None:
     """Reinforcement learning with verifiable rewards by BAPO."""
+    if version:
+        typer.echo(f"bapo-megatron {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        context.get_help()  # which prints it
 
 
 def _listed() -> None:
@@ -106,15 +102,15 @@ for _name, _help in COMMANDS.items():
 
 
 class _StandardOutput(io.FileIO):
-    """Standard output whose errors name it; where its reader has ended, the command ends, too."""
+    """Standard output whose errors name it; when its reader has ended, the command ends too."""
 
     def write(self, content: Any, /) -> int:
-        if not content:  # typer tries so whether it may write, and /dev/full refuses that
+        if not content:  # typer tests so whether it may write, and /dev/full refuses that
             return 0
         try:
             return super().write(content)
         except OSError as error:
-            # Nobody gets what is left, which Python would try to write once more at its end.
+            # Nobody gets the rest, which Python would try to write once more at its exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             if isinstance(error, BrokenPipeError):
                 raise RequestedExit(CLOSED_PIPE) from None
@@ -122,19 +118,15 @@ class _StandardOutput(io.FileIO):
 
 
 def _prepare() -> None:
-    """Check what every command is given: arguments and standard output, which gets its class."""
+    """Check the arguments and standard output, which gets its class."""
     for argument in sys.argv[1:]:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
+        if any(0xDC80 <= ord(character) <= 0xDCFF for character in argument):  # see PEP 383
             shown = repr(os.fsencode(argument)).removeprefix("b")
-            raise ValueError(
-                f"argument {shown}: must be UTF-8, names of files, too; rename the file"
-            ) from None
-    output: Any = sys.stdout
+            raise ValueError(f"argument {shown}: must be UTF-8; rename the file")
     if sys.stdout is None:
         raise ValueError("standard output: closed; redirect it to a file, or to /dev/null")
     if sys.stdout is sys.__stdout__:
+        output: Any = sys.stdout
         raw: Any = _StandardOutput(output.fileno(), "w", closefd=False)
         sys.stdout = io.TextIOWrapper(
             raw if output.write_through else io.BufferedWriter(raw),
@@ -170,8 +162,6 @@ def main() -> None:
     except InterruptedRunError as error:
         _complain(str(error))
         sys.exit(INTERRUPTED)
-    except typer.Exit as error:
-        sys.exit(error.exit_code)
     except Exception as error:  # noqa: BLE001 - the last handler; defects keep their traceback
         # torch's C++ code may drop the exception of a signal and raise another one.
         number = received_signal()
@@ -186,80 +176,61 @@ def main() -> None:
 
 
 def _end_early(line: str) -> None:
-    """Say that others' code ends this process."""
+    """Report that user or library code ends this process."""
     _complain(line)
     _tell_torchrun(line)
 
 
 def _report(error: Exception) -> int:
-    """Say what ended the command, and return its exit status."""
+    """Report what ended the command, and return its exit status."""
     from bapo_megatron.config.load import ConfigError
     from bapo_megatron.policy.checkpoint_files import CheckpointError
     from bapo_megatron.reward.base import RewardError
 
-    lost_peer = _as_lost_peer(error)
-    error = lost_peer or error
-    line = describe_cause(error)
-    if isinstance(error, typer.BadParameter):
-        line = " ".join(error.format_message().split())
+    lost_peer, cause = _lost_peer(error), first_cause(error)
+    # Rank 0 keeps its traceback: if the network failed and no rank ended, one rank must say so.
+    if lost_peer is not None and (lost_peer is error or os.environ.get("RANK", "0") != "0"):
+        cause = lost_peer
+    line = describe_cause(cause)
+    if isinstance(cause, typer.BadParameter):
+        line = " ".join(cause.format_message().split())
         line += "" if ";" in line else "; see --help"
-    elif isinstance(error, OSError) and (error.filename is not None or is_explained(error)):
-        line = f"{error.filename or 'this process'}: {describe_os_error(error)}"
-    elif isinstance(error, FileNotFoundError) and _is_homeless():
-        line = "the current working directory has been deleted; change to another one"
-    elif isinstance(error, RolloutError):
-        line = str(error)  # may end with the last lines of a log
-    is_usage = isinstance(error, typer.TyperException | ConfigError)
-    is_users = isinstance(error, ValueError | OSError | RolloutError | RewardError)
-    if os.environ.get("BAPO_TRACEBACK") == "1" or not (is_usage or is_users or lost_peer):
-        traceback.print_exception(error)
-        line = f"{type(error).__name__}: {line}"
+    elif isinstance(cause, OSError) and (cause.filename is not None or is_explained(cause)):
+        line = f"{cause.filename or 'this process'}: {describe_os_error(cause)}"
+    elif isinstance(cause, RolloutError):
+        line = str(cause)  # may end with the last lines of a log
+    is_usage = isinstance(cause, typer.TyperException | ConfigError)
+    is_users = isinstance(cause, ValueError | OSError | RolloutError | RewardError)
+    is_expected = is_usage or is_users or cause is lost_peer
+    if os.environ.get("BAPO_TRACEBACK") == "1" or not is_expected:
+        traceback.print_exception(cause if is_expected else error)
+        line = f"{type(cause).__name__}: {line}"
     else:
         _complain(line)
-    if not _is_peer_loss(error):
-        _tell_torchrun(line, has_remedy=isinstance(error, CheckpointError))
+    if lost_peer is None:
+        _tell_torchrun(line, has_remedy=isinstance(cause, CheckpointError))
     return 2 if is_usage else 1
 
 
-def _is_homeless() -> bool:
-    """Whether the working directory is gone: ``os.getcwd`` then names no file in its error."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        return True
-    return False
-
-
-def _as_lost_peer(error: Exception) -> Exception | None:
-    """Return a ``LostPeerError`` if a collective, whoever called it, failed because a rank ended.
-
-    Rank 0 keeps its traceback: if the network failed and no rank ended, one rank must say so.
-    """
-    if not _is_peer_loss(error):
+def _lost_peer(error: Exception) -> Exception | None:
+    """Return a ``LostPeerError`` if any collective failed because another rank ended."""
+    if not isinstance(error, RuntimeError):
         return None
-    from bapo_megatron.runtime.distributed import LostPeerError
+    from bapo_megatron.runtime.distributed import LostPeerError, is_peer_loss  # torch takes seconds
 
     if isinstance(error, LostPeerError):
         return error
-    if os.environ.get("RANK", "0") == "0":
+    if not is_peer_loss(error):
         return None
     lost = LostPeerError()
     lost.__cause__ = error
     return lost
 
 
-def _is_peer_loss(error: Exception) -> bool:
-    if not isinstance(error, RuntimeError):
-        return False
-    from bapo_megatron.runtime.distributed import LostPeerError, is_peer_loss  # torch takes seconds
-
-    return isinstance(error, LostPeerError) or is_peer_loss(error)
-
-
 def _complain(line: str) -> None:
     """Print an error line, which names the rank unless it is rank 0.
 
-    In one write, else the lines of two ranks may mix.
+    In one write, otherwise the lines of two ranks may mix.
     """
     from bapo_megatron.telemetry.console import visible  # a quarter of a second
 
@@ -270,13 +241,13 @@ def _complain(line: str) -> None:
 
 
 def _tell_torchrun(line: str, *, has_remedy: bool = False) -> None:
-    """Give torchrun the error for its own report, the last thing that it prints.
+    """Give torchrun the error for its report, the last thing that it prints.
 
     With ``has_remedy`` the line says how to continue, and nothing is to be added.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        from bapo_megatron.telemetry.console import visible  # a quarter of a second
+        from bapo_megatron.telemetry.console import visible
 
         extra = {"timestamp": str(int(time.time())), "has_remedy": has_remedy}
         message = {"message": visible(line), "extraInfo": extra}

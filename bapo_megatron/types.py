@@ -399,7 +399,7 @@ class EvalResult:
     version: int
     """Weights version that answered."""
     settings: Mapping[str, Any]
-    """What the samples were made with (``evaluation.settings``); empty where that is unknown."""
+    """What the samples were made with (``evaluation.samples``); empty where that is unknown."""
     scores: tuple[EvalScore, ...]
     """Every estimate with its interval; avg@n is the first one."""
     problems: tuple[EvalProblem, ...]

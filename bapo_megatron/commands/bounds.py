@@ -4,6 +4,7 @@ Shape legend: T = tokens of the file.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,6 @@ import pyarrow.parquet as pq
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from bapo_megatron.algorithm.objectives.bapo import BapoConfig
 from bapo_megatron.commands.options import JsonOption
@@ -24,10 +24,12 @@ from bapo_megatron.ops.contributions import TokenCounts, count_tokens
 from bapo_megatron.ops.extension import SearchResult
 from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import open_regular
-from bapo_megatron.telemetry.console import uncut_console
+from bapo_megatron.telemetry.console import print_table, uncut_console
 
 COLUMNS = ("logprob", "behaviour_logprob", "advantage")
 """Columns that a file must have; ``mask`` may be left out where every token counts."""
+_RESULT_FIELDS = ("clip_low", "clip_high", "positive_share_start", "positive_share", "exit")
+_CANDIDATE_FIELDS = (*_RESULT_FIELDS[:2], "positive", "negative", "positive_share", "passes")
 
 
 def command(
@@ -42,62 +44,48 @@ def command(
 
     FILE has the columns logprob, behaviour_logprob, advantage and, optionally, mask.
     """
-    given = {"preset": preset} | ({"contribution": contribution} if contribution else {})
+    options = {"preset": preset} | ({"contribution": contribution} if contribution else {})
     # The preset sets dual_clip as well, which is beside the search's own section.
-    config = parse_section(AlgorithmConfig, {"bapo": given}, place="options")
-    options = config.options(BapoConfig)
-    result, counts = bounds_from_file(file, options, config.dual_clip)
+    config = parse_section(AlgorithmConfig, {"bapo": options}, place="options")
+    bapo = config.options(BapoConfig)
+    result, counts = bounds_from_file(file, bapo, config.dual_clip)
     if as_json:
         typer.echo(json.dumps(to_json_dict(result), indent=2))
     else:
-        print_search(result, counts, options.target, uncut_console())
+        print_search(result, counts, bapo.target, uncut_console())
 
 
 def to_json_dict(result: SearchResult) -> dict[str, Any]:
     """Return what ``--json`` prints: the chosen pair, and the path in the order of the search."""
-    return {
-        "clip_low": _shortest(result.clip_low),
-        "clip_high": _shortest(result.clip_high),
-        "positive_share_start": result.positive_share_start,
-        "positive_share": result.positive_share,
-        "exit": result.exit,
-        "candidates": [
-            {
-                "clip_low": _shortest(pair.clip_low),
-                "clip_high": _shortest(pair.clip_high),
-                "positive": pair.positive,
-                "negative": pair.negative,
-                "positive_share": pair.positive_share,
-                "passes": pair.passes,
-            }
-            for pair in result.candidates
-        ],
-    }
+    candidates = [_fields(pair, _CANDIDATE_FIELDS) for pair in result.candidates]
+    return _fields(result, _RESULT_FIELDS) | {"candidates": candidates}
 
 
-def _shortest(bound: float) -> float:
-    """The shortest decimal of this float32: 0.6, not 0.6000000238418579."""
-    return float(str(np.float32(bound)))
+def _fields(record: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Fields by name; bounds as the shortest decimal of their float32: 0.6, not 0.60000002384."""
+    values = {name: getattr(record, name) for name in names}
+    bounds = {name: float(str(np.float32(values[name]))) for name in ("clip_low", "clip_high")}
+    return values | bounds
 
 
 def print_search(
     result: SearchResult, counts: TokenCounts, target: float, console: Console
 ) -> None:
     """Print the path as a table, the chosen pair marked, and the outcome below."""
-    table = Table("", "c_low", "c_high", "P", "N", "P/(P+N)", f"target {target:g}")
-    for index, pair in enumerate(result.candidates):
-        is_chosen = index == result.index
-        table.add_row(
-            "→" if is_chosen else "",
+    headings = ("", "c_low", "c_high", "P", "N", "P/(P+N)", f"target {target:g}")
+    rows = [
+        (
+            "→" if index == result.index else "",
             f"{pair.clip_low:g}",
             f"{pair.clip_high:g}",
             f"{pair.positive:.6g}",
             f"{pair.negative:.6g}",
             f"{pair.positive_share:.6f}",
             "reached" if pair.passes else "",
-            style="bold" if is_chosen else None,
         )
-    console.print(table)
+        for index, pair in enumerate(result.candidates)
+    ]
+    print_table(console, "Search path", headings, rows, num_left=1)
     console.print(
         f"{result.exit}: c_low {result.clip_low:g}, c_high {result.clip_high:g}; positive "
         f"share {result.positive_share_start:.4f} at the start, {result.positive_share:.4f} at the "
@@ -140,59 +128,51 @@ def bounds_from_file(
 
 def _read_tokens(path: Path) -> dict[str, npt.NDArray[np.float32]]:
     """The four columns as [T] float32, checked, in the order of ``contributions``."""
-    raw, found = _read_columns(path)
+    raw = _read_columns(path)
     for name in COLUMNS:
         if name not in raw:
             raise ValueError(
-                f"{path}: column '{name}' is missing, found {', '.join(sorted(found)) or 'none'}; "
-                f"write the columns {', '.join(COLUMNS)} and optionally mask, one row per token "
-                "(the dumps in rollouts/ have no log-probs of the trainer)"
+                f"{path}: column '{name}' is missing; write the columns {', '.join(COLUMNS)} and "
+                "optionally mask, one row per token (the dumps in rollouts/ have no log-probs of "
+                "the trainer)"
             )
-    length = raw[COLUMNS[0]].shape[0] if raw[COLUMNS[0]].ndim else 0
+    length = raw[COLUMNS[0]].size
     raw.setdefault("mask", np.ones(length, dtype=np.float32))
     columns: dict[str, npt.NDArray[np.float32]] = {}
     for name in (*COLUMNS, "mask"):
-        if raw[name].dtype.kind not in "fiub":
+        if raw[name].dtype.kind not in "fiub" or raw[name].shape != (length,):
             raise ValueError(
-                f"{path}: column '{name}' must hold numbers, got {raw[name].dtype}; flatten "
-                "responses into one row per token"
-            )
-        if raw[name].shape != (length,):
-            raise ValueError(
-                f"{path}: column '{name}' must have shape [{length}] like '{COLUMNS[0]}', got "
-                f"{list(raw[name].shape)}; write one value per token"
+                f"{path}: column '{name}' must hold {length} numbers like '{COLUMNS[0]}', got "
+                f"{raw[name].dtype} of shape {list(raw[name].shape)}; write one value per token"
             )
         with np.errstate(over="ignore"):
             columns[name] = np.ascontiguousarray(raw[name], dtype=np.float32)
-    mask = columns["mask"]
-    for index in np.flatnonzero((mask != 0) & (mask != 1))[:1]:
-        raise ValueError(
-            f"{path}: mask[{index}] is {mask[index]}, must be 0 or 1; repair the column"
-        )
-    for name in COLUMNS:
-        for index in np.flatnonzero((mask == 1) & ~np.isfinite(columns[name]))[:1]:
+    is_counted = columns["mask"] == 1
+    wrong = {"mask": ~is_counted & (columns["mask"] != 0)}
+    wrong |= {name: is_counted & ~np.isfinite(columns[name]) for name in COLUMNS}
+    for name, is_wrong in wrong.items():
+        for index in np.flatnonzero(is_wrong)[:1]:
+            rule = "0 or 1" if name == "mask" else "a finite float32"
             raise ValueError(
-                f"{path}: {name}[{index}] is {raw[name][index]}, must be a finite float32; "
-                "repair the value or set its mask to 0"
+                f"{path}: {name}[{index}] is {raw[name][index]}, must be {rule}; repair the value, "
+                "or set its mask to 0"
             )
     return columns
 
 
-def _read_columns(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
-    """The wanted columns that exist, and the names of all columns."""
+def _read_columns(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The columns of the file that are used."""
     if path.suffix not in (".npz", ".parquet"):
         raise ValueError(f"{path}: must end in .npz or .parquet; save the columns as one of these")
-    wanted = (*COLUMNS, "mask")
+    names = (*COLUMNS, "mask")
     with open_regular(path) as stream:
         try:
             if path.suffix == ".npz":
                 with np.lib.npyio.NpzFile(stream, allow_pickle=False) as archive:
-                    names = [name for name in wanted if name in archive.files]
-                    return {name: archive[name] for name in names}, archive.files
+                    return {name: archive[name] for name in names if name in archive.files}
             table = pq.ParquetFile(stream)
-            found = list(table.schema_arrow.names)
-            names = [name for name in wanted if name in found]
-            return {name: table.read([name])[name].to_numpy() for name in names}, found
+            kept = [name for name in names if name in table.schema_arrow.names]
+            return {name: table.read([name])[name].to_numpy() for name in kept}
         except Exception as error:  # the parsers of zip, npy and parquet raise any
             problem = shown_value(first_line(error))
             if "allow_pickle" in problem:  # no advice to run code

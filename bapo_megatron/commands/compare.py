@@ -10,14 +10,12 @@ from typing import Annotated
 import typer
 
 from bapo_megatron.commands.options import JsonOption
-from bapo_megatron.commands.regrade import run_graded, settings_beside
 from bapo_megatron.config.evaluation import EvalConfig
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.evaluation.report import read_results, rich_table
-from bapo_megatron.evaluation.samples import read_samples
-from bapo_megatron.evaluation.settings import ResultsError
-from bapo_megatron.evaluation.summary import summarise, votes_pool
-from bapo_megatron.telemetry.console import uncut_console, visible
+from bapo_megatron.evaluation.results import read_results, summarise, votes_pool
+from bapo_megatron.evaluation.samples import ResultsError, read_samples, settings_beside
+from bapo_megatron.runtime.processes import run_async
+from bapo_megatron.telemetry.console import rich_table, uncut_console, visible
 from bapo_megatron.tools.compare import (
     Comparison,
     compare_groups,
@@ -131,17 +129,16 @@ def _results_of(path: Path) -> list[EvalResult]:
     if path.suffix != ".jsonl":
         return read_results(path)
 
-    async def summary() -> EvalResult:
+    async def count() -> EvalResult:
         settings = settings_beside(path)
         async with votes_pool(RewardConfig()) as votes:
             return await summarise(
                 str(settings.get("name", path.stem)),
                 read_samples(path),
                 votes,
+                EvalConfig(),
                 settings=settings,
-                k_values=EvalConfig().k_values,
-                num_resamples=EvalConfig().bootstrap_resamples,
                 seed=0,
             )
 
-    return [run_graded(summary())]
+    return [run_async(count())]

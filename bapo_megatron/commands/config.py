@@ -5,13 +5,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from bapo_megatron.commands.options import OverridesArgument, load
 from bapo_megatron.config.describe import describe_keys
 from bapo_megatron.config.load import dump_yaml
 from bapo_megatron.runtime.processes import launched_number
+from bapo_megatron.telemetry.console import rich_table
 from bapo_megatron.trainer.check import check_training
 
 
@@ -47,9 +46,4 @@ def _list_keys(text: str) -> None:
     if not console.is_terminal:
         typer.echo("\n".join("\t".join(key) for key in keys))
         return
-    table = Table()
-    for heading in ("key", "type", "default", "meaning"):
-        table.add_column(heading, overflow="fold")
-    for key in keys:
-        table.add_row(*map(escape, key))
-    console.print(table)
+    console.print(rich_table("", ("key", "type", "default", "meaning"), keys, num_left=4))

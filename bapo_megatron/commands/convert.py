@@ -8,8 +8,6 @@ import typer
 
 from bapo_megatron.telemetry.console import ProgressLine
 
-_MAX_FILE_GB = 1e6
-
 
 def command(
     source: Annotated[
@@ -26,18 +24,18 @@ def command(
         str | None, typer.Option(help="float32 or bfloat16; default: that of SOURCE.")
     ] = None,
     max_file_gb: Annotated[
-        float, typer.Option(help="Size limit of a weight file, and of host memory, in 10^9 bytes.")
+        float,
+        typer.Option(
+            min=1e-6,
+            max=1e6,
+            help="Size limit of a weight file, and of host memory, in 10^9 bytes.",
+        ),
     ] = 5.0,
     force: Annotated[
         bool, typer.Option("--force", help="Delete and replace a TARGET that is not empty.")
     ] = False,
 ) -> None:
     """Convert a Hugging Face model to a Megatron checkpoint, or a checkpoint to a model."""
-    if not 1e-6 <= max_file_gb <= _MAX_FILE_GB:  # NaN is neither
-        raise ValueError(
-            f"--max-file-gb: must be from 1e-06 to {_MAX_FILE_GB:g}, got {max_file_gb:g}; leave it "
-            "out for 5"
-        )
     from bapo_megatron.policy.megatron_import import import_megatron
 
     import_megatron()
@@ -53,7 +51,7 @@ def command(
             )
 
         start_s = time.monotonic()
-        made = run_conversion(
+        result = run_conversion(
             source,
             target,
             hf_dir=hf,
@@ -63,7 +61,7 @@ def command(
             report=report,
         )
     typer.echo(
-        f"wrote {target} ({made.format}): {made.amount.num_tensors} tensors, "
-        f"{made.amount.num_bytes / 1e9:.3g} GB {str(made.dtype).removeprefix('torch.')}, "
-        f"{made.num_files} file{'s' * (made.num_files > 1)}, {time.monotonic() - start_s:.0f} s"
+        f"wrote {target} ({result.format}): {result.amount.num_tensors} tensors, "
+        f"{result.amount.num_bytes / 1e9:.3g} GB {str(result.dtype).removeprefix('torch.')}, "
+        f"{result.num_files} file{'s' * (result.num_files > 1)}, {time.monotonic() - start_s:.0f} s"
     )

@@ -1,21 +1,16 @@
-"""``bapo-megatron data show``: prompts as a run would use them.
-
-Nothing is started. They are first looked at (``inspect_data``, what ``--json`` prints), then
-printed for people.
-"""
+"""``bapo-megatron data show``: prompts as a run would use them, without starting anything."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
-from bapo_megatron.commands.entries import print_entry, print_rows
 from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
 from bapo_megatron.config.check import check_data
 from bapo_megatron.config.schema import RunConfig
@@ -23,7 +18,7 @@ from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_eval_set, load_train_sets, shared_prompts
 from bapo_megatron.data.stream import PromptMixture
-from bapo_megatron.telemetry.console import uncut_console, visible, visible_json
+from bapo_megatron.telemetry.console import print_entry, print_table, uncut_console, visible
 from bapo_megatron.types import Prompt
 
 _HEADINGS = (
@@ -31,7 +26,7 @@ _HEADINGS = (
     *("tokens min", "median", "p95", "max", "share", "steps per epoch"),
 )
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
+app = typer.Typer(add_completion=False)
 
 
 @app.callback()
@@ -46,10 +41,7 @@ def show(
     rows: Annotated[
         int,
         typer.Option(
-            "--rows",
-            "-n",
-            min=0,
-            help="Prompts to print, of training and of each evaluation set.",
+            "--rows", "-n", min=0, help="Prompts to print from training and each eval set."
         ),
     ] = 1,
     as_json: JsonOption = False,
@@ -61,72 +53,73 @@ def show(
     """
     run_config = load(config, overrides)
     check_data(run_config)
-    found, special_tokens = inspect_data(run_config, rows)
+    report = inspect_data(run_config, rows)
     if as_json:
-        typer.echo(visible_json(found))
+        typer.echo(json.dumps(report, indent=2))
     else:
-        print_data(uncut_console(), found, special_tokens)
+        print_data(uncut_console(), report)
 
 
-def inspect_data(config: RunConfig, num_rows: int) -> tuple[dict[str, Any], list[str]]:
+def inspect_data(config: RunConfig, num_rows: int) -> dict[str, Any]:
     """Read and render all prompts; keep ``num_rows`` of training and of each evaluation set.
 
     Returns:
         The sets, overlaps of training with evaluation, prompts by use (the first draws of training,
-        the first prompts of each evaluation set) and warnings; and the tokenizer's special tokens.
+        the first prompts of each evaluation set) and warnings, as JSON values.
 
     Raises:
         ValueError: A row, the tokenizer or the chat template cannot be used.
         OSError: A file cannot be read.
     """
-    tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
-    renderer = ChatRenderer(tokenizer, config.data)
+    renderer = ChatRenderer(
+        load_tokenizer(config.model.path, config.data.chat_template), config.data
+    )
     train_sets = load_train_sets(config.data, renderer)
     eval_sets = [
         load_eval_set(dataset, renderer, config.data.max_prompt_tokens)
         for dataset in config.eval.sets
     ]
-    summaries: list[dict[str, Any]] = []
     shares: dict[str, float] = {}
     prompts: dict[str, list[dict[str, Any]]] = {}
     if train_sets:
         mixture = PromptMixture(train_sets, config.seed, config.data.shuffle)
         shares = mixture.shares
         prompts["train"] = [_shown(p, renderer) for p in islice(mixture, num_rows)]
-    for use, each in [("train", s) for s in train_sets] + [("eval", s) for s in eval_sets]:
-        share, kept = shares[each.name] if use == "train" else None, len(each.prompts)
+    for dataset in eval_sets:
+        shown = [_shown(prompt, renderer) for prompt in dataset.prompts[:num_rows]]
+        prompts[f"eval: {dataset.name}"] = shown
+    summaries = []
+    for use, dataset in [("train", s) for s in train_sets] + [("eval", s) for s in eval_sets]:
+        share, num_kept = shares[dataset.name] if use == "train" else None, len(dataset.prompts)
+        # Until every prompt was drawn once, if a step draws one for each of its groups.
+        epoch_steps = num_kept / (share * config.rollout.groups_per_step) if share else None
         summaries.append(
             {
-                "name": each.name,
+                "name": dataset.name,
                 "use": use,
-                "kept": kept,
+                "kept": num_kept,
                 "share": share,
-                # Until every prompt was drawn once, if a step draws one for each of its groups.
-                "epoch_steps": kept / (share * config.rollout.groups_per_step) if share else None,
-                "tokens": token_lengths(each.prompts),
-                "report": asdict(each.report),
+                "epoch_steps": epoch_steps,
+                "tokens": token_lengths(dataset.prompts),
+                "report": asdict(dataset.report),
             }
         )
-        if use == "eval":
-            prompts[f"eval: {each.name}"] = [_shown(p, renderer) for p in each.prompts[:num_rows]]
     overlaps = find_overlaps(train_sets, [(s.name, s.prompts) for s in eval_sets])
-    warnings = [line for each in (*train_sets, *eval_sets) for line in each.report.warnings()]
+    warnings = [line for s in (*train_sets, *eval_sets) for line in s.report.warnings()]
     warnings += [*shared_prompts(train_sets), *(overlap.warning() for overlap in overlaps)]
-    report = {
+    return {
         "sets": summaries,
         "overlaps": [asdict(overlap) for overlap in overlaps],
         "prompts": prompts,
         "warnings": warnings,
     }
-    return report, sorted(token.content for token in tokenizer.added_tokens_decoder.values())
 
 
 def token_lengths(prompts: Sequence[Prompt]) -> dict[str, int]:
     """Token lengths of prompts (at least one); quantiles by nearest rank."""
-    lengths = sorted(len(prompt.token_ids) for prompt in prompts)
-    shares = {"median": 0.5, "p95": 0.95, "max": 1.0}
-    quantiles = {name: lengths[math.ceil(s * len(lengths)) - 1] for name, s in shares.items()}
-    return {"min": lengths[0], **quantiles}
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    quantiles = np.quantile(lengths, [0.0, 0.5, 0.95, 1.0], method="inverted_cdf")
+    return dict(zip(("min", "median", "p95", "max"), map(int, quantiles), strict=True))
 
 
 def _shown(prompt: Prompt, renderer: ChatRenderer) -> dict[str, Any]:
@@ -141,28 +134,27 @@ def _shown(prompt: Prompt, renderer: ChatRenderer) -> dict[str, Any]:
     }
 
 
-def print_data(console: Console, data: dict[str, Any], special_tokens: Sequence[str]) -> None:
-    """Print what ``inspect_data`` found."""
+def print_data(console: Console, report: dict[str, Any]) -> None:
+    """Print the report of ``inspect_data``."""
     rows = []
-    for each in data["sets"]:
-        counts = [each["report"][f"num_{n}"] for n in ("rows", "bad", "too_long", "duplicates")]
+    for entry in report["sets"]:
+        counts = [entry["report"][f"num_{n}"] for n in ("rows", "bad", "too_long", "duplicates")]
         rows.append(
             [
-                each["name"],
-                each["use"],
-                each["report"]["row_format"],
-                *(f"{count:,}" for count in (*counts, each["kept"], *each["tokens"].values())),
-                "" if each["share"] is None else f"{each['share']:.2%}",
-                "" if each["epoch_steps"] is None else f"{each['epoch_steps']:,.1f}",
+                entry["name"],
+                entry["use"],
+                entry["report"]["row_format"],
+                *(f"{count:,}" for count in (*counts, entry["kept"], *entry["tokens"].values())),
+                "" if entry["share"] is None else f"{entry['share']:.2%}",
+                "" if entry["epoch_steps"] is None else f"{entry['epoch_steps']:,.1f}",
             ]
         )
-    print_rows(console, "Prompts", _HEADINGS, rows, num_left=3)
-    for line in data["warnings"]:
-        mark = "[bold yellow]![/]" if console.is_terminal else "-"
-        console.print(f"{mark} {escape(visible(line))}", soft_wrap=True, highlight=False)
-    for use, prompts in data["prompts"].items():
+    print_table(console, "Prompts", _HEADINGS, rows, num_left=3)
+    for line in report["warnings"]:
+        console.print(Text(f"- {visible(line)}", "yellow"), soft_wrap=True)
+    for use, prompts in report["prompts"].items():
         for prompt in prompts:
             place = f"{use} · {prompt['prompt_id']} · {prompt['num_tokens']} tokens"
             row = f"row: {json.dumps(prompt['row'], ensure_ascii=False)}"
-            parts = [("prompt", prompt["text"]), ("row", row)]
-            print_entry(console, f"{place} · answer {prompt['answer']}", parts, special_tokens)
+            parts = [("fact", row), ("prompt", prompt["text"])]
+            print_entry(console, f"{place} · answer {prompt['answer']}", parts)

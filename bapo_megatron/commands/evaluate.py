@@ -1,32 +1,46 @@
-"""``bapo-megatron eval``: score a model directory without a trainer."""
+"""``bapo-megatron eval``: score a model directory, or saved samples, without a trainer."""
 
+import asyncio
+import os
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from bapo_megatron.commands.options import OverridesArgument, load
-from bapo_megatron.commands.regrade import regrade, run_graded
-from bapo_megatron.config.check import check_eval_config
+from bapo_megatron.config.check import check_eval_config, check_rewards
+from bapo_megatron.config.evaluation import EvalConfig, eval_reward
+from bapo_megatron.config.load import parse_section
+from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS, RewardConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.evaluation.report import print_results, write_results
-from bapo_megatron.evaluation.samples import iterate_samples, read_samples
-from bapo_megatron.evaluation.settings import (
+from bapo_megatron.evaluation.results import print_results, summarise, votes_pool, write_results
+from bapo_megatron.evaluation.samples import (
+    EvalSample,
     EvalSet,
     ResultsError,
     check_same,
+    comparable_reward,
     fingerprint,
     load_sets,
+    read_samples,
+    settings_beside,
     settings_of,
+    settings_path,
+    write_settings,
 )
-from bapo_megatron.evaluation.summary import votes_pool
+from bapo_megatron.reward.base import Response, SampleFacts
+from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.evaluation import results_file, samples_file, summarise_set
+from bapo_megatron.runtime.files import atomic_write_bytes
+from bapo_megatron.runtime.processes import run_async
 from bapo_megatron.telemetry.console import ProgressLine, say, uncut_console
-from bapo_megatron.telemetry.run_lock import run_dir_locked
+from bapo_megatron.telemetry.run_dir import run_dir_locked
 from bapo_megatron.types import EvalResult
 
 
@@ -41,26 +55,24 @@ def command(
     ] = False,
     samples: Annotated[
         list[Path] | None,
-        typer.Option("--from", help="Grade these samples again, without a server; repeatable."),
+        typer.Option("--from", help="Regrade these saved samples without a server; repeatable."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="With --from: directory for the new scores.")
     ] = None,
 ) -> None:
-    """Evaluate model.path on the configured sets, or grade earlier samples again."""
+    """Evaluate model.path on the configured sets, or regrade saved samples."""
     if out is not None and not samples:
         raise typer.BadParameter("--out needs --from; an evaluation writes into its run_dir")
-    if config is None and not samples:
-        raise typer.BadParameter("give CONFIG, or --from with a samples file")
     if resume and samples:
         raise typer.BadParameter("--from samples nothing, so there is nothing to --resume")
-    given = [*(overrides or []), *(["resume=true"] if resume else [])]
-    run_config = None if config is None else load(config, given)
+    run_config = None if config is None else load(config, overrides, resume=resume)
     if samples:
         results = regrade(samples, run_config, out)
-    else:
-        assert run_config is not None, "refused above"
+    elif run_config is not None:
         results = evaluate_model(run_config)
+    else:
+        raise typer.BadParameter("give CONFIG, or --from with a samples file")
     print_results(results, uncut_console())
 
 
@@ -85,20 +97,19 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     with run_dir_locked(config.run_dir, "eval"):
         if _announce(sets, config, model):
             return _sample(config, model)
-        results = run_graded(_summarise_finished(sets, config, model))
+        results = run_async(_summarise_finished(sets, config, model))
         write_results(results, results_file(config.run_dir, ""))
         return results
 
 
 def _sample(config: RunConfig, model: str) -> list[EvalResult]:
     """Sample what is missing, then score every set."""
-    with ProgressLine() as progress:
-        source = CollectorClient(config, on_progress=progress.update, for_training=False)
-        try:
-            source.launch()
-            return source.evaluate_model(model, resume=config.resume)
-        finally:
-            source.close()
+    with (
+        ProgressLine() as progress,
+        closing(CollectorClient(config, on_progress=progress.update, for_training=False)) as source,
+    ):
+        source.launch()
+        return source.evaluate_model(model, resume=config.resume)
 
 
 def _announce(sets: Sequence[EvalSet], config: RunConfig, model: str) -> int:
@@ -130,7 +141,7 @@ def _num_done(eval_set: EvalSet, config: RunConfig, model: str) -> int:
             "change run_dir"
         )
     check_same(path, settings_of(eval_set, config, model))
-    return sum(1 for _ in iterate_samples(path, allow_torn=True))
+    return path.read_bytes().count(b"\n")
 
 
 async def _summarise_finished(
@@ -143,3 +154,117 @@ async def _summarise_finished(
             groups = read_samples(samples_file(config.run_dir, "", eval_set.name))
             results.append(await summarise_set(eval_set, groups, votes, config, model))
     return results
+
+
+def regrade(
+    paths: Sequence[Path], config: RunConfig | None, out_dir: Path | None
+) -> list[EvalResult]:
+    """Grade saved samples with the reward code as it is now.
+
+    Args:
+        paths: Complete samples files.
+        config: Settings of rewards and scores; by default the functions that the samples were
+            graded with, and the schema's defaults.
+        out_dir: If given, gets the samples with their new scores, ``eval.json`` and ``eval.md``.
+
+    Raises:
+        ResultsError: A file cannot be used.
+        RewardError: Grading failed.
+        OSError: A file cannot be read or written.
+    """
+    for path in paths:
+        if not path.is_file():
+            raise ResultsError(f"{path}: no such file; give a .jsonl of samples")
+        if out_dir is not None and os.path.realpath(out_dir) == os.path.realpath(path.parent):
+            raise ResultsError(f"--out: would replace {path}; give another directory")
+    settings = [settings_beside(path) for path in paths]
+    set_names = [str(s.get("name", path.stem)) for s, path in zip(settings, paths, strict=True)]
+    for names in (set_names, [path.name for path in paths]):
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ResultsError(
+                f"--from: must be different sets, got {twice[0]} twice; leave one out"
+            )
+    results = []
+    for name, path, sampling in zip(set_names, paths, settings, strict=True):
+        result, samples = run_async(_regrade(name, path, sampling, config))
+        results.append(result)
+        if out_dir is not None:
+            atomic_write_bytes(out_dir / path.name, b"".join(s.to_line() for s in samples))
+            if result.settings:
+                write_settings(out_dir / path.name, result.settings)
+    if out_dir is not None:
+        write_results(results, out_dir / "eval.json")
+    return results
+
+
+async def _regrade(
+    name: str, path: Path, settings: dict[str, Any], config: RunConfig | None
+) -> tuple[EvalResult, list[EvalSample]]:
+    groups = read_samples(path)
+    if config is not None:
+        rewards = eval_reward(config.reward, config.eval)
+        check_rewards(rewards.functions)
+    else:
+        rewards = _recorded_rewards(settings, str(settings_path(path)))
+    if settings:
+        settings["reward"] = comparable_reward(rewards)
+    with ProgressLine() as progress:
+        progress.update(f"grading {sum(map(len, groups)):,} samples of {path}")
+        async with Rewards(rewards) as functions, votes_pool(rewards) as votes:
+            await functions.start()
+            functions.require_single()
+            async with asyncio.TaskGroup() as tasks:
+                grading = [
+                    [tasks.create_task(_grade_again(functions, sample)) for sample in group]
+                    for group in groups
+                ]
+            regraded = [[task.result() for task in group] for group in grading]
+            result = await summarise(
+                name,
+                regraded,
+                votes,
+                config.eval if config else EvalConfig(),
+                settings=settings,
+                seed=config.seed if config else settings.get("seed", 0),
+            )
+    before, after = ([sample for group in g for sample in group] for g in (groups, regraded))
+    changes = [new.reward - old.reward for old, new in zip(before, after, strict=True)]
+    num_up, num_down = sum(c > 0 for c in changes), sum(c < 0 for c in changes)
+    say(
+        f"{path}: regraded {len(changes):,} samples: {num_up:,} rewards increased, {num_down:,} "
+        "decreased"
+    )
+    return result, after
+
+
+def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:
+    """The reward section beside samples, which may come from anywhere.
+
+    It may name no code; how much of this machine grading may use is not for it to say.
+    """
+    rewards = parse_section(RewardConfig, settings.get("reward", {}), place)
+    for number, entry in enumerate(rewards.functions):
+        if entry.function not in BUILT_IN_FUNCTIONS:
+            raise ResultsError(
+                f"{place}: reward.functions[{number}] is {entry.url or entry.function}: custom "
+                "reward code is not run from a samples file; pass a CONFIG that names it"
+            )
+    default = RewardConfig()
+    limits = {name: getattr(default, name) for name in ("workers", "timeout_s", "memory_limit_mb")}
+    return rewards.model_copy(update=limits)
+
+
+async def _grade_again(rewards: Rewards, sample: EvalSample) -> EvalSample:
+    facts = SampleFacts(
+        prompt_id=sample.prompt_id,
+        source=sample.source,
+        prompt=sample.prompt,
+        finish_reason=sample.finish_reason.value,
+        num_tokens=sample.num_tokens + sample.num_environment_tokens,
+        num_turns=1 + len(sample.turns) // 2,
+        environment_tokens=sample.num_environment_tokens,
+    )
+    response = Response(
+        sample.response, sample.answer, facts, sample.row, sample.turns, sample.state
+    )
+    return replace(sample, **asdict(await rewards.score(response)))

@@ -15,7 +15,7 @@ from bapo_megatron.engine.load import load_kind
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine
 from bapo_megatron.telemetry.metrics import batch_metrics
-from bapo_megatron.telemetry.run_lock import run_dir_locked
+from bapo_megatron.telemetry.run_dir import run_dir_locked
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.types import StepMetrics
 

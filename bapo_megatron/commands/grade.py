@@ -12,23 +12,23 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 
 from bapo_megatron.config.check import check_rewards
-from bapo_megatron.config.load import ConfigError, load_config
+from bapo_megatron.config.load import load_config
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.data.rows import parse_answer
+from bapo_megatron.errors import first_cause
 from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.composition import Rewards
-from bapo_megatron.runtime.calls import shown_value
-from bapo_megatron.runtime.files import MAX_LINE_BYTES, naming, parse_json
+from bapo_megatron.runtime.calls import decode
+from bapo_megatron.runtime.files import MAX_LINE_BYTES, naming, open_regular, parse_json
 from bapo_megatron.runtime.processes import CLOSED_PIPE, run_async
-from bapo_megatron.telemetry.console import ProgressLine
 from bapo_megatron.types import FinishReason
 
 STANDARD_INPUT = Path("-")
@@ -36,11 +36,17 @@ STANDARD_INPUT = Path("-")
 
 _LINES_PER_WORKER = 16
 """Lines to read ahead."""
-_CHUNK_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 20
 
 
-class GradeError(ValueError):
-    """A line that cannot be graded; the message names file and line and says what to do."""
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The fields of a line that have a rule; the others are the row of the prompt."""
+
+    response: str
+    answer: Any
+    finish_reason: FinishReason = FinishReason.STOP
+    num_tokens: Annotated[int, Field(strict=True, ge=0)] = 0
 
 
 def command(
@@ -58,23 +64,13 @@ def command(
 ) -> None:
     """Score the responses in FILE by the code that trains; print a JSON line for each, in order."""
     rewards = _reward_config(config, overrides or [])
-    # Results on the same terminal would be in its way.
-    shows_progress = sys.stderr.isatty() and not sys.stdout.isatty()
     try:
-        with ProgressLine() if shows_progress else nullcontext() as progress:
-
-            def report(num_graded: int) -> None:
-                if progress is not None:
-                    progress.update(f"{num_graded} responses graded")
-
-            run_async(grade_file(file, rewards, output=sys.stdout.fileno(), report=report))
+        run_async(grade_file(file, rewards, output=sys.stdout.fileno()))
     except BrokenPipeError:
         raise typer.Exit(CLOSED_PIPE) from None
 
 
-async def grade_file(
-    path: Path, config: RewardConfig, *, output: int, report: Callable[[int], None]
-) -> None:
+async def grade_file(path: Path, config: RewardConfig, *, output: int) -> None:
     """Grade every line of a file.
 
     Args:
@@ -82,73 +78,48 @@ async def grade_file(
         config: Functions and limits; shaping is left out, as in evaluations.
         output: Descriptor that gets a JSON line for each line, as soon as it and those before are
             graded.
-        report: Gets the number of graded lines, now and then.
 
     Raises:
-        GradeError: A line is not of this form; those before it have been written.
+        ValueError: A line is not of this form; those before it have been written.
         RewardError: A reward function failed, cannot be loaded, or scores whole groups.
         OSError: The file cannot be read, or the output is closed.
     """
     room = asyncio.Semaphore(_LINES_PER_WORKER * config.workers)
-    ahead: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
-    results = _Results(output, report)
 
-    async def read(stream: io.FileIO, rewards: Rewards) -> None:
-        async for place, line in _lines(path, stream):
-            await room.acquire()
-            ahead.put_nowait(asyncio.create_task(_grade_one(rewards, place, line)))
+    async def grade(
+        rewards: Rewards, place: str, line: bytes, before: asyncio.Task[None] | None
+    ) -> None:
+        try:
+            result = await _score(rewards, place, line)
+        finally:
+            if before is not None:
+                await before
+        await _in_thread("standard output", lambda: _write(output, result))
+        room.release()
 
     async with Rewards(config) as rewards:
         await rewards.start()
-        _refuse_groups(rewards)
-        with _open(path) as stream:
-            reading: asyncio.Task[Any] = asyncio.create_task(read(stream, rewards))
-            reading.add_done_callback(ahead.put_nowait)  # behind the last line
-            task = reading
-            try:
-                while (task := await ahead.get()) is not reading:
-                    room.release()
-                    if results.waiting and (not task.done() or task.exception()):
-                        await results.write()
-                    results.waiting.append(await task)
-                    if ahead.empty():
-                        await results.write()
-                if results.waiting:
-                    await results.write()
-                await reading
-            finally:
-                rest = [reading, task, *(ahead.get_nowait() for _ in range(ahead.qsize()))]
-                for each in rest:
-                    each.cancel()
-                await asyncio.gather(*rest, return_exceptions=True)
+        if rewards.group_names:
+            raise RewardError(
+                f"reward.functions: '{rewards.group_names[0]}' scores the responses to a prompt "
+                "together, and lines are graded one by one; leave it out"
+            )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                last = None
+                try:
+                    async for place, line in _lines(path):
+                        await room.acquire()
+                        last = tasks.create_task(grade(rewards, place, line, last))
+                except (ValueError, OSError):
+                    if last is not None:
+                        await last
+                    raise
+        except ExceptionGroup as errors:
+            raise first_cause(errors) from errors
 
 
-def _refuse_groups(rewards: Rewards) -> None:
-    if rewards.group_names:
-        raise RewardError(
-            f"reward.functions: '{rewards.group_names[0]}' scores the responses to a prompt "
-            "together, and lines are graded one by one; leave it out"
-        )
-
-
-@dataclass(eq=False)
-class _Results:
-    """Lines for the output, in order."""
-
-    output: int
-    report: Callable[[int], None]
-    waiting: list[bytes] = field(default_factory=list)
-    num_written: int = 0
-
-    async def write(self) -> None:
-        content = b"".join(self.waiting)
-        await _in_thread(lambda: _write(self.output, content))
-        self.num_written += len(self.waiting)
-        self.waiting.clear()
-        self.report(self.num_written)
-
-
-async def _grade_one(rewards: Rewards, place: str, line: bytes) -> bytes:
+async def _score(rewards: Rewards, place: str, line: bytes) -> bytes:
     score = await rewards.score(_parse(place, line))
     shown: dict[str, Any] = {
         "score": score.reward,
@@ -163,101 +134,61 @@ async def _grade_one(rewards: Rewards, place: str, line: bytes) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-async def _lines(path: Path, stream: io.FileIO) -> AsyncIterator[tuple[str, bytes]]:
+async def _lines(path: Path) -> AsyncIterator[tuple[str, bytes]]:
     """The lines that are not blank, with their places, as soon as they can be read."""
-    name = "standard input" if path == STANDARD_INPUT else str(path)
-    number, rest = 0, bytearray()
-
-    def read() -> bytes | None:
-        with naming(Path(name)):
-            return stream.read(_CHUNK_BYTES)
-
-    while chunk := await _in_thread(read):
-        rest += chunk  # in place: a long line is not copied with each chunk
-        if b"\n" in chunk:
-            *whole, rest = rest.split(b"\n")
-            for content in whole:
+    name, number, rest = str(path), 0, b""
+    # Without a buffer, whose lock a thread that still reads at the end would hold.
+    if path != STANDARD_INPUT:
+        stream = open_regular(path).detach()
+    elif sys.stdin is not None:
+        name, stream = "standard input", io.FileIO(sys.stdin.fileno(), closefd=False)
+    else:
+        raise ValueError("standard input: closed; give a file of JSON lines")
+    with stream:
+        while chunk := await _in_thread(name, lambda: stream.read(_CHUNK_BYTES)):
+            *whole, rest = (rest + chunk).split(b"\n")
+            for line in whole:
                 number += 1
-                if content.strip():
-                    yield f"{name}:{number}", bytes(content)
-        if len(rest) > MAX_LINE_BYTES:
-            raise GradeError(
-                f"{name}:{number + 1}: longer than {MAX_LINE_BYTES >> 20} MB; give one JSON "
-                "object per line"
-            )
+                if line.strip():
+                    yield f"{name}:{number}", line
+            if len(rest) > MAX_LINE_BYTES:
+                raise ValueError(
+                    f"{name}:{number + 1}: longer than {MAX_LINE_BYTES >> 20} MB; give one JSON "
+                    "object per line"
+                )
     if rest.strip():
-        yield f"{name}:{number + 1}", bytes(rest)
+        yield f"{name}:{number + 1}", rest
 
 
 def _parse(place: str, line: bytes) -> Response:
     try:
         record = parse_json(line)
+        fields = decode(_Line, record)
+        try:
+            answer = parse_answer(fields.answer)
+        except ValueError as error:
+            raise ValueError(f"'answer' {error}") from error
     except ValueError as error:
-        raise GradeError(f"{place}: {error}; correct the line") from error
-    if not isinstance(record, dict):
-        raise GradeError(
-            f"{place}: must be a JSON object with 'response' and 'answer', got "
-            f"{type(record).__name__}; correct the line"
-        )
-    for required in ("response", "answer"):
-        if required not in record:
-            names = ", ".join(list(record)[:8]) or "none"
-            raise GradeError(f"{place}: field '{required}' is missing (fields: {names}); add it")
+        raise ValueError(f"{place}: {error}; correct the line") from error
+    facts = SampleFacts(finish_reason=fields.finish_reason.value, num_tokens=fields.num_tokens)
     row = {name: value for name, value in record.items() if name not in ("response", "answer")}
-    response, num_tokens = record["response"], record.get("num_tokens", 0)
-    finish_reason = record.get("finish_reason", "stop")
-    if not isinstance(response, str):
-        raise GradeError(
-            f"{place}: field 'response' must be a text, got {type(response).__name__}; correct "
-            "the line"
-        )
-    if type(num_tokens) is not int or num_tokens < 0:
-        raise GradeError(
-            f"{place}: field 'num_tokens' must be a number of tokens, got "
-            f"{shown_value(num_tokens)}; correct the line"
-        )
-    if finish_reason not in list(FinishReason):
-        raise GradeError(
-            f"{place}: field 'finish_reason' must be one of {', '.join(FinishReason)}, got "
-            f"{shown_value(finish_reason)}; correct the line"
-        )
-    try:
-        answer = parse_answer(record["answer"])
-    except ValueError as error:
-        raise GradeError(f"{place}: field 'answer' {error}; correct the line") from error
-    facts = SampleFacts(finish_reason=finish_reason, num_tokens=num_tokens)
-    return Response(response, answer, facts, row)
-
-
-def _open(path: Path) -> io.FileIO:
-    """Without a buffer: its lock would be held by a thread that still reads at the end."""
-    if path == STANDARD_INPUT and sys.stdin is None:
-        raise GradeError("standard input: closed; give a file of JSON lines")
-    try:
-        if path == STANDARD_INPUT:
-            return io.FileIO(sys.stdin.fileno(), closefd=False)
-        return io.FileIO(path)
-    except OSError as error:
-        raise GradeError(
-            f"{path}: cannot be read ({error.strerror}); give a file of JSON lines, or -"
-        ) from error
+    return Response(fields.response, answer, facts, row)
 
 
 def _write(output: int, content: bytes) -> None:
-    rest = memoryview(content)
-    with naming(Path("standard output")):
-        while rest:
-            rest = rest[os.write(output, rest) :]
+    while content:
+        content = content[os.write(output, content) :]
 
 
-async def _in_thread[T](function: Callable[[], T]) -> T:
-    """Run a function that may block; where this is cancelled, nobody waits for its thread."""
+async def _in_thread[T](name: str, function: Callable[[], T]) -> T:
+    """Run what may block on a file in a thread, for which nobody waits after a cancellation."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # a cancellation leaves it to the thread
 
     def run() -> None:
         try:
-            future.set_result(function())
+            with naming(Path(name)):
+                future.set_result(function())
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
             future.set_exception(error)
 
@@ -268,10 +199,7 @@ async def _in_thread[T](function: Callable[[], T]) -> T:
 def _reward_config(config: Path | None, overrides: list[str]) -> RewardConfig:
     if config is None:
         if overrides:
-            raise ConfigError(
-                f"override '{overrides[0]}': needs --config, whose reward section it changes; give "
-                "the file of a run"
-            )
+            raise typer.BadParameter(f"override '{overrides[0]}': give --config, the file of a run")
         return RewardConfig()
     rewards = load_config(config, overrides).reward
     check_rewards(rewards.functions)

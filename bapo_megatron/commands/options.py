@@ -16,6 +16,6 @@ OverridesArgument = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def load(config: Path, overrides: list[str] | None) -> RunConfig:
-    """The validated configuration of a command."""
-    return load_config(config, overrides or [])
+def load(config: Path, overrides: list[str] | None, *, resume: bool = False) -> RunConfig:
+    """Return the validated configuration of a command, with ``resume=true`` for ``--resume``."""
+    return load_config(config, [*(overrides or []), *["resume=true"] * resume])

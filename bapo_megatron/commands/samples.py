@@ -1,8 +1,6 @@
-"""``bapo-megatron samples show``: a step's responses, for reading in a terminal.
+"""``bapo-megatron samples show``: a step's responses, for reading in a terminal."""
 
-The dump is first looked at (``inspect_step``, what ``--json`` prints), then printed for people.
-"""
-
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +10,12 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from bapo_megatron.commands.entries import print_entry, print_lines, print_rows
 from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.schema import ADVANTAGES
 from bapo_megatron.config.settings import read_settings
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import texts_path
-from bapo_megatron.telemetry.console import uncut_console, visible_json
+from bapo_megatron.telemetry.console import print_entry, print_table, uncut_console
 from bapo_megatron.tools.report.rollouts import (
     ORDERS,
     DumpedStep,
@@ -31,13 +28,11 @@ from bapo_megatron.types import FinishReason, Sample
 _NUM_SHOWN = 4
 _MAX_BEGINNING_CHARS = 60
 """Characters of a response in a row of ``--brief``."""
-_HEADINGS = (
-    *("group", "index", "prompt", "exit", "beginning of the response"),
-    *("reward", "advantage", "tokens", "age"),
-)
-_NUM_LEFT = 5
+_TEXTS = ("group_id", "index", "prompt_id", "finish_reason")
+_NUMBERS = ("reward", "advantage", "age", "sampled_tokens", "written_tokens")
+"""Fields of a response in a row of ``--brief``, before and behind the beginning of its text."""
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
+app = typer.Typer(add_completion=False)
 
 
 @app.callback()
@@ -50,63 +45,61 @@ def show(
     run: Annotated[
         Path, typer.Argument(metavar="RUN|DUMP.parquet", help="Directory of a run, or one dump.")
     ],
-    step: Annotated[int | None, typer.Option(help="By default the newest that is kept.")] = None,
+    step: Annotated[int | None, typer.Option(help="Default: the newest that is kept.")] = None,
     sort: Annotated[
-        Order | None, typer.Option(help="Largest first; by default in the order of the batch.")
+        Order | None, typer.Option(help="Sort, largest first; default: batch order.")
     ] = None,
     reverse: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False,
-    group: Annotated[int | None, typer.Option(help="Only responses of this group.")] = None,
-    source: Annotated[str | None, typer.Option(help="Only those of this data set.")] = None,
-    ended: Annotated[
-        FinishReason | None, typer.Option("--exit", help="Only those that ended for this reason.")
+    group: Annotated[int | None, typer.Option(help="Only this group.")] = None,
+    source: Annotated[str | None, typer.Option(help="Only this data set.")] = None,
+    exit_reason: Annotated[
+        FinishReason | None, typer.Option("--exit", help="Only this finish reason.")
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", "-n", min=0, help=f"By default {_NUM_SHOWN}; --brief: all."),
+        typer.Option("--limit", "-n", min=0, help=f"Default: {_NUM_SHOWN}; with --brief: all."),
     ] = None,
-    brief: Annotated[bool, typer.Option("--brief", help="A row for each response.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="One row per response.")] = False,
     advantage: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Estimator instead of the run's. A function of yours (package.module:function) "
-            "is only called if it is named here.",
+            help="Estimator instead of the run's. Your own function (package.module:function) is "
+            "called only if named here.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print responses of a step: texts by turns, rewards with their parts, advantages, ages."""
+    """Print a step's responses: turns, reward components, advantages, ages."""
     if advantage is not None and ":" not in advantage and advantage not in ADVANTAGES:
         raise typer.BadParameter(
-            f"--advantage '{advantage}': name one of {', '.join(ADVANTAGES)}, or a function of "
-            "yours as package.module:function"
+            f"--advantage '{advantage}': name one of {', '.join(ADVANTAGES)}, or your own function "
+            "as package.module:function"
         )
     path = _find_dump(run, step)
-    found = read_step(path, _settings_of(path), advantage)
-    if sort == "advantage" and not found.estimator:
+    dump = read_step(path, _settings_of(path), advantage)
+    if sort == "advantage" and not dump.estimator:
         raise typer.BadParameter(
-            "--sort advantage: the estimator is not known, or is a function of yours, which is "
-            "not called by itself; name it with --advantage"
+            "--sort advantage: the estimator is not known, or is your own function; name it with "
+            "--advantage"
         )
-
-    def is_wanted(sample: Sample) -> bool:
-        return (
-            group in (None, sample.group_id)
-            and source in (None, sample.prompt.source)
-            and ended in (None, sample.finish_reason)
-        )
-
-    chosen = [sample for sample in found.batch.samples if is_wanted(sample)]
+    samples = [
+        sample
+        for sample in dump.batch.samples
+        if group in (None, sample.group_id)
+        and source in (None, sample.prompt.source)
+        and exit_reason in (None, sample.finish_reason)
+    ]
     if sort is not None:
         order = ORDERS[sort]
-        chosen.sort(key=lambda sample: -order(found, sample))
+        samples.sort(key=lambda sample: -order(dump, sample))
     if reverse:
-        chosen.reverse()
+        samples.reverse()
     if limit is None:
-        limit = len(chosen) if brief else _NUM_SHOWN
-    report = inspect_step(path, found, chosen, limit)
+        limit = len(samples) if brief else _NUM_SHOWN
+    report = inspect_step(path, dump, samples, limit)
     if as_json:
-        typer.echo(visible_json(report))
+        typer.echo(json.dumps(report, indent=2))
     else:
         print_step(uncut_console(), report, is_brief=brief)
 
@@ -205,68 +198,26 @@ def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any
 
 
 def print_step(console: Console, report: Mapping[str, Any], *, is_brief: bool = False) -> None:
-    """Print what ``inspect_step`` found."""
-    chosen, num_shown = report["num_chosen"], len(report["samples"])
-    lines = [
-        f"{report['path']} · step {report['step']} · version {report['version']} · "
-        f"{report['num_groups']:,} groups · {report['num_samples']:,} samples · {chosen:,} chosen "
-        f"· {num_shown:,} shown",
-    ]
-    if report["estimator"] is None:
-        lines.append("No advantages: the run's estimator is not known, or is its own function.")
-    if not report["has_texts"]:
-        lines.append("No texts beside the dump: numbers of tokens only.")
-    print_lines(console, lines)
+    """Print the report of ``inspect_step``."""
+    print_entry(console, report["path"], _facts(report))
     if is_brief:
-        rows = [_row_of(sample) for sample in report["samples"]]
-        print_rows(console, "Responses", _HEADINGS, rows, num_left=_NUM_LEFT)
+        rows = []
+        for sample in report["samples"]:
+            text = " ".join((sample["parts"][0]["text"] or "").split())
+            is_long = len(text) > _MAX_BEGINNING_CHARS
+            beginning = text[:_MAX_BEGINNING_CHARS] + "…" * is_long
+            texts, numbers = ([str(sample[n]) for n in names] for names in (_TEXTS, _NUMBERS))
+            rows.append([*texts, beginning, *numbers])
+        console.print()
+        print_table(console, "Responses", (*_TEXTS, "response", *_NUMBERS), rows, num_left=5)
         return
     for sample in report["samples"]:
         _print_sample(console, sample)
 
 
-def _row_of(sample: Mapping[str, Any]) -> list[str]:
-    text = " ".join((sample["parts"][0]["text"] or "").split())
-    return [
-        str(sample["group_id"]),
-        str(sample["index"]),
-        sample["prompt_id"],
-        sample["finish_reason"],
-        text if len(text) <= _MAX_BEGINNING_CHARS else f"{text[:_MAX_BEGINNING_CHARS]}…",
-        f"{sample['reward']:g}",
-        _signed(sample["advantage"]),
-        f"{sample['sampled_tokens'] + sample['written_tokens']:,}",
-        f"{sample['age']:,}",
-    ]
-
-
-def _signed(advantage: float | None) -> str:
-    return "?" if advantage is None else f"{advantage:+.4g}"
-
-
 def _print_sample(console: Console, sample: Mapping[str, Any]) -> None:
     place = f"group {sample['group_id']} · sample {sample['index']} · {sample['prompt_id']}"
-    title = f"{place} · {sample['finish_reason']} · reward {sample['reward']:g}"
-    components = (f"{name} {value:g}" for name, value in sample["reward_components"].items())
-    versions = (f"{version} ({num_tokens})" for version, num_tokens in sample["versions"])
-    tokens = (
-        f"{sample['sampled_tokens']:,} sampled, of them {sample['trained_tokens']:,} in the loss, "
-        f"{sample['written_tokens']:,} written"
-    )
-    extracted = sample["extracted"] or ("found" if sample["answer_found"] else "not found")
-    reason = f" ({sample['reason']})" if sample["reason"] else ""
-    parts = [
-        ("fact", f"advantage: {_signed(sample['advantage'])}"),
-        ("fact", f"reward components: {' · '.join(components) or 'none'}"),
-        ("fact", f"answer: {extracted}{reason}"),
-    ]
-    if sample["prompt"] is not None:
-        parts.append(("fact", f"reference: {sample['answer']}"))
-    parts += [
-        ("fact", f"weights versions (tokens): {' · '.join(versions) or 'none'}"),
-        ("fact", f"age of the oldest token: {sample['age']:,} updates"),
-        ("fact", f"tokens: {tokens}"),
-    ]
+    parts = _facts(sample)
     if sample["prompt"] is not None:
         parts += [("heading", "prompt"), ("prompt", sample["prompt"])]
     for number, part in enumerate(sample["parts"]):
@@ -274,4 +225,13 @@ def _print_sample(console: Console, sample: Mapping[str, Any]) -> None:
         parts.append(("heading", f"{turn}{part['author']} · {part['num_tokens']:,} tokens"))
         if part["text"] is not None:
             parts.append((part["author"], part["text"]))
-    print_entry(console, title, parts)
+    print_entry(console, place, parts)
+
+
+def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The fields of a step or a response as in JSON, without texts."""
+    return [
+        ("fact", f"{name}: {json.dumps(value, ensure_ascii=False)}")
+        for name, value in record.items()
+        if name not in ("path", "samples", "prompt", "parts")
+    ]

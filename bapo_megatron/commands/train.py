@@ -25,7 +25,7 @@ def command(
         # No rank outlives torchrun. SIGKILL, because Python runs no handler while a collective
         # waits in C++; what rank 0 started ends by itself once rank 0 is gone.
         end_with_parent(signal.SIGKILL)
-    run_config = load(config, [*(overrides or []), *(["resume=true"] if resume else [])])
+    run_config = load(config, overrides, resume=resume)
     is_first = os.environ.get("RANK", "0") == "0"
     stopping = Stopping(run_config.train)
     stopping.listen(keeps_time=is_first)

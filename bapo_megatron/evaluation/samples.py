@@ -1,51 +1,208 @@
-"""Every sample of an evaluation as one line of a jsonl file, written as it finishes.
+"""The samples of an evaluation: its sets, the settings that decide them, and their files.
 
     <run_dir>/eval/<set>.jsonl             of the ``eval`` command
     <run_dir>/eval/step_000020_<set>.jsonl of an evaluation inside training; ``start_<set>``: before
     ….settings.json                        beside each: what its samples were made with
 
-``SampleJournal`` appends and resumes, ``read_samples`` reads a complete file. A kill can only tear
-the last line, which ``SampleJournal`` removes: that sample is made again.
+Each sample is one line, written as it finishes. ``SampleJournal`` appends and resumes,
+``read_samples`` reads a complete file. A kill can only tear the last line, which ``SampleJournal``
+removes: that sample is made again. Only an evaluation with the same settings may add samples.
 """
 
 import asyncio
+import hashlib
 import json
 import logging
-import math
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from io import FileIO
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, StrictBool, StrictInt
 
-from bapo_megatron.config.evaluation import MAX_SAMPLES
+from bapo_megatron.config.evaluation import MAX_SAMPLES, EvalConfig, EvalSamplingConfig, eval_reward
+from bapo_megatron.config.reward import RewardConfig
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import MAX_INTEGER
-from bapo_megatron.evaluation.settings import (
-    MAX_NUMBER,
-    ResultsError,
-    check_same,
-    read_settings,
-    settings_path,
-    write_settings,
+from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.data.prompts import load_eval_set, log_warnings
+from bapo_megatron.runtime.calls import decode, decode_json, shown_value
+from bapo_megatron.runtime.files import (
+    atomic_write_text,
+    lock,
+    naming,
+    open_regular,
+    parse_json,
+    read_lines,
+    read_regular,
 )
-from bapo_megatron.runtime.calls import decode, shown_value
-from bapo_megatron.runtime.files import lock, naming, open_regular, parse_json, read_lines
-from bapo_megatron.types import FinishReason
+from bapo_megatron.types import FinishReason, Prompt
 
 _LOG = logging.getLogger(__name__)
-_SYNC_INTERVAL_S = 1.0
 _LOCK_PATIENCE_S = 15.0
 """An orphaned collector ends within a few seconds."""
 _LOCK_POLL_S = 0.2
 
+MAX_NUMBER = 1e15
+"""Limit of rewards and times in samples and results: sums of them stay finite."""
+
+_NUM_CHUNKS = 64
+_CHUNK_BYTES = 1 << 14
+
 _Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
 _Number = Annotated[float, Field(strict=True, ge=-MAX_NUMBER, le=MAX_NUMBER)]
 _Seconds = Annotated[float, Field(strict=True, ge=0, le=MAX_NUMBER)]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What readers of settings rely on; the rest is only compared."""
+
+    num_prompts: Annotated[int, Field(ge=1)]
+    samples_per_prompt: Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
+    name: str = ""
+    seed: Annotated[int, Field(ge=0, le=MAX_INTEGER)] = 0
+    reward: dict[str, Any] = field(default_factory=dict)
+
+
+class ResultsError(ValueError):
+    """Results that cannot be used; one line with file, reason and remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """A named list of prompts, and how they are sampled."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    sampling: EvalSamplingConfig
+
+
+def load_sets(
+    config: EvalConfig, renderer: ChatRenderer, max_prompt_tokens: int, *, warns: bool = True
+) -> tuple[EvalSet, ...]:
+    """Read every set of ``eval.sets``; ``warns``: log what a user should know about them.
+
+    Raises:
+        DataError: A row cannot be used, or a prompt is too long.
+        OSError: A file cannot be read.
+    """
+    sets = []
+    for dataset in config.sets:
+        sampling = config.sampling_of(dataset)
+        loaded = load_eval_set(dataset, renderer, max_prompt_tokens)
+        if warns:
+            log_warnings([loaded])
+        sets.append(EvalSet(dataset.label, loaded.prompts[: sampling.max_prompts], sampling))
+    return tuple(sets)
+
+
+def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str, Any]:
+    """Return everything that decides the samples of a set and their scores, as JSON values.
+
+    ``weights`` names the weights, such as by the ``fingerprint`` of their files.
+    """
+    rollout = config.rollout
+    return {
+        "name": eval_set.name,
+        "weights": weights,
+        "prompts": prompts_digest(eval_set.prompts),
+        "num_prompts": len(eval_set.prompts),
+        **eval_set.sampling.model_dump(mode="json", exclude={"max_prompts"}),
+        "reward": comparable_reward(eval_reward(config.reward, config.eval)),
+        "seed": config.seed,
+        "environment": rollout.environment if rollout.has_environment else None,
+        "max_turns": rollout.episodes.max_turns if rollout.has_environment else None,
+    }
+
+
+def comparable_reward(reward: RewardConfig) -> dict[str, Any]:
+    """Return the reward section, as JSON values, without what changes no score of an evaluation."""
+    left_out = dict.fromkeys(("workers", "truncated", "overlong", "format", "repetition"), True)
+    return reward.model_dump(mode="json", exclude={**left_out, "functions": {"__all__": {"http"}}})
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Hash ids, tokens, answers and rows: the data, the chat template and the tokenizer."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        entry: list[Any] = [prompt.prompt_id, list(prompt.token_ids), prompt.answer]
+        if prompt.row:  # reward functions may read tests or a budget of tokens there
+            entry.append(prompt.row)
+        digest.update(json.dumps(entry, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def fingerprint(model_dir: Path) -> str:
+    """Hash what tells models apart, of whatever size, in milliseconds.
+
+    That is all of config.json and, of each weight file, its name, its size and 64 pieces of 16 KiB,
+    spread evenly. Training changes nearly every number, so that two steps of a run differ.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    for path in sorted(model_dir.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as stream:
+            if size <= _NUM_CHUNKS * _CHUNK_BYTES:
+                digest.update(stream.read())
+                continue
+            for number in range(_NUM_CHUNKS):
+                stream.seek((size - _CHUNK_BYTES) * number // (_NUM_CHUNKS - 1))
+                digest.update(stream.read(_CHUNK_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def settings_path(path: Path) -> Path:
+    """Return where the settings of a samples file are."""
+    return path.with_suffix(".settings.json")
+
+
+def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings of a samples file beside it; OSError where that fails."""
+    atomic_write_text(settings_path(path), json.dumps(settings, indent=2) + "\n")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a settings file; ResultsError where it is missing or damaged."""
+    remedy = "put it back, or change run_dir"
+    try:
+        content = read_regular(path)
+        decode_json(_Settings, content)
+        settings: dict[str, Any] = parse_json(content)
+    except FileNotFoundError as error:
+        raise ResultsError(
+            f"{path}: is missing; what the samples beside it were made with is unknown; {remedy}"
+        ) from error
+    except ValueError as error:
+        raise ResultsError(f"{path}: damaged ({error}); {remedy}") from error
+    return settings
+
+
+def settings_beside(path: Path) -> dict[str, Any]:
+    """Return the settings beside a samples file; empty if there are none."""
+    return read_settings(settings_path(path)) if os.path.lexists(settings_path(path)) else {}
+
+
+def check_same(path: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to go on with the samples file ``path`` if other settings made it.
+
+    Raises:
+        ResultsError: A setting differs, or those of the file are missing.
+    """
+    before = read_settings(settings_path(path))
+    for name, value in settings.items():
+        if before.get(name) != value:
+            raise ResultsError(
+                f"{path}: its samples were made with {name} {json.dumps(before.get(name))}, now it "
+                f"would be {json.dumps(value)}; resume with the same, or change run_dir"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +257,9 @@ class EvalSample:
 
     def to_line(self) -> bytes:
         """Encode it as one line of JSON, with its end."""
-        content = asdict(self)
-        try:
-            return json.dumps(content, ensure_ascii=False).encode() + b"\n"
-        except UnicodeEncodeError:  # half a surrogate pair, from an escape in a data file
-            return json.dumps(content).encode() + b"\n"
+        # Half a surrogate pair, from an escape in a data file, becomes that escape again.
+        text = json.dumps(asdict(self), ensure_ascii=False)
+        return text.encode(errors="backslashreplace") + b"\n"
 
 
 class SampleJournal:
@@ -116,7 +271,6 @@ class SampleJournal:
         self.samples = {sample.key: sample for sample in samples}
         """Those in the file, earlier tries' too, by key; without their texts, which are large."""
         self._file = file
-        self._synced_s = time.monotonic()
 
     @classmethod
     async def open(cls, path: Path, settings: Mapping[str, Any], *, resume: bool) -> Self:
@@ -138,7 +292,11 @@ class SampleJournal:
             samples: Iterable[EvalSample] = ()
             if resume and path.stat().st_size:
                 check_same(path, settings)
-                _remove_torn_line(path, file)
+                content = path.read_bytes()
+                end = content.rfind(b"\n") + 1
+                if end < len(content):
+                    _LOG.warning("%s: its last line was torn; that sample is made again", path)
+                    file.truncate(end)
                 samples = map(_without_texts, iterate_samples(path))
             else:
                 file.truncate(0)
@@ -153,8 +311,8 @@ class SampleJournal:
         """Wall time of the evaluation until its newest sample."""
         return max((sample.elapsed_s for sample in self.samples.values()), default=0.0)
 
-    async def append(self, sample: EvalSample) -> None:
-        """Add a sample: other processes see it at once, the disk has it within about a second.
+    def append(self, sample: EvalSample) -> None:
+        """Add a sample: other processes see it at once.
 
         Raises:
             OSError: It cannot be written.
@@ -169,12 +327,6 @@ class SampleJournal:
             self._file.truncate(end)  # what follows a part of a line could not be read
             raise
         self.samples[sample.key] = _without_texts(sample)
-        if time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
-            self._synced_s = math.inf  # one at a time
-            try:
-                await asyncio.to_thread(self.sync)
-            finally:
-                self._synced_s = time.monotonic()
 
     def sync(self) -> None:
         """Flush everything to the disk; raises OSError where it cannot be written."""
@@ -191,26 +343,17 @@ async def _lock(path: Path, file: FileIO) -> None:
     The run directory's lock went with that command. A sample that its collector appends after this
     one has read or emptied the file would be there twice, or be one of other weights.
     """
-    deadline_s = time.monotonic() + _LOCK_PATIENCE_S
-    while True:
-        try:
-            lock(file)  # where there are no locks, ``run_dir_locked`` has said so
-            return
-        except BlockingIOError as error:
-            if time.monotonic() > deadline_s:
-                raise ResultsError(
-                    f"{path}: another process is writing it; wait until it ends, or change run_dir"
-                ) from error
-            await asyncio.sleep(_LOCK_POLL_S)
-
-
-def _remove_torn_line(path: Path, file: FileIO) -> None:
-    """Cut off what follows the last end of a line."""
-    with path.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
-        size, end = len(content), content.rfind(b"\n") + 1
-    if end < size:
-        _LOG.warning("%s: its last line was torn; that sample is made again", path)
-        file.truncate(end)
+    try:
+        async with asyncio.timeout(_LOCK_PATIENCE_S):
+            while True:
+                with suppress(BlockingIOError):
+                    lock(file)  # where there are no locks, ``run_dir_locked`` has said so
+                    return
+                await asyncio.sleep(_LOCK_POLL_S)
+    except TimeoutError as error:
+        raise ResultsError(
+            f"{path}: another process is writing it; wait until it ends, or change run_dir"
+        ) from error
 
 
 def _without_texts(sample: EvalSample) -> EvalSample:
@@ -232,25 +375,16 @@ def read_samples(path: Path) -> list[list[EvalSample]]:
         by_prompt.setdefault(sample.prompt_id, []).append(sample)
     if not by_prompt:
         raise ResultsError(f"{path}: holds no sample; give a file that an evaluation wrote")
-    if os.path.lexists(settings_path(path)):
-        settings = read_settings(settings_path(path))
-        num_prompts, num_each = settings["num_prompts"], settings["samples_per_prompt"]
-    else:
-        num_prompts = len(by_prompt)
-        num_each = max(sample.index + 1 for group in by_prompt.values() for sample in group)
-    for prompt_id, group in by_prompt.items():
-        last = max(sample.index for sample in group)
-        if last >= num_each:
-            raise ResultsError(
-                f"{path}: sample {last} of {prompt_id}: 'index' must be below samples_per_prompt = "
-                f"{num_each} in {settings_path(path).name}; give the settings of these samples"
-            )
-    num_missing = num_prompts * num_each - sum(map(len, by_prompt.values()))
-    if num_missing < 0:
+    settings = settings_beside(path)
+    last = max(sample.index for group in by_prompt.values() for sample in group)
+    num_prompts = settings.get("num_prompts", len(by_prompt))
+    num_each = settings.get("samples_per_prompt", last + 1)
+    if last >= num_each or len(by_prompt) > num_prompts:
         raise ResultsError(
-            f"{path}: has {len(by_prompt)} prompts, num_prompts in {settings_path(path).name} is "
-            f"{num_prompts}; give the settings of these samples"
+            f"{path}: has more samples than num_prompts = {num_prompts} and samples_per_prompt = "
+            f"{num_each} in {settings_path(path).name}; give the settings of these samples"
         )
+    num_missing = num_prompts * num_each - sum(map(len, by_prompt.values()))
     if num_missing:
         raise ResultsError(
             f"{path}: {num_missing} of {num_prompts * num_each} samples are missing; finish the "
@@ -259,12 +393,8 @@ def read_samples(path: Path) -> list[list[EvalSample]]:
     return [sorted(group, key=lambda sample: sample.index) for group in by_prompt.values()]
 
 
-def iterate_samples(path: Path, *, allow_torn: bool = False) -> Iterator[EvalSample]:
+def iterate_samples(path: Path) -> Iterator[EvalSample]:
     """Read the lines of a samples file in order.
-
-    Args:
-        path: The file.
-        allow_torn: Leave out a last line without an end.
 
     Raises:
         ResultsError: A line is torn or not a sample, a sample occurs twice, or two samples of a
@@ -277,32 +407,19 @@ def iterate_samples(path: Path, *, allow_torn: bool = False) -> Iterator[EvalSam
         for number, line in enumerate(read_lines(stream, path), start=1):
             place = f"{path}:{number}"
             if not line.endswith(b"\n"):
-                if allow_torn:
-                    break
                 raise ResultsError(
                     f"{place}: the last line is torn; finish the evaluation with eval --resume"
                 )
-            sample = _parse(line, place)
-            if sample.key in seen:
+            try:
+                sample = decode(EvalSample, parse_json(line))
+            except ValueError as error:
+                raise ResultsError(f"{place}: {error}; remove the line") from error
+            answer = answers.setdefault(sample.prompt_id, sample.answer)
+            if sample.key in seen or sample.answer != answer:
                 raise ResultsError(
-                    f"{place}: sample {sample.index} of {sample.prompt_id} occurs twice; "
-                    "remove one of the lines"
+                    f"{place}: sample {sample.index} of {sample.prompt_id} occurs twice, or its "
+                    f"'answer' is no longer {shown_value(answer)}; give the samples of one "
+                    "evaluation"
                 )
             seen.add(sample.key)
-            answer = answers.setdefault(sample.prompt_id, sample.answer)
-            if sample.answer != answer:
-                raise ResultsError(
-                    f"{place}: 'answer' of {sample.prompt_id} must be "
-                    f"{shown_value(answer)} as before, got {shown_value(sample.answer)}; give the "
-                    "samples of one evaluation"
-                )
             yield sample
-
-
-def _parse(line: bytes, place: str) -> EvalSample:
-    try:
-        return decode(EvalSample, parse_json(line))
-    except ValueError as error:
-        raise ResultsError(
-            f"{place}: {error}; remove the line, or give a file that an evaluation wrote"
-        ) from error

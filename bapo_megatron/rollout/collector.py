@@ -35,8 +35,8 @@ from bapo_megatron.engine.load import load_kind
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.environment.load import load_environment
 from bapo_megatron.errors import RolloutError, describe_os_error, first_cause
-from bapo_megatron.evaluation.settings import load_sets
-from bapo_megatron.evaluation.summary import votes_pool
+from bapo_megatron.evaluation.results import votes_pool
+from bapo_megatron.evaluation.samples import load_sets
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
-from bapo_megatron.evaluation.report import write_results
-from bapo_megatron.evaluation.samples import EvalSample, SampleJournal
-from bapo_megatron.evaluation.settings import EvalSet, settings_of
-from bapo_megatron.evaluation.summary import summarise
+from bapo_megatron.evaluation.results import summarise, write_results
+from bapo_megatron.evaluation.samples import EvalSample, EvalSet, SampleJournal, settings_of
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
 from bapo_megatron.rollout.episodes import Episodes, Grader, Interaction
@@ -96,7 +94,7 @@ class Evaluator:
             _, journal = places[pending.sample.group_id]
             spans = pending.sample.versions
             assert all(span.version == version for span in spans), f"{spans} are not of {version}"
-            await journal.append(_eval_sample(pending, version, time.monotonic() - started_s))
+            journal.append(_eval_sample(pending, version, time.monotonic() - started_s))
 
         def plan(pending: PendingSample) -> GenerateRequest:
             return self._request_of(pending, places[pending.sample.group_id][0])
@@ -207,9 +205,8 @@ async def summarise_set(
         eval_set.name,
         groups,
         votes,
+        config.eval,
         settings=settings_of(eval_set, config, weights),
-        k_values=config.eval.k_values,
-        num_resamples=config.eval.bootstrap_resamples,
         seed=config.seed,
     )
 

@@ -17,6 +17,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
@@ -151,6 +152,17 @@ def decode_json[ResponseT](kind: TypeForm[ResponseT], content: bytes) -> Respons
     except ValidationError as error:
         raise ValueError(_describe_invalid(error)) from error
     return record
+
+
+def decode_lines[RecordT](kind: TypeForm[RecordT], content: bytes, path: Path) -> list[RecordT]:
+    """Make a record from each line of a file, as ``decode_json``; errors name file and line."""
+    records = []
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            records.append(decode_json(kind, line))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}; remove the line") from error
+    return records
 
 
 def dotted(location: Sequence[int | str]) -> str:

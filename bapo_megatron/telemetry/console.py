@@ -1,17 +1,18 @@
-"""Output for people: tables, lines, the progress of long work, a file with it; time per phase."""
+"""Output for people: lines, tables, entries, progress, the file that keeps them; time per phase."""
 
 import asyncio
 import io
-import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -33,6 +34,8 @@ _VISIBLE = {
 }
 """Replacements of the characters that a terminal would obey."""
 _UNCUT_COLUMNS = 10_000
+_STYLES = {"heading": "bold", "fact": "dim", "environment": "cyan"}
+"""Look of the kinds of an entry's parts on a terminal; further kinds are plain text."""
 
 _LOG = logging.getLogger(__name__)
 """What ``say`` and ``show`` print, for ``console_kept_in``."""
@@ -67,12 +70,6 @@ def visible(text: str) -> str:
     return text.translate(_VISIBLE)
 
 
-def visible_json(value: Any) -> str:
-    """Return JSON with every control character escaped, including those JSON allows unescaped."""
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    return text.translate({code: f"\\u{code:04x}" for code in _VISIBLE})
-
-
 def say(line: str) -> None:
     """Print a line for people on standard error, as it is but for control characters."""
     _VisibleConsole(stderr=True).print(Text(visible(line)), soft_wrap=True)
@@ -92,6 +89,58 @@ def show(part: str | Table, style: str = "") -> None:
             file=plain, width=_UNCUT_COLUMNS, color_system=None, force_terminal=False
         ).print(part)
         _LOG.info("\n%s", plain.getvalue().rstrip())
+
+
+def rich_table(
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int
+) -> Table:
+    """Make a table for the terminal, texts as they are: Rich's markup has no effect.
+
+    The first ``num_left`` columns are aligned to the left.
+    """
+    table = Table(title=escape(title))
+    for number, heading in enumerate(headings):
+        side: JustifyMethod = "left" if number < num_left else "right"
+        table.add_column(escape(heading), justify=side, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int) -> str:
+    """Return a table in Markdown, the first ``num_left`` columns aligned to the left."""
+    marks = ["---" if number < num_left else "---:" for number in range(len(headings))]
+    cells = ([" ".join(cell.replace("|", "\\|").splitlines()) for cell in row] for row in rows)
+    return "".join(f"| {' | '.join(line)} |\n" for line in (headings, marks, *cells))
+
+
+def print_table(
+    console: Console,
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    num_left: int,
+) -> None:
+    """Print a table for people: drawn on a terminal, otherwise in Markdown without the title."""
+    if console.is_terminal:
+        console.print(rich_table(title, headings, rows, num_left=num_left))
+    else:
+        console.out(visible(markdown_table(headings, rows, num_left=num_left)), end="")
+
+
+def print_entry(console: Console, title: str, parts: Sequence[tuple[str, str]]) -> None:
+    """Print an entry as Markdown, with colours on a terminal.
+
+    ``parts`` are texts with their kinds: a ``heading`` and a ``fact`` are lines; others, which a
+    model or a data file wrote, are indented blocks, which nothing inside can end.
+    """
+    lines = [Text(f"\n### {visible(title)}", "bold")]
+    for kind, text in parts:
+        form = {"heading": "\n**{}**", "fact": "- {}"}.get(kind)
+        shown = form.format(visible(text)) if form else "\n" + indent(visible(text), "    ")
+        lines.append(Text(shown, _STYLES.get(kind, "")))
+    console.print(Text("\n").join(lines), soft_wrap=True)
 
 
 @contextmanager

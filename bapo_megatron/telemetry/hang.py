@@ -1,13 +1,13 @@
-"""What each rank does, and what is said and written when a run stands still.
+"""Hang detection: what each rank does, and what is written when a run makes no progress.
 
-No collective can be used then: the ranks tell each other through torch's store, in threads.
+No collective can be used then: ranks report to each other through torch's store, in threads.
 """
 
 import json
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from bapo_megatron.runtime.processes import request_stacks
@@ -15,26 +15,24 @@ from bapo_megatron.telemetry.console import Pulse, say
 
 _MAX_INTERVAL_S = 15.0
 _JOIN_S = 1.0
-_ALARMS = "alarms"
-"""Key of the number of alarms so far; what a rank tells is under its number."""
 
 
-class Told(NamedTuple):
-    """What a rank told last."""
+class RankReport(NamedTuple):
+    """What a rank reported last; in the store under its number."""
 
     number: int
-    """How often it told anything."""
-    doing: str
+    """How many reports it has sent."""
+    phase: str
     num_beats: int
-    """Signs of life since it began that."""
+    """Heartbeats since the phase began."""
     beat_at_s: float
     """The last one, in seconds since the epoch: the clocks of a cluster agree."""
 
 
 class HangWatch:
-    """Has all ranks write their stacks, and more, where one makes no progress for ``hang_s``.
+    """Writes this rank's stacks, and more, when it makes no progress for ``hang_s``.
 
-    Rank 0 then says in one line which rank does what, and for how long.
+    Ranks wait for each other, so that soon all do; rank 0 then says which rank does what.
     """
 
     def __init__(
@@ -46,14 +44,11 @@ class HangWatch:
         hang_s: float,
         write_more: Callable[[], None],
     ) -> None:
-        """Prepare; ``store`` is torch's, a client of its own that no other thread uses."""
+        """Prepare; ``store`` is a torch store that no other thread uses."""
         self._pulse, self._store, self._rank, self._hang_s = pulse, store, rank, hang_s
         self._world_size, self._write_more = world_size, write_more
         self._interval_s = min(hang_s / 4, _MAX_INTERVAL_S)
-        self._is_over = threading.Event()
-        self._num_alarms = int(store.compare_set(_ALARMS, "", "0"))
-        self._alarmed_s = 0.0
-        """``Pulse.beat_s`` at the last alarm: there is one for each stop."""
+        self._has_ended = threading.Event()
 
     def start(self) -> Callable[[], None]:
         """Watch from now on; return what ends it."""
@@ -61,100 +56,87 @@ class HangWatch:
         thread.start()
 
         def end() -> None:
-            self._is_over.set()
+            self._has_ended.set()
             thread.join(_JOIN_S)
 
         return end
 
     def _watch(self) -> None:
-        number = 0
+        number, alarmed_beat_s = 0, 0.0
         try:
-            while not self._is_over.wait(self._interval_s):
+            while not self._has_ended.wait(self._interval_s):
                 number += 1
-                quiet_s = time.monotonic() - self._pulse.beat_s
-                told = self._own(number, quiet_s)
-                self._store.set(str(self._rank), json.dumps(told))
-                if self._is_alarmed(quiet_s):
+                self._store.set(str(self._rank), json.dumps(self._report(number)))
+                beat_s = self._pulse.beat_s
+                is_stuck = time.monotonic() - beat_s >= self._hang_s
+                if is_stuck and beat_s != alarmed_beat_s:  # once for each stop
+                    alarmed_beat_s = beat_s
                     request_stacks()
                     self._write_more()
                     if self._rank == 0:
-                        self._report()
+                        self._describe()
         except (RuntimeError, OSError):  # the store or the disk is gone, and with it the run
             return
 
-    def _is_alarmed(self, quiet_s: float) -> bool:
-        """Whether there is a new alarm; raise it where this rank is the first to stand still."""
-        beat_s, num_alarms = self._pulse.beat_s, int(self._store.get(_ALARMS))
-        is_stuck = quiet_s >= self._hang_s and beat_s != self._alarmed_s
-        if is_stuck and num_alarms == self._num_alarms:
-            raised = self._store.compare_set(_ALARMS, str(num_alarms), str(num_alarms + 1))
-            num_alarms = int(raised)  # once, also where two ranks raise it
-        if num_alarms == self._num_alarms:
-            return False
-        self._num_alarms = num_alarms
-        if quiet_s >= self._hang_s / 2:  # else it may come to stand still for another reason
-            self._alarmed_s = beat_s
-        return True
+    def _report(self, number: int) -> RankReport:
+        beat_at_s = time.time() - (time.monotonic() - self._pulse.beat_s)
+        return RankReport(number, self._pulse.doing, self._pulse.num_beats, beat_at_s)
 
-    def _own(self, number: int, quiet_s: float) -> Told:
-        return Told(number, self._pulse.doing, self._pulse.num_beats, time.time() - quiet_s)
-
-    def _report(self) -> None:
-        """Say who does what, when every rank that lives has told it."""
-        before = self._told()
-        if self._is_over.wait(2 * self._interval_s):
+    def _describe(self) -> None:
+        """Say who does what, once every rank that lives has reported again."""
+        before = self._reports()
+        if self._has_ended.wait(2 * self._interval_s):
             return
-        now = self._told()
-        now[0] = self._own(-1, time.monotonic() - self._pulse.beat_s)
-        described = describe_ranks(before, now, time.time(), self._hang_s)
+        now = self._reports()
+        now[0] = self._report(-1)
         say(
-            f"no progress for {self._hang_s:g} s (log.hang_s): {described}; stacks and the last "
-            "collectives are in <run_dir>/logs (docs/runtime.md)"
+            f"no progress for {self._hang_s:g} s (log.hang_s): "
+            f"{describe_ranks(before, now, time.time(), self._hang_s)}; stacks and collective "
+            "traces are in <run_dir>/logs (docs/runtime.md)"
         )
 
-    def _told(self) -> list[Told | None]:
+    def _reports(self) -> list[RankReport | None]:
         keys = map(str, range(self._world_size))
         return [
-            Told(*json.loads(self._store.get(key))) if self._store.check([key]) else None
+            RankReport(*json.loads(self._store.get(key))) if self._store.check([key]) else None
             for key in keys
         ]
 
 
 def describe_ranks(
-    before: Sequence[Told | None], now: Sequence[Told | None], now_s: float, hang_s: float
+    before: Sequence[RankReport | None],
+    now: Sequence[RankReport | None],
+    now_s: float,
+    hang_s: float,
 ) -> str:
-    """Say which ranks do what, first those that have stood still for longest.
+    """Say which ranks do what, first those that have been stuck for longest.
 
-    A rank that told nothing since ``before`` is stopped as a whole, or gone.
+    A rank that reported nothing since ``before`` is stopped as a whole, or gone.
     """
     ranks: dict[str, list[int]] = {}
     since_s: dict[str, float] = {}
-    for rank, (earlier, told) in enumerate(zip(before, now, strict=True)):
-        if told is None:
-            state, beat_at_s = "never told anything", 0.0
-        elif earlier is not None and earlier.number == told.number:
-            state, beat_at_s = f"silent, last in {told.doing}", 0.0
-        elif now_s - told.beat_at_s < hang_s / 2:
-            state, beat_at_s = f"moving in {told.doing}", told.beat_at_s
+    for rank, (earlier, report) in enumerate(zip(before, now, strict=True)):
+        beat_at_s = 0.0
+        if report is None:
+            state = "never reported"
+        elif earlier is not None and earlier.number == report.number:
+            state = f"not responding, last in {report.phase}"
+        elif now_s - report.beat_at_s < hang_s / 2:
+            state, beat_at_s = f"progressing in {report.phase}", now_s
         else:
-            state = f"in {told.doing} after {told.num_beats} signs of life"
-            beat_at_s = told.beat_at_s
+            beat_at_s = report.beat_at_s
+            state = f"stuck in {report.phase} for {{}} s after {report.num_beats} heartbeats"
         ranks.setdefault(state, []).append(rank)
-        since_s[state] = min(beat_at_s, since_s.get(state, math.inf))
+        since_s[state] = min(beat_at_s, since_s.get(state, now_s))
     return "; ".join(
-        f"{_name(ranks[state])} {state}"
-        + (f" for {now_s - since_s[state]:.0f} s" if since_s[state] else "")
+        f"{_name(ranks[state])} {state.replace('{}', f'{now_s - since_s[state]:.0f}')}"
         for state in sorted(ranks, key=lambda state: since_s[state])
     )
 
 
 def _name(ranks: Sequence[int]) -> str:
     """Such as ``rank 3`` or ``ranks 0-2, 4``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    spans = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    gaps = [pair for pair in pairwise(ranks) if pair[1] != pair[0] + 1]
+    firsts, lasts = [ranks[0], *(after for _, after in gaps)], [*(b for b, _ in gaps), ranks[-1]]
+    spans = (f"{a}-{b}" if a < b else str(a) for a, b in zip(firsts, lasts, strict=True))
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(spans)}"

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from bapo_megatron.config.reward import SHAPING_TERMS
@@ -88,6 +88,7 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     truncated = sum(sample.finish_reason is FinishReason.LENGTH for sample in samples)
     rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
     num_groups, num_samples = len(batch.groups), len(samples)
+    components = means_by_name([sample.reward_components for sample in samples])
     return {
         "reward/mean": math.fsum(sample.reward for sample in samples) / num_samples,
         "reward/solved_groups": sum(all(map(is_right, group.samples)) for group in batch.groups)
@@ -96,7 +97,7 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "reward/answer_found_share": sum(sample.answer_found for sample in samples) / num_samples,
         "reward/timeouts": float(batch.stats.reward_timeouts),
         "reward/errors": float(batch.stats.reward_errors),
-        **_component_metrics(samples),
+        **{f"reward/{name}": mean for name, mean in components.items()},
         "rollout/response_tokens_mean": sum(lengths) / num_samples,
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_share": truncated / num_samples,
@@ -130,13 +131,13 @@ def is_right(sample: Sample) -> bool:
     return sample.reward - shaping >= 1.0 - 1e-9  # up to rounding
 
 
-def _component_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means of reward functions, shaping and their metrics, each over the samples that have it."""
-    sums: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.reward_components.items():
-            sums.setdefault(name, []).append(value)
-    return {f"reward/{name}": math.fsum(sums[name]) / len(sums[name]) for name in sorted(sums)}
+def means_by_name(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each name, over the records that have it."""
+    values: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in record.items():
+            values.setdefault(name, []).append(value)
+    return {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
 
 
 def _source_metrics(batch: RolloutBatch) -> dict[str, float]:

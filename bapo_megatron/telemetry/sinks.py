@@ -1,23 +1,28 @@
-"""Where metrics go: ``metrics.jsonl`` always; terminal, TensorBoard, Weights & Biases if asked."""
+"""Where metrics go: ``metrics.jsonl`` always; terminal, Prometheus and trackers if configured."""
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated, Any, NamedTuple, cast
+
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from pydantic import Field
 
 from bapo_megatron.config.schema import LogConfig
-from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.calls import decode_lines
 from bapo_megatron.runtime.files import atomic_write_text, naming, read_regular
-from bapo_megatron.telemetry.console import show
+from bapo_megatron.telemetry.console import say, show
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, OLD_METRIC_NAMES
-from bapo_megatron.telemetry.prometheus import ShowRow
-from bapo_megatron.telemetry.trackers import (
-    PublicSettings,
-    SampleRow,
-    TensorBoard,
-    WeightsAndBiases,
-)
 from bapo_megatron.types import StepMetrics
+
+PublicSettings = Mapping[str, bool | int | float | str]
+"""A run's settings by dotted key, without secrets (``config.settings.public_settings``)."""
+ShowRow = Callable[[Mapping[str, float]], None]
+"""Takes a row of ``metrics.jsonl``."""
 
 _COLUMNS = (
     ("reward", ("reward/mean",), "{:.3f}"),
@@ -37,6 +42,21 @@ _EVALUATION_TIME = "time/evaluation_s"
 
 _MAX_VALUE = 1e150
 """Limit of a metric: sums and differences of such stay finite, also where figures make them."""
+_Metric = Annotated[float, Field(ge=-_MAX_VALUE, le=_MAX_VALUE)]
+
+
+class SampleRow(NamedTuple):
+    """A row of a table of samples; the columns in their order."""
+
+    step: int
+    group: int
+    sample: int
+    reward: float
+    tokens: int
+    finish: str
+    prompt: str
+    response: str
+    answer: str
 
 
 def _is_kept(value: float) -> bool:
@@ -55,18 +75,11 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
             and key.
     """
     content, _, _ = read_regular(path).rpartition(b"\n")
-    rows: list[dict[str, float]] = []
-    for number, line in enumerate(content.splitlines(), start=1):
-        try:
-            row = decode_json(dict[str, float], line)
-            if not (row.get("step", -1.0) >= 0 and all(map(_is_kept, row.values()))):
-                raise ValueError(
-                    f"'step' must be there, and all numbers from -{_MAX_VALUE:g} to {_MAX_VALUE:g}"
-                )
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}; remove the line") from error
-        rows.append({OLD_METRIC_NAMES.get(name, name): value for name, value in row.items()})
-    return rows
+    rows = decode_lines(dict[str, _Metric], content, path)
+    for number, row in enumerate(rows, start=1):
+        if row.get("step", -1.0) < 0:
+            raise ValueError(f"{path}:{number}: 'step' must be there, from 0 on; remove the line")
+    return [{OLD_METRIC_NAMES.get(name, name): row[name] for name in row} for row in rows]
 
 
 class MetricsSinks:
@@ -84,19 +97,17 @@ class MetricsSinks:
         sample_rows: Callable[[int], Sequence[SampleRow]] = lambda _: (),
         show_row: ShowRow | None = None,
     ) -> None:
-        """Open the sinks; drop the rows of ``first_step`` and of what comes after it.
+        """Open the sinks; drop the rows from ``first_step`` on, which are made again.
 
         ``settings`` and ``sample_rows`` are for trackers; ``show_row`` takes every row.
         """
-        self._show_row = show_row
-        self._total_steps = total_steps
-        self._shows = config.console
-        self._lines = 0
+        self._show_row, self._total_steps = show_row, total_steps
+        self._shows, self._num_lines = config.console, 0
         path = run_dir / "metrics.jsonl"
         kept = []
         if first_step and path.exists():
-            earlier = read_metrics(path)  # its step is made again
-            kept = [json.dumps(row) + "\n" for row in earlier if row["step"] < first_step]
+            rows = read_metrics(path)
+            kept = [json.dumps(row) + "\n" for row in rows if row["step"] < first_step]
         atomic_write_text(path, "".join(kept))
         self._file = path.open("a")
         self._trackers: list[TensorBoard | WeightsAndBiases] = []
@@ -132,19 +143,148 @@ class MetricsSinks:
         values = metrics.values
         cells = [f"{metrics.step:>4}/{self._total_steps}"]
         for heading, names, form in _COLUMNS:
-            found = [values[name] for name in names if name in values]
-            cells.append(f"{form.format(sum(found)) if found else '-':>{_width(heading)}}")
+            parts = [values[name] for name in names if name in values]
+            cells.append(f"{form.format(sum(parts)) if parts else '-':>{_width(heading)}}")
         step_s = sum(
             v for k, v in values.items() if k.startswith("time/") and k != _EVALUATION_TIME
         )
         cells.append(f"{step_s:6.{2 if step_s < 10 else 1}f} s")  # a replay takes milliseconds
-        if self._lines % 20 == 0:
+        if self._num_lines % 20 == 0:
             blank = " " * (len(cells[0]) - 4)
             heads = "  ".join(f"{heading:>{_width(heading)}}" for heading, _, _ in _COLUMNS)
             show(f"step{blank}  {heads}      time", style="bold")
         show("  ".join(cells))
-        self._lines += 1
+        self._num_lines += 1
 
 
 def _width(heading: str) -> int:
     return max(6, len(heading))
+
+
+class TensorBoard:
+    """Event files of a run."""
+
+    def __init__(self, directory: Path, first_step: int, settings: PublicSettings) -> None:
+        """Open them; what an earlier start wrote from ``first_step`` on is no longer shown.
+
+        ``settings`` are the run's hyper-parameters, of which TensorBoard shows those of the first
+        start, and the last value of each curve is a metric.
+        """
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(directory), purge_step=first_step)
+        self._file = cast("Any", writer.file_writer)
+        if settings:
+            self._file.add_summary(hparams_pb(dict(settings)))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to every curve."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One event for all: each of its own wakes the thread that writes them.
+        points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._file.add_summary(Summary(value=points), step)
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._file.close()
+
+
+class WeightsAndBiases:
+    """The run at Weights & Biases; a resumed run goes on under the same id."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        run_name: str,
+        config: LogConfig,
+        settings: PublicSettings,
+        sample_rows: Callable[[int], Sequence[SampleRow]],
+    ) -> None:
+        """Begin or continue it; ``sample_rows`` returns samples of a step."""
+        import wandb
+
+        self._make_table = wandb.Table
+        self._sample_rows, self._every_steps = sample_rows, config.wandb_samples_every
+        id_file = run_dir / "wandb_id"
+        if not id_file.exists():
+            atomic_write_text(id_file, uuid.uuid4().hex)
+        self._run: Any = wandb.init(
+            project=config.wandb_project,
+            name=run_name,
+            group=config.wandb_group or None,
+            tags=config.wandb_tags,
+            dir=str(run_dir),
+            id=id_file.read_text(),
+            resume="allow",
+            config=dict(settings),
+            allow_val_change=True,  # a resumed run may have other settings
+            settings=wandb.Settings(
+                # Command line and address of the working directory's repository may hold secrets.
+                x_disable_meta=True,
+                disable_git=True,
+                save_code=False,
+                quiet=True,  # else the end of a run is thirty lines of its numbers
+            ),
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to every curve and, where it is due, a table of samples."""
+        logged: dict[str, Any] = dict(values)
+        is_due = self._every_steps and step != BEFORE_TRAINING and not step % self._every_steps
+        if is_due and (rows := self._rows(step)):
+            columns, cells = list(SampleRow._fields), [list(row) for row in rows]
+            logged["samples"] = self._make_table(columns=columns, data=cells)
+        self._run.log(logged, step=step)
+
+    def _rows(self, step: int) -> Sequence[SampleRow]:
+        """Return samples of a step; none any more after they could not be read."""
+        try:
+            return self._sample_rows(step)
+        except (ValueError, OSError) as error:
+            self._sample_rows = lambda _: ()
+            say(f"no table of samples for Weights & Biases from now on: {error}")
+            return ()
+
+    def close(self) -> None:
+        """Send what is left, and end the run."""
+        self._run.finish()
+
+
+@contextmanager
+def rows_served(config: LogConfig) -> Iterator[ShowRow]:
+    """Serve metrics to Prometheus within the block, if ``prometheus_port`` is set.
+
+    Yields what takes the rows. ``a/b`` is the gauge ``bapo_a_b``: every character that Prometheus
+    does not allow becomes ``_``. A gauge keeps its last value, such as that of an evaluation.
+
+    Raises:
+        ValueError: The port is in use.
+    """
+    registry, gauges = CollectorRegistry(), dict[str, Gauge]()
+
+    def show_row(row: Mapping[str, float]) -> None:
+        for name, value in row.items():
+            key = "bapo_" + re.sub("[^a-zA-Z0-9_]", "_", name)
+            if key not in gauges:
+                gauges[key] = Gauge(key, name, registry=registry)
+            gauges[key].set(value)
+
+    if not config.prometheus_port:
+        yield show_row
+        return
+    host, port = config.prometheus_host, config.prometheus_port
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ValueError(
+            f"log.prometheus_port: cannot listen on {host}:{port} ({error.strerror}); end what "
+            "uses it, or choose another port (or log.prometheus_host)"
+        ) from error
+    try:
+        yield show_row
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -16,9 +16,8 @@ from bapo_megatron.evaluation.estimators import (
     paired_difference,
     student_interval,
 )
-from bapo_megatron.evaluation.report import read_results
-from bapo_megatron.evaluation.settings import ResultsError
-from bapo_megatron.evaluation.summary import is_shown, values_by_problem
+from bapo_megatron.evaluation.results import is_shown, read_results, values_by_problem
+from bapo_megatron.evaluation.samples import ResultsError
 from bapo_megatron.types import EvalProblem, EvalResult
 
 Results = Sequence[EvalResult]

@@ -37,8 +37,8 @@ from bapo_megatron.runtime.processes import stacks_appended_to
 from bapo_megatron.telemetry.console import say, show
 from bapo_megatron.telemetry.hang import HangWatch
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics, step_metrics
+from bapo_megatron.telemetry.run_dir import record_start
 from bapo_megatron.telemetry.sinks import MetricsSinks
-from bapo_megatron.telemetry.starts import record_start
 from bapo_megatron.trainer import reporting
 from bapo_megatron.trainer.checkpointing import Checkpoints, is_due
 from bapo_megatron.trainer.opening import Opening

@@ -42,8 +42,8 @@ from bapo_megatron.telemetry.console import (
     console_kept_in,
     say,
 )
-from bapo_megatron.telemetry.prometheus import ShowRow, rows_served
-from bapo_megatron.telemetry.run_lock import run_dir_locked
+from bapo_megatron.telemetry.run_dir import run_dir_locked
+from bapo_megatron.telemetry.sinks import ShowRow, rows_served
 from bapo_megatron.trainer.check import check_training
 from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
 

@@ -19,9 +19,7 @@ from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.runtime.gpus import peak_flops, recognize_gpu
 from bapo_megatron.runtime.versions import own_software
 from bapo_megatron.telemetry.console import say, show
-from bapo_megatron.telemetry.prometheus import ShowRow
-from bapo_megatron.telemetry.sinks import MetricsSinks
-from bapo_megatron.telemetry.trackers import SampleRow
+from bapo_megatron.telemetry.sinks import MetricsSinks, SampleRow, ShowRow
 from bapo_megatron.trainer.checkpointing import Progress
 from bapo_megatron.types import EvalResult
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
@@ -10,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from rich.console import Console
 
+from bapo_megatron import cli
 from bapo_megatron.algorithm.objectives.bapo import BapoConfig
-from bapo_megatron.commands.bounds import bounds_from_file, print_search, to_json_dict
+from bapo_megatron.commands.bounds import bounds_from_file, to_json_dict
 
 CONFIG = BapoConfig.model_validate(
     {
@@ -46,21 +45,20 @@ def write(path: Path, values: dict[str, np.ndarray]) -> Path:
 def test_the_report_of_a_batch_computed_by_hand(tmp_path: Path, name: str) -> None:
     result, counts = bounds_from_file(write(tmp_path / name, columns()), CONFIG)
     answer = json.loads(json.dumps(to_json_dict(result)))
-    assert set(answer) == {
-        "clip_low",
-        "clip_high",
-        "positive_share_start",
-        "positive_share",
-        "exit",
-        "candidates",
+    candidates = answer.pop("candidates")
+    assert answer == {
+        "clip_low": 0.6,
+        "clip_high": 1.25,
+        "positive_share_start": pytest.approx(1 / 2.5, abs=1e-6),
+        "positive_share": pytest.approx(1.25 / 2.75, abs=1e-6),
+        "exit": "met",
     }
-    assert (answer["clip_low"], answer["clip_high"], answer["exit"]) == (0.6, 1.25, "met")
-    assert answer["positive_share_start"] == pytest.approx(1 / 2.5, abs=1e-6)
-    assert answer["positive_share"] == pytest.approx(1.25 / 2.75, abs=1e-6)
-    path = [(pair["clip_low"], pair["clip_high"]) for pair in answer["candidates"]]
+    path = [(pair["clip_low"], pair["clip_high"]) for pair in candidates]
     assert path == [(0.6, 1.0), (0.6, 1.25), (0.8, 1.25)]
-    assert [pair["passes"] for pair in answer["candidates"]] == [False, True, False]
-    assert answer["candidates"][2]["negative"] == pytest.approx(1.6, abs=1e-6)
+    assert [pair["passes"] for pair in candidates] == [False, True, False]
+    assert candidates[2]["positive"] == pytest.approx(1.25, abs=1e-6)
+    assert candidates[2]["negative"] == pytest.approx(1.6, abs=1e-6)
+    assert candidates[2]["positive_share"] == pytest.approx(1.25 / 2.85, abs=1e-6)
     assert (counts.positive_tokens, counts.negative_tokens) == (1, 1)
 
 
@@ -71,61 +69,84 @@ def test_without_a_mask_every_token_counts(tmp_path: Path) -> None:
     assert (counts.positive_tokens, result.exit) == (2, "start")
 
 
-def test_an_empty_file_gives_the_start(tmp_path: Path) -> None:
+def test_an_empty_file_gives_the_start_and_what_is_masked_may_hold_anything(
+    tmp_path: Path,
+) -> None:
+    values = columns()
+    values["logprob"][2] = np.nan
+    result, _ = bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG)
+    assert result.exit == "met"
     values = {name: column[:0] for name, column in columns().items()}
     result, _ = bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG)
     assert result.exit == "start"
 
 
-def test_what_is_masked_may_hold_anything(tmp_path: Path) -> None:
-    values = columns()
-    values["logprob"][2] = np.nan
-    result, _ = bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG)
-    assert result.exit == "met"
+def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    cli.app(["bounds", *map(str, arguments)], standalone_mode=False)
+    return capsys.readouterr().out
 
 
-def test_the_printed_report_marks_the_chosen_pair(tmp_path: Path) -> None:
-    text = io.StringIO()
-    found = bounds_from_file(write(tmp_path / "tokens.npz", columns()), CONFIG)
-    print_search(*found, CONFIG.target, Console(file=text, width=120))
-    chosen = [line for line in text.getvalue().splitlines() if "→" in line]
-    assert len(chosen) == 1
-    assert "1.25" in chosen[0]
-    assert f"target {CONFIG.target:g}" in text.getvalue()
-    assert "met: c_low 0.6, c_high 1.25" in text.getvalue()
+def test_the_command_prints_the_decision_as_json_and_for_people(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {
+        "logprob": np.log([2.0, 1.0, 1.0]),
+        "behaviour_logprob": np.zeros(3),
+        "advantage": np.array([1.0, -1.0, -1.2]),
+    }
+    path = write(tmp_path / "tokens.npz", values)
+    report = json.loads(printed(capsys, path, "--preset", "paper", "--json"))
+    # P = min(2, c), N = 2.2: P / (P + N) >= 0.4 needs c >= 1.4667, so 1.5 on the grid.
+    assert (report["clip_low"], report["clip_high"], report["exit"]) == (0.6, 1.5, "met")
+    assert report["positive_share_start"] == pytest.approx(1.2 / 3.4, abs=1e-6)
+    assert report["positive_share"] == pytest.approx(1.5 / 3.7, abs=1e-6)
+
+    # Counting only unclipped tokens, the ratio of 2 counts from the bound 2.05 on.
+    text = printed(capsys, path, "--contribution", "gradient")
+    (chosen,) = [line for line in text.splitlines() if "→" in line]
+    assert chosen.split("|")[2:4] == [" 0.6 ", " 2.05 "]
+    assert "met: c_low 0.6, c_high 2.05" in text
+    assert "target 0.4" in text
+
+
+def test_the_command_uses_the_dual_clip_of_the_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {
+        "logprob": np.log([1.0, 4.0, 1.0]),
+        "behaviour_logprob": np.zeros(3),
+        "advantage": np.array([1.0, -1.0, -0.25]),
+    }
+    path = write(tmp_path / "tokens.npz", values)
+    options = ("--preset", "recipe", "--contribution", "gradient", "--json")
+    # The ratio of 4 is above the dual clip of 3: P = 1, N = 0.25. With it the share were 1 / 5.25.
+    share = json.loads(printed(capsys, path, *options))["positive_share_start"]
+    assert share == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "place"),
     [
-        (
-            {"advantage": None},
-            "column 'advantage' is missing, found behaviour_logprob, logprob, mask;",
-        ),
-        (
-            {"advantage": None, "prompt": np.array(["a", "b", "c"])},
-            "found behaviour_logprob, logprob, mask, prompt; write the columns logprob, "
-            "behaviour_logprob, advantage and optionally mask, one row per token",
-        ),
-        ({"advantage": np.zeros(2)}, r"column 'advantage' must have shape \[3\] .* got \[2\]"),
-        ({"logprob": np.zeros((3, 1))}, r"column 'logprob' must have shape \[3\] .* got \[3, 1\]"),
-        ({"logprob": np.float32(1)}, r"column 'logprob' must have shape \[0\] .* got \[\]"),
-        ({"logprob": np.array(["a", "b", "c"])}, "column 'logprob' must hold numbers"),
-        ({"logprob": np.array([0.0, np.nan, 0.0])}, r"logprob\[1\] is nan, must be a finite"),
-        ({"advantage": np.array([np.inf, 0, 0])}, r"advantage\[0\] is inf, must be a finite"),
-        ({"advantage": np.array([1e300, 0, 0])}, r"advantage\[0\] is 1e\+300, must be a finite"),
-        ({"mask": np.array([1.0, 0.5, 0.0])}, r"mask\[1\] is 0.5, must be 0 or 1"),
+        ({"advantage": None}, "column 'advantage' is missing"),
+        ({"advantage": None, "prompt": np.array(["a", "b", "c"])}, "column 'advantage' is missing"),
+        ({"advantage": np.zeros(2)}, r"column 'advantage' .* shape \[2\]"),
+        ({"logprob": np.zeros((3, 1))}, r"column 'logprob' .* shape \[3, 1\]"),
+        ({"logprob": np.float32(1)}, r"column 'logprob' .* shape \[\]"),
+        ({"logprob": np.array(["a", "b", "c"])}, "column 'logprob' .* got <U1"),
+        ({"logprob": np.array([0.0, np.nan, 0.0])}, r"logprob\[1\] is nan"),
+        ({"advantage": np.array([np.inf, 0, 0])}, r"advantage\[0\] is inf"),
+        ({"advantage": np.array([1e300, 0, 0])}, r"advantage\[0\] is 1e\+300"),
+        ({"mask": np.array([1.0, 0.5, 0.0])}, r"mask\[1\] is 0.5"),
         ({"advantage": np.array([0, -300.0, 0])}, r"advantage\[1\] is -300, .* below 256"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused_by_name(
-    tmp_path: Path, change: dict[str, np.ndarray | None], message: str
+    tmp_path: Path, change: dict[str, np.ndarray | None], place: str
 ) -> None:
     values = {k: v for k, v in {**columns(), **change}.items() if v is not None}
     path = write(tmp_path / "tokens.npz", values)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=rf"tokens\.npz: {place}") as caught:
         bounds_from_file(path, CONFIG)
-    assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -136,7 +157,7 @@ def test_nulls_and_nested_rows_of_parquet_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"logprob\[1\] is nan"):
         bounds_from_file(path, CONFIG)
     pq.write_table(table.set_column(0, "logprob", [[[0.0, 1.0], [2.0]]]), path)
-    with pytest.raises(ValueError, match="flatten responses into one row per token"):
+    with pytest.raises(ValueError, match=r"column 'logprob' .* got object"):
         bounds_from_file(path, CONFIG)
 
 
@@ -144,11 +165,14 @@ def test_nulls_and_nested_rows_of_parquet_are_refused(tmp_path: Path) -> None:
 def test_a_truncated_file_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, columns())
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(ValueError, match=r"cannot be read .* write the file again") as caught:
+    with pytest.raises(ValueError, match=rf"{name}: cannot be read") as caught:
         bounds_from_file(path, CONFIG)
     assert "\n" not in str(caught.value)
 
 
-def test_other_file_types_are_refused(tmp_path: Path) -> None:
+def test_objects_and_other_file_types_are_refused(tmp_path: Path) -> None:
+    objects = write(tmp_path / "tokens.npz", {**columns(), "advantage": np.array([{}, {}, {}])})
+    with pytest.raises(ValueError, match="it holds Python objects"):
+        bounds_from_file(objects, CONFIG)
     with pytest.raises(ValueError, match=r"must end in \.npz or \.parquet"):
         bounds_from_file(tmp_path / "tokens.csv", CONFIG)

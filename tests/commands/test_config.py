@@ -35,15 +35,11 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     Path("model/config.json").write_text(json.dumps(hf_config))
     for name in ("model/model.safetensors", "model/tokenizer_config.json", "train.jsonl"):
         Path(name).touch()
-    settings = {
-        "name": "x",
-        "run_dir": "runs/x",
-        "model": {"path": "model"},
-        "parallel": {"tensor": 2},
-        "data": {"train": {"path": "train.jsonl"}, "max_prompt_tokens": 100},
-        "rollout": {"max_response_tokens": 400},
-    }
-    Path("run.yaml").write_text(yaml.safe_dump(settings))
+    Path("run.yaml").write_text(
+        "name: x\nrun_dir: runs/x\nmodel: {path: model}\nparallel: {tensor: 2}\n"
+        "data: {train: {path: train.jsonl}, max_prompt_tokens: 100}\n"
+        "rollout: {max_response_tokens: 400}\n"
+    )
     return "run.yaml"
 
 
@@ -55,20 +51,14 @@ def test_without_a_terminal_each_key_is_a_line_with_tabs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run()
-
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(describe_keys())
     assert lines[0] == "name\ttext\trequired\tName of the run."
     assert {line.count("\t") for line in lines} == {3}
-
-
-def test_keys_are_filtered_by_a_part_of_their_names(capsys: pytest.CaptureFixture[str]) -> None:
     run("--key", "parallel.p")
-
-    assert capsys.readouterr().out == (
-        "parallel.pipeline\tinteger ≥ 1\t1\tPipeline-parallel size: stages of successive layers.\n"
-    )
-    with pytest.raises(typer.BadParameter, match=r"no key contains 'paralel'; leave out --key"):
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("parallel.pipeline\tinteger ≥ 1\t1\t")
+    with pytest.raises(typer.BadParameter, match=r"no key contains 'paralel'"):
         run("--key", "paralel")
 
 
@@ -78,16 +68,15 @@ def test_a_terminal_gets_a_table(
     monkeypatch.setattr(
         config_command,
         "Console",
-        lambda: Console(force_terminal=True, color_system=None, width=100),
+        lambda: Console(force_terminal=True, color_system=None, width=60),
     )
-    run("--key", "virtual_pipeline")
+    run("--key", "parallel.virtual_pipeline")
 
     lines = capsys.readouterr().out.splitlines()
-    assert [cell.strip() for cell in lines[1].strip("┃").split("┃")] == [
-        "key", "type", "default", "meaning",
-    ]  # fmt: skip
-    assert "parallel.virtual_pipeline" in lines[3]
-    assert max(map(len, lines)) <= 100
+    cells = [[cell.strip() for cell in line.strip("┃│").split(line[0])] for line in lines[1:-1]]
+    assert cells[0] == ["key", "type", "default", "meaning"]
+    assert "".join(row[0] for row in cells[2:]) == "parallel.virtual_pipeline"  # folded, not cut
+    assert max(map(len, lines)) <= 60
 
 
 def test_a_configuration_is_printed_and_checked(
@@ -96,23 +85,22 @@ def test_a_configuration_is_printed_and_checked(
     run(config_file)
 
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 100
-    with pytest.raises(typer.BadParameter, match="--key lists keys of any run; leave out CONFIG"):
+    with pytest.raises(typer.BadParameter, match="leave out CONFIG"):
         run(config_file, "--key", "train")
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "place"),
     [
-        ("data.train.path=no.jsonl", r"data\.train\.path: no such file '/.*/no\.jsonl'"),
-        ("rollout.servers=[a:1]", r"rollout\.servers: must be addresses like http://host"),
+        ("data.train.path=no.jsonl", r"data\.train\.path: "),
+        ("rollout.servers=[a:1]", r"rollout\.servers: "),
         ("algorithm.objective=no_module:f", "no_module"),
-        ("algorithm.advantage=no_module:f", "no_module"),
     ],
 )
-def test_what_train_would_refuse_is_told_after_the_resolved_configuration(
-    config_file: str, capsys: pytest.CaptureFixture[str], override: str, message: str
+def test_what_train_would_refuse_is_named_after_the_resolved_configuration(
+    config_file: str, capsys: pytest.CaptureFixture[str], override: str, place: str
 ) -> None:
-    with pytest.raises((ConfigError, ValueError), match=message):
+    with pytest.raises(ValueError, match=place):
         run(config_file, override)
     assert yaml.safe_load(capsys.readouterr().out)["name"] == "x"
 

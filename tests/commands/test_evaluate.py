@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-import yaml
 
-from bapo_megatron.commands.evaluate import evaluate_model
-from bapo_megatron.commands.regrade import regrade
+from bapo_megatron.commands.evaluate import evaluate_model, regrade
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
-from bapo_megatron.evaluation.samples import iterate_samples
-from bapo_megatron.evaluation.settings import (
+from bapo_megatron.evaluation.samples import (
     ResultsError,
     fingerprint,
+    iterate_samples,
     load_sets,
     settings_of,
     write_settings,
@@ -62,7 +60,7 @@ def test_samples_are_graded_again_without_server_and_configuration(
     out = tmp_path / "again"
     result = run(["eval", "--from", str(samples_file), "--out", str(out)])
     assert result.returncode == 0, result.stderr
-    assert "8 samples graded again, 3 rewards rose, 0 fell" in result.stderr
+    assert "regraded 8 samples: 3 rewards increased, 0 decreased" in result.stderr
     (scored,) = json.loads((out / "eval.json").read_text())
     assert (scored["name"], scored["missing_answers"]) == ("sums", 1)
     values = {score["name"]: score["value"] for score in scored["scores"]}
@@ -96,13 +94,15 @@ def test_samples_are_graded_again_without_server_and_configuration(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eval"], "give CONFIG, or --from with a samples file"),
+        (["eval"], "give CONFIG"),
         (["eval", "--out", "x"], "--out needs --from"),
         (["eval", "--from", "FILE", "--resume"], "nothing to --resume"),
-        (["eval", "--from", "CUT"], "1 of 8 samples are missing; finish the evaluation"),
+        (["eval", "--from", "/no/such.jsonl"], "/no/such.jsonl: no such file"),
+        (["eval", "--from", "CUT"], "cut.jsonl: 1 of 8 samples are missing"),
         (["eval", "--from", "FILE", "--out", "HERE"], "--out: would replace"),
-        (["compare", "FILE", "OTHER"], "0 in common; compare results on the same data"),
-        (["compare", "FILE", "/no/such/eval.json"], "no such file; give a run directory"),
+        (["eval", "--from", "FILE", "--from", "FILE"], "--from: must be different sets, got sums"),
+        (["compare", "FILE", "OTHER"], "0 in common"),
+        (["compare", "FILE", "/no/such/eval.json"], "/no/such/eval.json: no such file"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(
@@ -130,21 +130,9 @@ def test_samples_alone_run_no_code_and_send_nothing_to_a_service(
     samples_file: Path, entry: dict[str, str], named: str
 ) -> None:
     functions = [{"name": "math", "function": "math"}, {"name": "own", **entry}]
-    write_settings(
-        samples_file,
-        {
-            "weights": "model",
-            "num_prompts": 2,
-            "samples_per_prompt": 4,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": -1,
-            "max_response_tokens": 16,
-            "reward": {"functions": functions},
-        },
-    )
-    message = rf"sums\.settings\.json: reward\.functions\[1\] is {named}, .*; give the CONFIG that"
-    with pytest.raises(ResultsError, match=message):
+    settings = {"num_prompts": 2, "samples_per_prompt": 4, "reward": {"functions": functions}}
+    write_settings(samples_file, settings)
+    with pytest.raises(ResultsError, match=rf"sums\.settings\.json: .*\[1\] is {named}"):
         regrade([samples_file], None, None)
 
 
@@ -164,7 +152,7 @@ def test_samples_that_are_there_are_neither_replaced_nor_mixed_with_others(
     samples = tmp_path / "run" / "eval" / "sums.jsonl"
     samples.parent.mkdir(parents=True)
     samples.write_bytes(sample("sums.jsonl:0").to_line())
-    with pytest.raises(ResultsError, match="holds samples of an earlier evaluation; continue it"):
+    with pytest.raises(ResultsError, match="holds samples of an earlier evaluation"):
         evaluate_model(config)
     resumed = config.model_copy(update={"resume": True})
     with pytest.raises(ResultsError, match=r"sums.settings.json: is missing"):
@@ -176,7 +164,7 @@ def test_samples_that_are_there_are_neither_replaced_nor_mixed_with_others(
     (scored,) = evaluate_model(resumed)  # nothing is missing: no server is asked
     assert scored.avg_at_k == 1.0
     hotter = resumed.model_copy(update={"eval": config.eval.model_copy(update={"temperature": 1})})
-    with pytest.raises(ResultsError, match=r"made with temperature 0\.6, now it would be .* 1"):
+    with pytest.raises(ResultsError, match=r"made with temperature 0\.6"):
         evaluate_model(hotter)
 
 
@@ -196,37 +184,19 @@ def aime(
     Few responses at a time, so that they do not end together.
     """
     path = tmp_path_factory.mktemp("aime") / "aime.yaml"
+    column = "answer_column: reward_model.ground_truth"
+    sets = [f"{{path: {shared_data}/aime{year}.parquet, {column}}}" for year in YEARS]
     path.write_text(
-        yaml.safe_dump(
-            {
-                "name": "aime",
-                "run_dir": str(path.parent / "unused"),
-                "model": {"path": str(random_model), "dtype": "float32"},
-                "data": {"max_prompt_tokens": 2000},
-                "rollout": {
-                    "local": {"max_rows": 8},
-                    "server": {
-                        "max_total_tokens": 65536,
-                        "max_running_requests": 8,
-                        "mem_fraction": 0.3,
-                    },
-                },
-                "reward": {"workers": 1},
-                "eval": {
-                    "sets": [
-                        {
-                            "path": str(shared_data / f"aime{year}.parquet"),
-                            "answer_column": "reward_model.ground_truth",
-                        }
-                        for year in YEARS
-                    ],
-                    "max_prompts": NUM_PROMPTS,
-                    "samples_per_prompt": 4,
-                    "temperature": 0.6,
-                    "max_response_tokens": MAX_TOKENS,
-                },
-            }
-        )
+        f"name: aime\nrun_dir: {path.parent}/unused\n"
+        f"model: {{path: {random_model}, dtype: float32}}\n"
+        "data: {max_prompt_tokens: 2000}\n"
+        "rollout:\n"
+        "  local: {max_rows: 8}\n"
+        "  server: {max_total_tokens: 65536, max_running_requests: 8, mem_fraction: 0.3}\n"
+        "reward: {workers: 1}\n"
+        f"eval:\n  sets: [{', '.join(sets)}]\n"
+        f"  max_prompts: {NUM_PROMPTS}\n  samples_per_prompt: 4\n"
+        f"  temperature: 0.6\n  max_response_tokens: {MAX_TOKENS}\n"
     )
 
     def arguments(engine: str, run_dir: Path) -> list[str]:
@@ -256,17 +226,14 @@ def _samples(run_dir: Path, year: int) -> list[EvalSample]:
     """All samples of a set in one order, without times."""
     samples = iterate_samples(run_dir / "eval" / f"aime{year}.jsonl")
     return sorted(
-        (dataclasses.replace(each, elapsed_s=0.0) for each in samples), key=lambda each: each.key
+        (dataclasses.replace(s, elapsed_s=0.0) for s in samples), key=lambda sample: sample.key
     )
 
 
 @pytest.mark.slow
 @pytest.mark.sglang
 def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_sample(
-    aime: Callable[[str, Path], list[str]],
-    uninterrupted: Path,
-    tmp_path: Path,
-    started: list[subprocess.Popen[str]],
+    aime: Callable[[str, Path], list[str]], tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
     run_dir = tmp_path / "run"
     process = start(aime("sglang", run_dir))
@@ -275,9 +242,7 @@ def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_samp
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     _, err = process.communicate()
-    assert f"in all {NUM_SAMPLES:,} samples, at most {NUM_SAMPLES * MAX_TOKENS:,} tokens" in (
-        err.replace("  ", " ")
-    )
+    assert f"in all {NUM_SAMPLES:,} samples, at most {NUM_SAMPLES * MAX_TOKENS:,} tokens" in err
     assert not psutil.wait_procs(children, timeout=30)[1]
     before = _lines(run_dir)
     assert NUM_SAMPLES // 8 <= len(before) < NUM_SAMPLES
@@ -291,28 +256,16 @@ def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_samp
     assert set(before) <= set(after)
     for year in YEARS:
         samples = _samples(run_dir, year)
-        assert [each.key for each in samples] == sorted(
+        assert [sample.key for sample in samples] == sorted(
             (f"aime{year}.parquet:{row}", index) for row in range(NUM_PROMPTS) for index in range(4)
         )
     results = json.loads((run_dir / "eval.json").read_text())
     assert [entry["name"] for entry in results] == ["aime24", "aime25"]
     for entry in results:
         assert (entry["num_prompts"], entry["samples_per_prompt"]) == (NUM_PROMPTS, 4)
-        assert [score["name"] for score in entry["scores"]] == [
-            "avg@4",
-            "pass@1",
-            "pass@4",
-            "maj@4",
-        ]
+        names = [score["name"] for score in entry["scores"]]
+        assert names == ["avg@4", "pass@1", "pass@4", "maj@4"]
         assert entry["wall_s"] > 0
-
-    compared = run(["compare", str(uninterrupted), str(run_dir), "--json", "--resamples", "200"])
-    assert compared.returncode == 0, compared.stderr
-    for comparison in json.loads(compared.stdout):
-        assert comparison["num_problems"] == NUM_PROMPTS
-        # A random model is never right, whatever samples from it.
-        assert {score["first"] for score in comparison["scores"]} == {0.0}
-        assert {score["second"] for score in comparison["scores"]} == {0.0}
 
 
 @pytest.mark.slow

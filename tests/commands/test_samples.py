@@ -14,7 +14,7 @@ from rich.console import Console
 from bapo_megatron import cli
 from bapo_megatron.commands.samples import inspect_step, print_step
 from bapo_megatron.data.columns import DumpError
-from bapo_megatron.data.dump import read_batch, write_batch, write_texts
+from bapo_megatron.data.dump import write_batch, write_texts
 from bapo_megatron.tools.report.rollouts import read_step
 from bapo_megatron.types import FinishReason, Group, RolloutBatch, SampleText, VersionSpan
 from tests.data.samples import make_episode, make_sample
@@ -98,59 +98,49 @@ def named(report: dict[str, Any]) -> list[tuple[int, int]]:
     return [(sample["group_id"], sample["index"]) for sample in report["samples"]]
 
 
+TURNS = [
+    "**turn 1 · policy · 2 tokens**",
+    "**environment · 4 tokens**",
+    "**turn 2 · policy · 1 tokens**",
+    "**environment · 1 tokens**",
+    "**turn 3 · policy · 3 tokens**",
+]
+
+
 @pytest.mark.usefixtures("texts")
 def test_a_response_is_shown_by_turns_with_what_its_reward_is_made_of(dump: Path) -> None:
-    lines = printed(report_of(dump, 2)).splitlines()
+    report = report_of(dump, 1)
+    (sample,) = report["samples"]
+    assert (sample["finish_reason"], sample["reward"], sample["advantage"]) == ("turns", 0.0, None)
+    assert sample["reward_components"] == {"math": 0.0, "style/words": 7.25}
+    graded = [sample[name] for name in ("answer", "answer_found", "extracted", "reason")]
+    assert graded == ["14", True, "x\x1b", "different"]
+    assert (sample["age"], sample["versions"]) == (9, [(0, 2), (1, 2), (2, 2)])
+    counts = [sample[f"{kind}_tokens"] for kind in ("sampled", "trained", "written")]
+    assert counts == [6, 6, 5]
 
-    about = "step 5 · version 9 · 1 groups · 2 samples · 2 chosen · 2 shown"
-    assert lines[0] == f"{dump} · {about}"
-    assert lines[2] == "No advantages: the run's estimator is not known, or is its own function."
-    assert lines[4:20] == [
-        "### group 0 · sample 0 · train.jsonl:0 · turns · reward 0",
-        "",
-        "- advantage: ?",
-        "- reward components: math 0 · style/words 7.25",
-        "- answer: x␛ (different)",
-        "- reference: 14",
-        "- weights versions (tokens): 0 (2) · 1 (2) · 2 (2)",
-        "- age of the oldest token: 9 updates",
-        "- tokens: 6 sampled, of them 6 in the loss, 5 written",
-        "",
-        "**prompt**",
-        "",
-        "```",
-        "(3 + 4) · 2?",
-        "```",
-        "",
+    lines = printed(report).splitlines()
+    titles = [f"### {dump}", "### group 0 · sample 0 · train.jsonl:0"]
+    assert [line for line in lines if line.startswith("###")] == titles
+    facts = {"- step: 5", "- version: 9", "- num_chosen: 2", "- estimator: null", "- age: 9"}
+    assert facts | {'- extracted: "x\\u001b"', "- versions: [[0, 2], [1, 2], [2, 2]]"} <= set(lines)
+    assert [line for line in lines if line.startswith("**")] == ["**prompt**", *TURNS]
+    prompt = lines.index("**prompt**")
+    assert lines[prompt + 1 : prompt + 7] == [
+        *("", "    (3 + 4) · 2?", "", TURNS[0], "", "    add 3 4"),
     ]
-    headings = [line for line in lines if line.startswith("**")]
-    assert headings == [
-        "**prompt**",
-        "**turn 1 · policy · 2 tokens**",
-        "**environment · 4 tokens**",
-        "**turn 2 · policy · 1 tokens**",
-        "**environment · 1 tokens**",
-        "**turn 3 · policy · 3 tokens**",
-        "**prompt**",
-        "**turn 1 · policy · 5 tokens**",
-    ]
-    assert lines[-3:] == ["```", "It is 14.", "```"]
-    first = printed(report_of(dump, 1))
-    assert "sample 1" not in first
+    assert printed(report_of(dump, 2)).endswith("tokens**\n\n    It is 14.\n")
 
 
 @pytest.mark.usefixtures("texts")
 def test_what_a_model_wrote_is_neither_markup_nor_a_control_sequence(dump: Path) -> None:
     report = report_of(dump, 1)
-    piped = printed(report)
     shown = printed(report, force_terminal=True, no_color=True, color_system=None)
 
-    for text in (piped, shown):
-        assert "[bold]x[/] ```" in text
-        assert "``` [/nope]␛[31m�2J" in text
+    for text in (printed(report), shown):
+        assert "    [bold]x[/] ```\n    code\n    ``` [/nope]␛[31m�2J" in text
         assert "7 [red]" in text
         assert not OBEYED.search(text)
-    assert "\n````\n[bold]" in piped
 
 
 @pytest.mark.parametrize("option", [(), ("--brief",), ("--json",)])
@@ -201,9 +191,9 @@ def test_advantages_are_those_of_the_run_or_of_what_is_named(
     config.write_text(config.read_text().replace("advantage: grpo", f"advantage: {own}"))
     assert advantages() == [None] * 4
     assert advantages("--advantage", own) == [-0.5, 0.5] * 2
-    with pytest.raises(typer.BadParameter, match="a function of yours, which is not called"):
+    with pytest.raises(typer.BadParameter, match="--sort advantage"):
         output_of(capsys, run, "--step", 1, "--sort", "advantage")
-    with pytest.raises(typer.BadParameter, match="name one of grpo, "):
+    with pytest.raises(typer.BadParameter, match="'gae': name one of grpo, "):
         output_of(capsys, run, "--advantage", "gae")
 
 
@@ -212,11 +202,11 @@ def test_the_newest_step_is_shown_unless_one_is_named(
 ) -> None:
     assert json_of(capsys, run)["step"] == 3
     assert json_of(capsys, run / "rollouts" / "step_000001.parquet")["step"] == 1
-    with pytest.raises(ValueError, match="no dump of step 2; there are 2, from step 1 to 3"):
+    with pytest.raises(ValueError, match="no dump of step 2;"):
         output_of(capsys, run, "--step", 2)
-    with pytest.raises(ValueError, match="no dump of a step; give the directory of a run"):
+    with pytest.raises(ValueError, match="no dump of a step;"):
         output_of(capsys, run / "rollouts")
-    with pytest.raises(typer.BadParameter, match="is one dump, which takes no --step"):
+    with pytest.raises(typer.BadParameter, match="takes no --step"):
         output_of(capsys, run / "rollouts" / "step_000001.parquet", "--step", 1)
 
 
@@ -228,7 +218,9 @@ def test_a_brief_list_has_a_row_for_each_response(
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert len(rows) == 6
     # Rewards 2 and 2.5: 0.25 over 0.35355.
-    assert cells[0] == ["1", "1", "train.jsonl:1", "length", "", "2.5", "+0.7071", "10", "5"]
+    assert cells[0][:6] == ["1", "1", "train.jsonl:1", "length", "", "2.5"]
+    assert float(cells[0][6]) == pytest.approx(0.7071, abs=1e-4)
+    assert cells[0][7:] == ["5", "10", "0"]
 
 
 def test_tokens_that_a_setting_keeps_out_of_the_loss_are_counted(
@@ -241,29 +233,21 @@ def test_tokens_that_a_setting_keeps_out_of_the_loss_are_counted(
 
 
 def test_a_dump_without_texts_shows_numbers_of_tokens(dump: Path) -> None:
-    report = report_of(dump, 1)
+    lines = printed(report_of(dump, 1)).splitlines()
 
-    piped = printed(report)
-
-    for text in (piped, printed(report, force_terminal=True, no_color=True)):
-        assert "No texts beside the dump: numbers of tokens only." in text
-        for heading in ("turn 1 · policy · 2 tokens", "environment · 4 tokens", "turn 3 · policy"):
-            assert heading in text
-        assert "```" not in text
-        assert "reference:" not in text
-    assert "prompt" not in "".join(line for line in piped.splitlines() if "**" in line)
+    assert {"- has_texts: false", "- answer: null"} <= set(lines)
+    assert not [line for line in lines if line.startswith(("    ", "**prompt"))]
+    assert [line for line in lines if line.startswith("**")] == TURNS
 
 
 def test_texts_of_another_dump_are_refused(dump: Path) -> None:
     write_texts(dump, 5, [SampleText(0, 0, "?", "14", "c", ("a", "b", "c"))])
 
-    with pytest.raises(DumpError, match="sample 0 of group 0 has 3 texts, its tokens are of 5 par"):
+    with pytest.raises(DumpError, match="sample 0 of group 0 has 3 texts"):
         report_of(dump, 1)
 
 
-def test_a_dump_that_is_missing_or_none_is_named(dump: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.parquet"):
-        read_batch(tmp_path / "nowhere.parquet")
+def test_a_file_of_texts_is_no_dump(dump: Path) -> None:
     write_texts(dump, 5, [SampleText(0, 0, "?", "14", "14")])
     with pytest.raises(DumpError, match=r"step_000005\.parquet: a parquet file but no rollout"):
         report_of(dump.parent / "texts" / dump.name, 1)

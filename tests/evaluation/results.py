@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from bapo_megatron.config.evaluation import EvalConfig
+from bapo_megatron.evaluation.results import summarise
 from bapo_megatron.evaluation.samples import EvalSample
-from bapo_megatron.evaluation.summary import summarise
 from bapo_megatron.reward.base import Score
 from bapo_megatron.types import EvalResult, FinishReason
 
@@ -74,9 +75,8 @@ def result(
             name,
             groups,
             TextEquality(),  # type: ignore[arg-type]
+            EvalConfig(k_values=(1, 2), bootstrap_resamples=200),
             settings=settings or {},
-            k_values=(1, 2),
-            num_resamples=200,
             seed=0,
         )
     )

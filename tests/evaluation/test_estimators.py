@@ -1,19 +1,26 @@
-"""avg@k, pass@k and maj@k against enumeration of all subsets."""
+"""Estimates against enumeration of subsets; intervals and p-values by hand and by simulation."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from bapo_megatron.evaluation.estimators import (
     NO_VOTE,
     candidates,
+    difference_over_seeds,
+    holm,
+    intervals,
     majority_at_k,
+    paired_difference,
     pass_at_k,
+    student_interval,
 )
 
 SAMPLES = st.lists(st.tuples(st.integers(NO_VOTE, 3), st.booleans()), min_size=1, max_size=9)
@@ -96,3 +103,133 @@ def test_large_numbers_of_samples_stay_probabilities():
 def test_a_reward_of_weights_that_sum_to_one_is_right():
     assert candidates([0], [0.7 + 0.2 + 0.1])[0].num_right == 1
     assert candidates([0], [0.9])[0].num_right == 0
+
+
+NUM_SAMPLES = 16
+TRIALS = 400
+NUM_RESAMPLES = 400
+
+
+def scores_of(rng: np.random.Generator, num_problems: int) -> np.ndarray:
+    """[P] avg@16 of problems of which each has its own chance of a right answer, mostly extreme."""
+    return rng.binomial(NUM_SAMPLES, rng.beta(0.5, 0.5, num_problems)) / NUM_SAMPLES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_problems", "low", "high"), [(5, 0.78, 0.92), (10, 0.88, 0.97), (30, 0.91, 0.98)]
+)
+def test_the_interval_covers_the_mean_over_all_problems_as_often_as_documented(
+    num_problems, low, high
+):
+    rng = np.random.default_rng(0)
+    covered = 0
+    for trial in range(TRIALS):
+        ends = intervals(scores_of(rng, num_problems)[:, None], NUM_RESAMPLES, seed=trial)
+        covered += ends[0, 0] <= 0.5 <= ends[1, 0]
+    # 95 % in the limit; too rarely with few problems. Monte Carlo error of 400 trials: ± 2.2 %.
+    assert low <= covered / TRIALS <= high
+
+
+def test_without_a_difference_p_is_rarely_small():
+    rng = np.random.default_rng(2)
+    small = 0
+    for trial in range(TRIALS):
+        chances = rng.beta(0.5, 0.5, 30)
+        first, second = (rng.binomial(NUM_SAMPLES, chances) / NUM_SAMPLES for _ in range(2))
+        small += paired_difference(second - first, NUM_RESAMPLES, seed=trial).p_value < 0.05
+    assert 0.02 <= small / TRIALS <= 0.10
+
+
+def test_the_interval_is_that_of_all_resamples_where_they_can_be_listed():
+    # Two problems, 0 and 1: the mean of a resample is 0, 1/2 or 1 with probability 1/4, 1/2, 1/4.
+    ends = intervals(np.array([[0.0], [1.0]]), 4000, seed=0)
+    assert ends[:, 0].tolist() == [0.0, 1.0]
+    # Four problems of which one is right: binomial(4, 1/4) / 4. P(0) = 0.316; P(> 2/4) = 0.051 and
+    # P(> 3/4) = 0.004, so that the 97.5th percentile is 3/4.
+    ends = intervals(np.array([[1.0], [0], [0], [0]]), 20000, seed=0)
+    assert ends[:, 0].tolist() == [0.0, 0.75]
+
+
+def test_resamples_follow_from_the_seed_and_are_shared_by_all_columns():
+    values = np.random.default_rng(3).random((40, 1))
+    both = np.concatenate([values, 1 - values], axis=1)
+    ends = intervals(both, 500, seed=7)
+    assert np.array_equal(ends, intervals(both, 500, seed=7))
+    assert not np.array_equal(ends, intervals(both, 500, seed=8))
+    np.testing.assert_allclose(ends[:, 1], 1 - ends[::-1, 0], atol=1e-12)
+
+
+def test_many_problems_are_resampled_in_parts_with_the_same_spread():
+    values = np.tile([[0.0], [1.0]], (10_000, 1))  # 52 resamples at a time
+    low, high = intervals(values, 400, seed=0)[:, 0]
+    # ± 1.96 · 0.5 / √20000 = ± 0.0069.
+    assert 0.4915 < low < 0.4945
+    assert 0.5055 < high < 0.5085
+
+
+def test_a_difference_in_every_problem_is_as_unlikely_as_the_resamples_can_tell():
+    paired = paired_difference(np.full(30, 0.125), 999, seed=0)
+    assert (paired.difference, paired.low, paired.high) == (0.125, 0.125, 0.125)
+    assert paired.p_value == 0.002
+
+
+def test_no_difference_has_the_p_value_one():
+    assert paired_difference(np.zeros(30), 999, seed=0).p_value == 1.0
+    # 1/3 − 1/3 in another order: sums of rounding errors are no difference.
+    assert paired_difference(np.tile([1e-17, -2e-17], 15), 999, seed=0).p_value == 1.0
+
+
+def test_one_problem_has_no_spread():
+    assert intervals(np.array([[0.25]]), 100, seed=0)[:, 0].tolist() == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("num_seeds", "quantile"), [(2, 12.706), (3, 4.303), (4, 3.182), (5, 2.776), (11, 2.228)]
+)
+def test_the_interval_is_that_of_the_table_of_student_s_t(num_seeds: int, quantile: float) -> None:
+    values = np.arange(num_seeds, dtype=float)
+    low, high = student_interval(values)
+    error = (num_seeds * (num_seeds + 1) / 12 / num_seeds) ** 0.5  # s² of 0 … n − 1: n(n + 1)/12
+    assert (low + high) / 2 == pytest.approx((num_seeds - 1) / 2)
+    assert (high - low) / 2 == pytest.approx(quantile * error, rel=2e-4)
+
+
+@pytest.mark.parametrize("num_seeds", [2, 3, 4, 5, 8, 9, 31, 60])
+def test_intervals_and_p_values_are_those_of_scipy(num_seeds: int) -> None:
+    rng = np.random.default_rng(num_seeds)
+    for scale in (0.0, 0.3, 2.0):
+        values = rng.normal(scale, 1.0, num_seeds)
+        expected = stats.ttest_1samp(values, 0.0)
+        assert difference_over_seeds(values).p_value == pytest.approx(expected.pvalue, abs=1e-12)
+        for level in (0.5, 0.9, 0.95, 0.999):
+            ends = tuple(expected.confidence_interval(level))
+            assert student_interval(values, level) == pytest.approx(ends, rel=1e-9)
+
+
+def test_seeds_that_differ_alike_have_no_spread() -> None:
+    paired = difference_over_seeds(np.array([0.8, 0.7, 0.9]) - np.array([0.7, 0.6, 0.8]))
+    assert paired.low == pytest.approx(paired.high)
+    assert (paired.difference, paired.p_value) == (pytest.approx(0.1), 0.0)
+    # 0.1 + 0.2 − 0.3 is a rounding error, and no difference.
+    assert difference_over_seeds(np.array([0.1 + 0.2 - 0.3, 0.0])).p_value == 1.0
+
+
+def test_with_three_seeds_student_s_interval_covers_the_mean_and_a_bootstrap_does_not() -> None:
+    rng = np.random.default_rng(0)
+    student = bootstrap = 0
+    for trial in range(400):
+        values = rng.normal(0.0, 1.0, 3)
+        low, high = student_interval(values)
+        student += low <= 0.0 <= high
+        ends = intervals(values[:, None], 200, seed=trial)
+        bootstrap += ends[0, 0] <= 0.0 <= ends[1, 0]
+    # 95 % and 75 % (the mean is between the least and the greatest); Monte Carlo error ± 2.2 %.
+    assert 0.92 <= student / 400 <= 0.98
+    assert 0.65 <= bootstrap / 400 <= 0.80
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.02]) == [0.02]
+    assert holm([]) == []

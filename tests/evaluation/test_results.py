@@ -1,33 +1,34 @@
-"""Scores of a set, their files and tables, and the comparison of two."""
+"""Votes and scores of a set, their files and tables, and the comparison of two."""
 
 from __future__ import annotations
 
-import io
+import asyncio
 import json
 import re
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from bapo_megatron.config.evaluation import EvalConfig, eval_reward
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.evaluation import summary
-from bapo_megatron.evaluation.report import (
-    markdown_table,
+from bapo_megatron.evaluation import results as summary
+from bapo_megatron.evaluation.estimators import NO_VOTE
+from bapo_megatron.evaluation.results import (
+    count_votes,
     read_results,
-    rich_table,
     scoring_lines,
     write_results,
 )
-from bapo_megatron.evaluation.settings import ResultsError, fingerprint, prompts_digest
+from bapo_megatron.evaluation.samples import ResultsError, fingerprint, prompts_digest
+from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.telemetry.metrics import eval_metrics
 from bapo_megatron.tools.compare import compare_results
 from bapo_megatron.types import EvalResult, FinishReason, Prompt
-from tests.evaluation.results import result
+from tests.evaluation.results import TextEquality, result
 
 FIRST = {"a:0": ["2", "2", "3", ""], "a:1": ["5", "5", "2", "4"], "a:2": ["", "", "", ""]}
 SECOND = {"a:0": ["2", "2", "2", "2"], "a:1": ["2", "5", "2", "2"], "a:2": ["", "2", "", ""]}
@@ -63,16 +64,6 @@ def test_scores_and_intervals_do_not_depend_on_the_order_of_problems():
     assert [p.prompt_id for p in result(many).problems][9:] == ["a:9", "a:10", "a:11"]
 
 
-def test_cells_of_tables_are_shown_as_they_are():
-    rows, out = [["[red]a|b[/]", "1"]], io.StringIO()
-    Console(file=out, width=60).print(rich_table("of [/x]", ["set", "[n]"], rows, num_left=1))
-    assert all(text in out.getvalue() for text in ("of [/x]", "[n]", "[red]a|b[/]"))
-    written = markdown_table(["set", "[n]"], rows, num_left=1)
-    assert written == "| set | [n] |\n| --- | ---: |\n| [red]a\\|b[/] | 1 |\n"
-    # A line of Markdown is a row.
-    assert markdown_table(["set"], [["a\r\nb\n"]], num_left=1) == "| set |\n| --- |\n| a b |\n"
-
-
 def test_the_bootstrap_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch):
     threads, scores_of = [], summary.scores_of
 
@@ -105,7 +96,7 @@ def test_results_come_back_from_their_file_and_stand_in_markdown(tmp_path: Path)
     (row,) = [line for line in lines if line.startswith("| sums | avg@4 |")]
     assert re.fullmatch(r"\| sums \| avg@4 \| 25\.00% \| [\d.]+% … [\d.]+% \|", row)
     columns = {line.count("|") for line in lines if line.startswith("| more |")}
-    assert columns == {5, 13}
+    assert columns == {5, 8, 13}
     # Earlier versions wrote three of the scores twice.
     earlier = [{**entry, "avg_at_k": 0.25, "pass_at_k": 1.0, "maj_at_k": 0.5} for entry in written]
     (tmp_path / "eval.json").write_text(json.dumps(earlier))
@@ -115,9 +106,7 @@ def test_results_come_back_from_their_file_and_stand_in_markdown(tmp_path: Path)
 def test_a_score_that_is_no_single_function_s_says_what_it_is(tmp_path: Path):
     def scored(*functions: tuple[str, float]) -> EvalResult:
         entries = [{"name": name, "weight": weight} for name, weight in functions]
-        sampling = dict.fromkeys(("weights", "temperature", "top_p", "top_k"), 1)
-        settings = {**sampling, "max_response_tokens": 9, "reward": {"functions": entries}}
-        return result(FIRST, settings=settings)
+        return result(FIRST, settings={"reward": {"functions": entries}})
 
     assert scoring_lines([scored(("math", 1.0)), result(FIRST)]) == []
     mixed = scored(("math", 1.0), ("style", 0.1))
@@ -131,7 +120,7 @@ def test_failed_functions_and_the_parts_of_a_reward_are_reported(tmp_path: Path)
     parts = {"components": {"math": 0.5, "style": 0.25}, "metrics": {"style/words": 3}}
     failed = result({"a:0": ["2", "3"]}, failed=True, **parts)
     assert scoring_lines([failed]) == [
-        "sums: a reward function failed on 2 samples and gave 0",
+        "sums: a reward function failed on 2 samples, which scored 0",
     ]
     values = eval_metrics([failed])
     assert values["eval/sums/grading_errors"] == 2
@@ -158,77 +147,88 @@ def test_evaluations_have_functions_of_their_own_where_some_are_given():
         EvalConfig.model_validate({"functions": [judge, judge]})
 
 
-def test_what_is_no_result_is_refused_in_one_line(tmp_path: Path):
+WHOLE = asdict(result({"a:0": ["2", "3"]}))
+PROBLEM = WHOLE["problems"][0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        [],
+        [{}],
+        [WHOLE, WHOLE],
+        [{**WHOLE, "samples_per_prompt": 0}],
+        [{**WHOLE, "problems": []}],
+        [{**WHOLE, "problems": [PROBLEM, PROBLEM]}],
+        [{**WHOLE, "problems": [{**PROBLEM, "rewards": [1.0]}]}],
+        [{**WHOLE, "problems": [{**PROBLEM, "votes": [0]}]}],
+        [{**WHOLE, "problems": [{**PROBLEM, "rewards": [1.0, 1e16]}]}],
+    ],
+)
+def test_what_is_no_result_is_refused_in_one_line(tmp_path: Path, content: object):
     path = tmp_path / "eval.json"
-    for content in ("{", "[{}]", '[{"scores": [], "problems": []}]', "3"):
-        path.write_text(content)
-        with pytest.raises(ResultsError, match=r"holds no results that this version reads .*eval"):
-            read_results(path)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ResultsError, match=r"eval\.json: holds no results that this version reads"):
+        read_results(path)
 
 
 def test_a_comparison_is_paired_by_problem_whatever_the_order():
-    reordered = dict(reversed(SECOND.items()))
-    (found,) = compare(result(FIRST), result(reordered))
-    assert (found.num_problems, found.num_left_out) == (3, 0)
-    by_name = {score.name: score for score in found.scores}
+    (compared,) = compare(result(FIRST), result(dict(reversed(SECOND.items()))))
+    assert (compared.num_problems, compared.num_left_out) == (3, 0)
+    by_name = {score.name: score for score in compared.scores}
     # Rewards are 0 or 1, so pass@1 would be avg@4 again.
     assert list(by_name) == ["avg@4", "pass@2", "pass@4", "maj@2", "maj@4"]
     average = by_name["avg@4"]
     assert (average.first, average.second) == (pytest.approx(3 / 12), pytest.approx(8 / 12))
     # By problem + 2/4, + 2/4, + 1/4: every resample is above 0.
-    assert average.paired.difference == pytest.approx(5 / 12)
-    assert average.paired.low == 0.25
-    assert average.paired.high == 0.5
-    assert average.paired.p_value == 0.002
+    paired = average.paired
+    assert paired.difference == pytest.approx(5 / 12)
+    assert (paired.low, paired.high, paired.p_value) == (0.25, 0.5, 0.002)
 
 
 def test_results_with_other_numbers_of_samples_share_what_both_can_tell():
     fewer = {prompt: answers[:2] for prompt, answers in SECOND.items()}
-    (found,) = compare(result(FIRST), result(fewer))
-    assert [score.name for score in found.scores] == ["avg@4, avg@2", "pass@2", "maj@2"]
+    (compared,) = compare(result(FIRST), result(fewer))
+    assert [score.name for score in compared.scores] == ["avg@4, avg@2", "pass@2", "maj@2"]
 
 
 def test_pass_at_1_is_listed_where_it_is_not_avg_at_n_again():
     partly = result({"a:0": ["2", "3"]}, components={"math": 0.5})
     problem = replace(partly.problems[0], rewards=(1.0, 0.5))
-    (found,) = compare(replace(partly, problems=(problem,)), partly)
-    assert [score.name for score in found.scores] == ["avg@2", "pass@1", "pass@2", "maj@2"]
+    (compared,) = compare(replace(partly, problems=(problem,)), partly)
+    assert [score.name for score in compared.scores] == ["avg@2", "pass@1", "pass@2", "maj@2"]
 
 
 def test_other_problems_are_refused_or_left_out():
     fewer = {prompt: SECOND[prompt] for prompt in ("a:0", "a:1")}
-    with pytest.raises(
-        ResultsError, match=r"A has 3 problems of sums, B 2 of sums, 2 in common; .* --common"
-    ):
+    with pytest.raises(ResultsError, match=r"A has 3 problems of sums, B 2 of sums, 2 in common"):
         compare(result(FIRST), result(fewer))
-    (found,) = compare(result(FIRST), result(fewer), common=True)
-    assert (found.num_problems, found.num_left_out) == (2, 1)
-    with pytest.raises(ResultsError, match=r"0 in common; compare results on the same data$"):
+    (compared,) = compare(result(FIRST), result(fewer), common=True)
+    assert (compared.num_problems, compared.num_left_out) == (2, 1)
+    with pytest.raises(ResultsError, match=r"0 in common"):
         compare(result(FIRST), result({"b:0": ["2", "2", "2", "2"]}), common=True)
-
-
-def test_other_sampling_settings_are_named_where_they_are_known():
-    first = result(FIRST, settings={"temperature": 0.6, "top_p": 1.0, "weights": "a"})
-    second = result(SECOND, settings={"temperature": 1.0, "top_p": 1.0, "weights": "b"})
-    (found,) = compare(first, second)
-    assert found.different_settings == ("temperature 0.6 and 1.0",)
-    (found,) = compare(first, result(SECOND))
-    assert found.different_settings == ()
-    first, second = (result(FIRST, settings={"environment": "x:Y", "max_turns": n}) for n in (3, 5))
-    assert compare(first, second)[0].different_settings == ("max_turns 3 and 5",)
-
-
-def test_other_answers_under_the_same_names_are_refused():
     with pytest.raises(ResultsError, match="a:0: has the answer '2' in A and '9' in B"):
         compare(result(FIRST), result(SECOND, answer="9"))
 
 
+def test_other_sampling_settings_are_named_where_they_are_known():
+    def different(first: dict[str, object], second: dict[str, object]) -> tuple[str, ...]:
+        (compared,) = compare(result(FIRST, settings=first), result(SECOND, settings=second))
+        return compared.different_settings
+
+    cold = {"temperature": 0.6, "top_p": 1.0, "weights": "a", "max_turns": 3}
+    assert different(cold, {**cold, "temperature": 1.0}) == ("temperature 0.6 and 1.0",)
+    assert different(cold, {**cold, "weights": "b", "max_turns": 5}) == ("max_turns 3 and 5",)
+    assert different(cold, {}) == ()
+
+
 def test_sets_are_matched_by_name_where_there_are_several():
     first, second = result(FIRST, name="x"), result(SECOND, name="y")
-    found = compare_results(
+    compared = compare_results(
         [first, second], [second], k_values=(), num_resamples=200, seed=0, common_only=False
     )
-    assert [comparison.set_name for comparison in found] == ["y"]
+    assert [comparison.set_name for comparison in compared] == ["y"]
     with pytest.raises(ResultsError, match="no set in common: x, y against none"):
         compare_results([first, second], [], k_values=(), num_resamples=1, seed=0, common_only=True)
 
@@ -244,11 +244,11 @@ def test_a_model_is_told_from_one_that_was_trained_on(tmp_path: Path):
         trained[place] ^= 1
     (tmp_path / "trained" / "model.safetensors").write_bytes(trained)
     (tmp_path / "larger" / "model.safetensors").write_bytes(weights + b"\0")
-    found = [fingerprint(tmp_path / name) for name in ("first", "same", "trained", "larger")]
-    assert found[0] == found[1]
-    assert len(set(found)) == 3
+    hashes = [fingerprint(tmp_path / name) for name in ("first", "same", "trained", "larger")]
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 3
     (tmp_path / "same" / "config.json").write_text('{"rope_theta": 1}')
-    assert fingerprint(tmp_path / "same") not in found
+    assert fingerprint(tmp_path / "same") not in hashes
 
 
 def test_prompts_are_told_apart_by_tokens_answers_and_rows():
@@ -277,3 +277,55 @@ def test_a_set_has_its_own_sampling_settings_where_it_gives_some():
     first, second = (config.sampling_of(dataset) for dataset in config.sets)
     assert (first.temperature, first.top_k, first.max_prompts) == (0.7, -1, 9)
     assert (second.temperature, second.top_k, second.max_prompts) == (0.0, 5, 9)
+
+
+def votes_of(*answers: str, pool: TextEquality | None = None) -> tuple[tuple[int, ...], int]:
+    (votes,) = asyncio.run(count_votes([answers], pool or TextEquality()))
+    return votes
+
+
+def test_equal_answers_share_a_cluster_and_none_is_no_vote():
+    votes = votes_of("7", "", "12", " 7", "12", "")
+    assert votes == ((0, NO_VOTE, 1, 0, 1, NO_VOTE), 0)
+
+
+def test_equal_texts_are_compared_once():
+    pool = TextEquality()
+    votes_of(*["7"] * 8, *["12"] * 8, pool=pool)
+    assert pool.num_calls == 1
+
+
+def test_a_problem_with_hostile_answers_stops_comparing_after_three_time_outs():
+    pool = TextEquality()
+    votes = votes_of("slow 1", "a", "b", "c", "a ", "c", pool=pool)
+    # "slow 1" against a, b and c; then "a " is compared with nothing, and equals none by its text.
+    assert votes == ((0, 1, 2, 3, 4, 3), 3)
+    assert pool.num_calls == 1 + 2 + 3 - 2
+
+
+def test_a_problem_whose_comparisons_are_slow_stops_comparing(monkeypatch: pytest.MonkeyPatch):
+    pool = TextEquality()
+    clock = SimpleNamespace(monotonic=lambda: 6.0 * pool.num_calls)
+    monkeypatch.setattr("bapo_megatron.evaluation.results.time", clock)
+    counted = votes_of("1", "2", "3", "4", " 1", "2", pool=pool)
+    # 2-1, 3-1, 3-2, 4-1: 24 s; then " 1" is compared with nothing.
+    assert counted == ((0, 1, 2, 3, 4, 1), 1)
+    assert pool.num_calls == 4
+
+
+@pytest.mark.slow
+def test_the_math_reward_s_own_workers_find_equal_values_of_several_problems():
+    async def count() -> list[tuple[tuple[int, ...], int]]:
+        async with RewardPool(workers=1, timeout_s=20) as pool:
+            return await count_votes(
+                [
+                    (r"\frac{1}{2}", "0.5", "1/2", "0.25"),
+                    ("1,000", "1000", "", r"\sqrt{2}", r"2^{1/2}"),
+                ],
+                pool,
+            )
+
+    assert [clusters for clusters, _ in asyncio.run(count())] == [
+        (0, 0, 0, 1),
+        (0, 0, NO_VOTE, 1, 1),
+    ]

@@ -14,8 +14,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from bapo_megatron.data.dump import write_texts
-from bapo_megatron.evaluation.report import write_results
-from bapo_megatron.evaluation.settings import write_settings
+from bapo_megatron.evaluation.results import write_results
+from bapo_megatron.evaluation.samples import write_settings
 from bapo_megatron.types import SampleText
 from tests.evaluation.results import result, sample
 from tests.trainer.dumps import make_random_model, replay_settings, write_dumps

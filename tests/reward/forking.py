@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import hashlib
 import json
 import os
 import sys
@@ -128,16 +127,6 @@ class EpisodesLate(EpisodesAtOnce):
 
 class EpisodesByAnError(EpisodesAtOnce):
     kind = "by_an_error"
-
-
-def of_a_text(response):
-    """Score any text by its digest, so that equal rewards of different texts are unlikely."""
-    os.fork()
-    return digest(response)
-
-
-def digest(text):
-    return int(hashlib.sha256(text.encode()).hexdigest()[:6], 16) / 2**24
 
 
 def _write_to_pipes(line: str) -> None:

@@ -23,8 +23,8 @@ import pytest
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.dump import decode_batch, read_batch
 from bapo_megatron.errors import RolloutError, StoppedError
-from bapo_megatron.evaluation.report import read_results
-from bapo_megatron.evaluation.settings import load_sets
+from bapo_megatron.evaluation.results import read_results
+from bapo_megatron.evaluation.samples import load_sets
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.collector import _send, _WarningsToClient
 from bapo_megatron.rollout.messages import COLLECT

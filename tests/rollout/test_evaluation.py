@@ -14,8 +14,7 @@ import pytest
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import Completion, SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.evaluation.samples import iterate_samples
-from bapo_megatron.evaluation.settings import EvalSet, ResultsError
+from bapo_megatron.evaluation.samples import EvalSet, ResultsError, iterate_samples
 from bapo_megatron.reward.base import Response, RewardError, Score
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.messages import Evaluate
@@ -151,7 +150,7 @@ def test_every_sample_is_made_once_and_the_results_are_written(tmp_path: Path) -
     scores = [entry["scores"][0]["value"] for entry in written]
     assert scores == [sums.avg_at_k, products.avg_at_k]
     assert "| products | avg@4 |" in (tmp_path / "eval.md").read_text()
-    assert "| sums | m (0123) | 4 | 0.6 | 1.0 | -1 | 4,096 |" in (tmp_path / "eval.md").read_text()
+    assert "| sums | m (0123) | 4 | 0.6 | 1.0 | -1 | 4096 |" in (tmp_path / "eval.md").read_text()
     assert len(set(pool.affinities.values())) == 8
     assert max(pool.affinities.values()) < 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import signal
 import subprocess
@@ -9,13 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from rich.table import Table
 
-from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.errors import RolloutError, StoppedError
-from bapo_megatron.telemetry.console import ProgressLine, console_kept_in, say, show
-from bapo_megatron.telemetry.sinks import MetricsSinks
-from bapo_megatron.types import StepMetrics
+from bapo_megatron.telemetry.console import (
+    ProgressLine,
+    console_kept_in,
+    print_entry,
+    print_table,
+    say,
+    show,
+    uncut_console,
+)
 
 PROGRAM = """
 import logging, sys
@@ -71,11 +78,13 @@ def test_the_file_has_lines_tables_and_the_last_error_of_every_start(tmp_path, c
 def test_control_characters_of_data_are_seen_and_not_obeyed(tmp_path, capsys) -> None:
     table = Table("a\x1b]0;title\x07", title="set \x1b[2J")
     table.add_row("\x9b31m")
+    handlers = list(logging.getLogger().handlers)
     with console_kept_in(tmp_path / "console.log"):
         say("said \x1b[31m")
         show("shown \x1b[31m")
         show(table)
 
+    assert logging.getLogger().handlers == handlers
     printed = capsys.readouterr()
     kept = (tmp_path / "console.log").read_text()
     for text in (printed.out, printed.err, kept):
@@ -88,37 +97,12 @@ def test_control_characters_of_data_are_seen_and_not_obeyed(tmp_path, capsys) ->
 
 def test_warnings_are_in_the_file_and_once_on_standard_error(tmp_path) -> None:
     path = tmp_path / "console.log"
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True, check=True
     )
-    assert found.stderr == "a server is taken out\nresumed [1/2]\nafter it\n"
+    assert result.stderr == "a server is taken out\nresumed [1/2]\nafter it\n"
     kept = [line[24:] for line in path.read_text().splitlines()]
     assert kept == ["a server is taken out", "resumed [1/2]"]
-
-
-def test_logging_is_afterwards_as_it_was_before(tmp_path) -> None:
-    before = list(logging.getLogger().handlers)
-    with console_kept_in(tmp_path / "console.log"):
-        assert len(logging.getLogger().handlers) == len(before) + 1
-    assert logging.getLogger().handlers == before
-
-
-def test_without_a_terminal_progress_does_not_stand_between_the_rows(
-    tmp_path, monkeypatch, capsys
-) -> None:
-    monkeypatch.setattr("bapo_megatron.telemetry.console._PLAIN_INTERVAL_S", 0.0)
-    sinks = MetricsSinks(tmp_path, "run", LogConfig(tensorboard=False), first_step=0, total_steps=2)
-    with ProgressLine() as progress:
-        progress.update("server 0: loading")
-        progress.move_to(tmp_path / "progress")
-        for step in (1, 2):
-            progress.update(f"rollout {step}: 3/4 groups")
-            sinks.write(StepMetrics(step, {"reward/mean": 0.5}))
-    sinks.close()
-    output = capsys.readouterr()
-    assert output.err == "server 0: loading\n"
-    assert [line.split()[0] for line in output.out.splitlines()] == ["step", "1/2", "2/2"]
-    assert (tmp_path / "progress").read_text() == "rollout 2: 3/4 groups\n"
 
 
 def test_progress_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch) -> None:
@@ -128,15 +112,38 @@ def test_progress_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch) -> N
     progress.update("rollout 1: 3/4 groups")
 
 
-def test_a_row_shows_all_clipped_tokens_and_no_time_of_evaluations(tmp_path, capsys) -> None:
-    sinks = MetricsSinks(tmp_path, "run", LogConfig(tensorboard=False), first_step=0, total_steps=2)
-    clipped = {"clip/fraction_high": 0.125, "clip/fraction_low": 0.25, "clip/fraction_dual": 0.0}
-    seconds = {"time/rollout_s": 1.5, "time/training_s": 2.0, "time/evaluation_s": 60.0}
-    sinks.write(StepMetrics(1, clipped | seconds))
-    sinks.write(StepMetrics(2, {"time/evaluation_s": 60.0, "time/training_s": 0.04}))
-    sinks.close()
-    names, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert first[names.index("clipped")] == "0.375"
-    assert first[-2:] == ["3.50", "s"]
-    assert second[names.index("clipped")] == "-"
-    assert second[-2:] == ["0.04", "s"]
+def test_rows_of_tables_are_whole_where_output_is_no_terminal(capsys, monkeypatch) -> None:
+    table = Table("key", "meaning")
+    table.add_row("a", "word " * 60)
+    for columns, num_lines in ((None, 5), ("80", 9)):
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if columns:
+            monkeypatch.setenv("COLUMNS", columns)
+        uncut_console().print(table)
+        assert len(capsys.readouterr().out.splitlines()) == num_lines
+
+
+def test_progress_in_a_log_is_one_line_without_markup(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("bapo_megatron.telemetry.console._PLAIN_INTERVAL_S", 0.0)
+    for line in ("starting http://[fe80::1]:30000", "grading runs/[/a]/b", "a word " * 30 + "end"):
+        ProgressLine().update(line)
+        assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_tables_and_entries_show_texts_as_they_are_and_no_text_ends_its_block() -> None:
+    rows, out = [["[red]a|b[/]", "a\r\nb\n"]], io.StringIO()
+    for terminal in (True, False):
+        console = Console(file=out, width=60, force_terminal=terminal, color_system=None)
+        print_table(console, "of [/x]", ["set", "[n]"], rows, num_left=1)
+    # A line of Markdown is a row.
+    piped = "| set | [n] |\n| --- | ---: |\n| [red]a\\|b[/] | a b |\n"
+    drawn = out.getvalue().removesuffix(piped)
+    assert drawn != out.getvalue()
+    assert all(text in drawn for text in ("of [/x]", "[n]", "[red]a|b[/]"))
+
+    out = io.StringIO()
+    parts = [("fact", "x: 1"), ("heading", "prompt"), ("prompt", "[a]\n\n```\x1b\n# b")]
+    print_entry(Console(file=out, width=8), "group 0 · long title", parts)
+    assert out.getvalue() == (
+        "\n### group 0 · long title\n- x: 1\n\n**prompt**\n\n    [a]\n\n    ```␛\n    # b\n"
+    )

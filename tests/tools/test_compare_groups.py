@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bapo_megatron.evaluation.report import write_results
-from bapo_megatron.evaluation.settings import ResultsError
+from bapo_megatron.evaluation.results import write_results
+from bapo_megatron.evaluation.samples import ResultsError
 from bapo_megatron.tools.compare import (
     Comparison,
     compare_groups,

@@ -312,9 +312,9 @@ def two_ranks(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
 
 STOPPED = re.compile(
     r"no progress for 2 s \(log.hang_s\): "
-    r"rank 1 in training, forward and backward of update 2 after 0 signs of life for \d+ s; "
-    r"rank 0 in training, forward and backward of update 2 after [1-9]\d* signs of life for \d+ s; "
-    r"stacks and the last collectives are in <run_dir>/logs \(docs/runtime.md\)"
+    r"rank 1 stuck in training, forward and backward of update 2 for \d+ s after 0 heartbeats; "
+    r"rank 0 stuck in training, forward and backward of update 2 for \d+ s after [1-9]\d* "
+    r"heartbeats; stacks and collective traces are in <run_dir>/logs \(docs/runtime.md\)"
 )
 """What rank 0 is to say of ``stand_still``."""
 

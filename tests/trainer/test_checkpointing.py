@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from bapo_megatron.telemetry.run_dir import read_starts
 from bapo_megatron.telemetry.sinks import read_metrics
-from bapo_megatron.telemetry.starts import read_starts
 from tests.launch import run
 from tests.trainer.chaos import wait_for
 from tests.trainer.runs import exported_weights, train

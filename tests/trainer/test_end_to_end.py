@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from bapo_megatron.evaluation.report import read_results
+from bapo_megatron.evaluation.results import read_results
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.docs.metric_names import unlisted
 from tests.launch import run, torchrun

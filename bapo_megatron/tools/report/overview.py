@@ -11,8 +11,8 @@ import numpy as np
 
 from bapo_megatron.config.settings import public_setting
 from bapo_megatron.evaluation.estimators import difference_over_seeds, student_interval
-from bapo_megatron.evaluation.report import read_results
-from bapo_megatron.evaluation.settings import ResultsError
+from bapo_megatron.evaluation.results import read_results
+from bapo_megatron.evaluation.samples import ResultsError
 from bapo_megatron.tools.compare import compare_results, evaluations_in
 from bapo_megatron.tools.report.checks import CHECKS, findings_of
 from bapo_megatron.tools.report.runs import Row, RunGroup, RunRecord

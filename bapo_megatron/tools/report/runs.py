@@ -14,8 +14,8 @@ from typing import Any
 
 from bapo_megatron.config.settings import differing, read_settings
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
+from bapo_megatron.telemetry.run_dir import Start, read_starts
 from bapo_megatron.telemetry.sinks import read_metrics
-from bapo_megatron.telemetry.starts import Start, read_starts
 
 Row = Mapping[str, float]
 

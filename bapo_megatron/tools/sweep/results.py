@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from bapo_megatron.evaluation.estimators import PairedDifference, holm
-from bapo_megatron.evaluation.report import rich_table
+from bapo_megatron.telemetry.console import rich_table
 from bapo_megatron.tools.compare import GroupScore, compare_groups, group_scores, read_group
 from bapo_megatron.tools.sweep.file import Sweep
 from bapo_megatron.tools.sweep.run import FailedRun

@@ -14,8 +14,8 @@ import pytest
 
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.token_dump import read_token_dump, token_dump_path, write_token_dump
-from bapo_megatron.evaluation.report import write_results
-from bapo_megatron.telemetry.starts import Start
+from bapo_megatron.evaluation.results import write_results
+from bapo_megatron.telemetry.run_dir import Start
 from bapo_megatron.tools.report.checks import CHECKS, Finding, findings_of
 from bapo_megatron.tools.report.figures import PANELS, panels_of, phases_of
 from bapo_megatron.tools.report.overview import (

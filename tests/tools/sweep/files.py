@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from bapo_megatron.evaluation.report import write_results
+from bapo_megatron.evaluation.results import write_results
 from tests.evaluation.results import result
 from tests.reward.own_functions import EVEN_LENGTH
 from tests.trainer.dumps import make_random_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bapo_megatron.evaluation.report import write_results
+from bapo_megatron.evaluation.results import write_results
 from bapo_megatron.tools.sweep.file import load_sweep
 from bapo_megatron.tools.sweep.results import read_scores
 from tests.evaluation.results import result

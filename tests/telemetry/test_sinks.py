@@ -1,30 +1,156 @@
-"""What trackers are given, read back from what they wrote, without a network."""
+"""Where metrics go: the file, rows of the table, Prometheus, and trackers without a network."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
+import socket
 import struct
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
+from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.config.settings import public_settings
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.runtime.versions import Software
-from bapo_megatron.telemetry.sinks import MetricsSinks
-from bapo_megatron.telemetry.trackers import SampleRow, WeightsAndBiases
+from bapo_megatron.telemetry.console import ProgressLine
+from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
+from bapo_megatron.telemetry.sinks import (
+    MetricsSinks,
+    SampleRow,
+    WeightsAndBiases,
+    read_metrics,
+    rows_served,
+)
 from bapo_megatron.types import StepMetrics
 from tests.config.files import run_config
+from tests.launch import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from bapo_megatron.config.schema import RunConfig
+
+
+def write(run_dir: Path, *rows: tuple[int, dict[str, float]], first: int = 0, **log: Any) -> None:
+    """A run that starts with step ``first`` + 1; 4 steps in all."""
+    config = LogConfig(**{"console": False, "tensorboard": False, **log})
+    sinks = MetricsSinks(run_dir, "run", config, first_step=first, total_steps=4)
+    for step, values in rows:
+        sinks.write(StepMetrics(step, values))
+    sinks.close()
+
+
+def test_rows_that_a_resumed_run_makes_again_are_dropped(tmp_path: Path) -> None:
+    for first, reward in ((0, 0.1), (3, 0.9)):
+        steps = range(max(first, 1), 5)
+        write(tmp_path, *((n, {"reward/mean": reward, "x": math.nan}) for n in steps), first=first)
+    rows = [(1, 0.1), (2, 0.1), (3, 0.9), (4, 0.9)]
+    expected = [{"step": step, "reward/mean": reward} for step, reward in rows]
+    assert read_metrics(tmp_path / "metrics.jsonl") == expected
+    write(tmp_path, (BEFORE_TRAINING, {"reward/mean": 0.5}))  # begins anew
+    write(tmp_path, (BEFORE_TRAINING, {"reward/mean": 0.9}))
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "reward/mean": 0.9}]
+
+
+def test_a_torn_last_line_does_not_block_a_resumed_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a"')
+    write(tmp_path, (2, {"a": 2.0}), first=2)
+    assert read_metrics(path) == [{"step": 1, "a": 1}, {"step": 2, "a": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        ('{"step": ', "not valid JSON"),
+        ('{"a": 1}', "'step'"),
+        ('{"step": -1}', "'step'"),
+        ('{"step": 1, "a": 1e151}', "'a'"),
+        ('{"step": 1, "a": NaN}', "'a'"),
+    ],
+)
+def test_a_broken_metrics_line_is_named(tmp_path: Path, line: str, place: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 0}}\n{line}\n')
+    with pytest.raises(ValueError, match=rf"metrics\.jsonl:2: {place} .*; remove the line"):
+        read_metrics(path)
+
+
+def test_every_sink_counts_finished_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ((step, {"reward/mean": 0.5}) for step in (BEFORE_TRAINING, 1, 4))
+    write(tmp_path, *rows, console=True, tensorboard=True)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 4]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [0, 1, 4]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "1/4", "4/4"]
+
+
+def test_a_row_shows_all_clipped_tokens_and_no_time_of_evaluations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clipped = {"clip/fraction_high": 0.125, "clip/fraction_low": 0.25, "clip/fraction_dual": 0.0}
+    seconds = {"time/rollout_s": 1.5, "time/training_s": 2.0, "time/evaluation_s": 60.0}
+    fast = {"time/evaluation_s": 60.0, "time/training_s": 0.04}
+    write(tmp_path, (1, clipped | seconds), (2, fast), console=True)
+    names, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert first[names.index("clipped")] == "0.375"
+    assert first[-2:] == ["3.50", "s"]
+    assert second[names.index("clipped")] == "-"
+    assert second[-2:] == ["0.04", "s"]
+
+
+def test_without_a_terminal_progress_does_not_stand_between_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bapo_megatron.telemetry.console._PLAIN_INTERVAL_S", 0.0)
+    with ProgressLine() as progress:
+        progress.update("server 0: loading")
+        progress.move_to(tmp_path / "progress")
+        progress.update("rollout 1: 3/4 groups")
+        write(tmp_path, (1, {"reward/mean": 0.5}), console=True)
+    output = capsys.readouterr()
+    assert output.err == "server 0: loading\n"
+    assert [line.split()[0] for line in output.out.splitlines()] == ["step", "1/4"]
+    assert (tmp_path / "progress").read_text() == "rollout 1: 3/4 groups\n"
+
+
+def _scrape(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        families = list(text_string_to_metric_families(page.read().decode()))
+    return {s.name: s.value for family in families for s in family.samples}
+
+
+def test_gauges_keep_their_last_value_under_names_that_prometheus_allows() -> None:
+    config = LogConfig(prometheus_port=free_port())
+    with rows_served(config) as show:
+        show({"step": 3, "reward/mean": 1.5, "eval/a.b/avg_at_k": 0.5})
+        show({"step": 4, "reward/mean": 0.25})
+        assert _scrape(config.prometheus_port) == {
+            "bapo_step": 4.0,
+            "bapo_reward_mean": 0.25,
+            "bapo_eval_a_b_avg_at_k": 0.5,
+        }
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        message = rf"^log\.prometheus_port: .*127\.0\.0\.1:{port} \(Address already in use\); "
+        config = LogConfig(prometheus_port=port)
+        with pytest.raises(ValueError, match=message), rows_served(config):
+            pass
+
 
 SECRET = "sk-not-for-others"
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -58,13 +184,6 @@ def sinks_of(run_dir: Path, config: RunConfig, first_step: int = 0) -> MetricsSi
     )
 
 
-def hyper_parameters(run_dir: Path) -> tuple[EventAccumulator, dict[str, Any]]:
-    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
-    content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
-    found = metadata.parse_session_start_info_plugin_data(content).hparams
-    return events, {name: getattr(v, v.WhichOneof("kind")) for name, v in found.items()}
-
-
 def test_a_tag_that_is_not_taken_there_is_refused_before_the_run() -> None:
     for tag in ("", "a" * 65):
         with pytest.raises(ValueError, match=f"1 to 64 characters each, got '{tag}'"):
@@ -79,32 +198,22 @@ def test_tensorboard_compares_runs_by_every_setting_and_their_last_metrics(tmp_p
         sinks.write(StepMetrics(step, {"eval/sums/avg_at_k": accuracy}))
     sinks.close()
 
-    events, found = hyper_parameters(tmp_path)
-    assert found.keys() == public_settings(config).keys() | {"commit", "versions.torch"}
-    assert found["optimizer.lr"] == 0.25
-    assert found["algorithm.objective"] == "mine:loss"
-    assert found["resume"] is False
-    assert found["commit"] == "0123456789ab-dirty"
-    assert found["algorithm.objective_options.api_key"] == "not shown"
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    fields = metadata.parse_session_start_info_plugin_data(content).hparams
+    settings = {name: getattr(value, value.WhichOneof("kind")) for name, value in fields.items()}
+    assert settings.keys() == public_settings(config).keys() | {"commit", "versions.torch"}
+    expected = {
+        "optimizer.lr": 0.25,
+        "algorithm.objective": "mine:loss",
+        "resume": False,
+        "commit": "0123456789ab-dirty",
+        "algorithm.objective_options.api_key": "not shown",
+    }
+    assert {name: settings[name] for name in expected} == expected
     # Without an experiment of its own, TensorBoard makes one of all runs' settings and curves.
     assert metadata.EXPERIMENT_TAG not in events.Tags()["tensors"]
     assert events.Scalars("eval/sums/avg_at_k")[-1].value == 0.75
-
-
-def test_tensorboard_shows_the_settings_of_the_last_start(tmp_path: Path) -> None:
-    for first_step, lr in ((0, 0.25), (2, 0.5)):
-        sinks = sinks_of(tmp_path, config_of(lr), first_step)
-        sinks.write(StepMetrics(first_step + 1, {"reward/mean": lr}))
-        sinks.close()
-    events, found = hyper_parameters(tmp_path)
-    assert found["optimizer.lr"] == 0.5
-    assert [(each.step, each.value) for each in events.Scalars("reward/mean")] == [
-        (1, 0.25),
-        (3, 0.5),
-    ]
-    # It reads a directory's files by name, and none again once it has gone on to the next.
-    names = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
-    assert [name.endswith(".settings") for name in names] == [False, True, False]
 
 
 @pytest.fixture
@@ -157,9 +266,8 @@ def test_samples_that_cannot_be_read_end_no_run_and_are_told_once(
         tracker.write(step, {"reward/mean": 0.5})
     tracker.close()
     end_client()
-    assert capsys.readouterr().err == (
-        "no table of samples at Weights & Biases from now on: step_000001.texts.parquet: format 4\n"
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("from now on: step_000001.texts.parquet: format 4")
 
 
 def test_weights_and_biases_gets_settings_group_tags_and_samples_but_no_secret(
