@@ -1,10 +1,9 @@
-"""Questions rendered by a chat template, and tokenised exactly once."""
+"""Renders questions by a chat template, and tokenises each text once."""
 
 import ast
 import inspect
 import math
 import re
-import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +22,6 @@ _TEXTS_PER_CALL = 1000
 _MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_NUMBER = 1_000_000
 """Limit of numbers in a template; larger ones multiply a text until memory is full."""
-_PROBE_S = 20.0
-"""Time limit for the first conversation that is rendered."""
 _ANSWER = "4ecb5f"
 """An assistant's message that no template writes by itself."""
 
@@ -41,16 +38,14 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
     # These take seconds to import; reading prompts does not need them.
     from transformers import AutoTokenizer
 
-    remedy = "save the model's tokenizer there"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-        num_tokens = len(tokenizer("1")["input_ids"])
+        if not tokenizer("1")["input_ids"]:
+            raise ValueError("it finds no token in the text '1'")
     except Exception as error:
-        raise ValueError(f"{model_path}: no usable tokenizer ({shown(error)}); {remedy}") from error
-    if not num_tokens:
         raise ValueError(
-            f"{model_path}: no usable tokenizer (it finds no token in the text '1'); {remedy}"
-        )
+            f"{model_path}: no usable tokenizer ({shown(error)}); save the model's tokenizer there"
+        ) from error
     if chat_template is not None:
         if chat_template.stat().st_size > _MAX_TEMPLATE_BYTES:
             raise ValueError(
@@ -74,7 +69,7 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int], *, skips_special: bool) -> str:
-    """Decode tokens to exactly the text that they stand for, or without the special ones."""
+    """Decode tokens to their exact text, or to that without special tokens."""
     text: str = tokenizer.decode(
         list(token_ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
     )
@@ -82,7 +77,7 @@ def decode(tokenizer: Any, token_ids: Sequence[int], *, skips_special: bool) -> 
 
 
 class ChatRenderer:
-    """Turns questions into the text and the token ids that the engine is given."""
+    """Turns questions into the text and the token ids of the engine's prompts."""
 
     def __init__(self, tokenizer: Any, data: DataConfig) -> None:
         """Keep the tokenizer and what ``data`` puts around each question.
@@ -95,10 +90,10 @@ class ChatRenderer:
         added = tokenizer.added_tokens_decoder.values()
         self._special = tuple(token.content for token in added if token.special)
         # Arguments that would be ignored silently, such as misspelt ones, are refused.
-        own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         self._arguments = data.chat_template_arguments
         for name in self._arguments:
-            if name in own:
+            if name in reserved:
                 raise ValueError(
                     f"data.chat_template_arguments: must not hold '{name}', which the program sets "
                     "itself; leave it out"
@@ -109,7 +104,11 @@ class ChatRenderer:
                     f"does not mention '{name}'; correct the name, or leave it out"
                 )
         _check_numbers(str(tokenizer.chat_template))
-        self._probe()
+        try:
+            self._apply([{"role": "user", "content": "1 + 1?"}], asks=True)
+        except Exception as error:
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                raise _invalid(error) from error
 
     @property
     def vocab_size(self) -> int:
@@ -175,50 +174,25 @@ class ChatRenderer:
 
     @cached_property
     def _end_of_turn(self) -> str:
-        """What the template ends an assistant's message with, special token included."""
+        """The template's end of an assistant's message, special token included."""
         ended = self._after_answer([], asks=False)
-        special = next((each for each in self._special if ended.lstrip().startswith(each)), "")
+        start = ended.lstrip()
+        special = next((token for token in self._special if start.startswith(token)), "")
         return ended[: ended.find(special) + len(special)]
 
     def _after_answer(self, messages: Sequence[Message], *, asks: bool) -> str:
-        """What the template writes after an assistant's message that these messages follow."""
-        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        _, answer, rest = self._render([*begun, *messages], asks=asks).partition(_ANSWER)
+        """The template's text after an assistant's message that these messages follow."""
+        opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        _, answer, rest = self._render([*opening, *messages], asks=asks).partition(_ANSWER)
         if not answer:
             raise ValueError("cannot be rendered: the chat template leaves out earlier turns")
         return rest
 
     def _without_special(self, text: str) -> str:
         # Repeatedly: without one, the text around it may spell another.
-        while found := next((each for each in self._special if each in text), None):
-            text = text.replace(found, "")
+        while special := next((token for token in self._special if token in text), None):
+            text = text.replace(special, "")
         return text
-
-    def _probe(self) -> None:
-        """Render a conversation, in a thread without which this process can end.
-
-        Raises:
-            ValueError: The template is not valid Jinja, or does not end.
-        """
-        errors: list[Exception] = []
-
-        def render() -> None:
-            try:
-                self._apply([{"role": "user", "content": "1 + 1?"}], asks=True)
-            except Exception as error:  # noqa: BLE001 - as in ``_render``
-                errors.append(error)
-
-        thread = threading.Thread(target=render, daemon=True)
-        thread.start()
-        thread.join(_PROBE_S)
-        if thread.is_alive():
-            raise ValueError(
-                f"data.chat_template: must render a question within {_PROBE_S:g} s, and does not; "
-                "correct its loops"
-            )
-        for error in errors:  # others may be about this conversation only
-            if isinstance(error, jinja2.TemplateSyntaxError):
-                raise _invalid(error) from error
 
     def _render(self, messages: list[Message], *, asks: bool = True) -> str:
         try:
@@ -255,7 +229,7 @@ def _check_numbers(template: str) -> None:
 
 
 def _value_of(number: str) -> float:
-    """The value of a Jinja number, ∞ for one that Python does not read."""
+    """The value of a Jinja number, ∞ for one that Python cannot read."""
     try:
         return float(ast.literal_eval(number))
     except (ValueError, SyntaxError, OverflowError):

@@ -30,7 +30,7 @@ class RowFile[RecordT]:
     """A kind of file."""
 
     what: str
-    """What messages call it."""
+    """Its name in messages."""
     remedy: str
     """What to do about a damaged one."""
     format: int
@@ -38,9 +38,9 @@ class RowFile[RecordT]:
     """Arrow's type and the value of a record. Lists of numbers are read as arrays, without a Python
     object per element."""
     about: Any = dict[str, Any]
-    """Type of what the metadata say of the file as a whole, ``format`` included."""
+    """Type of the metadata about the whole file, ``format`` included."""
     key: str = "bapo_megatron.rollout"
-    """Name under which the metadata lie in the file."""
+    """Key of the metadata in the file."""
 
     def write(
         self, stream: Any, chunks: Iterable[Sequence[RecordT]], about: Mapping[str, Any]
@@ -69,17 +69,22 @@ class RowFile[RecordT]:
                 writer.write_table(pa.table(stored, schema=writer.schema))
 
     def read(self, source: Any, name: str) -> tuple[Any, Iterator[dict[str, Any]]]:
-        """Return what the metadata say, of type ``about``, and an iterator that reads the rows.
+        """Return the metadata, of type ``about``, and an iterator that reads the rows.
 
         Arrays are read-only views of a row group's columns.
 
         Args:
-            source: A path, or Arrow's buffer.
+            source: A path, a file, or Arrow's buffer.
             name: What messages call this file.
 
         Raises:
             DumpError: It is damaged, of another kind or format; the iterator raises it as well.
         """
+        file, about = self.open(source, name)
+        return about, self._rows(file, name)
+
+    def open(self, source: Any, name: str) -> tuple[pq.ParquetFile, Any]:
+        """Return the open file and its metadata; arguments and errors as those of ``read``."""
         try:
             file = pq.ParquetFile(source, page_checksum_verification=True)
         except PARQUET_ERRORS as error:
@@ -92,18 +97,19 @@ class RowFile[RecordT]:
             )
         place = f"{name}: metadata '{self.key}'"
         try:
-            given = parse_json(metadata)
-            found = given.get("format") if isinstance(given, dict) else None
-            if found == self.format and type(found) is int:
-                return decode_json(self.about, metadata), self._rows(file, name)
+            about = parse_json(metadata)
+            version = about.get("format") if isinstance(about, dict) else None
+            if version == self.format and type(version) is int:
+                return file, decode_json(self.about, metadata)
         except ValueError as error:
             raise DumpError(f"{place}: {error}; {self.remedy}") from error
         raise DumpError(
-            f"{place}: {self.what} format {shown_value(found)}, this version reads format "
+            f"{place}: {self.what} format {shown_value(version)}, this version reads format "
             f"{self.format}; read it with the version that wrote it"
         )
 
-    def _rows(self, file: Any, name: str) -> Iterator[dict[str, Any]]:
+    def row_groups(self, file: pq.ParquetFile, name: str) -> Iterator[dict[str, pa.Array]]:
+        """Read the columns of each row group; every value is there, and of its column's type."""
         for number in range(file.num_row_groups):
             try:
                 # Without Arrow's threads: one that lets go of the content, a Python object, while
@@ -111,33 +117,37 @@ class RowFile[RecordT]:
                 table = file.read_row_group(number, use_threads=False)
             except PARQUET_ERRORS as error:
                 raise self._unreadable(name, error) from error
-            for column in self.columns:
+            columns = {}
+            for column, (kind, _) in self.columns.items():
                 if column not in table.column_names:
                     raise DumpError(f"{name}: column '{column}' is missing; {self.remedy}")
-            values = [
-                self._load(table, column, kind, name) for column, (kind, _) in self.columns.items()
-            ]
-            for row in zip(*values, strict=True):
-                yield dict(zip(self.columns, row, strict=True))
+                chunks = table[column]
+                # ``combine_chunks`` copies a single chunk, too.
+                stored = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+                if stored.type != kind:
+                    raise DumpError(
+                        f"{name}: column '{column}' must be {kind}, got {stored.type}; "
+                        f"{self.remedy}"
+                    )
+                elements = stored.flatten() if pa.types.is_list(kind) else stored
+                if stored.null_count or elements.null_count:
+                    row = next(n for n, value in enumerate(stored.to_pylist()) if _has_null(value))
+                    group_id, index = (table[key][row].as_py() for key in ("group_id", "index"))
+                    raise DumpError(
+                        f"{name}: sample {index} of group {group_id}: column '{column}' must hold "
+                        f"no null; {self.remedy}"
+                    )
+                columns[column] = stored
+            yield columns
 
-    def _load(self, table: Any, column: str, kind: Any, name: str) -> Sequence[Any]:
-        """The values of one column of a row group."""
-        chunks = table[column]
-        # ``combine_chunks`` copies a single chunk, too.
-        stored = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-        if stored.type != kind:
-            raise DumpError(
-                f"{name}: column '{column}' must be {kind}, got {stored.type}; {self.remedy}"
-            )
-        elements = stored.flatten() if pa.types.is_list(kind) else stored
-        if stored.null_count or elements.null_count:
-            row = next(n for n, value in enumerate(stored.to_pylist()) if _has_null(value))
-            group_id, index = (table[key][row].as_py() for key in ("group_id", "index"))
-            raise DumpError(
-                f"{name}: sample {index} of group {group_id}: column '{column}' must be {kind} "
-                f"without nulls, got one; {self.remedy}"
-            )
-        if not _is_array(kind) or not len(stored):
+    def _rows(self, file: pq.ParquetFile, name: str) -> Iterator[dict[str, Any]]:
+        for columns in self.row_groups(file, name):
+            values = [self._values(name, *column) for column in columns.items()]
+            for row in zip(*values, strict=True):
+                yield dict(zip(columns, row, strict=True))
+
+    def _values(self, name: str, column: str, stored: Any) -> Sequence[Any]:
+        if not _is_array(stored.type) or not len(stored):
             try:
                 values: list[Any] = stored.to_pylist()
             except UnicodeDecodeError as error:
@@ -146,7 +156,7 @@ class RowFile[RecordT]:
                 ) from error
             return values
         # Not ``to_numpy``: it imports pandas, a second and 50 MB on every rank.
-        flat, offsets = np.from_dlpack(elements), np.from_dlpack(stored.offsets)
+        flat, offsets = np.from_dlpack(stored.flatten()), np.from_dlpack(stored.offsets)
         edges = (offsets - offsets[0]).tolist()
         return [flat[start:end] for start, end in pairwise(edges)]
 

@@ -12,7 +12,7 @@ sampled, K = its version spans, W = spans that an environment wrote.
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -76,14 +76,6 @@ class _About:
     stats: RolloutStats = field(default_factory=RolloutStats)
 
 
-@dataclass(frozen=True, slots=True)
-class _AboutTexts:
-    """What belongs to all texts of a batch."""
-
-    format: int
-    step: Annotated[int, Field(ge=1, le=_MAX_INT32)]
-
-
 _DUMP = RowFile("rollout dump", _REMEDY, FORMAT, SAMPLE_COLUMNS, _About)
 TEXT_COLUMNS: dict[str, tuple[Any, Callable[[SampleText], Any]]] = {
     "group_id": (pa.int64(), lambda text: text.group_id),
@@ -97,12 +89,7 @@ TEXT_COLUMNS: dict[str, tuple[Any, Callable[[SampleText], Any]]] = {
 }
 """One value per sample."""
 _TEXTS = RowFile(
-    "texts of a rollout dump",
-    _REMEDY,
-    _TEXTS_FORMAT,
-    TEXT_COLUMNS,
-    _AboutTexts,
-    key="bapo_megatron.texts",
+    "texts of a rollout dump", _REMEDY, _TEXTS_FORMAT, TEXT_COLUMNS, key="bapo_megatron.texts"
 )
 
 
@@ -209,15 +196,11 @@ def _groups(all_rows: Iterable[dict[str, Any]], name: str) -> tuple[Group, ...]:
         prompt = PromptTokens(first["prompt_id"], first["prompt_token_ids"].copy(), first["source"])
         prompt_bytes = prompt.token_ids.tobytes()
         for row in rows:
-            if row["prompt_id"] != prompt.prompt_id:
+            is_same = row["prompt_token_ids"].tobytes() == prompt_bytes
+            if row["prompt_id"] != prompt.prompt_id or not is_same:
                 raise DumpError(
-                    f"{name}: group {group_id} mixes prompts '{prompt.prompt_id}' and "
-                    f"'{row['prompt_id']}'; {_REMEDY}"
-                )
-            if row["prompt_token_ids"].tobytes() != prompt_bytes:
-                raise DumpError(
-                    f"{name}: sample {row['index']} of group {group_id}: prompt_token_ids must be "
-                    f"those of the group's first sample; {_REMEDY}"
+                    f"{name}: sample {row['index']} of group {group_id}: prompt_id and "
+                    f"prompt_token_ids must be those of the group's first sample; {_REMEDY}"
                 )
         groups.append(Group(group_id, tuple(sample_of(row, prompt, name) for row in rows)))
     return tuple(groups)
@@ -235,33 +218,29 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         finish_reason = FinishReason(row[column])
         column = "reward_components"
         reward_components = decode_json(dict[str, float], row[column].encode())
+        column = "version_tokens"
+        versions = tuple(VersionSpan(*span) for span in _pairs(row["versions"], row[column]))
+        column = "written_tokens"
+        written = tuple(WrittenSpan(*span) for span in _pairs(row["written_starts"], row[column]))
     except ValueError as error:
         raise DumpError(f"{place}: {column}: {error}; {_REMEDY}") from error
-    versions, version_tokens, starts, written_tokens = (
-        row[name].tolist()
-        for name in ("versions", "version_tokens", "written_starts", "written_tokens")
-    )
-    for what, keys, numbers in (
-        ("versions", versions, version_tokens),
-        ("written spans", starts, written_tokens),
-    ):
-        if len(keys) != len(numbers):
-            raise DumpError(
-                f"{place}: {len(keys)} {what} but {len(numbers)} numbers of their tokens; {_REMEDY}"
-            )
     return Sample(
         group_id=row["group_id"],
         index=row["index"],
         prompt=prompt,
         response_token_ids=row["response_token_ids"],
         behaviour_logprobs=row["behaviour_logprobs"],
-        versions=tuple(map(VersionSpan, versions, version_tokens)),
-        written=tuple(map(WrittenSpan, starts, written_tokens)),
+        versions=versions,
+        written=written,
         finish_reason=finish_reason,
         reward=row["reward"],
         reward_components=reward_components,
         answer_found=row["answer_found"],
     )
+
+
+def _pairs(firsts: np.ndarray, seconds: np.ndarray) -> Iterator[tuple[int, int]]:
+    return zip(firsts.tolist(), seconds.tolist(), strict=True)
 
 
 def _check_batch(batch: RolloutBatch, name: str, vocab_size: int | None = None) -> None:

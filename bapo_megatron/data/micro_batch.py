@@ -140,18 +140,18 @@ def shard_context(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
         return micro_batch
     offsets = micro_batch.cu_seqlens.tolist()
     parts = [start + context_positions(end - start, rank, size) for start, end in pairwise(offsets)]
-    own_N = torch.from_numpy(np.concatenate(parts))
+    local_N = torch.from_numpy(np.concatenate(parts))
     place_N = torch.full((micro_batch.num_tokens,), -1, dtype=torch.int64)
-    place_N[own_N] = torch.arange(len(own_N))
+    place_N[local_N] = torch.arange(len(local_N))
     row_T = place_N[micro_batch.rows_T]
-    own_T = row_T >= 0
+    is_local_T = row_T >= 0
     values = {name: getattr(micro_batch, name) for name in TOKEN_FIELDS}
-    kept = {name: value[own_T] for name, value in values.items() if value is not None}
+    local = {name: value[is_local_T] for name, value in values.items() if value is not None}
     return replace(
         micro_batch,
-        token_ids_N=micro_batch.token_ids_N[own_N],
-        position_ids_N=micro_batch.position_ids_N[own_N],
-        **kept | {"rows_T": row_T[own_T]},
+        token_ids_N=micro_batch.token_ids_N[local_N],
+        position_ids_N=micro_batch.position_ids_N[local_N],
+        **local | {"rows_T": row_T[is_local_T]},
     )
 
 
@@ -164,8 +164,8 @@ def context_positions(length: int, rank: int, size: int) -> np.ndarray:
         return np.arange(length, dtype=np.int64)
     chunk, rest = divmod(length, 2 * size)
     assert rest == 0, f"a sequence of {length} tokens has no {2 * size} equal chunks"
-    own = np.arange(chunk, dtype=np.int64)
-    return np.concatenate([own + rank * chunk, own + (2 * size - 1 - rank) * chunk])
+    offsets = np.arange(chunk, dtype=np.int64)
+    return np.concatenate([offsets + rank * chunk, offsets + (2 * size - 1 - rank) * chunk])
 
 
 def on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -63,7 +63,7 @@ def find_overlaps(
     if not eval_sets:
         return []
     keys_by_set = _keys([*(prompts for _, prompts in eval_sets), *(s.prompts for s in train_sets)])
-    found = []
+    overlaps = []
     for train_set, train_keys in zip(train_sets, keys_by_set[len(eval_sets) :], strict=True):
         rows_of: dict[str, list[int]] = {}
         for row, keys in enumerate(train_keys):
@@ -77,7 +77,7 @@ def find_overlaps(
             ]
             if matches:
                 first_eval, first_rows = matches[0]
-                found.append(
+                overlaps.append(
                     Overlap(
                         train_name=train_set.name,
                         eval_name=name,
@@ -88,7 +88,7 @@ def find_overlaps(
                         first_train_id=train_set.prompts[first_rows[0]].prompt_id,
                     )
                 )
-    return found
+    return overlaps
 
 
 def normalise(text: str) -> str:

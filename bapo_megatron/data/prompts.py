@@ -125,17 +125,19 @@ def shared_prompts(prompt_sets: Sequence[PromptSet]) -> list[str]:
     lines = []
     first_of: dict[str, tuple[str, str]] = {}
     for prompt_set in prompt_sets:
-        own: dict[str, str] = {}
+        ids: dict[str, str] = {}
         for prompt in prompt_set.prompts:
-            own.setdefault(prompt.text, prompt.prompt_id)
-        shared = [text for text in own if text in first_of]
+            ids.setdefault(prompt.text, prompt.prompt_id)
+        shared = [text for text in ids if text in first_of]
         if shared:
             name, prompt_id = first_of[shared[0]]
             lines.append(
-                f"training set '{prompt_set.name}': {len(shared)} of {len(own)} prompts are in an "
-                f"earlier set too, the first: {own[shared[0]]} is {prompt_id} of '{name}'"
+                f"training set '{prompt_set.name}': {len(shared)} of {len(ids)} prompts are in an "
+                f"earlier set too, the first: {ids[shared[0]]} is {prompt_id} of '{name}'"
             )
-        first_of = {text: (prompt_set.name, own[text]) for text in own} | first_of
+        first_of = {
+            text: (prompt_set.name, prompt_id) for text, prompt_id in ids.items()
+        } | first_of
     return lines
 
 

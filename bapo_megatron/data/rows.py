@@ -29,8 +29,6 @@ _BATCH_ROWS = 1024
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$]+))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _NOT_JSON = object()
-_NO_VALUE = (ValueError, OverflowError)
-"""What arrow says of bytes that are not text, and of dates that Python's types cannot hold."""
 
 
 class DataError(ValueError):
@@ -127,25 +125,14 @@ def _rows_of_batches(batches: Iterator[Any], name: str, place: str) -> Iterator[
     for batch in batches:
         try:
             records = batch.to_pylist()
-        except _NO_VALUE:
-            records = [_record(batch.slice(number, 1)) for number in range(batch.num_rows)]
+        except (ValueError, OverflowError) as error:  # bytes that are no text, dates beyond Python
+            raise DataError(
+                f"{place}: rows {first} to {first + batch.num_rows - 1} cannot be read "
+                f"({first_line(error)}); correct the file"
+            ) from error
         for number, record in enumerate(records, start=first):
             yield _row(f"{name}:{number}", f"{place}: row {number}", record)
         first += batch.num_rows
-
-
-def _record(row: Any) -> Any:
-    """The fields of a row, or the error that says which of them cannot be read."""
-    fields = {}
-    for number, name in enumerate(row.schema.names):
-        try:
-            (fields[name],) = row.column(number).to_pylist()
-        except _NO_VALUE as error:
-            problem = f"out of range ({error})"
-            if isinstance(error, UnicodeDecodeError):
-                problem = f"not UTF-8 ({error.reason})"
-            return ValueError(f"column '{name}' is {problem}")
-    return fields
 
 
 def _parse_json(content: bytes | str) -> Any:
@@ -178,7 +165,7 @@ def parse_answer(value: Any) -> str:
     """
     if isinstance(value, str):
         accepted = _parse_json(value) if value.lstrip().startswith('["') else None
-        if isinstance(accepted, list) and all(isinstance(each, str) for each in accepted):
+        if isinstance(accepted, list) and all(isinstance(text, str) for text in accepted):
             return parse_answer(accepted)
         marked = _marked_answer(value)
         answer = value.strip() if marked is None else marked
@@ -334,8 +321,8 @@ def _parse_question(value: Any) -> str | list[Message]:
         raise ValueError(f"must be a text or a list of chat messages, got {shown_value(value)}")
     messages = []
     for message in value:
-        given = message if isinstance(message, dict) else {}
-        role, content = given.get("role"), given.get("content")
+        fields = message if isinstance(message, dict) else {}
+        role, content = fields.get("role"), fields.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(
                 f"must hold messages with role and content, got {shown_value(message)}"
@@ -389,7 +376,7 @@ def _to_json(value: Any, name: str, dropped: set[str]) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         prefix = f"{name}." if name else ""
-        items = {str(key): _to_json(each, f"{prefix}{key}", dropped) for key, each in value.items()}
+        items = {str(key): _to_json(item, f"{prefix}{key}", dropped) for key, item in value.items()}
         return {key: item for key, item in items.items() if item is not _NOT_JSON}
     if isinstance(value, list | tuple):
         entries = [_to_json(entry, name, dropped) for entry in value]

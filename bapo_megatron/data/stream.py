@@ -7,7 +7,7 @@ not enter: rank 0's collector draws every prompt of the run.
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -21,7 +21,7 @@ from bapo_megatron.types import Count, Prompt
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """Where a stream is, and in which prompts."""
+    """A stream's position, and the prompts it counts in."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
     """For ``calls.decode_json``."""
@@ -30,12 +30,12 @@ class StreamPosition:
     seed: Count
     shuffle: bool
     digest: str
-    rows_digest: str
+    """Of the prompts, with their answers and the columns that reward functions get."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetPosition(StreamPosition):
-    """That of a set in a mixture."""
+    """The position in one set of a mixture."""
 
     name: str
     weight: float
@@ -43,7 +43,7 @@ class SetPosition(StreamPosition):
 
 @dataclass(frozen=True, slots=True)
 class MixturePosition:
-    """Where a mixture is."""
+    """A mixture's position."""
 
     sets: tuple[SetPosition, ...]
 
@@ -81,14 +81,7 @@ class PromptStream(Iterator[Prompt]):
 
     def state(self) -> StreamPosition:
         """Return the position, for a checkpoint."""
-        return StreamPosition(
-            self._epoch,
-            self._position,
-            self._seed,
-            self._shuffle,
-            self._digest,
-            self._rows_digest,
-        )
+        return StreamPosition(self._epoch, self._position, self._seed, self._shuffle, self._digest)
 
     def restore(self, state: StreamPosition) -> None:
         """Continue from what ``state`` returned.
@@ -97,24 +90,20 @@ class PromptStream(Iterator[Prompt]):
             ValueError: The state belongs to other prompts, another seed or another order.
         """
         problem = "cannot resume the data position: "
-        for name, saved, own in (
+        for name, saved, current in (
             ("seed", state.seed, self._seed),
             ("data.shuffle", state.shuffle, self._shuffle),
         ):
-            if saved != own:
+            if saved != current:
                 raise ValueError(
-                    f"{problem}{name} was {saved} when it was saved and is {own} now; resume with "
-                    "the same value"
+                    f"{problem}{name} was {saved} when it was saved and is {current} now; resume "
+                    "with the same value"
                 )
         if state.digest != self._digest or state.position > len(self._prompts):
             raise ValueError(
-                f"{problem}the training prompts differ from those it was saved with; restore the "
-                "data file, chat template and data settings"
-            )
-        if state.rows_digest != self._rows_digest:
-            raise ValueError(
-                f"{problem}the columns that reward functions get with the training prompts differ "
-                "from those it was saved with; restore the data file and its columns"
+                f"{problem}the training prompts, or their columns for reward functions, differ "
+                "from those it was saved with; restore the data file, chat template and data "
+                "settings"
             )
         self._start_at(state.epoch, state.position)
 
@@ -127,21 +116,14 @@ class PromptStream(Iterator[Prompt]):
             rng = np.random.default_rng([self._seed, epoch, self._number])
             self._order = rng.permutation(len(self._prompts))
 
-    # Cached: seconds for a million prompts, which never change.
     @cached_property
     def _digest(self) -> str:
-        return _digest_of(repr((p.prompt_id, p.token_ids, p.answer)) for p in self._prompts)
-
-    @cached_property
-    def _rows_digest(self) -> str:
-        return _digest_of(json.dumps(prompt.row, sort_keys=True) + "\n" for prompt in self._prompts)
-
-
-def _digest_of(texts: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode())
-    return digest.hexdigest()
+        """Takes seconds for a million prompts, which never change."""
+        digest = hashlib.sha256()
+        for p in self._prompts:
+            columns = json.dumps(p.row, sort_keys=True)
+            digest.update(repr((p.prompt_id, p.token_ids, p.answer, columns)).encode())
+        return digest.hexdigest()
 
 
 class PromptMixture(Iterator[Prompt]):
@@ -203,12 +185,12 @@ class PromptMixture(Iterator[Prompt]):
         Raises:
             ValueError: The state belongs to other sets, weights, prompts, or another seed or order.
         """
-        mine = _described(list(zip(self._names, self._weights, strict=True)))
-        saved = _described([(each.name, each.weight) for each in state.sets])
-        if saved != mine:
+        current = _described(list(zip(self._names, self._weights, strict=True)))
+        saved = _described([(position.name, position.weight) for position in state.sets])
+        if saved != current:
             raise ValueError(
                 f"cannot resume the data position: data.train was {saved} when it was saved and is "
-                f"{mine} now; resume with the same sets and weights"
+                f"{current} now; resume with the same sets and weights"
             )
         for stream, position in zip(self._streams, state.sets, strict=True):
             stream.restore(position)

@@ -10,6 +10,7 @@ import io
 import json
 import re
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bapo_megatron.data.columns import PARQUET_ERRORS, DumpError
-from bapo_megatron.errors import first_line
-from bapo_megatron.runtime.calls import shown_value
-from bapo_megatron.runtime.files import atomic_write_bytes, open_regular, parse_json
+from bapo_megatron.data.columns import RowFile
+from bapo_megatron.runtime.files import atomic_write_bytes, open_regular
 
 FORMAT = 2
 """Files of format 1 had no metadata, and their rows named no response."""
@@ -35,7 +34,13 @@ TOKEN_COLUMNS: dict[str, Any] = {
     "mask": pa.float32(),
 }
 """Arrow's type of each column; docs/dumps.md has their meanings."""
-_KEY = b"bapo_megatron.tokens"
+_FILE: RowFile[Mapping[str, Any]] = RowFile(
+    "token dump",
+    "remove it",
+    FORMAT,
+    {name: (kind, itemgetter(name)) for name, kind in TOKEN_COLUMNS.items()},
+    key="bapo_megatron.tokens",
+)
 
 
 def token_dump_path(run_dir: Path, step: int, update: int) -> Path:
@@ -46,12 +51,12 @@ def token_dump_path(run_dir: Path, step: int, update: int) -> Path:
 def token_dump_paths(run_dir: Path, step: int) -> list[Path]:
     """Return the files of a step's updates, in their order."""
     start = f"step_{step:06d}_update_"
-    found = [
+    numbered = [
         (int(match[1]), path)
         for path in (run_dir / "tokens").glob(f"{start}*.parquet")
         if (match := re.fullmatch(rf"{start}(\d+)\.parquet", path.name))
     ]
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(numbered)]
 
 
 def write_token_dump(path: Path, columns: Mapping[str, np.ndarray]) -> None:
@@ -60,13 +65,10 @@ def write_token_dump(path: Path, columns: Mapping[str, np.ndarray]) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    metadata = {_KEY: json.dumps({"format": FORMAT})}
-    schema = pa.schema(TOKEN_COLUMNS, metadata)
-    table = pa.table(
-        [pa.array(columns[name], kind) for name, kind in TOKEN_COLUMNS.items()], schema=schema
-    )
+    schema = pa.schema(TOKEN_COLUMNS, {_FILE.key: json.dumps({"format": FORMAT})})
+    arrays = [pa.array(columns[name], kind) for name, kind in TOKEN_COLUMNS.items()]
     content = io.BytesIO()
-    pq.write_table(table, content, compression="zstd")
+    pq.write_table(pa.table(arrays, schema=schema), content, compression="zstd")
     atomic_write_bytes(path, content.getvalue())
 
 
@@ -78,27 +80,11 @@ def read_token_dump(path: Path) -> dict[str, np.ndarray]:
         OSError: It cannot be read.
     """
     with open_regular(path) as stream:
-        try:
-            table = pq.ParquetFile(stream).read(use_threads=False)
-        except PARQUET_ERRORS as error:
-            reason = first_line(error)
-            raise DumpError(f"{path}: not a readable parquet file ({reason}); remove it") from error
-    try:
-        about = parse_json((table.schema.metadata or {}).get(_KEY, b"null"))
-    except ValueError as error:
-        raise DumpError(f"{path}: metadata '{_KEY.decode()}': {error}; remove it") from error
-    found = about.get("format") if isinstance(about, dict) else None
-    if found != FORMAT:
-        raise DumpError(
-            f"{path}: token dump format {shown_value(found)}, this version reads format {FORMAT}; "
-            "read it with the version that wrote it, or move it away"
+        file, _ = _FILE.open(stream, str(path))
+        parts = list(_FILE.row_groups(file, str(path)))
+    return {
+        name: np.concatenate(
+            [np.empty(0, kind.to_pandas_dtype()), *(np.from_dlpack(part[name]) for part in parts)]
         )
-    columns = {}
-    for name, kind in TOKEN_COLUMNS.items():
-        if name not in table.column_names or table.schema.field(name).type != kind:
-            raise DumpError(f"{path}: column '{name}' must be {kind}; remove the file")
-        if table[name].null_count:
-            raise DumpError(f"{path}: column '{name}' must hold no nulls; remove the file")
-        # Not ``to_numpy``: it imports pandas.
-        columns[name] = np.from_dlpack(table[name].combine_chunks())
-    return columns
+        for name, kind in TOKEN_COLUMNS.items()
+    }

@@ -1,4 +1,4 @@
-"""What a reward function gets and returns (docs/rewards.md)."""
+"""Arguments and results of reward functions (docs/rewards.md)."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,29 +10,29 @@ class Score:
     """The outcome of grading one response."""
 
     reward: float
-    """What the response earns: by default 1 for a right answer and 0 for any other."""
+    """By default 1 for a right answer and 0 for any other."""
     answer_found: bool = True
     """Whether an answer could be extracted, right or wrong."""
     extracted: str = ""
-    """The answer as it stands in the response, shortened; empty where none was found."""
+    """The answer as the response has it, shortened; empty without one."""
     timed_out: bool = False
-    """Grading exceeded its limit of time or memory and was ended; the reward is 0."""
+    """Grading exceeded its limit of time or memory; the reward is 0."""
     reason: str = ""
-    """Why it is right or wrong, in a word: what the function says (``math``: a
-    ``math_answer.Reason``), ``limit`` where a limit ended it, ``error`` where it failed,
-    ``crash`` where ``math`` ended its process."""
+    """Why it is right or wrong, in a word of the function (``math``: a ``math_answer.Reason``), or
+    ``limit`` where a limit ended it, ``error`` where it failed, ``crash`` where ``math`` ended its
+    process."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """What each reward function gave, by its name and without its weight."""
+    """The reward of each function, by its name and without its weight."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers of a function; of a composition, with the function's name and a slash."""
+    """Further numbers of a function; in a composition prefixed with its name and a slash."""
     failed: bool = False
-    """A function failed on this response, and ``reward.on_error: zero`` made it 0; or ``math``
-    ended its process."""
+    """A function failed on this response under ``reward.on_error: zero``, or ``math`` ended its
+    process."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFacts:
-    """What a reward function may know of a response besides its text."""
+    """Facts about a response besides its text."""
 
     prompt_id: str = ""
     source: str = ""
@@ -42,11 +42,11 @@ class SampleFacts:
     finish_reason: str = "stop"
     """``stop``, ``length`` for a truncated response, or as ``types.FinishReason``."""
     num_tokens: int = 0
-    """Tokens of the response, of all turns and of what the environment wrote between them."""
+    """Tokens of the response, over all turns and including the environment's."""
     num_turns: int = 1
     """Turns of the policy."""
     environment_tokens: int = 0
-    """Those of ``num_tokens`` that the environment wrote."""
+    """The environment's part of ``num_tokens``."""
 
     @property
     def is_truncated(self) -> bool:
@@ -56,36 +56,34 @@ class SampleFacts:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One response with everything that may be used to score it."""
+    """A response with everything that may be used to score it."""
 
     text: str
-    """The decoded response; the last turn if there are several. The policy wrote it, never an
-    environment; it may be anything that a model can write."""
+    """The decoded response, or its last turn; always the policy's text, which may be anything."""
     answer: str
     """The reference answer, as ``Prompt.answer`` holds it."""
     sample: SampleFacts = SampleFacts()
     row: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the prompt's row in its data file."""
     turns: tuple[str, ...] = ()
-    """The texts of the policy and of the environment by turns, in order; the last is ``text``.
-    Empty where there is one turn only."""
+    """The texts of the policy and the environment in order, ending with ``text``; empty for a
+    single turn."""
     state: Any = None
     """The last state of the environment, a JSON value."""
 
 
 Result = float | Score | Mapping[str, Any]
-"""What a reward function may return: a number, a ``Score``, or a mapping with ``reward`` and
-further numbers, which become metrics."""
+"""A number, a ``Score``, or a mapping with ``reward`` and further numbers, which become metrics."""
 
 RewardFunction = Callable[..., Result | Awaitable[Result]]
-"""Scores one response, in a worker process, where it may take long or crash. It is called with
-those of ``response``, ``answer``, ``sample``, ``row``, ``turns`` and ``state`` that its parameters
-name; it may be ``async``."""
+"""Scores one response in a worker process, where it may be slow or crash; it may be ``async``. It
+gets those of ``response``, ``answer``, ``sample``, ``row``, ``turns`` and ``state`` that its
+parameters name."""
 
 GroupFunction = Callable[..., Sequence[Result] | Awaitable[Sequence[Result]]]
-"""Scores the responses to one prompt together, in their order. It is called with those of
-``responses``, ``samples``, ``states``, ``rewards``, ``answer`` and ``row`` that its parameters
-name, at least one of the first four. Otherwise it is like a ``RewardFunction``."""
+"""Scores the responses to one prompt together, in their order; otherwise like a ``RewardFunction``.
+Its parameters name at least one of ``responses``, ``samples``, ``states`` and ``rewards``, and may
+name ``answer`` and ``row``."""
 
 
 class RewardError(RuntimeError):
@@ -93,4 +91,4 @@ class RewardError(RuntimeError):
 
 
 class FunctionFailedError(RewardError):
-    """A reward function raised an error, or returned something that is no reward."""
+    """A reward function raised an error, or returned what is not a reward."""

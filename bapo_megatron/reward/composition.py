@@ -1,4 +1,4 @@
-"""The rewards of a run: every configured function, weighted and added up."""
+"""The rewards of a run: the weighted sum of all configured functions."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.types import FinishReason
 
 _LOG = logging.getLogger(__name__)
-_NOTHING = Score(0.0, answer_found=False, reason=FinishReason.ENVIRONMENT.value)
+_FAILED_EPISODE = Score(0.0, answer_found=False, reason=FinishReason.ENVIRONMENT.value)
 """The score of an episode whose environment failed."""
 
 
@@ -21,7 +21,7 @@ class Rewards:
     """Scores responses by all functions of ``reward.functions``; owns their processes."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Set everything up; nothing is started."""
+        """Set up everything; nothing is started."""
         self._config = config
         names = tuple(entry.function for entry in config.functions if entry.function is not None)
         self.pool = RewardPool(
@@ -45,13 +45,13 @@ class Rewards:
 
     @property
     def group_names(self) -> tuple[str, ...]:
-        """The functions that score whole groups, for ``score_group``; after ``start``."""
+        """The functions for ``score_group``; known after ``start``."""
         return tuple(entry.name for entry in self._of_groups)
 
     def require_single(self) -> None:
-        """Refuse to score responses one by one, as evaluations do, without a function for it.
+        """Refuse evaluations, which score single responses, without a function that does.
 
-        Which functions score whole groups is known after ``start``.
+        Call it after ``start``.
         """
         if not self._of_one:
             raise RewardError(
@@ -60,7 +60,7 @@ class Rewards:
             )
 
     async def start(self) -> None:
-        """Load the functions in one worker: raise ``RewardError`` now if one cannot be loaded."""
+        """Load the functions in one worker, so that ``RewardError`` is raised now."""
         entries = self._config.functions
         if any(":" in (entry.function or "") for entry in entries):
             of_groups = await self.pool.start()
@@ -74,7 +74,7 @@ class Rewards:
         )
 
     async def score(self, response: Response) -> Score:
-        """Return Σ weight · reward over the functions that see one response, without shaping.
+        """Return Σ weight · reward over the functions of single responses, without shaping.
 
         Answer, ``answer_found`` and ``reason`` are those of the first function. An episode whose
         environment failed gets 0 from each without a call.
@@ -83,8 +83,8 @@ class Rewards:
             RewardError: A function failed, and ``reward.on_error`` is ``raise``.
         """
         entries, none = self._of_one, Score(0.0)
-        if _is_of_failed_environment(response):
-            none = _NOTHING
+        if _has_failed(response):
+            none = _FAILED_EPISODE
             scores = [none] * len(entries)
         else:
             scores = [score for [score] in await self._run_all(entries, [response])]
@@ -93,22 +93,19 @@ class Rewards:
     async def score_group(
         self, responses: Sequence[Response], scores: Sequence[Score]
     ) -> list[Score]:
-        """Add Σ weight · reward over the functions that see whole groups.
+        """Add Σ weight · reward over the functions of whole groups; raises as ``score``.
 
-        Takes all responses to one prompt, at least one, and what ``score`` gave for each. Returns
-        the whole score of each. Answer, ``answer_found`` and ``reason`` are as before, or those of
-        the first function if none sees one response.
-
-        Raises:
-            RewardError: As ``score``.
+        Takes all responses to one prompt, at least one, with their ``scores`` from ``score``, and
+        returns the complete ones. Answer, ``answer_found`` and ``reason`` stay, or are those of the
+        first function if none scores single responses.
         """
         entries = self._of_groups
         groups = await self._run_all(entries, responses, [score.reward for score in scores])
         added = []
         for number, before in enumerate(scores):
             more = [group[number] for group in groups]
-            if _is_of_failed_environment(responses[number]):
-                more = [_NOTHING] * len(groups)
+            if _has_failed(responses[number]):
+                more = [_FAILED_EPISODE] * len(groups)
             first = more[0] if more and not self._of_one else before
             added.append(_add(first, before, entries, more))
         return added
@@ -119,13 +116,13 @@ class Rewards:
         responses: Sequence[Response],
         rewards: Sequence[float] | None = None,
     ) -> list[list[Score]]:
-        """What each function gives for the responses, or the first error."""
+        """The scores of each function for the responses, or the first error."""
 
         async def run(entry: RewardFunctionConfig) -> list[Score]:
             try:
                 if entry.function is not None:
                     return await self.pool.run(entry.function, responses, rewards)
-                return [await self._services[entry.name].score(each) for each in responses]
+                return [await self._services[entry.name].score(item) for item in responses]
             except FunctionFailedError as error:
                 if self._config.on_error == "raise":
                     raise FunctionFailedError(f"{error}, or set reward.on_error=zero") from error
@@ -145,14 +142,13 @@ class Rewards:
         return [task.result() for task in started]
 
 
-def _is_of_failed_environment(response: Response) -> bool:
+def _has_failed(response: Response) -> bool:
     return response.sample.finish_reason == FinishReason.ENVIRONMENT
 
 
 def _add(
     first: Score, before: Score, entries: Sequence[RewardFunctionConfig], scores: Sequence[Score]
 ) -> Score:
-    """A sum of weighted scores, with the answer of ``first``."""
     components, metrics = dict(before.components), dict(before.metrics)
     for entry, score in zip(entries, scores, strict=True):
         components[entry.name] = score.reward

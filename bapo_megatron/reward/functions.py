@@ -1,7 +1,7 @@
 """Reward functions by name, in the worker processes that load and call them.
 
-A name is a key of ``BUILT_IN``, ``package.module:function`` or ``package.module:Class.method``.
-What a function may ask for and return is in ``base``.
+A name is a key of ``BUILT_IN``, ``package.module:function`` or ``package.module:Class.method``;
+``base`` defines arguments and results.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from bapo_megatron.runtime.names import LoadError, load_named
 from bapo_megatron.runtime.worker import settled
 
 BUILT_IN = {"math": "bapo_megatron.reward.math_answer:grade_math_answer"}
-"""Where the functions of ``config.reward.BUILT_IN_FUNCTIONS`` are."""
+"""Location of each of ``config.reward.BUILT_IN_FUNCTIONS``."""
 PARAMETERS = ("response", "answer", "sample", "row", "turns", "state")
-"""What a function of one response may ask for, by the names of its parameters."""
+"""Names of the parameters that a function of one response may have."""
 GROUP_PARAMETERS = ("responses", "samples", "states", "rewards", "answer", "row")
-"""What a function of a whole group may ask for."""
+"""Names of the parameters that a function of a whole group may have."""
 
 _SHARED = ("answer", "row")
 _MAX_TEXT = 200
@@ -43,17 +43,16 @@ def build(*names: str) -> "RewardHandler":
 
 
 def label(*names: str) -> str:
-    """Return what messages call these functions."""
+    """Return the functions' name in messages."""
     return f"reward function{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}"
 
 
 class LoadedFunction(NamedTuple):
-    """A reward function and what it asks for."""
+    """A reward function and its parameters."""
 
     function: RewardFunction | GroupFunction
     parameters: tuple[str, ...]
     sees_groups: bool
-    """Whether it scores the responses to a prompt together."""
 
 
 class RewardHandler:
@@ -66,7 +65,7 @@ class RewardHandler:
 
     @property
     def facts(self) -> list[str]:
-        """The functions that see whole groups."""
+        """The functions of whole groups."""
         return [name for name, function in self._functions.items() if function.sees_groups]
 
     def name(self, request: Mapping[str, Any]) -> str:
@@ -74,48 +73,47 @@ class RewardHandler:
         return "reward.format" if "pattern" in request else label(request["function"])
 
     def answer(self, request: Mapping[str, Any]) -> Any:
-        """Return a score for each response, or whether a pattern was found."""
+        """Return a score for each response, or whether a pattern matches."""
         if "pattern" in request:
             pattern, text = request["pattern"], request["text"]
             return has_closed_box(text) if pattern is None else bool(re.search(pattern, text))
         loaded = self._functions[request["function"]]
         responses, rewards = request["responses"], request["rewards"]
         samples = [SampleFacts(**response["sample"]) for response in responses]
-        given = {"answer": request["answer"], "row": request["row"]}
+        arguments = {"answer": request["answer"], "row": request["row"]}
         if rewards is not None:
-            given["responses"] = [response["text"] for response in responses]
-            given["samples"] = samples
-            given["states"] = [response["state"] for response in responses]
-            given["rewards"] = rewards
-            results = self._call(loaded, given)
+            arguments["responses"] = [response["text"] for response in responses]
+            arguments["samples"] = samples
+            arguments["states"] = [response["state"] for response in responses]
+            arguments["rewards"] = rewards
+            results = self._call(loaded, arguments)
             _check_group(results, len(responses))
         elif loaded.sees_groups:
             raise ValueError(
-                f"it asks for {', '.join(loaded.parameters)}: it scores a whole group of "
-                "responses, and was given one"
+                f"it asks for {', '.join(loaded.parameters)}: it scores whole groups of responses, "
+                "got one"
             )
         else:
             [response] = responses
-            given["response"] = response["text"]
-            given["sample"] = samples[0]
-            given["turns"] = response["turns"] or [response["text"]]
-            given["state"] = response["state"]
-            results = [self._call(loaded, given)]
+            arguments["response"] = response["text"]
+            arguments["sample"] = samples[0]
+            arguments["turns"] = response["turns"] or [response["text"]]
+            arguments["state"] = response["state"]
+            results = [self._call(loaded, arguments)]
         return [asdict(as_score(result)) for result in results]
 
-    def _call(self, loaded: LoadedFunction, given: Mapping[str, Any]) -> Any:
-        asked = {name: given[name] for name in loaded.parameters}
-        return settled(loaded.function(**asked), self._loop)
+    def _call(self, loaded: LoadedFunction, arguments: Mapping[str, Any]) -> Any:
+        named = {name: arguments[name] for name in loaded.parameters}
+        return settled(loaded.function(**named), self._loop)
 
 
 def _check_group(results: Any, num_responses: int) -> None:
-    if isinstance(results, (str, Mapping)) or not hasattr(results, "__len__"):
+    is_list = hasattr(results, "__len__") and not isinstance(results, (str, Mapping))
+    if not is_list or len(results) != num_responses:
+        size = len(results) if is_list else type(results).__name__
         raise ValueError(
-            f"it must return a list with one reward for each response, got {type(results).__name__}"
-        )
-    if len(results) != num_responses:
-        raise ValueError(
-            f"it must return one reward for each of {num_responses} responses, got {len(results)}"
+            f"it must return a list with one reward for each of {num_responses} responses, got "
+            f"{size}"
         )
 
 
@@ -164,25 +162,24 @@ def as_score(result: Any) -> Score:
         ValueError: It is none of ``base.Result``, or holds a number that is not finite.
     """
     if isinstance(result, Score):
-        said = {field.name: getattr(result, field.name) for field in fields(result)}
+        values = {field.name: getattr(result, field.name) for field in fields(result)}
         metrics = result.metrics
     elif isinstance(result, Mapping):
         if "reward" not in result:
-            keys = ", ".join(map(str, list(result)[:5])) or "none"
-            raise ValueError(f"it returned a mapping without 'reward' (keys: {keys}); add it")
+            raise ValueError(f"it returned a mapping without 'reward': {result!s:.80}; add it")
         names = ("reward", "extracted", "reason", "answer_found")
-        said = {name: result[name] for name in names if name in result}
+        values = {name: result[name] for name in names if name in result}
         metrics = {name: value for name, value in result.items() if name not in names}
     else:
-        said, metrics = {"reward": result}, {}
+        values, metrics = {"reward": result}, {}
     return Score(
-        reward=_number(said["reward"], "reward"),
-        answer_found=bool(said.get("answer_found", True)),
-        extracted=str(said.get("extracted", ""))[:_MAX_TEXT],
-        timed_out=bool(said.get("timed_out", False)),
-        reason=str(said.get("reason", ""))[:_MAX_TEXT],
+        reward=_number(values["reward"], "reward"),
+        answer_found=bool(values.get("answer_found", True)),
+        extracted=str(values.get("extracted", ""))[:_MAX_TEXT],
+        timed_out=bool(values.get("timed_out", False)),
+        reason=str(values.get("reason", ""))[:_MAX_TEXT],
         metrics=_metrics(metrics),
-        failed=bool(said.get("failed", False)),
+        failed=bool(values.get("failed", False)),
     )
 
 

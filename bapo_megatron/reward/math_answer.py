@@ -42,7 +42,7 @@ _HEDGE = re.compile(
 )
 """What follows a number that is not the whole answer: "5 or 6", "5 if x > 0"."""
 _FILLERS = re.compile(
-    r"^(?:(?:therefore|thus|hence|so|now|simply|just|exactly|about|approximately|equal to|given by"
+    r"^(?:(?:therefore|thus|hence|so|now|simply|just|exactly|about|approximately|equal to|pred by"
     r"|:|=)\s*,?\s*)+",
     re.IGNORECASE,
 )
@@ -148,23 +148,23 @@ def _sentence_answers(line: str) -> list[str]:
     return candidates
 
 
-def _compare(given_text: str, wanted_text: str) -> Reason:
-    given, (wanted, wanted_parts) = canonical(given_text), _reference(wanted_text)
-    if not given:
+def _compare(pred_text: str, gold_text: str) -> Reason:
+    pred, (gold, gold_parts) = canonical(pred_text), _reference(gold_text)
+    if not pred:
         return Reason.DIFFERENT  # not even where the reference is missing
-    if given == wanted:
+    if pred == gold:
         return Reason.EQUAL_TEXT
-    if len(wanted) > _MAX_ANSWER:
+    if len(gold) > _MAX_ANSWER:
         return Reason.DIFFERENT
-    if max(nesting(given), nesting(wanted)) > MAX_NESTING:
+    if max(nesting(pred), nesting(gold)) > MAX_NESTING:
         return Reason.TOO_LARGE
-    if (reason := _compare_letters(given, wanted)) is not None:
+    if (reason := _compare_letters(pred, gold)) is not None:
         return reason
-    given_parts = quantity(without_option(given))
+    pred_parts = quantity(without_option(pred))
     try:
-        if contradicts_itself(given):
+        if contradicts_itself(pred):
             return Reason.DIFFERENT
-        return _compare_quantities(given_parts, wanted_parts)
+        return _compare_quantities(pred_parts, gold_parts)
     except TooLargeError:
         return Reason.TOO_LARGE
 
@@ -172,56 +172,56 @@ def _compare(given_text: str, wanted_text: str) -> Reason:
 @lru_cache(maxsize=256)
 def _reference(text: str) -> tuple[str, Quantity]:
     """A reference's canonical text and its parts; all responses of a group share it."""
-    wanted = canonical(text)
-    if len(wanted) > _MAX_ANSWER:
-        return wanted, Quantity(wanted)
-    return wanted, quantity(without_option(wanted))
+    gold = canonical(text)
+    if len(gold) > _MAX_ANSWER:
+        return gold, Quantity(gold)
+    return gold, quantity(without_option(gold))
 
 
-def _compare_letters(given: str, wanted: str) -> Reason | None:
+def _compare_letters(pred: str, gold: str) -> Reason | None:
     """Compare choices and words; None where the answers are neither."""
-    wanted_letter = choice_letter(wanted)
-    given_letter = choice_letter(given) or option_letter(given)
-    if wanted_letter and given_letter:
-        return Reason.EQUAL_TEXT if wanted_letter == given_letter else Reason.DIFFERENT
-    if len(wanted) == len(given) == 1 and (wanted + given).isalpha():
+    gold_letter = choice_letter(gold)
+    pred_letter = choice_letter(pred) or option_letter(pred)
+    if gold_letter and pred_letter:
+        return Reason.EQUAL_TEXT if gold_letter == pred_letter else Reason.DIFFERENT
+    if len(gold) == len(pred) == 1 and (gold + pred).isalpha():
         return Reason.DIFFERENT  # math-verify takes E for e
-    wanted_words, given_words = words(wanted), words(given)
-    if wanted_words is None or given_words is None:
+    gold_words, pred_words = words(gold), words(pred)
+    if gold_words is None or pred_words is None:
         return None
-    if wanted_words == given_words and (len(wanted_words) > 2 or wanted_words == "no"):
+    if gold_words == pred_words and (len(gold_words) > 2 or gold_words == "no"):
         return Reason.EQUAL_TEXT
-    if are_letters(wanted) or are_letters(given) or " " in wanted_words + given_words:
+    if are_letters(gold) or are_letters(pred) or " " in gold_words + pred_words:
         # Letters side by side would be a product to the parser, in which "on" is "no".
         return Reason.DIFFERENT
     return None
 
 
-def _compare_quantities(given: Quantity, wanted: Quantity) -> Reason:
-    if given.unit and wanted.unit and given.unit != wanted.unit:
-        if {given.unit, wanted.unit} == {"degree", "radian"}:
-            return _compare_values(_in_radians(given), _in_radians(wanted))
+def _compare_quantities(pred: Quantity, gold: Quantity) -> Reason:
+    if pred.unit and gold.unit and pred.unit != gold.unit:
+        if {pred.unit, gold.unit} == {"degree", "radian"}:
+            return _compare_values(_in_radians(pred), _in_radians(gold))
         return Reason.UNIT_DIFFERS
-    if "%" in (given.unit, wanted.unit) and given.unit != wanted.unit:
-        return _compare_percentages(given, wanted)
-    reason = _compare_values(given.value, wanted.value)
-    if reason.is_right or given.unit == wanted.unit:
+    if "%" in (pred.unit, gold.unit) and pred.unit != gold.unit:
+        return _compare_percentages(pred, gold)
+    reason = _compare_values(pred.value, gold.value)
+    if reason.is_right or pred.unit == gold.unit:
         return reason
-    if "degree" in (given.unit, wanted.unit) and r"\pi" in given.value + wanted.value:
-        return _compare_values(_in_radians(given), _in_radians(wanted))
+    if "degree" in (pred.unit, gold.unit) and r"\pi" in pred.value + gold.value:
+        return _compare_values(_in_radians(pred), _in_radians(gold))
     return reason
 
 
-def _compare_percentages(given: Quantity, wanted: Quantity) -> Reason:
+def _compare_percentages(pred: Quantity, gold: Quantity) -> Reason:
     """A percentage and a number: 28% is 0.28, and 28 where the question asks for percents.
 
     Numbers up to 1 are shares: 0.5% is not 0.5.
     """
-    reason = _compare_values(_in_parts(given), _in_parts(wanted))
-    number = as_number(wanted.value)
+    reason = _compare_values(_in_parts(pred), _in_parts(gold))
+    number = as_number(gold.value)
     if reason.is_right or (number is not None and abs(number) <= 1):
         return reason
-    return _compare_values(given.value, wanted.value)
+    return _compare_values(pred.value, gold.value)
 
 
 def _in_parts(amount: Quantity) -> str:
@@ -232,16 +232,16 @@ def _in_radians(angle: Quantity) -> str:
     return rf"\frac{{{angle.value}}}{{180}}\pi" if angle.unit == "degree" else angle.value
 
 
-def _compare_values(given: str, wanted: str) -> Reason:
-    if given == wanted:
+def _compare_values(pred: str, gold: str) -> Reason:
+    if pred == gold:
         return Reason.EQUAL_TEXT
-    given_number, wanted_number = as_number(given), as_number(wanted)
-    if given_number is not None and wanted_number is not None:
-        is_equal = given_number == wanted_number or (
-            ("." in given) != ("." in wanted) and _is_rounded(given_number, wanted_number)
+    pred_number, gold_number = as_number(pred), as_number(gold)
+    if pred_number is not None and gold_number is not None:
+        is_equal = pred_number == gold_number or (
+            ("." in pred) != ("." in gold) and _is_rounded(pred_number, gold_number)
         )
         return Reason.EQUAL_NUMBER if is_equal else Reason.DIFFERENT
-    is_equal = is_equal_symbolically(_evaluated(given), _evaluated(wanted))
+    is_equal = is_equal_symbolically(_evaluated(pred), _evaluated(gold))
     return Reason.EQUAL_VALUE if is_equal else Reason.DIFFERENT
 
 

@@ -33,7 +33,7 @@ from bapo_megatron.reward.math_values import (
 )
 
 SameValue = Callable[[Any, Any], bool]
-"""Whether two expressions, sets or matrices have one value; the first is the given one."""
+"""Whether two expressions, sets or matrices have one value; the first is the response's."""
 
 _TOLERANCE = 1e-40
 _UNKNOWNS = ("x", "y")
@@ -97,19 +97,19 @@ def _names_a_value(first: sympy.Expr, last: sympy.Expr) -> bool:
 
 
 def are_equal_chains(
-    given: Sequence[Relational], wanted: Sequence[Relational], same_value: SameValue
+    pred: Sequence[Relational], gold: Sequence[Relational], same_value: SameValue
 ) -> bool:
     """Return whether two chains say the same; a chain that assigns is its first and last side."""
-    given_one, wanted_one = assigned(given), assigned(wanted)
-    if given_one is not None and wanted_one is not None:
-        letters = _letters_beside(given)
-        if len(wanted) > 1 and not _letters_beside(wanted) <= letters:
+    pred_one, gold_one = assigned(pred), assigned(gold)
+    if pred_one is not None and gold_one is not None:
+        letters = _letters_beside(pred)
+        if len(gold) > 1 and not _letters_beside(gold) <= letters:
             return False  # x=y=5 is more than x=5
-        if wanted_one.lhs in letters:  # of y=x=5, x=5
-            given_one = sympy.Eq(wanted_one.lhs, given_one.rhs, evaluate=False)
-        given, wanted = [given_one], [wanted_one]
-    return len(given) == len(wanted) and are_matched(
-        given, wanted, lambda one, other: are_equal(one, other, same_value)
+        if gold_one.lhs in letters:  # of y=x=5, x=5
+            pred_one = sympy.Eq(gold_one.lhs, pred_one.rhs, evaluate=False)
+        pred, gold = [pred_one], [gold_one]
+    return len(pred) == len(gold) and are_matched(
+        pred, gold, lambda one, other: are_equal(one, other, same_value)
     )
 
 
@@ -118,50 +118,50 @@ def _letters_beside(chain: Sequence[Relational]) -> frozenset[Any]:
     return frozenset(side for part in chain for side in part.args if side.is_Symbol)
 
 
-def are_matched(given: Sequence[Any], wanted: Sequence[Any], is_same: SameValue) -> bool:
+def are_matched(pred: Sequence[Any], gold: Sequence[Any], is_same: SameValue) -> bool:
     """Return whether each part is the same as one of the other parts, and each of those used."""
-    left = list(given)
-    for part in wanted:
-        found = next((one for one in left if is_same(one, part)), None)
-        if found is None:
+    left = list(pred)
+    for part in gold:
+        match = next((one for one in left if is_same(one, part)), None)
+        if match is None:
             return False
-        left.remove(found)
+        left.remove(match)
     return not left
 
 
-def are_equal(given: Relational, wanted: Relational, same_value: SameValue) -> bool:
+def are_equal(pred: Relational, gold: Relational, same_value: SameValue) -> bool:
     """Return whether two relations say the same, and something; or are spelled alike."""
-    given, wanted = _turned(given), _turned(wanted)
-    if type(given) is not type(wanted):
+    pred, gold = _turned(pred), _turned(gold)
+    if type(pred) is not type(gold):
         return False
-    if _spelling(given) == _spelling(wanted):
+    if _spelling(pred) == _spelling(gold):
         return True
-    if any(part.lhs == part.rhs for part in (given, wanted)):
+    if any(part.lhs == part.rhs for part in (pred, gold)):
         return False
-    if given.lhs == wanted.lhs and not given.lhs.is_number:
-        if same_value(given.rhs, wanted.rhs):
+    if pred.lhs == gold.lhs and not pred.lhs.is_number:
+        if same_value(pred.rhs, gold.rhs):
             return True
-        if _is_solved(given) and _is_solved(wanted):
+        if _is_solved(pred) and _is_solved(gold):
             return False
-    sides = (side for part in (given, wanted) for side in part.args)
+    sides = (side for part in (pred, gold) for side in part.args)
     return all(isinstance(side, sympy.Expr) for side in sides) and _say_the_same(
-        type(given), _difference(given), _difference(wanted), same_value
+        type(pred), _difference(pred), _difference(gold), same_value
     )
 
 
-def _say_the_same(kind: type, given: Any, wanted: Any, same_value: SameValue) -> bool:
+def _say_the_same(kind: type, pred: Any, gold: Any, same_value: SameValue) -> bool:
     """Whether two expressions of the same letters have this relation to 0 at the same points."""
-    letters = _letters(given)
-    if not letters or letters != _letters(wanted):
+    letters = _letters(pred)
+    if not letters or letters != _letters(gold):
         return False
     is_signed = kind not in (sympy.Eq, sympy.Ne)
     try:
-        ratio = _ratio(given, wanted)
+        ratio = _ratio(pred, gold)
         if ratio is not None:
             return bool(ratio > 0) or not is_signed
-        return kind is sympy.Eq and _solve_each_other(given, wanted, letters)
+        return kind is sympy.Eq and _solve_each_other(pred, gold, letters)
     except UnknownError:
-        return same_value(given, wanted) or (not is_signed and same_value(-given, wanted))
+        return same_value(pred, gold) or (not is_signed and same_value(-pred, gold))
 
 
 def _turned(relation: Relational) -> Relational:
@@ -241,11 +241,11 @@ def _ratio(one: Any, other: Any) -> Any:
 def _solve_each_other(one: Any, other: Any, letters: frozenset[Any]) -> bool:
     letter = min(sorted(letters, key=str), key=lambda letter: _degree(other, letter))
     rest = letters - {letter}
-    wanted = _solutions(other, letter)
-    if not wanted or not all(_is_solution(one, letter, found, rest) for found in wanted):
+    gold = _solutions(other, letter)
+    if not gold or not all(_is_solution(one, letter, value, rest) for value in gold):
         return False
-    given = _solutions(one, letter)
-    return bool(given) and all(_is_solution(other, letter, found, rest) for found in given)
+    pred = _solutions(one, letter)
+    return bool(pred) and all(_is_solution(other, letter, value, rest) for value in pred)
 
 
 def _degree(expression: Any, letter: Any) -> float:
@@ -263,16 +263,17 @@ def _solutions(expression: Any, letter: Any) -> tuple[Any, ...]:
     if any(letter in function.free_symbols for function in periodic):
         return ()
     try:
-        found = sympy.solve(expression, letter)
+        solutions = sympy.solve(expression, letter)
     except NotImplementedError:
         return ()
-    return tuple(solution for solution in found if _real_points(solution))
+    return tuple(solution for solution in solutions if _real_points(solution))
 
 
 def _real_points(solution: Any, rest: frozenset[Any] = frozenset()) -> list[Any]:
     """The points of the other letters at which a solution is real, with its value there."""
-    found = [(point, value_at(solution, point)) for point in points({*rest, *letters_of(solution)})]
-    return [(point, value) for point, value in found if value is not None and is_real(value)]
+    letters = {*rest, *letters_of(solution)}
+    values = [(point, value_at(solution, point)) for point in points(letters)]
+    return [(point, value) for point, value in values if value is not None and is_real(value)]
 
 
 def _is_solution(expression: Any, letter: Any, solution: Any, rest: frozenset[Any]) -> bool:

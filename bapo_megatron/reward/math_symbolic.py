@@ -92,29 +92,27 @@ class TooLargeError(ValueError):
     """Evaluating the answer would take longer than any answer is worth."""
 
 
-def is_equal_symbolically(given: str, wanted: str) -> bool:
+def is_equal_symbolically(pred: str, gold: str) -> bool:
     """Return whether two canonical answers without units have the same value.
 
-    The reference, ``wanted``, decides whether an equation or a set was asked for.
+    The reference, ``gold``, decides whether an equation or a set was asked for.
 
     Raises:
         TooLargeError: One of them cannot be evaluated in reasonable time.
     """
-    if given.casefold() == wanted.casefold() or any(
-        _NUMBERS_SIDE_BY_SIDE.search(text) or _MISREAD.search(text) for text in (given, wanted)
+    if pred.casefold() == gold.casefold() or any(
+        _NUMBERS_SIDE_BY_SIDE.search(text) or _MISREAD.search(text) for text in (pred, gold)
     ):
         return False  # other letters; and the parser would add the numbers
-    given, wanted = _SEPARATOR.sub(",", given), _SEPARATOR.sub(",", wanted)
-    given, wanted = (
-        _PRIME.sub(lambda match: "'" * match[1].count("p"), t) for t in (given, wanted)
-    )
-    if _differ_in_primes(given, wanted) or _is_time(given, wanted):
+    pred, gold = _SEPARATOR.sub(",", pred), _SEPARATOR.sub(",", gold)
+    pred, gold = (_PRIME.sub(lambda match: "'" * match[1].count("p"), t) for t in (pred, gold))
+    if _differ_in_primes(pred, gold) or _is_time(pred, gold):
         return False
-    given, wanted = _without_degrees(given, wanted), _without_degrees(wanted, given)
-    given, wanted = (_with_all_letters(text) for text in (given, wanted))
-    if max(nesting(given), nesting(wanted)) > MAX_NESTING:
+    pred, gold = _without_degrees(pred, gold), _without_degrees(gold, pred)
+    pred, gold = (_with_all_letters(text) for text in (pred, gold))
+    if max(nesting(pred), nesting(gold)) > MAX_NESTING:
         raise TooLargeError("brackets are nested too deeply")
-    aligned = _aligned(given, wanted)
+    aligned = _aligned(pred, gold)
     if aligned is None:
         return False
     left, right = (_parse(text) for text in aligned)
@@ -124,7 +122,7 @@ def is_equal_symbolically(given: str, wanted: str) -> bool:
         raise TooLargeError("the numbers are too large")
     if any(
         len(_split(text)) > 1 and isinstance(other, sympy.Expr)
-        for text, other in ((given, right), (wanted, left))
+        for text, other in ((pred, right), (gold, left))
     ):
         return False  # several values are not one, as 5,5 would be
     return _is_same(left, right)
@@ -144,67 +142,67 @@ def _without_degrees(text: str, other: str) -> str:
     return _DEGREES.sub(r"\1", text) if is_left_out and OF_AN_ANGLE.search(text) else text
 
 
-def _is_same(given: Any, wanted: Any) -> bool:
+def _is_same(pred: Any, gold: Any) -> bool:
     """Whether two parsed answers say the same, and something."""
-    given_chain, wanted_chain = relations_of(given), relations_of(wanted)
-    if given_chain and wanted_chain:
-        if (are_members := _are_solutions(given, wanted, wanted_chain)) is not None:
+    pred_chain, gold_chain = relations_of(pred), relations_of(gold)
+    if pred_chain and gold_chain:
+        if (are_members := _are_solutions(pred, gold, gold_chain)) is not None:
             return are_members
-        return are_equal_chains(given_chain, wanted_chain, _is_same)
-    if given_chain:  # the value that an equation ends with
-        is_equation = all(isinstance(part, sympy.Eq) for part in given_chain)
-        return is_equation and is_answer(given_chain) and _is_same(given_chain[-1].rhs, wanted)
-    if wanted_chain:
-        return _is_solution(given, wanted, wanted_chain)
-    are_sets = isinstance(given, sympy.FiniteSet) and isinstance(wanted, sympy.FiniteSet)
-    if are_sets and any(relations_of(part) for part in (*given.args, *wanted.args)):
-        return are_matched(given.args, wanted.args, _is_same)
-    if not all(isinstance(part, sympy.Basic | sympy.MatrixBase) for part in (given, wanted)):
+        return are_equal_chains(pred_chain, gold_chain, _is_same)
+    if pred_chain:  # the value that an equation ends with
+        is_equation = all(isinstance(part, sympy.Eq) for part in pred_chain)
+        return is_equation and is_answer(pred_chain) and _is_same(pred_chain[-1].rhs, gold)
+    if gold_chain:
+        return _is_solution(pred, gold, gold_chain)
+    are_sets = isinstance(pred, sympy.FiniteSet) and isinstance(gold, sympy.FiniteSet)
+    if are_sets and any(relations_of(part) for part in (*pred.args, *gold.args)):
+        return are_matched(pred.args, gold.args, _is_same)
+    if not all(isinstance(part, sympy.Basic | sympy.MatrixBase) for part in (pred, gold)):
         return False
-    if is_undefined(given) or is_infinite(given) != is_infinite(wanted):
+    if is_undefined(pred) or is_infinite(pred) != is_infinite(gold):
         return False
-    return not differ(given, wanted) and _are_proved_equal(given, wanted)
+    return not differ(pred, gold) and _are_proved_equal(pred, gold)
 
 
-def _are_proved_equal(given: Any, wanted: Any) -> bool:
-    if verify([wanted], [given], timeout_seconds=None):
-        return _is_close(given, wanted)
+def _are_proved_equal(pred: Any, gold: Any) -> bool:
+    if verify([gold], [pred], timeout_seconds=None):
+        return _is_close(pred, gold)
     are_formulas = all(
         isinstance(part, sympy.Expr) and not isinstance(part, sympy.MatrixBase)
-        for part in (given, wanted)
+        for part in (pred, gold)
     )
-    if not are_formulas or given.is_Symbol == wanted.is_Symbol:
+    if not are_formulas or pred.is_Symbol == gold.is_Symbol:
         return False
     # math-verify compares a lone letter by its spelling.
-    return bool(verify([wanted + 1], [given + 1], timeout_seconds=None))
+    return bool(verify([gold + 1], [pred + 1], timeout_seconds=None))
 
 
-def _are_solutions(given: Any, wanted: Any, wanted_chain: Sequence[Relational]) -> bool | None:
+def _are_solutions(pred: Any, gold: Any, gold_chain: Sequence[Relational]) -> bool | None:
     r"""Whether one, ``x\in[1,2]`` or ``x=\pm1``, gives what solves the other; else None."""
-    given_set, wanted_set = (
+    pred_set, gold_set = (
         part.rhs if isinstance(part, sympy.Eq) and isinstance(part.rhs, sympy.Set) else None
-        for part in (given, wanted)
+        for part in (pred, gold)
     )
-    if given_set is not None and wanted_set is None:
-        return given.lhs in wanted.free_symbols and _is_solution(given_set, wanted, wanted_chain)
-    if isinstance(wanted_set, sympy.FiniteSet) and given_set is None:
-        return _is_same(wanted, given)
+    if pred_set is not None and gold_set is None:
+        return pred.lhs in gold.free_symbols and _is_solution(pred_set, gold, gold_chain)
+    if isinstance(gold_set, sympy.FiniteSet) and pred_set is None:
+        return _is_same(gold, pred)
     return None
 
 
-def _is_solution(given: Any, wanted: Any, chain: Sequence[Relational]) -> bool:
+def _is_solution(pred: Any, gold: Any, chain: Sequence[Relational]) -> bool:
     """Whether a value or set is what the reference's equation or inequality gives."""
-    if (equation := assigned(chain)) is not None and _is_same(given, equation.rhs):
+    if (equation := assigned(chain)) is not None and _is_same(pred, equation.rhs):
         return True
-    if not isinstance(given, sympy.Set) or not all(part.free_symbols for part in chain):
+    if not isinstance(pred, sympy.Set) or not all(part.free_symbols for part in chain):
         return False
-    names = {call: sympy.Symbol(str(call), real=True) for call in wanted.atoms(AppliedUndef)}
+    names = {call: sympy.Symbol(str(call), real=True) for call in gold.atoms(AppliedUndef)}
     try:
-        solutions = wanted.xreplace(names).as_set()
+        solutions = gold.xreplace(names).as_set()
     except (NotImplementedError, TypeError, ValueError, AttributeError):
         return False
     says_nothing = solutions in (sympy.S.EmptySet, sympy.S.Reals, sympy.S.UniversalSet)
-    return not says_nothing and _is_same(given, solutions)
+    return not says_nothing and _is_same(pred, solutions)
 
 
 def contradicts_itself(answer: str) -> bool:
@@ -254,14 +252,14 @@ def _named_prime(primed: re.Match[str]) -> str:
     return f"{{X_{{prime{len(primed['primes'])}{name}}}}}"
 
 
-def _differ_in_primes(given: str, wanted: str) -> bool:
+def _differ_in_primes(pred: str, gold: str) -> bool:
     """Whether one has a function where the other has its derivative; both are f to the parser.
 
     Or a number with primes where the other has none: feet or minutes of arc.
     """
-    if sorted(_PRIMED_NUMBER.findall(given)) != sorted(_PRIMED_NUMBER.findall(wanted)):
+    if sorted(_PRIMED_NUMBER.findall(pred)) != sorted(_PRIMED_NUMBER.findall(gold)):
         return True
-    one, other = (set(_PRIMED_FUNCTION.findall(text)) for text in (given, wanted))
+    one, other = (set(_PRIMED_FUNCTION.findall(text)) for text in (pred, gold))
     both = {letter for letter, _ in one} & {letter for letter, _ in other}
     return any(letter in both for letter, _ in one ^ other)
 
@@ -278,33 +276,29 @@ def nesting(text: str) -> int:
     return deepest
 
 
-def _aligned(given: str, wanted: str) -> tuple[str, str] | None:
+def _aligned(pred: str, gold: str) -> tuple[str, str] | None:
     """Both in the same form of collection; None where these cannot be equal."""
-    if (bases := _in_bases(given, wanted)) is not None:
+    if (bases := _in_bases(pred, gold)) is not None:
         return bases
-    given_kind, wanted_kind = _kind(given), _kind(wanted)
-    kinds = {given_kind, wanted_kind}
-    nested = [_NESTED_SETS.search(text) is not None for text in (given, wanted)]
+    pred_kind, gold_kind = _kind(pred), _kind(gold)
+    kinds = {pred_kind, gold_kind}
+    nested = [_NESTED_SETS.search(text) is not None for text in (pred, gold)]
     if kinds == {"set", "tuple"} or nested[0] != nested[1]:
         return None
-    if (
-        kinds == {"list"}
-        and r"\pm" not in given + wanted
-        and len(_split(given)) != len(_split(wanted))
-    ):
+    if kinds == {"list"} and r"\pm" not in pred + gold and len(_split(pred)) != len(_split(gold)):
         return None
-    if kinds == {"list"} and _assigns_several(given) != _assigns_several(wanted):
-        return _bracketed(given, "tuple"), _bracketed(wanted, "tuple")
+    if kinds == {"list"} and _assigns_several(pred) != _assigns_several(gold):
+        return _bracketed(pred, "tuple"), _bracketed(gold, "tuple")
     if "list" in kinds and kinds & {"set", "tuple"}:
-        if given_kind == "list":
-            return _bracketed(given, wanted_kind), wanted
-        return given, _bracketed(wanted, given_kind)
-    return given, wanted
+        if pred_kind == "list":
+            return _bracketed(pred, gold_kind), gold
+        return pred, _bracketed(gold, pred_kind)
+    return pred, gold
 
 
-def _in_bases(given: str, wanted: str) -> tuple[str, str] | None:
+def _in_bases(pred: str, gold: str) -> tuple[str, str] | None:
     """Numerals such as ``204_5``: with two bases by value, with one the digits alone."""
-    left, right = _BASE.fullmatch(given), _BASE.fullmatch(wanted)
+    left, right = _BASE.fullmatch(pred), _BASE.fullmatch(gold)
     if left is not None and right is not None:
         values = [_in_base(*match.groups()) for match in (left, right)]
         if None not in values:
@@ -312,10 +306,10 @@ def _in_bases(given: str, wanted: str) -> tuple[str, str] | None:
         if left[1].isdigit() and right[1].isdigit():  # a base lacks a digit: no numbers, but names
             # The parser would leave the bases out.
             return _named_numeral(left), _named_numeral(right)
-    if left is not None and left[1].isdigit() and wanted.isdigit():
-        return _digits_of(left), wanted
-    if right is not None and right[1].isdigit() and given.isdigit():
-        return given, _digits_of(right)
+    if left is not None and left[1].isdigit() and gold.isdigit():
+        return _digits_of(left), gold
+    if right is not None and right[1].isdigit() and pred.isdigit():
+        return pred, _digits_of(right)
     return None
 
 

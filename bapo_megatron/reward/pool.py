@@ -1,7 +1,7 @@
 """Grading in worker processes, each answer under a limit of time and memory.
 
-Nothing that a model writes can hang or crash the collector. Workers import neither torch nor
-transformers unless a reward function does.
+No response can hang or crash the collector. Workers import neither torch nor transformers unless a
+reward function does.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from bapo_megatron.runtime.workers import WorkerPool
 class RewardPool:
     """Grades concurrently; belongs to the event loop that first calls ``score``.
 
-    Every method raises ``RewardError`` where a function cannot be loaded, no worker starts, or the
+    Every method raises ``RewardError`` if a function cannot be loaded, no worker starts, or the
     pool is closed.
     """
 
@@ -27,13 +27,12 @@ class RewardPool:
         functions: Sequence[str] = ("math",),
         memory_limit_mb: int = 2048,
     ) -> None:
-        """Set the pool up; each worker starts when it gets its first answer.
+        """Set the pool up; each worker starts with its first answer.
 
         Limits are those of ``WorkerPool``; sympy itself needs some 60 MB. ``functions`` are those
         that the workers can run: ``math``, ``package.module:function``.
         """
         self.num_workers = workers
-        """How many requests are worked on at a time."""
         self._functions = tuple(functions)
         self._workers = WorkerPool(
             "bapo_megatron.reward.functions:build",
@@ -52,13 +51,13 @@ class RewardPool:
         await self.close()
 
     async def start(self) -> frozenset[str]:
-        """Load the functions in one worker; return those that see whole groups."""
+        """Load the functions in one worker; return those of whole groups."""
         return frozenset(await self._workers.start())
 
     async def score(self, response: str | Response, answer: str = "", function: str = "") -> Score:
-        """Grade one response, as ``run`` does, by default with the pool's first function.
+        """Grade one response by ``run``, by default with the pool's first function.
 
-        ``answer`` is the reference answer, where ``response`` is a text.
+        ``answer`` is the reference answer if ``response`` is a text.
         """
         if not isinstance(response, Response):
             response = Response(response, answer)
@@ -70,14 +69,14 @@ class RewardPool:
     ) -> list[Score]:
         """Have one of the pool's functions score responses; waits for a free worker.
 
-        A function of one response gets that one. A function of groups gets all responses to a
-        prompt, with the ``rewards`` that functions of one response gave them. All scores are 0,
-        with ``timed_out``, where a limit was exceeded, and with ``failed``, where a built-in
-        function ended its process: no response may end the run by that.
+        A function of groups gets all responses to a prompt, with the ``rewards`` of the functions
+        of single responses; any other gets one response. All scores are 0, with ``timed_out``, if a
+        limit was exceeded, and with ``failed``, if a built-in function ended its process, so that
+        no response ends the run.
 
         Raises:
-            FunctionFailedError: The function raised an error, returned what is no reward, or ended
-                its process.
+            FunctionFailedError: The function raised an error, returned what is not a reward, or
+                ended its process.
         """
         if function in BUILT_IN:  # these need no more, and a row may be large
             responses = [Response(response.text, response.answer) for response in responses]
@@ -112,9 +111,9 @@ class RewardPool:
         return [ended] * len(responses)
 
     async def matches(self, pattern: str | None, text: str) -> bool | None:
-        r"""Return whether a text has what ``reward.format`` wants; None: a limit was exceeded.
+        r"""Return whether a text has the format; None if a limit was exceeded.
 
-        That is a match of the regular expression, or without one a closed ``\boxed{…}``.
+        The format is a match of the regular expression, or without one a closed ``\boxed{…}``.
         """
         outcome = await self._workers.ask({"pattern": pattern, "text": text})
         if outcome.kind == "error":

@@ -1,4 +1,4 @@
-"""What training adds to the rewards of the functions; evaluations are scored without it.
+"""Terms that training adds to the functions' rewards; evaluations are scored without them.
 
 Q = tokens of one response that the policy sampled.
 """
@@ -14,21 +14,21 @@ from bapo_megatron.reward.pool import RewardPool
 
 
 class ShapedReward(NamedTuple):
-    """The reward that training uses, and where it comes from."""
+    """The reward of a training sample and its terms."""
 
     reward: float
     """Σ weight · function, plus every term of ``terms``."""
     terms: dict[str, float]
-    """What shaping added, by name; a term that is not configured is not there."""
+    """The configured terms of shaping, by name."""
     timed_out: bool = False
-    """The format's pattern exceeded a limit and counts as not found."""
+    """The format's pattern exceeded a limit, which counts as no match."""
 
 
 class Shaping:
     """Applies ``reward.truncated``, ``overlong``, ``format`` and ``repetition``."""
 
     def __init__(self, config: RewardConfig, max_response_tokens: int, pool: RewardPool) -> None:
-        """Keep the reward section, L_max, and the pool that searches patterns under limits."""
+        """Keep the reward section, L_max, and the pool that matches patterns under limits."""
         self._config = config
         self._max_response_tokens = max_response_tokens
         self._pool = pool
@@ -36,7 +36,7 @@ class Shaping:
     async def apply(
         self, score: Score, response: Response, token_ids_Q: np.ndarray
     ) -> ShapedReward:
-        """Return the reward of a training sample, from the score that the functions gave it."""
+        """Return the reward of a training sample from its score by the functions."""
         config, terms, timed_out = self._config, {}, False
         if config.truncated == "zero":
             terms["truncated"] = -score.reward if response.sample.is_truncated else 0.0
@@ -45,9 +45,9 @@ class Shaping:
                 response.sample.num_tokens, self._max_response_tokens, config.overlong
             )
         if config.format is not None:
-            is_found = await self._pool.matches(config.format.pattern, response.text)
-            timed_out = is_found is None
-            terms["format"] = config.format.reward if is_found else 0.0
+            matches = await self._pool.matches(config.format.pattern, response.text)
+            timed_out = matches is None
+            terms["format"] = config.format.reward if matches else 0.0
         if config.repetition is not None:
             # In a thread: sorting 64k tokens takes tens of milliseconds, and numpy lets others run.
             share = await asyncio.to_thread(

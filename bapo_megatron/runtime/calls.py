@@ -1,8 +1,8 @@
 """Typed calls from one process to another, one JSON object per line.
 
-A ``Call`` names a request and its response, both frozen dataclasses, or plain values. One side
-starts calls (``Caller``), the other binds a function to each of them (``Answers``). Both use the
-same records, so a field that is renamed on one side fails in mypy on the other. On the wire:
+A ``Call`` names a request and its response, frozen dataclasses or plain values. One side starts
+calls (``Caller``), the other binds a function to each of them (``Answers``). Both use the same
+records, so mypy finds a field that is renamed on one side only. On the wire:
 
     → {"id": 1, "call": "collect", "arguments": 1}
     ← {"progress": "rollout 1: 3/8 groups, 1200 tokens/s"}
@@ -78,7 +78,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the call has got, for people."""
+    """How far the call is, for people."""
 
     progress: str
 
@@ -175,7 +175,7 @@ def shown_value(value: Any) -> str:
     """Return a value as part of one line that can be printed: as JSON, cut where it is long."""
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     shown = " ".join(text[:_MAX_SHOWN].split()) + ("…" if len(text) > _MAX_SHOWN else "")
-    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in shown)
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown)
     return f"'{shown}'" if isinstance(value, str) else shown
 
 

@@ -1,6 +1,6 @@
 """Process groups of a trainer rank, and the few collectives that are used outside policy/.
 
-Those over ``ProcessGroups.control`` raise ``LostPeerError`` when another rank has ended.
+Collectives over ``ProcessGroups.control`` raise ``LostPeerError`` when another rank has ended.
 """
 
 import os
@@ -21,15 +21,6 @@ from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.section import is_loopback
 from bapo_megatron.runtime.processes import environment_set, launched_number, nccl_settings
 
-_FLIGHT_RECORDER = {
-    "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
-    "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "{logs}/nccl_trace_rank_"),
-}
-"""Variables of torch, with their former names, and values."""
-
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _PEER_LOSS_TEXTS = (
@@ -38,11 +29,11 @@ _PEER_LOSS_TEXTS = (
     "Broken pipe",
     "Pair is closed",
 )
-"""gloo's messages about a connection whose other end is gone; it has no error class for it."""
+"""gloo's messages about a lost peer; it has no error class for that."""
 
 
 class LostPeerError(RuntimeError):
-    """Another rank ended while this one waited for it."""
+    """Another rank exited while this one waited for it."""
 
     def __init__(self) -> None:
         super().__init__("another rank ended; its own message says why")
@@ -50,23 +41,22 @@ class LostPeerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroups:
-    """Where this rank stands, and the groups it belongs to."""
+    """This rank's coordinates, and the groups it belongs to."""
 
     tensor: dist.ProcessGroup
-    """Ranks that share every layer of one model replica, and see the same tokens."""
+    """Ranks that shard every layer of one model replica and see the same tokens."""
     context: dist.ProcessGroup
-    """Ranks that divide every sequence of a micro-batch."""
+    """Ranks that shard every sequence of a micro-batch."""
     data: dist.ProcessGroup
-    """Ranks with the same part of the model and different tokens: other samples (data parallel) or
-    other parts of the same ones (context parallel). Gradients and sums over tokens are reduced over
-    it. Its size is ``data_size · context_size``."""
+    """Ranks with the same part of the model and different tokens, of size
+    ``data_size · context_size``. Gradients and sums over tokens are reduced over it."""
     pipeline: dist.ProcessGroup
     """Ranks that hold successive layers of one model replica."""
     control: dist.ProcessGroup
-    """All ranks over gloo, with the time-out ``parallel.timeout_s``: for waiting for batches and
-    for one another. A rollout may outlast any NCCL time-out, so nobody waits inside NCCL."""
+    """All ranks over gloo, with the timeout ``parallel.timeout_s``. Ranks wait for batches here:
+    a rollout may outlast any NCCL timeout."""
     device: torch.device
-    """Where the model lives."""
+    """The model's device."""
     rank: int
     world_size: int
     tensor_rank: int
@@ -93,7 +83,7 @@ class ProcessGroups:
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank is of the replica whose ranks rank 0 needs to see the whole model."""
+        """Whether this rank belongs to the model replica of rank 0."""
         return self.data_rank == 0 and self.context_rank == 0
 
 
@@ -101,8 +91,7 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
     """Join the process group that torchrun's environment describes and build Megatron's groups.
 
     Without torchrun's environment the process is the only rank. Without CUDA the shims of
-    ``policy.cpu_compat.install`` must be in place. ``config.check`` knows which sizes divide the
-    number of ranks.
+    ``policy.cpu_compat.install`` must be in place. ``config.check`` has checked the group sizes.
 
     Raises:
         ValueError: torchrun's environment is incomplete.
@@ -110,13 +99,6 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
     # Importing megatron takes seconds; those who only need the records or collectives don't pay.
     from megatron.core import parallel_state
 
-    has_torchrun = "RANK" in os.environ
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if has_torchrun and missing:
-        raise ValueError(
-            f"RANK is set but {', '.join(missing)} is not: start ranks with torchrun, or unset "
-            "RANK to run a single process"
-        )
     os.environ.update(nccl_settings())  # before NCCL reads them, once
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -125,7 +107,7 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=parallel.timeout_s)
     place: dict[str, Any] = {"timeout": timeout}
-    if not has_torchrun:
+    if "RANK" not in os.environ:
         place |= {"store": HashStore(), "rank": 0, "world_size": 1}
     if device.type == "cuda":
         place["device_id"] = device  # otherwise NCCL guesses it in the first barrier
@@ -147,9 +129,9 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
 
 @contextmanager
 def _gloo_within(master_address: str) -> Iterator[None]:
-    """Have gloo's groups of ranks that meet on the loopback listen only there.
+    """Bind gloo's groups to the loopback if the ranks' rendezvous is there.
 
-    Groups that are formed later may reach further: that of the weights has members elsewhere.
+    Later groups may reach further: weight sync has members on other nodes.
     """
     if not is_loopback(master_address) or _GLOO_INTERFACE in os.environ:
         yield
@@ -161,7 +143,7 @@ def _gloo_within(master_address: str) -> Iterator[None]:
 def megatron_groups(
     parallel: ParallelConfig, control: dist.ProcessGroup, device: torch.device
 ) -> ProcessGroups:
-    """Return this rank's place in the groups that Megatron has built."""
+    """Return this rank's coordinates in Megatron's groups."""
     from megatron.core import parallel_state
 
     return ProcessGroups(
@@ -186,18 +168,18 @@ def megatron_groups(
 
 
 def record_collectives(logs: Path) -> None:
-    """Have torch keep the last collectives, and NCCL write its own where one exceeds its limit.
+    """Turn on torch's flight recorder, which NCCL dumps where a collective times out.
 
-    Call it before ``init_distributed``, and after servers were started, which would write to
-    ``logs`` as well. What the user has set stays.
+    Call it before ``init_distributed`` and after starting servers, which would write to ``logs`` as
+    well. Variables that the user has set stay.
     """
-    for name, (former_name, value) in _FLIGHT_RECORDER.items():
-        if former_name not in os.environ:
-            os.environ.setdefault(name, value.format(logs=logs.absolute()))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{logs.absolute()}/nccl_trace_rank_")
 
 
 def write_collectives(logs: Path, rank: int) -> None:
-    """Write the last collectives of this rank, those of NCCL and gloo, for ``torchfrtrace``."""
+    """Write this rank's flight records of NCCL and gloo, for ``torchfrtrace``."""
     for backend, name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
         dump = getattr(torch._C._distributed_c10d, name, None)  # no NCCL in a build for the CPU
         if dump is not None:
@@ -205,13 +187,13 @@ def write_collectives(logs: Path, rank: int) -> None:
 
 
 def own_store(prefix: str) -> Store:
-    """Return a client of the process group's store that blocks no other, for keys of its own."""
+    """Return a separate, non-blocking client of the process group's store, with prefixed keys."""
     store: Any = dist.distributed_c10d._get_default_store()
     return PrefixStore(prefix, store.clone())
 
 
 def shutdown_distributed() -> None:
-    """Leave all process groups; does nothing when none was joined."""
+    """Leave all process groups, if any was joined."""
     if not dist.is_initialized():
         return
     from megatron.core import parallel_state
@@ -228,9 +210,9 @@ def broadcast_bytes(data: bytes | None, groups: ProcessGroups) -> bytes:
 def broadcast_buffer(data: bytearray | None, groups: ProcessGroups) -> bytearray:
     """Send bytes from rank 0 to every rank, without a copy; a collective over ``groups.control``.
 
-    Rank 0 gives the payload and gets it back itself; the others give None.
+    Rank 0 passes the payload and gets it back; the other ranks pass None.
     """
-    assert (data is None) != (groups.rank == 0), "rank 0 gives the payload, nobody else"
+    assert (data is None) != (groups.rank == 0), "only rank 0 passes the payload"
     num_bytes = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
     with _peers_needed():
         dist.broadcast(num_bytes, src=0, group=groups.control)
@@ -247,12 +229,11 @@ def broadcast_answer(
     interval_s: float,
     on_wait: Callable[[], object] = lambda: None,
 ) -> bytes:
-    """Send what ``answer`` returns on rank 0 to every rank, however long it takes.
+    """Send what ``answer`` returns on rank 0, at least one byte, to every rank.
 
-    That is at least one byte. While rank 0 waits for it, a thread tells the other ranks every
-    ``interval_s`` to wait on, so that none of them runs into a time-out. All ranks call ``on_wait``
-    then, rank 0 in the thread; it may be a collective over ``groups.control``. ``answer`` must use
-    no collective; other ranks give None.
+    ``answer`` may take longer than any timeout: every ``interval_s`` a thread of rank 0 tells the
+    other ranks to keep waiting. All ranks call ``on_wait`` then, rank 0 in the thread; it may be a
+    collective over ``groups.control``. ``answer`` must use no collective; other ranks pass None.
     """
     if answer is None:
         while not (payload := broadcast_bytes(None, groups)):
@@ -260,20 +241,20 @@ def broadcast_answer(
         return payload
     ended = threading.Event()
 
-    def tell() -> None:
+    def keep_waiting() -> None:
         with suppress(RuntimeError):  # the next collective of this rank fails as well, and says it
             while not ended.wait(interval_s):
                 broadcast_bytes(b"", groups)
                 on_wait()
 
-    thread = threading.Thread(target=tell, name="wait-on", daemon=True)
+    thread = threading.Thread(target=keep_waiting, name="keep-waiting", daemon=True)
     thread.start()
     try:
         payload = answer()
     finally:
         ended.set()
         thread.join()
-    assert payload, "an empty payload means to wait on"
+    assert payload, "an empty payload means to keep waiting"
     return broadcast_bytes(payload, groups)
 
 
@@ -308,7 +289,7 @@ def first_message(message: str | None, groups: ProcessGroups) -> str | None:
     messages: list[str | None] = [None] * groups.world_size
     with _peers_needed():
         dist.all_gather_object(messages, message, group=groups.control)
-    return next((each for each in messages if each is not None), None)
+    return next((text for text in messages if text is not None), None)
 
 
 def gather_objects[Value](value: Value, groups: ProcessGroups) -> list[Value] | None:
@@ -335,12 +316,12 @@ def is_peer_loss(error: RuntimeError) -> bool:
 
 @contextmanager
 def fail_together(groups: ProcessGroups, kind: type[Exception] = OSError) -> Iterator[None]:
-    """Run a block on all ranks; an error of one kind on one of them is raised on all.
+    """Run a block on all ranks; an error of type ``kind`` on one of them is raised on all.
 
-    Also a barrier: when it is left, every rank has finished the block. A rank that failed raises
-    its own error, the others one with the message of the first that did.
+    Also a barrier: every rank has finished the block when any leaves it. A rank that failed raises
+    its own error, the others one with the message of the lowest rank that failed.
 
-    ``kind`` is made from a message alone. Other errors must come on all ranks alike.
+    ``kind`` is built from a message alone. Other errors must occur on all ranks alike.
     """
     error: Exception | None = None
     try:

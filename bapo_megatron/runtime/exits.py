@@ -1,4 +1,4 @@
-"""Ends of a process that nobody asked for: ``sys.exit`` and ``os._exit`` in others' code."""
+"""Unrequested exits: ``sys.exit`` and ``os._exit`` in user or library code."""
 
 import os
 import sys
@@ -12,16 +12,16 @@ from bapo_megatron.runtime.processes import RequestedExit
 
 
 class EarlyExitError(ValueError):
-    """Others' code ended a command before it was done; one line with the place of the call."""
+    """User or library code exited before the command was done; one line with the place."""
 
 
 @contextmanager
 def exits_noticed(tell: Callable[[str], None]) -> Iterator[None]:
-    """Let no code end this process within the block as if all was done.
+    """Let no code within the block exit as if the command had succeeded.
 
-    A ``SystemExit`` of others becomes an ``EarlyExitError``. ``os._exit`` still ends the process at
-    once, but first gives ``tell`` the line, and a status of 0 becomes 1. Forked processes may do
-    both. What ends the process in C, or replaces it, is not noticed here.
+    A ``SystemExit`` of user or library code becomes an ``EarlyExitError``. ``os._exit`` still ends
+    the process at once, but first passes the line to ``tell``, and status 0 becomes 1. Forked
+    processes may use both. Exits in C, and ``exec``, are not noticed.
     """
     pid, exit_at_once = os.getpid(), os._exit
 

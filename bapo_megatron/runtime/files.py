@@ -19,24 +19,24 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 MAX_LINE_BYTES = 64 << 20
-"""A line of a file beyond it is an error, before memory is full."""
+"""Limit of a line, so that no file fills the memory."""
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open for reading what a run or a user left under ``path``, without waiting for a writer.
+    """Open a file of a run or a user for reading, without waiting for a writer.
 
-    Besides regular files, devices and the pipes of a shell (``/dev/stdin``, ``<(…)``) can be read.
+    Besides regular files, devices and a shell's pipes (``/dev/stdin``, ``<(…)``) can be read.
 
     Raises:
-        OSError: It cannot be opened, or is a named pipe, whose other end may never come.
+        OSError: It cannot be opened, or is a named pipe, which may never get a writer.
     """
     return open(path, "rb", opener=_descriptor_of)
 
 
 def _descriptor_of(path: str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK)
-    is_shells = "/pipe:[" in os.path.realpath(path)  # it has no name in a file system
-    if stat.S_ISFIFO(os.fstat(descriptor).st_mode) and not is_shells:
+    is_anonymous = "/pipe:[" in os.path.realpath(path)  # a shell's
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode) and not is_anonymous:
         os.close(descriptor)
         raise OSError(errno.ESPIPE, "Is a named pipe", str(path))
     os.set_blocking(descriptor, True)
@@ -66,7 +66,7 @@ def parse_json(content: bytes | str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: It is none; the message is a reason without place, such as ``not UTF-8 (…)``.
+        ValueError: It is not valid; the message is a reason without place: ``not UTF-8 (…)``.
     """
     try:
         return json.loads(content)

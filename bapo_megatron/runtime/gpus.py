@@ -1,6 +1,5 @@
 """The GPUs of this machine, and the speed of each kind by its data sheet."""
 
-import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of GPU, as its data sheet has it: dense products, one direction of a link."""
+    """One kind of GPU by its data sheet: dense operations, one direction of a link."""
 
     name: str
     memory_gb: float
@@ -17,7 +16,7 @@ class Gpu:
     float32_flops: float
     """Without TF32."""
     fp8_flops: float
-    """0: it has none."""
+    """0: not supported."""
     memory_bytes_per_s: float
     node_link_bytes_per_s: float
     """NVLink, to the other GPUs of the node."""
@@ -38,7 +37,7 @@ GPUS = {
 
 
 def count_gpus() -> int:
-    """Return how many GPUs CUDA shows; without a driver 0, without importing torch."""
+    """Return the number of GPUs visible to CUDA; 0 without a driver, without importing torch."""
     if not Path("/dev/nvidiactl").exists():
         return 0
     import torch
@@ -52,15 +51,13 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         ValueError: It is not in the table.
     """
-    found = GPUS.get(name.upper())
-    if found is None:
-        near = difflib.get_close_matches(name.upper(), GPUS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+    gpu = GPUS.get(name.upper())
+    if gpu is None:
         raise ValueError(
-            f"--gpu: must be one of {', '.join(GPUS)}, got '{name}'; {hint}take the nearest, "
-            "and give --gpu-memory and --mfu"
+            f"--gpu: must be one of {', '.join(GPUS)}, got '{name}'; take the nearest, and give "
+            "--gpu-memory and --mfu"
         )
-    return found
+    return gpu
 
 
 def recognize_gpu(device_name: str) -> Gpu | None:
@@ -78,13 +75,13 @@ def peak_flops(gpu: Gpu, dtype: str, fp8: str) -> float:
     """Return a GPU's operations per second with ``model.dtype`` and ``megatron.fp8``.
 
     Raises:
-        ValueError: The GPU has no such format.
+        ValueError: The GPU does not support FP8.
     """
     if fp8 == "none":
         return gpu.bfloat16_flops if dtype == "bfloat16" else gpu.float32_flops
     if not gpu.fp8_flops:
         raise ValueError(
-            f"megatron.fp8: {fp8} needs 8-bit products, which {gpu.name} has not; "
-            "set megatron.fp8=none"
+            f"megatron.fp8: {fp8} requires FP8, which {gpu.name} does not support; set "
+            "megatron.fp8=none"
         )
     return gpu.fp8_flops

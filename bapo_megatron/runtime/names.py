@@ -14,10 +14,9 @@ _NOT_USER_CODE = (
     str(Path(os.__file__).parent) + os.sep,
     "<",
 )
-"""Beginnings of paths that are not a user's: this package, the standard library, code without a
-file."""
+"""Prefixes of paths of this package, of the standard library and of code without a file."""
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
-"""Directories of installed packages; the second one is Debian's, also in NVIDIA's containers."""
+"""Directories of installed packages; Debian and NVIDIA's containers have the second one."""
 
 
 class LoadError(ValueError):
@@ -63,16 +62,16 @@ def with_place(text: str, error: BaseException) -> str:
     return f"{text} ({place})" if place else text
 
 
-def raised_at(error: BaseException, own_file: str = "") -> str | None:
+def raised_at(error: BaseException, file: str = "") -> str | None:
     """Return ``file:line`` of the innermost frame of a user's code; None without such a frame.
 
-    Frames in ``own_file`` come first, then those outside this package and installed ones.
+    Frames in ``file`` come first, then those outside this package and installed ones.
     """
     frames = list(reversed(traceback.extract_tb(error.__traceback__)))
-    found = [frame for frame in frames if frame.filename == own_file] or [
+    user_frames = [frame for frame in frames if frame.filename == file] or [
         frame
         for frame in frames
         if not frame.filename.startswith(_NOT_USER_CODE)
         and _INSTALLED.isdisjoint(Path(frame.filename).parts)
     ]
-    return f"{found[0].filename}:{found[0].lineno}" if found else None
+    return f"{user_frames[0].filename}:{user_frames[0].lineno}" if user_frames else None

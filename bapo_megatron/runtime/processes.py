@@ -1,6 +1,6 @@
-"""Child processes that never outlive their owner, what they leave, and how processes end.
+"""Child processes that never outlive their owner, their leftovers, and how processes end.
 
-Each child runs in a session of its own, so that Ctrl-C reaches the owner only, which then ends its
+Each child runs in a session of its own, so that Ctrl-C reaches only the owner, which then ends its
 children in order. A signal ends a process by an exception, so that every context manager cleans up.
 Standard library only: launchers of servers import this.
 """
@@ -29,7 +29,7 @@ OWNER_PID_VARIABLE = "BAPO_MEGATRON_OWNER_PID"
 """Environment variable with the process id of a child's owner."""
 
 CLOSED_PIPE = 141
-"""Exit status when the reader of the output has ended, as after SIGPIPE."""
+"""Exit status when the reader of the output is gone, as after SIGPIPE."""
 
 RUN_DIR_FILE = "BAPO_MEGATRON_RUN_DIR_FILE"
 """Environment variable of the file in which rank 0 notes its run directory for ``torchrun``."""
@@ -37,13 +37,13 @@ RUN_DIR_FILE = "BAPO_MEGATRON_RUN_DIR_FILE"
 _RANK_MARK = "rank_{}"
 
 _NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0"}
-"""What all members of an NCCL group must have in common, with the values that SGLang sets."""
+"""Settings that all members of an NCCL group must share, with SGLang's values."""
 _KILL_GRACE_S = 10.0
 _POLL_S = 0.02
 _STARTED = "--- started"
 _TAIL_LINES = 12
 _TAIL_BYTES = 64 << 10
-# Set by torchrun for the trainer's ranks; a server that sees them joins the wrong rendezvous.
+# torchrun sets these for the trainer's ranks; a server that sees them joins the wrong rendezvous.
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "PET_", "GROUP_", "ROLE_")
 _TORCHRUN_NAMES = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -65,14 +65,14 @@ _RETRY_S = 0.01
 
 
 def rank_mark() -> Path | None:
-    """Return the file that a rank of our ``torchrun`` has until it is done; None for others."""
+    """Return the file that marks a rank of our ``torchrun`` as unfinished; None for others."""
     if RUN_DIR_FILE not in os.environ or "RANK" not in os.environ:
         return None
     return Path(os.environ[RUN_DIR_FILE]).with_name(_RANK_MARK.format(os.environ["RANK"]))
 
 
 def unfinished_ranks(run_dir_file: Path) -> list[int]:
-    """Return the ranks, on this node, whose process has ended without being done."""
+    """Return the ranks of this node whose process ended unfinished."""
     marks = run_dir_file.parent.glob(_RANK_MARK.format("[0-9]*"))
     return sorted(int(mark.name.removeprefix(_RANK_MARK.format(""))) for mark in marks)
 
@@ -80,8 +80,7 @@ def unfinished_ranks(run_dir_file: Path) -> list[int]:
 def nccl_settings() -> dict[str, str]:
     """Return the environment variables by which trainer and servers can form one NCCL group.
 
-    Those of this process, or the default. SGLang gives itself a value where NCCL would choose
-    another one; groups of members that differ fail or hang.
+    SGLang sets values that differ from NCCL's defaults; groups of members that differ fail or hang.
     """
     return {name: os.environ.get(name, value) for name, value in _NCCL_DEFAULTS.items()}
 
@@ -90,23 +89,23 @@ def launched_number(name: str, default: int) -> int:
     """Return a number, such as ``WORLD_SIZE``, that torchrun sets in the environment of a rank.
 
     Raises:
-        ValueError: It is none; one line with the remedy.
+        ValueError: It is not a number; one line with the remedy.
     """
-    given = os.environ.get(name)
-    if given is None:
+    text = os.environ.get(name)
+    if text is None:
         return default
-    least = 1 if name.endswith("SIZE") else 0
-    if not (given.isascii() and given.isdecimal() and len(given) < 10 and int(given) >= least):
+    minimum = 1 if name.endswith("SIZE") else 0
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= minimum):
         raise ValueError(
-            f"{name}: must be a whole number from {least} on, got '{given[:20]}'; unset it, or "
+            f"{name}: must be a whole number from {minimum} on, got '{text[:20]}'; unset it, or "
             "start ranks with python -m bapo_megatron.torchrun"
         )
-    return int(given)
+    return int(text)
 
 
 @contextlib.contextmanager
 def environment_set(name: str, value: str) -> Iterator[None]:
-    """Set a variable of this process's own environment during the block."""
+    """Set an environment variable of this process during the block."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -119,7 +118,7 @@ def environment_set(name: str, value: str) -> Iterator[None]:
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment for a child that it owns, without torchrun's part."""
+    """Return this process's environment for a child, without torchrun's variables."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -129,7 +128,7 @@ def child_environment() -> dict[str, str]:
 
 
 def end_group(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
-    """Wait until the process group of a leader is gone; kill what still runs after ``grace_s``."""
+    """Wait until a leader's process group is gone; kill what still runs after ``grace_s``."""
     if not _wait_until_gone(process, grace_s):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -153,55 +152,52 @@ def _wait_until_gone(process: subprocess.Popen[bytes], wait_s: float) -> bool:
 
 
 def shared_files(group_id: int) -> set[Path]:
-    """Return a group's files in /dev/shm, while its processes live.
+    """Return a process group's files in /dev/shm, while its processes live.
 
-    Their names do not tell whose they are, so this looks at what the group's processes have mapped,
-    by inode, since a semaphore is mapped before it gets its name. The group must share them with no
-    other.
+    Their names do not tell their owner, so this compares the inodes that the processes have mapped;
+    a semaphore is mapped before it gets its name. The group must share them with no other.
     """
     inodes: set[int] = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has just ended
             if os.getpgid(int(entry.name)) == group_id:
                 inodes.update(map(int, _MAPPED_INODE.findall((entry / "maps").read_text())))
-    found = set()
+    files = set()
     for pattern in _SHARED_FILES:
         for path in Path("/dev/shm").glob(pattern):
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino in inodes:
-                    found.add(path)
-    return found
+                    files.add(path)
+    return files
 
 
 def unlink_shared_files(group_id: int, known: Iterable[Path] = ()) -> None:
-    """Remove the names of a group's files in /dev/shm, and ``known`` ones of processes that ended.
+    """Unlink a group's files in /dev/shm, and ``known`` ones of processes that have ended.
 
-    A group that is killed would leave them there forever. Its processes lose nothing: a mapped
-    file lives on without its name.
+    A killed group would leave them forever. Running processes keep what they have mapped.
     """
     for path in {*known, *shared_files(group_id)}:
         path.unlink(missing_ok=True)
 
 
 def own_compiler_cache() -> None:
-    """Have torch.compile keep its code where nobody else writes.
+    """Have torch.compile cache its code where only this user writes; servers use it as well.
 
-    By default it runs what it finds in ``/tmp/torchinductor_<user>``, whoever made that. Servers,
-    whose temporary directory does not last, use the same one.
+    By default it runs the code in ``/tmp/torchinductor_<user>``, whoever wrote it.
 
     Raises:
-        ValueError: The directory is another user's, or others may write to it.
+        ValueError: The directory belongs to, or is writable by, another user.
     """
     if _COMPILER_CACHE in os.environ:
         return
     path = Path(tempfile.gettempdir()) / f"bapo_megatron_compiled_{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    found = path.lstat()
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if not is_own or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = path.lstat()
+    is_users = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_users or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ValueError(
             f"{path}: not a directory that only you can write to; set {_COMPILER_CACHE} to one"
         )
@@ -209,15 +205,15 @@ def own_compiler_cache() -> None:
 
 
 def kill_marked(name: str, prefix: str) -> None:
-    """Kill this user's processes that were started with an environment variable that begins so.
+    """Kill this user's processes whose initial environment has a variable that starts so.
 
-    They are what a process with the variable started, in sessions of their own too, except for
-    those that were given another environment. Waits for nobody.
+    These are the descendants of a process with the variable, in any session, unless they were given
+    another environment. Does not wait for their end.
     """
     mark = f"\0{name}={prefix}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it is another user's, or ended meanwhile
-            process = os.pidfd_open(int(entry.name))  # its number may be given to another one
+        with contextlib.suppress(OSError):  # another user's, or it has just ended
+            process = os.pidfd_open(int(entry.name))  # another process may get its id
             try:
                 if mark in b"\0" + (entry / "environ").read_bytes():
                     signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -226,10 +222,10 @@ def kill_marked(name: str, prefix: str) -> None:
 
 
 class PrivateDirectory:
-    """A directory for temporary files that only this user can enter, gone after ``close``.
+    """A directory for temporary files that only this user can enter, removed by ``close``.
 
-    Its maker holds a lock on it. What a killed process left has none, and goes when the next one
-    is made.
+    Its process holds a lock on it. A killed process leaves it unlocked, and the next one removes
+    it.
     """
 
     def __init__(self) -> None:
@@ -238,7 +234,7 @@ class PrivateDirectory:
             _remove_abandoned(path)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=_PRIVATE_PREFIX, dir=root))
-            # Another process may take it for abandoned before it is locked, and remove it.
+            # Another process may remove it as abandoned before it is locked.
             with contextlib.suppress(FileNotFoundError):
                 self._lock = os.open(self.path, os.O_RDONLY)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -247,7 +243,7 @@ class PrivateDirectory:
                 os.close(self._lock)
 
     def note_shared_files(self, files: Iterable[Path]) -> None:
-        """Have files in /dev/shm removed with the directory, should this process be killed."""
+        """Have files in /dev/shm removed with the directory if this process is killed."""
         (self.path / _SHARED_NAMES).write_text("".join(f"{file.name}\n" for file in files))
 
     def close(self) -> None:
@@ -260,7 +256,7 @@ class PrivateDirectory:
 
 def _remove_abandoned(path: Path) -> None:
     """Remove a private directory of this user, and its shared files, if nobody holds the lock."""
-    with contextlib.suppress(OSError):  # it is another user's, or was removed meanwhile
+    with contextlib.suppress(OSError):  # another user's, or just removed
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             if os.fstat(lock).st_uid != os.geteuid():
@@ -285,7 +281,7 @@ def describe_exit(status: int) -> str:
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Open a child's log for appending, behind what an earlier run in the directory left there."""
+    """Open a child's log for appending, below that of an earlier run in the directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("ab")
     log.write(f"{_STARTED} {time.strftime('%Y-%m-%d %H:%M:%S %z')} ---\n".encode())
@@ -294,7 +290,7 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def tail(path: Path) -> str:
-    """Return a log's last lines since ``open_log``, indented; of a progress bar its last state."""
+    """Return a log's last lines since ``open_log``, indented; progress bars in their last state."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -310,16 +306,13 @@ def tail(path: Path) -> str:
 
 
 def write_stacks_on_signal() -> None:
-    """Have SIGUSR2 write the stacks of all threads to standard error; the process goes on.
-
-    It works in C code too, also while that holds the interpreter's lock.
-    """
+    """Have SIGUSR2 write the stacks of all threads to standard error, even from within C code."""
     faulthandler.register(_STACKS_SIGNAL, _STDERR)
 
 
 @contextlib.contextmanager
 def stacks_appended_to(path: Path) -> Iterator[None]:
-    """Within the block, append the stacks to a file, which is removed if it stays empty."""
+    """Within the block, append the stacks to a file; it is removed if it stays empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         faulthandler.register(_STACKS_SIGNAL, file)
@@ -333,14 +326,14 @@ def stacks_appended_to(path: Path) -> Iterator[None]:
 
 
 def request_stacks() -> list[int]:
-    """Send SIGUSR2 to this process and its descendants, if they handle it; return their ids.
+    """Send SIGUSR2 to this process and its descendants that handle it; return their ids.
 
     Others, such as servers, would end. A descendant's standard error first gets a line with its id.
     """
     parents: dict[int, int] = {}
     handling: set[int] = set()
     for status in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has just ended
             fields = dict(
                 line.split(":\t", 1) for line in status.read_text(errors="replace").splitlines()
             )
@@ -348,12 +341,12 @@ def request_stacks() -> list[int]:
             parents[pid] = int(fields["PPid"])
             if int(fields["SigCgt"], 16) >> (_STACKS_SIGNAL - 1) & 1:
                 handling.add(pid)
-    family, own_pid = [os.getpid()], os.getpid()
+    family = [os.getpid()]
     for pid in family:  # it grows
         family += [child for child, parent in parents.items() if parent == pid]
-    asked = [pid for pid in family if pid in handling]
-    for pid in asked:
-        if pid != own_pid:
+    receivers = [pid for pid in family if pid in handling]
+    for pid in receivers:
+        if pid != os.getpid():
             with (
                 contextlib.suppress(OSError),  # a socket, such as systemd's journal, or closed
                 Path(f"/proc/{pid}/fd/{_STDERR}").open("a") as log,
@@ -362,15 +355,15 @@ def request_stacks() -> list[int]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, _STACKS_SIGNAL)
             time.sleep(_DUMP_S)
-    return asked
+    return receivers
 
 
 def end_with_parent(number: signal.Signals) -> None:
     """Have the kernel send ``number`` to this process when the thread that started it ends (Linux).
 
-    That includes the end by SIGKILL. A parent that ends during the call counts. One that was gone
-    before it sends nothing; compare ``os.getppid()`` with its known id where that may happen. It is
-    not enough that the parent is process 1: in a container that may be the parent itself.
+    SIGKILL of the parent and its end during the call count. A parent that was gone before sends
+    nothing: compare ``os.getppid()`` with its known id where that may happen, not with 1, which may
+    be the parent in a container.
     """
     parent_pid = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
@@ -379,7 +372,7 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 class RequestedExit(SystemExit):
-    """A SystemExit that this package raises; any other one comes from user or library code."""
+    """A SystemExit that this package raises; any other comes from user or library code."""
 
 
 @contextlib.contextmanager
@@ -387,9 +380,8 @@ def forks_ended(report: Callable[[BaseException | None], object]) -> Iterator[No
     """End a forked child at once where it leaves the block; the process itself goes on.
 
     ``report`` first gets the error that the child leaves by, or None. A child that leaves by
-    SystemExit was meant to end: it is not reported, and has that status instead of 1. Nothing of
-    its parent's is closed: a child that ran Python's own end would unregister what an event loop
-    shares with the parent, and flush the parent's files a second time.
+    SystemExit is not reported and keeps that status instead of 1. Python's own exit is skipped: it
+    would unregister what an event loop shares with the parent, and flush the parent's files again.
     """
     pid = os.getpid()
     try:
@@ -418,9 +410,8 @@ def _exit_forked(error: BaseException | None) -> NoReturn:
 def end_by_exception() -> None:
     """Have the first SIGINT raise ``KeyboardInterrupt``, SIGTERM or SIGUSR1 ``RequestedExit``.
 
-    That is in the main thread. Python drops an exception that is raised within a finalizer or a
-    weak reference's callback and tells ``sys.unraisablehook``; there it is raised again a moment
-    later, until it arrives.
+    They are raised in the main thread. Python drops an exception that is raised within a finalizer
+    or a weak reference's callback; ``sys.unraisablehook`` then raises it again a moment later.
     """
     for number in _SIGNALS:
         signal.signal(number, end_once)
@@ -435,13 +426,13 @@ def received_signal() -> int | None:
 def run_async[T](work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` to its end; a signal cancels it, then raises its exception.
 
-    Otherwise the exception would be raised in whichever task happens to run.
+    Otherwise the signal would raise in whichever task happens to run.
     """
     received: list[int] = []
 
     async def run() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None, "asyncio.run makes one"
+        assert task is not None, "asyncio.run creates one"
 
         def cancel(number: int, frame: FrameType | None) -> None:
             _ignore_signals()
@@ -471,10 +462,7 @@ def end_once(number: int, frame: FrameType | None) -> None:
 
 
 def _ignore_signals() -> None:
-    """Let no second signal disturb the cleanup.
-
-    One is usual: Ctrl-C reaches torchrun and its ranks, and torchrun passes it on.
-    """
+    """Let no second signal disturb the cleanup: torchrun passes on the Ctrl-C that ranks got."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

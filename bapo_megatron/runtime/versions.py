@@ -1,4 +1,4 @@
-"""What software a process runs: the commit of this package's checkout, and installed versions.
+"""The software of a process: the commit of this package's checkout, and installed versions.
 
 Nothing is imported for it, since torch alone takes seconds.
 """
@@ -21,7 +21,7 @@ _GIT_LIMIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """What a process runs."""
+    """The software of a process."""
 
     commit: str | None
     """Twelve digits of the commit that this package's files are checked out at, with ``-dirty``
@@ -44,14 +44,14 @@ class Software:
 @functools.cache
 def own_software() -> Software:
     """Return what this process runs; looked up once."""
-    found = {
+    versions = {
         "bapo-megatron": __version__,
         "python": platform.python_version(),
         "cuda": _torch_cuda(),
         **{name: installed_version(name) for name in _PACKAGES},
     }
-    versions = {name: version for name, version in found.items() if version is not None}
-    return Software(commit_of(_ROOT), versions)
+    known = {name: version for name, version in versions.items() if version is not None}
+    return Software(commit_of(_ROOT), known)
 
 
 def installed_version(name: str) -> str | None:
@@ -91,5 +91,5 @@ def _torch_cuda() -> str | None:
     if torch is None or torch.origin is None:
         return None
     text = (Path(torch.origin).parent / "version.py").read_text()
-    found = re.search(r"^cuda\b.*= '(.+)'$", text, re.MULTILINE)
-    return found and found[1]
+    match = re.search(r"^cuda\b.*= '(.+)'$", text, re.MULTILINE)
+    return match and match[1]

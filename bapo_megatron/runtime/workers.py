@@ -1,44 +1,42 @@
-"""Worker processes for code that may hang, crash or take all memory, under limits.
+"""Worker processes, under limits, for code that may hang, crash or exhaust memory.
 
-A worker that exceeds a limit is killed and replaced, with every process it started; nothing in a
-request can hang or crash the process that owns the pool. Workers end with their parent.
+A worker that exceeds a limit is killed and replaced, with every process it started; no request can
+hang or crash the process that owns the pool. Workers end with their parent.
 """
 
 import asyncio
 import contextlib
 import itertools
 import json
-import logging
 import os
 import secrets
 import signal
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bapo_megatron.runtime.processes import describe_exit, kill_marked
 
-_LOG = logging.getLogger(__name__)
 _LOAD_LIMIT_S = 60
-"""Time limit of a worker for what it imports."""
+"""Time limit of a worker's imports."""
 _START_TIMEOUT_S = 70.0
-"""For imports that wait in C, which the worker does not interrupt."""
+"""Time limit where an import waits in C, which the worker cannot interrupt."""
 _MARK = "BAPO_MEGATRON_WORKER"
-"""Environment variable that a worker's descendants have, in sessions of their own too."""
+"""Environment variable of a worker's descendants, in any session."""
 _SECOND_LOOK_S = 0.05
 _MAX_REPLY_BYTES = 16 << 20
 
 
 class Outcome(NamedTuple):
-    """What became of one request."""
+    """The outcome of one request."""
 
     kind: str
-    """``result``, or ``error``: the handler raised one. ``timeout``, ``memory``: it exceeded a
-    limit. ``died``: over this request two workers ended, or sent something else than its reply."""
+    """``result``; ``error``: the handler raised one; ``timeout``, ``memory``: it exceeded a limit;
+    ``died``: two workers ended over this request, or sent something other than its reply."""
     value: Any = None
-    """What the handler returned, a JSON value; or its error, one line."""
+    """The handler's result, a JSON value, or its error, one line."""
 
 
 class WorkerPool:
@@ -65,7 +63,7 @@ class WorkerPool:
             timeout_s: Time limit of one request, not counting the wait for a free worker or for a
                 processor on a busy machine.
             memory_limit_mb: Limit of a worker's address space, in MiB.
-            error: Makes the exception that the methods raise, from its message, if the handler
+            error: Builds the exception, from its message, that the methods raise if the handler
                 cannot be built, no worker starts, or the pool is closed.
         """
         self._handler = handler, json.dumps(list(arguments))
@@ -77,22 +75,20 @@ class WorkerPool:
         for _ in range(workers):
             self._idle.put_nowait(None)
         self._running: dict[Process, str] = {}
-        """With the value of ``_MARK`` in its environment."""
+        """Each worker's value of ``_MARK``: the pool's prefix, then the worker's number."""
         self._mark = f"{secrets.token_hex(8)}."
-        """Beginning of these values; the workers' numbers follow."""
         self._numbers = itertools.count(1)
-        """Of workers and requests."""
-        self._forking: set[str] = set()
+        """For workers and requests."""
         self._facts: Any = None
         self._closed = False
 
     async def start(self) -> Any:
-        """Start one worker, so that a bad handler is found now; return the handler's ``facts``."""
+        """Start one worker, so that a bad handler fails now; return the handler's ``facts``."""
         self._idle.put_nowait(await self._take())
         return self._facts
 
     async def ask(self, request: Any) -> Outcome:
-        """Have a free worker answer; if it dies, another one: somebody else may have ended it."""
+        """Have a free worker answer; if it dies, which others may have caused, a second one."""
         outcome = await self._try(request)
         return await self._try(request) if outcome.kind == "died" else outcome
 
@@ -124,23 +120,21 @@ class WorkerPool:
             self._refuse_if_closed()
             reply = await self._reply(worker, request)
             self._refuse_if_closed()
-            if forked := reply.pop("forked", ()):
-                self._warn_of_forks(forked)
             outcome = Outcome(*reply.popitem())
-            is_kept = outcome.kind in ("result", "error") and not forked
+            is_kept = outcome.kind in ("result", "error")
             return outcome
         finally:
             self._idle.put_nowait(worker if is_kept else None)
-            if not is_kept:  # its reply was not read: it is out of step and of no use any more
+            if not is_kept:  # it is out of step: its reply was not read
                 await self._end(worker)
 
     async def _reply(self, worker: Process, request: Any) -> dict[str, Any]:
-        """Return what the worker replies, without its id, or what became of the worker instead."""
+        """Return the worker's reply without its id, or ``timeout`` or ``died``."""
         number = next(self._numbers)
         asking = asyncio.create_task(_ask(worker, {"id": number, "request": request}))
         try:
-            # The second look is for a loop that stood still until the time was over, with the reply
-            # in the pipe.
+            # The second look is for an event loop that was blocked past the timeout while the reply
+            # was in the pipe.
             timeout_s, starved_s = self._timeout_s, _starved_s(worker.pid)
             while not (await asyncio.wait([asking], timeout=timeout_s))[0]:
                 if timeout_s == _SECOND_LOOK_S:
@@ -154,16 +148,6 @@ class WorkerPool:
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-
-    def _warn_of_forks(self, names: Iterable[str]) -> None:
-        for name in {*names} - self._forking:
-            self._forking.add(name)
-            _LOG.warning(
-                "%s: a process that it forked came back from the call; it was ended, and its "
-                "answer is not used. Each time this costs a worker: end forked processes with "
-                "os._exit, or start them with subprocess",
-                name,
-            )
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -218,10 +202,7 @@ class WorkerPool:
 
 
 def _starved_s(pid: int) -> float:
-    """Return how long the process has been ready to run but had no processor, in seconds.
-
-    0 where the kernel does not count it.
-    """
+    """Return how long a process was runnable without a processor; 0 where it is not counted."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
@@ -238,7 +219,7 @@ async def _ask(worker: Process, request: Any) -> dict[str, Any] | None:
 
 
 async def _read(worker: Process) -> dict[str, Any] | None:
-    """The next message, or None where the process ended or wrote something else."""
+    """The next message; None where the process ended or wrote something else."""
     assert worker.stdout is not None
     try:
         line = await worker.stdout.readline()

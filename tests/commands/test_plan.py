@@ -161,7 +161,7 @@ def test_the_parameters_can_be_checked_against_megatron(config: str) -> None:
         ),
         (["--model-config", "none.json"], 1, "--model-config: no such file 'none.json'"),
         (["--model-config", MODEL, "--gpus", "12"], 1, "--gpus: must be a multiple of"),
-        (["--model-config", MODEL, "--gpu", "h1000"], 1, "did you mean H100?"),
+        (["--model-config", MODEL, "--gpu", "h1000"], 1, "--gpu: must be one of A100, H100"),
         (["--model-config", MODEL, "parallel.tensor=3"], 2, "must divide the model's 28"),
     ],
 )

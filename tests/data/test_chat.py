@@ -116,13 +116,13 @@ def test_token_ids_are_those_of_the_tokenizer_s_own_rendering(tokenizer):
 
     assert texts[0] == rendered("Größe von π0?")
     for number in (0, 999, 1000, 2099):
-        own = tokenizer.apply_chat_template(
+        tokens = tokenizer.apply_chat_template(
             [{"role": "user", "content": questions[number]}],
             tokenize=True,
             add_generation_prompt=True,
             return_dict=True,
         )
-        assert list(token_ids[number]) == own["input_ids"]
+        assert list(token_ids[number]) == tokens["input_ids"]
         assert renderer.decode(token_ids[number]) == texts[number]
 
 
@@ -132,63 +132,49 @@ def test_a_template_from_a_file_takes_the_place_of_the_tokenizer_s(thinking):
     assert off.text("1+1?") == rendered("1+1?") + "<think></think>"
 
 
-def test_the_settings_of_a_run_make_its_renderer(thinking):
-    data = DataConfig(
-        system_prompt="S", prompt_suffix="!", chat_template_arguments={"enable_thinking": False}
-    )
-
-    assert ChatRenderer(thinking, data).text("1+1?") == (
-        f"<|im_start|>system\nS<|im_end|>\n{rendered('1+1?!')}<think></think>"
-    )
-
-
 def test_an_argument_that_the_template_does_not_know_is_refused(thinking):
-    with pytest.raises(ValueError, match="does not mention 'enable_thinkin'"):
-        ChatRenderer(thinking, DataConfig(chat_template_arguments={"enable_thinkin": False}))
-    for name in ("add_generation_prompt", "messages"):
-        with pytest.raises(ValueError, match=f"must not hold '{name}', which the program sets"):
+    for name in ("enable_thinkin", "add_generation_prompt", "messages"):
+        with pytest.raises(ValueError, match=rf"^data\.chat_template_arguments: .*'{name}'"):
             ChatRenderer(thinking, DataConfig(chat_template_arguments={name: True}))
 
 
-def test_a_template_that_is_no_jinja_is_refused_with_its_line(tokenizer_dir, tmp_path):
-    (tmp_path / "x.jinja").write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
-    tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
-
-    with pytest.raises(ValueError, match=r"must be a valid Jinja template, got line 2: ") as caught:
-        ChatRenderer(tokenizer, DataConfig())
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{% for m in messages %}\n{{ m.content }\n{% endfor %}", "line 2"),
+        ("\n{% endfor %}", "line 2"),
+        ("{{ 'x' * 10 ** 10 }}", r"'\*\*' in line 1"),
+        ("{{ 'x' * 1e999 }}", "'1e999' in line 1"),
+        ("{{ 'x' * 1000001 }}", "'1000001' in line 1"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused_with_its_line(
+    tokenizer_dir, tmp_path, template, problem
+):
+    with pytest.raises(ValueError, match=rf"^data\.chat_template: .*{problem}") as caught:
+        with_template(tokenizer_dir, tmp_path, template)
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_template_refuses_is_an_error_of_the_conversation(tokenizer_dir, tmp_path):
-    (tmp_path / "x.jinja").write_text(
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-        + CHAT_TEMPLATE
-    )
-    tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ raise_exception('no system role') }}", r"refused .*\(no system role\)"),
+        ("{{ messages[0].content + 1 }}", "refused by the chat template"),
+        ("{{ lipsum.__globals__ }}", "renders nothing"),  # nothing in a sandbox
+    ],
+)
+def test_what_a_template_cannot_render_is_an_error_of_the_conversation(
+    tokenizer_dir, tmp_path, template, problem
+):
+    renderer, _ = with_template(tokenizer_dir, tmp_path, template)
 
-    assert ChatRenderer(tokenizer, DataConfig()).text("1+1?") == rendered("1+1?")
-    with pytest.raises(ValueError, match=r"is refused by the chat template \(no system role\)"):
-        ChatRenderer(tokenizer, DataConfig(system_prompt="S")).text("1+1?")
-
-
-def test_what_a_template_cannot_compute_is_an_error_of_the_conversation(tokenizer_dir, tmp_path):
-    (tmp_path / "x.jinja").write_text("{{ messages[0].content + 1 }}")
-    renderer = ChatRenderer(load_tokenizer(tokenizer_dir, tmp_path / "x.jinja"), DataConfig())
-
-    with pytest.raises(ValueError, match="is refused by the chat template"):
-        renderer.text("1+1?")
-
-
-def test_a_template_that_renders_nothing_is_an_error_of_the_conversation(tokenizer_dir, tmp_path):
-    (tmp_path / "x.jinja").write_text("{{ lipsum.__globals__ }}")  # nothing in a sandbox
-    renderer = ChatRenderer(load_tokenizer(tokenizer_dir, tmp_path / "x.jinja"), DataConfig())
-
-    with pytest.raises(ValueError, match="is left out by the chat template, which renders nothing"):
+    with pytest.raises(ValueError, match=problem):
         renderer.text("1+1?")
 
 
 def test_a_directory_without_a_tokenizer_is_refused_on_one_line(tmp_path):
-    with pytest.raises(ValueError, match="no usable tokenizer") as caught:
+    with pytest.raises(ValueError, match=f"^{tmp_path}: no usable tokenizer") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -214,13 +200,13 @@ def test_a_tokenizer_without_a_chat_template_needs_one_from_a_file(tmp_path, tok
     template = tmp_path / "x.jinja"
     template.write_text(CHAT_TEMPLATE)
 
-    with pytest.raises(ValueError, match=r"no chat template; .* or set data\.chat_template"):
+    with pytest.raises(ValueError, match=f"^{tmp_path}: .* no chat template"):
         load_tokenizer(tmp_path)
     assert ChatRenderer(load_tokenizer(tmp_path, template), DataConfig()).text("1+1?") == rendered(
         "1+1?"
     )
     template.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"data\.chat_template: must be UTF-8"):
+    with pytest.raises(ValueError, match=r"^data\.chat_template: .*UTF-8"):
         load_tokenizer(tmp_path, template)
 
 
@@ -286,11 +272,11 @@ def test_a_continuation_begins_after_the_token_that_ended_the_turn(tokenizer):
 def test_the_system_prompt_is_not_repeated(tokenizer_dir, tmp_path):
     renderer, _ = with_template(tokenizer_dir, tmp_path, QWEN25)
     data = DataConfig(system_prompt="Think.", prompt_suffix=" Box it.")
-    own = ChatRenderer(renderer._tokenizer, data)
+    prompted = ChatRenderer(renderer._tokenizer, data)
 
     assert "helpful" in renderer.text([QUESTION])
-    assert own.continuation([WRONG]) == renderer.continuation([WRONG])
-    assert renderer.decode(own.continuation([WRONG])).startswith("\n<|im_start|>user\nNo.")
+    assert prompted.continuation([WRONG]) == renderer.continuation([WRONG])
+    assert renderer.decode(prompted.continuation([WRONG])).startswith("\n<|im_start|>user\nNo.")
 
 
 def test_the_policy_s_thinking_stays_where_a_template_would_leave_it_out(tokenizer_dir, tmp_path):
@@ -334,15 +320,15 @@ def test_messages_that_a_template_refuses_or_leaves_out_are_an_error(tokenizer_d
     )
     renderer, _ = with_template(tokenizer_dir, tmp_path, strict)
 
-    with pytest.raises(ValueError, match=r"^is refused by the chat template \(no tools\)$"):
+    with pytest.raises(ValueError, match=r"refused .*\(no tools\)$"):
         renderer.continuation(TOOL)
     assert renderer.continuation([WRONG])
     renderer, _ = with_template(tokenizer_dir, tmp_path, QWEN25)
-    left_out = [{"role": "environment", "content": "2"}]
-    with pytest.raises(
-        ValueError, match=r"^is left out by the chat template \(role environment\)$"
-    ):
-        renderer.continuation(left_out)
+    with pytest.raises(ValueError, match=r"left out .*role environment"):
+        renderer.continuation([{"role": "environment", "content": "2"}])
+    renderer, _ = with_template(tokenizer_dir, tmp_path, "{{ messages[-1].content }}")
+    with pytest.raises(ValueError, match="earlier turns"):
+        renderer.continuation([WRONG])
 
 
 def test_special_tokens_that_a_message_spells_out_are_left_out(tokenizer):

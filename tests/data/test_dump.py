@@ -128,63 +128,46 @@ def test_statistics_tell_a_run_without_an_environment_from_one_without_errors(st
     assert decode(encode_batch(batch)).stats == stats
 
 
-BETWEEN = "what the environment wrote must stand between turns of the policy, got"
-
-
 @pytest.mark.parametrize(
     ("written", "problem"),
     [
-        ([(0, 3)], f"{BETWEEN} 3 tokens from 0;"),
-        ([(-1, 3)], f"{BETWEEN} 3 tokens from -1;"),
-        ([(2, 0)], f"{BETWEEN} 0 tokens from 2;"),
-        ([(2, -1)], f"{BETWEEN} -1 tokens from 2;"),
-        ([(1, 2), (3, 1)], f"{BETWEEN} 1 tokens from 3;"),
-        ([(1, 2), (2, 1)], f"{BETWEEN} 1 tokens from 2;"),
-        ([(3, 1), (1, 1)], f"{BETWEEN} 1 tokens from 1;"),
-        ([(3, 3)], "must end with a turn of the policy, got 6 tokens of which .* up to 6;"),
-        ([(3, 4)], "must end with a turn of the policy, got 6 tokens of which .* up to 7;"),
-        ([(2, 2)], "4 sampled tokens, 3 behaviour log-probs and 3 tokens with a version must be"),
-        ([], "6 sampled tokens, 3 behaviour log-probs and 3 tokens with a version must be"),
+        ([(0, 3)], "3 tokens from 0"),
+        ([(-1, 3)], "3 tokens from -1"),
+        ([(2, 0)], "0 tokens from 2"),
+        ([(2, -1)], "-1 tokens from 2"),
+        ([(1, 2), (3, 1)], "1 tokens from 3"),
+        ([(1, 2), (2, 1)], "1 tokens from 2"),
+        ([(3, 1), (1, 1)], "1 tokens from 1"),
+        ([(3, 3)], "end with a turn of the policy, .* up to 6"),
+        ([(3, 4)], "end with a turn of the policy, .* up to 7"),
+        ([(2, 2)], "4 sampled tokens, 3 behaviour log-probs and 3 tokens with a version"),
+        ([], "6 sampled tokens, 3 behaviour log-probs and 3 tokens with a version"),
     ],
 )
 def test_written_spans_that_cannot_be_are_refused(written, problem):
     batch = make_episodes()
     batch.samples[0].written = tuple(WrittenSpan(*span) for span in written)
 
-    with pytest.raises(DumpError, match=f"^batch of step 5: sample 0 of group 0: {problem}") as e:
+    with pytest.raises(DumpError, match=f"^batch of step 5: sample 0 of group 0: .*{problem}") as e:
         encode_batch(batch)
-    assert str(e.value).endswith("; write the dump again")
     assert "\n" not in str(e.value)
 
 
-def test_versions_of_written_tokens_are_refused():
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("versions", (VersionSpan(0, 6),), "6 tokens with a version"),
+        ("versions", (VersionSpan(0, 3), VersionSpan(1, 0)), "version without tokens"),
+        ("behaviour_logprobs", np.zeros(7, np.float32), "7 behaviour log-probs"),
+        ("prompt", PromptTokens("x:0", np.zeros(0, np.int32)), "prompt has no tokens"),
+    ],
+)
+def test_a_sample_whose_parts_do_not_fit_is_refused(field, value, problem):
     batch = make_episodes()
-    batch.samples[0].versions = (VersionSpan(0, 6),)
+    setattr(batch.samples[0], field, value)
 
-    with pytest.raises(DumpError, match="3 sampled tokens, 3 behaviour log-probs and 6 tokens wi"):
+    with pytest.raises(DumpError, match=f"sample 0 of group 0: .*{problem}"):
         encode_batch(batch)
-
-
-def test_a_damaged_span_is_found_when_a_dump_is_read():
-    def shift(table):
-        column = table.column_names.index("written_starts")
-        starts = pa.array([[0], [1, 4], [], [1]], pa.list_(pa.int32()))
-        return table.set_column(column, "written_starts", starts)
-
-    with pytest.raises(DumpError, match=f"^rollout batch: sample 0 of group 0: {BETWEEN} 3 tok"):
-        decode(rewritten(shift, make_episodes()))
-
-
-def test_spans_without_their_numbers_of_tokens_are_refused():
-    def cut(table):
-        column = table.column_names.index("written_tokens")
-        tokens = pa.array([[3], [1], [], [2]], pa.list_(pa.int32()))
-        return table.set_column(column, "written_tokens", tokens)
-
-    with pytest.raises(
-        DumpError, match="sample 1 of group 0: 2 written spans but 1 numbers of their tokens"
-    ):
-        decode(rewritten(cut, make_episodes()))
 
 
 def test_a_response_without_tokens_comes_back():
@@ -219,9 +202,7 @@ def test_texts_are_beside_the_dump_and_joined_by_group_and_index(tmp_path):
         "reason": "",
     }
     assert json.loads(table.schema.metadata[b"bapo_megatron.texts"]) == {"format": 5, "step": 5}
-    with pytest.raises(
-        DumpError, match=r"step_000005\.parquet: a parquet file but no rollout dump"
-    ):
+    with pytest.raises(DumpError, match=r"step_000005\.parquet: .* no rollout dump"):
         read_batch(beside)
 
 
@@ -246,16 +227,12 @@ def test_texts_that_are_none_are_refused_by_name(tmp_path):
     path = tmp_path / "step_5.parquet"
     write_texts(path, 5, [SampleText(7, 0, "3 + 4?", "7", "7")])
     beside = tmp_path / "texts" / path.name
-    whole = pq.read_table(beside)
 
-    pq.write_table(whole.drop_columns(["response_text"]), beside)
-    with pytest.raises(DumpError, match=r"texts/step_5\.parquet: column 'response_text' is missi"):
+    pq.write_table(pq.read_table(beside).drop_columns(["response_text"]), beside)
+    with pytest.raises(DumpError, match=r"texts/step_5\.parquet: column 'response_text'"):
         read_texts(path)
     beside.write_bytes(encode_batch(make_batch()))
-    with pytest.raises(DumpError, match=r"texts/step_5\.parquet: a parquet file but no texts of a"):
-        read_texts(path)
-    beside.write_bytes(b"PAR1")
-    with pytest.raises(DumpError, match=r"texts/step_5\.parquet: not a readable parquet file"):
+    with pytest.raises(DumpError, match=r"texts/step_5\.parquet: .* no texts"):
         read_texts(path)
 
 
@@ -269,26 +246,26 @@ def with_metadata(**changes: Any) -> bytes:
 
 @pytest.mark.parametrize("number", [3, 5])
 def test_a_dump_of_another_format_is_refused(number):
-    with pytest.raises(DumpError, match=f"dump format {number}, this version reads format 4"):
+    with pytest.raises(DumpError, match=f"dump format {number}, .* format 4"):
         decode(with_metadata(format=number))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"step": 10**30}, "'step' must be less than or equal to 2147483647, got 10000"),
-        ({"step": "1"}, "'step' must be an integer, got '1'"),
-        ({"version": 2**31}, "'version' must be less than or equal to 2147483647"),
-        ({"version": math.nan}, "'version' must be an integer, got NaN"),
-        ({"stats": {"generation_s": math.nan}}, r"'stats\.generation_s' must be a finite number"),
-        ({"stats": {"engine_load": {"a": math.inf}}}, r"'stats\.engine_load\.a' must be a finite"),
-        ({"stats": {"generated_tokens": 10**400}}, r"'stats\.generated_tokens' must be less than"),
-        ({"stats": {"dropped_groups": {"a": -1}}}, r"'stats\.dropped_groups\.a' must be greater"),
-        ({"stats": {"lost": 1}}, r"'stats\.lost' is no field of it"),
+        ({"step": 10**30}, "'step'"),
+        ({"step": "1"}, "'step'"),
+        ({"version": 2**31}, "'version'"),
+        ({"version": math.nan}, "'version'"),
+        ({"stats": {"generation_s": math.nan}}, r"'stats\.generation_s'"),
+        ({"stats": {"engine_load": {"a": math.inf}}}, r"'stats\.engine_load\.a'"),
+        ({"stats": {"generated_tokens": 10**400}}, r"'stats\.generated_tokens'"),
+        ({"stats": {"dropped_groups": {"a": -1}}}, r"'stats\.dropped_groups\.a'"),
+        ({"stats": {"lost": 1}}, r"'stats\.lost'"),
     ],
 )
 def test_metadata_that_no_run_writes_are_named_by_field(changes, message):
-    with pytest.raises(DumpError, match=f"metadata '{KEY.decode()}': {message}.*; write the dump"):
+    with pytest.raises(DumpError, match=f"metadata '{KEY.decode()}': {message}"):
         decode(with_metadata(**changes))
 
 
@@ -319,7 +296,7 @@ def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(OSError, match=r"No space left on device: '.*step_5\.parquet'"):
+    with pytest.raises(OSError, match=r"'.*step_5\.parquet'"):
         write_batch(tmp_path / "step_5.parquet", make_batch())
 
     assert list(tmp_path.iterdir()) == []
@@ -329,9 +306,7 @@ def test_a_cut_off_file_is_refused_by_name(tmp_path):
     path = tmp_path / "step_5.parquet"
     path.write_bytes(encode_batch(make_batch())[:-20])
 
-    with pytest.raises(
-        DumpError, match=r"step_5\.parquet: not a readable parquet file \(.+\)"
-    ) as e:
+    with pytest.raises(DumpError, match=r"step_5\.parquet: not a readable parquet") as e:
         read_batch(path)
     assert "\n" not in str(e.value)
 
@@ -345,80 +320,75 @@ def test_a_flipped_bit_in_a_page_is_found(tmp_path):
         decode(content)
 
 
-def test_a_foreign_parquet_file_is_refused(tmp_path):
-    pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
+def column(name, values, kind=None):
+    """A change of one column of a dump's table."""
+    return lambda table: table.set_column(
+        table.column_names.index(name), name, pa.array(values, kind)
+    )
 
-    with pytest.raises(DumpError, match=r"other\.parquet: a parquet file but no rollout dump"):
-        read_batch(tmp_path / "other.parquet")
+
+LISTS = pa.list_(pa.int32())
 
 
-def rewritten(change, batch=None) -> bytes:
-    """A dump after ``change`` of its table."""
-    table = pq.read_table(pa.BufferReader(encode_batch(batch or make_batch())))
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda table: table.drop_columns(["versions"]), "column 'versions'"),
+        (column("reward", ["1"] * 4), "column 'reward' must be double, got string"),
+        (column("reward", [0.0, 1.0, None, 0.0]), "sample 0 of group 1: column 'reward'"),
+        (column("versions", [[0, 1], [1], [], [None]], LISTS), "sample 1 of group 1: column 'vers"),
+        (column("written_starts", [[0], [1, 4], [], [1]], LISTS), "sample 0 of group 0: .* from 0"),
+        (column("written_tokens", [[3], [1], [], [2]], LISTS), "sample 1 of group 0: written_tok"),
+        (column("version_tokens", [[]] * 4, LISTS), "sample 0 of group 0: version_tokens"),
+        (column("finish_reason", ["?"] * 4), "sample 0 of group 0: finish_reason"),
+        (column("reward_components", ["?"] * 4), "sample 0 of group 0: reward_components"),
+        (column("prompt_id", ["x", "y", "z", "z"]), "sample 1 of group 0: prompt_id"),
+        (
+            column("prompt_token_ids", [[1], [1], [1], [2]], LISTS),
+            "sample 1 of group 1: .*prompt_token_ids",
+        ),
+        (column("group_id", [0, 1, 0, 1]), "group_id occurs twice"),
+        (lambda table: table.slice(0, 3), r"group 1 holds samples \[0\]"),
+        (lambda table: table.slice(0, 0), "the batch has no samples"),
+    ],
+)
+def test_a_table_that_no_run_writes_is_refused_by_place(change, place):
+    table = pq.read_table(pa.BufferReader(encode_batch(make_episodes())))
     stream = pa.BufferOutputStream()
     pq.write_table(change(table).replace_schema_metadata(table.schema.metadata), stream)
-    return stream.getvalue().to_pybytes()
+
+    with pytest.raises(DumpError, match=f"^rollout batch: .*{place}"):
+        decode(stream.getvalue().to_pybytes())
 
 
-def test_a_missing_column_is_named():
-    with pytest.raises(DumpError, match="column 'versions' is missing"):
-        decode(rewritten(lambda table: table.drop_columns(["versions"])))
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("versions", (VersionSpan(-1, 3),), "versions must ascend"),
+        ("versions", (VersionSpan(10, 3),), "versions must ascend from 0 to at most 9"),
+        ("reward", math.nan, "reward must be finite"),
+        ("reward_components", {"a": math.inf}, r"reward_components\.a must be finite"),
+    ],
+)
+def test_a_value_that_no_run_writes_is_refused(field, value, problem):
+    batch = make_episodes()
+    setattr(batch.samples[0], field, value)
 
-
-def test_a_column_of_another_type_is_named():
-    def to_text(table):
-        return table.set_column(
-            table.column_names.index("reward"), "reward", pa.array(["1"] * len(table))
-        )
-
-    with pytest.raises(DumpError, match="column 'reward' must be double, got string"):
-        decode(rewritten(to_text))
-
-
-def test_log_probs_that_do_not_match_the_tokens_are_refused():
-    batch = make_batch()
-    batch.samples[3].behaviour_logprobs = np.zeros(7, dtype=np.float32)
-
-    with pytest.raises(
-        DumpError,
-        match="sample 1 of group 1: 3 sampled tokens, 7 behaviour log-probs and 3 tokens",
-    ):
+    with pytest.raises(DumpError, match=f"sample 0 of group 0: {problem}"):
         encode_batch(batch)
 
 
-def test_versions_without_their_numbers_of_tokens_are_refused():
-    def cut(table):
-        column = table.column_names.index("version_tokens")
-        shorter = pa.array([[]] * len(table), pa.list_(pa.int32()))
-        return table.set_column(column, "version_tokens", shorter)
+@pytest.mark.parametrize(
+    ("tokens", "place"),
+    [
+        (lambda sample: sample.response_token_ids, "response_token_ids"),
+        (lambda sample: sample.prompt.token_ids, "prompt_token_ids"),
+    ],
+)
+def test_a_token_beyond_the_vocabulary_is_named_with_its_position(tokens, place):
+    batch = make_episodes()
+    tokens(batch.samples[0])[2] = 5000
+    encoded = EncodedBatch("rollout batch", bytearray(encode_batch(batch)))
 
-    with pytest.raises(DumpError, match="sample 0 of group 0: 1 versions but 0 numbers of their"):
-        decode(rewritten(cut))
-
-
-def test_groups_of_unequal_size_are_refused():
-    with pytest.raises(DumpError, match=r"group 2 holds samples \[0\], expected 0 to 1"):
-        decode(rewritten(lambda table: table.slice(0, len(table) - 1)))
-
-
-def test_a_batch_without_samples_is_refused():
-    with pytest.raises(DumpError, match="the batch has no samples"):
-        decode(rewritten(lambda table: table.slice(0, 0)))
-
-
-def test_a_prompt_without_tokens_is_refused():
-    batch = make_batch()
-    batch.samples[0].prompt = PromptTokens("x:0", np.zeros(0, dtype=np.int32))
-
-    with pytest.raises(DumpError, match="sample 0 of group 0: the prompt has no tokens; write"):
-        encode_batch(batch)
-
-
-@pytest.mark.parametrize("column", ["finish_reason", "reward_components"])
-def test_a_value_that_no_run_writes_is_refused(column):
-    def spoil(table):
-        texts = pa.array(["?"] * len(table))
-        return table.set_column(table.column_names.index(column), column, texts)
-
-    with pytest.raises(DumpError, match=f"sample 0 of group 0: {column}: "):
-        decode(rewritten(spoil))
+    with pytest.raises(DumpError, match=rf"sample 0 of group 0: {place}\[2\] .* got 5000"):
+        decode_batch(encoded, 5000)

@@ -52,9 +52,10 @@ def test_short_questions_are_compared_whole():
     questions = [f"What is {a}+{b}?" for a in range(4) for b in range(4)]
 
     assert overlaps([q for q in questions if "3+" not in q], ["What is 3+0?", "What is 3+1?"]) == []
-    (found,) = overlaps(questions, ["What is 3 + 0?", "What is 9+9?"])
-    assert (found.num_eval_prompts, found.of_eval_prompts, found.num_train_prompts) == (1, 2, 1)
-    assert (found.first_eval_id, found.first_train_id) == ("e:0", "t:12")
+    (overlap,) = overlaps(questions, ["What is 3 + 0?", "What is 9+9?"])
+    assert (overlap.num_eval_prompts, overlap.of_eval_prompts) == (1, 2)
+    assert overlap.num_train_prompts == 1
+    assert (overlap.first_eval_id, overlap.first_train_id) == ("e:0", "t:12")
 
 
 @pytest.mark.parametrize("num_eval", [1, 2])
@@ -64,9 +65,9 @@ def test_a_small_evaluation_set_is_found_among_instructions(num_eval):
     others = ["Compute the area of a circle inside a square.", "How far is it from A to B?"]
     train = [f"Solve this problem with care: {question}" for question in [*questions, *others]]
 
-    (found,) = overlaps(train, questions[:num_eval])
+    (overlap,) = overlaps(train, questions[:num_eval])
 
-    assert (found.num_eval_prompts, found.num_train_prompts) == (num_eval, num_eval)
+    assert (overlap.num_eval_prompts, overlap.num_train_prompts) == (num_eval, num_eval)
 
 
 def test_aime_is_found_among_instructions_of_another_data_set(shared_data):
@@ -86,10 +87,10 @@ def test_aime_is_found_among_instructions_of_another_data_set(shared_data):
         for question in [*gsm8k, *leaked, leaked[0]]
     ]
 
-    (found,) = overlaps(dapo, aime)
+    (overlap,) = overlaps(dapo, aime)
 
-    assert (found.num_eval_prompts, found.num_train_prompts) == (4, 5)
-    assert (found.first_eval_id, found.first_train_id) == ("e:5", "t:200")
+    assert (overlap.num_eval_prompts, overlap.num_train_prompts) == (4, 5)
+    assert (overlap.first_eval_id, overlap.first_train_id) == ("e:5", "t:200")
     assert overlaps(dapo[:200], aime) == []
 
 
@@ -97,12 +98,13 @@ def test_every_pair_of_sets_with_a_common_prompt_is_reported():
     sets = [make_prompt_set(name, prompts(name, qs)) for name, qs in (("a", "xy"), ("b", "yz"))]
     evaluation = [("e", prompts("e", "y")), ("f", prompts("f", "zz")), ("g", prompts("g", "q"))]
 
-    assert [overlap.warning() for overlap in find_overlaps(sets, evaluation)] == [
+    warnings = [overlap.warning() for overlap in find_overlaps(sets, evaluation)]
+    assert [warning.partition(";")[0] for warning in warnings] == [
         "1 of 1 prompts of evaluation set 'e' are in training set 'a' too (1 there), the first: "
-        "e:0 is a:1; scores on them show memory: remove them from one of the two",
+        "e:0 is a:1",
         "1 of 1 prompts of evaluation set 'e' are in training set 'b' too (1 there), the first: "
-        "e:0 is b:0; scores on them show memory: remove them from one of the two",
+        "e:0 is b:0",
         "2 of 2 prompts of evaluation set 'f' are in training set 'b' too (1 there), the first: "
-        "f:0 is b:1; scores on them show memory: remove them from one of the two",
+        "f:0 is b:1",
     ]
     assert find_overlaps(sets, []) == []

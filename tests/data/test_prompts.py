@@ -90,10 +90,7 @@ def test_an_evaluation_set_leaves_no_prompt_out(tmp_path, tokenizer):
     arguments = DatasetConfig(path=path), ChatRenderer(tokenizer, DataConfig())
 
     assert len(load_eval_set(*arguments, longest).prompts) == 4
-    message = (
-        f"a.jsonl: 2 of 4 prompts are longer than {longest - 2} tokens, the longest has {longest}, "
-        "and an evaluation leaves none out; raise data.max_prompt_tokens"
-    )
+    message = rf"a\.jsonl: 2 of 4 prompts .* {longest - 2} tokens, the longest has {longest}"
     with pytest.raises(DataError, match=message):
         load_eval_set(*arguments, longest - 2)
 
@@ -113,25 +110,16 @@ def test_a_file_without_any_usable_prompt_is_refused(tmp_path, load, tokenizer):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "x", ', r"a\.jsonl:2: not valid JSON \(.*\); correct or remove it"),
-        ("[1, 2]", r"a\.jsonl:2: must be an object with named fields, got \[1, 2\]"),
-        (
-            {"question": "x", "answer": "1"},
-            r"a\.jsonl:2: no column 'prompt', only question, answer",
-        ),
-        ({"prompt": "x"}, r"a\.jsonl:2: no column 'answer', only prompt; .* set answer_column"),
-        (
-            {"prompt": "x", "answer": None},
-            r"a\.jsonl:2: column 'answer' must be a text, .* got null",
-        ),
-        ({"prompt": "x", "answer": " "}, r"a\.jsonl:2: column 'answer' .* got an empty text"),
-        ({"prompt": "x", "answer": True}, r"a\.jsonl:2: column 'answer' .* got true"),
-        ({"prompt": 5, "answer": "1"}, r"a\.jsonl:2: column 'prompt' must be a text .* got 5"),
-        ({"prompt": [], "answer": "1"}, r"a\.jsonl:2: column 'prompt' .* got \[\]"),
-        (
-            {"prompt": [{"role": "user"}], "answer": "1"},
-            r"column 'prompt' must hold messages with role and content, got \{\"role\": \"user\"\}",
-        ),
+        ('{"prompt": "x", ', "not valid JSON"),
+        ("[1, 2]", r"must be an object with named fields, got \[1, 2\]"),
+        ({"question": "x", "answer": "1"}, "no column 'prompt', only question, answer"),
+        ({"prompt": "x"}, "no column 'answer', only prompt"),
+        ({"prompt": "x", "answer": None}, "column 'answer' .* got null"),
+        ({"prompt": "x", "answer": " "}, "column 'answer' .* got an empty text"),
+        ({"prompt": "x", "answer": True}, "column 'answer' .* got true"),
+        ({"prompt": 5, "answer": "1"}, "column 'prompt' .* got 5"),
+        ({"prompt": [], "answer": "1"}, r"column 'prompt' .* got \[\]"),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "column 'prompt' .* role and content"),
     ],
 )
 def test_a_bad_row_is_named_with_line_field_and_reason_or_skipped_and_counted(
@@ -139,7 +127,7 @@ def test_a_bad_row_is_named_with_line_field_and_reason_or_skipped_and_counted(
 ):
     path = write_jsonl(tmp_path / "a.jsonl", GOOD, line, GOOD)
 
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: {message}") as caught:
         load(path)
     assert "\n" not in str(caught.value)
 
@@ -147,10 +135,7 @@ def test_a_bad_row_is_named_with_line_field_and_reason_or_skipped_and_counted(
     assert [p.prompt_id for p in loaded.prompts] == ["a.jsonl:0", "a.jsonl:2"]
     assert (loaded.report.num_rows, loaded.report.num_bad) == (3, 1)
     assert loaded.report.first_bad == str(caught.value)
-    assert (
-        f"1 of 3 rows are bad and were left out (data.on_bad_row), the first: {path}:2: "
-        in (loaded.report.warnings()[0])
-    )
+    assert loaded.report.warnings()[0].startswith(f"{path}: 1 of 3 rows are bad")
 
 
 def test_rows_before_the_first_of_a_known_format_are_bad(tmp_path, tokenizer):
@@ -163,16 +148,9 @@ def test_rows_before_the_first_of_a_known_format_are_bad(tmp_path, tokenizer):
 
 
 def test_rows_that_repeat_a_prompt_are_counted_and_contradicting_answers_named(tmp_path, tokenizer):
-    rows = [
-        (1, "a", "1"),
-        (2, "b", "1"),
-        (3, "a", "1"),
-        (4, "a", "2"),
-        (5, "a", "3"),
-        (6, "b", "1"),
-    ]
+    rows = enumerate(("a1", "b1", "a1", "a2", "a3", "b1"), start=1)
     path = write_jsonl(
-        tmp_path / "a.jsonl", *({"id": i, "prompt": q, "answer": a} for i, q, a in rows)
+        tmp_path / "a.jsonl", *({"id": i, "prompt": q, "answer": a} for i, (q, a) in rows)
     )
 
     kept, dropped = load_one(path, tokenizer), load_one(path, tokenizer, on_duplicate="drop")
@@ -184,10 +162,7 @@ def test_rows_that_repeat_a_prompt_are_counted_and_contradicting_answers_named(t
         assert loaded.report.num_contradictions == 1
         repeated, contradicting = loaded.report.warnings()
         assert f"4 of 6 rows repeat the prompt of an earlier one and {action}" in repeated
-        assert contradicting.endswith(
-            "1 prompts have rows with different answers, the first: a.jsonl:0 has '1', "
-            "a.jsonl:3 has '2'"
-        )
+        assert contradicting.endswith("the first: a.jsonl:0 has '1', a.jsonl:3 has '2'")
 
 
 def test_dapo_s_repeated_prompts_are_rendered_once_and_can_be_dropped(tmp_path, tokenizer):

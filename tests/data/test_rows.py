@@ -125,10 +125,9 @@ def test_a_format_that_is_named_reads_as_the_recognised_one(fields, row_format):
 def test_columns_are_mapped_for_anything_else():
     fields = {"task": {"text": "1+1?"}, "truth": [{"x": 1}], "gold": 2, "note": "n"}
 
-    found = read(fields, prompt_column="task.text", answer_column="gold")
-
     rest = {"task": {}, "truth": [{"x": 1}], "note": "n"}
-    assert found == ("columns", "1+1?", "2", rest)
+    mapped = read(fields, prompt_column="task.text", answer_column="gold")
+    assert mapped == ("columns", "1+1?", "2", rest)
 
 
 def test_one_mapped_column_leaves_the_other_its_usual_name():
@@ -148,17 +147,17 @@ def test_columns_of_no_known_format_are_not_guessed():
         (
             {"question": "1+1?", "answer": "2"},
             {"row_format": "gsm8k"},
-            r"x\.jsonl:1: column 'answer' must be a text that ends in '#### answer', got '2'",
+            r"x\.jsonl:1: column 'answer' .* got '2'",
         ),
         (
             {"problem": "1+1?", "solution": "It is 2."},
             {"row_format": "math"},
-            r"column 'solution' must be a text with a \\boxed answer, got 'It is 2.'",
+            "column 'solution' .* got 'It is 2.'",
         ),
         (
             {"problem": "1+1?", "level": 1},
             {"row_format": "math"},
-            r"no column 'solution', only problem, level; .* set answer_column",
+            "no column 'solution', only problem, level",
         ),
         (
             {"prompt": "1+1?", "answer": "2"},
@@ -168,19 +167,19 @@ def test_columns_of_no_known_format_are_not_guessed():
         (
             {"prompt": "1+1?", "answer": "2", "a": 1},
             {"row_columns": ("a", "b")},
-            r"no column 'b', only a beside question and answer; .* row_columns",
+            "no column 'b', only a",
         ),
         (
             {"prompt": "\ud800", "answer": "2"},
             {},
-            r"column 'prompt' holds half of a surrogate pair, which is not text: '\\ud800'",
+            "column 'prompt' .*surrogate",
         ),
         ({"prompt": "x", "answer": float("nan")}, {}, r"column 'answer' must be .* got NaN"),
         (
             {"prompt": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
             | {"answer": "2"},
             {},
-            r"must end before the assistant's turn, got a last message by the assistant: '2'",
+            "column 'prompt' .* assistant: '2'",
         ),
     ],
 )
@@ -229,10 +228,9 @@ def test_long_solutions_are_read_in_linear_time(bait):
 
 
 def test_marks_without_an_answer_are_refused():
-    with pytest.raises(ValueError, match=r"^must be an answer, got nothing after ####: '5 ####'$"):
-        parse_answer("5\n####  ")
-    with pytest.raises(ValueError, match="must be a text that ends in '#### answer'"):
-        worked_answer("5\n####  ")
+    for parse in (parse_answer, worked_answer):
+        with pytest.raises(ValueError, match="'5 ####'"):
+            parse("5\n####  ")
 
 
 @pytest.mark.parametrize("depth", [2, 900])
@@ -240,7 +238,7 @@ def test_a_list_of_lists_is_no_answer(depth):
     value = "1"
     for _ in range(depth):
         value = [value]
-    with pytest.raises(ValueError, match="or a list of them, got a list of lists"):
+    with pytest.raises(ValueError, match="got a list of lists"):
         parse_answer(value)
 
 
@@ -309,7 +307,7 @@ def test_other_columns_become_json_values_and_bytes_are_left_out(tmp_path, load,
         "images": [{"path": "a.png"}],
     }
     json.dumps(prompt.row, allow_nan=False)
-    assert "do not get the columns images.bytes: bytes are not JSON" in caplog.text
+    assert "images.bytes" in caplog.text
 
 
 def test_only_the_columns_that_are_named_stay_in_memory(tmp_path, load):

@@ -29,8 +29,8 @@ SPANS = spans_of([1, 1, 3, 4])
 def mask_by_loop(versions: list[int], version: int, limit: StalenessConfig) -> list[bool]:
     """The rule as the configuration words it, with exact means."""
     kept = []
-    for own in versions:
-        age = Fraction(version - own)
+    for token_version in versions:
+        age = Fraction(version - token_version)
         if limit.measure == "mean":
             age = Fraction(sum(version - v for v in versions), len(versions))
         elif limit.measure == "oldest":

@@ -155,11 +155,11 @@ def test_weights_are_taken_as_they_are_written():
 def test_a_position_in_other_prompts_is_refused():
     state = PromptStream(make_prompts(7), seed=3, shuffle=True).state()
 
-    with pytest.raises(ValueError, match="the training prompts differ"):
+    with pytest.raises(ValueError, match="training prompts"):
         PromptStream(make_prompts(8), seed=3, shuffle=True).restore(state)
-    with pytest.raises(ValueError, match="seed was 3 when it was saved and is 4 now"):
+    with pytest.raises(ValueError, match=r"seed was 3 .* is 4"):
         PromptStream(make_prompts(7), seed=4, shuffle=True).restore(state)
-    with pytest.raises(ValueError, match=r"data\.shuffle was True when it was saved"):
+    with pytest.raises(ValueError, match=r"data\.shuffle was True"):
         PromptStream(make_prompts(7), seed=3, shuffle=False).restore(state)
 
 
@@ -174,7 +174,7 @@ def test_a_position_in_other_prompts_is_refused():
 def test_a_position_in_other_sets_or_weights_is_refused(sets, now):
     state = make_mixture([(3, 1.0), (4, 1.0)]).state()
 
-    with pytest.raises(ValueError, match=rf"was s0:1, s1:1 when it was saved and is {now} now"):
+    with pytest.raises(ValueError, match=rf"was s0:1, s1:1 .* is {now} now"):
         make_mixture(sets).restore(state)
 
 
@@ -194,5 +194,5 @@ def test_a_position_with_other_columns_is_refused():
 
     state = stream(1).state()
     stream(1).restore(state)
-    with pytest.raises(ValueError, match=r"columns that reward functions get .* restore the data"):
+    with pytest.raises(ValueError, match="columns"):
         stream(2).restore(state)

@@ -80,53 +80,23 @@ def daemon(response):
     return float(response)
 
 
-def _come_back(kind, number):
-    """What a forked child does before it comes back."""
-    if kind == "late":
-        time.sleep(0.005 * (int(number) % 3))
-    elif kind == "by_an_error":
-        raise RuntimeError("the program was not found")
-
-
-def groups_at_once(responses):
-    _forks(responses[0])
-    return [float(response) for response in responses]
-
-
-def groups_late(responses):
+def groups(responses):
     if _forks(responses[0]):
-        _come_back("late", responses[0])
+        time.sleep(0.005 * (int(responses[0]) % 3))
     return [float(response) for response in responses]
 
 
-def groups_by_an_error(responses):
-    if _forks(responses[0]):
-        _come_back("by_an_error", responses[0])
-    return [float(response) for response in responses]
-
-
-class EpisodesAtOnce:
-    """An environment whose state is the numbers that it was told, forking as above."""
-
-    kind = "at_once"
+class Episodes:
+    """An environment whose state is the numbers that it was told."""
 
     def start(self, task):
         if _forks(task.answer):
-            _come_back(self.kind, task.answer)
+            time.sleep(0.005 * (int(task.answer) % 3))
         return [task.answer]
 
     def step(self, state, turn):
-        if _forks(turn.text):
-            _come_back(self.kind, turn.text)
+        _forks(turn.text)
         return Step([*state, turn.text], [], (), is_done=True)
-
-
-class EpisodesLate(EpisodesAtOnce):
-    kind = "late"
-
-
-class EpisodesByAnError(EpisodesAtOnce):
-    kind = "by_an_error"
 
 
 def _write_to_pipes(line: str) -> None:

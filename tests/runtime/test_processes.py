@@ -88,19 +88,18 @@ def test_a_process_whose_standard_error_is_a_socket_writes_its_stacks_there() ->
         "import time; from bapo_megatron.runtime import processes; "
         "processes.write_stacks_on_signal(); print(flush=True); time.sleep(20)"
     )
-    own, given = socket.socketpair()
+    here, there = socket.socketpair()
+    command = [sys.executable, "-c", program]
     with (
-        own,
-        given,
-        subprocess.Popen(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=given
-        ) as process,
+        here,
+        there,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=there) as process,
     ):
         assert process.stdout is not None
         process.stdout.readline()
         assert process.pid in request_stacks()
-        own.settimeout(10)
-        assert own.recv(1000).startswith(b"Current thread")
+        here.settimeout(10)
+        assert here.recv(1000).startswith(b"Current thread")
         process.kill()
 
 
@@ -124,7 +123,7 @@ def test_compiled_code_is_kept_where_nobody_else_writes(
     cache = tmp_path / f"bapo_megatron_compiled_{os.geteuid()}"
     cache.mkdir()
     cache.chmod(0o777)  # as somebody who was here first
-    with pytest.raises(ValueError, match="not a directory that only you can write to; set TORCH"):
+    with pytest.raises(ValueError, match=f"^{cache}: .*TORCHINDUCTOR_CACHE_DIR"):
         own_compiler_cache()
     cache.rmdir()
     own_compiler_cache()
@@ -174,10 +173,10 @@ def test_a_private_directory_goes_with_its_maker_at_the_latest_when_the_next_one
     assert not list(tmp_path.glob("bapo_megatron-????????"))
 
 
-@pytest.mark.parametrize("given", ["x", "", "-1", "0", "1e3", "²", "9" * 5000])
+@pytest.mark.parametrize("text", ["x", "", "-1", "0", "1e3", "²", "9" * 5000])
 def test_a_number_of_ranks_that_is_none_is_refused(
-    given: str, monkeypatch: pytest.MonkeyPatch
+    text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", given)
-    with pytest.raises(ValueError, match=r"^WORLD_SIZE: must be a whole number from 1 on, got '"):
+    monkeypatch.setenv("WORLD_SIZE", text)
+    with pytest.raises(ValueError, match=r"^WORLD_SIZE: "):
         launched_number("WORLD_SIZE", 1)

@@ -45,6 +45,24 @@ PROGRAM = textwrap.dedent(
 )
 
 
+def end_by(
+    number: signal.Signals, status: int, program: str, *, num_lines: int = 1, times: int = 1
+) -> str:
+    """Signal a program after its first lines; it cleans up. Return its standard error."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for _ in range(num_lines):
+        process.stdout.readline()
+    for _ in range(times):
+        process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == status, err
+    assert out.splitlines()[-1] == "cleaned up"
+    return err
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -2), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize(
     ("num_callbacks", "is_slow"), [(0, False), (1, False), (1, True), (3, False)]
@@ -52,19 +70,8 @@ PROGRAM = textwrap.dedent(
 def test_a_signal_ends_the_process_wherever_it_arrives(
     number: signal.Signals, status: int, num_callbacks: int, is_slow: bool
 ) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(num_callbacks=num_callbacks, is_slow=is_slow)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    for _ in range(2 if num_callbacks else 1):
-        process.stdout.readline()
-    process.send_signal(number)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == status, err
-    assert out.splitlines()[-1] == "cleaned up"
+    program = PROGRAM.format(num_callbacks=num_callbacks, is_slow=is_slow)
+    err = end_by(number, status, program, num_lines=2 if num_callbacks else 1)
     assert "Exception ignored" not in err
 
 
@@ -98,19 +105,7 @@ ASYNC_PROGRAM = textwrap.dedent(
 def test_a_signal_cancels_asynchronous_work_wherever_it_arrives(
     number: signal.Signals, status: int
 ) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", ASYNC_PROGRAM],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    for _ in range(3):  # only the first one counts
-        process.send_signal(number)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == status, err
-    assert out == "cleaned up\n"
+    err = end_by(number, status, ASYNC_PROGRAM, times=3)  # only the first one counts
     assert "never retrieved" not in err
 
 

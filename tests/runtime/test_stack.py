@@ -35,11 +35,9 @@ def test_packages_that_do_not_work_are_named_in_one_line(tmp_path: Path) -> None
     nms = "operator torchvision::nms does not exist"
     (tmp_path / "torchvision.py").write_text(f"raise RuntimeError({nms!r} + chr(10) + 'details')")
     (tmp_path / "transformers.py").write_text("raise ValueError")
-    expected = (
-        f"torchvision does not work: {nms}; transformers does not work: ValueError; install the "
-        "versions in requirements/install.sh, or on a GPU machine those in requirements/gpu.txt\n"
-    )
-    assert check(tmp_path) == (1, expected)
+    status, message = check(tmp_path)
+    assert (status, message.count("\n")) == (1, 1)
+    assert f"torchvision does not work: {nms}; transformers does not work: ValueError;" in message
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])

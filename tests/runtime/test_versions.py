@@ -38,12 +38,12 @@ def test_the_commit_is_that_of_the_checkout_and_says_whether_files_were_changed(
 
 
 def test_versions_are_those_that_the_packages_have_of_themselves() -> None:
-    found = own_software().versions
-    assert found["bapo-megatron"] == __version__
-    assert found["python"] == "{}.{}.{}".format(*sys.version_info)
-    assert torch.__version__.startswith(found["torch"])  # one may name its CUDA: 2.14.1+cu130
-    assert found.get("cuda") == torch.version.cuda
-    assert found["megatron-core"] == "0.19.2"
+    software = own_software().versions
+    assert software["bapo-megatron"] == __version__
+    assert software["python"] == "{}.{}.{}".format(*sys.version_info)
+    assert torch.__version__.startswith(software["torch"])  # one may name its CUDA: 2.14.1+cu130
+    assert software.get("cuda") == torch.version.cuda
+    assert software["megatron-core"] == "0.19.2"
 
 
 def test_the_cuda_of_a_build_is_read_without_importing_it(tmp_path, monkeypatch) -> None:
