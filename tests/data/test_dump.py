@@ -48,10 +48,14 @@ def assert_equal_arrays(mine, other):
     assert mine.tobytes() == other.tobytes()
 
 
-def assert_equal_batches(given, wanted):
-    assert (given.step, given.version, given.stats) == (wanted.step, wanted.version, wanted.stats)
-    assert [group.group_id for group in given.groups] == [g.group_id for g in wanted.groups]
-    for mine, other in zip(given.samples, wanted.samples, strict=True):
+def assert_equal_batches(batch, reference):
+    assert (batch.step, batch.version, batch.stats) == (
+        reference.step,
+        reference.version,
+        reference.stats,
+    )
+    assert [group.group_id for group in batch.groups] == [g.group_id for g in reference.groups]
+    for mine, other in zip(batch.samples, reference.samples, strict=True):
         assert (mine.prompt.prompt_id, mine.prompt.source) == (
             other.prompt.prompt_id,
             other.prompt.source,

@@ -92,26 +92,6 @@ def test_packed_tensors_equal_a_loop_over_tokens(lengths, multiple):
     assert offsets[-1] == built.num_tokens
 
 
-def test_a_packed_micro_batch_by_hand():
-    samples = [make_sample(2, 3), make_sample(1, 1, group_id=1)]
-    samples[1].reward = 0.75
-
-    built = build_micro_batch(samples, [0, 1], [1.0, -2.0], [0.25, 0.5], padded(8))
-
-    assert built.token_ids_N.tolist() == [1000, 1001, 1050, 1051, 1052, 2000, 2050, 0]
-    assert built.position_ids_N.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
-    assert built.cu_seqlens.tolist() == [0, 5, 7, 8]
-    assert built.rows_T.tolist() == [1, 2, 3, 5]
-    assert built.target_T.tolist() == [1050, 1051, 1052, 2050]
-    assert built.advantage_T.tolist() == [1.0, 1.0, 1.0, -2.0]
-    assert built.loss_weight_T.tolist() == [0.25, 0.25, 0.25, 0.5]
-    assert built.sample_T.tolist() == [0, 0, 0, 1]
-    assert built.position_T.tolist() == [0, 1, 2, 0]
-    assert built.version_T.tolist() == [0, 0, 1, 0]
-    assert built.reward_T.tolist() == [0.0, 0.0, 0.0, 0.75]
-    assert built.response_tokens_T.tolist() == [3.0, 3.0, 3.0, 1.0]
-
-
 def test_what_an_environment_wrote_is_packed_and_is_no_token_to_train():
     # Three turns of 2, 1 and 1 tokens with 3 and 2 tokens between them, and a response of one turn.
     samples = [make_episode(2, (2, 3, 1, 2, 1)), make_sample(1, 2, group_id=1)]
@@ -137,41 +117,20 @@ def test_what_an_environment_wrote_is_packed_and_is_no_token_to_train():
     assert built.rollout_logprob_T.tolist() == [*of_second.tolist(), *of_first.tolist()]
 
 
-def test_masks_have_an_entry_for_each_sampled_token_alone():
-    samples = [make_episode(2, (1, 2, 2)), make_sample(1, 1, group_id=1)]
-    masks = [np.array([False, True, True]), np.array([True])]
+def test_masked_tokens_have_no_weight_and_masks_an_entry_for_each_sampled_token():
+    samples = [make_episode(2, (1, 2, 2)), make_sample(1, 1, group_id=1), make_sample(1, 2)]
+    masks = [np.array([False, True, True]), np.array([True]), np.zeros(2, dtype=bool)]
 
-    built = build_micro_batch(samples, [0, 1], [1.0, -2.0], [0.25, 0.5], padded(1), masks)
+    built = build_micro_batch(
+        samples, [1, 0, 2], [1.0, -2.0, 3.0], [0.25, 0.5, 1.0], padded(1), masks
+    )
 
-    assert built.target_T.tolist() == [1050, 1053, 1054, 2050]
-    assert built.mask_T.tolist() == [0.0, 1.0, 1.0, 1.0]
-    assert built.loss_weight_T.tolist() == [0.0, 0.25, 0.25, 0.5]
-    assert built.response_tokens_T.tolist() == [2.0, 2.0, 2.0, 1.0]
-
-
-def test_masked_tokens_have_no_weight():
-    samples = [make_sample(2, 3), make_sample(1, 1, group_id=1)]
-    masks = [np.array([False, True, True]), np.array([True])]
-
-    built = build_micro_batch(samples, [1, 0], [1.0, -2.0], [0.25, 0.5], padded(1), masks)
-
-    assert built.target_T.tolist() == [2050, 1050, 1051, 1052]
-    assert built.mask_T.tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert built.target_T.tolist() == [2050, 1050, 1053, 1054, 1050, 1051]
+    assert built.mask_T.tolist() == [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     assert built.mask_T.dtype == torch.float32
-    assert built.loss_weight_T.tolist() == [0.5, 0.0, 0.25, 0.25]
-    assert built.advantage_T.tolist() == [-2.0, 1.0, 1.0, 1.0]
-    assert built.response_tokens_T.tolist() == [1.0, 2.0, 2.0, 2.0]
-
-
-def test_padding_within_sequences_moves_the_rows_that_follow():
-    samples = [make_sample(2, 3), make_sample(1, 1, group_id=1)]
-
-    built = build_micro_batch(samples, [0, 1], [1.0, -2.0], [0.25, 0.5], padded(12, 4))
-
-    assert built.token_ids_N.tolist() == [1000, 1001, 1050, 1051, 1052, 0, 0, 0, 2000, 2050, 0, 0]
-    assert built.position_ids_N.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
-    assert built.cu_seqlens.tolist() == [0, 8, 12]
-    assert built.rows_T.tolist() == [1, 2, 3, 8]
+    assert built.loss_weight_T.tolist() == [0.5, 0.0, 0.25, 0.25, 0.0, 0.0]
+    assert built.advantage_T.tolist() == [-2.0, 1.0, 1.0, 1.0, 3.0, 3.0]
+    assert built.response_tokens_T.tolist() == [1.0, 2.0, 2.0, 2.0, 0.0, 0.0]
 
 
 def test_every_tensor_has_the_documented_type():
@@ -201,15 +160,6 @@ def test_every_tensor_has_the_documented_type():
         "response_sum_T": None,
         "selected_T": None,
     }
-
-
-def test_a_response_whose_tokens_are_all_masked_trains_none():
-    masks = [np.zeros(3, dtype=bool), np.array([True])]
-    samples = [make_sample(2, 3), make_sample(1, 1, group_id=1)]
-
-    built = build_micro_batch(samples, [0, 1], [1.0, -2.0], [0.25, 0.5], padded(1), masks)
-
-    assert built.response_tokens_T.tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_an_empty_micro_batch_is_one_padding_sequence_without_response_tokens():

@@ -84,22 +84,6 @@ def test_every_response_token_is_on_one_rank_with_all_its_values(collected):
     assert len(names) == 12 + len(collected)
 
 
-def test_a_part_of_an_episode_by_hand():
-    # Two turns of 2 and 1 tokens, 3 written between: rows 1, 2 and 6 of a sequence of 8.
-    rules = PackingRules(1, 100, SequenceFlops(1, 0), sequence_multiple=4, total_multiple=4)
-    whole = build_micro_batch([make_episode(2, (2, 3, 1))], [0], [1.0], [0.5], rules)
-    first, second = (shard_context(whole, rank, 2) for rank in range(2))
-
-    # Positions 0, 1, 6, 7, then 2, 3, 4, 5.
-    assert first.token_ids_N.tolist() == [1000, 1001, 1054, 1055]
-    assert second.token_ids_N.tolist() == [1050, 1051, 1052, 1053]
-    assert (first.rows_T.tolist(), second.rows_T.tolist()) == ([1, 2], [0])
-    assert (first.target_T.tolist(), second.target_T.tolist()) == ([1050, 1055], [1051])
-    assert (first.position_T.tolist(), second.position_T.tolist()) == ([0, 5], [1])
-    assert (first.version_T.tolist(), second.version_T.tolist()) == ([0, 1], [0])
-    assert first.response_tokens_T.tolist() == [3.0, 3.0]
-
-
 @given(
     episodes=st.lists(st.tuples(*[st.integers(1, 9)] * 5), min_size=1, max_size=4),
     size=st.sampled_from([2, 4]),
@@ -113,11 +97,12 @@ def test_ranks_hold_every_sampled_token_of_episodes_once(episodes, size):
     held = []
     for rank in range(size):
         part = shard_context(whole, rank, size)
-        own = list(zip(part.sample_T.tolist(), part.position_T.tolist(), strict=True))
-        held += own
+        tokens = list(zip(part.sample_T.tolist(), part.position_T.tolist(), strict=True))
+        held += tokens
         # The row is that of the token before, wherever the token itself is held.
         sequences = [[*s.prompt.token_ids, *s.response_token_ids] for s in samples]
-        assert part.token_ids_N[part.rows_T].tolist() == [sequences[i][3 + j - 1] for i, j in own]
+        predecessors = [sequences[i][3 + j - 1] for i, j in tokens]
+        assert part.token_ids_N[part.rows_T].tolist() == predecessors
 
     sampled = [(i, int(j)) for i, s in enumerate(samples) for j in np.flatnonzero(s.loss_mask)]
     assert sorted(held) == sampled

@@ -59,28 +59,6 @@ def read(fields: dict[str, Any], **settings: Any):
             },
         ),
         (
-            DAPO,
-            "verl",
-            DAPO["prompt"],
-            {
-                "data_source": "math_dapo",
-                "ability": "MATH",
-                "reward_model": {"style": "rule-lighteval/MATH_v2"},
-                "extra_info": DAPO["extra_info"],
-            },
-        ),
-        (
-            VERL,
-            "verl",
-            VERL["prompt"],
-            {
-                "data_source": "openai/gsm8k",
-                "ability": "math",
-                "reward_model": {"style": "rule"},
-                "extra_info": VERL["extra_info"],
-            },
-        ),
-        (
             DAPO_PROCESSED,
             "verl",
             "What is $1+1$?",
@@ -109,7 +87,7 @@ def read(fields: dict[str, Any], **settings: Any):
         ({"prompt": "1+1?", "answer": 2, "id": 5}, "columns", "1+1?", {"id": 5}),
         ({"question": "1+1?", "answer": "2"}, "columns", "1+1?", {}),
     ],
-    ids=["skywork", "dapo", "verl", "dapo-text", "gsm8k", "math", "math-500", "columns", "plain"],
+    ids=["skywork", "dapo-text", "gsm8k", "math", "math-500", "columns", "plain"],
 )
 def test_a_known_schema_is_recognised_from_its_columns(fields, name, question, rest):
     assert read(fields) == (name, question, "2", rest)
@@ -242,12 +220,17 @@ def test_a_list_of_lists_is_no_answer(depth):
         parse_answer(value)
 
 
-def test_the_first_marks_of_the_last_line_count():
-    assert worked_answer("#### 1\n#### 2 #### 3") == "2 #### 3"
-
-
-def test_the_answer_of_a_worked_solution_stands_behind_its_marks():
-    assert worked_answer("5+5=10\n#### -1,000.50\n") == "-1,000.50"
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("#### 1\n#### 2 #### 3", "2 #### 3"),
+        ("5+5=10\n#### -1,000.50\n", "-1,000.50"),
+    ],
+)
+def test_the_answer_of_a_worked_solution_stands_behind_the_first_marks_of_its_last_line(
+    solution, answer
+):
+    assert worked_answer(solution) == answer
 
 
 @pytest.mark.parametrize(

@@ -19,23 +19,23 @@ def references(per_form: int, seed: int = 0) -> dict[str, list[str]]:
 
 
 def pairs(number: int, per_form: int = 40, seed: int = 0) -> list[tuple[str, str, str]]:
-    """``number`` different pairs (form, given, wanted); nine in ten have one form."""
+    """``number`` different pairs (form, pred, gold); nine in ten have one form."""
     generator = random.Random(seed)
     corpus = references(per_form, seed)
     everything = [text for texts in corpus.values() for text in texts]
     forms = [form for form, texts in corpus.items() if len(texts) > 1]
-    found: dict[tuple[str, str], str] = {}
-    while len(found) < number:
+    forms_of: dict[tuple[str, str], str] = {}
+    while len(forms_of) < number:
         form = generator.choice(forms) if generator.random() < 0.9 else "two forms"
-        given, wanted = generator.sample(corpus.get(form, everything), 2)
-        found.setdefault((given, wanted), form)
-    return [(form, given, wanted) for (given, wanted), form in found.items()]
+        pred, gold = generator.sample(corpus.get(form, everything), 2)
+        forms_of.setdefault((pred, gold), form)
+    return [(form, pred, gold) for (pred, gold), form in forms_of.items()]
 
 
 def _distinct(draw: Draw, number: int, seed: str) -> list[str]:
     generator = random.Random(seed)
-    found = dict.fromkeys(draw(generator) for _ in range(4 * number))
-    return list(found)[:number]
+    texts = dict.fromkeys(draw(generator) for _ in range(4 * number))
+    return list(texts)[:number]
 
 
 def _template(text: str) -> Draw:

@@ -35,8 +35,8 @@ def test_the_default_is_the_math_answer_alone():
         "weight": 1.0,
         "function": "math",
     }
-    given = score(RewardConfig(workers=1), Response(r"\boxed{2}", "2"))
-    assert given == Score(
+    total = score(RewardConfig(workers=1), Response(r"\boxed{2}", "2"))
+    assert total == Score(
         1.0, extracted="2", reason="equal_text", components={"math": 1.0}, metrics={}
     )
 
@@ -48,12 +48,12 @@ def test_functions_are_added_up_with_their_weights_and_every_one_is_reported():
         {"name": "facts", "function": f"{OWN}:everything"},
     )
 
-    given = score(config, Response(r"\boxed{2}", "2", row={"level": 4}))
+    total = score(config, Response(r"\boxed{2}", "2", row={"level": 4}))
 
-    assert given.reward == 2.0 - 0.5 * 9 + 0.25
-    assert given.components == {"math": 1.0, "length": 9.0, "facts": 0.25}
-    assert given.metrics == {"facts/level": 4.0, "facts/tokens": 0.0}
-    assert (given.extracted, given.reason, given.answer_found) == ("2", "equal_text", True)
+    assert total.reward == 2.0 - 0.5 * 9 + 0.25
+    assert total.components == {"math": 1.0, "length": 9.0, "facts": 0.25}
+    assert total.metrics == {"facts/level": 4.0, "facts/tokens": 0.0}
+    assert (total.extracted, total.reason, total.answer_found) == ("2", "equal_text", True)
 
 
 def test_a_function_that_fails_ends_the_run_or_scores_zero_and_is_counted(caplog):
@@ -62,19 +62,19 @@ def test_a_function_that_fails_ends_the_run_or_scores_zero_and_is_counted(caplog
 
     with pytest.raises(FunctionFailedError, match=r"set reward.on_error=zero"):
         score(config_of(*functions), response)
-    given = score(config_of(*functions, on_error="zero"), response)
+    total = score(config_of(*functions, on_error="zero"), response)
 
-    assert (given.reward, given.failed, given.timed_out) == (1.0, True, False)
-    assert given.components == {"bad": 0.0, "math": 1.0}
+    assert (total.reward, total.failed, total.timed_out) == (1.0, True, False)
+    assert total.components == {"bad": 0.0, "math": 1.0}
     assert "cannot score" in caplog.text
 
 
 def test_only_the_first_failure_of_a_run_is_logged(caplog):
     functions = ({"name": name, "function": f"{OWN}:raises"} for name in ("bad", "worse"))
 
-    given = score(config_of(*functions, on_error="zero"), Response("x", "2"))
+    total = score(config_of(*functions, on_error="zero"), Response("x", "2"))
 
-    assert (given.components, given.failed) == ({"bad": 0.0, "worse": 0.0}, True)
+    assert (total.components, total.failed) == ({"bad": 0.0, "worse": 0.0}, True)
     assert caplog.text.count("cannot score x") == 1
 
 

@@ -52,10 +52,10 @@ def test_the_function_of_the_page_works(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     functions = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)[1])["reward"]
 
-    (given,) = score(functions, Response(r"\boxed{7}", "7"))
+    (total,) = score(functions, Response(r"\boxed{7}", "7"))
 
-    assert given.reward == pytest.approx(1.1)
-    assert given.components == {"math": 1.0, "style": 1.0}
+    assert total.reward == pytest.approx(1.1)
+    assert total.components == {"math": 1.0, "style": 1.0}
 
 
 @pytest.mark.slow
@@ -81,10 +81,10 @@ def test_the_group_function_of_the_page_rewards_the_shortest_right_response(tmp_
                 wrong, alone[2:3]
             )
 
-    given = asyncio.run(ask())
+    totals = asyncio.run(ask())
 
-    assert [score.reward for score in given] == [1.0, 1.2, 0.0, 1.0, 0.0]
-    assert given[1].components == {"math": 1.0, "shortest": 1.0}
+    assert [score.reward for score in totals] == [1.0, 1.2, 0.0, 1.0, 0.0]
+    assert totals[1].components == {"math": 1.0, "shortest": 1.0}
 
 
 @pytest.mark.slow

@@ -47,18 +47,18 @@ def outcomes():
     """What each function gives, twice, from one worker that has them all."""
 
     async def ask():
-        found = {}
+        outcomes = {}
         functions = tuple(f"{OWN}:{name}" for name in NAMES)
         async with RewardPool(workers=1, timeout_s=10, functions=functions) as pool:
             await pool.start()
             [worker] = pool._workers._running
             for name in (*NAMES, *NAMES):
                 try:
-                    found[name] = await pool.score(GIVEN, function=f"{OWN}:{name}")
+                    outcomes[name] = await pool.score(GIVEN, function=f"{OWN}:{name}")
                 except RewardError as error:
-                    found[name] = error
+                    outcomes[name] = error
             assert list(pool._workers._running) == [worker]
-        return found
+        return outcomes
 
     return asyncio.run(ask())
 

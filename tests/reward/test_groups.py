@@ -59,13 +59,13 @@ def test_a_group_function_adds_to_the_rewards_of_each_response_in_order():
     sees_groups, alone, together = score(LENGTH, rank)
 
     assert sees_groups
-    assert [given.reward for given in alone] == [4.0, 1.0, 7.0]
-    assert [given.components for given in alone] == [
+    assert [item.reward for item in alone] == [4.0, 1.0, 7.0]
+    assert [item.components for item in alone] == [
         {"length": 4.0},
         {"length": 1.0},
         {"length": 7.0},
     ]
-    assert [given.reward for given in together] == [4.5, 1.0, 8.0]
+    assert [item.reward for item in together] == [4.5, 1.0, 8.0]
     assert together[2] == Score(
         reward=8.0, components={"length": 7.0, "rank": 2.0}, metrics={"rank/size": 3.0}
     )
@@ -77,19 +77,19 @@ def test_a_group_function_sees_weighted_rewards_samples_and_states():
     _, _, together = score(above, {**LENGTH, "weight": 2.0})
 
     # 2 · (4, 1, 7) has the mean 8.
-    assert [given.components["above"] for given in together] == [
+    assert [item.components["above"] for item in together] == [
         0.0 + 40 + 0.5,
         -6.0 + 10 + 0.25,
         6.0 + 70 + 0.0,
     ]
-    assert [given.reward for given in together] == [8 + 40.5, 2 + 4.25, 14 + 76.0]
+    assert [item.reward for item in together] == [8 + 40.5, 2 + 4.25, 14 + 76.0]
 
 
 def test_without_functions_of_one_response_the_answer_is_that_of_the_first_group_function():
     _, alone, together = score({"name": "rank", "function": f"{GROUPS}.rank"})
 
     assert alone == [Score(reward=0.0)] * 3
-    assert [(given.reward, given.reason) for given in together] == [
+    assert [(item.reward, item.reason) for item in together] == [
         (1.0, "42"),
         (0.0, "42"),
         (2.0, "42"),
@@ -119,7 +119,7 @@ def test_a_group_function_that_fails_ends_the_run_or_scores_zero(caplog, name, m
         score(*functions)
     _, _, together = score(*functions, on_error="zero")
 
-    assert [(given.reward, given.failed) for given in together] == [
+    assert [(item.reward, item.failed) for item in together] == [
         (4.0, True),
         (1.0, True),
         (7.0, True),
@@ -134,8 +134,8 @@ def test_a_group_function_that_hangs_scores_zero_and_is_counted_for_each_respons
 
     _, alone, together = score(*functions, timeout_s=0.7)
 
-    assert not any(given.timed_out for given in alone)
-    assert [(given.reward, given.timed_out, given.failed) for given in together] == [
+    assert not any(item.timed_out for item in alone)
+    assert [(item.reward, item.timed_out, item.failed) for item in together] == [
         (4.0, True, False),
         (1.0, True, False),
         (7.0, True, False),

@@ -24,20 +24,20 @@ def outcomes():
     """
 
     async def grade():
-        found, peaks_kb = {}, []
+        outcomes, peaks_kb = {}, []
 
         async def grade_all(pool, names):
             for name in names:
                 start_s = time.monotonic()
                 score, cpu_s = await measured(pool, HOSTILE[name])
                 peaks_kb.extend(filter(None, map(peak_of, pool._workers._running)))
-                found[name] = score, time.monotonic() - start_s, cpu_s
+                outcomes[name] = score, time.monotonic() - start_s, cpu_s
 
         names = list(HOSTILE)
         async with pool_of(TIMEOUT_S) as first, pool_of(TIMEOUT_S) as second:
             await asyncio.gather(grade_all(first, names[::2]), grade_all(second, names[1::2]))
             good = await first.score(r"\boxed{42}", "42")
-        return found, max(peaks_kb) / 1024, good
+        return outcomes, max(peaks_kb) / 1024, good
 
     return asyncio.run(grade())
 
@@ -79,8 +79,8 @@ def peak_of(worker):
         status = Path(f"/proc/{worker.pid}/status").read_text()
     except OSError:
         return None
-    found = re.search(r"VmPeak:\s+(\d+) kB", status)
-    return int(found[1]) if found else None
+    match = re.search(r"VmPeak:\s+(\d+) kB", status)
+    return int(match[1]) if match else None
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_a_response_without_a_final_answer_has_none(response):
 
 
 @pytest.mark.parametrize(
-    ("given", "reference"),
+    ("pred", "reference"),
     [
         ("42", "42"),
         ("25", "025"),
@@ -85,14 +85,14 @@ def test_a_response_without_a_final_answer_has_none(response):
         (r"x=\sqrt{-9}=3i", "3i"),
     ],
 )
-def test_equal_answers_score_one(given, reference):
-    score = grade_math_answer(rf"Thus \boxed{{{given}}}.", reference)
+def test_equal_answers_score_one(pred, reference):
+    score = grade_math_answer(rf"Thus \boxed{{{pred}}}.", reference)
 
-    assert (score.reward, score.answer_found, score.extracted) == (1.0, True, given)
+    assert (score.reward, score.answer_found, score.extracted) == (1.0, True, pred)
 
 
 @pytest.mark.parametrize(
-    ("given", "reference"),
+    ("pred", "reference"),
     [
         ("41", "42"),
         ("-42", "42"),
@@ -120,8 +120,8 @@ def test_equal_answers_score_one(given, reference):
         ("5", '["5"'),
     ],
 )
-def test_other_answers_score_zero_but_are_found(given, reference):
-    score = grade_math_answer(rf"Thus \boxed{{{given}}}.", reference)
+def test_other_answers_score_zero_but_are_found(pred, reference):
+    score = grade_math_answer(rf"Thus \boxed{{{pred}}}.", reference)
 
     assert (score.reward, score.answer_found) == (0.0, True)
 

@@ -7,8 +7,8 @@ import pytest
 from bapo_megatron.reward.math_answer import grade_math_answer
 
 
-def reward(given, reference):
-    return grade_math_answer(rf"\boxed{{{given}}}", reference).reward
+def reward(pred, reference):
+    return grade_math_answer(rf"\boxed{{{pred}}}", reference).reward
 
 
 @pytest.mark.parametrize(
@@ -30,16 +30,16 @@ def reward(given, reference):
     ],
 )
 @pytest.mark.parametrize(
-    "given",
+    "pred",
     [r"\varnothing", r"\mathbb{R}", r"(-\infty,\infty)", "0=0", "x=x", "y=y", "i=2", "I=-e^{t}",
      "0=1", "x=x+2", r"\sin x=2", "y^2+3=0", "x<x+1", r"y\ge y", "x^2=-9, y=15", "t^2+9>0"],
 )  # fmt: skip
-def test_a_relation_that_says_nothing_is_not_another_one(given, reference):
-    assert reward(given, reference) == 0.0
+def test_a_relation_that_says_nothing_is_not_another_one(pred, reference):
+    assert reward(pred, reference) == 0.0
 
 
 @pytest.mark.parametrize(
-    ("given", "reference"),
+    ("pred", "reference"),
     [
         ("8x^2+16x+38=0", "4x^2+8x+19=0"),
         ("x^2=-1", "x^2+1=0"),
@@ -79,12 +79,12 @@ def test_a_relation_that_says_nothing_is_not_another_one(given, reference):
         ("2x+1=y+3=5", "1+2x=3+y=5"),
     ],
 )
-def test_relations_that_say_the_same_score_one(given, reference):
-    assert reward(given, reference) == 1.0
+def test_relations_that_say_the_same_score_one(pred, reference):
+    assert reward(pred, reference) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("given", "reference"),
+    ("pred", "reference"),
     [
         ("y=x", "y^2=x^2"),
         ("x=2", "x^2=4"),
@@ -117,5 +117,5 @@ def test_relations_that_say_the_same_score_one(given, reference):
         (r"M=\begin{pmatrix}1&2\end{pmatrix}", r"M=\begin{pmatrix}1&3\end{pmatrix}"),
     ],
 )
-def test_relations_that_say_something_else_score_zero(given, reference):
-    assert reward(given, reference) == 0.0
+def test_relations_that_say_something_else_score_zero(pred, reference):
+    assert reward(pred, reference) == 0.0

@@ -33,9 +33,9 @@ half = sympy.Rational(1, 2)
     ],
 )
 def test_an_expression_has_its_value(expression, value):
-    found = value_at(expression, {x: 2, y: 3})
+    evaluated = value_at(expression, {x: 2, y: 3})
 
-    assert abs(found - value) < 1e-60
+    assert abs(evaluated - value) < 1e-60
 
 
 @pytest.mark.parametrize(

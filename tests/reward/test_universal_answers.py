@@ -11,8 +11,8 @@ from bapo_megatron.reward.math_answer import grade_math_answer
 from tests.reward.answer_corpus import FORMS, UNIVERSAL, pairs, references
 
 
-def reward(given, reference):
-    return grade_math_answer(rf"\boxed{{{given}}}", reference).reward
+def reward(pred, reference):
+    return grade_math_answer(rf"\boxed{{{pred}}}", reference).reward
 
 
 def test_the_corpus_has_every_form_and_is_the_same_each_time():
@@ -24,8 +24,8 @@ def test_the_corpus_has_every_form_and_is_the_same_each_time():
     assert len(set(UNIVERSAL)) == len(UNIVERSAL) >= 90
     assert not set(UNIVERSAL) & {text for texts in corpus.values() for text in texts}
     drawn = pairs(300)
-    assert len({(given, wanted) for _, given, wanted in drawn}) == 300
-    assert all(given != wanted for _, given, wanted in drawn)
+    assert len({(pred, gold) for _, pred, gold in drawn}) == 300
+    assert all(pred != gold for _, pred, gold in drawn)
 
 
 @pytest.mark.slow
@@ -33,10 +33,10 @@ def test_no_universal_answer_is_right_for_any_form_of_reference():
     texts = [text for texts in references(2).values() for text in texts]
 
     taken = [
-        (given, wanted)
-        for number, wanted in enumerate(texts)
-        for given in UNIVERSAL[number % 8 :: 8]
-        if reward(given, wanted)
+        (pred, gold)
+        for number, gold in enumerate(texts)
+        for pred in UNIVERSAL[number % 8 :: 8]
+        if reward(pred, gold)
     ]
 
     assert taken == []
@@ -44,18 +44,18 @@ def test_no_universal_answer_is_right_for_any_form_of_reference():
 
 @pytest.mark.slow
 def test_two_references_of_one_form_are_equal_only_where_their_values_are():
-    accepted = {(given, wanted) for _, given, wanted in pairs(150) if reward(given, wanted)}
+    accepted = {(pred, gold) for _, pred, gold in pairs(150) if reward(pred, gold)}
 
     assert accepted == set()
 
 
-@pytest.mark.parametrize("given", ["", r"\,", ".", "=", "$$", r"\text{}"])
-def test_an_empty_answer_is_not_right_even_where_the_reference_is_missing(given):
-    assert reward(given, "") == 0.0
+@pytest.mark.parametrize("pred", ["", r"\,", ".", "=", "$$", r"\text{}"])
+def test_an_empty_answer_is_not_right_even_where_the_reference_is_missing(pred):
+    assert reward(pred, "") == 0.0
 
 
 @pytest.mark.parametrize(
-    ("given", "reference", "is_right"),
+    ("pred", "reference", "is_right"),
     [
         (r"2\frac{5}{3}", r"\frac{11}{3}", False),
         (r"2\frac{5}{3}", r"\frac{10}{3}", False),
@@ -79,5 +79,5 @@ def test_an_empty_answer_is_not_right_even_where_the_reference_is_missing(given)
         (r"30\cdot 10^{-46}", r"3\cdot 10^{-45}", True),
     ],
 )
-def test_mixed_numbers_products_and_numbers_that_are_tiny_or_undefined(given, reference, is_right):
-    assert reward(given, reference) == float(is_right)
+def test_mixed_numbers_products_and_numbers_that_are_tiny_or_undefined(pred, reference, is_right):
+    assert reward(pred, reference) == float(is_right)
