@@ -1,9 +1,8 @@
 """Finds evaluation prompts among the training prompts.
 
-Prompts are compared as rendered, after normalisation: case, white space, punctuation, LaTeX spacing
-and delimiters do not count. Where a question stands among words that all sets have (a chat
-template), or all prompts of its set ("Solve the following problem …"), it is compared without them
-as well.
+Rendered prompts are compared without regard to case, white space, punctuation, LaTeX spacing and
+delimiters, and once more without the words at their ends that all prompts have (a chat template),
+or all prompts of their set ("Solve the following problem …").
 """
 
 import re

@@ -1,9 +1,8 @@
 """Which samples share a forward pass: a batch divided into updates, ranks and micro-batches.
 
 A batch is split into optimizer updates of whole groups, and the samples of an update are divided
-over data-parallel ranks and micro-batches so that all have about the same to compute. Every
-function is deterministic: each rank computes the same packing from the same batch, and none has to
-be told.
+over data-parallel ranks and micro-batches so that their FLOPs are balanced. Every function is
+deterministic: all ranks compute the same packing from the same batch.
 
 Shape legend: B = samples of the batch.
 """
@@ -19,7 +18,7 @@ from bapo_megatron.types import RolloutBatch, Sample
 
 @dataclass(frozen=True, slots=True)
 class SequenceFlops:
-    """What a forward pass over one sequence of L tokens computes: per_token · L + per_pair · L²."""
+    """FLOPs of a forward pass over one sequence of L tokens: per_token · L + per_pair · L²."""
 
     per_token: int
     """Operations of the matrix products with weights, for each token."""
@@ -33,14 +32,14 @@ class SequenceFlops:
 
 @dataclass(frozen=True, slots=True)
 class PackingRules:
-    """What the layout asks of micro-batches. Tokens are those of all context-parallel ranks."""
+    """Constraints on micro-batches. Tokens are those of all context-parallel ranks."""
 
     data_size: int
     """Data-parallel ranks."""
     max_tokens: int
     """Largest micro-batch, padding included."""
     flops: SequenceFlops
-    """Operations of a sequence: what is balanced."""
+    """FLOPs of a sequence, which are balanced."""
     sequence_multiple: int = 1
     """Every sequence is padded to a multiple of this (context parallelism divides each)."""
     total_multiple: int = 1
@@ -74,7 +73,7 @@ class UpdatePacking:
     slots: int
     """Positions that the packed micro-batches of all ranks hold, padding included."""
     rank_flops: tuple[int, ...]
-    """What each data-parallel rank computes in a forward pass over its samples."""
+    """FLOPs of each data-parallel rank in a forward pass over its samples."""
 
 
 def split_updates(batch: RolloutBatch, updates_per_batch: int) -> list[list[int]]:

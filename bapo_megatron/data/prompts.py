@@ -1,7 +1,6 @@
-"""From a data set to rendered prompts, and a report of what was left out or looks wrong.
+"""Reads, checks and renders the prompts of data sets, with a report of bad and left-out rows.
 
-A set is read, checked and rendered once, at the start: a bad row is reported before anything else
-is started, and the number of prompts that are too long is known. Loading logs nothing.
+A set is loaded once, at the start, before anything else is started. Loading logs nothing.
 """
 
 import json
@@ -21,10 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SetReport:
-    """What became of the rows of one set; counted while it is read.
-
-    Kept prompts are the rows without those that are bad, too long or, if asked for, duplicates.
-    """
+    """Counts of a set's rows; bad and too long ones, and unwanted duplicates, are left out."""
 
     place: str
     """The file, pattern or Hub id."""

@@ -1,7 +1,7 @@
-"""From files and the Hugging Face Hub to rows, and from a row's columns to question and answer.
+"""Rows of files and of the Hugging Face Hub, and the question and answer in a row's columns.
 
-``read_rows`` reads the rows of a set, each with its place for messages; ``recognise`` finds out
-which columns hold what (docs/data.md describes each format).
+``read_rows`` reads the rows of a set, with their places for messages; ``recognise`` finds the
+format of the columns (docs/data.md describes each).
 """
 
 import datetime
@@ -97,7 +97,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _read_hub(dataset: DatasetConfig) -> Iterator[Row]:
-    """A data set of the Hub; the library takes it from its cache where there is no network."""
+    """A data set of the Hub, or of the library's cache where there is no network."""
     import datasets  # takes seconds, and most runs read files
 
     place = f"{dataset.hub} ({dataset.subset + ', ' if dataset.subset else ''}{dataset.split})"
@@ -147,11 +147,8 @@ def _row(prompt_id: str, place: str, record: Any) -> Row:
     """A row from its fields, or from the error that says why they cannot be read."""
     if isinstance(record, dict):
         return Row(prompt_id, place, record)
-    is_error = isinstance(record, ValueError)
-    problem = (
-        record if is_error else f"must be an object with named fields, got {shown_value(record)}"
-    )
-    return Row(prompt_id, place, None, str(problem))
+    problem = f"must be an object with named fields, got {shown_value(record)}"
+    return Row(prompt_id, place, None, str(record) if isinstance(record, ValueError) else problem)
 
 
 def parse_answer(value: Any) -> str:

@@ -1,12 +1,10 @@
-"""Which weights sampled the tokens of a response, and which tokens are too old to train on.
+"""The weights versions of a response's tokens, and the tokens that are too stale to train on.
 
-The weights versions of a response are stored as runs of equal ones: engines answer piece by piece
-with one version each, so even a response of tens of thousands of tokens has at most one span more
-than weight syncs during it.
+Versions are stored as runs of equal ones, at most one more than weight syncs during the response.
 
 The age of a token is the number of optimizer updates since the weights that sampled it: the version
-of its batch (updates at the weight sync when the batch was formed) minus its own. Tokens that an
-environment wrote have neither version nor age.
+of its batch (updates at the weight sync when the batch was formed) minus its own. An environment's
+tokens have neither version nor age.
 
 Shape legend: Q = tokens of one response that the policy sampled.
 """

@@ -1,7 +1,7 @@
-"""The order in which training prompts are drawn; its position is saved and resumed exactly.
+"""The order of training prompts, whose position is saved and resumed exactly.
 
-Everything here is a function of the sets, their weights, the seed and the number of draws. Ranks do
-not enter: rank 0's collector draws every prompt of the run.
+It is a function of the sets, their weights, the seed and the number of draws: rank 0's collector
+draws every prompt of the run.
 """
 
 import hashlib

@@ -1,11 +1,11 @@
 """Rewards from an HTTP service: batches, repeated on failures that may pass (docs/rewards.md).
 
     POST url
-    → [{"response": …, "answer": …, "sample": {…}, "row": {…}}, …]
+    → [{"response": …, "answer": …, "sample": {…}, "row": {…}, "turns": […], "state": …}, …]
     ← [1.0, {"reward": 0.5, "clarity": 0.7}, …]
 
-one result per response, in order, each as a Python function may return it. A response of several
-turns has ``turns`` as well, and one with a state ``state`` (``base.Response``).
+Fields are those of ``base.Response``; one result per response, in order, each as a Python function
+may return it.
 """
 
 import asyncio
@@ -170,18 +170,7 @@ def _fail(waiting: Iterable[Waiting], error: RewardError) -> None:
 
 
 def _item(response: Response) -> dict[str, Any]:
-    """One response of a request's body; its turns are mentioned only if there are several."""
-    sample = asdict(response.sample)
-    item: dict[str, Any] = {
-        "response": response.text,
-        "answer": response.answer,
-        "sample": sample,
-        "row": dict(response.row),
-    }
-    if len(response.turns) > 1:
-        item["turns"] = response.turns
-    else:
-        del sample["num_turns"], sample["environment_tokens"]
-    if response.state is not None:
-        item["state"] = response.state
+    """One response of a request's body."""
+    item = asdict(response)
+    item["response"] = item.pop("text")
     return item

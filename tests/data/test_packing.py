@@ -105,15 +105,18 @@ def test_long_samples_count_for_more_than_their_tokens_where_attention_does():
     assert packing.rank_flops == (64, 48)
 
 
-def test_a_full_micro_batch_is_passed_over_for_a_dearer_one_with_room():
-    # 6 · 6 costs most and stands alone; the two 4s have less to compute, but no room for a 3.
-    samples = [make_sample(1, length - 1) for length in (6, 4, 4, 3)]
+@pytest.mark.parametrize(("lengths", "totals"), [((6, 4, 4, 3), [8, 9]), ((6, 4, 4, 3, 1), [9, 9])])
+def test_a_full_micro_batch_is_passed_over_until_a_sample_fits(lengths, totals):
+    # 6 · 6 costs most and stands alone; the two 4s cost less, but have no room for a 3.
+    samples = [make_sample(1, length - 1) for length in lengths]
 
     packing = pack_update(
-        samples, range(4), rules(data_size=2, max_tokens=9, flops=SequenceFlops(0, 1))
+        samples,
+        range(len(samples)),
+        rules(data_size=2, max_tokens=9, flops=SequenceFlops(0, 1)),
     )
 
-    assert sorted(map(sum, sizes(packing, samples))) == [8, 9]
+    assert sorted(map(sum, sizes(packing, samples))) == totals
 
 
 def test_interleaved_stages_get_whole_rounds_of_micro_batches():

@@ -111,34 +111,38 @@ def test_responses_are_sent_in_batches_and_each_gets_its_own_score():
     assert (item["response"], item["answer"], item["sample"]["num_tokens"]) == ("xxx", "3", 3)
 
 
-def test_a_service_sees_turns_and_state_of_episodes_and_nothing_new_of_other_responses():
+def test_a_service_sees_everything_of_a_response():
     service = Service()
-    episode = Response(
-        "yes", "yes", SampleFacts("p:1", num_turns=2), turns=("no", "sure?", "yes"), state=[1]
-    )
+    facts = SampleFacts("p:1", "sums", "no?", num_tokens=9, num_turns=2, environment_tokens=3)
+    turns = ("no", "sure?", "yes")
+
+    async def run(url):
+        async with client(url) as reward:
+            await reward.score(Response("yes", "yes", facts, {"n": 1}, turns, state=[1]))
+
     with serving(service) as url:
+        asyncio.run(run(url))
 
-        async def run():
-            async with client(url, connections=1) as reward:
-                await asyncio.gather(*map(reward.score, (Response("7", "7"), episode)))
-
-        asyncio.run(run())
-
-    plain, long = (item for batch in service.batches for item in batch)
-    assert plain == {
-        "response": "7",
-        "answer": "7",
-        "sample": {
-            "prompt_id": "",
-            "source": "",
-            "prompt": "",
-            "finish_reason": "stop",
-            "num_tokens": 0,
-        },
-        "row": {},
-    }
-    assert (long["response"], long["turns"], long["state"]) == ("yes", ["no", "sure?", "yes"], [1])
-    assert (long["sample"]["num_turns"], long["sample"]["environment_tokens"]) == (2, 0)
+    assert service.batches == [
+        [
+            {
+                "response": "yes",
+                "answer": "yes",
+                "sample": {
+                    "prompt_id": "p:1",
+                    "source": "sums",
+                    "prompt": "no?",
+                    "finish_reason": "stop",
+                    "num_tokens": 9,
+                    "num_turns": 2,
+                    "environment_tokens": 3,
+                },
+                "row": {"n": 1},
+                "turns": ["no", "sure?", "yes"],
+                "state": [1],
+            }
+        ]
+    ]
 
 
 def test_a_result_may_have_metrics_and_a_reason():
