@@ -68,14 +68,6 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
     return tokenizer
 
 
-def decode(tokenizer: Any, token_ids: Sequence[int], *, skips_special: bool) -> str:
-    """Decode tokens to their exact text, or to that without special tokens."""
-    text: str = tokenizer.decode(
-        list(token_ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
-    )
-    return text
-
-
 class ChatRenderer:
     """Turns questions into the text and the token ids of the engine's prompts."""
 
@@ -148,8 +140,11 @@ class ChatRenderer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skips_special: bool = False) -> str:
-        """Decode tokens as the engine reads them, or without the special ones."""
-        return decode(self._tokenizer, token_ids, skips_special=skips_special)
+        """Decode tokens to their exact text, or to that without special tokens."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def continuation(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens that lead from the assistant's turn through messages to its next one.

@@ -166,13 +166,6 @@ def write_texts(path: Path, step: int, texts: Sequence[SampleText]) -> None:
     atomic_write_bytes(texts_path(path), stream.getvalue())
 
 
-def read_texts(path: Path) -> tuple[SampleText, ...]:
-    """Read what ``write_texts`` wrote; raises ``DumpError``, or ``OSError`` where there is none."""
-    encoded = read_encoded(texts_path(path))
-    _, rows = _TEXTS.read(pa.BufferReader(encoded.content), encoded.name)
-    return tuple(SampleText(**{**row, "turns": tuple(row["turns"])}) for row in rows)
-
-
 def texts_by_sample(path: Path) -> dict[tuple[int, int], SampleText] | None:
     """Read the texts beside a dump, by group and index; None where there are none.
 
@@ -181,9 +174,12 @@ def texts_by_sample(path: Path) -> dict[tuple[int, int], SampleText] | None:
         OSError: They cannot be read.
     """
     try:
-        return {(text.group_id, text.index): text for text in read_texts(path)}
+        encoded = read_encoded(texts_path(path))
     except FileNotFoundError:
         return None
+    _, rows = _TEXTS.read(pa.BufferReader(encoded.content), encoded.name)
+    texts = (SampleText(**{**row, "turns": tuple(row["turns"])}) for row in rows)
+    return {(text.group_id, text.index): text for text in texts}
 
 
 def _groups(all_rows: Iterable[dict[str, Any]], name: str) -> tuple[Group, ...]:

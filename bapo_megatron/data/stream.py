@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, ClassVar
@@ -25,6 +25,8 @@ class StreamPosition:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
     """For ``calls.decode_json``."""
+    name: str
+    weight: float
     epoch: Count
     position: Count
     seed: Count
@@ -34,33 +36,25 @@ class StreamPosition:
 
 
 @dataclass(frozen=True, slots=True)
-class SetPosition(StreamPosition):
-    """The position in one set of a mixture."""
-
-    name: str
-    weight: float
-
-
-@dataclass(frozen=True, slots=True)
 class MixturePosition:
     """A mixture's position."""
 
-    sets: tuple[SetPosition, ...]
+    sets: tuple[StreamPosition, ...]
 
 
 class PromptStream(Iterator[Prompt]):
     """Endless prompts of one set, epoch after epoch, each in an order that the seed decides."""
 
-    def __init__(
-        self, prompts: Sequence[Prompt], seed: int, shuffle: bool, *, number: int = 0
-    ) -> None:
+    def __init__(self, prompt_set: PromptSet, seed: int, shuffle: bool, *, number: int = 0) -> None:
         """Start at the first prompt of the first epoch.
 
         With ``shuffle`` each epoch has an order of its own, else the set's; ``number`` is the set's
         place in its mixture, so that no two sets share an order.
         """
-        assert prompts, "a prompt stream needs at least one prompt"
-        self._prompts = tuple(prompts)
+        assert prompt_set.prompts, "a prompt stream needs at least one prompt"
+        self.name = prompt_set.name
+        self.weight = float(prompt_set.weight)
+        self._prompts = prompt_set.prompts
         self._seed = seed
         self._shuffle = shuffle
         self._number = number
@@ -81,7 +75,15 @@ class PromptStream(Iterator[Prompt]):
 
     def state(self) -> StreamPosition:
         """Return the position, for a checkpoint."""
-        return StreamPosition(self._epoch, self._position, self._seed, self._shuffle, self._digest)
+        return StreamPosition(
+            name=self.name,
+            weight=self.weight,
+            epoch=self._epoch,
+            position=self._position,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            digest=self._digest,
+        )
 
     def restore(self, state: StreamPosition) -> None:
         """Continue from what ``state`` returned.
@@ -143,13 +145,11 @@ class PromptMixture(Iterator[Prompt]):
 
     def __init__(self, sets: Sequence[PromptSet], seed: int, shuffle: bool) -> None:
         """Start at the first prompt of each set; there is at least one, and their names differ."""
-        self._names = [prompt_set.name for prompt_set in sets]
         self._streams = [
-            PromptStream(prompt_set.prompts, seed, shuffle, number=number)
+            PromptStream(prompt_set, seed, shuffle, number=number)
             for number, prompt_set in enumerate(sets)
         ]
-        self._weights = [float(prompt_set.weight) for prompt_set in sets]
-        self._units = _in_units(self._weights)
+        self._units = _in_units([stream.weight for stream in self._streams])
 
     def __next__(self) -> Prompt:
         """Draw the next prompt; the stream never ends."""
@@ -167,17 +167,12 @@ class PromptMixture(Iterator[Prompt]):
     def shares(self) -> dict[str, float]:
         """Each set's share of the draws."""
         total = sum(self._units)
-        return {name: units / total for name, units in zip(self._names, self._units, strict=True)}
+        streams = zip(self._streams, self._units, strict=True)
+        return {stream.name: units / total for stream, units in streams}
 
     def state(self) -> MixturePosition:
         """Return the position in every set, for a checkpoint."""
-        sets = zip(self._names, self._weights, self._streams, strict=True)
-        return MixturePosition(
-            tuple(
-                SetPosition(**asdict(stream.state()), name=name, weight=weight)
-                for name, weight, stream in sets
-            )
-        )
+        return MixturePosition(tuple(stream.state() for stream in self._streams))
 
     def restore(self, state: MixturePosition) -> None:
         """Continue from what ``state`` returned.
@@ -185,8 +180,7 @@ class PromptMixture(Iterator[Prompt]):
         Raises:
             ValueError: The state belongs to other sets, weights, prompts, or another seed or order.
         """
-        current = _described(list(zip(self._names, self._weights, strict=True)))
-        saved = _described([(position.name, position.weight) for position in state.sets])
+        current, saved = _described(self.state()), _described(state)
         if saved != current:
             raise ValueError(
                 f"cannot resume the data position: data.train was {saved} when it was saved and is "
@@ -196,11 +190,11 @@ class PromptMixture(Iterator[Prompt]):
             stream.restore(position)
 
 
-def _described(sets: Sequence[tuple[str, float]]) -> str:
+def _described(mixture: MixturePosition) -> str:
     """Such as ``a:1, b:0.5``; name and weight of a lone set mean nothing."""
-    if len(sets) == 1:
+    if len(mixture.sets) == 1:
         return "one set"
-    return ", ".join(f"{name}:{weight:g}" for name, weight in sets)
+    return ", ".join(f"{position.name}:{position.weight:g}" for position in mixture.sets)
 
 
 def _in_units(weights: Sequence[float]) -> list[int]:

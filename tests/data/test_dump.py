@@ -18,7 +18,7 @@ from bapo_megatron.data.dump import (
     encode_batch,
     read_batch,
     read_encoded,
-    read_texts,
+    texts_by_sample,
     write_batch,
     write_texts,
 )
@@ -224,7 +224,8 @@ def test_texts_of_episodes_have_all_turns(tmp_path):
     rows = pq.read_table(tmp_path / "texts" / path.name).to_pylist()
     assert [row["turns"] for row in rows] == [list(turns), []]
     assert [row["response_text"] for row in rows] == ["7", "8"]
-    assert read_texts(path) == tuple(texts)
+    assert texts_by_sample(path) == {(7, 0): texts[0], (7, 1): texts[1]}
+    assert texts_by_sample(tmp_path / "none.parquet") is None
 
 
 def test_texts_that_are_none_are_refused_by_name(tmp_path):
@@ -234,10 +235,10 @@ def test_texts_that_are_none_are_refused_by_name(tmp_path):
 
     pq.write_table(pq.read_table(beside).drop_columns(["response_text"]), beside)
     with pytest.raises(DumpError, match=r"texts/step_5\.parquet: column 'response_text'"):
-        read_texts(path)
+        texts_by_sample(path)
     beside.write_bytes(encode_batch(make_batch()))
     with pytest.raises(DumpError, match=r"texts/step_5\.parquet: .* no texts"):
-        read_texts(path)
+        texts_by_sample(path)
 
 
 def with_metadata(**changes: Any) -> bytes:

@@ -27,6 +27,10 @@ def make_prompts(count: int, name: str = "a") -> list[Prompt]:
     return [Prompt(f"{name}:{i}", (i,), str(i), f"question {i}") for i in range(count)]
 
 
+def make_stream(count: int, *, seed: int, shuffle: bool) -> PromptStream:
+    return PromptStream(make_prompt_set("a", make_prompts(count)), seed, shuffle)
+
+
 def make_mixture(sets: list[tuple[int, float]], seed: int = 0, shuffle: bool = True):
     named = [
         make_prompt_set(f"s{number}", make_prompts(size, f"s{number}"), weight)
@@ -44,19 +48,19 @@ def source(prompt_id: str) -> str:
 
 
 def test_without_shuffling_the_file_repeats_in_order():
-    stream = PromptStream(make_prompts(3), seed=0, shuffle=False)
+    stream = make_stream(3, seed=0, shuffle=False)
 
     assert take(stream, 7) == ["a:0", "a:1", "a:2", "a:0", "a:1", "a:2", "a:0"]
     assert stream.num_drawn == 7
 
 
 def test_each_epoch_holds_every_prompt_once_in_an_order_of_its_own():
-    ids = take(PromptStream(make_prompts(50), seed=1, shuffle=True), 100)
+    ids = take(make_stream(50, seed=1, shuffle=True), 100)
 
     assert sorted(ids[:50]) == sorted(ids[50:]) == sorted(f"a:{i}" for i in range(50))
     assert ids[:50] != ids[50:]
-    assert ids == take(PromptStream(make_prompts(50), seed=1, shuffle=True), 100)
-    assert ids != take(PromptStream(make_prompts(50), seed=2, shuffle=True), 100)
+    assert ids == take(make_stream(50, seed=1, shuffle=True), 100)
+    assert ids != take(make_stream(50, seed=2, shuffle=True), 100)
 
 
 def test_the_order_of_one_set_is_that_of_earlier_versions():
@@ -140,14 +144,14 @@ def test_weights_are_taken_as_they_are_written():
 
 
 def test_a_position_in_other_prompts_is_refused():
-    state = PromptStream(make_prompts(7), seed=3, shuffle=True).state()
+    state = make_stream(7, seed=3, shuffle=True).state()
 
     with pytest.raises(ValueError, match="training prompts"):
-        PromptStream(make_prompts(8), seed=3, shuffle=True).restore(state)
+        make_stream(8, seed=3, shuffle=True).restore(state)
     with pytest.raises(ValueError, match=r"seed was 3 .* is 4"):
-        PromptStream(make_prompts(7), seed=4, shuffle=True).restore(state)
+        make_stream(7, seed=4, shuffle=True).restore(state)
     with pytest.raises(ValueError, match=r"data\.shuffle was True"):
-        PromptStream(make_prompts(7), seed=3, shuffle=False).restore(state)
+        make_stream(7, seed=3, shuffle=False).restore(state)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,8 @@ def test_a_lone_set_may_get_another_name_or_weight():
 
 def test_a_position_with_other_columns_is_refused():
     def stream(tests: int) -> PromptStream:
-        return PromptStream([Prompt("a:0", (1,), "2", "1", row={"t": tests})], 0, shuffle=True)
+        prompts = [Prompt("a:0", (1,), "2", "1", row={"t": tests})]
+        return PromptStream(make_prompt_set("a", prompts), 0, shuffle=True)
 
     state = stream(1).state()
     stream(1).restore(state)
