@@ -18,21 +18,13 @@ from bapo_megatron.reward.shaping import Shaping
 from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.episodes import Grader
 from bapo_megatron.types import FinishReason, Prompt
+from tests.reward.scoring import score
 
 OWN = "tests.reward.own_functions"
 
 
-def config_of(*functions, **others):
-    return RewardConfig.model_validate({"functions": functions, "workers": 1, **others})
-
-
-def score(config, response):
-    async def ask():
-        async with Rewards(config) as rewards:
-            await rewards.start()
-            return await rewards.score(response)
-
-    return asyncio.run(ask())
+def section(*functions, **others):
+    return {"functions": functions, **others}
 
 
 def test_the_default_is_the_math_answer_alone():
@@ -41,20 +33,20 @@ def test_the_default_is_the_math_answer_alone():
         "weight": 1.0,
         "function": "math",
     }
-    total = score(RewardConfig(workers=1), Response(r"\boxed{2}", "2"))
+    [[total], _] = score({}, Response(r"\boxed{2}", "2"))
     assert total == Score(
         1.0, extracted="2", reason="equal_text", components={"math": 1.0}, metrics={}
     )
 
 
 def test_functions_are_added_up_with_their_weights_and_every_one_is_reported():
-    config = config_of(
+    functions = section(
         {"name": "math", "function": "math", "weight": 2.0},
         {"name": "length", "function": f"{OWN}:length", "weight": -0.5},
         {"name": "facts", "function": f"{OWN}:everything"},
     )
 
-    total = score(config, Response(r"\boxed{2}", "2", row={"level": 4}))
+    [[total], _] = score(functions, Response(r"\boxed{2}", "2", row={"level": 4}))
 
     assert total.reward == 2.0 - 0.5 * 9 + 0.25
     assert total.components == {"math": 1.0, "length": 9.0, "facts": 0.25}
@@ -67,8 +59,8 @@ def test_a_function_that_fails_ends_the_run_or_scores_zero_and_is_counted(caplog
     response = Response(r"\boxed{2}", "2")
 
     with pytest.raises(FunctionFailedError, match=r"set reward.on_error=zero"):
-        score(config_of(*functions), response)
-    total = score(config_of(*functions, on_error="zero"), response)
+        score(section(*functions), response)
+    [[total], _] = score(section(*functions, on_error="zero"), response)
 
     assert (total.reward, total.failed, total.timed_out) == (1.0, True, False)
     assert total.components == {"bad": 0.0, "math": 1.0}
@@ -78,7 +70,7 @@ def test_a_function_that_fails_ends_the_run_or_scores_zero_and_is_counted(caplog
 def test_only_the_first_failure_of_a_run_is_logged(caplog):
     functions = ({"name": name, "function": f"{OWN}:raises"} for name in ("bad", "worse"))
 
-    total = score(config_of(*functions, on_error="zero"), Response("x", "2"))
+    [[total], _] = score(section(*functions, on_error="zero"), Response("x", "2"))
 
     assert (total.components, total.failed) == ({"bad": 0.0, "worse": 0.0}, True)
     assert caplog.text.count("cannot score x") == 1
@@ -87,7 +79,7 @@ def test_only_the_first_failure_of_a_run_is_logged(caplog):
 def test_evaluations_need_a_function_of_one_response():
     def require(*functions):
         async def ask():
-            async with Rewards(config_of(*functions)) as rewards:
+            async with Rewards(RewardConfig(functions=functions, workers=1)) as rewards:
                 await rewards.start()
                 rewards.require_single()
 
@@ -107,9 +99,12 @@ class Decoder:
 
 
 def test_shaping_acts_on_training_samples_and_not_on_evaluations():
-    config = config_of(
-        {"name": "math", "function": "math"},
-        {"name": "facts", "function": f"{OWN}:everything"},
+    config = RewardConfig(
+        functions=(
+            {"name": "math", "function": "math"},
+            {"name": "facts", "function": f"{OWN}:everything"},
+        ),
+        workers=1,
         truncated="zero",
         format={"reward": 0.5},
         overlong={"buffer_tokens": 2},
@@ -187,22 +182,14 @@ RESPONSES = [
 
 
 def score_group(*functions, responses=RESPONSES, **others):
-    """What each response gets: from functions of one response, and in all."""
-
-    async def ask():
-        async with Rewards(config_of(*functions, **others)) as rewards:
-            await rewards.start()
-            alone = [await rewards.score(response) for response in responses]
-            return bool(rewards.group_names), alone, await rewards.score_group(responses, alone)
-
-    return asyncio.run(ask())
+    return score(section(*functions, **others), *responses)
 
 
 def test_an_episode_whose_environment_failed_has_nothing_of_any_function():
     rank = {"name": "rank", "function": f"{GROUPS}.rank"}
     failed = Response("seven !", "42", SampleFacts(finish_reason="environment"), state=None)
 
-    _, alone, together = score_group(LENGTH, rank, responses=[RESPONSES[0], failed])
+    alone, together = score_group(LENGTH, rank, responses=[RESPONSES[0], failed])
 
     assert alone[1] == Score(
         0.0, answer_found=False, reason="environment", components={"length": 0.0}
@@ -216,9 +203,8 @@ def test_an_episode_whose_environment_failed_has_nothing_of_any_function():
 def test_a_group_function_adds_to_the_rewards_of_each_response_in_order():
     rank = {"name": "rank", "function": f"{GROUPS}.rank", "weight": 0.5}
 
-    sees_groups, alone, together = score_group(LENGTH, rank)
+    alone, together = score_group(LENGTH, rank)
 
-    assert sees_groups
     assert [item.reward for item in alone] == [4.0, 1.0, 7.0]
     assert [item.components for item in alone] == [
         {"length": 4.0},
@@ -234,7 +220,7 @@ def test_a_group_function_adds_to_the_rewards_of_each_response_in_order():
 def test_a_group_function_sees_weighted_rewards_samples_and_states():
     above = {"name": "above", "function": f"{GROUPS}.above_mean"}
 
-    _, _, together = score_group(above, {**LENGTH, "weight": 2.0})
+    _, together = score_group(above, {**LENGTH, "weight": 2.0})
 
     # 2 · (4, 1, 7) has the mean 8.
     assert [item.components["above"] for item in together] == [
@@ -246,7 +232,7 @@ def test_a_group_function_sees_weighted_rewards_samples_and_states():
 
 
 def test_without_functions_of_one_response_the_answer_is_that_of_the_first_group_function():
-    _, alone, together = score_group({"name": "rank", "function": f"{GROUPS}.rank"})
+    alone, together = score_group({"name": "rank", "function": f"{GROUPS}.rank"})
 
     assert alone == [Score(reward=0.0)] * 3
     assert [(item.reward, item.reason) for item in together] == [
@@ -257,9 +243,8 @@ def test_without_functions_of_one_response_the_answer_is_that_of_the_first_group
 
 
 def test_without_group_functions_the_scores_of_a_group_stay():
-    sees_groups, alone, together = score_group(LENGTH)
+    alone, together = score_group(LENGTH)
 
-    assert not sees_groups
     assert together == alone
 
 
@@ -277,7 +262,7 @@ def test_a_group_function_that_fails_ends_the_run_or_scores_zero(caplog, name, m
     failed = rf"^reward function '{GROUPS}\.{name}' failed: .*{message}.* set reward\.on_error=zero"
     with pytest.raises(FunctionFailedError, match=failed):
         score_group(*functions)
-    _, _, together = score_group(*functions, on_error="zero")
+    _, together = score_group(*functions, on_error="zero")
 
     assert [(item.reward, item.failed) for item in together] == [
         (4.0, True),
@@ -292,7 +277,7 @@ def test_a_group_function_that_fails_ends_the_run_or_scores_zero(caplog, name, m
 def test_a_group_function_that_hangs_scores_zero_and_is_counted_for_each_response():
     functions = ({"name": "slow", "function": f"{GROUPS}.hang"}, LENGTH)
 
-    _, alone, together = score_group(*functions, timeout_s=0.7)
+    alone, together = score_group(*functions, timeout_s=0.7)
 
     assert not any(item.timed_out for item in alone)
     assert [(item.reward, item.timed_out, item.failed) for item in together] == [
@@ -307,7 +292,7 @@ def test_functions_may_ask_for_the_turns_and_the_state_of_an_episode():
     facts = SampleFacts(num_turns=2, environment_tokens=5)
     episodes = [Response("second", "", facts, turns=turns, state={"left": 0}), Response("only", "")]
 
-    _, alone, _ = score_group({"name": "episode", "function": f"{OWN}:episode"}, responses=episodes)
+    alone, _ = score_group({"name": "episode", "function": f"{OWN}:episode"}, responses=episodes)
 
     assert alone[0].reward == 3.0
     assert (alone[0].reason, alone[0].extracted) == ("first | wrong, again | second", "{'left': 0}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import subprocess
 import sys
@@ -12,21 +11,12 @@ import yaml
 
 from bapo_megatron.config.reward import SHAPING_TERMS, RewardConfig
 from bapo_megatron.reward.base import Response, SampleFacts
-from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.math_answer import Reason
 from tests.launch import REPOSITORY, free_port
+from tests.reward.scoring import score
 
 DOCS = (REPOSITORY / "docs" / "rewards.md").read_text()
 EXAMPLES = REPOSITORY / "examples" / "rewards"
-
-
-def score(config, *responses):
-    async def ask():
-        async with Rewards(RewardConfig.model_validate({**config, "workers": 1})) as rewards:
-            await rewards.start()
-            return [await rewards.score(response) for response in responses]
-
-    return asyncio.run(ask())
 
 
 def config_in(path):
@@ -52,7 +42,7 @@ def test_the_function_of_the_page_works(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     functions = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)[1])["reward"]
 
-    (total,) = score(functions, Response(r"\boxed{7}", "7"))
+    [[total], _] = score(functions, Response(r"\boxed{7}", "7"))
 
     assert total.reward == pytest.approx(1.1)
     assert total.components == {"math": 1.0, "style": 1.0}
@@ -66,24 +56,16 @@ def test_the_group_function_of_the_page_rewards_the_shortest_right_response(tmp_
     (block,) = (
         text for text in re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL) if "my_groups" in text
     )
-    config = RewardConfig.model_validate({**yaml.safe_load(block)["reward"], "workers": 1})
+    section = yaml.safe_load(block)["reward"]
     responses = [
         Response(rf"\boxed{{{number}}}", "7", SampleFacts(num_tokens=num_tokens))
         for number, num_tokens in ((7, 30), (7, 20), (8, 10), (7, 25))
     ]
 
-    async def ask():
-        async with Rewards(config) as rewards:
-            await rewards.start()
-            alone = [await rewards.score(response) for response in responses]
-            wrong = responses[2:3]
-            return await rewards.score_group(responses, alone) + await rewards.score_group(
-                wrong, alone[2:3]
-            )
+    _, totals = score(section, *responses)
+    _, [wrong] = score(section, responses[2])
 
-    totals = asyncio.run(ask())
-
-    assert [score.reward for score in totals] == [1.0, 1.2, 0.0, 1.0, 0.0]
+    assert [total.reward for total in (*totals, wrong)] == [1.0, 1.2, 0.0, 1.0, 0.0]
     assert totals[1].components == {"math": 1.0, "shortest": 1.0}
 
 
@@ -91,7 +73,7 @@ def test_the_group_function_of_the_page_rewards_the_shortest_right_response(tmp_
 def test_short_answers_are_worth_more():
     config = config_in(EXAMPLES / "short_answers.py")
 
-    short, long, wrong = score(
+    [short, long, wrong], _ = score(
         config,
         Response(r"\boxed{7}", "7", SampleFacts(num_tokens=50), {"token_budget": 100}),
         Response(r"\boxed{7}", "7", SampleFacts(num_tokens=500), {"token_budget": 100}),
@@ -106,7 +88,7 @@ def test_short_answers_are_worth_more():
 def test_programs_are_run_and_compared():
     config = config_in(EXAMPLES / "run_program.py")
 
-    right, wrong, none = score(
+    [right, wrong, none], _ = score(
         config,
         Response("```python\nprint(6 * 7)\n```", "42"),
         Response("```python\nprint(6 * 8)\n```", "42"),
@@ -125,7 +107,7 @@ def test_the_service_answers():
     )
     try:
         assert service.stdout.readline() == f"scoring at http://127.0.0.1:{port}/score\n"
-        good, bad = score(
+        [good, bad], _ = score(
             config,
             Response("Therefore 7.", "7", SampleFacts(num_tokens=4)),
             Response("7", "7", SampleFacts(num_tokens=4000)),

@@ -18,11 +18,12 @@ from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.runtime.names import LoadError
 from bapo_megatron.runtime.workers import Outcome
 from tests.reward import own_functions
+from tests.reward.scoring import score_in_turn
 
 OWN = "tests.reward.own_functions"
 RAISES = own_functions.raises.__code__.co_firstlineno + 1
 """Line of its error."""
-GIVEN = Response(
+RESPONSE = Response(
     "some text",
     "42",
     SampleFacts("train:7", "gsm8k", "What?", "length", num_tokens=12),
@@ -54,7 +55,7 @@ def outcomes():
             [worker] = pool._workers._running
             for name in (*NAMES, *NAMES):
                 try:
-                    outcomes[name] = await pool.score(GIVEN, function=f"{OWN}:{name}")
+                    outcomes[name] = await pool.score(RESPONSE, function=f"{OWN}:{name}")
                 except RewardError as error:
                     outcomes[name] = error
             assert list(pool._workers._running) == [worker]
@@ -114,12 +115,8 @@ def test_the_first_traceback_of_a_line_that_fails_is_written_for_the_log(capfd):
 
 
 def test_a_function_that_ends_its_process_has_failed_and_not_timed_out():
-    async def ask():
-        async with RewardPool(1, 10, (f"{OWN}:end_the_process",)) as pool:
-            await pool.score(GIVEN)
-
     with pytest.raises(FunctionFailedError, match="_process' failed: it ended two processes"):
-        asyncio.run(ask())
+        score_in_turn(RESPONSE, function=f"{OWN}:end_the_process")
 
 
 def test_the_built_in_function_scores_zero_by_a_reason_of_its_own_where_it_crashes(monkeypatch):
@@ -139,8 +136,8 @@ def test_a_function_that_exceeds_a_limit_scores_zero(name):
     async def ask():
         functions = (f"{OWN}:{name}", f"{OWN}:length")
         async with RewardPool(1, timeout_s=1, functions=functions) as pool:
-            score = await pool.score(GIVEN)
-            return score, await pool.score(GIVEN, function=f"{OWN}:length")
+            score = await pool.score(RESPONSE)
+            return score, await pool.score(RESPONSE, function=f"{OWN}:length")
 
     score, after = asyncio.run(ask())
 

@@ -15,6 +15,7 @@ import pytest
 from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, Score
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.runtime import workers as workers_module
+from tests.reward.scoring import score_in_turn
 
 HANGING = r"\boxed{\prod_{k=1}^{10^9} (k+x)}"
 """sympy writes out this product, which no machine ends."""
@@ -36,16 +37,6 @@ def children() -> set[int]:
 
 def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def score_in_turn(*responses, function=LENGTH[0], timeout_s=20.0):
-    """The scores of one worker."""
-
-    async def grade():
-        async with RewardPool(1, timeout_s, (function,)) as pool:
-            return [await pool.score(response) for response in responses]
-
-    return asyncio.run(grade())
 
 
 def wait_until(condition, limit_s=10.0):
