@@ -36,8 +36,6 @@ RUN_DIR_FILE = "BAPO_MEGATRON_RUN_DIR_FILE"
 
 _RANK_MARK = "rank_{}"
 
-_NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0"}
-"""Settings that all members of an NCCL group must share, with SGLang's values."""
 _KILL_GRACE_S = 10.0
 _POLL_S = 0.02
 _STARTED = "--- started"
@@ -78,11 +76,11 @@ def unfinished_ranks(run_dir_file: Path) -> list[int]:
 
 
 def nccl_settings() -> dict[str, str]:
-    """Return the environment variables by which trainer and servers can form one NCCL group.
+    """Return the environment variables that all members of an NCCL group must share.
 
-    SGLang sets values that differ from NCCL's defaults; groups of members that differ fail or hang.
+    By default SGLang's values, which differ from NCCL's: mixed groups fail or hang.
     """
-    return {name: os.environ.get(name, value) for name, value in _NCCL_DEFAULTS.items()}
+    return {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "0")}
 
 
 def launched_number(name: str, default: int) -> int:
