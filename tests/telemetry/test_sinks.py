@@ -186,7 +186,7 @@ def sinks_of(run_dir: Path, config: RunConfig, first_step: int = 0) -> MetricsSi
 
 def test_a_tag_that_is_not_taken_there_is_refused_before_the_run() -> None:
     for tag in ("", "a" * 65):
-        with pytest.raises(ValueError, match=f"1 to 64 characters each, got '{tag}'"):
+        with pytest.raises(ValueError, match=r"log\.wandb_tags\.1"):
             config_of(wandb_tags=("bapo", tag))
     assert config_of(wandb_tags=("a" * 64,)).log.wandb_tags == ("a" * 64,)
 
