@@ -115,13 +115,9 @@ def bounds_from_file(
     table = search.contributions(*(torch.from_numpy(column) for column in columns.values()))
     counts = count_tokens(table)
     if counts.out_of_range_tokens:
-        size = np.abs(columns["advantage"].astype(np.float64))
-        if config.weight == "behaviour_prob":
-            size *= np.exp(columns["behaviour_logprob"].astype(np.float64))
-        index = int(np.argmax(np.where(columns["mask"] == 1, size, 0.0)))
         raise ValueError(
-            f"{path}: advantage[{index}] is {columns['advantage'][index]:g}, |weight · advantage| "
-            "must stay below 256; scale the advantages down"
+            f"{path}: advantage: |weight · advantage| must be below 256, got 256 or more for "
+            f"{counts.out_of_range_tokens} tokens; scale the advantages down"
         )
     return search.path(table), counts
 

@@ -15,14 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
-from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
-from bapo_megatron.telemetry.console import say, uncut_console
+from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.tools.planning.memory import (
     BUFFER_TOKEN_BYTES,
     DUMP_TOKEN_BYTES,
     OPTIMIZER_BYTES,
-    chunk_parameters,
 )
 from bapo_megatron.tools.planning.plan import (
     ESTIMATED,
@@ -31,7 +29,7 @@ from bapo_megatron.tools.planning.plan import (
     PlanOptions,
     make_plan,
 )
-from bapo_megatron.tools.planning.scenario import MAX_GPUS, Layout
+from bapo_megatron.tools.planning.scenario import MAX_GPUS
 
 _PLACES = {
     "colocated": "the same ones",
@@ -85,9 +83,6 @@ def command(
     model_config: Annotated[
         Path | None, typer.Option(help="A config.json; default: that of model.path.")
     ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare parameter counts with Megatron's model.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Estimate memory, traffic and time of CONFIG on a cluster, and list other layouts."""
@@ -106,9 +101,6 @@ def command(
     )
     hf = _read_architecture(run_config.model.path, model_config)
     plan = make_plan(run_config, hf, options)
-    if check:
-        _check_parameters(run_config, hf, plan.layout)
-        say("parameters: equal to Megatron's on every stage")
     if as_json:
         typer.echo(json.dumps(asdict(plan), indent=2))
     else:
@@ -128,22 +120,6 @@ def _read_architecture(model_path: Path, config_file: Path | None) -> HfConfig:
         "FILE, or download it (hf download OWNER/MODEL config.json --local-dir DIRECTORY; for the "
         "demo: make-tiny)"
     )
-
-
-def _check_parameters(config: RunConfig, hf: HfConfig, layout: Layout) -> None:
-    """Build every stage on the meta device, which leaves this process unfit for a GPU; compare."""
-    from bapo_megatron.policy.megatron_import import import_megatron
-
-    import_megatron()
-    from bapo_megatron.policy.megatron_setup import stage_parameters
-
-    for stage in range(layout.pipeline):
-        built = stage_parameters(hf, config.model, config.parallel, stage)
-        planned = [chunk_parameters(hf, layout, stage, chunk) for chunk in range(layout.virtual)]
-        if built != planned:
-            raise RuntimeError(
-                f"stage {stage}: Megatron builds {built} parameters, the plan counts {planned}"
-            )
 
 
 def _print_plan(plan: Plan, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""``bapo-megatron report``: an HTML page about runs, or a server that follows them."""
+"""``bapo-megatron report``: an HTML page about runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,21 +17,8 @@ def command(
         Path | None,
         typer.Option(help="Tokenizer directory, if the run's own is missing."),
     ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Serve the page on 127.0.0.1 and follow the runs.")
-    ] = False,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of --watch; 0: any that is free.")
-    ] = 0,
 ) -> None:
     """Write one HTML page about one run or several: curves, checks and rollouts to read."""
-    if watch and out is not None:
-        raise typer.BadParameter("--watch serves the page and writes none; leave out --out")
-    if watch:
-        from bapo_megatron.tools.report.watch import serve
-
-        serve(run_dirs, tokenizer, port, typer.echo)
-        return
     from bapo_megatron.tools.report.page import page_data, render
 
     target = out or run_dirs[0] / "report.html"

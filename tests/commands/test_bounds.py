@@ -137,7 +137,7 @@ def test_the_command_uses_the_dual_clip_of_the_recipe(
         ({"advantage": np.array([np.inf, 0, 0])}, r"advantage\[0\] is inf"),
         ({"advantage": np.array([1e300, 0, 0])}, r"advantage\[0\] is 1e\+300"),
         ({"mask": np.array([1.0, 0.5, 0.0])}, r"mask\[1\] is 0.5"),
-        ({"advantage": np.array([0, -300.0, 0])}, r"advantage\[1\] is -300, .* below 256"),
+        ({"advantage": np.array([0, -300.0, 0])}, "advantage: .* for 1 tokens"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused_by_name(

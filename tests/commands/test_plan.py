@@ -144,13 +144,6 @@ def test_options_and_overrides_change_the_plan(config: str) -> None:
     assert plan["phases"][0]["seconds"] == pytest.approx(512 * 1000 / 6000)
 
 
-def test_the_parameters_can_be_checked_against_megatron(config: str) -> None:
-    result = run(["plan", config, "--model-config", MODEL, "--check", "--json"])
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.splitlines() == ["parameters: equal to Megatron's on every stage"]
-    assert json.loads(result.stdout)["model_parameters"] == 7_615_616_512
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [

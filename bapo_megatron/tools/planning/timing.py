@@ -172,7 +172,7 @@ def rollout_time(case: Scenario, work: Workload, memory: RolloutMemory) -> tuple
 
 
 def weight_sync_time(case: Scenario) -> PhaseTime:
-    """Estimate a push of all weights.
+    """Estimate a sync of all weights.
 
     With ``disk`` rank 0 writes them to the shared file system and the servers read them. Otherwise
     they pass once through rank 0's link to the servers, which pass them on to each other meanwhile:

@@ -1,4 +1,4 @@
-// The page around figures and reader: words, tables, themes, and news in a page that follows a run.
+// The page around figures and reader: words, tables and themes.
 "use strict";
 
 function byId(id) {
@@ -34,7 +34,6 @@ function button(text, act, attributes = {}) {
 }
 
 const RESULTS = ["found", "not measured", "passed in few steps", "passed"];
-const POLL_MS = 3000;
 const THEMES = ["automatic", "light", "dark"];
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 let theme = "automatic";
@@ -153,26 +152,6 @@ function applyTheme(name, forPrint = false) {
   Figures.redraw(forPrint);
 }
 
-function follow() {
-  let etag = "";
-  byId("live").hidden = false;
-  byId("live").textContent = "following";
-  setInterval(async () => {
-    try {
-      const response = await fetch("data.json", { headers: etag ? { "If-None-Match": etag } : {} });
-      if (response.status === 200) {
-        const isNews = etag !== "";
-        etag = response.headers.get("ETag");
-        const data = await response.json();
-        if (isNews) await show(data);
-      }
-      byId("live").textContent = response.ok || response.status === 304 ? "following" : "the run cannot be read at the moment";
-    } catch {
-      byId("live").textContent = "the server has stopped";
-    }
-  }, POLL_MS);
-}
-
 window.addEventListener("error", (event) => {
   byId("failure").hidden = false;
   byId("failure").textContent = `This page failed: ${event.message}`;
@@ -192,4 +171,3 @@ show(JSON.parse(byId("data").textContent)).then(() => {
   byId(location.hash.slice(1).split("=")[0])?.scrollIntoView({ behavior: "instant" });
   document.documentElement.dataset.drawn = "yes";
 });
-if (document.documentElement.dataset.follows === "yes") follow();

@@ -2,8 +2,7 @@
 
 Everything variable reaches the page as JSON in a script element of a type that browsers do not
 run, with ``<`` escaped, and the document through ``textContent`` only. The policy in the page's
-head lets only its own scripts run, by their hashes, and forbids every request; ``--watch`` allows
-those to its own origin.
+head lets only its own scripts run, by their hashes, and forbids every request.
 """
 
 import base64
@@ -65,8 +64,8 @@ def page_data(paths: Sequence[Path], tokenizer: Path | None = None) -> dict[str,
     return data
 
 
-def render(data: dict[str, Any], *, follows: bool = False) -> str:
-    """Return the page for ``page_data``; ``follows``: it asks its server for newer data.
+def render(data: dict[str, Any]) -> str:
+    """Return the page for ``page_data``.
 
     Raises:
         ValueError: It would be larger than ``MAX_BYTES``.
@@ -83,8 +82,6 @@ def render(data: dict[str, Any], *, follows: bool = False) -> str:
         style=(folder / "page.css").read_text(encoding="utf-8"),
         scripts=code,
         hashes=" ".join(map(_content_hash, code)),
-        connect="'self'" if follows else "'none'",
-        follows="yes" if follows else "no",
         data=as_json(data),
     )
     size = len(page.encode())

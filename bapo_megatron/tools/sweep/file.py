@@ -233,7 +233,7 @@ def _check(run: PlannedRun, gpu_shares: Sequence[str], *, is_here: bool) -> None
 
 
 def _check_servers(run: PlannedRun, users: dict[object, str]) -> None:
-    """Refuse servers that an earlier one of ``users`` has: each run would push its own weights."""
+    """Refuse servers that an earlier one of ``users`` has: each run has weights of its own."""
     rollout = run.config.rollout
     for server in filter(None, (*rollout.servers, rollout.servers_file)):
         user = users.setdefault(server, run.label)

@@ -317,7 +317,7 @@ def test_the_bubble_is_that_of_the_schedules() -> None:
         (
             {},
             {"rollout": {"groups_per_step": 1}, "algorithm": {"updates_per_batch": 16}},
-            "algorithm.updates_per_batch: .* got 16 with 1",
+            "algorithm.updates_per_batch",
         ),
         ({"gpu_memory_gb": 1}, {}, "rollout.server.mem_fraction: 0.8 of 4 GPUs"),
         ({}, {"train": {"max_tokens_per_micro_batch": 9215}}, "= 9216, got 9215"),

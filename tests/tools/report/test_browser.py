@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import re
 import subprocess
-import threading
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
-from urllib.request import Request, urlopen
 
 import pytest
 
 from bapo_megatron.tools.report.page import page_data, render
-from bapo_megatron.tools.report.watch import serve
 from tests.chromium import Tab, chromium_tab, find_chromium
 from tests.launch import command
 from tests.tools.report.made_runs import SCRIPT, make_run
@@ -236,40 +231,6 @@ def test_panels_show_values_of_the_pointer_s_step_only_and_mark_those_of_a_findi
         )
 
     visit(page.as_uri(), tmp_path / "profile", look)
-
-
-@pytest.mark.browser
-def test_a_page_that_follows_a_run_shows_its_next_step(tmp_path: Path) -> None:
-    made = make_run(tmp_path / "made", steps=4)
-    lines: list[str] = []
-    is_ready = threading.Event()
-
-    def say(line: str) -> None:
-        lines.append(line)
-        is_ready.set()
-
-    threading.Thread(target=serve, args=([made], None, 0, say), daemon=True).start()
-    assert is_ready.wait(60)
-    address = lines[0].split()[0]
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
-
-    async def follow(tab: Tab) -> None:
-        assert "4 of 4" in await text(tab, "#cards")
-        await tab.until("performance.getEntriesByName(new URL('data.json', location)).length > 0")
-        with (made / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 5, "reward/mean": 0.5}) + "\n")
-        await tab.until("document.getElementById('cards').textContent.includes('5 of 4')")
-        assert await tab.run(DRAWN)
-
-    tab = visit(address, tmp_path / "profile", follow)
-    assert all(request.startswith((address, "data:")) for request in tab.requests)
-    for path, host, status in (("data.json", "elsewhere.example", 403), ("none", None, 404)):
-        request = Request(f"{address}{path}", headers={"Host": host} if host else {})
-        with pytest.raises(OSError, match=str(status)), contextlib.closing(urlopen(request)):
-            pass
-    (made / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(OSError, match="503"), contextlib.closing(urlopen(f"{address}data.json")):
-        pass
 
 
 def test_without_chromium_ci_fails_and_a_person_s_machine_skips(
