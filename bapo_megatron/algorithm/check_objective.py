@@ -34,11 +34,6 @@ _NO_GRADIENT = (
 class ObjectiveError(UserCodeError):
     """An objective breaks a rule; the message says what it does and what to do."""
 
-    def __init__(self, method: str, problem: str) -> None:
-        """Blame a method; an empty name: the class."""
-        super().__init__(problem)
-        self.method = method
-
 
 def check_objective(
     objective: Objective, device: torch.device = CPU, kernels: Kernels | None = None
@@ -62,23 +57,21 @@ def check_objective(
     for name, value_T in whole.items():
         _require(
             torch.isfinite(value_T).all(),
-            "loss",
             f"returns NaN or infinity as {name} for finite tokens; guard divisions, logarithms and "
             "exponentials",
         )
     for name, value in untouched.tensors().items():
         is_same = torch.equal(value, tokens.tensors()[name])
-        _require(is_same, "loss", f"changes tokens.{name} in place; make a new tensor")
+        _require(is_same, f"changes tokens.{name} in place; make a new tensor")
     gradients = [value for name, value in whole.items() if name.startswith("gradient")]
-    _require(any(bool(value.any()) for value in gradients), "loss", _NO_GRADIENT)
+    _require(any(bool(value.any()) for value in gradients), _NO_GRADIENT)
     for index in _parts(device):
         part = _values(objective, tokens.select(index), kernels)
         has_all = part.keys() == whole.keys()
-        _require(has_all, "report", "reports other names of other tokens; report the same names")
+        _require(has_all, "reports other names of other tokens; report the same names")
         for name, value_T in part.items():
             _require(
                 torch.allclose(value_T, whole[name][index], rtol=_TOLERANCE, atol=_TOLERANCE),
-                name if hasattr(objective, name) else "loss",
                 f"mixes tokens: its {name} changes where others come with them, so results would "
                 "depend on micro-batches and ranks; use values of the token alone, and declare "
                 "needs = 'response' or 'update' for sums over others",
@@ -95,7 +88,6 @@ def check_objective(
         hidden = replace(tokens, decision=hide_rest(tokens.decision, objective.decisive))
         _require(
             all(map(torch.equal, _values(objective, hidden, kernels).values(), whole.values())),
-            "loss",
             f"declares decisive = {objective.decisive}, but changes with other entries of the "
             "decision; name all that loss, bounds and report read",
         )
@@ -137,9 +129,9 @@ def _parts(device: torch.device) -> tuple[Tensor, ...]:
     return order.to(device).tensor_split([1, _TRIAL_TOKENS // 2])
 
 
-def _require(holds: Any, method: str, problem: str) -> None:
+def _require(holds: Any, problem: str) -> None:
     if not holds:
-        raise ObjectiveError(method, problem)
+        raise ObjectiveError(problem)
 
 
 def _check_declarations(objective: Objective) -> None:
@@ -163,7 +155,7 @@ def _check_declarations(objective: Objective) -> None:
             "declares decisive, which is for needs = 'update' without selects_tokens; remove it",
         ),
     ):
-        _require(holds, "", problem)
+        _require(holds, problem)
 
 
 def _check_statistics(objective: Objective, tokens: TokenBatch) -> None:
@@ -174,21 +166,18 @@ def _check_statistics(objective: Objective, tokens: TokenBatch) -> None:
         return
     _require(
         isinstance(statistics, Tensor) and statistics.dtype == torch.int64,
-        "statistics",
         f"returns {kind_of(statistics)} with needs = {objective.needs!r}; return an int64 tensor "
         "[K], since only integers add up to the same on any ranks",
     )
     sums = [objective.statistics(tokens.select(index)) for index in _parts(statistics.device)]
     _require(
         torch.equal(statistics, torch.stack(sums).sum(0)),
-        "statistics",
         "mixes tokens: its statistics of parts do not add up to those of the whole; return sums of "
         "integers over tokens",
     )
     decision = objective.decide(statistics)
     _require(
         decision.dtype == torch.float64 and decision.dim() == 1,
-        "decide",
         f"returns {kind_of(decision)} as decision; return float64 [D]",
     )
 
@@ -197,7 +186,6 @@ def _check_per_token(method: str, value_T: Any, tokens: TokenBatch) -> None:
     shape, device = tokens.logprob.shape, tokens.logprob.device
     _require(
         isinstance(value_T, Tensor) and value_T.shape == shape and value_T.device == device,
-        method,
         f"returns {kind_of(value_T)} as {method} of {len(tokens)} tokens on {device}; return one "
         f"value per token, [{len(tokens)}], on their device",
     )
@@ -217,7 +205,6 @@ def _check_zero_advantage(
         takes_part |= not torch.equal(objective.statistics(tokens), without_K)
     _require(
         not takes_part,
-        "loss",
         "declares trains_zero_advantage = False, but A = 0 gives tokens a loss, a gradient or a "
         "part in the statistics; remove the declaration, or set it to True where updates with "
         "A = 0 everywhere must train",
@@ -231,7 +218,7 @@ def _values(objective: Objective, tokens: TokenBatch, kernels: Kernels | None) -
     leaves = replace(tokens, logprob=logprob_T, entropy=entropy_T, ratio=ratio_T)
     loss_T = objective.loss(leaves)
     _check_per_token("loss", loss_T, tokens)
-    _require(loss_T.requires_grad, "loss", _NO_GRADIENT)
+    _require(loss_T.requires_grad, _NO_GRADIENT)
     gradient = differentiate(objective, tokens, tokens.mask / 4, kernels)
     values = {"loss": gradient.loss_T * tokens.mask, "gradient": gradient.logprob_T}
     if gradient.entropy_T is not None:
@@ -244,11 +231,11 @@ def _values(objective: Objective, tokens: TokenBatch, kernels: Kernels | None) -
     if objective.selects_tokens:
         selected_T = objective.select(tokens)
         _check_per_token("select", selected_T, tokens)
-        _require(selected_T.dtype == torch.bool, "select", "selects by numbers; return bool [T]")
+        _require(selected_T.dtype == torch.bool, "selects by numbers; return bool [T]")
         values["select"] = selected_T.float()
     limits = objective.bounds(tokens)
     if limits is not None:
         is_pair = isinstance(limits, tuple) and [type(bound) for bound in limits] == [Tensor] * 2
-        _require(is_pair, "bounds", "returns no pair of tensors; return (low, high) or None")
+        _require(is_pair, "returns no pair of tensors; return (low, high) or None")
         values["bounds"] = tokens.ratio.clamp(*limits)
     return {name: value_T.detach() for name, value_T in values.items()}

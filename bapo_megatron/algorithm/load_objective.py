@@ -72,8 +72,7 @@ def load_objective(
             with code.guard():
                 check_objective(objective, device, kernels)
         except ObjectiveError as error:
-            is_class = inspect.isclass(code.object)
-            code.refuse(str(error), getattr(objective, error.method, None) if is_class else None)
+            code.refuse(str(error))
     if config.entropy_share < 1:
         if objective.needs not in ("token", "update") or objective.speculate == "always":
             raise ConfigError(

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.runtime.names import LoadError, load_named, raised_at, shown
-from bapo_megatron.runtime.processes import RequestedExit, forks_ended
+from bapo_megatron.runtime.processes import RequestedExit
 
 
 class UserCodeError(ValueError):
@@ -35,7 +34,7 @@ class UserCode:
         self.key = key
         self.name = name
         try:
-            with forks_ended(self._report_fork), _shared_state_kept():
+            with _shared_state_kept():
                 self.object: Any = load_named(name)
         except LoadError as error:
             raise UserCodeError(f"{key}: '{name}': {error}") from error
@@ -45,16 +44,15 @@ class UserCode:
         """Turn an exception of the user's code into one line that names its place.
 
         What it changes of torch's defaults and of Python's filters of warnings, which all code of
-        the process shares, is taken back. A process that it forks ends here, instead of going on as
-        a second trainer.
+        the process shares, is taken back.
         """
         try:
-            with forks_ended(self._report_fork), _shared_state_kept():
+            with _shared_state_kept():
                 yield
         except (UserCodeError, MemoryError, RequestedExit):
             raise
         except (Exception, SystemExit) as error:
-            defined_at = self._defined_at(self.object)
+            defined_at = self._defined_at()
             place = raised_at(error, defined_at.rpartition(":")[0]) or defined_at
             raise UserCodeError(
                 f"{self.key}: '{self.name}' raised {shown(error)} ({place}); correct it"
@@ -70,29 +68,22 @@ class UserCode:
 
         return call
 
-    def _report_fork(self, error: BaseException | None) -> None:
-        line = f"{self.key}: '{self.name}' forked a process that came back; it was ended\n"
-        sys.stderr.write(line)
-
-    def refuse(self, problem: str, culprit: Any = None) -> NoReturn:
+    def refuse(self, problem: str) -> NoReturn:
         """Raise for a result that cannot be used.
 
-        Args:
-            problem: What is wrong and what to do, to follow the name.
-            culprit: The function that returned it; None: the named object.
+        ``problem`` follows the name: what is wrong and what to do.
         """
-        place = self._defined_at(self.object if culprit is None else culprit)
-        raise UserCodeError(f"{self.key}: '{self.name}' ({place}) {problem}")
+        raise UserCodeError(f"{self.key}: '{self.name}' ({self._defined_at()}) {problem}")
 
-    def _defined_at(self, culprit: Any) -> str:
-        """``file:line`` where a function or class begins."""
-        culprit = inspect.unwrap(culprit)
+    def _defined_at(self) -> str:
+        """``file:line`` where the function or class begins."""
+        named = inspect.unwrap(self.object)
         try:
-            lines, first = inspect.getsourcelines(culprit)
-            file = inspect.getsourcefile(culprit) or self.name
+            lines, first = inspect.getsourcelines(named)
+            file = inspect.getsourcefile(named) or self.name
         except (TypeError, OSError):
             return self.name
-        begins = ("class ",) if inspect.isclass(culprit) else ("def ", "async def ")
+        begins = ("class ",) if inspect.isclass(named) else ("def ", "async def ")
         decorators = (i for i, line in enumerate(lines) if line.lstrip().startswith(begins))
         return f"{file}:{first + next(decorators, 0)}"
 

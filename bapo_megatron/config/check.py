@@ -264,7 +264,7 @@ def _check_positions(
 
 
 def _check_weight_sync(config: RunConfig) -> None:
-    """The trainer can push weights, and its ranks wait long enough for it."""
+    """Weights can be synced, and the ranks wait long enough for it."""
     sync = config.rollout.weight_sync
     if sync.method == "broadcast" and sync.backend == "nccl":
         import torch  # takes seconds

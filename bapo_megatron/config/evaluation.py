@@ -66,7 +66,7 @@ class EvalConfig(EvalSamplingConfig):
     at_end: bool = True
     """Evaluate after the last step."""
     overlap: bool = False
-    """Evaluate beside the next step's rollout and training, until its new weights are pushed. The
+    """Evaluate beside the next step's rollout and training, until the next weight sync. The
     evaluations before the first step and after the last one still run alone."""
     k_values: tuple[int, ...] = (1, 4, 16, 64)
     """Further k of pass@k and maj@k; those above a set's ``samples_per_prompt`` are left out."""

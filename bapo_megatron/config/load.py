@@ -96,17 +96,6 @@ def literal(value: Any) -> Any:
     return json.loads(re.sub(r"(\\*)\$\{", r"\1\1\\\\${", json.dumps(value)))
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file other than a run's configuration.
-
-    References stay as they are.
-
-    Raises:
-        ConfigError: It is missing, or not a YAML mapping.
-    """
-    return _read_file(path)
-
-
 def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, dict[str, Any]]]:
     """Files and their mappings: what a file inherits from, most basic first, then it."""
     chain = [*inheriting, path]
@@ -115,7 +104,7 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, dict[
             f"{chain[0]}: 'inherit' must not lead through more than {_MAX_FILES} files, got "
             f"{' -> '.join(map(str, chain[:4]))} -> …; remove the circle, or merge some of them"
         )
-    settings = _read_file(path, f"{inheriting[-1]}: inherit: " if inheriting else "")
+    settings = read_mapping(path, f"{inheriting[-1]}: inherit: " if inheriting else "")
     base = settings.pop("inherit", None)
     if base is None:
         return [(str(path), settings)]
@@ -124,7 +113,12 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, dict[
     return [*_read_files(path.parent / base, chain), (str(path), settings)]
 
 
-def _read_file(path: Path, asked_by: str = "") -> dict[str, Any]:
+def read_mapping(path: Path, asked_by: str = "") -> dict[str, Any]:
+    """Return the mapping in a YAML file; references stay as they are.
+
+    Raises:
+        ConfigError: It is missing (``asked_by`` begins the message), or not a YAML mapping.
+    """
     try:
         text = read_regular(path).decode()
     except FileNotFoundError as error:

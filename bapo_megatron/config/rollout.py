@@ -105,8 +105,8 @@ class WeightSyncConfig(Section):
     """Time limit of an attempt with the servers that are there (``health.patience_s``: the wait for
     one), and of ``verify``. Servers that exceed it are taken out; the others get a new attempt."""
     verify: Literal["none", "first", "every"] = "first"
-    """Compare log-probs of a probe batch with the trainer's after the ``first`` push that a server
-    gets since it was (re)started, or after ``every`` one, and take out servers that differ. Unless
+    """Compare log-probs of a probe batch with the trainer's after a server's ``first`` weight sync
+    since it was (re)started, or after ``every`` one, and take out servers that differ. Unless
     requests are ``abort``ed, and with ``colocated``, tokens that it sampled in between stay."""
     verify_tolerance: float = Field(0.1, gt=0)
     """Limit of the probe's mean absolute log-prob difference; 1e-3 suits float32."""
@@ -133,7 +133,7 @@ class LocalConfig(Section):
     """Maximum number of responses in a decode step; others wait their turn."""
     decode_steps_ahead: int | None = Field(None, ge=1)
     """Decode steps beside the training of a batch, with ``async_steps``; null: half of
-    ``max_response_tokens``. The next push waits for them (docs/rollout.md)."""
+    ``max_response_tokens``. The next weight sync waits for them (docs/rollout.md)."""
 
 
 class EpisodesConfig(Section):
@@ -154,7 +154,7 @@ class EpisodesConfig(Section):
 
 _EXCLUDED = {
     "fixed_lag": (
-        "each step's groups, and no others, are completed by the weights of one push",
+        "each step's groups, and no others, are completed by the weights of one sync",
         (
             *("async_steps", "oversample_groups", "tokens_per_step", "colocated"),
             "dynamic_sampling.enabled",
@@ -209,8 +209,8 @@ class RolloutConfig(Section):
     """Number of steps that generation may be ahead of training; 0: never ahead."""
     fixed_lag: int | None = Field(None, ge=1)
     """For studies of staleness: sample every response of a step with the weights of exactly this
-    many steps before (in the first steps: the first weights), and let a push wait until all are
-    complete. Null: the newest weights."""
+    many steps before (in the first steps: the first weights), and let the weight sync wait until
+    all are complete. Null: the newest weights."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     staleness: StalenessConfig = StalenessConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()

@@ -200,7 +200,7 @@ class TrainConfig(Section):
     """Save and end at the next safe point after this time: seconds, or such as 45m, 23h or 2d."""
     stop_lead_s: float = Field(900.0, ge=0)
     """How long before the end of its Slurm job the run saves and ends: at least the training on one
-    batch, a push and a save."""
+    batch, a weight sync and a save."""
 
 
 class CheckpointConfig(Section):

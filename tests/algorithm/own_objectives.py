@@ -5,7 +5,6 @@ Shape legend: T = tokens of a micro-batch or chunk.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -185,12 +184,6 @@ def exits(tokens: TokenBatch) -> Tensor:
     sys.exit(0)
 
 
-def forks(tokens: TokenBatch) -> Tensor:
-    """Let a child go on as well."""
-    FORKED.append(os.fork())
-    return plain(tokens)
-
-
 def numpy_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Any:
     """Return an array."""
     return (rewards - rewards.mean()).numpy()
@@ -207,4 +200,3 @@ def infinite_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
 
 
 NOT_CALLABLE = 3
-FORKED: list[int] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import warnings
 from typing import Any
@@ -83,7 +82,7 @@ def test_an_error_is_one_line_with_the_place_in_the_user_s_file(name: str, probl
     assert "\n" not in message
     lines, first = inspect.getsourcelines(getattr(own_objectives, name))
     (place,) = re.findall(rf"\({re.escape(own_objectives.__file__)}:(\d+)\)", message)
-    culprit = {"raises": 'weights["negative"]', "MixesBounds": "def bounds", "exits": "sys.exit"}
+    culprit = {"raises": 'weights["negative"]', "exits": "sys.exit"}
     wanted = culprit.get(name, "def " if name[0].islower() else "class ")
     assert wanted in lines[int(place) - first]
 
@@ -122,17 +121,6 @@ def test_what_a_user_s_code_changes_for_all_code_is_taken_back() -> None:
         load_objective(AlgorithmConfig(objective=name))
     assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (torch.float32, True)
     assert warnings.filters == filters
-
-
-def test_a_child_that_an_objective_forks_does_not_go_on_as_a_trainer(capfd) -> None:
-    pid = os.getpid()
-    load_objective(config("forks"))
-    assert os.getpid() == pid, "a child came back"
-    for child in own_objectives.FORKED:
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    assert own_objectives.FORKED
-    line = f"algorithm.objective: '{OWN}:forks' forked a process that came back; it was ended"
-    assert set(capfd.readouterr().err.splitlines()) == {line}
 
 
 @pytest.mark.parametrize(
