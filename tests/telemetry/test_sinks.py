@@ -60,6 +60,15 @@ def test_rows_that_a_resumed_run_makes_again_are_dropped(tmp_path: Path) -> None
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "reward/mean": 0.9}]
 
 
+def test_a_run_of_an_earlier_version_goes_on_under_the_present_names(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "bapo/clip_low": 0.6, "bapo/clip_high": 1.2, "a": 1}\n')
+    assert read_metrics(path) == [{"step": 1, "clip/low": 0.6, "clip/high": 1.2, "a": 1}]
+    write(tmp_path, (2, {"clip/low": 0.7}), first=2)
+    assert json.loads(path.read_text().splitlines()[0])["clip/low"] == 0.6
+    assert "bapo" not in path.read_text()
+
+
 def test_a_torn_last_line_does_not_block_a_resumed_run(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a"')
