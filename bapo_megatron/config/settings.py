@@ -6,7 +6,6 @@ keys that are not the schema's are left out, since they may be secrets.
 
 import re
 from collections.abc import Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ _SECRET = re.compile(r"pass|pwd|secret|key|token|auth|credential|bearer|private"
 _HIDDEN = "not shown"
 _KEYS = {key.name.replace("[]", ""): key.type for key in describe_keys()}
 """Types of all keys of the schema."""
-_FREE = tuple(f"{name}." for name, kind in _KEYS.items() if kind == "mapping")
-"""Beginnings of keys that the user chooses."""
+_ABSENT = object()
 
 _MASKED_BY = {
     FinishReason.LENGTH: "reward.truncated",
@@ -71,30 +69,11 @@ def _flattened(value: Any, key: str) -> list[tuple[str, Any]]:
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the keys by which two configurations differ, in their order.
 
-    They may be of two versions of the project: a key of which only one knows makes no difference.
-    What only one has for another reason does: entries of a list or of a mapping without a schema,
-    and a section that is null in the other.
+    A section, list or mapping that only one of them has is named by the keys in it.
     """
-    unequal = {key for key in one.keys() & other.keys() if one[key] != other[key]}
-    if one.keys() != other.keys():
-        unequal |= _chosen_alone(one, other) | _chosen_alone(other, one)
-    return [key for key in {**one, **other} if key in unequal]
-
-
-def _chosen_alone(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
-    """The keys that only ``one`` has, and not for its version."""
-    nodes, chosen = {node for key in other for node in _nodes(key)}, set()
-    for key in one.keys() - nodes:
-        missing = next(node for node in _nodes(key) if node not in nodes)
-        above, _, name = missing.rpartition(".")
-        if name.isdigit() or key.startswith(_FREE) or above in other:
-            chosen.add(key)
-    return chosen
-
-
-def _nodes(key: str) -> list[str]:
-    """The sections that a key is in, from the outermost on, and itself."""
-    return list(accumulate(key.split("."), "{}.{}".format))
+    values = {key: [flat.get(key, _ABSENT) for flat in (one, other)] for key in {**one, **other}}
+    unequal = [key for key, (first, second) in values.items() if first != second]
+    return [key for key in unequal if not any(k.startswith(f"{key}.") for k in unequal)]
 
 
 def masked_reasons(settings: Mapping[str, Any]) -> frozenset[FinishReason]:

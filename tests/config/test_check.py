@@ -117,10 +117,10 @@ EPOCHS = "algorithm.updates_per_batch=2 algorithm.epochs"
     ],
 )
 def test_each_rule_names_key_rule_value_and_remedy(check, overrides, key, word):
-    given = re.split(r" (?=[\w.]+=)", overrides)
-    world_size = int(given.pop().partition("=")[2]) if "WORLD" in overrides else 1
+    arguments = re.split(r" (?=[\w.]+=)", overrides)
+    world_size = int(arguments.pop().partition("=")[2]) if "WORLD" in overrides else 1
     with pytest.raises(ConfigError) as refused:
-        check(*given, world_size=world_size)
+        check(*arguments, world_size=world_size)
     message = str(refused.value)
     assert message.startswith(f"{key}: ")
     assert word in message

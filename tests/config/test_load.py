@@ -206,7 +206,7 @@ def test_a_section_is_parsed_from_options():
     config = parse_section(BapoConfig, {"preset": "recipe", "contribution": "gradient"}, "options")
 
     assert (config.contribution, config.measure) == ("gradient", "ratio")
-    for given, message in (
+    for options, message in (
         ({"preset": "x"}, "'preset' must be 'paper' or 'recipe', got 'x'"),
         ({"preset": []}, "'preset' must be 'paper' or 'recipe', got "),
         ({"taget": 0.4}, "unknown key 'taget'; did you mean 'target'"),
@@ -215,7 +215,7 @@ def test_a_section_is_parsed_from_options():
         ({"lower": {"start": 0.1}}, "needs 0.5 <= lower.start"),
     ):
         with pytest.raises(ConfigError, match=f"^options: {message}"):
-            parse_section(BapoConfig, given, "options")
+            parse_section(BapoConfig, options, "options")
 
 
 def test_paths_are_absolute_from_the_start_and_a_tilde_is_the_home_directory(tmp_path, monkeypatch):

@@ -175,7 +175,7 @@ def test_a_run_of_the_table_fits_and_passes_the_checks_at_its_start(
 def test_what_the_text_says_to_add_can_be_added(
     name: str, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert all(each in TEXT for each in more)
+    assert all(override in TEXT for override in more)
     monkeypatch.chdir(tmp_path)
     (command,) = [command for command in RUNS if f"name={name}" in command]
     config = config_of(command, *more)

@@ -115,23 +115,20 @@ def test_a_file_that_is_older_than_a_key_has_its_default(tmp_path) -> None:
     assert differing(read_settings(file), {**now, "rollout.async_steps": 1}) == [
         "rollout.async_steps"
     ]
-    # What this version does not know either makes no difference, and is kept.
-    file.write_text(text + "former: {key: 1}\n")
+    file.write_text(text + "former: {key: 1}\n")  # of another version
     assert read_settings(file)["former.key"] == 1
-    assert differing(read_settings(file), {**now, "optimizer.lr": 1.0}) == ["optimizer.lr"]
+    assert {"former.key", "rollout.async_steps"} < set(differing(read_settings(file), now))
 
 
 @pytest.mark.parametrize(
     ("one", "other", "keys"),
     [
         ({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}}, ["a.y"]),
-        ({"a": {"x": 1, "y": 2}}, {"a": {"x": 1}}, []),
-        ({"a": {"x": 1}}, {"b": {"x": 1}}, []),
+        ({"a": {"x": 1, "y": 2}}, {"a": {"x": 1}}, ["a.y"]),
         ({"a": None}, {"a": {"x": 1}}, ["a.x"]),
         ({"a": [{"x": 1}]}, {"a": [{"x": 1}, {"x": 2}]}, ["a.1.x"]),
-        ({"a": [{"x": 1}]}, {"a": [{"x": 1, "y": 2}]}, []),
+        ({"a": [{"x": 1}]}, {"a": [{"x": 1, "y": 2}]}, ["a.0.y"]),
         ({"a": []}, {"a": [{"x": 1}]}, ["a.0.x"]),
-        ({}, {"algorithm": {"objective_options": {}}}, []),
         *(
             ({section: {name: one}}, {section: {name: other}}, [f"{section}.{name}.{key}"])
             for section, name in (
@@ -146,7 +143,7 @@ def test_a_file_that_is_older_than_a_key_has_its_default(tmp_path) -> None:
         ),
     ],
 )
-def test_configurations_differ_by_what_a_user_chose_and_not_by_what_a_version_knows(
+def test_configurations_differ_by_the_keys_below_which_they_do(
     one: dict[str, Any], other: dict[str, Any], keys: list[str]
 ) -> None:
     assert differing(flat_settings(one), flat_settings(other)) == keys

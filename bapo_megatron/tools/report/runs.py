@@ -93,7 +93,7 @@ class RunGroup:
     label: str
     runs: tuple[RunRecord, ...]
     settings: Mapping[str, Any]
-    """What any of them has, apart from the seed."""
+    """Of all of them, without the seed."""
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
@@ -148,7 +148,6 @@ def group_runs(runs: Sequence[RunRecord]) -> tuple[list[RunGroup], list[str]]:
             has_seed = run.seed in [member.seed for member in group]
             if settings and known and not has_seed and not differing(settings, known):
                 group.append(run)
-                known |= settings
                 break
         else:
             members.append([run])

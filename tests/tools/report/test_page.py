@@ -64,9 +64,9 @@ def test_seeds_of_a_configuration_are_one_band_with_mean_and_range(tmp_path: Pat
     assert panels_of(group_runs(same)[0])[0]["curves"][0]["x"] == [1]
 
 
-def test_a_setting_that_another_version_does_not_know_makes_no_group() -> None:
+def test_runs_of_other_settings_are_groups_of_their_own() -> None:
     old = {"algorithm.objective": "bapo", "reward.overlong": None, "seed": 0}
-    new = {**old, "seed": 1, "checkpoint.verify": True}
+    new = {**old, "seed": 1}
     clip = {**new, "algorithm.objective": "clip"}
     shaped = {"algorithm.objective": "bapo", "reward.overlong.penalty": 1.0}
     two_sets = {**old, "data.train.0.path": "a", "data.train.1.path": "b"}
@@ -82,7 +82,7 @@ def test_a_setting_that_another_version_does_not_know_makes_no_group() -> None:
         replace(runs[1], name=f"k={k}", settings={**new, "optimizer.k": k}) for k in (1, 2)
     )
     table = difference_table(*group_runs([runs[0], first, second]))
-    assert table["rows"] == [["optimizer.k", "1", "2"]]
+    assert table["rows"] == [["optimizer.k", "none", "1", "2"]]
 
 
 def test_a_seed_that_a_group_has_already_begins_another_one() -> None:
