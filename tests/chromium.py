@@ -40,22 +40,22 @@ class Tab:
             if "id" in event:
                 self._answers.pop(event["id"]).set_result(event)
                 continue
-            method, given = event["method"], event["params"]
+            method, params = event["method"], event["params"]
             if method == "Network.requestWillBeSent":
-                self.requests.append(given["request"]["url"])
+                self.requests.append(params["request"]["url"])
             elif method == "Runtime.exceptionThrown":
-                self.errors.append(str(given["exceptionDetails"]))
-            elif method == "Runtime.consoleAPICalled" and given["type"] == "error":
-                self.errors.append(str(given["args"]))
-            elif method == "Log.entryAdded" and given["entry"]["level"] == "error":
-                self.errors.append(given["entry"]["text"])
+                self.errors.append(str(params["exceptionDetails"]))
+            elif method == "Runtime.consoleAPICalled" and params["type"] == "error":
+                self.errors.append(str(params["args"]))
+            elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
+                self.errors.append(params["entry"]["text"])
 
-    async def send(self, method: str, **given: Any) -> dict[str, Any]:
+    async def send(self, method: str, **params: Any) -> dict[str, Any]:
         """Call a method of the protocol and return its result."""
         self._number += 1
         answer = asyncio.get_running_loop().create_future()
         self._answers[self._number] = answer
-        await self._socket.send_json({"id": self._number, "method": method, "params": given})
+        await self._socket.send_json({"id": self._number, "method": method, "params": params})
         event: dict[str, Any] = await asyncio.wait_for(answer, _TIMEOUT_S)
         assert "error" not in event, event["error"]
         return event["result"]
@@ -116,7 +116,7 @@ async def chromium_tab(profile: Path) -> AsyncIterator[Tab]:
             async with aiohttp.ClientSession() as session:
                 async with session.get(f"http://127.0.0.1:{port}/json") as response:
                     targets = await response.json()
-                address = next(each for each in targets if each["type"] == "page")
+                address = next(target for target in targets if target["type"] == "page")
                 async with session.ws_connect(
                     address["webSocketDebuggerUrl"], max_msg_size=0
                 ) as socket:

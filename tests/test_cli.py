@@ -131,8 +131,8 @@ def test_torchrun_is_told_an_error_whose_control_characters_are_seen(tmp_path: P
     file = tmp_path / "error.json"  # whose message torchrun prints
     result = run(["train", "no\x1b[2J.yaml"], environment={"TORCHELASTIC_ERROR_FILE": str(file)})
     assert result.stderr == "bapo-megatron: no␛[2J.yaml: no such file; check the path\n"
-    told = json.loads(file.read_text())["message"]["message"]
-    assert told == "no␛[2J.yaml: no such file; check the path"
+    message = json.loads(file.read_text())["message"]["message"]
+    assert message == "no␛[2J.yaml: no such file; check the path"
 
 
 def test_resume_is_an_option_of_train(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,12 +222,12 @@ def test_rollout_servers_listen_where_they_are_told(
 
 def of_session(session: int) -> list[list[str]]:
     """Command lines of the processes that a script started and that still run."""
-    found = []
+    command_lines = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.cmdline())
-    return found
+                command_lines.append(process.cmdline())
+    return command_lines
 
 
 def slurm_environment(

@@ -185,9 +185,9 @@ def pythons(tmp_path: Path) -> Pythons:
 def test_a_python_is_found_wherever_it_is(
     pythons: Pythons, place: str, variables: dict[str, str]
 ) -> None:
-    found = pythons.add(place)
+    interpreter = pythons.add(place)
     if place == "from-uv":
-        answer = f'[ "$*" = "python find --system 3.12" ] && echo {found}'
+        answer = f'[ "$*" = "python find --system 3.12" ] && echo {interpreter}'
         pythons.script("bin/uv", f"#!/bin/sh\n{answer}\n")
     folders = {name: str(pythons.folder / folder) for name, folder in variables.items()}
     assert pythons.set_up(**folders) == [place, ""]

@@ -31,8 +31,8 @@ KEYS = {KEY: "admin-secret" * 2, "BAPO_MEGATRON_API_KEY": "user-secret" * 2}
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[Node]]:
     """Three machines."""
-    with make_nodes(3) as made:
-        yield made
+    with make_nodes(3) as machines:
+        yield machines
 
 
 @pytest.fixture(scope="module")

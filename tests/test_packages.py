@@ -126,9 +126,9 @@ def test_the_installed_commands_run_without_the_repository(
     where = run(packages, tmp_path, "python", "-c", "import bapo_megatron as b; print(b.__file__)")
     assert Path(where).is_relative_to(packages.programs.parent)
     findings = json.loads(run(packages, tmp_path, "bapo-megatron", "doctor", "--json"))
-    (extension,) = (found for found in findings if found["topic"] == "extension")
+    (extension,) = (finding for finding in findings if finding["topic"] == "extension")
     assert extension["verdict"] == "ok"
     assert f"version {__version__}, commit unknown" in extension["text"]
-    made = make_run(tmp_path / "made")
-    run(packages, tmp_path, "bapo-megatron", "report", str(made))
-    assert (made / "report.html").stat().st_size > 1_000_000
+    run_dir = make_run(tmp_path / "made")
+    run(packages, tmp_path, "bapo-megatron", "report", str(run_dir))
+    assert (run_dir / "report.html").stat().st_size > 1_000_000

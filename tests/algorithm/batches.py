@@ -75,7 +75,7 @@ def oracle_bounds(algorithm: str, batch: dict[str, Tensor]) -> tuple[float, floa
     if algorithm == "clip":
         return LOW, HIGH
     names = ("logprob_T", "behaviour_logprob_T", "advantage_T", "mask_T")
-    found = exact_search(Tokens(*(batch[name].numpy() for name in names)), paper_rule())
-    assert found.exit == "met"
-    assert found.clip_high > 1.25
-    return found.clip_low, found.clip_high
+    result = exact_search(Tokens(*(batch[name].numpy() for name in names)), paper_rule())
+    assert result.exit == "met"
+    assert result.clip_high > 1.25
+    return result.clip_low, result.clip_high

@@ -109,15 +109,15 @@ def test_an_advantage_must_be_a_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "returned"),
     [
         ("numpy_advantage", "a numpy.ndarray for 2 samples"),
         ("bad_advantage", "a float64 tensor [] for 2 samples"),
     ],
 )
-def test_an_advantage_that_is_no_tensor_of_the_group_is_named(name: str, found: str) -> None:
+def test_an_advantage_that_is_no_tensor_of_the_group_is_named(name: str, returned: str) -> None:
     group = SimpleNamespace(samples=[SimpleNamespace(reward=0.0), SimpleNamespace(reward=1.0)])
-    with pytest.raises(UserCodeError, match=re.escape(f" returned {found}")):
+    with pytest.raises(UserCodeError, match=re.escape(f" returned {returned}")):
         Advantages(f"tests.algorithm.own_objectives:{name}").compute([group])
 
 

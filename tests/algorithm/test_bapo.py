@@ -115,12 +115,12 @@ def test_statistics_of_parts_add_up_to_the_bounds_of_exact_arithmetic(
         total_K += objective.statistics(batch.select(part_T))
     assert whole_K.dtype == torch.int64
     assert torch.equal(total_K, whole_K)
-    found = exact_search(tokens, rule)
+    exact = exact_search(tokens, rule)
     decision = objective.decide(total_K).tolist()
-    assert decision[:2] == [found.clip_low, found.clip_high]
+    assert decision[:2] == [exact.clip_low, exact.clip_high]
     exits = {"start": 0, "met": 1, "exhausted": 2}
     signed = int(((mask_T > 0) & (advantage_T != 0)).sum())
-    assert (decision[4], decision[-1]) == (exits[found.exit], signed)
+    assert (decision[4], decision[-1]) == (exits[exact.exit], signed)
 
 
 @pytest.mark.parametrize(

@@ -53,22 +53,22 @@ def test_an_objective_equals_float64_autograd(
         objective = Bapo(BapoConfig(), dual_clip, kernels)
         tokens = replace(tokens, decision=objective.decide(objective.statistics(tokens)))
     weight_T = batch["mask_T"] * batch["loss_weight_T"]
-    found = differentiate(objective, tokens, weight_T, kernels)
+    computed = differentiate(objective, tokens, weight_T, kernels)
     exact = with_gradient(batch)
     del exact["entropy_T"]
     wanted = oracle.policy_loss(**exact, low=low, high=high, dual_clip=dual_clip)
     wanted.loss.backward()
-    loss = (weight_T.double() * found.loss_T.double()).sum()
+    loss = (weight_T.double() * computed.loss_T.double()).sum()
     assert loss.item() == pytest.approx(wanted.loss.item(), abs=1e-6)
-    torch.testing.assert_close(found.logprob_T, exact["logprob_T"].grad, rtol=1e-6, atol=0)
-    assert found.entropy_T is None
+    torch.testing.assert_close(computed.logprob_T, exact["logprob_T"].grad, rtol=1e-6, atol=0)
+    assert computed.entropy_T is None
     trained = tokens.select(torch.nonzero(batch["mask_T"]).squeeze(1))
     assert clipped_tokens(objective, trained) == {
         "high": wanted.clipped_high,
         "low": wanted.clipped_low,
         "dual": wanted.clipped_dual,
     }
-    assert not any(t.requires_grad for t in (found.ratio_T, found.loss_T, found.logprob_T))
+    assert not any(t.requires_grad for t in (computed.ratio_T, computed.loss_T, computed.logprob_T))
 
 
 @pytest.mark.parametrize("dual_clip", [None, DUAL_CLIP])
@@ -91,8 +91,8 @@ def test_the_loss_in_float64_has_the_derivative_of_finite_differences(
     assert loss_T(leaf_T).dtype == torch.float64
     assert torch.autograd.gradcheck(loss_T, [leaf_T], raise_exception=True)
     by_autograd_T = torch.autograd.grad(loss_T(leaf_T).sum(), leaf_T)[0]
-    found = differentiate(objective, tokens, torch.ones(60, dtype=torch.float64))
-    torch.testing.assert_close(found.logprob_T, by_autograd_T, rtol=0, atol=0)
+    computed = differentiate(objective, tokens, torch.ones(60, dtype=torch.float64))
+    torch.testing.assert_close(computed.logprob_T, by_autograd_T, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,10 @@ def test_beyond_the_clamp_of_the_log_ratio_there_is_no_gradient(
     kernels: Kernels, log_ratio: float, advantage: float, gradient: float
 ) -> None:
     tokens = make_tokens(torch.tensor([log_ratio]), torch.zeros(1), torch.tensor([advantage]))
-    found = gradient_of(FixedClip(LOW, HIGH), tokens, kernels)
+    computed = gradient_of(FixedClip(LOW, HIGH), tokens, kernels)
     limited = math.exp(max(-20.0, min(20.0, log_ratio)))
-    assert found.loss_T.item() == pytest.approx(-advantage * limited, rel=1e-6)
-    assert found.logprob_T.item() == pytest.approx(gradient, rel=1e-6)
+    assert computed.loss_T.item() == pytest.approx(-advantage * limited, rel=1e-6)
+    assert computed.logprob_T.item() == pytest.approx(gradient, rel=1e-6)
 
 
 @both_kernels

@@ -59,11 +59,11 @@ def test_the_threshold_of_m2po_is_within_a_bin_of_the_sorted_one(
     )
     assert is_bounded == 1
     assert moment == pytest.approx(np.mean(outward**2), rel=1e-6)
-    exact, found = sorted_threshold(outward, budget), math.log(high)
-    assert -1e-6 <= exact - found < BIN_WIDTH
-    assert math.log(low) == pytest.approx(-found, abs=1e-12)
+    exact, threshold = sorted_threshold(outward, budget), math.log(high)
+    assert -1e-6 <= exact - threshold < BIN_WIDTH
+    assert math.log(low) == pytest.approx(-threshold, abs=1e-12)
     # The budget holds.
-    assert np.mean(np.minimum(outward, found) ** 2) <= budget + 1e-6
+    assert np.mean(np.minimum(outward, threshold) ** 2) <= budget + 1e-6
 
 
 def test_bounds_of_m2po_by_hand() -> None:

@@ -124,7 +124,7 @@ def test_what_a_user_s_code_changes_for_all_code_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("section", "problem"),
     [
         ({"objective": "grpo"}, "'objective' must be .*got 'grpo'; the loss of GRPO is clip"),
         (
@@ -135,6 +135,6 @@ def test_what_a_user_s_code_changes_for_all_code_is_taken_back() -> None:
         ({"advantage": "gae"}, "'advantage' must be .* or package.module:function"),
     ],
 )
-def test_settings_that_name_nothing_are_refused(given: dict[str, Any], problem: str) -> None:
+def test_settings_that_name_nothing_are_refused(section: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        parse_section(AlgorithmConfig, given, place="test")
+        parse_section(AlgorithmConfig, section, place="test")

@@ -106,7 +106,7 @@ def _responses(t: TokenBatch) -> list[Tensor]:
 
 def _per_response(t: TokenBatch, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
     """Mean over responses of a loss of their tokens' x and their advantage."""
-    losses = [loss(x[own], t.advantage[own[0]]) for own in _responses(t)]
+    losses = [loss(x[index], t.advantage[index[0]]) for index in _responses(t)]
     return torch.stack(losses).mean()
 
 
@@ -292,13 +292,13 @@ def test_a_response_without_a_token_that_trains_has_a_finite_loss_and_no_gradien
     tokens = make_tokens(zero_T - 1, zero_T - 1, zero_T, mask_T=zero_T)
     assert tokens.response_tokens.tolist() == [0.0, 0.0]
     objective = make_objective(objective=name)
-    found = differentiate(objective, with_sums(objective, tokens), zero_T)
-    assert found.loss_T.tolist() == [0.0, 0.0]
-    assert found.logprob_T.tolist() == [0.0, 0.0]
+    computed = differentiate(objective, with_sums(objective, tokens), zero_T)
+    assert computed.loss_T.tolist() == [0.0, 0.0]
+    assert computed.logprob_T.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("section", "problem"),
     [
         ({"cispo": {"high": 0.9}}, "'cispo.high' must be"),
         ({"cispo": {"low": 1.1}}, "'cispo.low' must be"),
@@ -318,9 +318,9 @@ def test_a_response_without_a_token_that_trains_has_a_finite_loss_and_no_gradien
         ({"baseline_shift": -0.1}, "'baseline_shift' is for .* advantage: grpo"),
     ],
 )
-def test_settings_out_of_range_are_refused(given: dict[str, Any], problem: str) -> None:
+def test_settings_out_of_range_are_refused(section: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        parse_section(AlgorithmConfig, given, place="test")
+        parse_section(AlgorithmConfig, section, place="test")
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,9 @@ def test_a_sign_that_recent_updates_lacked_has_a_ratio_of_1() -> None:
 def test_a_rescaled_table_has_the_ratios_of_one_and_the_weights_of_the_other() -> None:
     bapo = Bapo(BapoConfig.model_validate({"contribution": "gradient"}), 3.0)
     ratios, weights = _statistics(bapo, 1.7, 2.0, 0.5), _statistics(bapo, 1.0, 0.25, 3.0)
-    found = bapo.search.path(bapo.search.rescale(ratios, weights))
+    outcome = bapo.search.path(bapo.search.rescale(ratios, weights))
     expected = bapo.search.path(_statistics(bapo, 1.7, 0.25, 3.0))
-    for pair, wanted in zip(found.candidates, expected.candidates, strict=True):
+    for pair, wanted in zip(outcome.candidates, expected.candidates, strict=True):
         assert pair.positive == pytest.approx(wanted.positive, abs=2**-16)
         assert pair.negative == pytest.approx(wanted.negative, abs=2**-16)
     assert bapo.search.rescale(weights, weights).equal(weights)

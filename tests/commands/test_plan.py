@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,50 +46,6 @@ def test_the_tables_are_readable_on_100_columns(config: str) -> None:
     ):
         assert sum(heading in line for line in lines) == 1
     assert sum(line.lstrip().startswith("→") for line in lines) == 1
-
-
-@pytest.mark.parametrize("columns", [None, "60"])
-def test_nothing_is_cut_in_a_pipe_or_on_a_narrow_terminal(
-    config: str, monkeypatch: pytest.MonkeyPatch, columns: str | None
-) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    arguments = ["plan", config, "--model-config", MODEL, "--gpus", "16"]
-    result = run(arguments, environment={"COLUMNS": columns} if columns else None)
-    assert result.returncode == 0, result.stderr
-    assert "…" not in result.stdout
-    if columns is None:
-        headings = [line.split() for line in result.stdout.splitlines() if "recompute" in line]
-        assert ["fits", "bubble", "training", "s"] in [words[-4:] for words in headings]
-
-
-def test_no_row_of_messages_and_phases_is_wrapped(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "name: run\nrun_dir: runs/run\nmodel: {path: models/absent}\n"
-        "parallel: {tensor: 8, sequence: true, pipeline: 2, context: 4}\n"
-        "megatron: {overlap_grad_reduce: true, overlap_param_gather: true}\n"
-        "rollout: {groups_per_step: 128, samples_per_group: 16, max_response_tokens: 65536}\n"
-        "train: {max_tokens_per_micro_batch: 16640}\n"
-    )
-    model = str(MODELS / "deepseek-r1-distill-qwen-32b.json")
-    arguments = ["plan", str(path), "--model-config", model, "--gpus", "128"]
-    table = run(arguments, environment={"COLUMNS": "100"})
-    plan = json.loads(run([*arguments, "--json"]).stdout)
-    rows = re.findall(
-        r"^ *(tensor|context|pipeline|data) +(\d+) +(node|network) +\S+ *$", table.stdout, re.M
-    )
-    # Gradients are summed over 2 data × 4 context ranks.
-    assert rows == [
-        ("tensor", "8", "node"),
-        ("context", "4", "network"),
-        ("pipeline", "2", "network"),
-        ("data", "8", "network"),
-    ]
-    names = [phase["name"] for phase in plan["phases"]]
-    cells = r" +[\d,.<]+" * 4 + r" +\d+%"
-    assert [
-        name for name in names if re.search(rf"^ *{re.escape(name)}{cells} *$", table.stdout, re.M)
-    ] == names
 
 
 def test_json_holds_every_figure(config: str) -> None:

@@ -186,11 +186,11 @@ def test_advantages_are_those_of_the_run_or_of_what_is_named(
     # Rewards 0 and 1: mean 0.5, unbiased standard deviation 0.70711.
     assert advantages() == pytest.approx([-0.70711, 0.70711] * 2, abs=1e-5)
     assert advantages("--advantage", "rloo") == [-1.0, 1.0] * 2
-    own = "tests.algorithm.own_objectives:rank_advantage"
+    custom = "tests.algorithm.own_objectives:rank_advantage"
     config = run / "config.yaml"
-    config.write_text(config.read_text().replace("advantage: grpo", f"advantage: {own}"))
+    config.write_text(config.read_text().replace("advantage: grpo", f"advantage: {custom}"))
     assert advantages() == [None] * 4
-    assert advantages("--advantage", own) == [-0.5, 0.5] * 2
+    assert advantages("--advantage", custom) == [-0.5, 0.5] * 2
     with pytest.raises(typer.BadParameter, match="--sort advantage"):
         output_of(capsys, run, "--step", 1, "--sort", "advantage")
     with pytest.raises(typer.BadParameter, match="'gae': name one of grpo, "):

@@ -44,8 +44,8 @@ class TextEquality:
         await asyncio.sleep(0)
         if "slow" in response_text or "slow" in answer:
             return Score(reward=0.0, answer_found=False, timed_out=True)
-        given = response_text.removeprefix(r"\boxed{").removesuffix("}")
-        return Score(reward=float(given.strip() == answer.strip()), answer_found=True)
+        extracted = response_text.removeprefix(r"\boxed{").removesuffix("}")
+        return Score(reward=float(extracted.strip() == answer.strip()), answer_found=True)
 
 
 def result(
@@ -66,9 +66,9 @@ def result(
                 reward=float(answer == right),
                 **fields,
             )
-            for index, answer in enumerate(given)
+            for index, answer in enumerate(responses)
         ]
-        for prompt_id, given in answers.items()
+        for prompt_id, responses in answers.items()
     ]
     return asyncio.run(
         summarise(

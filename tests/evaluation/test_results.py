@@ -141,8 +141,8 @@ def test_evaluations_have_functions_of_their_own_where_some_are_given():
     reward = RewardConfig.model_validate({"functions": [judge], "timeout_s": 9})
     math = EvalConfig.model_validate({"functions": [{"name": "math", "function": "math"}]})
     assert eval_reward(reward, EvalConfig()) is reward
-    own = eval_reward(reward, math)
-    assert (own.functions, own.timeout_s) == (math.functions, 9)
+    section = eval_reward(reward, math)
+    assert (section.functions, section.timeout_s) == (math.functions, 9)
     with pytest.raises(ValueError, match="the name 'judge' occurs twice"):
         EvalConfig.model_validate({"functions": [judge, judge]})
 

@@ -119,12 +119,12 @@ def exact_table(tokens: Tokens, rule: Rule) -> list[int]:
         r = float(np.float32(math.exp(log_ratio)))
         product = a * round(Fraction(r) * UNIT)
         if advantage > 0:
-            found = bins[sum(edge <= r for edge in rule.upper)]
+            limbs = bins[sum(edge <= r for edge in rule.upper)]
         else:
-            found = bins[len(rule.upper) + 1 + sum(edge < r for edge in lower)]
-        found[0] += a
+            limbs = bins[len(rule.upper) + 1 + sum(edge < r for edge in lower)]
+        limbs[0] += a
         for limb in range(3):
-            found[limb + 1] += (product >> (32 * limb)) & 0xFFFFFFFF
+            limbs[limb + 1] += (product >> (32 * limb)) & 0xFFFFFFFF
     return [slot for one_bin in bins for slot in one_bin] + [
         nonfinite,
         out_of_range,
@@ -182,8 +182,8 @@ def float64_search(tokens: Tokens, rule: Rule) -> Found:
         margins.append(abs(positive - scaled) / (positive + scaled))
         return positive / negative >= rule.target
 
-    found = _walk(rule, reaches)
-    return Found(found.clip_low, found.clip_high, found.exit, min(margins))
+    result = _walk(rule, reaches)
+    return Found(result.clip_low, result.clip_high, result.exit, min(margins))
 
 
 def _walk(rule: Rule, reaches: Callable[[float, float], bool]) -> Found:

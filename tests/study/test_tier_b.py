@@ -29,10 +29,10 @@ def test_the_yoked_run_has_the_bounds_of_another_seed_s_bapo(tmp_path: Path) -> 
             (tiny / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     (bapo,) = compute(Setting("bapo", 0, 1e-3, 1, 1), plan, tmp_path)
     path = tmp_path / "bounds" / "bapo_lag0_lr0.001_seed1.json"
-    found = [json.loads(line)[1:] for line in path.read_text().splitlines()][-16:]
-    assert len(found) == 16
-    assert bapo["low"][0] == pytest.approx(np.mean([low for low, _ in found]))
-    assert bapo["high"][0] == pytest.approx(np.mean([high for _, high in found]))
+    pairs = [json.loads(line)[1:] for line in path.read_text().splitlines()][-16:]
+    assert len(pairs) == 16
+    assert bapo["low"][0] == pytest.approx(np.mean([low for low, _ in pairs]))
+    assert bapo["high"][0] == pytest.approx(np.mean([high for _, high in pairs]))
     path.write_text("[0, 1.0, 1.0]\n")
     (yoked,) = compute(Setting("yoked", 0, 1e-3, 0, 1), plan, tmp_path)
     assert yoked["seed"] == 0

@@ -24,8 +24,8 @@ LAG_COST = 0.01
 
 def _row(setting: Setting) -> dict[str, Any]:
     """A run whose seeds differ alike in all arms, but for a little in each."""
-    own = 0.001 * (setting.seed * list(ACCURACY).index(setting.arm) % 5)
-    accuracy = ACCURACY[setting.arm] - LAG_COST * setting.lag + 0.02 * setting.seed + own
+    noise = 0.001 * (setting.seed * list(ACCURACY).index(setting.arm) % 5)
+    accuracy = ACCURACY[setting.arm] - LAG_COST * setting.lag + 0.02 * setting.seed + noise
     searched = (0.6, 0.9) if setting.arm == "bapo" else (None, None)
     return {
         "arm": setting.arm,
@@ -58,8 +58,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
             table = pa.Table.from_pylist([_row(setting)])
             pq.write_table(table, path_of(out / "report", setting.name))
     shape = {"arms": list(ACCURACY), "lags": plan.lags, "rates": plan.rates, "seeds": plan.seeds}
-    made = [{"shards": 59, "commit": "0123abc", "torch": "2.13.0"}]
-    manifest = {"plan": shape | {"steps": 2}, "made_with": made}
+    origin = [{"shards": 59, "commit": "0123abc", "torch": "2.13.0"}]
+    manifest = {"plan": shape | {"steps": 2}, "made_with": origin}
     (out / "manifest.json").write_text(json.dumps(manifest))
     return out
 

@@ -1,4 +1,4 @@
-"""``plot``: colours tell runs, lines tell series, seeds are one band, no legend covers a curve."""
+"""``plot``: colours tell runs, lines tell series, seeds are one band."""
 
 from __future__ import annotations
 
@@ -43,11 +43,6 @@ def test_it_writes_a_png_beside_the_metrics(tmp_path: Path) -> None:
     run = write_run(tmp_path, "bapo", 0)
     cli.app(["plot", str(run)], standalone_mode=False)
     assert (run / "dynamics.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_directory_without_metrics_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: no such file"):
-        dynamics_figure([tmp_path])
 
 
 def test_a_name_that_is_not_utf_8_is_escaped(tmp_path: Path) -> None:
@@ -95,14 +90,6 @@ def test_a_score_has_its_interval(figure: Any) -> None:
     assert len(bars) == 7  # a run each
     ends = bars[0].get_paths()[0].vertices
     assert ends.tolist() == [[1.0, 0.4], [1.0, 0.5]]
-
-
-def test_no_legend_covers_a_panel(figure: Any) -> None:
-    panels = [axis.get_window_extent() for axis in figure.axes]
-    legends = [axis.get_legend() for axis in figure.axes] + figure.legends
-    assert len(legends) == 15
-    for legend in legends:
-        assert not any(legend.get_window_extent().overlaps(panel) for panel in panels)
 
 
 def test_more_runs_than_a_palette_has_still_differ(tmp_path: Path) -> None:

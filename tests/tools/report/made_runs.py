@@ -139,7 +139,7 @@ def _write_rollouts(path: Path, rewards: tuple[float, ...]) -> None:
         "mask": np.ones(4, np.float32),
     }
     # Another response's tokens come next, with the same log-probs.
-    both = {name: np.concatenate([each, each]) for name, each in columns.items()}
+    both = {name: np.concatenate([column, column]) for name, column in columns.items()}
     both["index"][4:] = 1
     both["logprob"][4:] = both["behaviour_logprob"][4:]
     write_token_dump(token_dump_path(path, 1, 0), both)

@@ -57,10 +57,10 @@ def visit(address: str, profile: Path, look: Callable[[Tab], Awaitable[None]]) -
 
 @pytest.mark.browser
 def test_the_page_draws_opens_a_rollout_and_asks_for_nothing(tmp_path: Path) -> None:
-    made = make_run(tmp_path / "made")
-    result = subprocess.run(command(["report", str(made)]), capture_output=True, text=True)
+    run_dir = make_run(tmp_path / "made")
+    result = subprocess.run(command(["report", str(run_dir)]), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    page = made / "report.html"
+    page = run_dir / "report.html"
     assert f"wrote {page}" in result.stdout
 
     async def look(tab: Tab) -> None:
@@ -180,15 +180,15 @@ def test_keys_walk_through_all_groups_of_rollouts_and_their_tokens(tmp_path: Pat
 def test_panels_show_values_of_the_pointer_s_step_only_and_mark_those_of_a_finding(
     tmp_path: Path,
 ) -> None:
-    made = make_run(tmp_path / "made")
-    rows = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
+    run_dir = make_run(tmp_path / "made")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows[2]["mismatch/logprob_abs_mean"] = 3e-7
     rows[5]["train/updates"] = 0.0
     for row, norm in zip(rows[1:], (0.31, 0.45, 0.4, 0.4, 0.4, 0.4), strict=True):
         row |= {"reward/mean": 0.2, "policy/grad_norm": norm, "reward/mixed_groups": 1.0}
-    (made / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = tmp_path / "page.html"
-    page.write_text(render(page_data([made])))
+    page.write_text(render(page_data([run_dir])))
 
     async def look(tab: Tab) -> None:
         plot = "[...document.querySelectorAll('figure')].find(f => f.textContent.includes('{}'))"

@@ -10,7 +10,7 @@ import pytest
 
 from bapo_megatron.config.load import ConfigError, dump_yaml
 from bapo_megatron.tools.sweep import file as sweep_file
-from bapo_megatron.tools.sweep.file import PlannedRun, load_sweep
+from bapo_megatron.tools.sweep.file import load_sweep
 from tests.launch import REPOSITORY
 from tests.tools.sweep.files import VARIANTS, write_sweep
 
@@ -149,39 +149,6 @@ def test_a_run_of_other_settings_is_neither_continued_nor_counted(
         (tmp_path / "sweep" / "grpo" / "seed0" / "config.yaml").write_text(text)
         with pytest.raises(ConfigError, match=f"{place}.*; or remove .*/grpo/seed0$"):
             load_sweep(path)
-
-
-OWN = "algorithm.objective=tests.algorithm.own_objectives:Gspo"
-OPTIONS = "algorithm.objective_options"
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "key"),
-    [
-        (
-            [OWN, f"{OPTIONS}={{high: 5}}"],
-            [OWN, f"{OPTIONS}={{high: 5, low: 0.1}}"],
-            f"{OPTIONS}.low",
-        ),
-        ([OWN, f"{OPTIONS}={{high: 5}}"], [OWN, f"{OPTIONS}={{}}"], f"{OPTIONS}.high"),
-        (["rollout.async_steps=0"], ["rollout.async_steps=1"], "rollout.async_steps"),
-    ],
-)
-def test_settings_are_compared_in_whole(
-    base: Path, tmp_path: Path, before: list[str], now: list[str], key: str
-) -> None:
-    def load(overrides: list[str]) -> list[PlannedRun]:
-        variants = {"own": overrides}
-        return list(load_sweep(write_sweep(tmp_path, base, variants=variants, seeds=[0])).runs)
-
-    (run,) = load(before)
-    run.run_dir.mkdir(parents=True)
-    # A key that is newer than the run must have its default.
-    text = dump_yaml(run.config).replace("  async_steps: 0\n", "")
-    (run.run_dir / "config.yaml").write_text(text)
-    load(before)
-    with pytest.raises(ConfigError, match=f"holds a run with another {key};"):
-        load(now)
 
 
 def test_gpus_are_divided_among_the_runs_at_a_time(
