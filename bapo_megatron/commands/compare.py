@@ -11,10 +11,8 @@ import typer
 
 from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.evaluation import EvalConfig
-from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.evaluation.results import read_results, summarise, votes_pool
-from bapo_megatron.evaluation.samples import ResultsError, read_samples, settings_beside
-from bapo_megatron.runtime.processes import run_async
+from bapo_megatron.evaluation.results import read_results
+from bapo_megatron.evaluation.samples import ResultsError
 from bapo_megatron.telemetry.console import rich_table, uncut_console, visible
 from bapo_megatron.tools.compare import (
     Comparison,
@@ -28,7 +26,7 @@ from bapo_megatron.types import EvalResult
 
 _OVER_PROBLEMS = "Intervals cover variation across problems, not seeds (bootstrap over problems)."
 _OVER_SEEDS = "Intervals cover variation across seeds, not problems (Student's t over seeds)."
-_HELP = "Run directory, eval.json or samples.jsonl; or a group: directory of runs, or a pattern."
+_HELP = "Run directory or eval.json; or a group: directory of runs, or a pattern."
 
 
 def command(
@@ -116,29 +114,12 @@ def _basis_of(comparison: Comparison) -> list[str]:
 
 
 def _results_of(path: Path) -> list[EvalResult]:
-    """Results as they were written, or recomputed from the recorded rewards of a samples file."""
+    """Return the results of a run, or in a file."""
     if path.is_dir():
         newest = newest_results(path)
         if newest is None:
             raise ResultsError(f"{path}: holds no evaluation; give a run that has been evaluated")
         path = newest
     if not path.is_file():
-        raise ResultsError(
-            f"{path}: no such file; give a run directory, an eval.json or a .jsonl of samples"
-        )
-    if path.suffix != ".jsonl":
-        return read_results(path)
-
-    async def count() -> EvalResult:
-        settings = settings_beside(path)
-        async with votes_pool(RewardConfig()) as votes:
-            return await summarise(
-                str(settings.get("name", path.stem)),
-                read_samples(path),
-                votes,
-                EvalConfig(),
-                settings=settings,
-                seed=0,
-            )
-
-    return [run_async(count())]
+        raise ResultsError(f"{path}: no such file; give a run directory or an eval.json")
+    return read_results(path)

@@ -1,34 +1,22 @@
 """``bapo-megatron doctor``: what was built, what will run here, and what does not fit together."""
 
-import asyncio
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from bapo_megatron.commands.options import JsonOption, OverridesArgument, load
+from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.telemetry.console import uncut_console
-from bapo_megatron.tools.doctor import ask_servers, diagnose, probe
+from bapo_megatron.tools.doctor import diagnose, probe
 
 
-def command(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="Ask the rollout.servers of this run.")
-    ] = None,
-    overrides: OverridesArgument = None,
-    as_json: JsonOption = False,
-) -> None:
+def command(as_json: JsonOption = False) -> None:
     """Report what was built, which kernels will run, and what does not fit together.
 
     The exit status is 1 if there is a problem.
     """
-    run_config = None if config is None else load(config, overrides)
     findings = diagnose(probe())
-    if run_config is not None and not run_config.rollout.starts_servers:
-        findings += asyncio.run(ask_servers(run_config))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

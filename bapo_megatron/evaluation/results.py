@@ -280,7 +280,7 @@ def read_results(path: Path) -> list[EvalResult]:
     except ValueError as error:
         raise ResultsError(
             f"{path}: holds no results that this version reads ({error}); give the eval.json of "
-            "an evaluation, or a .jsonl of its samples"
+            "an evaluation"
         ) from error
     return results
 

@@ -1,6 +1,6 @@
 """What was built, what will run on this machine, and what does not fit together.
 
-``probe`` looks at the machine, ``diagnose`` judges what it saw; ``ask_servers`` asks servers.
+``probe`` looks at the machine, ``diagnose`` judges what it saw.
 """
 
 import importlib.util
@@ -15,9 +15,7 @@ import torch
 
 from bapo_megatron import __version__
 from bapo_megatron.config.rollout import ENGINES
-from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.errors import RolloutError
 from bapo_megatron.runtime.processes import nccl_settings
 from bapo_megatron.runtime.stack import REMEDY, error_of, stack_errors
 from bapo_megatron.runtime.versions import installed_version
@@ -26,7 +24,6 @@ _MEGATRON_VERSION = "0.19.2"
 """The version that pyproject.toml asks for."""
 _TRANSFORMER_ENGINE_VERSION = "2.20.2"
 """The version whose sources the tests import; Megatron-core declares none."""
-_ANSWER_S = 30.0
 _NETWORK = Path("/sys/class/net")
 """A directory per interface, and files of drivers such as bonding."""
 _REBUILD = "pip install --no-build-isolation -e ."
@@ -118,26 +115,6 @@ def diagnose(machine: Machine) -> list[Diagnosis]:
         Diagnosis("NCCL", "ok", f"{_nccl()} in the trainer, and in servers that are started here"),
         _judge_network(machine),
     ]
-
-
-async def ask_servers(config: RunConfig) -> list[Diagnosis]:
-    """Ask each of ``rollout.servers`` whether a trainer here could form an NCCL group with it."""
-    diagnoses = []
-    backend = load_kind(config.rollout.engine).open(config, "cpu", awaits_weights=True)
-    for address in backend.addresses():
-        engine = await backend.connect(address)
-        diagnosis = Diagnosis(engine.address, "ok", f"{_nccl()}, as here")
-        try:
-            capabilities = await engine.capabilities(_ANSWER_S)
-            capabilities.check_nccl(engine.address)
-            if not capabilities.nccl_settings:  # it was not started by this project
-                remedy = f"start it with {_nccl()}"
-                diagnosis = Diagnosis(engine.address, "note", "NCCL settings unknown", remedy)
-        except RolloutError as error:
-            diagnosis = Diagnosis(engine.address, "problem", str(error))
-        diagnoses.append(diagnosis)
-        await engine.close()
-    return diagnoses
 
 
 def _nccl() -> str:
