@@ -5,7 +5,7 @@ reaches that of the dynamic rendezvous runs code here, by pickles, and whoever r
 static one can have the ranks connect to themselves. This rendezvous is static, and its store
 listens on the loopback for a single node, else on ``--master-addr``, an address of the first node.
 torchrun's logs, which hold the ranks' errors, are in a private directory that goes with it. Below
-its report, the last line says what ended the run and how it goes on.
+its report, the last line says what ended the run and how to continue.
 """
 
 import argparse

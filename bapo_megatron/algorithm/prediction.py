@@ -34,7 +34,7 @@ class Prediction:
 class Predictor:
     """Predicts the decisions of a run's updates in their order.
 
-    It forgets with the process: a run that goes on may miss more at first, with the same results.
+    Its history ends with the process: a resumed run may miss more at first, with equal results.
     """
 
     def __init__(self, objective: Objective) -> None:

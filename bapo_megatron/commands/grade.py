@@ -41,7 +41,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The fields of a line that have a rule; the others are the row of the prompt."""
+    """The checked fields of a line; the others are the row of the prompt."""
 
     response: str
     answer: Any
@@ -181,7 +181,7 @@ def _write(output: int, content: bytes) -> None:
 
 
 async def _in_thread[T](name: str, function: Callable[[], T]) -> T:
-    """Run what may block on a file in a thread, for which nobody waits after a cancellation."""
+    """Run what may block on a file in a thread that is not waited for after a cancellation."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # a cancellation leaves it to the thread
 

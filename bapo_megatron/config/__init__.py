@@ -1,1 +1,1 @@
-"""What a run is told to do: the schema, how it is read, and the rules across sections."""
+"""The configuration of a run: its schema, how it is read, and the rules across sections."""

@@ -242,7 +242,7 @@ def packing_multiples(parallel: ParallelConfig, megatron: MegatronConfig) -> tup
     """
     # Context-parallel ranks hold two chunks of every sequence each.
     per_sequence = 2 * parallel.context if parallel.context > 1 else 1
-    # The scaling blocks of 8-bit products have 128 rows.
+    # The scaling blocks of FP8 have 128 rows.
     per_rank = math.lcm(
         parallel.tensor if parallel.sequence else 1, 128 if megatron.fp8 != "none" else 1
     )

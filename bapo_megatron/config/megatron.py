@@ -22,7 +22,7 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1)
     """Tensor-parallel size: ranks that share every layer."""
     sequence: bool = False
-    """Sequence parallel: ranks also divide the work between matrix products (needs tensor > 1)."""
+    """Sequence parallel: ranks also divide the tokens between GEMMs (needs tensor > 1)."""
     pipeline: int = Field(1, ge=1)
     """Pipeline-parallel size: stages of successive layers."""
     virtual_pipeline: int = Field(1, ge=1)
@@ -64,7 +64,7 @@ class MegatronConfig(Section):
     recompute_layers: int = Field(1, ge=1)
     """Number of layers in a block whose input ``recompute: full`` keeps."""
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
-    """Transformer Engine's 8-bit matrix products."""
+    """FP8 format of Transformer Engine's GEMMs."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
     """Scaling of ``fp8``."""
     optimizer_offload_share: float = Field(0.0, ge=0, le=1)

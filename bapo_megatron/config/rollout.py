@@ -91,8 +91,8 @@ class WeightSyncConfig(Section):
     of them see; ``tensor``: shared memory, for servers on rank 0's node."""
     in_flight: Literal["abort", "retract", "in_place"] = "abort"
     """Requests in flight are ``abort``ed and resumed with what they had; or the servers pause:
-    ``retract`` computes their keys and values anew under the new weights, ``in_place`` keeps the
-    old ones, so that later log-probs belong to no single version."""
+    ``retract`` recomputes their KV cache under the new weights, ``in_place`` keeps the old one, so
+    that later log-probs belong to no single version."""
     bucket_mb: int = Field(512, ge=1)
     """Size limit of a piece of weights, in 10^6 bytes (a piece has at least one tensor)."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -120,8 +120,8 @@ class HealthConfig(Section):
     timeout_s: float = Field(30.0, gt=0)
     """Take out a server that answers no check for this long."""
     stuck_timeout_s: float = Field(120.0, gt=0)
-    """A server whose scheduler answers no question for this long, although nobody waits for it to
-    take weights, is restarted by its owner (the trainer, or ``serve``)."""
+    """A server whose scheduler does not respond for this long, outside a weight sync, is restarted
+    by its owner (the trainer, or ``serve``)."""
     patience_s: float = Field(900.0, gt=0)
     """How long a run without a usable server waits before it saves and ends."""
 
@@ -217,7 +217,7 @@ class RolloutConfig(Section):
     servers: tuple[str, ...] = ()
     """Addresses (http://host:port) of running servers; empty: the trainer starts its own."""
     servers_file: AbsolutePath | None = None
-    """File with these addresses instead, one on each line, read again while the run goes on:
+    """File with these addresses instead, one on each line, read again during the run:
     servers join and leave as their lines come and go."""
     min_servers: int | None = Field(None, ge=1)
     """Number of servers that must answer before the run begins; the others join when they are

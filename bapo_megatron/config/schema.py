@@ -216,7 +216,7 @@ class CheckpointConfig(Section):
     """Metric of an evaluation, such as ``eval/aime24/avg_at_k``: the checkpoint with its largest
     value is always saved, kept, and named by ``checkpoints/best``. Empty: none."""
     asynchronous: bool = False
-    """Write in the background while training goes on (from a copy in host memory)."""
+    """Write in the background while training continues (from a copy in host memory)."""
     verify: bool = True
     """Compare the files that a resumed run reads with the checksums saved with them."""
     at_end: bool = True
@@ -248,7 +248,7 @@ class LogConfig(Section):
     the data sheet, where the GPU is known (docs/runtime.md)."""
     hang_s: float = Field(300.0, gt=0)
     """When a rank has made no progress for this long, all ranks write their stacks to
-    ``<run_dir>/logs`` and rank 0 says which rank does what; the run goes on. Must be below
+    ``<run_dir>/logs`` and rank 0 says which rank does what; the run continues. Must be below
     ``parallel.timeout_s``."""
 
 

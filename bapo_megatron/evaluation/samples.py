@@ -6,7 +6,7 @@
 
 Each sample is one line, written as it finishes. ``SampleJournal`` appends and resumes,
 ``read_samples`` reads a complete file. A kill can only tear the last line, which ``SampleJournal``
-removes: that sample is made again. Only an evaluation with the same settings may add samples.
+removes: that sample is repeated. Only an evaluation with the same settings may add samples.
 """
 
 import asyncio
@@ -263,7 +263,7 @@ class EvalSample:
 
 
 class SampleJournal:
-    """The file of one set while it is sampled; nobody else writes it meanwhile."""
+    """The file of one set while it is sampled; it has no other writer."""
 
     def __init__(self, path: Path, file: FileIO, samples: Iterable[EvalSample]) -> None:
         """Continue an open file; see ``open``."""
@@ -295,7 +295,7 @@ class SampleJournal:
                 content = path.read_bytes()
                 end = content.rfind(b"\n") + 1
                 if end < len(content):
-                    _LOG.warning("%s: its last line was torn; that sample is made again", path)
+                    _LOG.warning("%s: its last line was torn; repeating that sample", path)
                     file.truncate(end)
                 samples = map(_without_texts, iterate_samples(path))
             else:

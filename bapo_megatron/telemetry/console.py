@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 class _VisibleConsole(Console):
     """Shows the control characters in a string, a table's cell or title, instead of sending them.
 
-    A ``Text`` is its maker's to make ``visible``.
+    A ``Text`` must be made ``visible`` by the caller.
     """
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -145,7 +145,7 @@ def print_entry(console: Console, title: str, parts: Sequence[tuple[str, str]]) 
 
 @contextmanager
 def console_kept_in(path: Path) -> Iterator[None]:
-    """Append to ``path`` what people are told during the block, with times.
+    """Append to ``path``, with times, what the block prints for people.
 
     That is what ``say`` and ``show`` print, warnings of every logger, which go to standard error as
     before, and the error that ends the block, with its traceback.
@@ -237,17 +237,17 @@ def describe_rate(num_tokens: int, began_s: float) -> str:
 
 
 class Pulse:
-    """What a process does, and its last sign of progress; noting one takes under a microsecond."""
+    """The phase of a process and its last heartbeat; recording one takes under a microsecond."""
 
     def __init__(self) -> None:
         self.note("start")
 
     def note(self, doing: str) -> None:
-        """Say what comes now."""
+        """Begin a phase."""
         self.doing, self.num_beats, self.beat_s = doing, 0, time.monotonic()
 
     def beat(self) -> None:
-        """Note progress: a micro-batch, or a sign that whoever is waited for is alive."""
+        """Record a heartbeat: progress of this process, or of one that it waits for."""
         self.num_beats += 1
         self.beat_s = time.monotonic()
 

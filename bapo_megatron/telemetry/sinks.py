@@ -66,9 +66,8 @@ def _is_kept(value: float) -> bool:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Rows of a ``metrics.jsonl``; ``step`` is the number of finished steps, 0 before training.
 
-    Metrics of earlier versions have their present names (``OLD_METRIC_NAMES``).
-    A last line without its end is left out: a kill or a full disk has cut it, or it is being
-    written.
+    Metrics of earlier versions have their present names (``OLD_METRIC_NAMES``). A last line without
+    its end is left out: it was cut by a kill or a full disk, or is being written.
 
     Raises:
         ValueError: A line is not a JSON object of numbers with a step; the message names file, line
@@ -97,7 +96,7 @@ class MetricsSinks:
         sample_rows: Callable[[int], Sequence[SampleRow]] = lambda _: (),
         show_row: ShowRow | None = None,
     ) -> None:
-        """Open the sinks; drop the rows from ``first_step`` on, which are made again.
+        """Open the sinks; drop the rows from ``first_step`` on, which the run repeats.
 
         ``settings`` and ``sample_rows`` are for trackers; ``show_row`` takes every row.
         """
@@ -192,7 +191,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """The run at Weights & Biases; a resumed run goes on under the same id."""
+    """The run at Weights & Biases; a resumed run continues under the same id."""
 
     def __init__(
         self,

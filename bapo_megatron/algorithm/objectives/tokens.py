@@ -29,7 +29,7 @@ def _weighted(tokens: TokenBatch, weight_T: Tensor) -> Tensor:
 
 
 def reinforce(tokens: TokenBatch) -> Tensor:
-    """Weigh by 1, whoever sampled the token: REINFORCE, AsymRE (arXiv 2506.20520)."""
+    """Weigh by 1, whatever policy sampled the token: REINFORCE, AsymRE (arXiv 2506.20520)."""
     return -tokens.advantage * tokens.logprob
 
 

@@ -298,7 +298,7 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
 
     A server has ``rollout.server.tensor`` GPUs, or twice, four times, … as many where that leaves
     no room for the longest sequence: servers that run elsewhere are sized there. Its GPUs divide
-    weights, keys and values: 2 · layers · key channels · element bytes of each token.
+    weights and KV cache: 2 · layers · key channels · element bytes of each token.
 
     Raises:
         ValueError: The server cannot be divided so, or neither a node nor ``max_total_tokens`` has

@@ -1,6 +1,6 @@
 """A plan: what a configuration needs and how long a step takes, beside every other layout.
 
-``choose_layout`` also decides which GPUs train and which sample, where nobody has chosen yet.
+``choose_layout`` also decides which GPUs train and which sample, for ``init``.
 """
 
 from collections.abc import Iterator, Sequence

@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def sequence_ranks(self) -> int:
-        """Ranks that divide the tokens between matrix products."""
+        """Ranks that divide the tokens between GEMMs."""
         return self.tensor if self.sequence else 1
 
     def layers_per_chunk(self, hf: HfConfig) -> int:
@@ -207,7 +207,7 @@ class Passes:
     forward_only: int
     """For bounds that are not predicted, and for ``behaviour: recomputed``."""
     repeated: float
-    """Loss passes that are made again, because the predicted bounds were wrong."""
+    """Loss passes that are repeated because the predicted bounds were wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,9 +147,9 @@ def _phase(
 def rollout_time(case: Scenario, work: Workload, memory: RolloutMemory) -> tuple[PhaseTime, float]:
     """Estimate generation; also returns the tokens per second of one rollout GPU.
 
-    A decoding step reads the weights and the keys and values of the running sequences, as many as
-    fit and as there are, and computes two operations per parameter and sequence; the slower of the
-    two counts. Without partial rollouts a step ends with its longest response, decoded alone; with
+    A decoding step reads the weights and the KV cache of the running sequences, as many as fit and
+    as there are, and computes two operations per parameter and sequence; the slower of the two
+    counts. Without partial rollouts a step ends with its longest response, decoded alone; with
     ``partial_tokens``, when a response has got them.
     """
     assumptions, rollout = case.assumptions, case.config.rollout

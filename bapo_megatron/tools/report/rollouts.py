@@ -286,7 +286,7 @@ def sample_rollouts(run: RunRecord, tokenizer: Any, max_bytes: float) -> dict[st
         try:
             dumped = read_step(paths[step], run.settings)
         except FileNotFoundError:
-            continue  # the run goes on and has removed it (rollout.keep_dumps)
+            continue  # removed by the run meanwhile (rollout.keep_dumps)
         ratios = read_ratios(run.path, step)
         has_ratios |= ratios is not None
         num_read += 1

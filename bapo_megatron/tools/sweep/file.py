@@ -211,7 +211,7 @@ def _plan(
 
 
 def _check(run: PlannedRun, gpu_shares: Sequence[str], *, is_here: bool) -> None:
-    """Check what training needs, that there is a score to compare, and what is there already."""
+    """Check what training needs, that there is a score to compare, and the run directory."""
     config, steps = run.config, run.config.train.steps
     every = config.eval.every_steps
     if config.replay.dumps is not None or not config.eval.sets:

@@ -37,7 +37,7 @@ class VariantScore:
     variant: str
     score: GroupScore
     against_first: AgainstFirst | None
-    """None for the first variant, and where fewer than two pairs are there."""
+    """None for the first variant, and for fewer than two pairs."""
 
 
 @dataclass(frozen=True, slots=True)
