@@ -8,7 +8,6 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,6 @@ import torch
 from bapo_megatron import __version__
 from bapo_megatron.config.rollout import ENGINES
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.runtime.processes import nccl_settings
 from bapo_megatron.runtime.stack import REMEDY, error_of, stack_errors
 from bapo_megatron.runtime.versions import installed_version
 
@@ -24,8 +22,6 @@ _MEGATRON_VERSION = "0.19.2"
 """The version that pyproject.toml asks for."""
 _TRANSFORMER_ENGINE_VERSION = "2.20.2"
 """The version whose sources the tests import; Megatron-core declares none."""
-_NETWORK = Path("/sys/class/net")
-"""A directory per interface, and files of drivers such as bonding."""
 _REBUILD = "pip install --no-build-isolation -e ."
 
 Verdict = Literal["ok", "note", "problem"]
@@ -55,8 +51,6 @@ class Machine:
     """Installed version by distribution name."""
     errors: dict[str, str]
     """Why a package or the extension does not work, by name; also of some not installed."""
-    interfaces: tuple[str, ...]
-    """Network interfaces that are up, without the loopback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +79,6 @@ def probe() -> Machine:
     names = ("megatron-core", "transformers", "torchvision", "transformer-engine", "apex")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(index) for index in range(num_gpus)]
-    states = {path.parent.name: path.read_text() for path in _NETWORK.glob("*/operstate")}
-    up = sorted(name for name, state in states.items() if name != "lo" and state.strip() != "down")
     return Machine(
         python=platform.python_version(),
         build=build,
@@ -95,7 +87,6 @@ def probe() -> Machine:
         gpus=tuple(Device(gpu.name, 10 * gpu.major + gpu.minor) for gpu in gpus),
         packages={name: installed_version(name) for name in (*names, *_engine_packages())},
         errors=errors,
-        interfaces=tuple(up),
     )
 
 
@@ -112,13 +103,7 @@ def diagnose(machine: Machine) -> list[Diagnosis]:
         _judge_package("torchvision", machine, None, "note"),
         _judge_transformer_engine(machine),
         _judge_apex(machine),
-        Diagnosis("NCCL", "ok", f"{_nccl()} in the trainer, and in servers that are started here"),
-        _judge_network(machine),
     ]
-
-
-def _nccl() -> str:
-    return " ".join(f"{name}={value}" for name, value in nccl_settings().items())
 
 
 def _engine_packages() -> dict[str, str]:
@@ -241,16 +226,3 @@ def _judge_apex(machine: Machine) -> Diagnosis:
         return Diagnosis("apex", "ok", f"{version} with fused kernels")
     remedy = "pip uninstall apex, or build NVIDIA's from its repository with APEX_CUDA_EXT=1"
     return Diagnosis("apex", "problem", f"{version} has no fused kernels: {error}", remedy)
-
-
-def _judge_network(machine: Machine) -> Diagnosis:
-    if not machine.interfaces:
-        return Diagnosis("network", "ok", "no interface but the loopback")
-    return Diagnosis(
-        "network",
-        "note",
-        f"{', '.join(machine.interfaces)}: ranks on several nodes listen there without a key, as "
-        "torchrun itself does even on one node, and whoever reaches them can run code as you",
-        "start ranks by python -m bapo_megatron.torchrun; close the network around their nodes "
-        "(docs/security.md)",
-    )

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +42,6 @@ CPU_ONLY = Machine(
         "apex": None,
     },
     errors={"apex": "it is not NVIDIA's"},
-    interfaces=("eth0",),
 )
 
 ON_A_GPU = replace(CPU_ONLY, build=BUILD, gpus=(Device("NVIDIA H200", 90),))
@@ -97,17 +95,6 @@ def test_a_driver_older_than_the_linked_runtime_is_a_problem() -> None:
     assert "580" in line.remedy
     # torch sees no GPU then, if it needs the same driver.
     assert diagnosis(replace(CPU_ONLY, build=build), "driver") == line
-
-
-def test_a_driver_s_file_among_the_interfaces_is_none_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, state in (("lo", "unknown"), ("bond0", "up"), ("eth1", "down")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "operstate").write_text(f"{state}\n")
-    (tmp_path / "bonding_masters").write_text("bond0\n")
-    monkeypatch.setattr("bapo_megatron.tools.doctor._NETWORK", tmp_path)
-    assert probe().interfaces == ("bond0",)
 
 
 @pytest.mark.parametrize(
@@ -187,16 +174,3 @@ def test_with_nvcc_the_cuda_kernels_are_built_for_three_architectures() -> None:
     assert build["cuda"]
     assert build["cuda_archs"] == "80;90;100"
     assert build["cuda_runtime"] > 0
-
-
-def test_the_settings_of_nccl_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
-    assert diagnosis(CPU_ONLY, "NCCL").text.startswith("NCCL_CUMEM_ENABLE=0 in the trainer")
-
-
-def test_ports_without_a_key_are_warned_of_where_there_is_a_network() -> None:
-    line = diagnosis(CPU_ONLY, "network")
-    assert (line.verdict, line.text.startswith("eth0: ")) == ("note", True)
-    assert "python -m bapo_megatron.torchrun" in line.remedy
-    alone = diagnosis(replace(CPU_ONLY, interfaces=()), "network")
-    assert (alone.verdict, alone.remedy) == ("ok", "")
