@@ -186,6 +186,7 @@ def rule_of(details: ErrorDetails) -> str:
     if details["type"] == "dataclass_type":
         return "must be an object"
     rule = re.sub(r"^\w+ should ", "must ", details["msg"])
+    rule = re.sub(r"\b10{20,}\b", lambda digits: f"1e+{len(digits[0]) - 1}", rule)
     return rule.replace(" valid ", " ").replace("a int", "an int")
 
 
