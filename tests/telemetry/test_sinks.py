@@ -82,7 +82,7 @@ def test_a_torn_last_line_does_not_block_a_resumed_run(tmp_path: Path) -> None:
         ('{"step": ', "not valid JSON"),
         ('{"a": 1}', "'step'"),
         ('{"step": -1}', "'step'"),
-        ('{"step": 1, "a": 1e151}', r"'a' .* 1e\+150"),
+        ('{"step": 1, "a": 1e151}', r"'a' .* 1e\+150, got"),
         ('{"step": 1, "a": NaN}', "'a'"),
     ],
 )
