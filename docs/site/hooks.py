@@ -34,6 +34,8 @@ API = {
 """Modules under bapo_megatron/ that docs/extending.md builds on."""
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "csrc/README.md")
 LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".cff": "yaml"}
+BOOSTS = {"benchmarks/": 0.1, "source/": 0.1, "study/": 0.1, "reference/": 0.5, "changelog": 0.1}
+"""How much less the search weighs a page whose path begins so than a guide."""
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^\s)#]+)(?=[)#])")
 
 
@@ -60,8 +62,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links to folders and to files outside docs/ lead to their pages."""
+    """Make links to folders and to files outside docs/ lead to their pages; weigh the page."""
     uri = page.file.src_uri
+    for beginning, boost in BOOSTS.items():
+        if uri.startswith(beginning):
+            page.meta["search"] = {"boost": boost, **page.meta.get("search", {})}
     is_source = uri.startswith("source/")
     place = uri.removeprefix("source/") if is_source else f"docs/{uri}"
 
@@ -178,4 +183,10 @@ def _escaped(text: str) -> str:
 def _text(text: str) -> str:
     """A docstring as Markdown on one line, with links to the pages that it names."""
     line = " ".join(text.split()).replace("``", "`")
-    return re.sub(r"\bdocs/(\w+)\.md", r"[\1.md](../\1.md)", _escaped(line))
+    return re.sub(r"\bdocs/(\w+\.md)", lambda match: _titled(match[1]), _escaped(line))
+
+
+def _titled(name: str) -> str:
+    """A link to a page of docs/ that reads as its title."""
+    title = (ROOT / "docs" / name).read_text().splitlines()[0].removeprefix("# ")
+    return f"[{title}](../{name})"

@@ -16,7 +16,6 @@ LISTED = [
     if line.startswith("| `")
     for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])
 ]
-"""Names in the order of the page; ``<…>`` stands for any text."""
 _PATTERNS = [
     re.compile(re.sub(r"<.*?>", ".+", re.escape(name).replace(r"\<", "<"))) for name in LISTED
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from typing import TYPE_CHECKING, NamedTuple
 
 from tests.launch import REPOSITORY
@@ -30,7 +29,6 @@ class Block(NamedTuple):
 
     page: Path
     line: int
-    """Number of the line with the opening fence, from 1."""
     language: str
     title: str
     """``title="…"`` after the language; empty without."""
@@ -52,11 +50,10 @@ def blocks(page: Path) -> list[Block]:
     text = page.read_text()
     found = []
     for match in _FENCE.finditer(text):
-        language, _, rest = match["info"].partition(" ")
-        title = re.fullmatch(r'title="(.*)"', rest)
-        assert title or not rest, f"{name_of(page)}: not an info string: {match['info']}"
+        language, _, title = match["info"].partition(" ")
         line = text.count("\n", 0, match.start()) + 1
-        found.append(Block(page, line, language, title[1] if title else "", match["code"]))
+        title = title.removeprefix('title="').removesuffix('"')
+        found.append(Block(page, line, language, title, match["code"]))
     return found
 
 
@@ -77,16 +74,8 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings as code hosts make them, and those that are written out."""
-    found: set[str] = set()
-    text = prose(page)
-    for heading in re.findall(r"^#{1,6} +(.+?)\s*$", text, re.MULTILINE):
-        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
-        slug = "".join(
-            "-" if letter == " " else letter
-            for letter in words.lower()
-            if letter in " -_" or unicodedata.category(letter)[0] in "LN"
-        )
-        number = next(n for n in range(100) if (f"{slug}-{n}" if n else slug) not in found)
-        found.add(f"{slug}-{number}" if number else slug)
-    return found | set(re.findall(r'<a id="([^"]+)">', text))
+    """The anchors of a page's headings as code hosts make them; headings have no links."""
+    headings = re.findall(r"^#{1,6} +(.+?)\s*$", prose(page), re.MULTILINE)
+    slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert len(slugs) == len(set(slugs)), f"{name_of(page)}: two headings have one anchor"
+    return set(slugs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -29,66 +30,47 @@ class Typed(NamedTuple):
 
     page: str
     arguments: tuple[str, ...]
-    """From the name of the command on; the name of a placeholder is in capitals."""
 
 
 def typed_commands(page: Path) -> list[Typed]:
     """The commands of a page: in blocks for the shell, indented, and in code spans."""
     indented = re.findall(r"^ {4}(?=\S*python |bapo-megatron ).*", prose(page), re.MULTILINE)
     texts = [block.code for block in blocks(page) if block.language == "sh"]
-    texts += [*indented, *spans(page)]
-    found = (arguments for text in texts for arguments in _commands_in(text))
-    return [Typed(name_of(page), arguments) for arguments in dict.fromkeys(found)]
+    lines = [line for text in texts for line in text.replace("\\\n", " ").splitlines()]
+    found = (_arguments(c) for line in (*lines, *indented, *spans(page)) for c in _simple(line))
+    return [Typed(name_of(page), arguments) for arguments in dict.fromkeys(found) if arguments]
 
 
-def _commands_in(text: str) -> list[tuple[str, ...]]:
-    found = []
-    for line in text.replace("\\\n", " ").splitlines():
-        for words in _simple_commands(line):
-            if (arguments := _arguments(words)) is not None:
-                found.append(tuple(arguments))
-    return found
-
-
-def _simple_commands(line: str) -> list[list[str]]:
+def _simple(line: str) -> list[list[str]]:
+    """The simple commands of a line; none in prose, such as an apostrophe."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
     lexer.whitespace_split = True
     try:
         words = list(lexer)
-    except ValueError:  # prose in a code span, such as an apostrophe
+    except ValueError:
         return []
-    commands: list[list[str]] = [[]]
-    for word in words:
-        if set(word) <= set("();<>|&"):
-            commands.append([])
-        else:
-            commands[-1].append(word)
-    return commands
+    parts = groupby(words, lambda word: set(word) <= set("();<>|&"))
+    return [list(part) for is_between, part in parts if not is_between]
 
 
-def _arguments(words: list[str]) -> list[str] | None:
-    """The arguments for bapo-megatron in a simple command; None if it does not call it."""
+def _arguments(words: list[str]) -> tuple[str, ...]:
+    """The arguments for bapo-megatron in a simple command; () if it does not call it."""
     for place, word in enumerate(words):
         rest = words[place + 1 :]
         is_program = word == "bapo-megatron" and all("=" in before for before in words[:place])
         if is_program or (word == "-m" and rest[:1] == ["bapo_megatron"]):
             rest = rest if is_program else rest[1:]
-            return [part.strip("[]") if part[:2] == "[-" else part for part in rest] or None
+            return tuple(part.strip("[]") if part[:2] == "[-" else part for part in rest)
         script = word.removeprefix("examples/")
         if word != script and script in _SCRIPTS and rest:
-            own = rest[2:] if script == "demo.sh" else rest
-            return [*_SCRIPTS[script], *own]
+            return (*_SCRIPTS[script], *(rest[2:] if script == "demo.sh" else rest))
         if word != script and script == "evaluate.sh" and len(rest) >= 3:
-            return ["eval", rest[0], f"model.path={rest[1]}", f"run_dir={rest[2]}", *rest[3:]]
-    return None
+            return ("eval", rest[0], f"model.path={rest[1]}", f"run_dir={rest[2]}", *rest[3:])
+    return ()
 
 
 def parse(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """Return the parameters of a command by name, without running it.
-
-    Raises:
-        typer.TyperException: There is no such command, or it does not take these arguments.
-    """
+    """Return the parameters of a command by name, without running it; raise if it takes others."""
     name, command, rest = _resolve(list(arguments))
     return command.make_context(name, rest).params
 

@@ -99,20 +99,28 @@ def test_a_list_begins_after_an_empty_line(page: Path) -> None:
 
 
 @pytest.mark.browser
-def test_the_search_finds_a_key_in_pages_opened_from_files(site: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "first", "another"),
+    [
+        ("dump_tokens", "dumps.html", "reference/configuration.html"),
+        ("checkpoint", "checkpoints.html", "reference/configuration.html"),
+        ("kernels", "kernels.html", "benchmarks/kernel_code_sm90_202611.html"),
+    ],
+)
+def test_the_search_finds_the_guide_first_in_pages_opened_from_files(
+    site: Path, tmp_path: Path, words: str, first: str, another: str
+) -> None:
     async def look() -> Tab:
         async with chromium_tab(tmp_path / "profile") as tab:
-            await tab.open(
-                (site / "index.html").as_uri(),
-                "document.querySelector('.md-search__input') !== null",
-            )
-            await tab.run("document.querySelector('.md-search__input').focus()")
-            await tab.send("Input.insertText", text="dump_tokens")
-            await tab.until("document.querySelector('a.md-search-result__link') !== null")
-            found = await tab.run(
-                "[...document.querySelectorAll('a.md-search-result__link')].map(a => a.href)"
-            )
-            assert any("configuration.html" in address for address in found)
+            box = "document.querySelector('.md-search__input')"
+            await tab.open((site / "index.html").as_uri(), f"{box} !== null")
+            await tab.run(f"{box}.focus()")
+            await tab.send("Input.insertText", text=words)
+            links = "document.querySelectorAll('a.md-search-result__link')"
+            await tab.until(f"{links}.length > 0")
+            found = await tab.run(f"[...{links}].map(a => a.href)")
+            assert found[0].startswith((site / first).as_uri())
+            assert any(address.startswith((site / another).as_uri()) for address in found)
         return tab
 
     tab = asyncio.run(look())
