@@ -206,11 +206,10 @@ class Engine(Protocol):
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         """Return what it can do; the process that samples must answer, which detects hangs."""
 
-    async def check(self, temperature: float, probe_prompts: Sequence[Sequence[int]] = ()) -> None:
-        """Raise a ``RolloutError`` if a run with these settings must not use it.
+    async def check(self) -> None:
+        """Raise a ``RolloutError`` if the run must not use it.
 
-        ``EngineKind.check`` has already refused what the configuration alone rules out. Log-probs
-        of ``probe_prompts`` may be probed; there are none where nothing is trained.
+        ``EngineKind.check`` has already refused what the configuration alone rules out.
         """
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:

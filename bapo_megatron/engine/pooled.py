@@ -67,7 +67,7 @@ class PooledEngine:
     watcher: asyncio.Task[None] | None = None
     """Asks it whether it answers."""
     is_unproven: bool = True
-    """Whether it has not been checked with pushed weights since it started or came back."""
+    """Whether its log-probs have not been compared since it started or came back."""
 
     @property
     def address(self) -> str:
@@ -104,7 +104,6 @@ class EngineStates:
         self._trusts_reports = version is not None
         self._config = config
         self._health = config.health
-        self._probe_prompts: Sequence[Sequence[int]] = ()
         self._has_begun = False
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -176,11 +175,7 @@ class EngineStates:
         self.wake()
         await pooled.engine.close()
 
-    async def wait_for_engines(
-        self,
-        probe_prompts: Sequence[Sequence[int]] = (),
-        report: Callable[[str], None] = lambda line: None,
-    ) -> None:
+    async def wait_for_engines(self, report: Callable[[str], None] = lambda line: None) -> None:
         """Wait until enough engines answer, for at most ``rollout.health.patience_s``.
 
         Those are ``rollout.min_servers``, or all. What cannot be used ends this wait, later ones
@@ -189,7 +184,6 @@ class EngineStates:
         Raises:
             RolloutError: Too few answer, or one cannot be used as it is.
         """
-        self._probe_prompts = probe_prompts
         self.watch()
         began_s, quorum, num_engines = time.monotonic(), self._config.min_servers, len(self.engines)
 
@@ -367,7 +361,7 @@ class EngineStates:
         if method == "broadcast":
             capabilities.check_nccl(pooled.address)
         if not self.memory_is_away:  # it would crash, and was checked at its first start
-            await pooled.engine.check(self._config.temperature, self._probe_prompts)
+            await pooled.engine.check()
 
     def _take_answer(self, pooled: PooledEngine, reported: str) -> None:
         """Take the weights version that an admitted engine reports."""

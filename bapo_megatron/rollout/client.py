@@ -59,8 +59,8 @@ class CollectorClient:
         """Prepare; nothing is started.
 
         With ``awaits_weights`` the run's servers read no weights: a trainer syncs some first.
-        Without ``for_training`` only evaluations are made, and neither the training prompts nor the
-        temperature convention matter. ``on_progress`` takes lines for people during a wait.
+        Without ``for_training`` only evaluations are made, and the training prompts do not matter.
+        ``on_progress`` takes lines for people during a wait.
         ``stopped`` returns an error once the run is to stop: the start raises it, and ``collect``
         and ``evaluate`` end at once.
         """

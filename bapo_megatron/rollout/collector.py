@@ -229,8 +229,7 @@ class Collector:
         if rollout.servers_file is not None:
             interval_s = rollout.health.interval_s
             states.run(Membership(self._backend, self._pool, weights, interval_s).follow())
-        # Those that have no weights yet are checked after their first weight sync.
-        await states.wait_for_engines(contexts if self._has_weights else (), self._report)
+        await states.wait_for_engines(self._report)
 
     async def collect(self, step: int) -> Path | None:
         """Answer ``messages.COLLECT``."""

@@ -117,7 +117,7 @@ class WeightReceiver:
         # Requests that are paused in place still need their KV cache.
         self._may_flush = self._sync.in_flight != "in_place"
         self._generation = generation
-        self._check = ServerCheck(pool, config, probe_prompts)
+        self._check = ServerCheck(pool, config.weight_sync, probe_prompts)
         self._members: dict[PooledEngine, WeightControl] = {}
         """The servers that take part, in the order of their ranks."""
         self._calls: dict[asyncio.Task[None], PooledEngine] = {}

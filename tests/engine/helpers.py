@@ -78,10 +78,13 @@ def change_weights(model_dir: Path, directory: Path) -> Path:
     for name in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
         tensors[name] *= 1.5
     (directory / "model.safetensors").unlink()
+    files = {}
     for number, names in enumerate((sorted(tensors)[:9], sorted(tensors)[9:]), start=1):
-        content = {name: tensors[name] for name in names}
-        path = directory / f"model-0000{number}-of-00002.safetensors"
-        save_file(content, path, metadata={"format": "pt"})
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({n: tensors[n] for n in names}, directory / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(names, file)
+    index = {"metadata": {}, "weight_map": files}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
 
 

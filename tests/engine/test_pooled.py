@@ -12,7 +12,7 @@ from bapo_megatron.telemetry import console
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang
 from tests.launch import free_port
-from tests.rollout.pool import Response, T, engine_of, pool_of, states_of, until
+from tests.rollout.pool import Response, engine_of, pool_of, states_of, until
 
 
 async def test_a_server_that_comes_back_serves_only_after_it_got_weights() -> None:
@@ -162,14 +162,6 @@ async def test_a_refused_key_ends_the_wait_for_servers_at_once() -> None:
         async with pool_of(fake, health={"patience_s": 1000.0}) as pool:
             with pytest.raises(RolloutError, match="set BAPO_MEGATRON_API_KEY"):
                 await pool.states.wait_for_engines()
-
-
-async def test_a_server_of_the_wrong_convention_ends_the_run_at_its_start() -> None:
-    with FakeSglang() as good, FakeSglang(ignores_temperature=True) as bad:
-        async with pool_of(good, bad, temperature=T) as pool:
-            with pytest.raises(RolloutError, match="SGLANG_RETURN_ORIGINAL_LOGPROB") as caught:
-                await pool.states.wait_for_engines([[5, 6, 7], [8, 9]])
-    assert str(caught.value).startswith(bad.address)
 
 
 async def test_reported_loads_are_summed_up_until_they_are_taken() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class FakeEngine:
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         return Capabilities(1, frozenset({"broadcast", "disk"}))
 
-    async def check(self, *settings: Any) -> None:
+    async def check(self) -> None:
         pass
 
     async def close(self) -> None:

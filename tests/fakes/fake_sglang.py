@@ -58,8 +58,6 @@ class FakeSglang(FakeServer):
     """Time for one token; requests can be aborted in between."""
     stalls: dict[int, int] = field(default_factory=dict)
     """Requests with so many input tokens wait for their abort after so many new tokens."""
-    ignores_temperature: bool = False
-    """Report log_softmax(logits), as with SGLANG_RETURN_ORIGINAL_LOGPROB=1."""
     connections_to_drop: int = 0
     """So many requests are closed without an answer."""
     breaks_after: dict[int, int] = field(default_factory=dict)
@@ -185,9 +183,9 @@ class FakeSglang(FakeServer):
         self, body: dict[str, Any], ids: list[int], num_sent: int, fields: dict[str, Any]
     ) -> dict[str, Any]:
         start = len(body["input_ids"])
-        temperature = 1.0 if self.ignores_temperature else body["sampling_params"]["temperature"]
+        temperature = body["sampling_params"]["temperature"]
 
-        def row(token_id: int, position: int = 0) -> list[Any]:
+        def row(token_id: int, position: int) -> list[Any]:
             is_broken = self.broken_at is not None and position >= self.broken_at
             return [None if is_broken else logprob_of(token_id, temperature), token_id, None]
 
@@ -197,11 +195,6 @@ class FakeSglang(FakeServer):
                 row(token_id, start + index)
                 for index, token_id in enumerate(ids[num_sent:], start=num_sent)
             ]
-        if body.get("top_logprobs_num"):
-            best = np.argsort(-LOGITS_V)[: body["top_logprobs_num"]]
-            meta["output_top_logprobs"] = [[row(int(token_id)) for token_id in best]]
-        if body.get("token_ids_logprob"):
-            meta["output_token_ids_logprobs"] = [[row(t) for t in body["token_ids_logprob"]]]
         return {"output_ids": ids[num_sent:], "meta_info": {**meta, **fields}}
 
 

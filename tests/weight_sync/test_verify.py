@@ -8,7 +8,6 @@ import pytest
 
 from bapo_megatron.engine.pooled import EngineState
 from bapo_megatron.errors import RolloutError
-from tests.fakes.fake_sglang import FakeSglang
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
 from tests.weight_sync.setting import PROBE, Setting, run_sync
 
@@ -128,44 +127,3 @@ def test_nothing_is_compared_if_that_is_not_wanted(servers: list[FakeWeightServe
 
     run_sync(servers, use, weight_sync={"verify": "none"})
     assert [server.paths.count("/generate") for server in servers] == [0, 0]
-
-
-@pytest.mark.parametrize("num_wrong", [1, 2])
-def test_what_log_probs_mean_is_checked_after_the_first_weights_of_a_server(
-    num_wrong: int,
-) -> None:
-    """With the weights that it started with they may all be equal, and show nothing."""
-
-    async def use(setting: Setting) -> None:
-        async def sync(version: int) -> None:
-            await setting.load(version)
-            await setting.receiver.resume(())
-
-        if num_wrong == 2:
-            with pytest.raises(RolloutError, match="temperature"):
-                await sync(1)
-            return
-        await sync(1)
-        await sync(2)
-        assert setting.states == ["usable", "lost"]
-        assert "temperature" in setting.reason(1)
-        assert len(right.requests) == 4  # of one weight sync: two for each sequence
-
-    with (
-        FakeSglang(ignores_temperature=num_wrong == 2) as right,
-        FakeSglang(ignores_temperature=True) as wrong,
-    ):
-        run_sync([right, wrong], use, temperature=0.5)
-
-
-@pytest.mark.slow
-def test_a_server_whose_check_hangs_is_left_out(servers: list[FakeWeightServer]) -> None:
-    servers[1].hanging.add("/continue_generation")
-
-    async def use(setting: Setting) -> None:
-        await setting.broadcast()
-        assert setting.states == ["usable", "lost"]
-        assert "stuck_timeout_s" in setting.reason(1)
-
-    health = {"timeout_s": 1, "stuck_timeout_s": 2, "patience_s": 20}
-    run_sync(servers, use, health=health)

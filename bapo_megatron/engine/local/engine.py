@@ -212,7 +212,7 @@ class LocalEngine:
             cache_tokens=self._cache_tokens,
         )
 
-    async def check(self, temperature: float, probe_prompts: Sequence[Sequence[int]] = ()) -> None:
+    async def check(self) -> None:
         """Do nothing: the kind has refused what the engine cannot do."""
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:

@@ -52,8 +52,6 @@ _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE_EXPIRY_S = 3.0
 _MAX_REASON = 300
 _MAX_IDLE_WAIT_S = 30.0
-_NUM_TOP = 16
-"""Tokens of each probed position."""
 _TAGS = {MemoryPart.WEIGHTS: ["weights"], MemoryPart.CACHE: ["kv_cache", "cuda_graph"]}
 """SGLang's names of the memory that is released and taken together."""
 
@@ -232,22 +230,12 @@ class SglangClient:
             info = orjson.loads(content)
             return protocol.parse_info(self.address, info, nccl_settings, self._gpus)
 
-    async def check(self, temperature: float, probe_prompts: Sequence[Sequence[int]] = ()) -> None:
+    async def check(self) -> None:
         """See ``Engine``; resume a server that a killed trainer left paused."""
         if self._model is not None:
-            started_with = await self._ask("/server_info", itemgetter("model_path"))
-            architectures = await self._ask("/model_info", itemgetter("architectures"))
-            served = self.address, architectures, Path(started_with)
-            await asyncio.to_thread(protocol.check_model, *served, self._model)
+            served = await self._ask("/model_info", itemgetter("architectures"))
+            protocol.check_architecture(self.address, served, self._model)
         await self.resume()
-        probes = []
-        for prompt in probe_prompts if temperature != 1.0 else ():
-            body = protocol.probe_body(prompt, temperature, num_top=_NUM_TOP)
-            at_run = await self._ask("/generate", protocol.parse_probe, body)
-            body = protocol.probe_body(prompt, 1.0, token_ids=sorted(at_run))
-            probes.append((at_run, await self._ask("/generate", protocol.parse_probe, body)))
-        with self._checked("probe of the temperature convention"):
-            protocol.check_convention(self.address, temperature, probes)
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
         """See ``Engine``.

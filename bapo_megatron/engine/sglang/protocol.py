@@ -7,15 +7,9 @@ so as long as all events name the version that the server had when the request w
 one can have sampled their tokens. The first event with another version and all after it are kept
 back until the last one.
 
-The trainer divides its logits by the sampling temperature T, so the engine must report
-log_softmax(logits / T). A server with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` reports
-log_softmax(logits) instead, which no single answer reveals. Differences between tokens of one
-position do: their logsumexp cancels, and at T they are 1/T times those at 1, or the same.
-
-R = tokens of one piece; K = probed tokens of one position.
+R = tokens of one piece.
 """
 
-import contextlib
 import json
 import math
 import re
@@ -42,13 +36,6 @@ from bapo_megatron.errors import RefusedError, RolloutError
 from bapo_megatron.types import FinishReason, VersionSpan
 
 _BEGIN = b"data: "
-_MODEL_FIELDS = (
-    *("architectures", "vocab_size", "hidden_size", "intermediate_size"),
-    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-)
-_MIN_SEPARATION = 0.1
-"""Root mean square distance of the conventions, in nats, below which kernels that work in bfloat16
-hide it; ratios are then wrong by less than that."""
 
 
 def stream_body(request: GenerateRequest) -> dict[str, Any]:
@@ -242,31 +229,6 @@ def parse_scores(answer: dict[str, Any], token_ids: Sequence[int]) -> list[float
     return [math.nan if row[0] is None else float(row[0]) for row in rows[1:]]
 
 
-def probe_body(
-    input_ids: Sequence[int], temperature: float, *, token_ids: Sequence[int] = (), num_top: int = 0
-) -> dict[str, Any]:
-    """Return a request for log-probs at the position after ``input_ids``.
-
-    They are those of ``token_ids``, of the ``num_top`` most likely tokens, and of a sampled one.
-    """
-    return {
-        "input_ids": list(input_ids),
-        "sampling_params": _sampling_params(SamplingSettings(temperature, max_new_tokens=1)),
-        "return_logprob": True,
-        "top_logprobs_num": num_top,
-        "token_ids_logprob": list(token_ids) or None,
-    }
-
-
-def parse_probe(answer: dict[str, Any]) -> dict[int, float]:
-    """Return log-probs by token id."""
-    meta = answer["meta_info"]
-    rows = [meta["output_token_logprobs"][0]]
-    for name in ("output_top_logprobs", "output_token_ids_logprobs"):
-        rows += (meta.get(name) or [None])[0] or []
-    return {int(token_id): float(logprob) for logprob, token_id, *_ in rows}
-
-
 def parse_info(
     address: str, info: Mapping[str, Any], nccl_settings: Mapping[str, str], gpus: tuple[int, ...]
 ) -> Capabilities:
@@ -310,68 +272,17 @@ def parse_load(answer: dict[str, Any]) -> LoadReport:
     )
 
 
-def check_convention(
-    address: str,
-    temperature: float,
-    probes: Sequence[tuple[Mapping[int, float], Mapping[int, float]]],
-) -> None:
-    """Check that a server's log-probs are those of the tempered distribution.
+def check_architecture(address: str, served: Sequence[str] | None, model_dir: Path) -> None:
+    """Check that a server serves the architecture in ``model_dir``.
 
-    Each probe has log-probs of one position, at ``temperature`` and of the same tokens at 1.
-    Nothing is checked where the conventions coincide, as for a model that is indifferent between
-    all tokens.
+    A server of other sizes refuses its first weights.
 
     Raises:
-        KeyError: A token has no log-prob at 1.
-        RolloutError: The log-probs follow the other convention, or none.
+        RolloutError: It serves another one.
     """
-    if not probes:
-        return
-    contrasts = []
-    for at_run, at_one in probes:
-        both_2K = np.array([[at_run[token], at_one[token]] for token in sorted(at_run)]).T
-        contrasts.append(both_2K - both_2K.mean(axis=1, keepdims=True))
-    run, one = np.concatenate(contrasts, axis=1)
-    separation = _root_mean_square(one / temperature - one)
-    distance = _root_mean_square(run - one / temperature)
-    if separation >= _MIN_SEPARATION and distance >= separation / 2:
+    expected = json.loads((model_dir / "config.json").read_text()).get("architectures")
+    if None not in (expected, served) and expected != served:
         raise RolloutError(
-            f"{address}: its log-probs at temperature {temperature:g} are not log_softmax(logits / "
-            f"T), so every importance ratio would be wrong (distance {distance:.3g}, from "
-            f"log_softmax(logits) {_root_mean_square(run - one):.3g}); start the server without "
-            "SGLANG_RETURN_ORIGINAL_LOGPROB=1, logit processors and penalties"
+            f"{address}: serves another model than model.path: architectures must be {expected}, "
+            f"got {served}; start it with '{model_dir}', or take it off the list of servers"
         )
-
-
-def _root_mean_square(values: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(values))))
-
-
-def check_model(
-    address: str, architectures: Sequence[str] | None, started_with: Path, model: Path
-) -> None:
-    """Check that a server serves the model in the directory ``model``.
-
-    It reports the architecture. Vocabulary and sizes are compared where the directory that it was
-    ``started_with`` can be read here too; elsewhere it refuses the first weights of other sizes.
-
-    Raises:
-        RolloutError: It serves another model.
-    """
-    expected, served = _read_config(model), _read_config(started_with)
-    served["architectures"] = architectures
-    for name in _MODEL_FIELDS:
-        wanted, value = expected.get(name), served.get(name)
-        if None not in (wanted, value) and wanted != value:
-            raise RolloutError(
-                f"{address}: serves another model than model.path: {name} must be {wanted}, got "
-                f"{value} ('{started_with}'); start it with '{model}', or take it off the list of "
-                "servers"
-            )
-
-
-def _read_config(model_dir: Path) -> dict[str, Any]:
-    """Return ``config.json``; empty where it cannot be read here."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return dict(json.loads((model_dir / "config.json").read_text()))
-    return {}

@@ -195,6 +195,8 @@ class SglangServer:
     def environment(self) -> dict[str, str]:
         """Return the environment variables of the process."""
         environment = {**child_environment(), "HF_HUB_OFFLINE": "1"}
+        # Importance ratios need log_softmax(logits / T), not log_softmax(logits).
+        environment.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
         if self.device == "cpu":
             # A thread per core makes a small model's steps several times slower.
             environment.setdefault("OMP_NUM_THREADS", "1")

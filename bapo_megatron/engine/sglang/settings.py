@@ -51,13 +51,13 @@ def server_addresses(rollout: RolloutConfig) -> list[str]:
 
 def _read(path: Path) -> list[str]:
     """Return the words of a file, whose last line is complete."""
-    rule = "rollout.servers_file: must hold an address on each line and end with a newline"
+    rule = f"rollout.servers_file: '{path}' must hold an address per line and end with a newline"
     try:
         text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{rule}, got {error}; correct '{path}'") from error
+        raise ConfigError(f"{rule}, got {error}; correct the file") from error
     if not text.strip() or not text.endswith("\n"):
-        raise ConfigError(f"{rule}, got {text[-40:]!r} at its end; correct '{path}'")
+        raise ConfigError(f"{rule}, got {text[-40:]!r} at its end; correct the file")
     return text.split()
 
 

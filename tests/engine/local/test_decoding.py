@@ -89,10 +89,7 @@ async def test_bfloat16_weights_sample_and_score_alike(model_dir: Path) -> None:
 
     async with opened(model_dir, dtype="bfloat16") as engine:
         [completion] = await complete(engine, asked)
-        completion, scores = (
-            completion,
-            await engine.score([*PROMPT, *completion.token_ids.tolist()], 10),
-        )
+        scores = await engine.score([*PROMPT, *completion.token_ids.tolist()], 10)
     np.testing.assert_allclose(completion.logprobs, scores[len(PROMPT) - 1 :], rtol=0, atol=0.2)
     assert np.abs(completion.logprobs - scores[len(PROMPT) - 1 :]).mean() < 0.02
 
@@ -104,7 +101,7 @@ async def test_two_runs_are_equal_bit_for_bit_however_long_bursts_are(
     model_dir: Path, burst: int, max_rows: int
 ) -> None:
     requests = ragged_requests(40)
-    one, other = (await sampled(model_dir, requests, n, max_rows) for n in (8, burst))
+    one, other = [await sampled(model_dir, requests, n, max_rows) for n in (8, burst)]
     _assert_equal(one, other)
 
 

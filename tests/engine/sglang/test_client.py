@@ -213,9 +213,8 @@ async def test_a_call_without_an_answer_finds_the_server_gone_and_nonsense_is_re
 
     fake = Odd()
     async with client_of(fake) as client:
-        for nonsense in (client.score([1, 2], 10.0), client.check(0.5, [[1, 2]])):
-            with pytest.raises(ServerError, match="unusable answer"):
-                await nonsense
+        with pytest.raises(ServerError, match="unusable answer"):
+            await client.score([1, 2], 10.0)
         fake.is_hanging = True
         with pytest.raises(ServerGoneError, match=r"no answer within 0\.5 s"):
             await client.version(0.5)
@@ -224,23 +223,11 @@ async def test_a_call_without_an_answer_finds_the_server_gone_and_nonsense_is_re
             await client.version(0.5)
 
 
-async def test_a_server_is_probed_unless_the_conventions_coincide() -> None:
-    fake = FakeSglang()
-    async with client_of(fake) as client:
-        await client.check(1.0, [[5, 6, 7]])
-        assert fake.requests == []
-        await client.check(0.6, [[5, 6, 7], [8, 9]])
-        assert len(fake.requests) == 4
-        fake.ignores_temperature = True
-        with pytest.raises(RolloutError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
-            await client.check(0.6, [[5, 6, 7], [8, 9]])
-
-
 async def test_a_server_that_a_killed_trainer_left_paused_goes_on_when_it_is_checked() -> None:
     fake = FakeSglang()
     async with client_of(fake) as client:
         await client.pause("retract")
-        await client.check(1.0)
+        await client.check()
         assert fake.pause_mode is None
 
 

@@ -7,13 +7,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from bapo_megatron.engine.base import Capabilities, MemoryPart, Readiness, SamplingSettings
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
-from bapo_megatron.engine.sglang.protocol import parse_probe, probe_body
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
 from tests.engine.contract import PROMPT, Case, Response, sglang_case
@@ -51,7 +49,7 @@ def test_the_server_says_what_it_can_do_and_which_model_it_was_started_with(
     async def check(model: Path) -> Capabilities:
         client = SglangClient(server.address, server.keys, request_timeout_s=60, model=model)
         try:
-            await client.check(1.0)
+            await client.check()
             return await client.capabilities()
         finally:
             await client.close()
@@ -62,7 +60,7 @@ def test_the_server_says_what_it_can_do_and_which_model_it_was_started_with(
         cache_tokens=8192,
         nccl_settings={"NCCL_CUMEM_ENABLE": "0"},
     )
-    with pytest.raises(RolloutError, match=rf"Llama.*, got .*Qwen2ForCausalLM.*'{model_dir}'"):
+    with pytest.raises(RolloutError, match=rf"Llama.*, got .*Qwen2ForCausalLM.*'{tmp_path}'"):
         asyncio.run(check(tmp_path))
 
 
@@ -155,18 +153,6 @@ def test_keys_are_needed_and_neither_listed_nor_logged(server: SglangServer) -> 
         assert len(key) == 32
         assert key not in listed
         assert key not in log
-
-
-def test_the_convention_of_the_temperature_is_told_apart_by_far(server: SglangServer) -> None:
-    async def probe(client: SglangClient) -> None:
-        await client.check(0.6, [[5, 6, 7], [8, 9]])
-        body = probe_body([5, 6, 7], 1.0, num_top=16)
-        content, _ = await client.call("/generate", body)
-        # Far enough apart for the probe to decide, so that it passed for a reason.
-        spread = np.std(list(parse_probe(json.loads(content)).values()))
-        assert spread * (1 / 0.6 - 1) > 0.1
-
-    with_client(server.address, probe, server.keys)
 
 
 def test_a_server_generates_again_after_it_released_its_memory(server: SglangServer) -> None:
