@@ -20,7 +20,7 @@ from bapo_megatron.algorithm.objective import Needs, Objective, Speculate, Token
 from bapo_megatron.algorithm.prediction import hide_rest
 from bapo_megatron.algorithm.user_code import UserCodeError, kind_of
 from bapo_megatron.ops.backend import Kernels
-from bapo_megatron.ops.ratio import importance_ratio
+from bapo_megatron.ops.logprob import importance_ratio
 
 CPU = torch.device("cpu")
 _TRIAL_TOKENS, _TRIAL_RESPONSES = 48, 6

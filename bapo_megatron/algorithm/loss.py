@@ -24,7 +24,7 @@ from torch import Tensor
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
 from bapo_megatron.config.schema import CorrectionConfig
 from bapo_megatron.ops.backend import Kernels
-from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT, importance_ratio
+from bapo_megatron.ops.logprob import LOG_RATIO_LIMIT, importance_ratio
 
 Aggregation = Literal["token_mean", "sequence_mean", "token_sum_norm"]
 

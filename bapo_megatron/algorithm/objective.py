@@ -36,7 +36,7 @@ Speculate = Literal["auto", "never", "always"]
 """Whether the loss pass runs with a predicted decision (docs/algorithm.md)."""
 
 LOG_RATIO_LIMIT = 20.0
-"""Clamp of ℓ − μ in every ratio (``ops.ratio``)."""
+"""Clamp of ℓ − μ in every ratio (``ops.logprob``)."""
 
 
 @dataclass(frozen=True, slots=True)

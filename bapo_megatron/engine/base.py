@@ -122,8 +122,8 @@ class Capabilities:
     methods: frozenset[str]
     """Values of ``rollout.weight_sync.method`` that it supports."""
     cache_tokens: int | None = None
-    """Tokens whose keys and values fit into its memory, all ranks together; requests are admitted
-    by it. None: they are admitted by their number."""
+    """Capacity of its KV cache, all ranks together; requests are admitted by it. None: they are
+    admitted by their number."""
     gpus: tuple[int, ...] = ()
     """The GPU of each rank, in the trainer's numbering; empty where that is not known."""
     nccl_settings: Mapping[str, str] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class MemoryPart(Enum):
 
     WEIGHTS = "weights"
     CACHE = "cache"
-    """Keys and values, and what else sampling needs beside the weights."""
+    """KV cache, and what else sampling needs besides the weights."""
 
 
 class Engine(Protocol):
@@ -201,7 +201,7 @@ class Engine(Protocol):
         """End every request at once with a ``ServerGoneError`` that has the reason."""
 
     async def version(self, timeout_s: float | None = None) -> str:
-        """Return the weights version that it reports: the cheapest sign of life."""
+        """Return the weights version that it reports: the cheapest health check."""
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         """Return what it can do; the process that samples must answer, which detects hangs."""
@@ -215,7 +215,7 @@ class Engine(Protocol):
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
         """Ask how it was started; return its calls for new weights.
 
-        ``flush_cache``: with the last of them, forget keys and values of the old weights.
+        ``flush_cache``: with the last of them, drop the KV cache of the old weights.
         """
 
     async def release_memory(self, timeout_s: float) -> None:
@@ -319,13 +319,13 @@ class WeightControl(Protocol):
         """Receive one flat tensor, broadcast by rank 0 of the group, and load what it holds."""
 
     async def take(self, payloads: Sequence[str], *, version: int | None, timeout_s: float) -> None:
-        """Load a ``weight_sync.shared_memory`` payload on each tensor-parallel rank."""
+        """Load a ``weight_sync.send.shared_memory_payload`` on each tensor-parallel rank."""
 
     async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
         """Load a Hugging Face directory."""
 
     async def flush_idle(self, timeout_s: float) -> None:
-        """Forget keys and values of old weights, unless requests are running, paused or not."""
+        """Drop the KV cache of old weights, unless requests are running, paused or not."""
 
 
 class Readiness(Enum):

@@ -1,7 +1,7 @@
 """The engines of a run, and which of them may be used.
 
 An engine is used only while it answers and holds the pool's weights version. One that dies, hangs
-or answers nonsense is lost. When it answers again it needs weights first, whatever version it
+or gives unusable answers is lost. When it answers again it needs weights first, whatever version it
 reports: it may be another process.
 
     starting ──answers──▶ usable ◀──weights── stale ◀──answers── lost

@@ -23,8 +23,6 @@ EXIT_NAMES = ("start", "met", "exhausted", "unsearched", "refused")
 _BIN_SLOTS = 4
 """Slots of a bin of ratios: Σ |w A| of its tokens, and three of Σ |w A| r."""
 
-REFUSED = EXIT_NAMES.index("refused")
-
 
 class TokenCounts(NamedTuple):
     """What a table counted, in its order (csrc/common/contribution.h); mask 0 is skipped."""
@@ -108,7 +106,7 @@ class BoundSearch:
         Returns:
             ``BOUNDS_FIELDS`` as float64 on the table's device. A table without tokens of either
             sign gives the start of both ranges, one that cannot be trusted [0, inf] and the exit
-            ``REFUSED``.
+            ``refused``.
         """
         bounds: Tensor = self._kernels.search_bounds(table_K, self._grid_bytes, *self._rule)
         return bounds

@@ -14,9 +14,6 @@ from bapo_megatron import __version__
 
 REMEDY = "run `pip install --no-build-isolation -e .` in the repository to compile it"
 
-MIN_TORCH = (2, 10)
-"""The stable ABI that the extension is compiled for; every later torch can load it."""
-
 
 def check_build(built_version: str) -> None:
     """Raise ImportError unless the extension was compiled from this version of the package."""
@@ -27,11 +24,6 @@ def check_build(built_version: str) -> None:
         )
 
 
-if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
-    raise ImportError(
-        f"bapo_megatron._C needs torch >= {MIN_TORCH[0]}.{MIN_TORCH[1]}, this is "
-        f"{torch.__version__}; install a newer torch"
-    )
 if "bapo_megatron._C" not in sys.modules and hasattr(torch.ops.bapo, "logprob_partials"):
     # Registering the operations a second time would abort the process.
     raise ImportError(

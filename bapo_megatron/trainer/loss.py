@@ -40,9 +40,9 @@ from bapo_megatron.ops.logprob import (
     TokenLogprobs,
     TokenLoss,
     apply_token_loss,
+    importance_ratio,
     vocab_parallel_logprobs,
 )
-from bapo_megatron.ops.ratio import importance_ratio
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.runtime.distributed import ProcessGroups, reduce_over
 from bapo_megatron.trainer.records import Numbers, TokenReport, TokenView

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bapo_megatron.algorithm.loss import add_over_responses, log_weights, response_sums
 from bapo_megatron.config.schema import CorrectionConfig, OpsConfig
-from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
+from bapo_megatron.ops.logprob import LOG_RATIO_LIMIT
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.runtime.distributed import gather_objects
 from bapo_megatron.trainer.loss import PolicyOutput

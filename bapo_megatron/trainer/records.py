@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
-from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
+from bapo_megatron.ops.logprob import LOG_RATIO_LIMIT, TokenLogprobs
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
     broadcast_from_last_stage,

@@ -21,11 +21,12 @@ from typing import Any, Protocol
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import BucketLayout, GroupPlace, WeightControl
 from bapo_megatron.engine.pooled import EngineStates, PooledEngine
-from bapo_megatron.errors import RolloutError, ServerGoneError, describe_cause
+from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError, describe_cause
 from bapo_megatron.runtime.calls import Answers, Call
-from bapo_megatron.weight_sync.verify import ServerCheck
 
 _POLL_S = 0.2
+_MAX_PROBE_TOKENS = 256
+"""Tokens of a prompt that are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,8 @@ class Resumed:
     pause_s: float
     """Time for which generation stood still; 0 if nothing was generated."""
     difference: float | None
-    """As ``ServerCheck.check`` returns it."""
+    """Largest mean absolute difference of a server's log-probs to the trainer's, in nats, of the
+    servers that stay; None where none was compared, or none answered: they may come back."""
 
 
 # Each is documented at the method of WeightReceiver that answers it.
@@ -109,7 +111,7 @@ class WeightReceiver:
         """Put the parts together; nothing is sent.
 
         ``generation`` is paused during a weight sync; None where only evaluations are made. Servers
-        are compared with the trainer on ``probe_prompts``.
+        are compared with the trainer on ``probe_prompts``, as ``rollout.weight_sync.verify`` says.
         """
         self._pool = pool
         self._sync, self._health = config.weight_sync, config.health
@@ -117,13 +119,14 @@ class WeightReceiver:
         # Requests that are paused in place still need their KV cache.
         self._may_flush = self._sync.in_flight != "in_place"
         self._generation = generation
-        self._check = ServerCheck(pool, config.weight_sync, probe_prompts)
+        cut = (tuple(prompt[:_MAX_PROBE_TOKENS]) for prompt in probe_prompts if len(prompt) > 1)
+        self._probe = tuple(cut)
         self._members: dict[PooledEngine, WeightControl] = {}
         """The servers that take part, in the order of their ranks."""
         self._calls: dict[asyncio.Task[None], PooledEngine] = {}
         """Open calls of the newest step; if it failed, kept until ``_take_out_failed``."""
         self._failed_first: set[PooledEngine] = set()
-        """Members whose calls were over when rank 0 was told that the step failed."""
+        """Members whose calls were over when rank 0 heard that the step failed."""
         self._left_out: set[PooledEngine] = set()
         """Servers that failed during this weight sync: only where no other answers they take part
         in it again."""
@@ -235,24 +238,73 @@ class WeightReceiver:
             await self._take_out_failed(self._remaining_s())  # a slow server is not blamed
 
     async def probe(self, _: None) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of the sequences that servers are compared on, if they must be."""
-        return self._check.probe(self._members)
+        """Return the sequences that servers are compared on; none where none must be compared."""
+        return self._probe if self._sync.verify != "none" and self._unproven() else ()
 
     async def resume(self, expected: tuple[tuple[float, ...], ...]) -> Resumed:
-        """Check servers as ``ServerCheck.check``, and let generation continue.
+        """Compare the servers' log-probs with the trainer's, and let generation continue.
+
+        ``expected`` are the trainer's log-probs of the probe: of all tokens of each sequence but
+        the first, at temperature 1. Empty: nothing is compared. A server that computes otherwise is
+        taken out.
 
         Where requests are paused, not aborted, and where servers gave their memory away, generation
         continues first: a paused server answers no probe. What it samples until then is kept.
 
         Raises:
-            RolloutError: No server may be used as it is.
+            RolloutError: A server computes otherwise, and no other is left.
         """
         pause_s = await self._go_on() if self._resumes_to_check else 0.0
-        difference = await self._check.check(tuple(self._members), expected, self._version)
+        difference = await self._compare_all(expected) if expected else None
         pause_s += await self._go_on()
         self._is_idle.set()
         self._left_out.clear()
         return Resumed(pause_s=pause_s, difference=difference)
+
+    def _unproven(self) -> list[PooledEngine]:
+        """Return the members whose log-probs are to be compared: the new ones, or all."""
+        is_every = self._sync.verify == "every"
+        return [e for e in self._members if not e.is_lost and (is_every or e.is_unproven)]
+
+    async def _compare_all(self, expected: Sequence[Sequence[float]]) -> float | None:
+        entries = self._unproven()
+        outcomes = await asyncio.gather(
+            *(self._compare(entry, expected) for entry in entries), return_exceptions=True
+        )
+        differences: list[float] = []
+        refusals: list[RolloutError] = []
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            if isinstance(outcome, RolloutError):
+                self._pool.mark_lost(entry, str(outcome))
+                if not isinstance(outcome, ServerError):
+                    refusals.append(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                differences.append(outcome)
+        if refusals and all(entry.is_lost for entry in self._members):
+            raise refusals[0]
+        return max(differences, default=None)
+
+    async def _compare(self, entry: PooledEngine, expected: Sequence[Sequence[float]]) -> float:
+        """Return the mean |log-prob of the server − expected|; raise if it is too large."""
+        differences: list[float] = []
+        try:
+            for token_ids, expected_row in zip(self._probe, expected, strict=True):
+                scored = await entry.engine.score(token_ids, self._sync.timeout_s)
+                differences += [abs(a - b) for a, b in zip(scored, expected_row, strict=True)]
+        except RolloutError as error:
+            raise ServerError(f"it does not answer the probe: {error}") from error
+        difference, tolerance = sum(differences) / len(differences), self._sync.verify_tolerance
+        if not difference <= tolerance:  # NaN too
+            raise RolloutError(
+                f"{entry.address}: its log-probs differ from the trainer's by {difference:.3g} on "
+                f"average, more than rollout.weight_sync.verify_tolerance ({tolerance:g}), but it "
+                f"reports weights version {self._version}; check its dtype, quantization and "
+                "model, or raise the tolerance"
+            )
+        entry.is_unproven = entry.is_lost
+        return difference
 
     async def wait_idle(self) -> None:
         """Wait until no weight sync is in progress."""

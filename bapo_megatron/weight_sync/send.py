@@ -8,7 +8,9 @@ word outside the collectives of the model, for as long as a server takes. With
 servers load.
 """
 
+import base64
 import functools
+import io
 import json
 import logging
 import math
@@ -18,11 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.multiprocessing
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.engine.base import BucketLayout
@@ -40,7 +45,6 @@ from bapo_megatron.policy.weight_export import gather_weights, plan_buckets
 from bapo_megatron.runtime.calls import Caller
 from bapo_megatron.runtime.distributed import broadcast_bytes, fail_together
 from bapo_megatron.weight_sync import receive
-from bapo_megatron.weight_sync.shared_memory import shared_memory_payload, start_manager
 
 _LOG = logging.getLogger(__name__)
 _BYTES_PER_MB = 10**6
@@ -50,6 +54,8 @@ Scorer = Callable[[Sequence[Sequence[int]]], tuple[tuple[float, ...], ...] | Non
 a collective over all ranks."""
 _MAX_STUCK_S = 180.0
 """More than the time limit of any operation of a group that was given up."""
+_DEVICE_ARGUMENT = 6
+"""Position of the device among the arguments of ``reductions.rebuild_cuda_tensor``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,8 +371,6 @@ class MemoryCarrier:
         """Prepare for buckets on ``device``."""
         self._device = device
         self._ranks: list[list[torch.device]] = []
-        if device.type == "cpu":
-            start_manager()
 
     def prepare(self, opened: receive.Opened, collector: Caller) -> None:
         """Remember which processes open each bucket, and on which GPUs."""
@@ -398,6 +402,56 @@ class MemoryCarrier:
         """Do nothing."""
 
     close = give_up
+
+
+def shared_memory_payload(layout: BucketLayout, flat: Tensor) -> str:
+    """Describe a bucket for one other process of the node, which maps the same memory.
+
+    It is what torch.multiprocessing pickles, as base64: on the CPU the name of a file in shared
+    memory, on a GPU one handle and one event of CUDA IPC. The pickle is SGLang's "flattened
+    bucket", a dict of ``flattened_tensor`` (``flat``, uint8) and ``metadata``: the name, shape,
+    dtype, first byte, end and size of each tensor, as attributes. An engine's unpickler need not
+    admit other classes than those that torch names, and ``functools.partial``.
+
+    Open a payload once: torch counts the processes that map the memory. Keep the tensor until then.
+    """
+    metadata, end = [], 0
+    for (name, tensor), size in zip(unpack(layout, flat), tensor_sizes(layout), strict=True):
+        # Of all that SGLang's unpickler admits, what may have attributes.
+        entry: functools.partial[object] = functools.partial(dict)
+        place = {"start_idx": end, "end_idx": end + size, "numel": size}
+        vars(entry).update(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, **place)
+        metadata.append(entry)
+        end += size
+    buffer = io.BytesIO()
+    with _files_by_name():
+        _Pickler(buffer).dump({"flattened_tensor": flat, "metadata": metadata})
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+class _Pickler(ForkingPickler):
+    """Names a GPU by its uuid, for the other process may number GPUs in another way."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, functools.partial):
+            return value.__reduce__()  # multiprocessing's own loses the attributes
+        if not isinstance(value, Tensor) or not value.is_cuda:
+            return NotImplemented
+        function, arguments = reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
+        uuid = str(torch.cuda.get_device_properties(value.device).uuid)
+        before, after = arguments[:_DEVICE_ARGUMENT], arguments[_DEVICE_ARGUMENT + 1 :]
+        return function, (*before, uuid, *after)
+
+
+@contextmanager
+def _files_by_name() -> Iterator[None]:
+    """Share host memory by file names; torch's other way, open files, does not travel over HTTP."""
+    before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
 
 
 Carrier = BroadcastCarrier | MemoryCarrier

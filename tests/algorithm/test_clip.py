@@ -19,7 +19,7 @@ from bapo_megatron.algorithm.objectives.bapo import Bapo, BapoConfig
 from bapo_megatron.algorithm.objectives.clip import FixedClip
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops.backend import Kernels
-from bapo_megatron.ops.ratio import importance_ratio
+from bapo_megatron.ops.logprob import importance_ratio
 from tests.algorithm.batches import (
     DUAL_CLIP,
     HIGH,

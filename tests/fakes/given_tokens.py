@@ -15,8 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
-from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.ops.ratio import importance_ratio
+from bapo_megatron.ops.logprob import TokenLogprobs, importance_ratio
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.types import MicroBatch

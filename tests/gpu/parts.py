@@ -155,7 +155,7 @@ def sanitize(options: argparse.Namespace) -> Iterator[Check]:
 def ipc(options: argparse.Namespace) -> Iterator[Check]:
     """A child maps a bucket and sees it; the memory saver gives memory away and takes it again."""
     from bapo_megatron.engine.base import BucketLayout
-    from bapo_megatron.weight_sync.shared_memory import shared_memory_payload
+    from bapo_megatron.weight_sync.send import shared_memory_payload
 
     device = torch.device(options.device)
     num_values = 1 << (26 if device.type == "cuda" else 10)

@@ -10,19 +10,15 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.objectives.bapo import BapoConfig
-from bapo_megatron.ops import extension, reference
-from bapo_megatron.ops.backend import CPU_KERNELS, Kernels
+from bapo_megatron.ops import extension
+from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.contributions import (
     BOUNDS_FIELDS,
     EXIT_NAMES,
     BoundSearch,
     count_tokens,
 )
-from tests.ops.kernel_calls import plain_candidates
-
-both_kernels = pytest.mark.parametrize(
-    "kernels", [reference.KERNELS, CPU_KERNELS], ids=lambda kernels: kernels.name
-)
+from tests.ops.kernel_calls import both_kernels, plain_candidates
 
 NARROW = BapoConfig.model_validate(
     {
@@ -168,10 +164,6 @@ def test_a_wrong_dtype_or_length_is_refused() -> None:
         search.contributions(zero, zero, zero.double(), zero)
     with pytest.raises(RuntimeError, match="mask must have shape"):
         search.contributions(zero, zero, zero, torch.zeros(3))
-
-
-def test_an_exit_is_a_number_with_this_name() -> None:
-    assert EXIT_NAMES == ("start", "met", "exhausted", "unsearched", "refused")
 
 
 def test_build_info_names_version_compiler_flags_and_instruction_set() -> None:

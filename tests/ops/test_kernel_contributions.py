@@ -153,16 +153,6 @@ def test_a_table_one_token_below_the_limit_is_searched() -> None:
     assert op_search(table, GRID, paper_rule())[4] in (START, MET, EXHAUSTED)
 
 
-def test_grid_bytes_are_equal_for_equal_grids_and_differ_otherwise() -> None:
-    assert GRID.to_bytes() == extension.ClipGrid(LOWER, UPPER).to_bytes()
-    others = [
-        extension.ClipGrid(LOWER, UPPER, order="lower_first"),
-        extension.ClipGrid(LOWER, UPPER, dual_clip=3.0),
-        extension.ClipGrid((0.6, 0.88, 0.02), UPPER),
-    ]
-    assert len({grid.to_bytes() for grid in (GRID, *others)}) == 4
-
-
 def test_the_ops_are_registered_as_torch_wants_them() -> None:
     tokens = random_tokens(np.random.default_rng(0), 50, paper_rule())
     table = filled_table(tokens, GRID)

@@ -106,15 +106,6 @@ def test_an_entropy_that_nothing_depends_on_has_no_gradient(kernels: Kernels) ->
 
 
 @both_kernels
-def test_a_uniform_distribution_has_the_entropy_of_its_size(kernels: Kernels) -> None:
-    result = vocab_parallel_logprobs(
-        torch.full((1, 8), 5.0), torch.tensor([2]), vocab_size=8, kernels=kernels
-    )
-    assert float(result.entropy_T) == pytest.approx(math.log(8), abs=1e-6)
-    assert float(result.logprob_T) == pytest.approx(-math.log(8), abs=1e-6)
-
-
-@both_kernels
 def test_columns_of_minus_infinity_add_nothing(kernels: Kernels) -> None:
     logits_TV = random_logits(2, 6)
     logits_TV[:, 4:] = -math.inf

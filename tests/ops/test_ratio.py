@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from bapo_megatron.ops.backend import Kernels
-from bapo_megatron.ops.ratio import importance_ratio
+from bapo_megatron.ops.logprob import importance_ratio
 from tests.ops.kernel_calls import (
     GRID,
     ISAS,

@@ -1,10 +1,8 @@
-"""Tests that are coroutines, and tests that start collectors."""
+"""Tests that start collectors."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import inspect
 from typing import TYPE_CHECKING
 
 import psutil
@@ -22,21 +20,6 @@ if TYPE_CHECKING:
 
     Open = Callable[..., CollectorClient]
     """The ``open_client`` fixture: of a configuration, and ``is_fork``."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a coroutine in an event loop of its own, for at most a minute."""
-    if not inspect.iscoroutinefunction(pyfuncitem.function):
-        return None
-    names = inspect.signature(pyfuncitem.function).parameters
-
-    async def run() -> None:
-        async with asyncio.timeout(60):
-            await pyfuncitem.function(**{name: pyfuncitem.funcargs[name] for name in names})
-
-    asyncio.run(run())
-    return True
 
 
 def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:

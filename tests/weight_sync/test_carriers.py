@@ -25,8 +25,8 @@ from bapo_megatron.weight_sync.send import (
     BroadcastCarrier,
     Bucket,
     MemoryCarrier,
+    shared_memory_payload,
 )
-from bapo_megatron.weight_sync.shared_memory import shared_memory_payload
 
 if TYPE_CHECKING:
     from bapo_megatron.engine.base import GroupPlace

@@ -42,7 +42,6 @@ def test_a_weight_sync_pauses_generation_and_labels_only_the_last_part(
             BROADCAST,
             BROADCAST,
             "/end_weight_update",
-            "/continue_generation",  # the checks of a new server
             "/destroy_weights_update_group",
         ]
         _, (_, join), (_, first), (_, last), *_ = server.calls

@@ -240,7 +240,7 @@ class Decoder:
             self._rows.look_at_active()
 
     def retract(self) -> None:
-        """Forget keys and values; queue all responses again, in their order."""
+        """Drop the KV cache; queue all responses again, in their order."""
         if self._rows is not None:
             self._waiting = [*self._rows.active(), *self._waiting]
             self._waiting.sort(key=lambda response: response.number)

@@ -216,7 +216,7 @@ class LocalEngine:
         """Do nothing: the kind has refused what the engine cannot do."""
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
-        """See ``Engine``; keys and values of old weights are never kept."""
+        """See ``Engine``; the KV cache of old weights is never kept."""
         return self._weights
 
     async def release_memory(self, timeout_s: float) -> NoReturn:

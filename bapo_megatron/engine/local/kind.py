@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bapo_megatron.engine.base import Backend
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama")
-"""All layers of these keep keys and values of all positions, which is what ``cache`` holds."""
+"""All of their layers attend to all positions, whose KV cache ``cache`` holds."""
 
 _NO_SERVER = "it has no server"
 _ALLOWED: tuple[tuple[str, tuple[object, ...], str], ...] = (

@@ -276,7 +276,7 @@ class SglangClient:
             raise ServerError(str(error)) from error
 
     async def report_load(self, timeout_s: float) -> LoadReport:
-        """See ``LoadReporter``; as the schedulers last told it, which they do as they sample."""
+        """See ``LoadReporter``; the schedulers update it as they sample."""
         return await self._ask("/v1/loads", protocol.parse_load, timeout_s=timeout_s)
 
     def _send(

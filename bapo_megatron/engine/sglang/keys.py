@@ -38,8 +38,8 @@ NCCL_HEADER = "x-nccl-settings"
 
 _GENERATION_PATHS = ("/generate", "/model_info")
 """Paths that the API key opens; open to everybody if there is none."""
-_PUBLIC_PATHS = ("/ready", "/health")
-"""Paths that are always open to everybody."""
+_PUBLIC_PATHS = ("/ready", "/health", "/freeze_gc")
+"""Paths that are always open to everybody; the last one is called by the server itself."""
 _UNAUTHORIZED = b'{"error": "Unauthorized"}'
 
 

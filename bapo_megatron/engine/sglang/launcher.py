@@ -4,8 +4,8 @@ The arguments are those of ``sglang.launch_server``; ``server.SglangServer`` sta
 only file that imports sglang. What it adds:
 
 * Without CUDA it makes sglang importable, and its processes are forks of this one.
-* The API keys come by standard input, not as arguments, so neither a process listing nor the server
-  shows them, and they are kept out of the log.
+* The API keys come by standard input, and ``KeyCheck`` alone has them: no process listing shows
+  them, and SGLang's settings, which it logs and answers with, hold a placeholder.
 * ``keys`` decides which call takes which key, and what the server answers about itself.
 * The server's ranks meet at a file in its private temporary directory. SGLang's own way is a store
   of torch, which listens on all interfaces and knows no key.
@@ -14,7 +14,6 @@ only file that imports sglang. What it adds:
 
 import importlib.machinery
 import json
-import logging
 import multiprocessing
 import os
 import select
@@ -80,7 +79,6 @@ def main(arguments: list[str]) -> None:
     threading.Thread(target=_end_with_owner, args=(owner_pid, scratch), daemon=True).start()
     keys = {name: key for name, key in settings["keys"].items() if key}
     assert "admin_api_key" in keys, "without it anybody could replace the weights"
-    _keep_out_of_log(list(keys.values()))
     if not torch.cuda.is_available():
         _prepare_cpu()
 
@@ -91,11 +89,11 @@ def main(arguments: list[str]) -> None:
 
     load_plugins()
     server_args = prepare_server_args(arguments)
-    for name, key in keys.items():
-        setattr(server_args, name, key)
+    for name in keys:
+        setattr(server_args, name, "redacted")
     if server_args.tokenizer_worker_num != 1:
         sys.exit("--tokenizer-worker-num must be 1: with several, SGLang checks no key; remove it")
-    auth.add_api_key_middleware = _add_middleware
+    auth.add_api_key_middleware = lambda app, **_: _add_middleware(app, keys)
     is_one_group = server_args.nnodes == server_args.dp_size == server_args.attn_dp_size == 1
     if is_one_group and not server_args.dist_init_addr:
         os.environ.setdefault(_MEETING_VARIABLE, f"file://{scratch / 'ranks'}")
@@ -108,28 +106,10 @@ def main(arguments: list[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def _add_middleware(app: Any, **keys: Any) -> None:
+def _add_middleware(app: Any, keys: dict[str, str]) -> None:
     app.add_middleware(InfoAnswers)
-    app.add_middleware(KeyCheck, **keys)  # the last one is asked first
-
-
-def _keep_out_of_log(keys: list[str]) -> None:
-    make_record = logging.getLogRecordFactory()
-
-    def make_redacted_record(*arguments: Any, **options: Any) -> logging.LogRecord:
-        # A factory, because sglang logs all of its settings and replaces every handler.
-        record = make_record(*arguments, **options)
-        try:
-            message = original = record.getMessage()
-        except Exception:  # noqa: BLE001 — a faulty call must not end the server
-            message, original = f"{record.msg} {record.args}", ""
-        for key in keys:
-            message = message.replace(key, "<redacted>")
-        if message != original:
-            record.msg, record.args = message, None
-        return record
-
-    logging.setLogRecordFactory(make_redacted_record)
+    # The last one is asked first.
+    app.add_middleware(KeyCheck, api_key=keys.get("api_key"), admin_api_key=keys["admin_api_key"])
 
 
 def _end_with_owner(owner_pid: int, scratch: Path) -> None:

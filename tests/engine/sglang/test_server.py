@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -20,7 +19,6 @@ import psutil
 import pytest
 
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.engine.sglang import launcher
 from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.errors import RolloutError
@@ -319,21 +317,3 @@ def test_servers_of_others_are_connected_to_and_not_started(make_config: MakeCon
     (address,) = backend.addresses()
     engine = asyncio.run(backend.connect(address))
     assert engine.address == "http://node:30000"
-
-
-@pytest.mark.parametrize(
-    ("message", "arguments", "logged"),
-    [
-        ("the key %s of %d", ("secret", 2), "the key <redacted> of 2"),
-        ("%d keys", (2,), "2 keys"),
-        ("no place for it", ("secret",), "no place for it ('<redacted>',)"),
-    ],
-)
-def test_keys_are_kept_out_of_the_log_and_a_faulty_call_ends_no_server(
-    monkeypatch: pytest.MonkeyPatch, message: str, arguments: tuple[object, ...], logged: str
-) -> None:
-    monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
-    launcher._keep_out_of_log(["secret"])
-    make_record = logging.getLogRecordFactory()
-    record = make_record("sglang", logging.INFO, "file.py", 1, message, arguments, None)
-    assert record.getMessage() == logged
