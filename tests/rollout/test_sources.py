@@ -64,15 +64,6 @@ def test_a_missing_step_is_named_with_what_is_there(dumps: Path) -> None:
         ReplaySource(dumps).collect(3)
 
 
-def test_there_is_nothing_to_evaluate_or_to_synchronise(dumps: Path) -> None:
-    source = ReplaySource(dumps)
-    assert source.weights is None
-    source.wait_ready()
-    source.release_memory()
-    assert source.evaluate(1) == []
-    source.close()
-
-
 def test_the_collector_answers_all_of_its_calls_and_those_of_a_push() -> None:
     answers = Answers()
     WeightReceiver(StubPool([]), RolloutConfig(), None).bind_to(answers)

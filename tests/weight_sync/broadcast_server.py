@@ -22,18 +22,10 @@ import uvicorn
 from bapo_megatron.engine.base import BucketLayout, GroupPlace
 from bapo_megatron.engine.collective import join_group, tensor_sizes
 from bapo_megatron.engine.sglang.keys import InfoAnswers
+from tests.fakes.fake_sglang import INFO
 
 HANG_S = 1800.0
 """How long a broadcast may hang."""
-INFO = {
-    "version": "0.5.23",
-    "model_path": "",
-    "tp_size": 1,
-    "pp_size": 1,
-    "dp_size": 1,
-    "incremental_streaming_output": True,
-    "max_total_num_tokens": 1000,
-}
 
 
 class Server:

@@ -45,25 +45,6 @@ class OneVersion(Kept):
         return version == self._version
 
 
-async def test_pieces_come_with_each_burst_and_the_last_one_has_the_reason(model_dir: Path) -> None:
-    sink = Kept()
-
-    async with opened(model_dir) as engine:
-        asked = request(PROMPT, SamplingSettings(1.0, 20, seed=21))
-        task = asyncio.create_task(engine.stream(asked, sink))
-        await asyncio.sleep(0)
-        while not task.done():
-            await engine.decode(8)
-    assert [len(piece.token_ids) for piece in sink.parts] == [8, 8, 4]
-    assert [piece.finish_reason for piece in sink.parts] == [
-        FinishReason.ABORT,
-        FinishReason.ABORT,
-        FinishReason.LENGTH,
-    ]
-    assert all(piece.token_ids.dtype == np.int32 for piece in sink.parts)
-    assert all(piece.logprobs.dtype == np.float32 for piece in sink.parts)
-
-
 async def test_abort_ends_every_request_with_what_it_has(model_dir: Path) -> None:
     async with opened(model_dir, max_rows=8) as engine:
         streams = await start(engine, *(request(PROMPT, replace(LONG, seed=n)) for n in range(12)))
