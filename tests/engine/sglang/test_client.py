@@ -101,28 +101,6 @@ async def test_a_connection_that_was_idle_for_too_long_is_not_used_again(
         assert server.num_connections == 2
 
 
-async def test_after_a_broken_or_cancelled_request_others_go_on() -> None:
-    async with waves() as (server, client):
-        await send(client, 1)
-        server.breaks = True
-        with pytest.raises(BrokenConnectionError, match="request: sample 1 of group 5"):
-            await _generate(client)
-        server.breaks, server.wave = False, 2
-        task = asyncio.create_task(_generate(client))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        server.wave = 3  # the cancelled one has come, too
-        await send(client, 2)
-        server.wave = 2
-        task = asyncio.create_task(_generate(client))
-        await asyncio.sleep(0.05)
-        await client.close()
-        with pytest.raises(BrokenConnectionError):
-            await task
-
-
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
 def test_https_servers_are_checked_against_the_authorities_of_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
