@@ -8,9 +8,7 @@ response is in pieces, as servers send them.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import tempfile
 import time
@@ -20,13 +18,12 @@ from typing import Any
 
 import numpy as np
 import psutil
-import torch
 
 from bapo_megatron.engine.base import Completion
 from bapo_megatron.rollout.buffer import RolloutBuffer
 from bapo_megatron.rollout.saved import SavedRollout, read_saved, write_saved
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
-from tests.benchmarks import harness
+from tests.benchmarks.harness import finish, machine, page, report_arguments, table
 from tests.rollout.saved_files import AT_START
 
 _VOCAB_SIZE = 151_936
@@ -68,10 +65,7 @@ def fill(num_tokens: int) -> RolloutBuffer:
             length = min(num_tokens, int(rng.integers(1, 2 * _RESPONSE_TOKENS)))
             num_tokens -= length
             num_late = min(length // 2, _PIECES * _PIECE_TOKENS)
-            for version, size in (
-                (1, length - num_late),
-                *((2, n) for n in _pieces(num_late)),
-            ):
+            for version, size in ((1, length - num_late), *((2, n) for n in _pieces(num_late))):
                 token_ids = rng.integers(0, _VOCAB_SIZE, size, dtype=np.int32)
                 logprobs = -rng.exponential(size=size).astype(np.float32)
                 spans = (VersionSpan(version, size),) if size else ()
@@ -112,12 +106,12 @@ async def measure(num_tokens: int, path: Path) -> Row:
     read_s = time.monotonic() - written_s
     cpu_s.append(time.process_time())
     blocked_cpu_s, write_cpu_s, read_cpu_s = np.diff(cpu_s).tolist()
-    for own, read in zip(buffer, restored.buffer, strict=True):
-        for pending, again in zip(own.samples, read.samples, strict=True):
+    for group, copy in zip(buffer, restored.buffer, strict=True):
+        for pending, again in zip(group.samples, copy.samples, strict=True):
             pending.settle()
             for name in ("response_token_ids", "behaviour_logprobs"):
-                mine, other = getattr(pending.sample, name), getattr(again.sample, name)
-                assert mine.tobytes() == other.tobytes()
+                saved, read = getattr(pending.sample, name), getattr(again.sample, name)
+                assert saved.tobytes() == read.tobytes()
     return Row(
         num_tokens=num_tokens,
         num_samples=len(samples),
@@ -133,46 +127,43 @@ async def measure(num_tokens: int, path: Path) -> Row:
     )
 
 
-def _report(row: Row, machine: dict[str, Any], load: float) -> str:
-    lines = [
-        "# The buffer of unfinished samples in a checkpoint",
-        "",
-        *harness.heading(machine, ("pyarrow",)),
+def _report(row: Row, where: dict[str, Any], load: float) -> str:
+    rows = [
+        (
+            "the collector's loop stands still for the snapshot",
+            f"{1000 * row.blocked_s:,.0f} ms, {1000 * row.blocked_cpu_s:,.0f} ms of CPU time",
+        ),
+        (
+            "a thread writes and flushes for",
+            f"{row.write_s:.1f} s, {row.write_cpu_s:.1f} s of CPU time",
+        ),
+        ("longest wait of the loop meanwhile", f"{1000 * row.longest_wait_s:,.0f} ms"),
+        ("memory beyond the buffer meanwhile", f"{row.memory_mb:,.0f} MB"),
+        ("a resume reads for", f"{row.read_s:.1f} s, {row.read_cpu_s:.1f} s of CPU time"),
+        ("size", f"{row.bytes_per_token:.2f} bytes per token"),
+    ]
+    return page(
+        "The buffer of unfinished samples in a checkpoint",
+        where,
         f"{row.num_tokens:,} response tokens with log-probs in {row.num_samples:,} samples; ids "
         f"are uniform over {_VOCAB_SIZE:,}. One save and one read. The machine's load average was "
         f"{load:.1f} before it began.",
-        "",
-        "| | |",
-        "|---|---|",
-        f"| the collector's loop stands still for the snapshot | {1000 * row.blocked_s:,.0f} ms, "
-        f"{1000 * row.blocked_cpu_s:,.0f} ms of CPU time |",
-        f"| a thread writes and flushes for | {row.write_s:.1f} s, {row.write_cpu_s:.1f} s of CPU "
-        "time |",
-        f"| longest wait of the loop meanwhile | {1000 * row.longest_wait_s:,.0f} ms |",
-        f"| memory beyond the buffer meanwhile | {row.memory_mb:,.0f} MB |",
-        f"| a resume reads for | {row.read_s:.1f} s, {row.read_cpu_s:.1f} s of CPU time |",
-        f"| size | {row.bytes_per_token:.2f} bytes per token |",
-    ]
-    return "\n".join(lines) + "\n"
+        table(("", ""), rows),
+        packages=("pyarrow",),
+    )
 
 
 def main() -> None:
     """Measure once and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json (no suffix)")
+    parser = report_arguments(__doc__ or "")
     parser.add_argument("--tokens", type=int, default=200_000_000)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as directory:
-        row = asyncio.run(measure(arguments.tokens, Path(directory) / "rollout.parquet"))
-    machine = harness.machine(torch.device("cpu"))
-    report = _report(row, machine, load)
-    print(report)  # noqa: T201
-    if arguments.out is not None:
-        values = {"machine": machine, "load": load, "row": asdict(row)}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
-        arguments.out.with_suffix(".md").write_text(report)
+        row = asyncio.run(measure(options.tokens, Path(directory) / "rollout.parquet"))
+    where = machine()
+    values = {"machine": where, "load": load, "row": asdict(row)}
+    finish(options.out, _report(row, where, load), values)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ collector does: receive, check, put together, admit the next request.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -18,10 +17,7 @@ import os
 import resource
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import (
@@ -35,11 +31,12 @@ from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.batching import LoopLag
 from bapo_megatron.rollout.collector import collect_garbage_rarely
 from bapo_megatron.rollout.pool import EnginePool
-from tests.benchmarks import harness
+from tests.benchmarks.harness import finish, machine, page, report_arguments, table
 from tests.benchmarks.stream_server import Load, serve
 from tests.fakes.wave_server import WaveServer
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Sequence
 
 _TOKENS_PER_S_OF_A_REQUEST = 61.0
@@ -173,49 +170,52 @@ async def time_waves(num_requests: int, num_waves: int) -> list[float]:
 def report_of(
     rows: Sequence[Row],
     waves: dict[int, list[float]],
-    machine: dict[str, Any],
+    where: dict[str, Any],
     options: argparse.Namespace,
 ) -> str:
     """The markdown."""
-    lines = [
-        "# What one collector carries",
-        "",
-        *harness.heading(machine, ("aiohttp", "orjson")),
+    head = ("sent: tokens/s", "requests", "tokens of a piece", "received: tokens/s", "of a core")
+    table_rows = [
+        (
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.requests:,}",
+            row.piece_tokens,
+            f"{row.received_per_s:,.0f}",
+            f"{row.core_share:.0%}",
+            f"{1000 * row.core_share / max(row.received_per_s, 1):.3%}",
+            f"{row.loop_lag_s:.2f} s",
+            row.errors,
+            f"{row.machine_load:.1f}",
+        )
+        for row in rows
+    ]
+    return page(
+        "What one collector carries",
+        where,
         f"{options.engines} engines in {options.processes} other processes send "
         f"{_TOKENS_PER_S_OF_A_REQUEST:g} tokens/s with log-probs to each request, responses of "
         f"{options.response_tokens:,} tokens. CPU time is that of the one process that receives "
         "them; *lag* is the largest of its event loop in "
         f"{options.seconds:g} s. The machine's load is that of all its processes: where it exceeds "
         "the cores, what is received and the lag say little.",
-        "",
-        "| sent: tokens/s | requests | tokens of a piece | received: tokens/s | of a core | of a "
-        "core for 1,000 tokens/s | lag | errors | machine's load |",
-        "|---" * 9 + "|",
-    ]
-    lines += [
-        f"| {row.tokens_per_s:,.0f} | {row.requests:,} | {row.piece_tokens} | "
-        f"{row.received_per_s:,.0f} | {row.core_share:.0%} | "
-        f"{1000 * row.core_share / max(row.received_per_s, 1):.3%} | {row.loop_lag_s:.2f} s | "
-        f"{row.errors} | {row.machine_load:.1f} |"
-        for row in rows
-    ]
-    lines += [
-        "",
+        table(
+            (*head, "of a core for 1,000 tokens/s", "lag", "errors", "machine's load"), table_rows
+        ),
         "## Requests that end at the same time",
-        "",
-        "As before a push. Seconds from the first request of a wave to the end of the last one, "
-        "with open connections to a server in the same process that answers all of them at once.",
-        "",
-        "| requests | " + " | ".join(f"{size:,}" for size in waves) + " |",
-        "|---" * (len(waves) + 1) + "|",
-        "| | " + " | ".join(f"{seconds[-1]:.2f} s" for seconds in waves.values()) + " |",
-    ]
-    return "\n".join(lines) + "\n"
+        "As before a weight sync. Seconds from the first request of a wave to the end of the last "
+        "one, with open connections to a server in the same process that answers all of them at "
+        "once.",
+        table(
+            ["requests", *(f"{size:,}" for size in waves)],
+            [["", *(f"{seconds[-1]:.2f} s" for seconds in waves.values())]],
+        ),
+        packages=("aiohttp", "orjson"),
+    )
 
 
 def main() -> None:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report_arguments(__doc__ or "")
     parser.add_argument("--requests", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--pieces", type=int, nargs="+", default=[512, 64])
     parser.add_argument("--response-tokens", type=int, default=8192)
@@ -223,7 +223,6 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=64)
     parser.add_argument("--processes", type=int, default=2, help="that the engines share")
     parser.add_argument("--waves", type=int, nargs="*", default=_WAVES)
-    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json (no suffix)")
     options = parser.parse_args()
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
@@ -236,11 +235,9 @@ def main() -> None:
             rows.append(asyncio.run(measure(addresses, load, pieces, options.seconds)))
         gc.collect()
     waves = {size: asyncio.run(time_waves(size, 2)) for size in options.waves}
-    machine = harness.machine(torch.device("cpu"))
-    text = report_of(rows, waves, machine, options)
-    print(text)  # noqa: T201
-    values = {"machine": machine, "rows": [asdict(row) for row in rows], "waves": waves}
-    harness.write_report(options.out, text, values)
+    where = machine()
+    values = {"machine": where, "rows": [asdict(row) for row in rows], "waves": waves}
+    finish(options.out, report_of(rows, waves, where, options), values)
 
 
 if __name__ == "__main__":

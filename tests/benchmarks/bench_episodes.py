@@ -5,21 +5,17 @@ python -m tests.benchmarks.bench_episodes --out docs/benchmarks/episodes_cpu_202
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bapo_megatron.telemetry.sinks import read_metrics
-from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
+from tests.benchmarks.demo_runs import draw, train
+from tests.benchmarks.harness import finish, machine, page, report_arguments, table
 from tests.environment.lessons import teach_two_turns
 from tests.launch import run
 
-CONFIG = REPOSITORY / "configs/demo.yaml"
 SETTINGS = (
     "rollout.engine=local",
     "rollout.environment=tests.environment.calculator:Calculator",
@@ -28,9 +24,8 @@ SETTINGS = (
     "reward.functions=[{name: total, function: 'tests.environment.calculator:Calculator.score'}]",
     "rollout.max_response_tokens=96",
     "eval.max_response_tokens=96",
-    "parallel.tensor=1",
-    "checkpoint.at_end=false",
-    "log.console=false",
+    "rollout.async_steps=0",
+    "algorithm.updates_per_batch=4",
 )
 SCORE = "eval/heldout/avg_at_k"
 CURVES = {
@@ -56,27 +51,11 @@ class Training:
 
 def train_once(scratch: Path, settings: list[str], seed: int, steps: int) -> Training:
     """Make a tiny model and train it."""
-    tiny, run_dir = scratch / f"tiny{seed}", scratch / f"run{seed}"
-    made = run(["make-tiny", str(tiny), "--seed", str(seed)], timeout_s=1200)
-    assert made.returncode == 0, made.stderr
-    teach_two_turns(tiny / "model", seed)
-    arguments = [
-        "train",
-        str(CONFIG),
-        f"run_dir={run_dir}",
-        f"seed={seed}",
-        f"model.path={tiny}/model",
-        f"data.train.path={tiny}/train.jsonl",
-        f"eval.sets=[{{path: {tiny}/heldout.jsonl, name: heldout}}]",
-        f"train.steps={steps}",
-        "rollout.async_steps=0",
-        "algorithm.updates_per_batch=4",
-        *SETTINGS,
-        *settings,
-    ]
-    result = run(arguments, timeout_s=600 + 60 * steps)
+    tiny = scratch / f"tiny{seed}"
+    result = run(["make-tiny", str(tiny), "--seed", str(seed)], timeout_s=1200)
     assert result.returncode == 0, result.stderr
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    teach_two_turns(tiny / "model", seed)
+    rows = train(scratch / f"run{seed}", tiny, steps, [f"seed={seed}", *SETTINGS, *settings])
     trained = [row for row in rows if "train/lr" in row]
     evaluated = [row for row in rows if SCORE in row]
 
@@ -94,59 +73,35 @@ def train_once(scratch: Path, settings: list[str], seed: int, steps: int) -> Tra
     )
 
 
-def draw(trainings: list[Training], out: Path) -> None:
-    """One panel per curve, one line per seed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    for axis, (metric, title) in zip(figure.subplots(2, 2).flat, CURVES.items(), strict=True):
-        for training in trainings:
-            curve = training.curves[metric]
-            axis.plot(range(1, len(curve) + 1), curve, label=f"seed {training.seed}")
-        axis.set_title(title)
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.savefig(out, dpi=120)
-
-
 def markdown(report: dict[str, Any], trainings: list[Training], picture: str) -> str:
     """The report for people."""
-    gains = [training.after[0] - training.before[0] for training in trainings]
-    lines = [
-        "# An episode of two turns",
-        "",
-        *heading(report["machine"]),
-        f"The tiny model on `tests/environment/calculator.py`, engine local, {report['steps']} "
-        "steps on one rank, after a supervised lesson on written-out episodes "
-        "(`tests/environment/lessons.py`), since its warm-up knows one turn only. Held-out share "
-        "of right results, 95 % intervals over problems.",
-        "",
-        "| seed | before | after | gain |",
-        "|---|---|---|---|",
-    ]
-    for training, gain in zip(trainings, gains, strict=True):
+    rows, gains = [], []
+    for training in trainings:
         before, after = (
             f"{value:.1%} ({low:.1%} – {high:.1%})"
             for value, low, high in (training.before, training.after)
         )
-        lines.append(f"| {training.seed} | {before} | {after} | {100 * gain:+.1f} points |")
-    lines += [
-        "",
+        gains.append(training.after[0] - training.before[0])
+        rows.append((training.seed, before, after, f"{100 * gains[-1]:+.1f} points"))
+    return page(
+        "An episode of two turns",
+        report["machine"],
+        f"The tiny model on `tests/environment/calculator.py`, engine local, {report['steps']} "
+        "steps on one rank, after a supervised lesson on written-out episodes "
+        "(`tests/environment/lessons.py`), since its warm-up knows one turn only. Held-out share "
+        "of right results, 95 % intervals over problems.",
+        table(("seed", "before", "after", "gain"), rows),
         f"Mean gain {100 * statistics.mean(gains):+.1f} points.",
-        "",
         f"![Reward, turns and tokens]({picture})",
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def main() -> None:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report_arguments(__doc__ or "", needs_out=True)
     parser.add_argument("settings", nargs="*", help="KEY=VALUE for every run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path, required=True, help="writes OUT.md, .json and .png")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         trainings = []
@@ -155,14 +110,15 @@ def main() -> None:
             print(f"seed {seed}: {training.before[0]:.1%} → {training.after[0]:.1%}", flush=True)  # noqa: T201
             trainings.append(training)
     report = {
-        "machine": machine(torch.device("cpu")),
+        "machine": machine(),
         "steps": options.steps,
         "settings": options.settings,
         "runs": [asdict(training) for training in trainings],
     }
     picture = options.out.with_suffix(".png")
-    draw(trainings, picture)
-    write_report(options.out, markdown(report, trainings, picture.name), report)
+    runs = {f"seed {training.seed}": [training.curves] for training in trainings}
+    draw(CURVES, runs, picture)
+    finish(options.out, markdown(report, trainings, picture.name), report)
 
 
 if __name__ == "__main__":

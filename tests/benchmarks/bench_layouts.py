@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
+from tests.benchmarks.harness import finish, machine, page, report_arguments, table
 from tests.distributed_launch import run_ranks
 from tests.trainer.dumps import make_random_model, replay_settings, write_dump_shapes
 from tests.trainer.layout_ranks import CASES, Case, Outcome, train_in, with_references
@@ -58,47 +56,39 @@ def _compare(case: Case, outcome: Outcome, expected: Outcome) -> dict[str, Any]:
 
 
 def _markdown(report: dict[str, Any]) -> str:
-    where = report["machine"]
-    lines = [
-        "# Layouts against one rank",
-        "",
-        *heading(where),
+    rows = [
+        [
+            *(row["layout"], row["ranks"]),
+            *(f"{row[name]:.1e}" for name in ("loss", "gradient norm", "weights")),
+            "equal" if row["bounds equal"] else "DIFFERENT",
+            f"{row['imbalance']:.2f}",
+            f"{row['packed']:.0%}",
+        ]
+        for row in report["rows"]
+    ]
+    head = ("layout", "ranks", "loss", "gradient norm", "weights", "bounds", "imbalance", "packed")
+    return page(
+        "Layouts against one rank",
+        report["machine"],
         f"A random Qwen2 of 4 layers in float32 trains {STEPS} steps of 2 updates from the same "
         "dumps in every layout (`train replay=…`). Differences are the largest over the steps, "
         "relative to max(1, |value|); those of the weights are absolute, after the last step "
         "(learning rate up to 1e-3). The bounds of every search are compared bit by bit. "
         "Imbalance is the operations of the rank with the most over the mean; packed is the share "
         "of positions that hold a real token, both of the worst step.",
-        "",
-        "| layout | ranks | loss | gradient norm | weights | bounds | imbalance | packed |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in report["rows"]:
-        bounds = "equal" if row["bounds equal"] else "DIFFERENT"
-        lines.append(
-            f"| {row['layout']} | {row['ranks']} | {row['loss']:.1e} | "
-            f"{row['gradient norm']:.1e} | {row['weights']:.1e} | {bounds} | "
-            f"{row['imbalance']:.2f} | "
-            f"{row['packed']:.0%} |"
-        )
-    lines += ["", "Settings:", ""]
-    lines += [f"- {row['layout']}: `{row['settings'] or '(none)'}`" for row in report["rows"]]
-    return "\n".join(lines) + "\n"
+        table(head, rows),
+        "Settings:",
+        [f"- {row['layout']}: `{row['settings'] or '(none)'}`" for row in report["rows"]],
+    )
 
 
 def main() -> None:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=REPOSITORY / "docs/benchmarks/layouts_cpu_202611"
-    )
-    options = parser.parse_args()
+    options = report_arguments(__doc__ or "").parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(Path(scratch))
-    report = {"machine": machine(torch.device("cpu")), "rows": rows}
-    text = _markdown(report)
-    print(text)  # noqa: T201
-    write_report(options.out, text, report)
+    report = {"machine": machine(), "rows": rows}
+    finish(options.out, _markdown(report), report)
 
 
 if __name__ == "__main__":

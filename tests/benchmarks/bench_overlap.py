@@ -5,20 +5,16 @@ make demo && python -m tests.benchmarks.bench_overlap runs/demo-tiny-seed0
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
+from tests.benchmarks.demo_runs import train
+from tests.benchmarks.harness import finish, machine, page, report_arguments, table
 
-from bapo_megatron.telemetry.sinks import read_metrics
-from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
-from tests.launch import run
-
-CONFIG = REPOSITORY / "configs/demo.yaml"
+SETTINGS = ("eval.sets=[]", "algorithm.updates_per_batch=4")
 MODES = {
     "async_steps 0": ["rollout.async_steps=0"],
     "async_steps 1": ["rollout.async_steps=1"],
@@ -37,28 +33,12 @@ OTHERS = (
 )
 
 
-def overrides(run_dir: Path, data_dir: Path, steps: int) -> list[str]:
-    """What differs from the demo in both modes."""
-    return [
-        f"run_dir={run_dir}",
-        f"model.path={data_dir}/model",
-        f"data.train.path={data_dir}/train.jsonl",
-        "eval.sets=[]",
-        f"train.steps={WARM_UP + steps + LAST}",
-        "checkpoint.at_end=false",
-        "log.console=false",
-        "parallel.tensor=1",
-        "algorithm.updates_per_batch=4",
-    ]
-
-
 def train_once(data_dir: Path, settings: list[str], steps: int) -> list[dict[str, float]]:
     """The measured steps of one run: seconds by phase and of the whole, and what was generated."""
     with tempfile.TemporaryDirectory() as scratch:
-        common = overrides(Path(scratch) / "run", data_dir, steps)
-        result = run(["train", str(CONFIG), *common, *settings], timeout_s=300 + 60 * steps)
-        assert result.returncode == 0, result.stderr
-        rows = read_metrics(Path(scratch) / "run/metrics.jsonl")
+        rows = train(
+            Path(scratch) / "run", data_dir, WARM_UP + steps + LAST, [*SETTINGS, *settings]
+        )
     measured = []
     for row in rows[WARM_UP:-LAST]:
         seconds = {phase: row[f"time/{phase}_s"] for phase in PHASES}
@@ -79,16 +59,16 @@ def measure(data_dir: Path, steps: int, rounds: int, common: list[str]) -> dict[
         whole step of each run.
     """
     order = random.Random(0)
-    found: dict[str, list[list[dict[str, float]]]] = {name: [] for name in MODES}
+    measured: dict[str, list[list[dict[str, float]]]] = {name: [] for name in MODES}
     for _ in range(rounds):
         for name in order.sample(list(MODES), len(MODES)):
-            found[name].append(train_once(data_dir, [*common, *MODES[name]], steps))
+            measured[name].append(train_once(data_dir, [*common, *MODES[name]], steps))
     table: dict[str, Any] = {}
-    for name, runs in found.items():
-        rows = [row for measured in runs for row in measured]
+    for name, runs in measured.items():
+        rows = [row for run in runs for row in run]
         medians = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
         medians["staleness_max"] = max(row["staleness_max"] for row in rows)
-        per_run = [statistics.median(row["whole"] for row in measured) for measured in runs]
+        per_run = [statistics.median(row["whole"] for row in run) for run in runs]
         table[name] = {"median": medians, "rounds": per_run}
     return table
 
@@ -101,9 +81,9 @@ def hidden_share(table: dict[str, Any]) -> float:
 
 def markdown(report: dict[str, Any]) -> str:
     """The report for people."""
-    where, table = report["machine"], report["modes"]
-    first, second = (table[name]["median"] for name in MODES)
-    rows = [
+    modes = report["modes"]
+    first, second = (modes[name]["median"] for name in MODES)
+    quantities = [
         ("**whole step**", "whole", "{:.2f} s"),
         ("waiting for the batch", "rollout", "{:.2f} s"),
         ("training", "training", "{:.2f} s"),
@@ -114,52 +94,42 @@ def markdown(report: dict[str, Any]) -> str:
         ("age of trained tokens, mean (updates)", "staleness_mean", "{:.2f}"),
         ("age of trained tokens, largest", "staleness_max", "{:.0f}"),
     ]
-    lines = [
-        "# Generation during training",
-        "",
-        *heading(where),
+    rows = [
+        [label, *(style.format(modes[name]["median"][key]) for name in MODES)]
+        for label, key, style in quantities
+    ]
+    spans = [f"{min(m['rounds']):.2f} – {max(m['rounds']):.2f} s" for m in modes.values()]
+    return page(
+        "Generation during training",
+        report["machine"],
         f"The demo on one rank{''.join(f', {setting}' for setting in report['settings'])}: medians "
         f"over {report['steps']} steps of each of {report['rounds']} runs, which took turns.",
-        "",
-        "| | " + " | ".join(MODES) + " |",
-        "|---" * (len(MODES) + 1) + "|",
-    ]
-    for label, key, style in rows:
-        cells = [style.format(table[name]["median"][key]) for name in MODES]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    spans = [f"{min(t['rounds']):.2f} – {max(t['rounds']):.2f} s" for t in table.values()]
-    lines.append("| whole step, run by run | " + " | ".join(spans) + " |")
-    lines += [
-        "",
+        table(["", *MODES], [*rows, ["whole step, run by run", *spans]]),
         f"A step takes {second['whole'] / first['whole']:.2f} times as long with generation beside "
         f"it; that hides {report['hidden_share']:.0%} of the shorter phase. Server and trainer "
         "share the machine's cores here, so that what one gains the other may lose; on GPUs of "
         "their own they do not (the simulation beside this file).",
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def main() -> None:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report_arguments(__doc__ or "")
     parser.add_argument("data_dir", type=Path, help="what make-tiny wrote")
     parser.add_argument("settings", nargs="*", help="KEY=VALUE for both modes")
     parser.add_argument("--steps", type=int, default=12, help="measured steps of a run")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each mode")
-    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
     options = parser.parse_args()
     modes = measure(options.data_dir.resolve(), options.steps, options.rounds, options.settings)
     report = {
-        "machine": machine(torch.device("cpu")),
+        "machine": machine(),
         "steps": options.steps,
         "rounds": options.rounds,
         "settings": options.settings,
         "modes": modes,
         "hidden_share": hidden_share(modes),
     }
-    text = markdown(report)
-    print(text)  # noqa: T201
-    write_report(options.out, text, report)
+    finish(options.out, markdown(report), report)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ the page does not read are links to those that it reads.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -40,11 +38,18 @@ from bapo_megatron.types import (
     Sample,
     SampleText,
 )
-from tests.benchmarks import harness
+from tests.benchmarks.harness import (
+    REPOSITORY,
+    finish,
+    machine,
+    page,
+    report_arguments,
+    table,
+)
 from tests.chromium import Tab, chromium_tab
 
 WORDS = 32_000
-METRICS = harness.REPOSITORY / "examples/demo_grpo/metrics.jsonl"
+METRICS = REPOSITORY / "examples/demo_grpo/metrics.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ def make_run(folder: Path, shape: Shape) -> Path:
         write_texts(paths[index], index + 1, texts)
     for index, path in enumerate(paths):
         if index not in read:
-            path.hardlink_to(paths[max(each for each in read if each < index)])
+            path.hardlink_to(paths[max(number for number in read if number < index)])
     return folder
 
 
@@ -147,16 +152,16 @@ def _batch(
 
 def measure(run: Path, shape: Shape, rounds: int) -> Measured:
     """Write the page of a made run and open it, several times."""
-    page = run / "report.html"
+    html = run / "report.html"
     write_s = []
     for _ in range(rounds):
         begin_s = time.perf_counter()
         data = page_data([run])
-        page.write_text(render(data), encoding="utf-8")
+        html.write_text(render(data), encoding="utf-8")
         write_s.append(time.perf_counter() - begin_s)
     with _browser(run / "profile") as (runner, tab):
         open_s, read_s = zip(
-            *(runner.run(_open(tab, page.as_uri())) for _ in range(rounds)), strict=True
+            *(runner.run(_open(tab, html.as_uri())) for _ in range(rounds)), strict=True
         )
         assert not tab.errors, tab.errors
     dumps = [
@@ -166,7 +171,7 @@ def measure(run: Path, shape: Shape, rounds: int) -> Measured:
     return Measured(
         shape=str(shape),
         dump_bytes=sum(dump.stat().st_size for dump in dumps),
-        page_bytes=page.stat().st_size,
+        page_bytes=html.stat().st_size,
         shown_tokens=sum(len(sample["pieces"]) for sample in rollouts["samples"]),
         write_s=statistics.median(write_s),
         open_s=statistics.median(open_s),
@@ -203,44 +208,44 @@ async def _open(tab: Tab, address: str) -> tuple[float, float]:
     return open_s, read_ms / 1e3
 
 
-def markdown(report: dict[str, Any], found: list[Measured]) -> str:
+def markdown(where: dict[str, Any], pages: list[Measured]) -> str:
     """The report for people."""
-    lines = [
-        "# The page of long runs",
-        "",
-        *harness.heading(report["machine"], ("pyarrow",)),
+    head = ("run", "dumps read", "page", "tokens on it", "written in", "opened in")
+    rows = [
+        (
+            row.shape,
+            f"{row.dump_bytes / 1e6:.1f} MB",
+            f"{row.page_bytes / 1e6:.1f} MB",
+            f"{row.shown_tokens:,}",
+            f"{row.write_s:.1f} s",
+            f"{row.open_s:.1f} s",
+            f"{row.read_s:.2f} s",
+        )
+        for row in pages
+    ]
+    return page(
+        "The page of long runs",
+        where,
         "Medians of the rounds. The page may have 20 MB at most: it shows a sample of a long run, "
         "and the two ends of a response that does not fit.",
-        "",
-        "| run | dumps read | page | tokens on it | written in | opened in | response shown in |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {each.shape} | {each.dump_bytes / 1e6:.1f} MB | {each.page_bytes / 1e6:.1f} MB "
-        f"| {each.shown_tokens:,} | {each.write_s:.1f} s | {each.open_s:.1f} s "
-        f"| {each.read_s:.2f} s |"
-        for each in found
-    ]
-    return "\n".join(lines) + "\n"
+        table((*head, "response shown in"), rows),
+        packages=("pyarrow",),
+    )
 
 
 def main() -> None:
     """Measure and report."""
-    parser = harness.arguments("The page of long runs.")
-    parser.set_defaults(rounds=3)
-    options: argparse.Namespace = parser.parse_args()
-    found = []
+    parser = report_arguments("The page of long runs.")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    pages = []
     with tempfile.TemporaryDirectory() as folder:
         for number, shape in enumerate(SHAPES):
             run = make_run(Path(folder) / f"run{number}", shape)
-            found.append(measure(run, shape, options.rounds))
-    report = {
-        "machine": harness.machine(torch.device("cpu")),
-        "pages": [asdict(each) for each in found],
-    }
-    text = markdown(report, found)
-    print(json.dumps(report, indent=1) if options.json else text)  # noqa: T201
-    harness.write_report(options.out, text, report)
+            pages.append(measure(run, shape, options.rounds))
+    where = machine()
+    values = {"machine": where, "pages": [asdict(row) for row in pages]}
+    finish(options.out, markdown(where, pages), values)
 
 
 if __name__ == "__main__":

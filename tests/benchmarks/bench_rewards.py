@@ -10,7 +10,6 @@ event loop, which stands for generation, notes how late it is woken.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -24,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from bapo_megatron.reward.math_text import as_number
 from bapo_megatron.reward.pool import RewardPool
-from tests.benchmarks import harness
+from tests.benchmarks.harness import finish, machine, page, report_arguments, table
 from tests.reward.answer_corpus import pairs
 from tests.reward.hostile import HOSTILE
 
@@ -177,12 +175,28 @@ def measure(case: str, load: Load) -> Row:
 
 
 def _report(
-    load: Load, rows: list[Row], idle_ms: tuple[float, float], machine: dict[str, Any]
+    load: Load, rows: list[Row], idle_ms: tuple[float, float], where: dict[str, Any]
 ) -> str:
-    lines = [
-        "# Rewards",
-        "",
-        *harness.heading(machine, ("math-verify",)),
+    head = ("", "answers/s", "p50", "p99", "longest", "killed", "graded wrong")
+    table_rows = [
+        (
+            row.case,
+            f"{row.answers_per_s:,.0f}",
+            f"{row.p50_ms:.1f} ms",
+            f"{row.p99_ms:.0f} ms",
+            f"{row.max_ms:,.0f} ms",
+            f"{row.killed} of {row.hostile} hostile",
+            row.wrong,
+            f"{row.heartbeat_p99_ms:.1f} ms",
+            f"{row.heartbeat_max_ms:.0f} ms",
+        )
+        for row in rows
+    ]
+    names = sorted({name for row in rows for name in row.killed_names})
+    killed = f"Killed: {', '.join(names)}. Every other hostile answer is refused before."
+    return page(
+        "Rewards",
+        where,
         f"{load.answers:,} answers, graded by {load.workers} worker processes with a limit of "
         f"{load.timeout_s:g} s and {load.memory_limit_mb:,} MB each; a response has some "
         f"{load.reasoning_characters:,} characters of reasoning before one of the "
@@ -194,57 +208,40 @@ def _report(
         "the score, and of one that is killed the limit; the start of the next worker falls to "
         "the answer after it. The heartbeat is a task in the event loop that asks for the scores; "
         "its delay is what grading could add to generation.",
-        "",
-        "|  | answers/s | p50 | p99 | longest | killed | graded wrong | heartbeat late, p99 | "
-        "at most |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.case} | {row.answers_per_s:,.0f} | {row.p50_ms:.1f} ms | {row.p99_ms:.0f} ms | "
-        f"{row.max_ms:,.0f} ms | {row.killed} of {row.hostile} hostile | {row.wrong} | "
-        f"{row.heartbeat_p99_ms:.1f} ms | {row.heartbeat_max_ms:.0f} ms |"
-        for row in rows
-    ]
-    lines += [
-        "",
+        table((*head, "heartbeat late, p99", "at most"), table_rows),
         f"Without any grading it is late by {idle_ms[0]:.1f} ms (p99), at most {idle_ms[1]:.0f} "
-        f"ms, on this machine: {machine['cpus']} cores, of which the workers take "
-        f"{load.workers}, with a load of {machine['load']:.1f} when the measurement began.",
-    ]
-    names = sorted({name for row in rows for name in row.killed_names})
-    if names:
-        lines += ["", f"Killed: {', '.join(names)}. Every other hostile answer is refused before."]
-    return "\n".join(lines) + "\n"
+        f"ms, on this machine: {where['cpus']} cores, of which the workers take "
+        f"{load.workers}, with a load of {where['load']:.1f} when the measurement began.",
+        killed if names else "",
+        packages=("math-verify",),
+    )
 
 
 def main() -> None:
     """Measure without and with hostile answers."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json (no suffix)")
+    parser = report_arguments(__doc__ or "")
     parser.add_argument("--answers", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--timeout-s", type=float, default=5.0)
-    arguments = parser.parse_args()
-    limits = (arguments.workers, arguments.timeout_s, 2048, 8000)
-    load = Load(arguments.answers, 0.01, 0.0, *limits)
+    options = parser.parse_args()
+    limits = (options.workers, options.timeout_s, 2048, 8000)
+    load = Load(options.answers, 0.01, 0.0, *limits)
     loads = {
         "no hostile answer": replace(load, hostile_share=0.0),
         "1 % hostile": load,
         "different formulas": replace(load, hostile_share=0.0, formula_share=1.0),
     }
-    machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0]}
+    where: dict[str, Any] = {"cpus": os.cpu_count(), "load": os.getloadavg()[0]}
     idle_ms = asyncio.run(_measure_idle(20.0))
     rows = [measure(case, load) for case, load in loads.items()]
-    machine |= harness.machine(torch.device("cpu"))
-    report = _report(load, rows, idle_ms, machine)
-    print(report)  # noqa: T201
+    where |= machine()
     values = {
-        "machine": machine,
+        "machine": where,
         "load": asdict(load),
         "idle_heartbeat_ms": idle_ms,
         "rows": [asdict(row) for row in rows],
     }
-    harness.write_report(arguments.out, report, values)
+    finish(options.out, _report(load, rows, idle_ms, where), values)
 
 
 if __name__ == "__main__":

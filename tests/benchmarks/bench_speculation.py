@@ -5,7 +5,6 @@ make demo && python -m tests.benchmarks.bench_speculation runs/demo-tiny-seed0 -
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import tempfile
@@ -22,12 +21,11 @@ from bapo_megatron.algorithm.prediction import Predictor
 from bapo_megatron.config.load import load_config
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
 from bapo_megatron.trainer.speculation import Speculation
-from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
+from tests.benchmarks.demo_runs import train
+from tests.benchmarks.harness import REPOSITORY, finish, machine, page, report_arguments, table
 from tests.fakes.given_tokens import one_rank
-from tests.launch import run
 from tests.tools.planning.cases import MODELS
 from tests.trainer.runs import assert_same_training
 
@@ -57,6 +55,7 @@ PREDICTORS: dict[str, Predict] = {
     "own weights, ratios of the last 4": lambda b, h, k: _recent(b, h[-4:], k),
 }
 SHIPPED = "own weights, recent ratios (algorithm.prediction)"
+NAMES = (*PREDICTORS, SHIPPED)
 
 
 def record(data_dir: Path, root: Path, rate: str, lag: int, steps: int) -> Path:
@@ -66,27 +65,13 @@ def record(data_dir: Path, root: Path, rate: str, lag: int, steps: int) -> Path:
         settings = ["rollout.engine=local", "rollout.oversample_groups=0", "rollout.async_steps=0"]
         if lag:
             settings.append(f"rollout.fixed_lag={lag // UPDATES_PER_BATCH}")
-        settings += ["train.dump_tokens=1", "checkpoint.at_end=false"]
-        _train(data_dir, run_dir, rate, steps, *settings)
+        train(run_dir, data_dir, steps, [*_common(rate), *settings, "train.dump_tokens=1"])
     return run_dir
 
 
-def _train(data_dir: Path, run_dir: Path, rate: str, steps: int, *settings: str) -> None:
-    arguments = [
-        str(REPOSITORY / "configs/demo.yaml"),
-        f"run_dir={run_dir}",
-        f"model.path={data_dir}/model",
-        f"data.train.path={data_dir}/train.jsonl",
-        f"optimizer.lr={rate}",
-        f"algorithm.updates_per_batch={UPDATES_PER_BATCH}",
-        f"train.steps={steps}",
-        "parallel.tensor=1",
-        "eval.sets=[]",
-        "log.console=false",
-        "log.tensorboard=false",
-    ]
-    result = run(["train", *arguments, *settings], timeout_s=600 + 60 * steps)
-    assert result.returncode == 0, result.stderr
+def _common(rate: str) -> list[str]:
+    updates = f"algorithm.updates_per_batch={UPDATES_PER_BATCH}"
+    return [f"optimizer.lr={rate}", updates, "eval.sets=[]", "log.tensorboard=false"]
 
 
 def read_updates(run_dir: Path, bapo: Bapo) -> History:
@@ -107,7 +92,7 @@ def read_updates(run_dir: Path, bapo: Bapo) -> History:
 def score(updates: History, bapo: Bapo, steps: int) -> dict[str, Any]:
     """Misses of every predictor in the last ``steps`` updates, and the exits of the searches."""
     first = len(updates) - steps
-    missed: dict[str, list[bool]] = {name: [] for name in (*PREDICTORS, SHIPPED)}
+    missed: dict[str, list[bool]] = {name: [] for name in NAMES}
     predictor, exits = Predictor(bapo), dict.fromkeys(EXIT_NAMES[:3], 0)
     for number, (known_K, total_K) in enumerate(updates):
         decision = bapo.decide(total_K)
@@ -123,8 +108,8 @@ def score(updates: History, bapo: Bapo, steps: int) -> dict[str, Any]:
     return {
         "updates": steps,
         "exits": exits,
-        "hit_share": {n: 1 - statistics.mean(found[first:]) for n, found in missed.items()},
-        "regret": {n: regret(found, first) for n, found in missed.items()},
+        "hit_share": {n: 1 - statistics.mean(of_one[first:]) for n, of_one in missed.items()},
+        "regret": {n: regret(of_one, first) for n, of_one in missed.items()},
     }
 
 
@@ -153,13 +138,12 @@ def time_modes(
         with tempfile.TemporaryDirectory() as scratch:
             for mode in order.sample(MODES, len(MODES)):
                 replayed = Path(scratch) / mode
-                settings = (f"replay={run_dir}/rollouts", f"algorithm.bapo.speculate={mode}")
-                _train(data_dir, replayed, rate, steps, *settings)
-                rows = read_metrics(replayed / "metrics.jsonl")
+                settings = [f"replay={run_dir}/rollouts", f"algorithm.bapo.speculate={mode}"]
+                rows = train(replayed, data_dir, steps, [*_common(rate), *settings])
                 seconds[mode] += [row["time/training_s"] / row["train/updates"] for row in rows[1:]]
             for mode in MODES[1:]:
                 assert_same_training(Path(scratch) / mode, Path(scratch) / MODES[0])
-    return {mode: statistics.median(found) for mode, found in seconds.items()}
+    return {mode: statistics.median(times) for mode, times in seconds.items()}
 
 
 def simulate_32b(miss_share: float | None) -> float:
@@ -178,101 +162,86 @@ def draw(report: dict[str, Any], out: Path) -> None:
     num_rows = 1 + bool(report["rounds"])
     figure = Figure(figsize=(11, 0.6 + 3.6 * num_rows), layout="constrained")
     rows = figure.subplots(num_rows, len(RATES), sharey="row", sharex=True, squeeze=False)
-    panels = rows[0]
-    for panel, rate in zip(panels, RATES, strict=True):
-        for name in (*PREDICTORS, SHIPPED):
-            hits = [report["cells"][rate][str(lag)]["hit_share"][name] for lag in LAGS]
+    for number, rate in enumerate(RATES):
+        cells = [report["cells"][rate][str(lag)] for lag in LAGS]
+        panel = rows[0][number]
+        for name in NAMES:
+            hits = [cell["hit_share"][name] for cell in cells]
             style = {"linewidth": 2.5, "color": "black"} if name == SHIPPED else {"linewidth": 1.2}
             panel.plot(range(len(LAGS)), hits, marker="o", label=name, **style)
         panel.axhline(1 - 1 / LOSS_SHARE, color="gray", linestyle=":", label="break-even")
         panel.set_xticks(range(len(LAGS)), [str(lag) for lag in LAGS])
         panel.set_title(f"learning rate {rate}")
-        panel.grid(alpha=0.3)
-    for panel in rows[-1]:
-        panel.set_xlabel("lag (updates)")
-    if report["rounds"]:
-        for panel, rate in zip(rows[1], RATES, strict=True):
-            seconds = [report["cells"][rate][str(lag)]["seconds"] for lag in LAGS]
-            for mode in MODES:
-                ratios = [found[mode] / found["never"] for found in seconds]
-                panel.plot(range(len(LAGS)), ratios, marker="o", label=mode)
+        for mode in MODES if report["rounds"] else ():
+            ratios = [cell["seconds"][mode] / cell["seconds"]["never"] for cell in cells]
+            rows[1][number].plot(range(len(LAGS)), ratios, marker="o", label=mode)
+        rows[-1][number].set_xlabel("lag (updates)")
+    labels = ("share of right predictions", "time of an update, plain order = 1")
+    for panels, label in zip(rows, labels, strict=False):
+        panels[0].set(ylabel=label, ylim=(0, 1.05))
+        panels[0].legend(fontsize=8, loc="lower left")
+        for panel in panels:
             panel.grid(alpha=0.3)
-        rows[1][0].set_ylabel("time of an update, plain order = 1")
-        rows[1][0].set_ylim(0, 1.05)
-        rows[1][0].legend(fontsize=8, loc="lower left")
-    panels[0].set_ylabel("share of right predictions")
-    panels[0].set_ylim(0, 1.02)
-    panels[0].legend(fontsize=8, loc="lower left")
+    out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)
 
 
 def markdown(report: dict[str, Any], picture: str) -> str:
     """The report for people."""
-    cells = report["cells"]
-    lines = [
-        "# Predicted bounds against staleness",
-        "",
-        *heading(report["machine"]),
+    timed = (
+        f"Times are medians over {report['rounds']} replays of each run in each mode, in "
+        "turns. Within a round the three modes gave the same final weights and, but for "
+        "times, the same metrics in every step, bit for bit."
+    )
+    return page(
+        "Predicted bounds against staleness",
+        report["machine"],
         f"The demo's task on one rank, {UPDATES_PER_BATCH} updates per step, sampled by the local "
         f"engine at a fixed lag; the last {report['updates']} updates of {report['steps']} steps, "
         "so that all have the lag. *Regret*: time per update beyond that of predictions that are "
         "always right, in loss passes, with the rule of `auto` and a forward-only pass of a third "
         "of a loss pass; the plain order has 0.333.",
-        "",
         f"![Share of right predictions]({picture})",
+        *(block for rate in RATES for block in _section(report["cells"][rate], rate)),
+        "The last rows: training as `plan configs/bp-math-32b-64k.yaml --gpus 128` computes it, but "
+        f"with the misses of the line above; in the plain order {report['plain_32b_s']:.0f} s.",
+        timed if report["rounds"] else "",
+    )
+
+
+def _section(by_lag: dict[str, dict[str, Any]], rate: str) -> tuple[str, list[str]]:
+    cells = [by_lag[str(lag)] for lag in LAGS]
+    rows = [
+        ["exits start, met, exhausted"]
+        + [", ".join(map(str, cell["exits"].values())) for cell in cells]
     ]
-    for rate in RATES:
-        names = [*PREDICTORS, SHIPPED]
-        lines += [
-            "",
-            f"## Learning rate {rate}",
-            "",
-            "| | " + " | ".join(f"lag {lag}" for lag in LAGS) + " |",
-            "|---" * (len(LAGS) + 1) + "|",
-        ]
-        exits = [cells[rate][str(lag)]["exits"] for lag in LAGS]
-        rows = {"exits start, met, exhausted": [", ".join(map(str, e.values())) for e in exits]}
-        for name in names:
-            found = [cells[rate][str(lag)] for lag in LAGS]
-            rows[f"{name}: hits (regret)"] = [
-                f"{cell['hit_share'][name]:.1%} ({cell['regret'][name]:.3f})" for cell in found
-            ]
-        if report["rounds"]:
-            for mode in MODES:
-                times = [cells[rate][str(lag)]["seconds"] for lag in LAGS]
-                rows[f"`{mode}`: ms per update"] = [
-                    f"{t[mode] * 1e3:.1f} ({t[mode] / t['never']:.2f})" for t in times
-                ]
-        rows["32B, s of training per step"] = [
-            f"{cells[rate][str(lag)]['simulated_s']:.0f}" for lag in LAGS
-        ]
-        lines += [f"| {label} | " + " | ".join(row) + " |" for label, row in rows.items()]
-    lines += [
-        "",
-        f"The last rows: `plan configs/bp-math-32b-64k.yaml --gpus 128 --misses …` with the misses "
-        f"of the line above; in the plain order it is {report['plain_32b_s']:.0f} s.",
+    rows += [
+        [f"{name}: hits (regret)"]
+        + [f"{cell['hit_share'][name]:.1%} ({cell['regret'][name]:.3f})" for cell in cells]
+        for name in NAMES
     ]
-    if report["rounds"]:
-        lines += [
-            "",
-            f"Times are medians over {report['rounds']} replays of each run in each mode, in "
-            "turns. Within a round the three modes gave the same final weights and, but for "
-            "times, the same metrics in every step, bit for bit.",
+    times = [cell["seconds"] for cell in cells if "seconds" in cell]
+    if times:
+        rows += [
+            [f"`{mode}`: ms per update"]
+            + [f"{t[mode] * 1e3:.1f} ({t[mode] / t['never']:.2f})" for t in times]
+            for mode in MODES
         ]
-    return "\n".join(lines) + "\n"
+    rows.append(["32B, s of training per step", *(f"{c['simulated_s']:.0f}" for c in cells)])
+    head = ["", *(f"lag {lag}" for lag in LAGS)]
+    return f"## Learning rate {rate}", table(head, rows)
 
 
 def main() -> None:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report_arguments(__doc__ or "", needs_out=True)
     parser.add_argument("data_dir", type=Path, help="what make-tiny wrote")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--updates", type=int, default=92, help="the last ones, that count")
     parser.add_argument("--rounds", type=int, default=3, help="of replays for times; 0: none")
     parser.add_argument("--runs", type=Path, help="where the runs are kept, to be used again")
-    parser.add_argument("--out", type=Path, required=True, help="writes OUT.md, .json and .png")
     options = parser.parse_args()
-    where, bapo = machine(torch.device("cpu")), Bapo(BapoConfig(), None)
+    where, bapo = machine(), Bapo(BapoConfig(), None)
     data_dir = options.data_dir.resolve()
     cells: dict[str, dict[str, Any]] = {rate: {} for rate in RATES}
     with tempfile.TemporaryDirectory() as scratch:
@@ -295,10 +264,9 @@ def main() -> None:
         "plain_32b_s": simulate_32b(None),
         "cells": cells,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     picture = options.out.with_suffix(".png")
     draw(report, picture)
-    write_report(options.out, markdown(report, picture.name), report)
+    finish(options.out, markdown(report, picture.name), report)
 
 
 if __name__ == "__main__":

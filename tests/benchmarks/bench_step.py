@@ -5,16 +5,13 @@ make demo && python -m tests.benchmarks.bench_step runs/demo [KEY=VALUE …]
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.benchmarks.harness import heading, machine, write_report
+from tests.benchmarks.harness import finish, machine, page, report_arguments, table
 from tests.benchmarks.step_ranks import PARTS, profile_steps
 from tests.distributed_launch import run_ranks
 
@@ -58,47 +55,40 @@ def _median(rows: list[dict[str, float]], label: str) -> float:
 
 
 def _markdown(report: dict[str, Any]) -> str:
-    where, table = report["machine"], report["seconds"]
-    names = list(table)
-    lines = [
-        "# Where the time of a training step goes",
-        "",
-        *heading(where),
+    by_layout = report["seconds"]
+    rows = [
+        [
+            label,
+            *(f"{s[label] * 1e3:.1f} ({s[label] / s['whole']:.0%})" for s in by_layout.values()),
+        ]
+        for label in (*PARTS, "the rest", "whole")
+    ]
+    return page(
+        "Where the time of a training step goes",
+        report["machine"],
         f"The batches of the demo (256 responses, {report['updates']:.0f} updates per step) are "
         f"replayed{''.join(f', {s}' for s in report['settings'])}; medians over {report['steps']} "
         "steps on rank 0, in ms, and the share of the whole. Generation and the "
         "servers' loading are not part of it.",
-        "",
-        "| | " + " | ".join(names) + " |",
-        "|---" * (len(names) + 1) + "|",
-    ]
-    for label in (*PARTS, "the rest", "whole"):
-        cells = [
-            f"{table[name][label] * 1e3:.1f} ({table[name][label] / table[name]['whole']:.0%})"
-            for name in names
-        ]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        table(["", *by_layout], rows),
+    )
 
 
 def main() -> None:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report_arguments(__doc__ or "")
     parser.add_argument("run_dir", type=Path, help="a finished run of the demo")
     parser.add_argument("settings", nargs="*", help="KEY=VALUE for all layouts")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
     options = parser.parse_args()
     report = {
-        "machine": machine(torch.device("cpu")),
+        "machine": machine(),
         "steps": options.steps,
         "settings": options.settings,
         "updates": read_metrics(options.run_dir / "metrics.jsonl")[-1]["train/updates"],
         "seconds": measure(options.run_dir, options.steps, options.settings),
     }
-    text = _markdown(report)
-    print(text)  # noqa: T201
-    write_report(options.out, text, report)
+    finish(options.out, _markdown(report), report)
 
 
 if __name__ == "__main__":

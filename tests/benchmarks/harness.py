@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -225,16 +225,13 @@ def write_bandwidth(device: torch.device, rounds: int) -> tuple[str, float]:
     in-place product is the measure for kernels that work in place.
     """
     values = _uncached(device)
-    target = torch.empty_like(values) if device.type == "cuda" else values
     if device.type == "cuda":
-        contender = Contender(
-            "copy bandwidth", lambda: target.copy_(values), num_bytes=2 * values.nbytes
-        )
+        target = torch.empty_like(values)
+        name, run = "copy bandwidth", lambda: target.copy_(values)
     else:
-        contender = Contender(
-            "in-place bandwidth", lambda: values.mul_(1.0), num_bytes=2 * values.nbytes
-        )
-    return contender.name, interleave([contender], device, rounds=rounds)[0].bytes_per_s
+        name, run = "in-place bandwidth", lambda: values.mul_(1.0)
+    contender = Contender(name, run, num_bytes=2 * values.nbytes)
+    return name, interleave([contender], device, rounds=rounds)[0].bytes_per_s
 
 
 def clocks_under_load(device: torch.device) -> dict[str, float]:
@@ -250,21 +247,26 @@ def clocks_under_load(device: torch.device) -> dict[str, float]:
     return dict(zip(("SM", "memory"), map(float, answer.stdout.split(",")), strict=True))
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
-    """The options that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=description)
+def arguments(description: str, *, rounds: int = 11) -> argparse.ArgumentParser:
+    """The options of a benchmark that times contenders by ``interleave``."""
+    parser = report_arguments(description)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    return parser
+
+
+def report_arguments(description: str, *, needs_out: bool = False) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--out", type=Path, help="write the report to OUT.md and OUT.json (no suffix)"
+        "--out", type=Path, required=needs_out, help="write OUT.md and OUT.json (no suffix)"
     )
     return parser
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """Where and with what a report was made."""
+def machine(device: torch.device | None = None) -> dict[str, Any]:
+    """Where and with what a report was made; by default on the CPU."""
     build = extension.build_info()
     versions = {}
     for name in PACKAGES:
@@ -277,7 +279,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "commit": commit_of(REPOSITORY) or "unknown",
         "command": f"python -m {_module()} {shlex.join(sys.argv[1:])}",
         "processor": _processor(),
-        "device": _device(device),
+        "device": _device(device or torch.device("cpu")),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "packages": versions,
@@ -286,24 +288,35 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def heading(
-    where: dict[str, Any], packages: Sequence[str] = ("torch", "megatron-core")
-) -> list[str]:
-    """The lines of a report that tell where, with which packages and how it was made.
+def page(
+    title: str,
+    where: dict[str, Any],
+    *blocks: str | Sequence[str],
+    packages: Sequence[str] = ("torch", "megatron-core"),
+) -> str:
+    """A report for people.
 
     Args:
+        title: Of the page.
         where: What ``machine`` returned.
+        blocks: Paragraphs and tables, each a text or its lines.
         packages: Those that matter.
     """
-    versions = where["packages"]
-    named = ", ".join(f"{name} {versions[name]}" for name in packages)
-    return [
+    named = ", ".join(f"{name} {where['packages'][name]}" for name in packages)
+    made = (
         f"{where['date']}, commit {where['commit']}, {where['processor']}; Python "
-        f"{where['python']}, {named}.",
-        "",
-        f"    {where['command']}",
-        "",
-    ]
+        f"{where['python']}, {named}."
+    )
+    texts = [f"# {title}", made, f"    {where['command']}"]
+    texts += [block if isinstance(block, str) else "\n".join(block) for block in blocks]
+    return "\n\n".join(text for text in texts if text) + "\n"
+
+
+def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table in markdown."""
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
+    lines.insert(1, "|---" * len(head) + "|")
+    return lines
 
 
 def publish(
@@ -327,13 +340,12 @@ def publish(
             for section in sections
         ],
     }
-    text = _markdown(title, report["machine"], sections)
-    print(json.dumps(report, indent=1) if options.json else text)  # noqa: T201
-    write_report(options.out, text, report)
+    finish(options.out, _markdown(title, report["machine"], sections), report)
 
 
-def write_report(out: Path | None, text: str, report: dict[str, Any]) -> None:
-    """Write OUT.md with ``text`` and OUT.json with ``report``, if OUT was given."""
+def finish(out: Path | None, text: str, report: dict[str, Any]) -> None:
+    """Print ``text``; write it to OUT.md and ``report`` to OUT.json, if there is an OUT."""
+    print(text)  # noqa: T201
     if out is None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -357,26 +369,29 @@ def _markdown(title: str, where: dict[str, Any], sections: Sequence[Section]) ->
         + " Memory is what a run allocates beyond its inputs." * has_memory,
     ]
     for section in sections:
-        lines += ["", f"## {section.title}", ""]
-        share = section.bandwidth is not None
-        head = ["", "median", "min – max", f"× {section.baseline}", *["memory"] * has_memory]
-        head += [f"share of {section.bandwidth[0]}"] if section.bandwidth is not None else []
-        lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-        for timing in section.timings:
-            factor, unit = (1.0, "s") if timing.max_s >= 1 else (1e3, "ms")
-            cells = [
-                timing.name,
-                f"{timing.median_s * factor:.3g} {unit}",
-                f"{timing.min_s * factor:.3g} – {timing.max_s * factor:.3g}",
-                f"{section.ratio(timing.name):.2f}",
-                *[f"{timing.peak_bytes / 1e6:.1f} MB"] * has_memory,
-            ]
-            if share and section.bandwidth is not None:
-                value = timing.bytes_per_s / section.bandwidth[1]
-                cells.append(f"{value:.0%}" if timing.num_bytes else "")
-            lines.append("| " + " | ".join(cells) + " |")
+        lines += ["", f"## {section.title}", "", *_section_table(section, has_memory)]
         lines += ["", *section.remarks] if section.remarks else []
     return "\n".join(lines) + "\n"
+
+
+def _section_table(section: Section, has_memory: bool) -> list[str]:
+    head = ["", "median", "min – max", f"× {section.baseline}", *["memory"] * has_memory]
+    head += [f"share of {section.bandwidth[0]}"] if section.bandwidth is not None else []
+    rows = []
+    for timing in section.timings:
+        factor, unit = (1.0, "s") if timing.max_s >= 1 else (1e3, "ms")
+        cells = [
+            timing.name,
+            f"{timing.median_s * factor:.3g} {unit}",
+            f"{timing.min_s * factor:.3g} – {timing.max_s * factor:.3g}",
+            f"{section.ratio(timing.name):.2f}",
+            *[f"{timing.peak_bytes / 1e6:.1f} MB"] * has_memory,
+        ]
+        if section.bandwidth is not None:
+            share = timing.bytes_per_s / section.bandwidth[1]
+            cells.append(f"{share:.0%}" if timing.num_bytes else "")
+        rows.append(cells)
+    return table(head, rows)
 
 
 def _device(device: torch.device) -> str:

@@ -31,8 +31,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from bapo_megatron.runtime.processes import end_by_exception
 from tests.benchmarks import harness
 from tests.benchmarks.kill_run import KINDS, MARK, KilledRun, Kind, mount, processes
@@ -57,33 +55,33 @@ def plan(kinds: Sequence[Kind], num_faults: int, seed: int) -> list[Kind]:
 
 
 def report(name: str, run: KilledRun, account: Account) -> list[str]:
-    """The section of a run."""
-    lines = [
-        f"## {name}",
-        "",
-        "| minute | fault | after step | back after | exit status | last line of the job |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {fault.at_s / 60:.0f} | {fault.name} | {fault.step} | {fault.back_s:.0f} s "
-        f"| {'' if fault.exit_code is None else fault.exit_code} | {fault.last_line} |"
+    """The blocks of a run's section."""
+    rows = [
+        (
+            f"{fault.at_s / 60:.0f}",
+            fault.name,
+            fault.step,
+            f"{fault.back_s:.0f} s",
+            "" if fault.exit_code is None else fault.exit_code,
+            fault.last_line,
+        )
         for fault in run.faults
     ]
+    head = ("minute", "fault", "after step", "back after", "exit status", "last line of the job")
     return [
-        *lines,
-        "",
+        f"## {name}",
+        "\n".join(harness.table(head, rows)),
         f"{account.num_steps} steps. Groups: {account.num_drawn} drawn = {account.num_trained} "
         f"trained once + {account.num_waiting} in the buffer. {account.num_lost_requests} requests "
         "were continued on another server. The weights are those of an undisturbed replay, bit for "
         "bit. No process was left, nor a file in /dev/shm or the temporary directory.",
-        "",
     ]
 
 
 def files() -> set[Path]:
     """What is in /dev/shm and the temporary directory, but for what may stay."""
-    found = {*Path("/dev/shm").iterdir(), *Path("/tmp").iterdir()}
-    return {path for path in found if not path.name.startswith(_COMPILED)}
+    paths = {*Path("/dev/shm").iterdir(), *Path("/tmp").iterdir()}
+    return {path for path in paths if not path.name.startswith(_COMPILED)}
 
 
 def check(run: KilledRun, order: Sequence[Kind]) -> Account:
@@ -111,8 +109,7 @@ def main() -> None:
         module = ["-m", "tests.benchmarks.kill_campaign", *sys.argv[1:]]
         os.execvp("unshare", ["unshare", "--mount", sys.executable, *module])
     end_by_exception()
-    lines = ["# What kills, freezes and a full disk cost a run", ""]
-    lines += harness.heading(harness.machine(torch.device("cpu")))
+    where, blocks = harness.machine(), []
     for directory in (Path("/dev/shm"), Path("/tmp")):
         mount(directory, "mode=1777")
     root = Path(tempfile.mkdtemp(prefix="campaign-"))
@@ -129,8 +126,9 @@ def main() -> None:
             run.close()
             shutil.copytree(directory, options.out.with_suffix(".failed"))
             raise
-        lines += report(name, run, account)
-        options.out.with_suffix(".md").write_text("\n".join(lines))
+        blocks += report(name, run, account)
+        text = harness.page("What kills, freezes and a full disk cost a run", where, *blocks)
+        options.out.with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,15 @@ the command can be interrupted and repeated.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bapo_megatron.config.schema import OBJECTIVES
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.benchmarks.harness import heading, machine, write_report
-from tests.benchmarks.variants import train_variants
+from tests.benchmarks.demo_runs import train_variants
+from tests.benchmarks.harness import finish, machine, page, report_arguments, table
 
 SEQUENCE_MEAN = ("sapo", "gspo", "gmpo")
 """Objectives that are published with the mean over responses."""
@@ -93,48 +90,44 @@ def read_run(metrics: Path, seed: int) -> Trained:
 
 def markdown(report: dict[str, Any], found: dict[str, list[Trained]]) -> str:
     """The report for people."""
-    seeds = [trained.seed for trained in next(iter(found.values()))]
-    lines = [
-        "# Every objective on the demo's task",
-        "",
-        *heading(report["machine"]),
+    seeds = [f"seed {trained.seed}" for trained in next(iter(found.values()))]
+    rows = [
+        [
+            name,
+            *(f"{trained.accuracy:.1%}" for trained in runs),
+            f"**{statistics.mean(trained.accuracy for trained in runs):.1%}**",
+            f"{statistics.mean(trained.reward for trained in runs):.3f}",
+            f"{statistics.mean(trained.without_gradient for trained in runs):.1%}",
+            f"{statistics.mean(trained.wall_s for trained in runs):.0f} s",
+        ]
+        for name, runs in found.items()
+    ]
+    return page(
+        "Every objective on the demo's task",
+        report["machine"],
         f"{report['steps']} steps of configs/demo.yaml on one rank with the local engine; held-out "
         f"accuracy at the end, the batch's reward over the last {LAST_STEPS} steps, trained tokens "
         "without a gradient (mean over signs, updates and steps). Tokens are some 40 updates old, "
         "at most 3 where an arm is *fresh*: objectives that limit nothing, or little, fall behind "
         "or collapse on old tokens. One model and a few seeds show that each objective trains, not "
         "which of the others is better; times are of a machine with other work.",
-        "",
-        "| arm | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | reward | "
-        "without gradient | time |",
-        "|---" * (len(seeds) + 5) + "|",
-    ]
-    for name, runs in found.items():
-        cells = [f"{trained.accuracy:.1%}" for trained in runs]
-        cells += [
-            f"**{statistics.mean(trained.accuracy for trained in runs):.1%}**",
-            f"{statistics.mean(trained.reward for trained in runs):.3f}",
-            f"{statistics.mean(trained.without_gradient for trained in runs):.1%}",
-            f"{statistics.mean(trained.wall_s for trained in runs):.0f} s",
-        ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", "Overrides of the arms:", ""]
-    lines += [f"- {name}: `{' '.join(ARMS[name])}`" for name in found]
-    return "\n".join(lines) + "\n"
+        table(["arm", *seeds, "mean", "reward", "without gradient", "time"], rows),
+        "Overrides of the arms:",
+        [f"- {name}: `{' '.join(ARMS[name])}`" for name in found],
+    )
 
 
 def main() -> None:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report_arguments(__doc__ or "", needs_out=True)
     parser.add_argument("data_dir", type=Path, help="what make-tiny wrote")
     parser.add_argument("settings", nargs="*", help="KEY=VALUE for every arm")
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--runs", type=Path, required=True, help="directory of the runs")
-    parser.add_argument("--out", type=Path, required=True, help="writes OUT.md and OUT.json")
     options = parser.parse_args()
-    where = machine(torch.device("cpu"))
+    where = machine()
     runs = train_variants(
         options.data_dir.resolve(),
         options.runs.resolve(),
@@ -153,7 +146,7 @@ def main() -> None:
         "settings": options.settings,
         "arms": {name: [asdict(trained) for trained in runs] for name, runs in found.items()},
     }
-    write_report(options.out, markdown(report, found), report)
+    finish(options.out, markdown(report, found), report)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ and none of them may be refuted by values where math-verify alone accepts it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Callable
@@ -23,14 +22,13 @@ from typing import Any
 
 import pyarrow.parquet
 import sympy
-import torch
 from math_verify import verify
 
 from bapo_megatron.data.rows import parse_answer
 from bapo_megatron.reward.math_answer import grade_math_answer
 from bapo_megatron.reward.math_symbolic import _parse
 from bapo_megatron.reward.math_values import differ
-from tests.benchmarks import harness
+from tests.benchmarks.harness import finish, machine, page, report_arguments, table
 from tests.reward.answer_corpus import UNIVERSAL, pairs, references
 
 _REWRITES: tuple[Callable[[Any], Any], ...] = (
@@ -45,14 +43,7 @@ _REWRITES: tuple[Callable[[Any], Any], ...] = (
     lambda value: value.rewrite(sympy.cos),
 )
 _NO_FORMULAS = (
-    "word",
-    "phrase",
-    "choice",
-    "constant",
-    "area",
-    "length",
-    "unevaluated",
-    "undefined",
+    *("word", "phrase", "choice", "constant", "area", "length", "unevaluated", "undefined"),
 )
 
 
@@ -122,11 +113,8 @@ def _spellings(text: str) -> list[str]:
     expression = _parse(text)
     if not isinstance(expression, sympy.Expr):
         return []
-    found = {}
-    for rewriting in _REWRITES:
-        spelling = sympy.latex(rewriting(expression.doit()))
-        found[spelling] = None
-    return list(found)
+    spellings = [sympy.latex(rewriting(expression.doit())) for rewriting in _REWRITES]
+    return list(dict.fromkeys(spellings))
 
 
 def _is_refuted_wrongly(one: Graded) -> bool:
@@ -138,44 +126,38 @@ def _is_refuted_wrongly(one: Graded) -> bool:
     )
 
 
-def _report_universal(graded: list[Graded], machine: dict[str, Any]) -> str:
-    taken = [one for one in graded if one.reward]
-    lines = [
-        "# Universal answers",
-        "",
-        *harness.heading(machine, ("math-verify",)),
+def _report_universal(graded: list[Graded], where: dict[str, Any]) -> str:
+    accepted = [answer for answer in graded if answer.reward]
+    return page(
+        "Universal answers",
+        where,
         f"{len(UNIVERSAL)} answers that say nothing (`0=0`, `x=x`, `i=2`, `\\{{\\{{\\}}\\}}`, "
         "`\\frac10`, empty boxes, …), half of them against each of "
         f"{len({one.wanted for one in graded})} references of {len({one.form for one in graded})} "
-        f"forms, {len(graded):,} gradings: {len(taken)} were taken.",
-        "",
-        *(f"- `{one.given}` for `{one.wanted}`" for one in taken),
+        f"forms, {len(graded):,} gradings: {len(accepted)} were taken.",
+        [f"- `{answer.given}` for `{answer.wanted}`" for answer in accepted],
+        packages=("math-verify",),
+    )
+
+
+def _report_pairs(graded: list[Graded], rewritten: Rewritten, where: dict[str, Any]) -> str:
+    rows = [
+        (one.form, f"`{_cell(one.given)}`", f"`{_cell(one.wanted)}`", f"`{one.reason}`")
+        for one in graded
+        if one.reward
     ]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _report_pairs(graded: list[Graded], rewritten: Rewritten, machine: dict[str, Any]) -> str:
-    accepted = [one for one in graded if one.reward]
-    lines = [
-        "# Pairs of different references",
-        "",
-        *harness.heading(machine, ("math-verify",)),
+    return page(
+        "Pairs of different references",
+        where,
         f"**Different references.** {len(graded):,} pairs, nine in ten of the generated ones of "
-        f"one form: {len(accepted)} were accepted, which stand below.",
-        "",
+        f"one form: {len(rows)} were accepted, which stand below.",
         f"**Other spellings.** {rewritten.spellings:,} spellings of references by sympy "
         f"(expanded, factored, rewritten, as decimals): {rewritten.accepted:,} were accepted. "
         f"Values refuted {len(rewritten.refuted)} that math-verify alone accepts.",
-        "",
-        *(f"- `{given}` for `{wanted}`" for given, wanted in rewritten.refuted),
-        "| form | answer | reference | reason |",
-        "|---|---|---|---|",
-        *(
-            f"| {one.form} | `{_cell(one.given)}` | `{_cell(one.wanted)}` | `{one.reason}` |"
-            for one in accepted
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+        [f"- `{answer}` for `{reference}`" for answer, reference in rewritten.refuted],
+        table(("form", "answer", "reference", "reason"), rows),
+        packages=("math-verify",),
+    )
 
 
 def _cell(text: str) -> str:
@@ -195,32 +177,29 @@ def _grade_universal(per_form: int) -> list[Graded]:
 
 def main() -> None:
     """Grade universal answers, or pairs and other spellings; list what was accepted."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json (no suffix)")
+    parser = report_arguments(__doc__ or "")
     parser.add_argument("--universal", action="store_true", help="grade universal answers")
     parser.add_argument("--data", type=Path, help="folder with AIME and GSM8K, for pairs")
     parser.add_argument("--pairs", type=int, default=10_000)
     parser.add_argument("--per-form", type=int, default=5, help="references of each form")
-    arguments = parser.parse_args()
-    machine = harness.machine(torch.device("cpu"))
-    if arguments.universal:
-        graded = _grade_universal(arguments.per_form)
-        rewritten = None
-        report = _report_universal(graded, machine)
+    options = parser.parse_args()
+    where, rewritten = machine(), None
+    if options.universal:
+        graded = _grade_universal(options.per_form)
+        report = _report_universal(graded, where)
     else:
-        asked = sorted(pairs(arguments.pairs))  # each reference is parsed about once
-        asked += data_pairs(arguments.data, 500) if arguments.data is not None else []
+        asked = sorted(pairs(options.pairs))  # each reference is parsed about once
+        asked += data_pairs(options.data, 500) if options.data is not None else []
         graded = grade(asked)
-        rewritten = rewrite(arguments.per_form)
-        report = _report_pairs(graded, rewritten, machine)
-    print(report)  # noqa: T201
+        rewritten = rewrite(options.per_form)
+        report = _report_pairs(graded, rewritten, where)
     values = {
-        "machine": machine,
+        "machine": where,
         "graded": len(graded),
-        "accepted": [asdict(one) for one in graded if one.reward],
+        "accepted": [asdict(answer) for answer in graded if answer.reward],
         "rewritten": None if rewritten is None else asdict(rewritten),
     }
-    harness.write_report(arguments.out, report, values)
+    finish(options.out, report, values)
 
 
 if __name__ == "__main__":

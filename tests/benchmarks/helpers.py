@@ -1,0 +1,36 @@
+"""What the tests of benchmarks share."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bapo_megatron.runtime.cpu_torch import _unchanged
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MACHINE: dict[str, Any] = {
+    **dict.fromkeys(("date", "commit", "processor", "python", "command", "cpus"), "x"),
+    "load": 1.0,
+    "packages": dict.fromkeys(("torch", "megatron-core", "math-verify"), "1"),
+}
+"""What ``harness.machine`` returns, as far as pages show it."""
+
+
+def run_main(name: str, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Be ``python -m tests.benchmarks.<name>``; return its JSON and its page.
+
+    What it imports has been imported already, and nothing is compiled, which would take a minute.
+    """
+    module = importlib.import_module(f"tests.benchmarks.{name}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", _unchanged)
+        patch.setattr(sys, "argv", [str(module.__file__), *arguments, f"--out={out}"])
+        module.main()
+    return json.loads(out.with_suffix(".json").read_text()), out.with_suffix(".md").read_text()
