@@ -3,18 +3,20 @@ SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?=
 SEED ?= 0
+CASES ?= 2400
 # Workers often wait for servers and ranks that they started: more of them than cores.
 TEST_WORKERS ?= 3
 PY := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 CXX_FILES := 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 'tests/*.cu'
 
-.PHONY: help setup demo test test-quick docs gpu-acceptance lint format clean
+.PHONY: help setup demo test test-quick fuzz docs gpu-acceptance lint format clean
 
 help:
 	@echo "make demo [SEED=0]  set up, make a tiny model, train it with BAPO, evaluate, draw figures"
 	@echo "make test           set up and run the tests"
 	@echo "make test-quick     set up and run the tests that start neither servers, ranks nor a browser"
+	@echo "make fuzz [CASES=2400]  bad input of every kind, drawn at random"
 	@echo "make docs           set up and build the documentation's site, build/site/index.html"
 	@echo "make gpu-acceptance whatever must be seen on a real GPU; without one it says so and fails"
 	@echo "make setup          create $(VENV), install, compile csrc/"
@@ -42,6 +44,9 @@ test: setup $(VENV)/.docs
 
 test-quick: setup $(VENV)/.docs
 	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope -m "not sglang and not distributed and not slow and not browser" $(PYTEST_ARGS)
+
+fuzz: setup
+	@$(PY) -m tests.fuzz.campaign --cases $(CASES) --seed $(SEED)
 
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet

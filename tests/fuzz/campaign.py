@@ -1,9 +1,10 @@
-"""The campaign: seeded cases of every kind, each in a fork of this process.
+"""A campaign of bad input: seeded cases of every kind, each in a fork of this process.
 
+    make fuzz
     python -m tests.fuzz.campaign --cases 2400 --seed 0
 
-The known cases come first. Prints a line for each fault, then totals as JSON; the exit status is 1
-if there was any.
+The known cases come first; the tests run them alone (``--cases 0``). Prints a line for each fault,
+then totals as JSON; the exit status is 1 if there was any.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.fuzz.forks import Ended
+    from tests.fuzz.forks import Outcome
 
-_MAKING_S = 300.0
+_SETUP_S = 300.0
 
 
 def main() -> None:
@@ -36,62 +37,68 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="*", default=[])
     parser.add_argument("--out", type=Path, help="gets every case as a line of JSON")
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", NO_COLOR="1")
     from tests.fuzz.forks import load_commands
 
     load_commands()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
         root = Path(scratch)
-        make(root)
-        began_s, ended = time.monotonic(), []
-        for each in _run_all(root, given):
-            ended.append(each)
-            if each.fault:
-                _say(f"{each.fault}: {each.name}: {each.command[:400]}\n    {each.line[:600]}")
-            if given.out:
-                with given.out.open("a") as lines:
-                    lines.write(json.dumps(vars(each)) + "\n")
-    faults = Counter(each.fault for each in ended if each.fault)
-    wall_s = round(time.monotonic() - began_s, 1)
-    slowest = max(ended, key=lambda each: each.took_s)
-    totals = {"cases": len(ended), "faults": dict(faults), "wall_s": wall_s}
-    _say(json.dumps({**totals, "slowest": [slowest.name, round(slowest.took_s, 1)]}))
+        _make_intact(root)
+        start_s, outcomes = time.monotonic(), []
+        for outcome in _run_all(root, options):
+            outcomes.append(outcome)
+            if outcome.fault:
+                _print(f"{outcome.fault}: {outcome.name}: {outcome.command[:400]}")
+                _print(f"    {outcome.line[:600]}")
+            if options.out:
+                with options.out.open("a") as lines:
+                    lines.write(json.dumps(vars(outcome)) + "\n")
+    faults = Counter(outcome.fault for outcome in outcomes if outcome.fault)
+    slowest = max(outcomes, key=lambda outcome: outcome.duration_s)
+    totals = {
+        "cases": len(outcomes),
+        "faults": dict(faults),
+        "wall_s": round(time.monotonic() - start_s, 1),
+        "slowest": [slowest.name, round(slowest.duration_s, 1)],
+    }
+    _print(json.dumps(totals))
     sys.exit(bool(faults))
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+def _print(text: str) -> None:
+    print(text, flush=True)  # noqa: T201
 
 
-def make(root: Path) -> None:
+def _make_intact(root: Path) -> None:
     """Make the intact files under ``root``, in a fork."""
     from tests.fuzz.forks import in_fork
     from tests.fuzz.intact import make_intact
 
     (root / "intact").mkdir()
-    status = in_fork(functools.partial(make_intact, root / "intact"), root / "making", _MAKING_S)
+    status = in_fork(functools.partial(make_intact, root / "intact"), root / "making", _SETUP_S)
     assert status == 0, (root / "making.2").read_text()
 
 
-def _run_all(root: Path, given: argparse.Namespace) -> Iterator[Ended]:
+def _run_all(root: Path, options: argparse.Namespace) -> Iterator[Outcome]:
     from tests.fuzz.forks import run_case
     from tests.fuzz.kinds import KINDS
-    from tests.fuzz.known_commands import KNOWN
+    from tests.fuzz.known import KNOWN
 
-    known = {} if given.first or given.kinds else KNOWN
-    for number, (name, make_known) in enumerate(known.items()):
-        yield run_case(
-            name, functools.partial(make_known, root / "intact"), root / f"known_{number}"
-        )
-    names = given.kinds or list(KINDS)
+    known = {} if options.first or options.kinds else KNOWN
+    for number, (name, case) in enumerate(known.items()):
+        yield run_case(name, case.make, root, f"known_{number}")
+    names = options.kinds or list(KINDS)
     weights = [KINDS[name][1] for name in names]
-    for number in range(given.first, given.first + given.cases):
-        rng = Random(f"{given.seed}:{number}")
+    for number in range(options.first, options.first + options.cases):
+        rng = Random(f"{options.seed}:{number}")
         kind = rng.choices(names, weights)[0]
-        work = functools.partial(KINDS[kind][0], root / "intact", rng=rng)
-        yield run_case(f"{kind} {number}", work, root / f"case_{number}")
+        yield run_case(
+            f"{kind} {number}",
+            functools.partial(KINDS[kind][0], rng=rng),
+            root,
+            f"case_{number}",
+        )
 
 
 if __name__ == "__main__":

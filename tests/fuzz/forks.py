@@ -1,4 +1,4 @@
-"""Forks of this process, which has imported all commands, and what became of each.
+"""Forks of this process, which has imported all commands, and how each ended.
 
 A fork makes a case's files, then is the command. Nothing here starts a thread before the forks do.
 """
@@ -6,7 +6,10 @@ A fork makes a case's files, then is the command. Nothing here starts a thread b
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import os
+import pkgutil
 import re
 import shutil
 import signal
@@ -24,32 +27,33 @@ LIMIT_S = 60.0
 MAX_LINE_CHARS = 600
 _POLL_S = 0.005
 _BROKEN_CASE = 99
-_COMPLAINT = re.compile(r"bapo-megatron: (.*)")
+_ERROR_LINE = re.compile(r"bapo-megatron: (.*)")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A command on bad input."""
+    """A command on bad input, in the directory of the case's files."""
 
-    arguments: list[str]
-    places: tuple[str, ...]
+    command: str | list[str]
+    """Words, or a text that is divided at spaces. ``{intact}`` and ``{files}`` are directories."""
+    places: tuple[str, ...] = ()
     """Texts of which the error's line must have each: file, override, field."""
-    is_wrong: bool
+    is_wrong: bool = False
     """Whether it must be refused; else it may be accepted."""
-    target: Path | None = None
+    target: str = ""
     """What the command must not leave where it fails, nor anything beside it of its name."""
 
 
 @dataclass(frozen=True)
-class Ended:
+class Outcome:
     """How a case ended."""
 
     name: str
     fault: str
     """``traceback``, ``hang``, ``accepted``, ``place``, ``half`` or ``case``; empty: none."""
     line: str
-    """The error's line, or the end of what it said instead."""
-    took_s: float
+    """The error's line, or the end of the output instead."""
+    duration_s: float
     command: str
 
 
@@ -58,23 +62,11 @@ def load_commands() -> None:
     from transformers import AutoTokenizer  # noqa: F401
 
     import tests.preloaded  # noqa: F401
-    from bapo_megatron.commands import (  # noqa: F401
-        bounds,
-        compare,
-        config,
-        convert,
-        data_show,
-        evaluate,
-        grade,
-        init,
-        make_tiny,
-        plan,
-        plot,
-        samples,
-        sweep,
-        train,
-    )
-    from bapo_megatron.policy import convert as conversion  # noqa: F401
+    from bapo_megatron import commands
+    from bapo_megatron.policy import convert  # noqa: F401
+
+    for module in pkgutil.iter_modules(commands.__path__, "bapo_megatron.commands."):
+        importlib.import_module(module.name)
 
 
 def in_fork(work: Callable[[], None], out: Path, limit_s: float) -> int | None:
@@ -101,74 +93,86 @@ def in_fork(work: Callable[[], None], out: Path, limit_s: float) -> int | None:
         finally:
             os._exit(status)
     deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            return os.waitstatus_to_exitcode(status)
+    status = None
+    while status is None and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
+        ended, wait_status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            status = os.waitstatus_to_exitcode(wait_status)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
+    if status is None:
+        os.waitpid(pid, 0)
+    return status
 
 
-def run_case(name: str, make: Callable[[Path], Case], scratch: Path) -> Ended:
-    """Make a case in ``scratch``, which is removed again, run its command and judge its end."""
-    scratch.mkdir()
-    made, out = scratch / "made", scratch / "out"
-    files = scratch / "files"
-    files.mkdir()
+def run_case(
+    name: str, make: Callable[[Path, Path], Case], root: Path, scratch_name: str
+) -> Outcome:
+    """Make a case, run its command and judge its end.
+
+    Args:
+        name: Of the case.
+        make: Makes it from the directories of intact and of its own files.
+        root: Has the intact files.
+        scratch_name: Of the directory below it that is removed again.
+    """
+    intact, scratch = root / "intact", root / scratch_name
+    files, record = scratch / "files", scratch / "case.json"
+    files.mkdir(parents=True)
 
     def be_the_command() -> None:
         from bapo_megatron import cli
 
         try:
-            case = make(files)
-        except BaseException:  # noqa: BLE001 - a fault of the campaign, told apart by its status
+            case = make(intact, files)
+        except BaseException:  # noqa: BLE001 - a fault of the campaign, by its status
             traceback.print_exc()
             sys.exit(_BROKEN_CASE)
-        target = "" if case.target is None else str(case.target)
-        made.write_text(repr((case.arguments, case.places, case.is_wrong, target)))
+        command = case.command.split(" ") if isinstance(case.command, str) else case.command
+        words = [
+            word.replace("{intact}", str(intact)).replace("{files}", str(files)) for word in command
+        ]
+        record.write_text(json.dumps([words, case.places, case.is_wrong, case.target]))
         os.chdir(files)
-        sys.argv = ["bapo-megatron", *case.arguments]
+        sys.argv = ["bapo-megatron", *words]
         cli.main()
 
-    began_s = time.monotonic()
-    status = in_fork(be_the_command, out, LIMIT_S)
-    took_s = time.monotonic() - began_s
-    said = (scratch / "out.2").read_text(errors="replace")
-    if not made.exists():
-        ended = Ended(name, "case", said[-300:], took_s, "")
+    start_s = time.monotonic()
+    status = in_fork(be_the_command, scratch / "out", LIMIT_S)
+    duration_s = time.monotonic() - start_s
+    errors = (scratch / "out.2").read_text(errors="replace")
+    if not record.exists():
+        outcome = Outcome(name, "case", errors[-300:], duration_s, "")
     else:
-        arguments, places, is_wrong, target = eval(made.read_text())
-        fault, line = _judge(status, said, places, is_wrong)
-        if not fault and status and target and list(files.glob(f"*{Path(target).name}*")):
+        words, places, is_wrong, target = json.loads(record.read_text())
+        fault, line = _judge(status, errors, places, is_wrong)
+        if not fault and status and target and list(files.glob(f"*{target}*")):
             fault = "half"
-        ended = Ended(name, fault, line, took_s, " ".join(map(repr, arguments)))
+        outcome = Outcome(name, fault, line, duration_s, " ".join(map(repr, words)))
     shutil.rmtree(scratch)
-    return ended
+    return outcome
 
 
 def _judge(
-    status: int | None, said: str, places: tuple[str, ...], is_wrong: bool
+    status: int | None, errors: str, places: tuple[str, ...], is_wrong: bool
 ) -> tuple[str, str]:
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = [line for line in errors.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     if status is None:
         return "hang", last
-    if "Traceback (most recent call last)" in said or status < 0:
+    if "Traceback (most recent call last)" in errors or status < 0:
         return "traceback", f"{status}: {last}"
     if status == 0:
         return ("accepted" if is_wrong else ""), last
-    complaints = [found[1] for line in lines if (found := _COMPLAINT.fullmatch(line))]
-    if len(complaints) != 1 or not _COMPLAINT.fullmatch(last):
-        return "place", f"no one line at the end: {said[-1500:]!r}"
-    missing = [place for place in places if place not in complaints[0]]
-    if "allow_pickle" in complaints[0]:
-        return "place", f"advises to run code: {complaints[0]}"
-    if missing or len(complaints[0]) > MAX_LINE_CHARS or ";" not in complaints[0]:
-        what = f"without {missing}" if missing else "without remedy, or too long"
-        return "place", f"{what}: {complaints[0][:1500]}"
+    messages = [match[1] for line in lines if (match := _ERROR_LINE.fullmatch(line))]
+    if len(messages) != 1 or not _ERROR_LINE.fullmatch(last):
+        return "place", f"no one line at the end: {errors[-1500:]!r}"
+    (message,) = messages
+    missing = [place for place in places if place not in message]
+    if "allow_pickle" in message:
+        return "place", f"advises to run code: {message}"
+    if missing or len(message) > MAX_LINE_CHARS or ";" not in message:
+        reason = f"without {missing}" if missing else "without remedy, or too long"
+        return "place", f"{reason}: {message[:1500]}"
     return "", last

@@ -18,6 +18,7 @@ from bapo_megatron.evaluation.results import write_results
 from bapo_megatron.evaluation.samples import write_settings
 from bapo_megatron.types import SampleText
 from tests.evaluation.results import result, sample
+from tests.tools.report.made_runs import make_run
 from tests.trainer.dumps import make_random_model, replay_settings, write_dumps
 
 ROWS = [
@@ -41,7 +42,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def make_intact(root: Path) -> None:
-    """Fill ``root``; its files are the ``intact`` ones of ``cases``."""
+    """Fill ``root``; its files are the ``intact`` ones of all cases."""
     model = make_random_model(root / "model", num_hidden_layers=2)
     _make_sharded(model, root / "sharded")
     (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -61,10 +62,16 @@ def make_intact(root: Path) -> None:
         "rollout": {"max_response_tokens": 64, "engine": "local"},
     }
     (root / "base.yaml").write_text(yaml.safe_dump(settings))
-    own = {"inherit": "base.yaml", "seed": 3, "reward": {"workers": 1}, "eval": {"k_values": [1]}}
-    (root / "run.yaml").write_text(yaml.safe_dump(own))
+    child = {"inherit": "base.yaml", "seed": 3, "reward": {"workers": 1}, "eval": {"k_values": [1]}}
+    (root / "run.yaml").write_text(yaml.safe_dump(child))
+    sets = f"eval.sets=[{{path: {root}/train.jsonl}}]"
+    sweep = {"config": str(root / "run.yaml"), "dir": "sweep", "seeds": [1]}
+    runs = {"overrides": [sets, "eval.max_response_tokens=64"], "variants": {"a": []}, "jobs": 1}
+    (root / "sweep.yaml").write_text(yaml.safe_dump({**sweep, **runs}))
+    grid = {key: list(range(399)) for key in ("rollout.temperature", "seed", "optimizer.lr")}
+    (root / "grid.yaml").write_text(json.dumps({**sweep, "grid": grid}))
     samples = [sample(f"a:{p}", i, answer=str(p)) for p in range(2) for i in range(2)]
-    (root / "sums.jsonl").write_bytes(b"".join(each.to_line() for each in samples))
+    (root / "sums.jsonl").write_bytes(b"".join(line.to_line() for line in samples))
     write_settings(root / "sums.jsonl", SETTINGS)
     write_results([result({"a:0": ["2", "3"]}, settings=SETTINGS)], root / "eval.json")
     graded = [{"response": r"\boxed{2}", "answer": "2"}, {"response": "no", "answer": 3}]
@@ -77,6 +84,7 @@ def make_intact(root: Path) -> None:
     }
     np.savez(root / "tokens.npz", **tokens)
     pq.write_table(pa.table(tokens), root / "tokens.parquet")
+    make_run(root / "made")
     for arguments in (
         ["train", str(root / "replay.yaml"), "log.console=false"],
         ["convert", str(model), str(root / "checkpoint")],
@@ -93,10 +101,10 @@ def _make_sharded(model: Path, target: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     names = sorted(tensors)
     weight_map = {}
-    for number, own in enumerate((names[::2], names[1::2]), start=1):
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
         name = f"model-{number:05}-of-00002.safetensors"
-        save_file({each: tensors[each] for each in own}, target / name, {"format": "pt"})
-        weight_map |= dict.fromkeys(own, name)
+        save_file({tensor: tensors[tensor] for tensor in part}, target / name, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, name)
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
 

@@ -1,31 +1,33 @@
-"""Kinds of bad input: each makes one case, from intact files and a seeded choice of damage.
-
-Here are those that a run begins with; ``results`` has those of what a run has written.
-"""
+"""Kinds of bad input: each makes one case, from intact files and a seeded choice of damage."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
 from tests.fuzz import mutations as harm
-from tests.fuzz import results
 from tests.fuzz.forks import Case
 
 if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
-Kind = "Callable[[Path, Path, Random], Case]"
 DUMP = "step_000001.parquet"
 METADATA = b"bapo_megatron.rollout"
-SHOW = ["data", "show"]
-SHOW_DUMP = ["samples", "show"]
+SHOW = "data show {intact}/run.yaml"
+SHOW_DUMP = f"samples show dumps/{DUMP}"
+RUN = "run_dir={files}/run log.console=false"
+REPLAY = "train {intact}/replay.yaml replay={files}/dumps " + RUN
+RESUME = "train {intact}/replay.yaml resume=true " + RUN
+CONVERT = "convert model target"
+PLOT = "plot run --out picture.png"
+GRADE_AGAIN = "eval --from sums.jsonl --out again"
+COMPARE = "compare eval.json {intact}/eval.json --resamples 100"
 
 
 # --- configuration ----------------------------------------------------------------------------
@@ -37,18 +39,16 @@ def yaml_value(intact: Path, files: Path, rng: Random) -> Case:
 
     tree = yaml.safe_load(dump_yaml(load_config(intact / "run.yaml")))
     tree, _ = harm.poisoned(tree, rng, harm.pick(rng, [p for p in harm.places_in(tree) if p]))
-    path = files / "run.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return Case(["config", str(path)], (), is_wrong=False)
+    (files / "run.yaml").write_text(yaml.safe_dump(tree))
+    return Case("config run.yaml")
 
 
 def yaml_bytes(intact: Path, files: Path, rng: Random) -> Case:
     """The bytes of a file of the configuration, or of the one it inherits from."""
-    for name in ("run.yaml", "base.yaml"):
-        shutil.copy(intact / name, files / name)
-    name = harm.pick(rng, ("run.yaml", "base.yaml"))
-    is_wrong = harm.damaged(files / name, rng)
-    return Case(["config", str(files / "run.yaml")], ("yaml",) if is_wrong else (), is_wrong)
+    names = ("run.yaml", "base.yaml")
+    harm.copied(intact, files, *names)
+    is_wrong = harm.damaged(files / harm.pick(rng, names), rng)
+    return Case("config run.yaml", ("yaml",) if is_wrong else (), is_wrong)
 
 
 def override(intact: Path, files: Path, rng: Random) -> Case:
@@ -58,12 +58,17 @@ def override(intact: Path, files: Path, rng: Random) -> Case:
     key = harm.pick(rng, describe_keys()).name.replace("[]", harm.pick(rng, ("", ".0", "[0]")))
     words = (*harm.POISONS, harm.DIGITS, "[" * 5000, "${" * 300, "a\0b", "1e400", "${seed}", "~")
     value = harm.pick(rng, words)
-    text = value if isinstance(value, str) else harm.to_json(value)
+    text = value if isinstance(value, str) else json.dumps(value)
     text = text.encode(errors="replace").decode()
-    return Case(["config", str(intact / "run.yaml"), f"{key}={text}"], (), is_wrong=False)
+    return Case(["config", "{intact}/run.yaml", f"{key}={text}"])
 
 
 # --- prompts ----------------------------------------------------------------------------------
+
+
+def show(name: str, is_wrong: bool = False, places: tuple[str, ...] = ()) -> Case:
+    """Show the prompts of a file."""
+    return Case(SHOW + f" data.train.path={{files}}/{name}", places, is_wrong)
 
 
 def rows(intact: Path, files: Path, rng: Random) -> Case:
@@ -77,30 +82,23 @@ def rows(intact: Path, files: Path, rng: Random) -> Case:
     text = "\n".join(lines) + "\n" if name == "train.jsonl" else f"[{', '.join(lines)}]"
     (files / name).write_text(text)
     is_wrong = new is None or new == "" or isinstance(new, dict)
-    places = (name, field) if is_wrong else (name,)
-    return Case(_show(intact, f"data.train.path={files / name}"), places, is_wrong)
+    return show(name, is_wrong, (name, field) if is_wrong else (name,))
 
 
 def rows_bytes(intact: Path, files: Path, rng: Random) -> Case:
     """The bytes of a file of prompts."""
     name = harm.pick(rng, ("train.jsonl", "train.json", "train.parquet"))
-    shutil.copy(intact / name, files / name)
-    is_wrong = harm.damaged(files / name, rng)
-    return Case(_show(intact, f"data.train.path={files / name}"), (name,), is_wrong)
+    harm.copied(intact, files, name)
+    return show(name, harm.damaged(files / name, rng), (name,))
 
 
 def rows_timestamps(intact: Path, files: Path, rng: Random) -> Case:
     """Columns of a type whose values Python cannot hold."""
+    harm.copied(intact, files, "train.parquet")
     huge = harm.pick(rng, (2**62, -(2**62), 2**55))
-    kind = harm.pick(rng, (pa.timestamp("us"), pa.timestamp("ms", "UTC"), pa.duration("s")))
-    table = pq.read_table(intact / "train.parquet")
-    column = pa.array([huge] * len(table), pa.int64()).view(kind)
-    pq.write_table(table.append_column("when", column), files / "train.parquet")
-    return Case(_show(intact, f"data.train.path={files / 'train.parquet'}"), (), is_wrong=False)
-
-
-def _show(intact: Path, *overrides: str) -> list[str]:
-    return [*SHOW, str(intact / "run.yaml"), *overrides]
+    kinds = (pa.timestamp("us"), pa.timestamp("ms", "UTC"), pa.duration("s"))
+    harm.dates(files / "train.parquet", huge, harm.pick(rng, kinds))
+    return show("train.parquet")
 
 
 # --- rollout dumps ----------------------------------------------------------------------------
@@ -108,24 +106,23 @@ def _show(intact: Path, *overrides: str) -> list[str]:
 NUMBERS = (0, -1, 1, 5, 2**31 - 1, -(2**31), None)
 COMPONENTS = ("", "[]", "1", '{"math": "1"}', '{"math": null}', '{"a": NaN}', "{", '{"a": {}}')
 TEXTS = ("", "stop ", "STOP", None, "x\0y")
+TYPES = (pa.string(), pa.int64(), pa.list_(pa.int64()), pa.list_(pa.float32()))
 
 
 def dump_cell(intact: Path, files: Path, rng: Random) -> Case:
     """A value, or the type, of a column of a dump."""
-    table = pq.read_table(intact / "dumps" / DUMP)
+    harm.copied(intact, files, "dumps")
+    table = pq.read_table(files / "dumps" / DUMP)
     column, row = harm.pick(rng, table.column_names), rng.randrange(len(table))
     values = table[column].to_pylist()
     kind = table.schema.field(column).type
     if rng.random() < 0.15:
-        other = harm.pick(
-            rng, (pa.string(), pa.int64(), pa.list_(pa.int64()), pa.list_(pa.float32()))
-        )
-        stored = pa.nulls(len(table), other)
+        stored = pa.nulls(len(table), harm.pick(rng, TYPES))
     else:
         values[row] = _bad_value(column, values[row], kind, rng)
         stored = pa.array(values, kind)
-    index = table.column_names.index(column)
-    return replay_of(intact, files, table.set_column(index, pa.field(column, stored.type), stored))
+    pq.write_table(harm.with_column(table, column, stored), files / "dumps" / DUMP)
+    return Case(REPLAY, (DUMP,))
 
 
 def _bad_value(column: str, old: Any, kind: Any, rng: Random) -> Any:
@@ -149,47 +146,28 @@ def _bad_value(column: str, old: Any, kind: Any, rng: Random) -> Any:
 
 
 def dump_metadata(intact: Path, files: Path, rng: Random) -> Case:
-    """What the metadata of a dump say."""
-    table = pq.read_table(intact / "dumps" / DUMP)
+    """The metadata of a dump."""
+    harm.copied(intact, files, "dumps")
+    table = pq.read_table(files / "dumps" / DUMP)
     about = json.loads(table.schema.metadata[METADATA])
     place = harm.pick(rng, list(harm.places_in(about)))
     about, is_wrong = harm.poisoned(about, rng, place)
     is_wrong = is_wrong and place[-1:] != ("environment_errors",)  # null or an object
-    content = harm.to_json(about).encode()
+    content = json.dumps(about).encode()
     content = harm.pick(rng, (*[content] * 6, content[:-3], b"\xff", b"[" * harm.DEEP))
-    table = table.replace_schema_metadata({METADATA: content})
-    return replay_of(intact, files, table, is_wrong=is_wrong)
+    pq.write_table(table.replace_schema_metadata({METADATA: content}), files / "dumps" / DUMP)
+    return Case(REPLAY, (DUMP,), is_wrong)
 
 
 def dump_bytes(intact: Path, files: Path, rng: Random) -> Case:
     """The bytes of a dump, or of the texts beside it."""
-    shutil.copytree(intact / "dumps", files / "dumps")
+    harm.copied(intact, files, "dumps")
     path = files / "dumps" / harm.pick(rng, (DUMP, f"texts/{DUMP}"))
     is_wrong = harm.damaged(path, rng) and (path.is_dir() or path.exists() or path.is_symlink())
-    return Case([*SHOW_DUMP, str(files / "dumps" / DUMP)], (DUMP,), is_wrong)
-
-
-def replay_of(intact: Path, files: Path, table: Any, *, is_wrong: bool = False) -> Case:
-    """Train on a table as the dump of step 1."""
-    (files / "dumps").mkdir()
-    pq.write_table(table, files / "dumps" / DUMP)
-    given = [f"replay={files / 'dumps'}", f"run_dir={files / 'run'}", "log.console=false"]
-    return Case(["train", str(intact / "replay.yaml"), *given], (DUMP,), is_wrong)
+    return Case(SHOW_DUMP, (DUMP,), is_wrong)
 
 
 # --- models -----------------------------------------------------------------------------------
-
-
-def model_config(intact: Path, files: Path, rng: Random) -> Case:
-    """A field of config.json."""
-    return _convert(intact, files, "model", "config.json", rng, _MODEL_SIZES)
-
-
-def model_index(intact: Path, files: Path, rng: Random) -> Case:
-    """The index of the shards."""
-    name = "model.safetensors.index.json"
-    return _convert(intact, files, "sharded", name, rng, ("weight_map",))
-
 
 _MODEL_SIZES = (
     *("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers"),
@@ -197,59 +175,144 @@ _MODEL_SIZES = (
 )
 
 
-def _convert(
-    intact: Path, files: Path, model: str, name: str, rng: Random, strict: tuple[str, ...]
-) -> Case:
-    shutil.copytree(intact / model, files / "model")
-    _, is_wrong = harm.json_damaged(files / "model" / name, rng, strict)
-    target = files / "target"
-    return Case(["convert", str(files / "model"), str(target)], ("model",), is_wrong, target)
+def model_config(intact: Path, files: Path, rng: Random) -> Case:
+    """A field of config.json."""
+    harm.copied(intact, files, "model")
+    _, is_wrong = harm.json_damaged(files / "model" / "config.json", rng, _MODEL_SIZES)
+    return Case(CONVERT, ("model",), is_wrong, "target")
+
+
+def model_index(intact: Path, files: Path, rng: Random) -> Case:
+    """The index of the shards."""
+    harm.copied(intact, files, "sharded")
+    index = files / "sharded" / "model.safetensors.index.json"
+    _, is_wrong = harm.json_damaged(index, rng, ("weight_map",))
+    return Case("convert sharded target", ("sharded",), is_wrong, "target")
 
 
 def model_bytes(intact: Path, files: Path, rng: Random) -> Case:
     """The bytes of config.json, of the index, or of a file with weights."""
-    shutil.copytree(intact / "sharded", files / "model")
-    names = [p.name for p in (files / "model").iterdir() if "tokenizer" not in p.name]
-    name = harm.pick(rng, sorted(n for n in names if n.startswith(("model", "config"))))
-    harm.damaged(files / "model" / name, rng)
-    target = files / "target"
-    return Case(["convert", str(files / "model"), str(target)], ("model",), False, target)
+    harm.copied(intact, files, "sharded")
+    paths = [p for p in (files / "sharded").iterdir() if p.name.startswith(("model", "config"))]
+    harm.damaged(harm.pick(rng, sorted(paths)), rng)
+    return Case("convert sharded target", ("sharded",), False, "target")
 
 
 def tokenizer(intact: Path, files: Path, rng: Random) -> Case:
     """The files of the tokenizer."""
-    shutil.copytree(intact / "model", files / "model")
-    path = files / "model" / harm.pick(rng, ("tokenizer.json", "tokenizer_config.json"))
+    harm.copied(intact, files, "model")
+    name = harm.pick(rng, ("tokenizer.json", "tokenizer_config.json"))
+    harm.damaged_somehow(files / "model" / name, rng, 0.5)
+    return Case(SHOW + " model.path={files}/model", ("model",))
+
+
+# --- evaluations ------------------------------------------------------------------------------
+
+
+def samples(intact: Path, files: Path, rng: Random) -> Case:
+    """A field of a sample, or the bytes of the file."""
+    harm.copied(intact, files, "sums.jsonl", "sums.settings.json")
+    path = files / "sums.jsonl"
+    if rng.random() < 0.3:
+        return _graded_again(rng, ("sums.jsonl",), harm.damaged(path, rng))
+    lines = path.read_text().splitlines()
+    number = rng.randrange(len(lines))
+    entry = json.loads(lines[number])
+    field = harm.pick(rng, [name for name in entry if name not in ("state", "row")])
+    entry, is_wrong = harm.poisoned(entry, rng, (field,))
+    harm.edit_line(path, number, lambda _: entry)
+    return _graded_again(rng, ("sums.jsonl", *[field] * is_wrong), is_wrong)
+
+
+def settings(intact: Path, files: Path, rng: Random) -> Case:
+    """A setting beside samples."""
+    harm.copied(intact, files, "sums.jsonl", "sums.settings.json")
+    harm.damaged_somehow(files / "sums.settings.json", rng, 0.3)
+    return _graded_again(rng, ("sums",), is_wrong=False)
+
+
+def _graded_again(rng: Random, places: tuple[str, ...], is_wrong: bool) -> Case:
     if rng.random() < 0.5:
-        harm.damaged(path, rng)
-    else:
-        harm.json_damaged(path, rng)
-    return Case(_show(intact, f"model.path={files / 'model'}"), ("model",), is_wrong=False)
+        command = "compare sums.jsonl {intact}/sums.jsonl --resamples 100"
+        return Case(command, places, is_wrong)
+    return Case(GRADE_AGAIN, places, is_wrong, "again")
 
 
-TEMPLATES = (
-    *("{{", "{% for %}", "{{ messages | nothing }}", "{{ 1 // 0 }}", "{{ messages[5].content }}"),
-    *("{{ raise_exception('no') }}", "{{ undefined.field.field }}", "{{ messages.pop(9) }}"),
-    *("{% include 'x' %}", "{% import 'x' as y %}", "{% extends 'x' %}", "{{ 1 < 'a' }}"),
-    *("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ 'x' * 10 ** 10 }}", ""),
-    *("{{ range(10 ** 10) | join }}", "{{ messages | sum }}", "{{ '%d' | format('x') }}"),
-    *("{{ messages | tojson(indent=[]) }}", "{{ strftime_now(1) }}", "{{ 'a' + 1 }}"),
-    *("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "{% for x in 1 %}{% endfor %}"),
-    *("{% set x.y = 1 %}", "{{ ''.__class__.__mro__ }}", "{{ 9 ** 9 ** 9 }}", "{{ 2 ** 1e9 }}"),
-    *("{{ namespace(1) }}", "{{ lipsum.__globals__ }}", "{{ [1] | first(1, 2) }}"),
+def results(intact: Path, files: Path, rng: Random) -> Case:
+    """A field of eval.json, or its bytes."""
+    harm.copied(intact, files, "eval.json")
+    harm.damaged_somehow(files / "eval.json", rng, 0.3)
+    return Case(COMPARE, ("eval.json",))
+
+
+def graded(intact: Path, files: Path, rng: Random) -> Case:
+    """A line of responses."""
+    name = "responses.jsonl"
+    harm.copied(intact, files, name)
+    path = files / name
+    if rng.random() < 0.4:
+        return Case(f"grade {name}", (name,), harm.damaged(path, rng))
+    lines = path.read_text().splitlines()
+    number = rng.randrange(len(lines))
+    field, new = harm.pick(rng, json.loads(lines[number])), harm.pick(rng, harm.POISONS)
+    harm.edit_line(path, number, lambda entry: {**entry, field: new})
+    is_wrong = not isinstance(new, str) if field == "response" else new is None
+    return Case(f"grade {name}", (name, *[field] * is_wrong), is_wrong)
+
+
+# --- archives, metrics and checkpoints --------------------------------------------------------
+
+BAD_COLUMNS = (
+    *(np.full(3, np.nan), np.full(3, 1e308), np.zeros(2), np.zeros((3, 1)), np.float64(1)),
+    *(np.array(["a", "b", "c"]), np.array([1 + 2j, 0, 0]), np.full(3, 7), np.zeros(3, "M8[s]")),
+    np.zeros(3, [("a", "f4")]),
 )
 
 
-def template(intact: Path, files: Path, rng: Random) -> Case:
-    """A chat template with an error of each kind."""
-    return template_of(intact, files, harm.pick(rng, TEMPLATES))
+def archive(intact: Path, files: Path, rng: Random) -> Case:
+    """Tokens for the bound search."""
+    name = harm.pick(rng, ("tokens.npz", "tokens.parquet"))
+    if rng.random() < 0.5:
+        harm.copied(intact, files, name)
+        return Case(f"bounds {name}", (name,), harm.damaged(files / name, rng))
+    columns = dict(np.load(intact / "tokens.npz"))
+    field = harm.pick(rng, sorted(columns))
+    columns[field] = harm.pick(rng, BAD_COLUMNS)
+    np.savez(files / "tokens.npz", **columns)
+    return Case("bounds tokens.npz", ("tokens.npz", field))
 
 
-def template_of(intact: Path, files: Path, text: str) -> Case:
-    """Render the prompts with a template."""
-    (files / "template.jinja").write_text(text)
-    given = _show(intact, f"data.chat_template={files / 'template.jinja'}")
-    return Case(given, ("template",), is_wrong=True)
+def metrics(intact: Path, files: Path, rng: Random) -> Case:
+    """The metrics of a run."""
+    (files / "run").mkdir()
+    harm.copied(intact, files, "run/metrics.jsonl")
+    path = files / "run/metrics.jsonl"
+    if rng.random() < 0.4:
+        harm.damaged(path, rng)
+    else:
+        row = json.loads(path.read_text().splitlines()[0])
+        names = [name for name in ("step", "reward/mean", "clip/high") if name in row]
+        row, _ = harm.poisoned(row, rng, (harm.pick(rng, names),))
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return Case(PLOT, ("metrics.jsonl",), False, "picture.png")
+
+
+def resumed(intact: Path, files: Path, rng: Random) -> Case:
+    """The state and the pointer of a run that is continued."""
+    harm.copied(intact, files, "run")
+    name = harm.pick(rng, ("step_1/state.json", "latest"))
+    path = files / "run/checkpoints" / name
+    harm.damaged_somehow(path, rng, 0.4 if path.suffix else 1.0)
+    return Case(RESUME, ("checkpoints",))
+
+
+def checkpoint(intact: Path, files: Path, rng: Random) -> Case:
+    """A file of a checkpoint that is converted."""
+    harm.copied(intact, files, "checkpoint")
+    paths = [path for path in (files / "checkpoint").rglob("*") if path.is_file()]
+    harm.damaged(harm.pick(rng, sorted(paths)), rng)
+    return Case("convert checkpoint target", ("checkpoint",), False, "target")
 
 
 KINDS = {
@@ -266,14 +329,13 @@ KINDS = {
     "model_index": (model_index, 3),
     "model_bytes": (model_bytes, 5),
     "tokenizer": (tokenizer, 4),
-    "template": (template, 3),
-    "samples": (results.samples, 6),
-    "settings": (results.settings, 4),
-    "results": (results.results, 6),
-    "graded": (results.graded, 3),
-    "archive": (results.archive, 8),
-    "metrics": (results.metrics, 6),
-    "resumed": (results.resumed, 3),
-    "checkpoint": (results.checkpoint, 3),
+    "samples": (samples, 6),
+    "settings": (settings, 4),
+    "results": (results, 6),
+    "graded": (graded, 3),
+    "archive": (archive, 8),
+    "metrics": (metrics, 6),
+    "resumed": (resumed, 3),
+    "checkpoint": (checkpoint, 3),
 }
 """Every kind, and how often it comes."""

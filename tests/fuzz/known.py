@@ -1,13 +1,12 @@
-"""Known cases of bad input, each by its name; every one has been a traceback or a silent error.
-
-Here are those of files; ``known_commands`` has the others, and all of them together.
-"""
+"""Known cases of bad input, by name; each has been a traceback or a silent error."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import os
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,177 +18,238 @@ from safetensors.torch import load_file, save_file
 
 from tests.fuzz import mutations as harm
 from tests.fuzz.forks import Case
-from tests.fuzz.kinds import DUMP, METADATA, SHOW, SHOW_DUMP, replay_of, template_of
+from tests.fuzz.kinds import (
+    COMPARE,
+    CONVERT,
+    DUMP,
+    GRADE_AGAIN,
+    METADATA,
+    PLOT,
+    REPLAY,
+    RESUME,
+    SHOW,
+    SHOW_DUMP,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
-
-SAMPLE_0 = "sample 0 of group 0"
 
 
-def _json_file(path: Path, change: Callable[[Any], Any]) -> None:
-    tree = json.loads(path.read_text())
-    path.write_text(json.dumps(change(tree) or tree))
+@dataclass(frozen=True)
+class Known:
+    """A command on copies of intact files that are changed."""
+
+    command: str | list[str]
+    places: tuple[str, ...]
+    change: Callable[[Path], Any] = lambda files: None
+    """Gets the directory of the case's files."""
+    copies: str = ""
+    """Names of the files and directories, divided by spaces."""
+    target: str = ""
+    is_wrong: bool = True
+
+    def make(self, intact: Path, files: Path) -> Case:
+        """Make the files."""
+        harm.copied(intact, files, *self.copies.split())
+        self.change(files)
+        return Case(self.command, self.places, self.is_wrong, self.target)
+
+
+# --- changes of files -------------------------------------------------------------------------
 
 
 def put_at(*place: Any, value: Any) -> Callable[[Any], Any]:
     return lambda tree: harm.put(tree, place, value)
 
 
+def written(name: str, content: bytes) -> Callable[[Path], None]:
+    """Another content of a file."""
+
+    def change(files: Path) -> None:
+        (files / name).parent.mkdir(exist_ok=True)
+        (files / name).write_bytes(content)
+
+    return change
+
+
+def replaced(name: str, make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """Something else in place of a file."""
+
+    def change(files: Path) -> None:
+        (files / name).parent.mkdir(parents=True, exist_ok=True)
+        (files / name).unlink(missing_ok=True)
+        make(files / name)
+
+    return change
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+piped = partial(replaced, make=os.mkfifo)
+"""A named pipe in place of a file; nobody writes into it."""
+looped = partial(replaced, make=link_to_itself)
+
+
+def edited(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Another value in a JSON file."""
+    return lambda files: harm.edit_json(files / name, change)
+
+
 # --- rollout dumps ----------------------------------------------------------------------------
 
 
-def cell(intact: Path, files: Path, *, column: str, value: Any, element: int | None = None) -> Case:
+def cell(column: str, value: Any, element: int | None = None) -> Known:
     """Another value in the first row of a dump, or in its list."""
-    table = pq.read_table(intact / "dumps" / DUMP)
-    values, kind = table[column].to_pylist(), table.schema.field(column).type
-    values[0] = value if element is None else harm.put(values[0], (element,), value)
-    column_number = table.column_names.index(column)
-    table = table.set_column(column_number, pa.field(column, kind), pa.array(values, kind))
-    case = replay_of(intact, files, table, is_wrong=True)
-    return Case(case.arguments, (DUMP, SAMPLE_0, column), is_wrong=True)
+
+    def change(files: Path) -> None:
+        table = pq.read_table(files / "dumps" / DUMP)
+        values, kind = table[column].to_pylist(), table.schema.field(column).type
+        values[0] = value if element is None else harm.put(values[0], (element,), value)
+        table = harm.with_column(table, column, pa.array(values, kind))
+        pq.write_table(table, files / "dumps" / DUMP)
+
+    return Known(REPLAY, (DUMP, "sample 0 of group 0", column), change, "dumps")
 
 
-def metadata(intact: Path, files: Path, *, change: Any, place: str = METADATA.decode()) -> Case:
-    """Other metadata: a text, or a function of their JSON value; None for none at all."""
-    table = pq.read_table(intact / "dumps" / DUMP)
-    content = table.schema.metadata[METADATA]
-    if callable(change):
-        content = json.dumps(change(json.loads(content))).encode()
-    stored = None if change is None else {METADATA: content if callable(change) else change}
-    case = replay_of(intact, files, table.replace_schema_metadata(stored), is_wrong=True)
-    return Case(case.arguments, (DUMP, place), is_wrong=True)
+def metadata(change: Callable[[bytes], bytes | None], place: str = METADATA.decode()) -> Known:
+    """Other metadata; None for none at all."""
+
+    def write(files: Path) -> None:
+        table = pq.read_table(files / "dumps" / DUMP)
+        content = change(table.schema.metadata[METADATA])
+        stored = None if content is None else {METADATA: content}
+        pq.write_table(table.replace_schema_metadata(stored), files / "dumps" / DUMP)
+
+    return Known(REPLAY, (DUMP, place), write, "dumps")
 
 
-def flipped(intact: Path, files: Path, *, find: Callable[[bytes], int], bits: int) -> Case:
-    """A dump with flipped bits in one byte."""
-    (files / "dumps").mkdir()
-    content = bytearray((intact / "dumps" / DUMP).read_bytes())
-    content[find(content)] ^= bits
-    (files / "dumps" / DUMP).write_bytes(content)
-    return Case([*SHOW_DUMP, str(files / "dumps" / DUMP)], (DUMP,), is_wrong=True)
+def metadata_field(*place: str, value: Any) -> Known:
+    def change(content: bytes) -> bytes:
+        return json.dumps(harm.put(json.loads(content), place, value)).encode()
+
+    return metadata(change, f"'{'.'.join(place)}'")
 
 
-DUMPS: dict[str, Any] = {
-    "token outside the vocabulary": partial(
-        cell, column="response_token_ids", element=0, value=10**6
-    ),
-    "null token": partial(cell, column="response_token_ids", element=0, value=None),
-    "null version": partial(cell, column="versions", element=0, value=None),
-    "version above the batch's": partial(cell, column="versions", element=0, value=1000),
-    "NaN reward": partial(cell, column="reward", value=float("nan")),
-    "component that is a text": partial(cell, column="reward_components", value='{"a": "1"}'),
-    "component that is a list": partial(cell, column="reward_components", value="[1]"),
-    "no metadata": partial(metadata, change=None),
-    "broken metadata": partial(metadata, change=b'{"format": 4, "st'),
-    "flipped byte in metadata": partial(
-        metadata, change=b'{"format": 4, "step": 1, "stats"\xba {}}'
-    ),
-    "metadata nested deeply": partial(metadata, change=b"[" * harm.DEEP),
-    "step of 10^30": partial(metadata, change=put_at("step", value=10**30), place="'step'"),
-    "version NaN": partial(
-        metadata, change=put_at("version", value=float("nan")), place="'version'"
-    ),
-    "counter NaN": partial(
-        metadata,
-        change=put_at("stats", "generation_s", value=float("nan")),
-        place="'stats.generation_s'",
-    ),
-    "unknown counter": partial(
-        metadata, change=put_at("stats", "lost", value=1), place="'stats.lost'"
-    ),
-    "flipped length of the footer": partial(flipped, find=lambda _: -6, bits=1),
-    "column name that is not UTF-8": partial(
-        flipped, find=lambda content: content.index(b"prompt_id") + 1, bits=0x9B
-    ),
+def flipped(name: str, find: Callable[[bytes], int], bits: int) -> Callable[[Path], None]:
+    """A file with flipped bits in one byte."""
+
+    def change(files: Path) -> None:
+        content = bytearray((files / name).read_bytes())
+        content[find(content)] ^= bits
+        (files / name).write_bytes(content)
+
+    return change
+
+
+def flipped_dump(find: Callable[[bytes], int], bits: int) -> Known:
+    return Known(SHOW_DUMP, (DUMP,), flipped(f"dumps/{DUMP}", find, bits), "dumps")
+
+
+DUMPS = {
+    "token outside the vocabulary": cell("response_token_ids", 10**6, element=0),
+    "null token": cell("response_token_ids", None, element=0),
+    "null version": cell("versions", None, element=0),
+    "version above the batch's": cell("versions", 1000, element=0),
+    "NaN reward": cell("reward", float("nan")),
+    "component that is a text": cell("reward_components", '{"a": "1"}'),
+    "component that is a list": cell("reward_components", "[1]"),
+    "no metadata": metadata(lambda _: None),
+    "broken metadata": metadata(lambda content: content[:17]),
+    "flipped byte in metadata": metadata(lambda content: content.replace(b":", b"\xba")),
+    "metadata nested deeply": metadata(lambda _: b"[" * harm.DEEP),
+    "step of 10^30": metadata_field("step", value=10**30),
+    "version NaN": metadata_field("version", value=float("nan")),
+    "counter NaN": metadata_field("stats", "generation_s", value=float("nan")),
+    "unknown counter": metadata_field("stats", "lost", value=1),
+    "flipped length of the footer": flipped_dump(lambda _: -6, 1),
+    "column name that is not UTF-8": flipped_dump(lambda c: c.index(b"prompt_id") + 1, 0x9B),
 }
 
 
 # --- models and templates ---------------------------------------------------------------------
 
 
-def model(
-    intact: Path,
-    files: Path,
-    *,
-    file: str,
-    change: Callable[[Any], Any],
-    place: str,
-    source: str = "model",
-) -> Case:
-    """Convert a model of which one JSON file is changed."""
-    shutil.copytree(intact / source, files / "model")
-    _json_file(files / "model" / file, change)
-    target = files / "target"
-    return Case(["convert", str(files / "model"), str(target)], (file, place), True, target)
+def model_config(place: str, change: Callable[[Any], Any]) -> Known:
+    """Convert a model with another config.json."""
+    edit = edited("model/config.json", change)
+    return Known(CONVERT, ("config.json", place), edit, "model", "target")
 
 
-def _wrong_shard(tree: Any) -> None:
-    shards = sorted(set(tree["weight_map"].values()))
-    name = min(tree["weight_map"])
-    tree["weight_map"][name] = next(s for s in shards if s != tree["weight_map"][name])
-
-
-def integer_weights(intact: Path, files: Path, *, command: str) -> Case:
+def integer_weights(files: Path) -> None:
     """A tensor of integers."""
-    shutil.copytree(intact / "model", files / "model")
-    path = files / "model" / "model.safetensors"
-    tensors = load_file(path)
-    save_file({**tensors, "model.norm.weight": torch.ones(64, dtype=torch.int64)}, path)
-    given = ["convert", str(files / "model"), str(files / "target")]
-    if command == "train":
-        replay = [f"replay={intact / 'dumps'}", f"run_dir={files / 'run'}", "log.console=false"]
-        given = ["train", str(intact / "replay.yaml"), f"model.path={files / 'model'}", *replay]
-    return Case(given, ("model.norm.weight",), is_wrong=True)
+    path = files / "model/model.safetensors"
+    norm = {"model.norm.weight": torch.ones(64, dtype=torch.int64)}
+    save_file({**load_file(path), **norm}, path)
 
 
-def no_tokenizer(intact: Path, files: Path, *, content: str | None) -> Case:
-    """Show prompts with a model whose tokenizer is missing, or empty."""
-    shutil.copytree(intact / "model", files / "model")
+def empty_tokenizer(files: Path) -> None:
     for path in (files / "model").glob("tokenizer*"):
-        if content is None:
-            path.unlink()
-        else:
-            path.write_text(content)
-    return Case(
-        [*SHOW, str(intact / "run.yaml"), f"model.path={files / 'model'}"], ("model",), True
-    )
+        path.write_text("{}")
+
+
+def no_tokenizer(files: Path) -> None:
+    for path in (files / "model").glob("tokenizer*"):
+        path.unlink()
 
 
 INDEX = "model.safetensors.index.json"
-MODELS: dict[str, Any] = {
-    "weight_map that is a list": partial(
-        model,
-        source="sharded",
-        file=INDEX,
-        change=put_at("weight_map", value=[]),
-        place="weight_map",
+OWN_MODEL = " model.path={files}/model"
+RUN_ON_DUMPS = REPLAY.replace("{files}/dumps", "{intact}/dumps") + OWN_MODEL
+TEMPLATES = (
+    *("{{", "{% for %}", "{{ messages | nothing }}", "{{ 1 // 0 }}", "{{ messages[5].content }}"),
+    *("{{ raise_exception('no') }}", "{{ undefined.field.field }}", "{{ messages.pop(9) }}"),
+    *("{% include 'x' %}", "{% import 'x' as y %}", "{% extends 'x' %}", "{{ 1 < 'a' }}"),
+    *("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ 'x' * 10 ** 10 }}", ""),
+    *("{{ range(10 ** 10) | join }}", "{{ messages | sum }}", "{{ '%d' | format('x') }}"),
+    *("{{ messages | tojson(indent=[]) }}", "{{ strftime_now(1) }}", "{{ 'a' + 1 }}"),
+    *("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "{% for x in 1 %}{% endfor %}"),
+    *("{% set x.y = 1 %}", "{{ ''.__class__.__mro__ }}", "{{ 9 ** 9 ** 9 }}", "{{ 2 ** 1e9 }}"),
+    *("{{ namespace(1) }}", "{{ lipsum.__globals__ }}", "{{ [1] | first(1, 2) }}"),
+)
+TEMPLATE = SHOW + " data.chat_template={files}/template.jinja"
+MODELS = {
+    "weight_map that is a list": Known(
+        "convert sharded target",
+        (INDEX, "weight_map"),
+        edited(f"sharded/{INDEX}", put_at("weight_map", value=[])),
+        "sharded",
+        "target",
     ),
-    "weight_map that names the wrong shard": partial(
-        model, source="sharded", file=INDEX, change=_wrong_shard, place="model"
-    ),
-    "a billion layers": partial(
-        model, file="config.json", change=put_at("num_hidden_layers", value=10**9), place="layers"
-    ),
-    "a vocabulary of 10^12": partial(
-        model, file="config.json", change=put_at("vocab_size", value=10**12), place="vocab_size"
-    ),
-    "integer weights in convert": partial(integer_weights, command="convert"),
-    "integer weights in train": partial(integer_weights, command="train"),
-    "empty tokenizer": partial(no_tokenizer, content="{}"),
-    "no tokenizer": partial(no_tokenizer, content=None),
+    "a billion layers": model_config("layers", put_at("num_hidden_layers", value=10**9)),
+    "a vocabulary of 10^12": model_config("vocab_size", put_at("vocab_size", value=10**12)),
     **{
-        f"template: {text[:24]}": partial(template_of, text=text)
-        for text in (
-            *("{{", "{{ 1 // 0 }}", "{{ messages | nothing }}", "{% include 'x' %}"),
-            *(
-                "{{ raise_exception('no') }}",
-                "{{ lipsum.__globals__ }}",
-                "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-            ),
-            *("{{ 'x' * 10 ** 10 }}", "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"),
+        f"rope of two meanings: {name} {value}": model_config(name, put_at(name, value=value))
+        for name, value in (
+            ("rope_theta", float("nan")),
+            ("rope_theta", 5.0),
+            ("rope_scaling", {"type": "x"}),
+            ("rope_scaling", []),
         )
+    },
+    **{
+        f"integer weights in {command.split()[0]}": Known(
+            command, ("model.norm.weight",), integer_weights, "model"
+        )
+        for command in (CONVERT, RUN_ON_DUMPS)
+    },
+    **{
+        change.__name__: Known(SHOW + OWN_MODEL, ("model",), change, "model")
+        for change in (empty_tokenizer, no_tokenizer)
+    },
+    **{
+        f"{name} by {make.__name__}": Known(
+            CONVERT, (name,), replaced(f"model/{name}", make), "model", "target"
+        )
+        for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+        for make in (os.mkdir, os.mkfifo, link_to_itself)
+    },
+    **{
+        f"template: {text[:24]}": Known(
+            TEMPLATE, ("template",), written("template.jinja", text.encode())
+        )
+        for text in TEMPLATES
     },
 }
 
@@ -197,195 +257,322 @@ MODELS: dict[str, Any] = {
 # --- files and options ------------------------------------------------------------------------
 
 
-def content_of(intact: Path, files: Path, *, name: str, content: bytes) -> Case:
+def tokens(name: str, content: bytes) -> Known:
     """Tokens for ``bounds`` in a file of another format."""
-    (files / name).write_bytes(content)
-    return Case(["bounds", str(files / name)], (name,), is_wrong=True)
+    return Known(f"bounds {name}", (name,), written(name, content))
 
 
-def misnamed(intact: Path, files: Path) -> Case:
-    """An archive with a flipped bit in the name that precedes a column."""
-    content = bytearray((intact / "tokens.npz").read_bytes())
-    content[content.index(b"advantage.npy") + len("advantage")] ^= 1
-    (files / "tokens.npz").write_bytes(content)
-    return Case(["bounds", str(files / "tokens.npz")], ("tokens.npz",), is_wrong=True)
-
-
-def pickled(intact: Path, files: Path) -> Case:
+def objects(files: Path) -> None:
     """An archive with objects, for which NumPy advises ``allow_pickle``."""
-    columns = dict(np.load(intact / "tokens.npz"))
+    columns = dict(np.load(files / "tokens.npz"))
     np.savez(files / "tokens.npz", **{**columns, "advantage": np.array([{}, {}, {}])})
-    return Case(["bounds", str(files / "tokens.npz")], ("tokens.npz",), is_wrong=True)
 
 
-def prompts(intact: Path, files: Path, *, name: str, content: bytes | None) -> Case:
-    """A file of prompts; None for a symbolic link to itself."""
-    path = files / name
-    if content is None:
-        path.symlink_to(name)
-    else:
-        path.write_bytes(content)
-    return Case([*SHOW, str(intact / "run.yaml"), f"data.train.path={path}"], (name,), True)
+def prompts(name: str, change: Callable[[Path], Any]) -> Known:
+    """A file of prompts."""
+    return Known(f"{SHOW} data.train.path={{files}}/{name}", (name,), change)
 
 
-def timestamps(intact: Path, files: Path) -> Case:
-    """A column of dates beyond Python's, which reward functions would get."""
-    table = pq.read_table(intact / "train.parquet")
-    column = pa.array([2**62] * len(table), pa.int64()).view(pa.timestamp("us"))
-    pq.write_table(table.append_column("when", column), files / "train.parquet")
-    path = files / "train.parquet"
-    return Case([*SHOW, str(intact / "run.yaml"), f"data.train.path={path}"], (path.name,), False)
-
-
-def resumed(
-    intact: Path,
-    files: Path,
-    *,
-    file: str,
-    change: bytes | Callable[[Any], Any],
-    place: str,
-    is_wrong: bool = True,
-) -> Case:
+def resumed(name: str, change: Callable[[Path], Any], place: str, is_wrong: bool = True) -> Known:
     """Continue a run of which a file of the checkpoint is changed."""
-    shutil.copytree(intact / "run", files / "run")
-    path = files / "run" / "checkpoints" / file
-    if isinstance(change, bytes):
-        path.write_bytes(change)
-    else:
-        _json_file(path, change)
-    given = ["train", str(intact / "replay.yaml"), f"run_dir={files / 'run'}", "resume=true"]
-    return Case([*given, "log.console=false"], (path.name, place), is_wrong=is_wrong)
+    return Known(RESUME, (Path(name).name, place), change, "run", is_wrong=is_wrong)
 
 
-def metrics(intact: Path, files: Path) -> Case:
-    """Metrics that are not UTF-8."""
-    (files / "run").mkdir()
-    (files / "run" / "metrics.jsonl").write_bytes(b'{"step": 1, "reward/mean": 1\xff}\n')
-    target = files / "picture.png"
-    return Case(
-        ["plot", str(files / "run"), "--out", str(target)], ("metrics.jsonl",), True, target
-    )
-
-
-def chain(intact: Path, files: Path) -> Case:
+def chain(files: Path) -> None:
     """Two thousand files that inherit from one another."""
     for number in range(2000):
         (files / f"{number}.yaml").write_text(yaml.safe_dump({"inherit": f"{number + 1}.yaml"}))
-    shutil.copy(intact / "base.yaml", files / "2000.yaml")
-    return Case(["config", str(files / "0.yaml")], ("yaml",), is_wrong=True)
+    (files / "base.yaml").rename(files / "2000.yaml")
 
 
-def option(intact: Path, files: Path, *, given: str, place: str) -> Case:
-    """An override."""
-    return Case(["config", str(intact / "run.yaml"), given], (place,), is_wrong=True)
+def without_layout(tree: Any) -> None:
+    del tree["layout"]
 
 
-def file_size(intact: Path, files: Path) -> Case:
-    """Files of a size that is no number."""
-    target = files / "target"
-    given = ["convert", str(intact / "model"), str(target), "--max-file-gb", "inf"]
-    return Case(given, ("--max-file-gb",), True, target)
-
-
-def _without(name: str) -> Callable[[Any], Any]:
-    return lambda tree: {key: value for key, value in tree.items() if key != name}
-
-
-STATE = "step_1/state.json"
-FILES: dict[str, Any] = {
-    "npy under npz": partial(content_of, name="tokens.npz", content=harm.OTHER_FORMATS["npy"]),
-    "pickle under npz": partial(content_of, name="t.npz", content=harm.OTHER_FORMATS["pickle"]),
-    "npz of objects": pickled,
-    "npz with a flipped name": misnamed,
-    "npy under parquet": partial(content_of, name="t.parquet", content=harm.OTHER_FORMATS["npy"]),
-    "zip under jsonl": partial(prompts, name="p.jsonl", content=harm.OTHER_FORMATS["zip"]),
-    "JSON nested deeply": partial(prompts, name="p.json", content=b"[" * harm.DEEP),
-    "number of 5,000 digits": partial(
-        prompts, name="p.json", content=b'[{"prompt": "1", "answer": %b}]' % harm.DIGITS.encode()
+STATE = "run/checkpoints/step_1/state.json"
+INIT = "--model {intact}/model --data {intact}/train.jsonl"
+FILES = {
+    "npy under npz": tokens("tokens.npz", harm.OTHER_FORMATS["npy"]),
+    "pickle under npz": tokens("t.npz", harm.OTHER_FORMATS["pickle"]),
+    "npy under parquet": tokens("t.parquet", harm.OTHER_FORMATS["npy"]),
+    "npz of objects": Known("bounds tokens.npz", ("tokens.npz",), objects, "tokens.npz"),
+    "npz with a flipped name": Known(
+        "bounds tokens.npz",
+        ("tokens.npz",),
+        flipped("tokens.npz", lambda c: c.index(b"advantage.npy") + len("advantage"), 1),
+        "tokens.npz",
     ),
-    "symbolic link to itself": partial(prompts, name="p.jsonl", content=None),
-    "dates beyond Python's": timestamps,
-    "binary latest": partial(
-        resumed, file="latest", change=b"\xff\x00\xfe", place="latest", is_wrong=False
+    "zip under jsonl": prompts("p.jsonl", written("p.jsonl", harm.OTHER_FORMATS["zip"])),
+    "JSON nested deeply": prompts("p.json", written("p.json", b"[" * harm.DEEP)),
+    "number of 5,000 digits": prompts(
+        "p.json",
+        written("p.json", b'[{"prompt": "1", "answer": %b}]' % harm.DIGITS.encode()),
     ),
-    "state without a field": partial(
-        resumed, file=STATE, change=_without("layout"), place="layout"
+    "symbolic link to itself": prompts("p.jsonl", looped("p.jsonl")),
+    "dates beyond Python's": Known(
+        SHOW + " data.train.path={files}/train.parquet",
+        ("train.parquet",),
+        lambda files: harm.dates(files / "train.parquet", 2**62, pa.timestamp("us")),
+        "train.parquet",
+        is_wrong=False,
     ),
-    "state with an unknown field": partial(
-        resumed, file=STATE, change=put_at("other", value=1), place="other"
+    "binary latest": resumed(
+        "latest", written("run/checkpoints/latest", b"\xff\x00\xfe"), "latest", is_wrong=False
     ),
-    "metrics that are not UTF-8": metrics,
-    "chain of 2,000 files": chain,
-    "seed of 10^30": partial(option, given=f"seed={10**30}", place="seed"),
-    "seed of 5,000 digits": partial(option, given=f"seed={harm.DIGITS}", place="seed"),
-    "time limit of 1e300 s": partial(option, given="reward.timeout_s=1e300", place="timeout_s"),
-    "time limit of infinity": partial(option, given="reward.timeout_s=.inf", place="timeout_s"),
-    "NUL in a path": partial(option, given='model.path="a\\0b"', place="model.path"),
-    "files of infinite size": file_size,
+    "state without a field": resumed(STATE, edited(STATE, without_layout), "layout"),
+    "state with an unknown field": resumed(STATE, edited(STATE, put_at("other", value=1)), "other"),
+    "metrics that are not UTF-8": Known(
+        PLOT,
+        ("metrics.jsonl",),
+        written("run/metrics.jsonl", b'{"step": 1, "reward/mean": 1\xff}\n'),
+        target="picture.png",
+    ),
+    "chain of 2,000 files": Known("config 0.yaml", ("yaml",), chain, "base.yaml"),
+    **{
+        f"option {text[:28]}": Known(["config", "{intact}/run.yaml", text], (place,))
+        for text, place in (
+            (f"seed={10**30}", "seed"),
+            (f"seed={harm.DIGITS}", "seed"),
+            ("reward.timeout_s=1e300", "timeout_s"),
+            ("reward.timeout_s=.inf", "timeout_s"),
+            ("reward.workers=100000000", "reward.workers"),
+            ("reward.memory_limit_mb=9007199254740992", "memory_limit"),
+            ('reward.format={reward: 1, pattern: "a{99999999999}"}', "pattern"),
+            (f'reward.format={{reward: 1, pattern: "{"(" * 3000 + ")" * 3000}"}}', "pattern"),
+            ('model.path="a\\0b"', "model.path"),
+        )
+    },
+    "files of infinite size": Known(
+        CONVERT + " --max-file-gb inf", ("--max-file-gb",), copies="model", target="target"
+    ),
+    "sweep of 399³ runs": Known("sweep {intact}/grid.yaml", ("grid",)),
+    **{
+        f"link to itself: {command.split()[0]}": Known(command, ("x",), looped("x"))
+        for command in (
+            f"init x {INIT} --gpus 1",
+            "make-tiny x",
+            "convert {intact}/model x",
+            "eval --from {intact}/sums.jsonl --out x",
+        )
+    },
+    **{
+        ascii(command): Known(command, (place,))
+        for command, place in (
+            ("plan {intact}/run.yaml --gpus 1000000000000000000", "--gpus"),
+            ("plan {intact}/run.yaml parallel.context=1000000000000", "parallel"),
+            ("plan {intact}/run.yaml --gpu-memory inf", "--gpu-memory"),
+            ("plan {intact}/run.yaml --gpu-memory nan", "--gpu-memory"),
+            ("plan {intact}/run.yaml --rollout-tokens-per-s inf", "--rollout-tokens-per-s"),
+            (f"init x {INIT} --gpus 1000000000000", "--gpus"),
+            (f"init x {INIT} --gpus 1 --node-gpus {10**30}", "--node-gpus"),
+            (f"init n\udcff\udcfew {INIT} --gpus 1", r"n\xff\xfew"),
+            ("eval --from r\udcff.jsonl --out o", r"r\xff.jsonl"),
+            (f"make-tiny x --seed {10**30}", "--seed"),
+            ("make-tiny /proc/x", "/proc/x"),
+            ("make-tiny /dev/null/x", "/dev/null/x"),
+        )
+    },
+    "servers_file that is a named pipe": Known(
+        "generate {intact}/run.yaml --steps 1 rollout.engine=sglang "
+        "rollout.servers_file={files}/servers",
+        ("servers", "named pipe"),
+        piped("servers"),
+    ),
+    "bounds of a named pipe": Known("bounds t.npz", ("t.npz", "named pipe"), piped("t.npz")),
 }
 
 
 # --- evaluations ------------------------------------------------------------------------------
 
-
-def samples(
-    intact: Path,
-    files: Path,
-    *,
-    change: Callable[[Any], Any],
-    place: str,
-    file: str = "sums.jsonl",
-) -> Case:
-    """Samples of which the second line, or the settings beside them, is changed."""
-    for name in ("sums.jsonl", "sums.settings.json"):
-        shutil.copy(intact / name, files / name)
-    path, target = files / "sums.jsonl", files / "again"
-    if file.endswith(".json"):
-        _json_file(files / file, change)
-    else:
-        lines = path.read_text().splitlines()
-        entry = json.loads(lines[1])
-        lines[1] = json.dumps(change(entry) or entry)
-        path.write_text("\n".join(lines) + "\n")
-    return Case(["eval", "--from", str(path), "--out", str(target)], ("sums", place), True, target)
+SAMPLES = "sums.jsonl sums.settings.json"
+SETTINGS = "sums.settings.json"
 
 
-def given_twice(intact: Path, files: Path, *, copied: bool) -> Case:
-    """One file of samples twice, or two sets of one name."""
-    target, second = files / "again", intact / "sums.jsonl"
-    if copied:
-        second = files / "sums.jsonl"
-        shutil.copy(intact / "sums.settings.json", files / "sums.settings.json")
-        shutil.copy(intact / "sums.jsonl", second)
-    given = ["eval", "--from", str(intact / "sums.jsonl"), "--from", str(second)]
-    return Case([*given, "--out", str(target)], ("sums",), True, target)
+def sample(field: str, value: Any) -> Known:
+    """Samples of which the second has another value."""
+
+    def change(files: Path) -> None:
+        harm.edit_line(files / "sums.jsonl", 1, put_at(field, value=value))
+
+    return Known(GRADE_AGAIN, ("sums", field), change, SAMPLES, "again")
 
 
-def results(intact: Path, files: Path, *, change: Callable[[Any], Any]) -> Case:
-    """Compare results that are changed."""
-    shutil.copy(intact / "eval.json", files / "eval.json")
-    _json_file(files / "eval.json", change)
-    given = ["compare", str(files / "eval.json"), str(intact / "eval.json"), "--resamples", "100"]
-    return Case(given, ("eval.json", "rewards"), is_wrong=True)
+def setting(field: str, value: Any, place: str) -> Known:
+    """Samples with another setting beside them."""
+    change = edited(SETTINGS, put_at(field, value=value))
+    return Known(GRADE_AGAIN, ("sums", place), change, SAMPLES, "again")
 
 
-REWARDS = (0, "problems", 0, "rewards")
-EVALUATIONS: dict[str, Any] = {
-    "setting of another type": partial(
-        samples,
-        file="sums.settings.json",
-        change=put_at("samples_per_prompt", value="2"),
-        place="samples_per_prompt",
+def results(rewards: list[Any]) -> Known:
+    """Compare results of which the first problem has other rewards."""
+    change = edited("eval.json", put_at(0, "problems", 0, "rewards", value=rewards))
+    return Known(COMPARE, ("eval.json", "rewards"), change, "eval.json")
+
+
+def graded(line: str, place: str) -> Known:
+    """Grade one line."""
+    return Known("grade responses.jsonl", (place,), written("responses.jsonl", line.encode()))
+
+
+def answered(answer: str) -> Known:
+    return graded(f'{{"response": "1", "answer": {answer}}}', "'answer'")
+
+
+TWICE = "eval --from {intact}/sums.jsonl --from "
+EVALUATIONS = {
+    "setting of another type": setting("samples_per_prompt", "2", "samples_per_prompt"),
+    "workers in the settings of samples": setting("reward", {"workers": 10**9}, "'workers'"),
+    "sample number out of range": sample("index", 10**9),
+    "two answers for one prompt": sample("answer", "9"),
+    "reward that is a text": sample("reward", "1"),
+    "one file twice": Known(TWICE + "{intact}/sums.jsonl --out again", ("sums",), target="again"),
+    "two sets of one name": Known(
+        TWICE + "sums.jsonl --out again", ("sums",), copies=SAMPLES, target="again"
     ),
-    "sample number out of range": partial(
-        samples, change=put_at("index", value=10**9), place="index"
+    "rewards that are texts": results(["1", "0"]),
+    "fewer rewards than samples": results([1.0]),
+    "settings of samples that are a named pipe": Known(
+        GRADE_AGAIN, (SETTINGS, "named pipe"), piped(SETTINGS), "sums.jsonl"
     ),
-    "two answers for one prompt": partial(
-        samples, change=put_at("answer", value="9"), place="answer"
+    "finish reason that is a list": graded(
+        '{"response": "1", "answer": "1", "finish_reason": ["stop"]}', "finish_reason"
     ),
-    "reward that is a text": partial(samples, change=put_at("reward", value="1"), place="reward"),
-    "one file twice": partial(given_twice, copied=False),
-    "two sets of one name": partial(given_twice, copied=True),
-    "rewards that are texts": partial(results, change=put_at(*REWARDS, value=["1", "0"])),
-    "fewer rewards than samples": partial(results, change=put_at(*REWARDS, value=[1.0])),
+    "answer in 900 lists": answered("[" * 900 + '"1"' + "]" * 900),
+    "answer in two lists": answered('[["1"]]'),
+    "answer that ends in ####": answered('"x #### "'),
+    "line of 66 MiB": graded('{"response": "' + "a" * (66 << 20) + '"}', "responses.jsonl:1"),
 }
+
+
+# --- run directories --------------------------------------------------------------------------
+
+READERS = {
+    "report": "report made --out page.html",
+    "plot": "plot made --out picture.png",
+    "samples show": "samples show made",
+    "compare": "compare {intact}/eval.json made",
+}
+FIRST_DUMP = "rollouts/step_000001.parquet"
+
+
+def run(
+    change: Callable[[Path], Any],
+    reader: str = "report",
+    places: tuple[str, ...] = (),
+    is_wrong: bool = True,
+) -> Known:
+    """Read a run directory that is changed."""
+    command = READERS[reader]
+    target = command.partition("--out ")[2]
+    return Known(command, places, lambda files: change(files / "made"), "made", target, is_wrong)
+
+
+def configured(*place: str, value: Any) -> Callable[[Path], None]:
+    """Another value in config.yaml, which then is of no version of the project."""
+
+    def change(directory: Path) -> None:
+        path = directory / "config.yaml"
+        tree = harm.put(yaml.safe_load(path.read_text()), place, value)
+        path.write_text(yaml.safe_dump({**tree, "former": 1}))
+
+    return change
+
+
+def measured(*rows: str) -> Callable[[Path], None]:
+    """Other metrics."""
+    return written("metrics.jsonl", "".join(f"{{{row}}}\n" for row in rows).encode())
+
+
+def without_sets(directory: Path) -> None:
+    for name in ("start", "step_6"):
+        written(f"eval/{name}.json", b"[]")(directory)
+
+
+def swept(change: Callable[[Path], Any], place: str) -> Known:
+    """A sweep that finds another file in place of a run's configuration."""
+
+    def change_run(files: Path) -> None:
+        (files / "sweep/a/seed1").mkdir(parents=True)
+        change(files / "sweep/a/seed1")
+
+    return Known("sweep sweep.yaml", ("a/seed1/config.yaml", place), change_run, "sweep.yaml")
+
+
+DEEP_YAML = written("config.yaml", b"[" * 20_000)
+ALIASED = written("config.yaml", b"a: &a\n  b: *a\n")
+RUNS = {
+    **{
+        f"config.yaml {what}, in {reader}": run(change, reader, ("config.yaml",))
+        for what, change in (("nested deeply", DEEP_YAML), ("of recursive aliases", ALIASED))
+        for reader in ("report", "plot", "samples show")
+    },
+    **{
+        f"{key} of {str(value)[:9]}, in {reader}": run(
+            configured("algorithm", key, value=value), reader, is_wrong=False
+        )
+        for key, values in (
+            ("advantage", (5, "nothing", ["a"])),
+            ("baseline_shift", (None, "x", float("nan"), 10**400)),
+            ("updates_per_batch", (None, [1], "x", 10**12)),
+        )
+        for value in values
+        for reader in ("report", "samples show")
+    },
+    "interval with one end": run(
+        measured('"step": 1, "eval/a/avg_at_k": 0.5, "eval/a/avg_at_k_low": 0.1'), is_wrong=False
+    ),
+    **{
+        f"data.train.path of {url}": run(
+            configured("data", "train", "path", value=url), is_wrong=False
+        )
+        for url in ("http://h:abc/x", "http://[::1")
+    },
+    **{
+        f"rewards of 1e308, in {reader}": run(
+            measured('"step": 1, "reward/mean": 1e308', '"step": 2, "reward/mean": -1e308'),
+            reader,
+            ("metrics.jsonl:1", "reward/mean"),
+        )
+        for reader in ("report", "plot")
+    },
+    "set named $x^$, in plot": run(
+        measured('"step": 1, "eval/$x^$/avg_at_k": 0.5'), "plot", is_wrong=False
+    ),
+    **{
+        f"{name} that is a named pipe, in {reader}": run(piped(name), reader, (name, "named pipe"))
+        for name, reader in (
+            ("config.yaml", "report"),
+            ("config.yaml", "samples show"),
+            ("metrics.jsonl", "plot"),
+            ("starts.jsonl", "report"),
+            ("eval/start.json", "report"),
+            (FIRST_DUMP, "samples show"),
+            ("rollouts/texts/step_000001.parquet", "report"),
+            ("tokens/step_000001_update_000.parquet", "report"),
+        )
+    },
+    **{
+        f"results without a set, in {reader}": run(without_sets, reader, ("eval/st", "must have"))
+        for reader in ("report", "compare")
+    },
+    "tokenizer that is a named pipe": Known(
+        "report made --tokenizer own",
+        ("tokenizer.json", "named pipe"),
+        piped("own/tokenizer.json"),
+        "made",
+    ),
+    "starts.jsonl that is a symbolic link to itself": run(
+        looped("starts.jsonl"), places=("starts.jsonl",)
+    ),
+    **{
+        f"run of a sweep whose configuration {what}": swept(change, place)
+        for what, change, place in (
+            ("is a named pipe", piped("config.yaml"), "named pipe"),
+            ("is a symbolic link to itself", looped("config.yaml"), "symbolic link"),
+            ("is nested deeply", DEEP_YAML, "exceeded maximum nesting depth"),
+            ("has recursive aliases", ALIASED, "aliases"),
+        )
+    },
+}
+
+KNOWN = {**DUMPS, **MODELS, **FILES, **EVALUATIONS, **RUNS}

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
     from random import Random
 
@@ -76,8 +80,8 @@ def places_in(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
     """Yield where each value within a JSON value stands, its own place first."""
     yield place
     if isinstance(value, dict | list):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from places_in(each, (*place, key))
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places_in(inner, (*place, key))
 
 
 def value_at(value: Any, place: tuple[Any, ...]) -> Any:
@@ -104,11 +108,6 @@ def is_other_type(old: Any, new: Any) -> bool:
     return type(old) is not type(new)
 
 
-def to_json(value: Any) -> str:
-    """Return a JSON text, which may hold NaN, huge integers and halves of surrogate pairs."""
-    return json.dumps(value)
-
-
 def pick(rng: Random, choices: Any) -> Any:
     """Return one of the choices."""
     return rng.choice(list(choices))
@@ -133,8 +132,54 @@ def damaged(path: Path, rng: Random) -> bool:
 def json_damaged(path: Path, rng: Random, strict: Any = ()) -> tuple[str, bool]:
     """Poison a JSON file; return the field's name, and whether the file is certainly wrong now."""
     tree = json.loads(path.read_text())
-    place = pick(rng, [each for each in places_in(tree) if each])
+    place = pick(rng, [place for place in places_in(tree) if place])
     tree, is_wrong = poisoned(tree, rng, place)
-    path.write_text(to_json(tree))
+    path.write_text(json.dumps(tree))
     names = [key for key in place if isinstance(key, str)]
     return (names[-1] if names else ""), is_wrong and bool(names) and names[0] in strict
+
+
+def damaged_somehow(path: Path, rng: Random, bytes_share: float) -> None:
+    """Damage the bytes of a JSON file, or a value in it."""
+    if rng.random() < bytes_share:
+        damaged(path, rng)
+    else:
+        json_damaged(path, rng)
+
+
+def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change a JSON file; ``change`` returns the new value, or None where it changed the old."""
+    tree = json.loads(path.read_text())
+    path.write_text(json.dumps(change(tree) or tree))
+
+
+def edit_line(path: Path, number: int, change: Callable[[Any], Any]) -> None:
+    """Change the JSON value of one line, as ``edit_json`` does."""
+    lines = path.read_text().splitlines()
+    entry = json.loads(lines[number])
+    lines[number] = json.dumps(change(entry) or entry)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
+    """Return the table with another column in place of one, or after all."""
+    if name not in table.column_names:
+        return table.append_column(name, values)
+    index = table.column_names.index(name)
+    return table.set_column(index, pa.field(name, values.type), values)
+
+
+def dates(path: Path, number: int, kind: pa.DataType) -> None:
+    """Append a column of a date or duration to a Parquet file."""
+    table = pq.read_table(path)
+    column = pa.array([number] * len(table), pa.int64()).view(kind)
+    pq.write_table(with_column(table, "when", column), path)
+
+
+def copied(intact: Path, files: Path, *names: str) -> None:
+    """Copy files and directories."""
+    for name in names:
+        if (intact / name).is_dir():
+            shutil.copytree(intact / name, files / name)
+        else:
+            shutil.copy(intact / name, files / name)

@@ -1,0 +1,36 @@
+"""Bad input that once was a traceback or silently accepted gets one line with its place.
+
+The random cases are a command of their own, ``make fuzz``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.fuzz.known import KNOWN
+from tests.launch import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """How each case ended, by its name."""
+    out = tmp_path_factory.mktemp("campaign") / "cases.jsonl"
+    campaign = [sys.executable, "-m", "tests.fuzz.campaign", "--cases", "0", "--out", str(out)]
+    process = subprocess.run(campaign, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert out.exists(), process.stderr
+    cases = [json.loads(line) for line in out.read_text().splitlines()]
+    return {case["name"]: case for case in cases}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_case_is_one_line_with_its_place(
+    name: str, outcomes: dict[str, dict[str, Any]]
+) -> None:
+    assert outcomes[name]["fault"] == "", outcomes[name]
