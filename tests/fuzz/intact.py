@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from safetensors.torch import load_file, save_file
 
 from bapo_megatron.data.dump import write_texts
 from bapo_megatron.evaluation.results import write_results
 from bapo_megatron.evaluation.samples import write_settings
 from bapo_megatron.types import SampleText
 from tests.evaluation.results import result, sample
+from tests.policy.tiny_models import load_reference
 from tests.tools.report.made_runs import make_run
 from tests.trainer.dumps import make_random_model, replay_settings, write_dumps
 
@@ -44,7 +45,9 @@ SETTINGS: dict[str, Any] = {
 def make_intact(root: Path) -> None:
     """Fill ``root``; its files are the ``intact`` ones of all cases."""
     model = make_random_model(root / "model", num_hidden_layers=2)
-    _make_sharded(model, root / "sharded")
+    load_reference("qwen2", model).save_pretrained(root / "sharded", max_shard_size="100KB")
+    for path in model.glob("tokenizer*"):
+        shutil.copy(path, root / "sharded")
     (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (root / "train.json").write_text(json.dumps(ROWS))
     pq.write_table(pa.Table.from_pylist(ROWS), root / "train.parquet")
@@ -90,23 +93,6 @@ def make_intact(root: Path) -> None:
         ["convert", str(model), str(root / "checkpoint")],
     ):
         _run(arguments)
-
-
-def _make_sharded(model: Path, target: Path) -> None:
-    """The model with its weights in two files and an index."""
-    target.mkdir()
-    for path in model.iterdir():
-        if path.suffix != ".safetensors":
-            (target / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(model / "model.safetensors")
-    names = sorted(tensors)
-    weight_map = {}
-    for number, part in enumerate((names[::2], names[1::2]), start=1):
-        name = f"model-{number:05}-of-00002.safetensors"
-        save_file({tensor: tensors[tensor] for tensor in part}, target / name, {"format": "pt"})
-        weight_map |= dict.fromkeys(part, name)
-    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def _make_texts(dump: Path) -> None:

@@ -329,7 +329,7 @@ FILES = {
     ),
     "chain of 2,000 files": Known("config 0.yaml", ("yaml",), chain, "base.yaml"),
     **{
-        f"option {text[:28]}": Known(["config", "{intact}/run.yaml", text], (place,))
+        f"option {text[:40]}": Known(["config", "{intact}/run.yaml", text], (place,))
         for text, place in (
             (f"seed={10**30}", "seed"),
             (f"seed={harm.DIGITS}", "seed"),

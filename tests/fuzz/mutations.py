@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
     from random import Random
 
@@ -38,42 +39,49 @@ POISONS: tuple[Any, ...] = (
 """Values of every JSON type, and of sizes that few places can hold."""
 
 
-def bytes_damages() -> tuple[str, ...]:
-    """Return the names of what ``damage_bytes`` does."""
-    small = ("empty", "cut", "flip", "flip_many", "random", "nul", "not_utf8", "deep", "digits")
-    places = ("directory", "symlink_loop", "gone")
-    return (*small, *places, *OTHER_FORMATS)
+_PLACES: dict[str, Callable[[Path], Any]] = {
+    "directory": lambda path: path.mkdir(),
+    "symlink_loop": lambda path: path.symlink_to(path.name),
+    "gone": lambda path: None,
+}
 
 
-def damage_bytes(path: Path, how: str, rng: Random) -> bool:
-    """Damage a file; return whether no reader may take it for an intact one."""
-    content = path.read_bytes()
-    if how in ("directory", "symlink_loop", "gone"):
-        path.unlink()
-        if how == "directory":
-            path.mkdir()
-        elif how == "symlink_loop":
-            path.symlink_to(path.name)
-        return True
-    if how in OTHER_FORMATS:
-        path.write_bytes(OTHER_FORMATS[how])
-        return True
-    middle = rng.randrange(max(1, len(content)))
+def _flipped(content: bytes, rng: Random, times: int) -> bytes:
     changed = bytearray(content)
-    for _ in range({"flip": 1, "flip_many": 20}.get(how, 0)):
+    for _ in range(times if content else 0):
         changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    path.write_bytes(
-        {
-            "empty": b"",
-            "cut": content[:middle],
-            "random": rng.randbytes(max(16, min(len(content), 4096))),
-            "nul": content[:middle] + bytes(8) + content[middle:],
-            "not_utf8": content[:middle] + b"\xff\xfe\xc0" + content[middle:],
-            "deep": b"[" * DEEP,
-            "digits": DIGITS.encode() + b"\n",
-        }.get(how, bytes(changed))
-    )
-    return how in ("random", "deep")
+    return bytes(changed)
+
+
+def _with(content: bytes, rng: Random, extra: bytes) -> bytes:
+    middle = rng.randrange(max(1, len(content)))
+    return content[:middle] + extra + content[middle:]
+
+
+_BYTES: dict[str, Callable[[bytes, Random], bytes]] = {
+    "empty": lambda content, rng: b"",
+    "cut": lambda content, rng: content[: rng.randrange(max(1, len(content)))],
+    "flip": lambda content, rng: _flipped(content, rng, 1),
+    "flip_many": lambda content, rng: _flipped(content, rng, 20),
+    "random": lambda content, rng: rng.randbytes(max(16, min(len(content), 4096))),
+    "nul": lambda content, rng: _with(content, rng, bytes(8)),
+    "not_utf8": lambda content, rng: _with(content, rng, b"\xff\xfe\xc0"),
+    "deep": lambda content, rng: b"[" * DEEP,
+    "digits": lambda content, rng: DIGITS.encode() + b"\n",
+}
+
+
+def damaged(path: Path, rng: Random) -> bool:
+    """Damage a file; return whether no reader may take it for an intact one."""
+    how = pick(rng, (*_BYTES, *_PLACES, *OTHER_FORMATS))
+    if how in _PLACES:
+        path.unlink()
+        _PLACES[how](path)
+    elif how in OTHER_FORMATS:
+        path.write_bytes(OTHER_FORMATS[how])
+    else:
+        path.write_bytes(_BYTES[how](path.read_bytes(), rng))
+    return how not in _BYTES or how in ("random", "deep")
 
 
 def places_in(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -122,11 +130,6 @@ def poisoned(value: Any, rng: Random, place: tuple[Any, ...]) -> tuple[Any, bool
     if place and isinstance(new, int | float) and rng.random() < 0.2:
         new = -new if new == new else new
     return put(value, place, new), is_other_type(old, new)
-
-
-def damaged(path: Path, rng: Random) -> bool:
-    """Damage a file in one of the ways; see ``damage_bytes``."""
-    return damage_bytes(path, pick(rng, bytes_damages()), rng)
 
 
 def json_damaged(path: Path, rng: Random, strict: Any = ()) -> tuple[str, bool]:
