@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import operator
 import subprocess
 import sys
 import threading
@@ -44,42 +43,28 @@ HANG_S = 900
 _OPTIONS = ("dir", "device", "tokens", "columns", "rounds")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What a figure must reach."""
-
-    relation: str
-    """``>=`` or ``<=``."""
-    value: float
-
-    def is_reached(self, figure: float) -> bool:
-        """NaN reaches nothing."""
-        return bool({">=": operator.ge, "<=": operator.le}[self.relation](figure, self.value))
-
-
-HOLDS = Target(">=", 1)
+HOLDS = (">=", 1.0)
 """For a figure that is 1 where something holds, else 0."""
-FINITE = Target("<=", 1e30)
 
 TARGETS = {
-    "forward bandwidth share": Target(">=", 0.90),
-    "backward bandwidth share": Target(">=", 0.90),
-    "long rows forward bandwidth share": Target(">=", 0.85),
-    "long rows backward bandwidth share": Target(">=", 0.85),
-    "forward against Megatron-core": Target(">=", 10),
-    "both against Megatron-core": Target(">=", 6),
-    "forward against others": Target(">=", 1.0),
-    "bound search us": Target("<=", 50),
-    "copy TB/s": Target(">=", 3.9),
-    "long rows copy TB/s": Target(">=", 3.9),
-    "seconds": Target("<=", 360),
-    "peak over plan": Target("<=", 1.10),
-    "plan over peak": Target("<=", 1.10),
-    "gradient norm": FINITE,
-    "gradient norm difference": Target("<=", 0.01),
-    "loss stage share": Target("<=", 0.05),
-    "loss stage share on a CPU": Target("<=", 1),
-    "released share": Target(">=", 0.95),
+    "forward bandwidth share": (">=", 0.90),
+    "backward bandwidth share": (">=", 0.90),
+    "long rows forward bandwidth share": (">=", 0.85),
+    "long rows backward bandwidth share": (">=", 0.85),
+    "forward against Megatron-core": (">=", 10),
+    "both against Megatron-core": (">=", 6),
+    "forward against others": (">=", 1.0),
+    "bound search us": ("<=", 50),
+    "copy TB/s": (">=", 3.9),
+    "long rows copy TB/s": (">=", 3.9),
+    "seconds": ("<=", 360),
+    "peak over plan": ("<=", 1.10),
+    "plan over peak": ("<=", 1.10),
+    "gradient norm": ("<=", 1e30),
+    "gradient norm difference": ("<=", 0.01),
+    "loss stage share": ("<=", 0.05),
+    "loss stage share on a CPU": ("<=", 1),
+    "released share": (">=", 0.95),
 }
 """On one H200. Checks that are not here must hold."""
 
@@ -93,59 +78,56 @@ class Check:
     figure: float
 
     @property
-    def target(self) -> Target:
-        """What the figure must reach."""
+    def target(self) -> tuple[str, float]:
+        """``>=`` or ``<=``, and what the figure must reach."""
         return TARGETS.get(self.name.partition(" (")[0], HOLDS)
 
     @property
     def passes(self) -> bool:
-        """Whether it does."""
-        return self.target.is_reached(self.figure)
+        """Whether it does; NaN reaches nothing."""
+        relation, value = self.target
+        return self.figure >= value if relation == ">=" else self.figure <= value
 
     def line(self) -> str:
         """As JSON."""
-        target = f"{self.target.relation} {self.target.value:g}"
-        fields = {"check": self.name, "figure": self.figure, "target": target, "pass": self.passes}
-        return json.dumps(fields)
+        fields = {"check": self.name, "figure": self.figure, "target": self.target_text()}
+        return json.dumps({**fields, "pass": self.passes})
+
+    def target_text(self) -> str:
+        """Such as ``>= 0.9``."""
+        return f"{self.target[0]} {self.target[1]:g}"
 
 
 def table(checks: list[Check]) -> str:
     """The summary, for people."""
     rows = [
-        (c.name, f"{c.figure:.4g}", f"{c.target.relation} {c.target.value:g}", _verdict(c))
-        for c in checks
+        (check.name, f"{check.figure:.4g}", check.target_text(), "pass" if check.passes else "FAIL")
+        for check in checks
     ]
     rows.insert(0, ("check", "figure", "target", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _verdict(check: Check) -> str:
-    return "pass" if check.passes else "FAIL"
-
-
 def run(
-    parts: list[str],
-    options: argparse.Namespace,
-    load: Callable[[str], Callable[..., Iterator[Check]]],
+    part: str, options: argparse.Namespace, work: Callable[..., Iterator[Check]]
 ) -> list[Check]:
-    """Run parts one after the other; a part that raises is a failed check of its name."""
-    done = []
+    """Run a part here; if it raises, that is a failed check."""
+    checks = []
 
     def add(check: Check) -> None:
-        done.append(check)
+        checks.append(check)
         print(check.line(), flush=True)  # noqa: T201
 
-    for part in parts:
-        began = time.perf_counter()
-        try:
-            for check in load(part)(options):
-                add(check)
-        except Exception as error:  # noqa: BLE001 - the other parts may still tell something
-            print(f"{part}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-            add(Check(f"{part} ended without an error", 0.0))
-        add(Check(f"seconds ({part})", time.perf_counter() - began))
-    return done
+    start_s = time.perf_counter()
+    try:
+        for check in work(options):
+            add(check)
+    except Exception as error:  # noqa: BLE001 - the time is a check, too
+        print(f"{part}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        add(Check(f"{part} ended without an error", 0.0))
+    add(Check(f"seconds ({part})", time.perf_counter() - start_s))
+    return checks
 
 
 def run_apart(parts: list[str], options: argparse.Namespace) -> list[Check]:
@@ -153,10 +135,10 @@ def run_apart(parts: list[str], options: argparse.Namespace) -> list[Check]:
 
     A part that hangs is killed after ``HANG_S``, with its own children.
     """
-    given = [f"--{name}={getattr(options, name)}" for name in _OPTIONS]
+    arguments = [f"--{name}={getattr(options, name)}" for name in _OPTIONS]
     done = []
     for part in parts:
-        command = [sys.executable, "-m", "tests.gpu.acceptance", part, *given]
+        command = [sys.executable, "-m", "tests.gpu.acceptance", part, *arguments]
         command += ["--sizes", *options.sizes]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -188,17 +170,10 @@ def _give_up(part: str, process: subprocess.Popen[str]) -> None:
 
 def needs() -> str:
     """What each part needs, then the wheels that all of them need together."""
-    sizes = {
-        wheel.strip(): float(size)
-        for wheel, _, size in (
-            line.partition("#") for line in WHEELS.read_text().splitlines() if "==" in line
-        )
-    }
     parts = [f"{part}: {what}" for part, what in PARTS.items()]
-    wheels = [f"{size:6.2f} MB  {wheel}" for wheel, size in sizes.items()]
-    total = f"{sum(sizes.values()):6.2f} MB  in all, beside torch 2.10 to 2.14 and what it requires"
+    wheels = [line for line in WHEELS.read_text().splitlines() if "==" in line]
     install = f"pip install --no-deps -r requirements/{WHEELS.name}"
-    return "\n".join([*parts, "", *wheels, total, install])
+    return "\n".join([*parts, "", *wheels, install])
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -234,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
         import_megatron()
         from tests.gpu import parts
 
-        checks = run([options.part], options, lambda part: getattr(parts, part))
+        checks = run(options.part, options, getattr(parts, options.part))
     print(table(checks), file=sys.stderr)  # noqa: T201
     return 0 if checks and all(check.passes for check in checks) else 1
 

@@ -18,8 +18,8 @@ class _Unpickler(pickle.Unpickler):
     """Finds the GPU of a uuid, as SGLang does."""
 
     def find_class(self, module: str, name: str) -> object:
-        found = super().find_class(module, name)
-        return _rebuild if found is reductions.rebuild_cuda_tensor else found
+        value = super().find_class(module, name)
+        return _rebuild if value is reductions.rebuild_cuda_tensor else value
 
 
 def _rebuild(*arguments: object) -> torch.Tensor:

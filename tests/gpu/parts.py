@@ -29,19 +29,14 @@ _BUFFERS = 3
 """Logits in turns, so that none of them is in a cache."""
 _LONG_ROWS = 152064
 _PARENT = Path(__file__).parents[2]
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
 _UNUSED_PACKAGES = ("transformers",)
 """What runs need and no part does."""
 
 
 def build(options: argparse.Namespace) -> Iterator[Check]:
     """The extension is built for this GPU, and doctor finds no problem."""
-    answer = subprocess.run(
-        [sys.executable, "-m", "bapo_megatron", "doctor", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
+    answer = _python("bapo_megatron", "doctor", "--json")
     for row in json.loads(answer.stdout):
         if row["verdict"] != "note" and row["topic"] not in _UNUSED_PACKAGES:
             yield Check(f"doctor: {row['topic']}", float(row["verdict"] == "ok"))
@@ -49,14 +44,8 @@ def build(options: argparse.Namespace) -> Iterator[Check]:
 
 def tests(options: argparse.Namespace) -> Iterator[Check]:
     """What is marked ``gpu`` passes."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    status = subprocess.run(
-        [*command, *gpu_tests()],
-        cwd=_PARENT,
-        stdout=sys.stderr,
-        check=False,
-        timeout=HANG_S,
-    ).returncode
+    command = [sys.executable, *_PYTEST, *map(str, gpu_tests())]
+    status = _status(command)
     yield Check("pytest -m gpu", float(status == 0))
 
 
@@ -97,7 +86,7 @@ def _logprob_checks(
 
     def on_part(function: Callable[..., object], share: int = 1) -> Callable[[int], object]:
         """The work on the first of ``share`` equal parts of the tokens."""
-        parts = [each[: len(each) // share] for each in logits]
+        parts = [logits_TV[: len(logits_TV) // share] for logits_TV in logits]
         part_T = target_T[: len(target_T) // share]
         return lambda number: function(parts[number], part_T)
 
@@ -111,7 +100,7 @@ def _logprob_checks(
         others = gpu_cross_entropies() if device.type == "cuda" else {}
         # An eighth of the tokens: it makes float32 copies.
         works["fused"], works["fused both"] = on_part(_no_grad(fused), 8), on_part(_both(fused), 8)
-        works |= {library: on_part(_no_grad(each)) for library, each in others.items()}
+        works |= {library: on_part(_no_grad(function)) for library, function in others.items()}
     took_s = medians_s(device, rounds, works)
     forward_s = took_s["forward"]
     bytes_per_s = 2 * num_bytes / took_s["copy"]
@@ -136,19 +125,11 @@ def sanitize(options: argparse.Namespace) -> Iterator[Check]:
     )
     if sanitizer is None:
         raise FileNotFoundError("compute-sanitizer is not installed; it is in the CUDA toolkit")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-m", "gpu", "tests/ops/test_cuda_device.py"]
+    command = [sys.executable, *_PYTEST, "-x", "tests/ops/test_cuda_device.py"]
     # Each tensor in memory of its own, else what lies beside it in torch's pool hides a fault.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for tool in ("memcheck", "racecheck", "initcheck"):
-        status = subprocess.run(
-            [sanitizer, f"--tool={tool}", "--error-exitcode=9", "--target-processes=all", *command],
-            cwd=_PARENT,
-            env=environment,
-            stdout=sys.stderr,
-            check=False,
-            timeout=HANG_S,
-        ).returncode
+        watch = [sanitizer, f"--tool={tool}", "--error-exitcode=9", "--target-processes=all"]
+        status = _status([*watch, *command], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         yield Check(f"compute-sanitizer {tool}", float(status == 0))
 
 
@@ -162,14 +143,7 @@ def ipc(options: argparse.Namespace) -> Iterator[Check]:
     flat = torch.arange(num_values, dtype=torch.float32, device=device).view(torch.uint8)
     layout = BucketLayout(("w",), ("float32",), ((num_values,),))
     payload = shared_memory_payload(layout, flat)
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.ipc_child", "open"],
-        input=payload,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
+    child = _python("tests.gpu.ipc_child", "open", text=payload)
     expected = num_values * (num_values - 1) / 2
     seen = float(child.stdout or "nan") if child.returncode == 0 else float("nan")
     yield Check("a child process sees a shared bucket", float(abs(seen / expected - 1) < 1e-6))
@@ -177,13 +151,7 @@ def ipc(options: argparse.Namespace) -> Iterator[Check]:
         import torch_memory_saver
 
         with torch_memory_saver.configure_subprocess():
-            saver = subprocess.run(
-                [sys.executable, "-m", "tests.gpu.ipc_child", "release"],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=HANG_S,
-            )
+            saver = _python("tests.gpu.ipc_child", "release")
         released, returned = map(float, saver.stdout.split()) if saver.stdout else (0.0, 0.0)
         yield Check("released share", released)
         yield Check("memory is taken again", float(returned >= 0.95))
@@ -204,6 +172,30 @@ def nccl(options: argparse.Namespace) -> Iterator[Check]:
         group.close()
 
 
+def _python(module: str, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a module to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+
+
+def _status(command: list[str], **environment: str) -> int:
+    """Run a command of the repository, with its output on standard error."""
+    return subprocess.run(
+        command,
+        cwd=_PARENT,
+        env={**os.environ, **environment},
+        stdout=sys.stderr,
+        check=False,
+        timeout=HANG_S,
+    ).returncode
+
+
 def make_logits(shape: tuple[int, int], device: torch.device, seed: int) -> Tensor:
     """Bfloat16, made where they are used."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -219,7 +211,7 @@ def medians_s(
     for round_ in range(rounds + 2):
         for name, work in works.items():
             times[name].append(timed_s(device, lambda: work(round_ % _BUFFERS)))  # noqa: B023
-    return {name: statistics.median(each[2:]) for name, each in times.items()}
+    return {name: statistics.median(of_one[2:]) for name, of_one in times.items()}
 
 
 def _forward(logits_TV: Tensor, target_T: Tensor) -> object:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -25,18 +25,13 @@ if TYPE_CHECKING:
     [
         ("forward bandwidth share", 0.9, True),
         ("forward bandwidth share", 0.8999, False),
-        ("long rows backward bandwidth share", 0.85, True),
         ("forward against others (Liger)", 0.99, False),
         ("bound search us", 50.0, True),
         ("bound search us", 51.0, False),
-        ("seconds (train)", 361.0, False),
-        ("loss stage share (1.5B, plain)", 0.05, True),
-        ("loss stage share (1.5B, plain)", 0.051, False),
         ("loss stage share on a CPU (tiny, plain)", 0.3, True),
         ("gradient norm (1.5B, plain)", 1.3, True),
         ("gradient norm (1.5B, plain)", math.inf, False),
         ("gradient norm (1.5B, plain)", math.nan, False),
-        ("doctor: driver", 1.0, True),
         ("doctor: driver", 0.0, False),
     ],
 )
@@ -68,34 +63,27 @@ def test_without_a_gpu_nothing_is_checked(
     assert capsys.readouterr() == ("", "no CUDA device: nothing was checked\n")
 
 
-def test_a_part_that_fails_is_a_failed_check_and_the_next_one_runs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_part_that_raises_is_a_failed_check(capsys: pytest.CaptureFixture[str]) -> None:
     def broken(options: argparse.Namespace) -> Iterator[Check]:
         yield Check("first", 1.0)
         raise ValueError("no such device")
 
-    known: dict[str, Any] = {"broken": broken, "sound": lambda _: iter([Check("last", 1.0)])}
-    checks = acceptance.run(["broken", "sound"], argparse.Namespace(), known.__getitem__)
+    checks = acceptance.run("broken", argparse.Namespace(), broken)
     assert [(check.name, check.passes) for check in checks] == [
         ("first", True),
         ("broken ended without an error", False),
         ("seconds (broken)", True),
-        ("last", True),
-        ("seconds (sound)", True),
     ]
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 5
+    assert len(out.splitlines()) == 3
     assert err == "broken: ValueError: no such device\n"
 
 
-def test_needs_lists_the_wheels_and_their_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_needs_lists_the_wheels(capsys: pytest.CaptureFixture[str]) -> None:
     assert acceptance.main(["needs"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:8]] == list(acceptance.PARTS)
-    assert "  2.37 MB  megatron-core==0.19.2" in lines
-    (total,) = (line for line in lines if "MB  in all" in line)
-    assert 0 < float(total.split()[0]) <= 60
+    assert "megatron-core==0.19.2  # 2.37" in lines
     assert lines[-1] == "pip install --no-deps -r requirements/gpu_acceptance.txt"
 
 
@@ -152,7 +140,7 @@ def test_the_listed_wheels_suffice_for_what_runs_on_the_cpu(tmp_path: Path) -> N
     assert answer.returncode == 0, answer.stderr
     results = json.loads(answer.stdout.splitlines()[-1])
     lines = {part: list(map(json.loads, out.splitlines())) for part, (_, out, _) in results.items()}
-    names = {part: [line["check"] for line in found] for part, found in lines.items()}
+    names = {part: [line["check"] for line in of_part] for part, of_part in lines.items()}
     assert (tmp_path / "tiny" / "batch.npz").is_file()
     assert "doctor: megatron-core" in names["build"]
     assert names["train"] == [

@@ -68,11 +68,11 @@ def test_the_stage_counts_and_the_model_around_it_does_not(
         clock, leaf = LossClock(torch.device(device)), stage.logits_CV.requires_grad_()
         with clock.running():
             output = stage.losses._output
-            policy = [output.read(Model.apply(leaf), each) for each in stage.micro_batches]
+            policy = [output.read(Model.apply(leaf), batch) for batch in stage.micro_batches]
             known = stage.losses.collect(policy, stage.micro_batches, CONTEXT, num_samples=1)
-            for each in known.micro_batches:
+            for batch in known.micro_batches:
                 loss, _ = stage.losses.loss(
-                    Model.apply(leaf), each, decision=known.decision, context=CONTEXT
+                    Model.apply(leaf), batch, decision=known.decision, context=CONTEXT
                 )
                 loss.backward()
         stage.run()  # after the block
