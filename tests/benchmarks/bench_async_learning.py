@@ -64,32 +64,32 @@ def read_run(run: PlannedRun) -> Training:
     )
 
 
-def difference(found: dict[str, list[Training]]) -> PairedDifference:
+def difference(trainings: dict[str, list[Training]]) -> PairedDifference:
     """Accuracy of the second mode less that of the first, paired by seed."""
-    first_S, second_S = (np.array([t.accuracy for t in found[name]]) for name in MODES)
+    first_S, second_S = (np.array([t.accuracy for t in trainings[name]]) for name in MODES)
     return difference_over_seeds(second_S - first_S)
 
 
-def markdown(report: dict[str, Any], found: dict[str, list[Training]], picture: str) -> str:
+def markdown(report: dict[str, Any], trainings: dict[str, list[Training]], picture: str) -> str:
     """The report for people."""
-    seeds = [f"seed {training.seed}" for training in found["synchronous"]]
+    seeds = [f"seed {training.seed}" for training in trainings["synchronous"]]
     head = ["", *seeds, "mean", "tokens generated", "responses resumed", "stale tokens"]
     rows = []
-    for name, trainings in found.items():
-        curves = [training.curves for training in trainings]
+    for name, of_mode in trainings.items():
+        curves = [training.curves for training in of_mode]
         rows.append(
             [
                 name,
-                *(f"{training.accuracy:.1%}" for training in trainings),
-                f"**{statistics.mean(training.accuracy for training in trainings):.1%}**",
-                f"{statistics.mean(training.generated_tokens for training in trainings):,.0f}",
-                f"{statistics.mean(training.resumed_samples for training in trainings):,.0f}",
+                *(f"{training.accuracy:.1%}" for training in of_mode),
+                f"**{statistics.mean(training.accuracy for training in of_mode):.1%}**",
+                f"{statistics.mean(training.generated_tokens for training in of_mode):,.0f}",
+                f"{statistics.mean(training.resumed_samples for training in of_mode):,.0f}",
                 f"{_mean_of(curves, 'rollout/stale_token_share'):.0%}",
                 f"{_mean_of(curves, 'rollout/age_mean'):.1f} updates",
                 f"{max(max(curve['rollout/age_max']) for curve in curves):.0f} updates",
             ]
         )
-    paired = difference(found)
+    paired = difference(trainings)
     return page(
         "Learning from rollouts generated ahead of training",
         report["machine"],
@@ -125,16 +125,18 @@ def main() -> None:
             seeds=options.seeds,
             steps=options.steps,
         )
-        found = {name: [read_run(run) for run in of_mode] for name, of_mode in runs.items()}
+        trainings = {name: [read_run(run) for run in of_mode] for name, of_mode in runs.items()}
     report = {
         "machine": where,
         "steps": options.steps,
         "settings": options.settings,
-        "modes": {name: [asdict(training) for training in runs] for name, runs in found.items()},
+        "modes": {
+            name: [asdict(training) for training in runs] for name, runs in trainings.items()
+        },
     }
     picture = options.out.with_suffix(".png")
-    draw(CURVES, {name: [run.curves for run in runs] for name, runs in found.items()}, picture)
-    finish(options.out, markdown(report, found, picture.name), report)
+    draw(CURVES, {name: [run.curves for run in runs] for name, runs in trainings.items()}, picture)
+    finish(options.out, markdown(report, trainings, picture.name), report)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,6 @@ def _report(row: Row, where: dict[str, Any], load: float) -> str:
         f"are uniform over {_VOCAB_SIZE:,}. One save and one read. The machine's load average was "
         f"{load:.1f} before it began.",
         table(("", ""), rows),
-        packages=("pyarrow",),
     )
 
 

@@ -209,7 +209,6 @@ def report_of(
             ["requests", *(f"{size:,}" for size in waves)],
             [["", *(f"{seconds[-1]:.2f} s" for seconds in waves.values())]],
         ),
-        packages=("aiohttp", "orjson"),
     )
 
 

@@ -94,22 +94,22 @@ def megatron_cross_entropies() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
 
 def gpu_cross_entropies() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     """Log-prob only, of the libraries that are installed."""
-    found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+    functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
     flash = _try_import("flash_attn.ops.triton.cross_entropy")
     if flash is not None:
-        found["flash-attn"] = lambda x, y: flash.cross_entropy_loss(x, y)[0]
-        found["flash-attn in place"] = lambda x, y: flash.cross_entropy_loss(
+        functions["flash-attn"] = lambda x, y: flash.cross_entropy_loss(x, y)[0]
+        functions["flash-attn in place"] = lambda x, y: flash.cross_entropy_loss(
             x, y, inplace_backward=True
         )[0]
     engine = _try_import("transformer_engine.pytorch.cross_entropy")
     if engine is not None:
-        found["Transformer Engine"] = lambda x, y: engine.parallel_cross_entropy(
+        functions["Transformer Engine"] = lambda x, y: engine.parallel_cross_entropy(
             x[None], y[None], 0.0, False, None
         )
     liger = _try_import("liger_kernel.transformers.functional")
     if liger is not None:
-        found["Liger"] = lambda x, y: liger.liger_cross_entropy(x, y, reduction="none")
-    return found
+        functions["Liger"] = lambda x, y: liger.liger_cross_entropy(x, y, reduction="none")
+    return functions
 
 
 def join_one_rank(device: torch.device) -> None:
@@ -145,8 +145,8 @@ def contenders(
             logprob_T, _ = function(leaf.view_as(leaf), target_T)
             return torch.autograd.grad(logprob_T, leaf, grad_T)
 
-        own = name.startswith("ours")
-        num_bytes = logits_TV.nbytes * (3 if backward else 1) if own else 0
+        is_ours = name.startswith("ours")
+        num_bytes = logits_TV.nbytes * (3 if backward else 1) if is_ours else 0
         return Contender(
             name,
             forward_backward if backward else forward,

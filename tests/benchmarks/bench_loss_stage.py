@@ -144,7 +144,7 @@ def measure(options: argparse.Namespace, groups: ProcessGroups) -> list[Section]
     search, plain, chunked = run_ranks(count_collectives, 2)[0]
     shape = f"{options.tokens} × {options.columns}, bfloat16"
     medians = {timing.name: timing.median_s for timing in logits}
-    not_compiled = [each for each in by_logits if not each.name.startswith("torch.compile")]
+    not_compiled = [c for c in by_logits if not c.name.startswith("torch.compile")]
     return [
         Section(
             f"From logits, {shape}",

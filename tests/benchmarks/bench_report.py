@@ -26,18 +26,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from bapo_megatron.data.dump import write_batch, write_texts
-from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.tools.report.page import page_data, render
 from bapo_megatron.tools.report.rollouts import MAX_STEPS, spread
-from bapo_megatron.types import (
-    FinishReason,
-    Group,
-    PromptTokens,
-    RolloutBatch,
-    Sample,
-    SampleText,
-)
+from bapo_megatron.types import Group, PromptTokens, RolloutBatch, SampleText
 from tests.benchmarks.harness import (
     REPOSITORY,
     finish,
@@ -46,6 +38,7 @@ from tests.benchmarks.harness import (
     report_arguments,
     table,
 )
+from tests.benchmarks.samples import make_sample
 from tests.chromium import Tab, chromium_tab
 
 WORDS = 32_000
@@ -128,24 +121,13 @@ def _batch(
             if shape.steps > 1:
                 length = int(random.integers(length // 2, length + length // 2))
             tokens = random.integers(0, WORDS, length, np.int32)
-            versions = np.sort(random.integers(step, step + 4, length))
+            versions = random.integers(step, step + 4, length)
             reward = float(random.integers(0, 2))
-            samples.append(
-                Sample(
-                    group_id=group_id,
-                    index=index,
-                    prompt=prompt,
-                    response_token_ids=tokens,
-                    behaviour_logprobs=-random.exponential(0.5, length).astype(np.float32),
-                    versions=spans_of(versions),
-                    finish_reason=FinishReason.STOP,
-                    reward=reward,
-                    reward_components={"math": reward},
-                    answer_found=True,
-                )
-            )
-            said = " ".join(f"w{token}" for token in tokens)
-            texts.append(SampleText(group_id, index, asked, "1", said))
+            spans = [(step + n, int((versions == step + n).sum())) for n in range(4)]
+            logprobs = -random.exponential(0.5, length)
+            samples.append(make_sample(group_id, index, prompt, tokens, logprobs, spans, reward))
+            text = " ".join(f"w{token}" for token in tokens)
+            texts.append(SampleText(group_id, index, asked, "1", text))
         groups.append(Group(group_id, tuple(samples)))
     return RolloutBatch(step=step, version=step + 4, groups=tuple(groups)), texts
 
@@ -229,7 +211,6 @@ def markdown(where: dict[str, Any], pages: list[Measured]) -> str:
         "Medians of the rounds. The page may have 20 MB at most: it shows a sample of a long run, "
         "and the two ends of a response that does not fit.",
         table((*head, "response shown in"), rows),
-        packages=("pyarrow",),
     )
 
 

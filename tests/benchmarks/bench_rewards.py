@@ -89,8 +89,8 @@ def make_items(load: Load) -> list[_Item]:
         for number in range(num_hostile)
     ]
     items += [
-        _Item(rf"{reasoning}\boxed{{{given}}}", wanted, None)
-        for given, wanted in itertools.islice(_formula_pairs(), num_formulas)
+        _Item(rf"{reasoning}\boxed{{{answer}}}", reference, None)
+        for answer, reference in itertools.islice(_formula_pairs(), num_formulas)
     ]
     for _ in range(load.answers - num_hostile - num_formulas):
         pair = generator.choice(labelled)
@@ -103,9 +103,9 @@ def make_items(load: Load) -> list[_Item]:
 def _formula_pairs() -> Iterator[tuple[str, str]]:
     """Different references of which the second is no number; a few of them are equal."""
     for seed in itertools.count():
-        for _, given, wanted in pairs(1000, seed=seed):
-            if as_number(wanted) is None:
-                yield given, wanted
+        for _, answer, reference in pairs(1000, seed=seed):
+            if as_number(reference) is None:
+                yield answer, reference
 
 
 async def _keep_beating(gaps_s: list[float]) -> None:
@@ -213,7 +213,6 @@ def _report(
         f"ms, on this machine: {where['cpus']} cores, of which the workers take "
         f"{load.workers}, with a load of {where['load']:.1f} when the measurement began.",
         killed if names else "",
-        packages=("math-verify",),
     )
 
 

@@ -49,9 +49,9 @@ def measure(stage: Stage, rounds: int) -> list[Section]:
     def ours() -> Tensor:
         return search.bounds(search.contributions(*tokens))
 
-    found = dict(zip(BOUNDS_FIELDS, ours().tolist(), strict=True))
-    assert EXIT_NAMES[int(found["exit"])] == "exhausted"
-    assert (found["low"], found["high"]) == recipe_loop(tokens, path, config.target) == path[-1]
+    result = dict(zip(BOUNDS_FIELDS, ours().tolist(), strict=True))
+    assert EXIT_NAMES[int(result["exit"])] == "exhausted"
+    assert (result["low"], result["high"]) == recipe_loop(tokens, path, config.target) == path[-1]
     paper = BapoConfig().search(kernels=kernels)
     paper_path = path_of(paper.grid)
 

@@ -203,7 +203,7 @@ def markdown(report: dict[str, Any], picture: str) -> str:
         "of a loss pass; the plain order has 0.333.",
         f"![Share of right predictions]({picture})",
         *(block for rate in RATES for block in _section(report["cells"][rate], rate)),
-        "The last rows: training as `plan configs/bp-math-32b-64k.yaml --gpus 128` computes it, but "
+        "The last rows: training as `plan configs/bp-math-32b-64k.yaml --gpus 128` has it, but "
         f"with the misses of the line above; in the plain order {report['plain_32b_s']:.0f} s.",
         timed if report["rounds"] else "",
     )

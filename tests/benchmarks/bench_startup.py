@@ -37,6 +37,7 @@ COMMANDS = {
     "make-tiny --help": ["make-tiny", "--help"],
 }
 LIMIT_S = 300.0
+_MODULE = ("-m", "bapo_megatron")
 
 
 def main() -> None:
@@ -63,9 +64,9 @@ def main() -> None:
         contenders += [
             harness.Contender(
                 f"{name}{mark}",
-                partial(_finish, _command(given + (settings if name == "config" else [])), tree),
+                partial(_finish, [*_MODULE, *words, *(settings if name == "config" else ())], tree),
             )
-            for name, given in COMMANDS.items()
+            for name, words in COMMANDS.items()
         ]
         contenders.append(
             harness.Contender(
@@ -76,10 +77,6 @@ def main() -> None:
     timings = harness.interleave(contenders, device, rounds=options.rounds, warmup=0)
     section = harness.Section("From the start of the process", timings, "import torch")
     harness.publish("Start-up", [section], options, device)
-
-
-def _command(arguments: list[str]) -> list[str]:
-    return ["-m", "bapo_megatron", *arguments]
 
 
 def _environment(tree: Path) -> dict[str, str]:
@@ -104,7 +101,7 @@ def _first_request(settings: list[str], tree: Path) -> None:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-W", "ignore"),
-                *_command(["train", *settings]),
+                *(*_MODULE, "train", *settings),
                 f"run_dir={scratch}/run",
                 f"rollout.servers=[{address}]",
             ],

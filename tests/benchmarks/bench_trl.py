@@ -12,7 +12,6 @@ judged by its fastest.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -23,10 +22,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 
-from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
+from tests.benchmarks.harness import REPOSITORY, finish, machine, page, report_arguments, table
 from tests.benchmarks.trl_loads import (
     LOADS,
     MODELS,
@@ -39,6 +37,7 @@ from tests.benchmarks.turn_takers import Contender, take_turns
 from tests.policy.tiny_models import load_reference
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 LR = 1e-4
@@ -56,7 +55,7 @@ def contenders(
 ) -> list[Contender]:
     """Everything that is compared on this many cores."""
     common = {"model": str(model), "dumps": str(dumps), "cores": _cores(cores)}
-    made = []
+    trainers = []
     for ranks, threads in [(1, 1)] if cores == 1 else [(2, 1), (1, 2)]:
         for divisor in load.trl_divisors if ranks == cores else load.trl_divisors[:1]:
             rows = load.samples_per_update // ranks // divisor
@@ -72,13 +71,13 @@ def contenders(
             }
             layout = "" if cores == 1 else f", {ranks} × {threads} threads"
             name = f"{TRL}, {rows} per micro-batch{layout}"
-            made.append(Contender(name, "trl_ranks", trl_python, ranks, threads, spec))
+            trainers.append(Contender(name, "trl_ranks", trl_python, ranks, threads, spec))
     for name, behaviour in ((SAME_WORK, "recomputed"), (AS_SHIPPED, "rollout")):
         config = scratch / f"{behaviour}.yaml"
         config.write_text(yaml.safe_dump(_settings(load, model, dumps, batches, behaviour)))
         spec = common | {"config": str(config)}
-        made.append(Contender(name, "replay_ranks", sys.executable, cores, 1, spec))
-    return made
+        trainers.append(Contender(name, "replay_ranks", sys.executable, cores, 1, spec))
+    return trainers
 
 
 def _cores(number: int) -> list[int]:
@@ -157,79 +156,64 @@ def compare(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def markdown(report: dict[str, Any]) -> str:
     """The report as a page."""
-    where = report["machine"]
-    lines = [
-        "# Training beside TRL",
-        "",
-        *heading(where, ("torch", "megatron-core")),
-        f"TRL {report['trl']['trl']}, transformers {report['trl']['transformers']}, accelerate "
-        f"{report['trl']['accelerate']}, torch {report['trl']['torch']} in an environment of its "
-        "own:",
-        "",
-        *ENVIRONMENT,
-        "",
+    versions = ", ".join(f"{name} {version}" for name, version in report["trl"].items())
+    return page(
+        "Training beside TRL",
+        report["machine"],
+        f"TRL's environment has {versions}:",
+        ENVIRONMENT,
         "Both train the same models from the same recorded rollouts: random weights, tokens and "
         "rewards. Generation is not part of it: this project replays dumps, and GRPOTrainer gets "
         "them through its argument `rollout_func`. TRL's shuffle between generation and training "
         "is patched away, so that every update has the same samples in both; nothing else of TRL "
         "is changed.",
-        "",
         "Settings of both: clip at 0.2, mean over the tokens of an update (TRL: `dapo`), "
         "advantage R − mean of the group, temperature 1, no KL, AdamW "
         f"(lr {LR:g}, β 0.9 and 0.95, no decay), gradient norm clipped at 1, float32, no "
         "recomputation of activations, no compilation. Every update has equally many tokens, "
         "because TRL divides by their mean over the updates of a batch.",
-        "",
         "Several updates per batch need the log-probs at its start. TRL computes them in a pass of "
         f"its own and has no setting to use recorded ones; so does '{SAME_WORK}' here "
         f"(`algorithm.behaviour: recomputed`). '{AS_SHIPPED}' is its default, without that pass.",
-        "",
         "GRPOTrainer pads every row to the longest of the batch and has no packed or padding-free "
         "mode; this project packs. Several sizes of TRL's micro-batches are tried, and on two "
         "cores two ranks and one rank of two threads; × is relative to the fastest of them, in "
         "bold. This project has one size, 4,096 tokens, and on two cores two data-parallel ranks.",
-        "",
         "Time is that of a batch over its updates, from the request for the batch to the request "
         "for the next: log-probs, updates, metrics, and here the reading of the dump, which TRL "
         "has in memory. Medians of "
         f"{report['rounds']} batches after {report['warmup']}; contenders take turns, batch by "
         "batch. Memory is the largest resident set of a process, libraries included, added up "
         "over ranks.",
-    ]
-    for section in report["sections"]:
-        lines += _section(section)
-    return "\n".join(lines) + "\n"
+        *(block for section in report["sections"] for block in _section(section)),
+    )
 
 
 def _section(section: dict[str, Any]) -> list[str]:
     load, rows, agreement = section["load"], section["rows"], section["agreement"]
     baseline = rows[agreement["fastest"]]
     cores = "one core" if section["cores"] == 1 else f"{section['cores']} cores"
-    lines = [
-        "",
+    head = ("", "time per update", "min – max", "trained tokens/s", "×", "peak memory", "×")
+    cells = [
+        (
+            f"**{name}**" if name == agreement["fastest"] else name,
+            f"{row['update_s'] * 1e3:,.0f} ms",
+            f"{row['min_update_s'] * 1e3:,.0f} – {row['max_update_s'] * 1e3:,.0f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['tokens_per_s'] / baseline['tokens_per_s']:.2f}",
+            f"{row['peak_bytes'] / 1e6:,.0f} MB",
+            f"{row['peak_bytes'] / baseline['peak_bytes']:.2f}",
+        )
+        for name, row in rows.items()
+    ]
+    return [
         f"## {section['parameters'] / 1e6:.3g} million parameters, {cores}",
-        "",
         f"{load['name'].capitalize()}: batches of {load['groups']} × {load['group_size']} "
         f"responses of {load['min_response_tokens']} to {load['max_response_tokens']} tokens "
         f"(evenly spaced, {section['tokens']:,} in all) after prompts of {load['prompt_tokens']}, "
         f"{load['updates']} updates each. {section['padded_share']:.0%} of the positions that TRL "
         "computes are padding.",
-        "",
-        "|  | time per update | min – max | trained tokens/s | × | peak memory | × |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, row in rows.items():
-        shown = f"**{name}**" if name == agreement["fastest"] else name
-        lines.append(
-            f"| {shown} | {row['update_s'] * 1e3:,.0f} ms | {row['min_update_s'] * 1e3:,.0f} – "
-            f"{row['max_update_s'] * 1e3:,.0f} | {row['tokens_per_s']:,.0f} | "
-            f"{row['tokens_per_s'] / baseline['tokens_per_s']:.2f} | "
-            f"{row['peak_bytes'] / 1e6:,.0f} MB | "
-            f"{row['peak_bytes'] / baseline['peak_bytes']:.2f} |"
-        )
-    return [
-        *lines,
-        "",
+        "\n".join(table(head, cells)),
         f"Gradient norm of the first update: {agreement['first_grad_norm']:.6g}, relative "
         f"difference {agreement['first_norm_difference']:.1e}; largest over all "
         f"{agreement['updates']} updates {agreement['max_norm_difference']:.1e}. Loss of the first "
@@ -269,28 +253,29 @@ def measure(name: str, root: Path, options: argparse.Namespace) -> list[dict[str
         scratch = root / str(cores)
         scratch.mkdir()
         python = str(options.trl.absolute())
-        made = contenders(load, cores, model, dumps, scratch, batches, python)
-        replies = take_turns(made, scratch, warmup=options.warmup, rounds=options.rounds)
+        trainers = contenders(load, cores, model, dumps, scratch, batches, python)
+        replies = take_turns(trainers, scratch, warmup=options.warmup, rounds=options.rounds)
         rows = {
             contender: summarize(of_one, warmup=options.warmup, tokens=tokens, updates=load.updates)
             for contender, of_one in replies.items()
         }
-        section = {
-            "load": asdict(load),
-            "parameters": load_reference("qwen2", model).num_parameters(),
-            "cores": cores,
-            "tokens": tokens,
-            "padded_share": padded_share(load, tokens),
-            "rows": rows,
-            "agreement": compare(rows),
-        }
-        sections.append(section)
+        sections.append(
+            {
+                "load": asdict(load),
+                "parameters": load_reference("qwen2", model).num_parameters(),
+                "cores": cores,
+                "tokens": tokens,
+                "padded_share": padded_share(load, tokens),
+                "rows": rows,
+                "agreement": compare(rows),
+            }
+        )
     return sections
 
 
 def main() -> None:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report_arguments(__doc__ or "")
     parser.add_argument(
         "--trl",
         type=Path,
@@ -301,10 +286,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=1, help="batches before")
     parser.add_argument("--cores", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=[*LOADS])
-    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json (no suffix)")
     options = parser.parse_args()
     report: dict[str, Any] = {
-        "machine": machine(torch.device("cpu")),
+        "machine": machine(),
         "trl": trl_versions(options.trl),
         "rounds": options.rounds,
         "warmup": options.warmup,
@@ -313,9 +297,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for name in options.loads:
             report["sections"] += measure(name, Path(directory) / name, options)
-    text = markdown(report)
-    print(text)  # noqa: T201
-    write_report(options.out, text, report)
+    finish(options.out, markdown(report), report)
     differences = [section["agreement"]["first_norm_difference"] for section in report["sections"]]
     if max(differences) > AGREEMENT:
         raise SystemExit(f"the first gradient norms differ by {max(differences):.1e}, relatively")

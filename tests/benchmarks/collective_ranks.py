@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -54,22 +56,13 @@ def count_collectives() -> tuple[str, str, str]:
 def counted() -> Iterator[Counter[str]]:
     """Count calls of torch.distributed within the block."""
     counts: Counter[str] = Counter()
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
-
-    def counting(name: str, original: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **options: object) -> object:
-            counts[name] += 1
-            return original(*args, **options)
-
-        return call
-
-    for name, original in originals.items():
-        setattr(dist, name, counting(name, original))
-    try:
+    with contextlib.ExitStack() as stack:
+        spies = {
+            name: stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name)))
+            for name in COLLECTIVES
+        }
         yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        counts.update({name: spy.call_count for name, spy in spies.items() if spy.called})
 
 
 def num_ranks() -> int:

@@ -43,8 +43,10 @@ def train(
         steps: To train.
         settings: Further overrides.
     """
-    given = [*overrides(data_dir, steps), "log.console=false", *settings]
-    result = run(["train", str(CONFIG), f"run_dir={run_dir}", *given], timeout_s=600 + 60 * steps)
+    arguments = [*overrides(data_dir, steps), "log.console=false", *settings]
+    result = run(
+        ["train", str(CONFIG), f"run_dir={run_dir}", *arguments], timeout_s=600 + 60 * steps
+    )
     assert result.returncode == 0, result.stderr
     return read_metrics(run_dir / "metrics.jsonl")
 
@@ -77,7 +79,9 @@ def train_variants(
         "config": str(CONFIG),
         "dir": str(directory),
         "overrides": [*overrides(data_dir, steps), "eval.at_start=false", *common],
-        "variants": {re.sub("[ ,]+", "-", name): list(own) for name, own in variants.items()},
+        "variants": {
+            re.sub("[ ,]+", "-", name): list(changes) for name, changes in variants.items()
+        },
         "seeds": list(range(seeds)),
     }
     file.write_text(json.dumps(sweep, indent=1))  # JSON is YAML

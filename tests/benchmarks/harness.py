@@ -7,6 +7,7 @@ ratio of their medians in one run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.metadata
 import json
@@ -37,16 +38,8 @@ from bapo_megatron.runtime.versions import commit_of
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 PACKAGES = (
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "flash-attn",
-    "liger-kernel",
-    "triton",
-    "aiohttp",
-    "orjson",
-    "math-verify",
-    "pyarrow",
+    *("torch", "megatron-core", "transformer-engine", "flash-attn", "liger-kernel", "triton"),
+    *("aiohttp", "orjson", "math-verify", "pyarrow"),
 )
 
 
@@ -267,13 +260,10 @@ def report_arguments(description: str, *, needs_out: bool = False) -> argparse.A
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
     """Where and with what a report was made; by default on the CPU."""
-    build = extension.build_info()
-    versions = {}
+    build, versions = extension.build_info(), {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit_of(REPOSITORY) or "unknown",
@@ -288,26 +278,21 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
     }
 
 
-def page(
-    title: str,
-    where: dict[str, Any],
-    *blocks: str | Sequence[str],
-    packages: Sequence[str] = ("torch", "megatron-core"),
-) -> str:
+def page(title: str, where: dict[str, Any], *blocks: str | Sequence[str]) -> str:
     """A report for people.
 
     Args:
         title: Of the page.
         where: What ``machine`` returned.
         blocks: Paragraphs and tables, each a text or its lines.
-        packages: Those that matter.
     """
-    named = ", ".join(f"{name} {where['packages'][name]}" for name in packages)
-    made = (
-        f"{where['date']}, commit {where['commit']}, {where['processor']}; Python "
-        f"{where['python']}, {named}."
+    packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
+    heading = (
+        f"{where['date']}, commit {where['commit']}, {where['processor']}, device "
+        f"{where['device']}, {where['threads']} threads, {where['instruction_set']}; Python "
+        f"{where['python']}, {packages}; {where['compiler']}."
     )
-    texts = [f"# {title}", made, f"    {where['command']}"]
+    texts = [f"# {title}", heading, f"    {where['command']}"]
     texts += [block if isinstance(block, str) else "\n".join(block) for block in blocks]
     return "\n\n".join(text for text in texts if text) + "\n"
 
@@ -354,24 +339,22 @@ def finish(out: Path | None, text: str, report: dict[str, Any]) -> None:
 
 
 def _markdown(title: str, where: dict[str, Any], sections: Sequence[Section]) -> str:
-    packages = ", ".join(f"{k} {v}" for k, v in where["packages"].items() if v != "not installed")
     has_memory = any(timing.peak_bytes for section in sections for timing in section.timings)
-    lines = [
-        f"# {title}",
-        "",
-        f"{where['date']}, commit {where['commit']}, {where['processor']}, device "
-        f"{where['device']}, {where['threads']} threads, {where['instruction_set']}; Python "
-        f"{where['python']}, {packages}; {where['compiler']}.",
-        "",
-        f"    {where['command']}",
-        "",
+    return page(
+        title,
+        where,
         "Medians of interleaved rounds; the machine is shared, so ratios count and times do not."
         + " Memory is what a run allocates beyond its inputs." * has_memory,
-    ]
-    for section in sections:
-        lines += ["", f"## {section.title}", "", *_section_table(section, has_memory)]
-        lines += ["", *section.remarks] if section.remarks else []
-    return "\n".join(lines) + "\n"
+        *(
+            block
+            for section in sections
+            for block in (
+                f"## {section.title}",
+                _section_table(section, has_memory),
+                section.remarks,
+            )
+        ),
+    )
 
 
 def _section_table(section: Section, has_memory: bool) -> list[str]:

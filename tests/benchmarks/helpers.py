@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MACHINE: dict[str, Any] = {
-    **dict.fromkeys(("date", "commit", "processor", "python", "command", "cpus"), "x"),
+    **dict.fromkeys(("date", "commit", "processor", "device", "threads", "instruction_set"), "x"),
+    **dict.fromkeys(("python", "compiler", "command", "cpus"), "x"),
+    "packages": {"torch": "2"},
     "load": 1.0,
-    "packages": dict.fromkeys(("torch", "megatron-core", "math-verify"), "1"),
 }
 """What ``harness.machine`` returns, as far as pages show it."""
 

@@ -161,7 +161,7 @@ def _problems_of_epochs(prompts: dict[int, str], shape: Shape) -> Iterator[str]:
 
 def different_files(first: Path, second: Path) -> list[str]:
     """Names of the weights files of two exports that are not equal bit for bit."""
-    names = {path.name for each in (first, second) for path in each.glob("*.safetensors")}
+    names = {path.name for folder in (first, second) for path in folder.glob("*.safetensors")}
     assert names, f"{first}: no weights"
     contents = {
         name: [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-import yaml
+from omegaconf import OmegaConf
 
 from tests.benchmarks.kill_account import Account, Shape, audit, different_files
 from tests.launch import REPOSITORY, free_port
@@ -81,23 +81,12 @@ class Kind:
 
 
 KINDS = (
-    Kind("kill", "rank"),
-    Kind("kill", "rank", "sync"),
-    Kind("kill", "rank", "save"),
-    Kind("term", "rank"),
-    Kind("kill", "torchrun"),
-    Kind("term", "torchrun"),
-    Kind("term", "torchrun", "save"),
-    Kind("term", "torchrun", times=3),
-    Kind("kill", "collector"),
-    Kind("kill", "grader"),
-    Kind("kill", "server"),
-    Kind("kill", "server", "sync"),
-    Kind("term", "server"),
-    Kind("freeze", "server"),
-    Kind("freeze", "server", "sync"),
-    Kind("kill", "owner"),
-    Kind("fill", "disk"),
+    *(Kind("kill", "rank", moment) for moment in ("", "sync", "save")),
+    *(Kind("term", "rank"), Kind("kill", "torchrun"), Kind("term", "torchrun")),
+    *(Kind("term", "torchrun", "save"), Kind("term", "torchrun", times=3)),
+    *(Kind("kill", "collector"), Kind("kill", "grader")),
+    *(Kind(how, "server", moment) for how in ("kill", "freeze") for moment in ("", "sync")),
+    *(Kind("term", "server"), Kind("kill", "owner"), Kind("fill", "disk")),
 )
 
 
@@ -143,23 +132,25 @@ class KilledRun:
         disk.mkdir(parents=True)
         mount(disk, f"size={DISK_BYTES}")
         self.config = write_config(self.directory, make_random_model(self.directory / "model"))
-        settings = yaml.safe_load(self.config.read_text())
-        settings["run_dir"] = str(self.run_dir)
-        settings["parallel"] = {"tensor": 2}
-        settings["optimizer"] = {"lr": 1e-3}
-        settings["reward"] = {"workers": 2}
-        rollout = settings["rollout"]
-        rollout["weight_sync"] = {"method": self.method, "timeout_s": 60}
-        rollout["min_servers"] = 1
-        # Far above what a busy machine takes: nothing but the faults is to end anything.
-        rollout["server"]["start_timeout_s"] = _LIMIT_S
-        rollout["health"]["patience_s"] = 2 * _LIMIT_S
-        if self.is_served:
-            addresses = [f"http://127.0.0.1:{self.port + number}" for number in range(2)]
-            rollout["servers"] = addresses
-        settings["train"]["steps"] = 1_000_000
-        settings["checkpoint"] = {"every_steps": 3}
-        self.config.write_text(yaml.safe_dump(settings))
+        addresses = [f"http://127.0.0.1:{self.port + number}" for number in range(2)]
+        # Limits are far above what a busy machine takes: nothing but the faults may end anything.
+        settings = {
+            "run_dir": str(self.run_dir),
+            "parallel": {"tensor": 2},
+            "optimizer": {"lr": 1e-3},
+            "reward": {"workers": 2},
+            "rollout": {
+                "weight_sync": {"method": self.method, "timeout_s": 60},
+                "min_servers": 1,
+                "server": {"start_timeout_s": _LIMIT_S},
+                "health": {"patience_s": 2 * _LIMIT_S},
+                **({"servers": addresses} if self.is_served else {}),
+            },
+            "train": {"steps": 1_000_000},
+            "checkpoint": {"every_steps": 3},
+        }
+        whole = OmegaConf.merge(OmegaConf.load(self.config), settings)
+        OmegaConf.save(whole, self.config)
 
     @property
     def run_dir(self) -> Path:
@@ -243,9 +234,9 @@ class KilledRun:
     def last_line(self) -> str:
         """What the job said last; torchrun's report of a rank that was killed comes after it."""
         lines = self.job_log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
-        said = [line for line in lines if "bapo-megatron: " in line or "stopped by" in line]
-        own = [line for line in said if "another rank" not in line]
-        return (own or said or lines or [""])[-1].replace(f"{self.run_dir.parent}/", "")
+        ends = [line for line in lines if "bapo-megatron: " in line or "stopped by" in line]
+        causes = [line for line in ends if "another rank" not in line]
+        return (causes or ends or lines or [""])[-1].replace(f"{self.run_dir.parent}/", "")
 
     def strike(self, kind: Kind) -> None:
         """Let something fail at its moment, and wait until the run has got over it."""
@@ -277,8 +268,8 @@ class KilledRun:
             self.start_owner()
         if kind.victim in ("server", "owner"):
             self.wait_for(lambda: self.num_returns > returns, "the server's return")
-        made = self.num_steps
-        self.wait_for(lambda: self.num_steps >= made + 2, "two steps more")
+        target = self.num_steps + 2
+        self.wait_for(lambda: self.num_steps >= target, "two steps more")
         back_s, at_s = time.monotonic() - struck_s, struck_s - self.started_s
         self.faults.append(Fault(at_s, kind.name, before, back_s, code, line))
         print(self.faults[-1], file=sys.stderr, flush=True)  # noqa: T201
@@ -289,11 +280,11 @@ class KilledRun:
         first = next(rank for rank in find("rank") if rank.environ()["RANK"] == "0")
 
         def syncs() -> bool:
-            told = stacks.stat().st_size
+            size = stacks.stat().st_size
             first.send_signal(signal.SIGUSR2)
             time.sleep(0.02)
             with stacks.open() as file:
-                file.seek(told)
+                file.seek(size)
                 return "weight_sync/send.py" in file.read()
 
         self.wait_for(syncs, "a weight sync", poll_s=0.01)
@@ -350,13 +341,13 @@ class KilledRun:
 
 def processes() -> list[psutil.Process]:
     """All processes of the campaign but this one."""
-    found = []
+    marked = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             is_other = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
             if is_other and MARK in process.environ():
-                found.append(process)
-    return found
+                marked.append(process)
+    return marked
 
 
 def send(kind: Kind, victim: psutil.Process) -> None:
@@ -370,14 +361,14 @@ def send(kind: Kind, victim: psutil.Process) -> None:
 
 def find(victim: str) -> list[psutil.Process]:
     """The processes of one of ``_WORDS``; of a group only its leader."""
-    words, found = _WORDS[victim].split(), []
+    words, victims = _WORDS[victim].split(), []
     for process in processes():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             line = process.cmdline()
             place = line.index("-m") + 1 if "-m" in line else 0
             if line[place : place + len(words)] == words and os.getpgid(process.pid) == process.pid:
-                found.append(process)
-    return found
+                victims.append(process)
+    return victims
 
 
 def mount(directory: Path, options: str) -> None:

@@ -88,9 +88,9 @@ def read_run(metrics: Path, seed: int) -> Trained:
     )
 
 
-def markdown(report: dict[str, Any], found: dict[str, list[Trained]]) -> str:
+def markdown(report: dict[str, Any], arms: dict[str, list[Trained]]) -> str:
     """The report for people."""
-    seeds = [f"seed {trained.seed}" for trained in next(iter(found.values()))]
+    seeds = [f"seed {trained.seed}" for trained in next(iter(arms.values()))]
     rows = [
         [
             name,
@@ -100,7 +100,7 @@ def markdown(report: dict[str, Any], found: dict[str, list[Trained]]) -> str:
             f"{statistics.mean(trained.without_gradient for trained in runs):.1%}",
             f"{statistics.mean(trained.wall_s for trained in runs):.0f} s",
         ]
-        for name, runs in found.items()
+        for name, runs in arms.items()
     ]
     return page(
         "Every objective on the demo's task",
@@ -113,7 +113,7 @@ def markdown(report: dict[str, Any], found: dict[str, list[Trained]]) -> str:
         "which of the others is better; times are of a machine with other work.",
         table(["arm", *seeds, "mean", "reward", "without gradient", "time"], rows),
         "Overrides of the arms:",
-        [f"- {name}: `{' '.join(ARMS[name])}`" for name in found],
+        [f"- {name}: `{' '.join(ARMS[name])}`" for name in arms],
     )
 
 
@@ -136,7 +136,7 @@ def main() -> None:
         seeds=options.seeds,
         steps=options.steps,
     )
-    found = {
+    arms = {
         name: [read_run(run.run_dir / "metrics.jsonl", run.seed) for run in of_arm]
         for name, of_arm in runs.items()
     }
@@ -144,9 +144,9 @@ def main() -> None:
         "machine": where,
         "steps": options.steps,
         "settings": options.settings,
-        "arms": {name: [asdict(trained) for trained in runs] for name, runs in found.items()},
+        "arms": {name: [asdict(trained) for trained in runs] for name, runs in arms.items()},
     }
-    finish(options.out, markdown(report, found), report)
+    finish(options.out, markdown(report, arms), report)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ class Graded:
     """One answer and its score."""
 
     form: str
-    given: str
-    wanted: str
+    answer: str
+    reference: str
     reward: float
     reason: str
 
@@ -69,8 +69,10 @@ class Rewritten:
 
 
 def grade(asked: list[tuple[str, str, str]]) -> list[Graded]:
-    """Grade (form, given, wanted); no answer here needs the limits of a worker."""
-    scores = [grade_math_answer(rf"\boxed{{{given}}}", wanted) for _, given, wanted in asked]
+    """Grade (form, answer, reference); no answer here needs the limits of a worker."""
+    scores = [
+        grade_math_answer(rf"\boxed{{{answer}}}", reference) for _, answer, reference in asked
+    ]
     return [
         Graded(*one, score.reward, score.reason) for one, score in zip(asked, scores, strict=True)
     ]
@@ -79,7 +81,7 @@ def grade(asked: list[tuple[str, str, str]]) -> list[Graded]:
 def data_pairs(folder: Path, number: int) -> list[tuple[str, str, str]]:
     """Pairs of different answers of GSM8K and AIME, seeded; none without a folder."""
     generator = random.Random(0)
-    found = []
+    drawn = []
     for name in ("gsm8k_test.jsonl", "aime24.parquet", "aime25.parquet"):
         path = folder / name
         if path.suffix == ".parquet":
@@ -89,8 +91,8 @@ def data_pairs(folder: Path, number: int) -> list[tuple[str, str, str]]:
             lines = path.read_text().splitlines()
             texts = [parse_answer(json.loads(line)["answer"]) for line in lines]
         answers = sorted(set(texts))
-        found += [(path.stem, *generator.sample(answers, 2)) for _ in range(number)]
-    return list(dict.fromkeys(found))
+        drawn += [(path.stem, *generator.sample(answers, 2)) for _ in range(number)]
+    return list(dict.fromkeys(drawn))
 
 
 def rewrite(per_form: int) -> Rewritten:
@@ -104,7 +106,7 @@ def rewrite(per_form: int) -> Rewritten:
     ]
     graded = grade(asked)
     refuted = [
-        (one.given, one.wanted) for one in graded if not one.reward and _is_refuted_wrongly(one)
+        (one.answer, one.reference) for one in graded if not one.reward and _is_refuted_wrongly(one)
     ]
     return Rewritten(len(graded), sum(bool(one.reward) for one in graded), tuple(refuted))
 
@@ -118,31 +120,31 @@ def _spellings(text: str) -> list[str]:
 
 
 def _is_refuted_wrongly(one: Graded) -> bool:
-    given, wanted = _parse(one.given), _parse(one.wanted)
+    answer, reference = _parse(one.answer), _parse(one.reference)
     return (
-        given is not None
-        and differ(given, wanted)
-        and bool(verify([wanted], [given], timeout_seconds=None))
+        answer is not None
+        and differ(answer, reference)
+        and bool(verify([reference], [answer], timeout_seconds=None))
     )
 
 
 def _report_universal(graded: list[Graded], where: dict[str, Any]) -> str:
-    accepted = [answer for answer in graded if answer.reward]
+    accepted = [one for one in graded if one.reward]
+    num_references, num_forms = len({g.reference for g in graded}), len({g.form for g in graded})
     return page(
         "Universal answers",
         where,
         f"{len(UNIVERSAL)} answers that say nothing (`0=0`, `x=x`, `i=2`, `\\{{\\{{\\}}\\}}`, "
         "`\\frac10`, empty boxes, …), half of them against each of "
-        f"{len({one.wanted for one in graded})} references of {len({one.form for one in graded})} "
-        f"forms, {len(graded):,} gradings: {len(accepted)} were taken.",
-        [f"- `{answer.given}` for `{answer.wanted}`" for answer in accepted],
-        packages=("math-verify",),
+        f"{num_references} references of {num_forms} forms, {len(graded):,} gradings: "
+        f"{len(accepted)} were taken.",
+        [f"- `{one.answer}` for `{one.reference}`" for one in accepted],
     )
 
 
 def _report_pairs(graded: list[Graded], rewritten: Rewritten, where: dict[str, Any]) -> str:
     rows = [
-        (one.form, f"`{_cell(one.given)}`", f"`{_cell(one.wanted)}`", f"`{one.reason}`")
+        (one.form, f"`{_cell(one.answer)}`", f"`{_cell(one.reference)}`", f"`{one.reason}`")
         for one in graded
         if one.reward
     ]
@@ -156,7 +158,6 @@ def _report_pairs(graded: list[Graded], rewritten: Rewritten, where: dict[str, A
         f"Values refuted {len(rewritten.refuted)} that math-verify alone accepts.",
         [f"- `{answer}` for `{reference}`" for answer, reference in rewritten.refuted],
         table(("form", "answer", "reference", "reason"), rows),
-        packages=("math-verify",),
     )
 
 
@@ -167,10 +168,10 @@ def _cell(text: str) -> str:
 def _grade_universal(per_form: int) -> list[Graded]:
     return grade(
         [
-            (form, given, wanted)
+            (form, answer, reference)
             for form, texts in references(per_form).items()
-            for number, wanted in enumerate(texts)
-            for given in UNIVERSAL[number % 2 :: 2]
+            for number, reference in enumerate(texts)
+            for answer in UNIVERSAL[number % 2 :: 2]
         ]
     )
 

@@ -127,46 +127,44 @@ def report(results: dict[tuple[str, str], list[dict[int | None, Result]]], steps
     """The section of the page; ``results`` by schedule and distribution, for each seed by limit."""
     seeds = len(next(iter(results.values())))
     walls_s = {name: [0.0, 0.0] for _, name in results}
-    lines = [
+    head = ["schedule", "lengths", "best limit", "by tokens", "single seeds", "half the limit"]
+    head += ["a quarter", "an eighth", "retractions by tokens", "at the best limit"]
+    rows = []
+    for (kind, name), by_seed in results.items():
+        totals = {limit: sum(seed[limit].wall_s for seed in by_seed) for limit in (None, *LIMITS)}
+        best = min(LIMITS, key=totals.__getitem__)
+        single = [seed[None].wall_s / seed[best].wall_s for seed in by_seed]
+        retractions = [
+            sum(seed[limit].retractions for seed in by_seed) // seeds for limit in (None, best)
+        ]
+        rows.append(
+            [
+                kind,
+                name,
+                best,
+                f"**{totals[None] / totals[best]:.3f}**",
+                f"{min(single):.3f} – {max(single):.3f}",
+                *(f"{totals[best // part] / totals[best]:.3f}" for part in (2, 4, 8)),
+                *(f"{number:,}" for number in retractions),
+            ]
+        )
+        for number, limit in enumerate((None, best)):
+            walls_s[name][number] += totals[limit]
+    both = (f"{name}: {by_tokens / best:.3f}" for name, (by_tokens, best) in walls_s.items())
+    blocks = [
         TITLE,
-        "",
         f"{datetime.now(UTC):%Y-%m-%d}, commit {commit_of(harness.REPOSITORY) or 'unknown'}.",
-        "",
         f"    python -m {harness._module()} {' '.join(sys.argv[1:])}",
-        "",
         "Eight engines as above, with batches that only memory limits; a step has 2,048 responses. "
         "`rollout/admission.py` decides as in a run, from what it has seen, and is told neither "
         "lengths nor limits. It is compared with every fixed number of requests per engine out of "
         f"{', '.join(map(str, LIMITS))}. The best limit of a row is the one with which {steps} "
         f"steps, from the first one on, take least in all {seeds} seeds; other times are over that "
         "one.",
-        "",
-        "| schedule | lengths | best limit | by tokens | single seeds | half the limit | a quarter "
-        "| an eighth | retractions by tokens | at the best limit |",
-        "|---" * 10 + "|",
+        "\n".join(harness.table(head, rows)),
+        f"Both schedules together: {'; '.join(both)}.",
     ]
-    for (kind, name), by_seed in results.items():
-        totals = {limit: sum(found[limit].wall_s for found in by_seed) for limit in (None, *LIMITS)}
-        best = min(LIMITS, key=totals.__getitem__)
-        single = [found[None].wall_s / found[best].wall_s for found in by_seed]
-        retractions = [
-            sum(found[limit].retractions for found in by_seed) // seeds for limit in (None, best)
-        ]
-        cells = [
-            kind,
-            name,
-            str(best),
-            f"**{totals[None] / totals[best]:.3f}**",
-            f"{min(single):.3f} – {max(single):.3f}",
-            *(f"{totals[best // part] / totals[best]:.3f}" for part in (2, 4, 8)),
-            *(f"{number:,}" for number in retractions),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-        for number, limit in enumerate((None, best)):
-            walls_s[name][number] += totals[limit]
-    both = (f"{name}: {own / others:.3f}" for name, (own, others) in walls_s.items())
-    lines += ["", f"Both schedules together: {'; '.join(both)}."]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(blocks) + "\n"
 
 
 def main() -> None:

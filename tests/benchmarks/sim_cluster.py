@@ -154,7 +154,7 @@ class Engine:
 
     def running(self) -> dict[Sequence, float]:
         """The running sequences, each with its tokens so far."""
-        return {each: each.length - (end - self._progress) for end, _, each in self._ends}
+        return {s: s.length - (end - self._progress) for end, _, s in self._ends}
 
     def advance(self, now_s: float, *, paused: bool = False) -> None:
         """Let time pass; a paused engine keeps what it has."""

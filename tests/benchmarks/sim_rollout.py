@@ -9,6 +9,7 @@ figure, which says what ``sim_cluster`` assumes and what follows.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bapo_megatron.config.rollout import RolloutConfig
+from tests.benchmarks.harness import table
 from tests.benchmarks.sim_cluster import Hardware, Lengths
 from tests.benchmarks.sim_schedule import Mode, Record, Simulation
 
@@ -61,8 +63,6 @@ class Outcome:
     """Mean response of the first batches over that of the distribution."""
     length_ratio: float
     """The same in the window."""
-    kv_share: float
-    """Share of an engine's memory for keys and values: the fullest moment of the fullest engine."""
 
 
 def modes() -> list[Mode]:
@@ -146,7 +146,6 @@ def summarise(record: Record, hardware: Hardware, population_mean: float) -> Out
         carried_share=sum(count > 0 for count in carries) / len(carries),
         first_length_ratio=_mean_length(record, slice(0, FIRST)) / population_mean,
         length_ratio=_mean_length(record, slice(WARM_UP, None)) / population_mean,
-        kv_share=record.peak_context / hardware.kv_tokens,
     )
 
 
@@ -159,14 +158,139 @@ def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     names = Outcome.__slots__
     values = {n: statistics.fmean(getattr(outcome, n) for outcome in outcomes) for n in names}
     values["age_max"] = max(outcome.age_max for outcome in outcomes)
-    values["kv_share"] = max(outcome.kv_share for outcome in outcomes)
     return Outcome(**values)
+
+
+COLUMNS = (
+    ("steps/h", lambda o, base: f"{o.steps_per_h:.1f}"),
+    ("× synchronous", lambda o, base: f"{o.steps_per_h / base.steps_per_h:.2f}"),
+    ("engines busy", lambda o, base: f"{o.busy_share:.0%}"),
+    ("of it prefill", lambda o, base: f"{o.prefill_share:.0%}"),
+    ("tokens/s of an engine", lambda o, base: f"{o.engine_tokens_per_s:,.0f}"),
+    ("trainer idle", lambda o, base: f"{o.trainer_idle_share:.0%}"),
+    ("age: mean", lambda o, base: f"{o.age_mean:.2f}"),
+    ("p90", lambda o, base: f"{o.age_p90:.1f}".removesuffix(".0")),
+    ("max", lambda o, base: f"{o.age_max}"),
+    ("stale tokens", lambda o, base: f"{o.stale_share:.0%}"),
+    ("wasted", lambda o, base: f"{o.wasted_share:.0%}"),
+    ("masked", lambda o, base: f"{o.masked_share:.0%}"),
+    ("carried groups", lambda o, base: f"{o.carried_share:.0%}"),
+    (f"length: first {FIRST}", lambda o, base: f"{o.first_length_ratio:.2f}"),
+    ("later", lambda o, base: f"{o.length_ratio:.2f}"),
+)
+"""Heading and cell of each column; the baseline is the first outcome."""
+
+TIMES = ("synchronous", "partial, oversample 1", "async 4")
+"""Modes whose running sequences are drawn over time."""
+LENGTHS = (
+    "synchronous",
+    "oversample ½, discard",
+    "partial, oversample 1",
+    "async 4",
+    "async 2, oldest ≤ 2: drop",
+)
+"""Modes whose batches' mean lengths are drawn."""
+WINDOW_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One mode."""
+
+    outcome: Outcome
+    """Mean over the seeds."""
+    record: Record
+    """Record of the first seed."""
+    spread: float
+    """Largest minus smallest rate of the seeds, over their mean."""
+
+
+def page_table(outcomes: dict[str, Outcome]) -> str:
+    """All modes as markdown."""
+    base = next(iter(outcomes.values()))
+    rows = [
+        [name, *(cell(outcome, base) for _, cell in COLUMNS)] for name, outcome in outcomes.items()
+    ]
+    return "\n".join(table(["", *(heading for heading, _ in COLUMNS)], rows))
+
+
+def draw(
+    results: dict[str, Result], hardware: Hardware, population_mean: float, path: Path
+) -> None:
+    """Draw speed, ages, running sequences over time, and the lengths of the first batches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 10), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))
+    _draw_rates(figure.add_subplot(grid[0, 0]), results)
+    _draw_ages(figure.add_subplot(grid[0, 1]), results)
+    _draw_running(figure.add_subplot(grid[1, 0]), results, hardware)
+    _draw_lengths(figure.add_subplot(grid[1, 1]), results, population_mean)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_rates(axes: Any, results: dict[str, Result]) -> None:
+    rates = [result.outcome.steps_per_h for result in results.values()]
+    bars = axes.barh(list(results), rates, color="tab:blue", height=0.65)
+    axes.bar_label(bars, labels=[f"{rate / rates[0]:.1f}×" for rate in rates], padding=3)
+    axes.set(title="Speed", xlabel="steps per hour", xlim=(0, 1.12 * max(rates)))
+    axes.invert_yaxis()
+
+
+def _draw_ages(axes: Any, results: dict[str, Result]) -> None:
+    outcomes = [result.outcome for result in results.values()]
+    rows = range(len(outcomes))
+    axes.hlines(rows, 0, [outcome.age_max for outcome in outcomes], color="0.8")
+    for label, marker, field in (
+        ("mean", "o", "age_mean"),
+        ("90th percentile", "s", "age_p90"),
+        ("maximum", "|", "age_max"),
+    ):
+        axes.plot([getattr(o, field) for o in outcomes], rows, marker, label=label, markersize=7)
+    axes.set(title="Age of the trained tokens", xlabel="steps", yticks=rows)
+    axes.set_yticklabels([])
+    axes.grid(axis="x", color="0.9")
+    axes.set_ylim(len(outcomes) - 0.5, -0.5)
+    axes.legend(loc="lower right")
+
+
+def _draw_running(axes: Any, results: dict[str, Result], hardware: Hardware) -> None:
+    for name in TIMES:
+        record = results[name].record
+        begin_s = record.batches[WARM_UP].formed_s
+        times_s, counts = np.array(record.running).T
+        edges_s = np.linspace(begin_s, min(begin_s + WINDOW_S, times_s[-1]), 361)
+        # The mean over each bin of what is constant between two events.
+        covered = np.interp(
+            edges_s, times_s, np.concatenate([[0], (np.diff(times_s) * counts[:-1]).cumsum()])
+        )
+        means = np.diff(covered) / np.diff(edges_s) / hardware.engines
+        axes.plot((edges_s[:-1] - begin_s) / 60, means, label=name)
+    axes.set(
+        title="Sequences that an engine decodes",
+        xlabel="minutes from the forming of a batch",
+        ylabel=f"mean over engines (at most {hardware.max_running})",
+        ylim=(0, 1.25 * hardware.max_running),
+    )
+    axes.legend(fontsize="small", loc="upper right", ncols=len(TIMES))
+
+
+def _draw_lengths(axes: Any, results: dict[str, Result], population_mean: float) -> None:
+    for name, marker in zip(LENGTHS, itertools.cycle("osv^D"), strict=False):
+        batches = results[name].record.batches[:WARM_UP]
+        ratios = [np.mean(batch.lengths) / population_mean for batch in batches]
+        axes.plot(range(1, len(ratios) + 1), ratios, marker=marker, markersize=4, label=name)
+    axes.axhline(1, color="0.7", linewidth=1)
+    axes.set(
+        title="Mean response of a batch over that of the distribution",
+        xlabel="step",
+        ylabel="ratio",
+    )
+    axes.legend(fontsize="small")
 
 
 def main() -> None:
     """Simulate every mode with every seed, on all cores."""
-    from tests.benchmarks.sim_report import Result, draw, table
-
     parser = argparse.ArgumentParser(description="Simulates generation and training on a cluster.")
     parser.add_argument("--steps", type=int, default=40, help="steps after the warm-up")
     parser.add_argument("--seeds", type=int, default=2)
@@ -190,7 +314,9 @@ def main() -> None:
             results[name] = Result(mean_outcome(outcomes), records[0], spread)
     spread = max(result.spread for result in results.values())
     outcomes = {name: result.outcome for name, result in results.items()}
-    sys.stdout.write(f"{table(outcomes)}\n\nThe seeds' rates differ by at most {spread:.1%}.\n")
+    sys.stdout.write(
+        f"{page_table(outcomes)}\n\nThe seeds' rates differ by at most {spread:.1%}.\n"
+    )
     if options.figure is not None:
         draw(results, hardware, mean_length(Lengths()), options.figure)
 

@@ -292,15 +292,13 @@ class Simulation:
         """The engine of the sequence's group, else the least busy one; None: all are full."""
         if self._admission is not None:
             return self._admission.pick(self._engines, sequence)
-        own = self._affinity.get(sequence.group_id)
-        if own is not None and self._has_room(own, sequence):
-            return own
-        number = min(range(len(self._loads)), key=self._loads.__getitem__)
-        if not self._has_room(number, sequence):
-            free = [n for n in range(len(self._loads)) if self._has_room(n, sequence)]
-            if not free:
-                return None
-            number = min(free, key=self._loads.__getitem__)
+        favourite = self._affinity.get(sequence.group_id)
+        if favourite is not None and self._has_room(favourite, sequence):
+            return favourite
+        by_load = sorted(range(len(self._loads)), key=self._loads.__getitem__)
+        number = next((n for n in by_load if self._has_room(n, sequence)), None)
+        if number is None:
+            return None
         if self._mode.keeps_groups_together:
             self._affinity.setdefault(sequence.group_id, number)
         return number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -67,18 +67,12 @@ def profile_steps(overrides: list[str], config: Path, exports: bool) -> dict[str
 
 @contextmanager
 def _timed(current: defaultdict[str, float]) -> Iterator[None]:
-    patches = []
-    for label, functions in PARTS.items():
-        for owner, name in functions:
-            timed = _wrap(getattr(owner, name), label, current)
-            patches.append(mock.patch.object(owner, name, timed))
-    try:
-        for patch in patches:
-            patch.start()
+    with ExitStack() as stack:
+        for label, functions in PARTS.items():
+            for owner, name in functions:
+                timed = _wrap(getattr(owner, name), label, current)
+                stack.enter_context(mock.patch.object(owner, name, timed))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 def _wrap(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +64,8 @@ def test_ranks_train_in_turns_and_recorded_log_probs_give_the_first_gradient(
     make_tiny_model(model)
     scratch.mkdir()
     tokens = write_rollouts(dumps, model, SMALL, batches=2)
-    made = bench_trl.contenders(SMALL, 1, model, dumps, scratch, 2, "no TRL here")
-    ours = [contender for contender in made if contender.module == "replay_ranks"]
+    trainers = bench_trl.contenders(SMALL, 1, model, dumps, scratch, 2, "no TRL here")
+    ours = [contender for contender in trainers if contender.module == "replay_ranks"]
     replies = take_turns(ours, scratch, warmup=1, rounds=1)
     rows = {
         name: bench_trl.summarize(of_one, warmup=1, tokens=tokens, updates=2)
@@ -96,7 +95,7 @@ def reply(seconds: float, norms: list[float], peak_bytes: int = 10**8) -> dict[s
 
 
 def test_a_report_has_ratios_to_the_fastest_of_trl_and_the_agreement() -> None:
-    made = {
+    trainers = {
         "TRL, 8": [[reply(9.0, [2.0])], [reply(4.0, [1.0])]],
         "TRL, 4": [[reply(9.0, [2.0])], [reply(3.0, [1.0])]],
         # Of two ranks the slower counts, and memory is added up.
@@ -107,7 +106,7 @@ def test_a_report_has_ratios_to_the_fastest_of_trl_and_the_agreement() -> None:
     }
     rows = {
         name: bench_trl.summarize(replies, warmup=1, tokens=120, updates=1)
-        for name, replies in made.items()
+        for name, replies in trainers.items()
     }
     agreement = bench_trl.compare(rows)
     assert agreement["fastest"] == "TRL, 4"
@@ -126,13 +125,6 @@ def test_a_report_has_ratios_to_the_fastest_of_trl_and_the_agreement() -> None:
     assert "| **TRL, 4** | 3,000 ms | 3,000 – 3,000 | 40 | 1.00 | 100 MB | 1.00 |" in text
     assert "| TRL, 8 | 4,000 ms | 4,000 – 4,000 | 30 | 0.75 | 100 MB | 1.00 |" in text
     assert "| this project | 2,000 ms | 2,000 – 2,000 | 60 | 1.50 | 200 MB | 2.00 |" in text
-
-
-def test_more_cores_than_there_are_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    assert bench_trl._cores(1) == [3]
-    with pytest.raises(SystemExit, match="this process may use 1; ask for fewer"):
-        bench_trl._cores(2)
 
 
 def test_a_missing_environment_is_an_error_with_the_commands_that_make_it(tmp_path: Path) -> None:

@@ -137,18 +137,6 @@ def test_pages_are_written_opened_and_counted(
     assert text.splitlines()[-1].startswith("| 2 responses of 3,000 tokens | ")
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_the_path_of_a_batch_is_measured(tmp_path: Path) -> None:
-    sizes = ["--tokens=20000", "--ranks=2", "--rounds=1", "--repeats=1"]
-    report, text = run_main("bench_data_path", tmp_path / "report", *sizes)
-    (row,) = report["rounds"]
-    assert 19_000 < row["tokens"] <= 20_000
-    assert row["broadcast_bytes"] < row["disk_bytes"]
-    assert row["all_s"] > row["decode_s"] > 0
-    assert "| broadcast to each rank |" in text
-
-
 def test_the_saved_buffer_is_read_again_and_measured(tmp_path: Path) -> None:
     row = asyncio.run(measure_buffer(300_000, tmp_path / "rollout.parquet"))
     assert row.num_tokens == 300_000

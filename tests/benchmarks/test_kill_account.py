@@ -86,39 +86,35 @@ def test_a_run_without_a_loss_has_no_problems(good_run: Path) -> None:
     assert (account.num_waiting, account.num_lost_requests) == (2, 3)
 
 
-def _change(path: Path, column: str, change: Callable[[list[Any]], list[Any]]) -> None:
-    table = pq.read_table(path)
-    index = table.schema.get_field_index(column)
-    values = pa.array(change(table[column].to_pylist()), table.schema.field(column).type)
-    pq.write_table(table.set_column(index, table.schema.field(column), values), path)
+def _column(
+    step: int, name: str, change: Callable[[list[Any]], list[Any]]
+) -> Callable[[Path], None]:
+    """Change the values of a column of a dump."""
+
+    def apply(run_dir: Path) -> None:
+        path = run_dir / f"rollouts/step_{step:06d}.parquet"
+        table = pq.read_table(path)
+        index = table.schema.get_field_index(name)
+        field = table.schema.field(name)
+        values = pa.array(change(table[name].to_pylist()), field.type)
+        pq.write_table(table.set_column(index, field, values), path)
+
+    return apply
 
 
-def _train_again(run_dir: Path) -> None:
-    _change(run_dir / "rollouts/step_000003.parquet", "group_id", lambda _: [2, 2, 6, 6])
+def _metrics(old: str, new: str) -> Callable[[Path], None]:
+    """Replace a text where it first occurs in the metrics."""
 
+    def apply(run_dir: Path) -> None:
+        path = run_dir / "metrics.jsonl"
+        path.write_text(path.read_text().replace(old, new, 1))
 
-def _train_what_waits(run_dir: Path) -> None:
-    _change(run_dir / "rollouts/step_000003.parquet", "group_id", lambda _: [4, 4, 6, 6])
+    return apply
 
 
 def _lose_a_sample(run_dir: Path) -> None:
     path = run_dir / "rollouts/step_000001.parquet"
     pq.write_table(pq.read_table(path).slice(1), path)
-
-
-def _lose_a_token(run_dir: Path) -> None:
-    path = run_dir / "rollouts/step_000002.parquet"
-    _change(path, "behaviour_logprobs", lambda rows: [rows[0][1:], *rows[1:]])
-
-
-def _sample_with_future_weights(run_dir: Path) -> None:
-    path = run_dir / "rollouts/step_000002.parquet"
-    _change(path, "versions", lambda rows: [[3], *rows[1:]])
-
-
-def _keep_the_metrics_of_an_abandoned_try(run_dir: Path) -> None:
-    path = run_dir / "metrics.jsonl"
-    path.write_text(path.read_text().replace('"reward/mean": 0.5', '"reward/mean": 0.25', 1))
 
 
 def _repeat_a_row(run_dir: Path) -> None:
@@ -131,39 +127,38 @@ def _lose_a_dump(run_dir: Path) -> None:
     (run_dir / "rollouts/step_000002.parquet").unlink()
 
 
-def _draw_a_prompt_twice(run_dir: Path) -> None:
-    path = run_dir / "rollouts/step_000003.parquet"
-    _change(path, "prompt_id", lambda rows: ["train.jsonl:1", "train.jsonl:1", *rows[2:]])
-
-
-def _skip_an_update(run_dir: Path) -> None:
-    path = run_dir / "metrics.jsonl"
-    path.write_text(path.read_text().replace('"train/updates": 2', '"train/updates": 1', 1))
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (_train_again, "groups [2]: trained more than once"),
-        (_train_again, "groups [3]: lost"),
-        (_train_what_waits, "groups [4]: trained, and still in the buffer"),
+        (_column(3, "group_id", lambda _: [2, 2, 6, 6]), "groups [2]: trained more than once"),
+        (_column(3, "group_id", lambda _: [2, 2, 6, 6]), "groups [3]: lost"),
+        (
+            _column(3, "group_id", lambda _: [4, 4, 6, 6]),
+            "groups [4]: trained, and still in the buffer",
+        ),
         (_lose_a_sample, "step_000001: groups of [1, 2] samples"),
         (
-            _lose_a_token,
+            _column(2, "behaviour_logprobs", lambda rows: [rows[0][1:], *rows[1:]]),
             "step_000002: sample 0 of group 2: tokens, log-probs and versions differ in number",
         ),
         (
-            _sample_with_future_weights,
+            _column(2, "versions", lambda rows: [[3], *rows[1:]]),
             "step_000002: sample 0 of group 2: versions [3] in a batch of version 2",
         ),
         (
-            _keep_the_metrics_of_an_abandoned_try,
+            _metrics('"reward/mean": 0.5', '"reward/mean": 0.25'),  # of an abandoned try
             "step_000001: its reward/mean is not that of metrics.jsonl",
         ),
         (_repeat_a_row, "metrics.jsonl: not one row per step"),
         (_lose_a_dump, "rollouts/: not one dump per step"),
-        (_draw_a_prompt_twice, "epoch 2: 2 of 3 prompts"),
-        (_skip_an_update, "step_000002: version 2 after 1 updates"),
+        (
+            _column(3, "prompt_id", lambda rows: ["train.jsonl:1", "train.jsonl:1", *rows[2:]]),
+            "epoch 2: 2 of 3 prompts",
+        ),
+        (
+            _metrics('"train/updates": 2', '"train/updates": 1'),
+            "step_000002: version 2 after 1 updates",
+        ),
     ],
 )
 def test_the_account_names_what_is_wrong(

@@ -9,8 +9,15 @@ import pytest
 from bapo_megatron.config.rollout import RolloutConfig
 from tests.benchmarks import sim_admission
 from tests.benchmarks.sim_cluster import Engine, Hardware, Lengths, Sequence
-from tests.benchmarks.sim_report import LENGTHS, TIMES, Result, draw, table
-from tests.benchmarks.sim_rollout import Outcome, modes
+from tests.benchmarks.sim_rollout import (
+    LENGTHS,
+    TIMES,
+    Outcome,
+    Result,
+    draw,
+    modes,
+    page_table,
+)
 from tests.benchmarks.sim_schedule import Mode, Simulation
 
 SMALL = Hardware(engines=4, max_running=6, memory_bytes=30e9)
@@ -66,18 +73,6 @@ def test_every_prompt_and_token_is_trained_or_given_up_or_in_the_buffer(
     assert times_s == sorted(times_s)
 
 
-def test_a_full_memory_gives_requests_back_and_they_are_finished_later() -> None:
-    # Keys and values of 4535 tokens fit: two of three sequences of 2000 tokens.
-    hardware = Hardware(engines=1, max_running=6, memory_bytes=15.5e9)
-    lengths = Lengths(sigma=0.0, median=2000.0, prompt_tokens=16)
-    mode = make_mode(groups_per_step=1)
-    record = Simulation(mode, hardware, lengths, seed=0).run(1)
-    counts = [count for _, count in record.running]
-    assert counts[0] == 2  # the first event: the third one was given back
-    assert record.batches[0].lengths == [2000.0] * 3
-    assert record.peak_context == pytest.approx(hardware.kv_tokens)
-
-
 def test_synchronous_steps_of_equal_lengths_take_the_time_of_the_closed_form() -> None:
     hardware = Hardware(engines=1, max_running=15)
     lengths = Lengths(sigma=0.0, median=1000.0, prompt_tokens=100)
@@ -91,15 +86,6 @@ def test_synchronous_steps_of_equal_lengths_take_the_time_of_the_closed_form() -
     assert [batch.waited_s for batch in record.batches] == pytest.approx(
         [prefill_s + decode_s] * 3, rel=1e-9
     )
-
-
-def test_a_long_queue_is_worked_off_in_rounds() -> None:
-    hardware = Hardware(engines=1, max_running=5)
-    lengths = Lengths(sigma=0.0, median=1000.0, prompt_tokens=100)
-    record = Simulation(make_mode(), hardware, lengths, seed=0).run(1)
-    round_s = 5 * hardware.prefill_s(100) + 1000 * step_s(hardware, 5, 500)
-    round_s += hardware.token_s * 5 * 1000**2 / 2
-    assert record.batches[0].waited_s == pytest.approx(3 * round_s, rel=1e-9)
 
 
 def test_an_engine_agrees_with_stepping_token_by_token() -> None:
@@ -130,17 +116,6 @@ def test_without_overlap_nothing_is_stale_and_discarding_wastes() -> None:
     assert not synchronous.dropped
     assert discarding.dropped == {"surplus": 20 * 3}
     assert discarding.wasted_tokens > 0
-
-
-def test_the_trainer_is_asked_for_the_oldest_finished_groups_and_carries_are_counted() -> None:
-    # One engine, one slot: groups finish in their order, the oversampled ones in a later step.
-    hardware = Hardware(engines=1, max_running=1)
-    lengths = Lengths(sigma=0.0, median=100.0)
-    mode = make_mode(groups_per_step=2, samples_per_group=2, async_steps=1)
-    record = Simulation(mode, hardware, lengths, seed=0).run(4)
-    assert all(len(batch.carries) == 2 for batch in record.batches)
-    # The first wait is for four responses; training hides a part of the second.
-    assert record.batches[1].waited_s < record.batches[0].waited_s
 
 
 @pytest.mark.parametrize("measure", ["oldest", "mean"])
@@ -180,19 +155,6 @@ def test_admission_by_tokens_keeps_up_with_the_best_number_of_requests() -> None
     assert by_tokens.retractions < by_number[-1].retractions
 
 
-def test_lengths_have_the_stated_mean_and_truncation() -> None:
-    import numpy as np
-
-    rng = np.random.default_rng(5)
-    groups = np.array([Lengths().draw(rng, 16) for _ in range(4000)])
-    # E[min(X, c)] of a log-normal and P(X > c), from its closed form with the normal's tables.
-    assert groups.mean() == pytest.approx(12_600, rel=0.03)
-    assert (groups == 65_536).mean() == pytest.approx(0.0237, rel=0.15)
-    logs = np.log(groups[:, :2])
-    correlation = np.corrcoef(logs[:, 0], logs[:, 1])[0, 1]
-    assert correlation == pytest.approx(0.5, abs=0.06)
-
-
 @pytest.mark.slow
 def test_the_table_names_every_mode_and_the_figure_is_drawn(tmp_path: Any) -> None:
     names = [mode.name for mode in modes()]
@@ -200,7 +162,7 @@ def test_the_table_names_every_mode_and_the_figure_is_drawn(tmp_path: Any) -> No
     record = Simulation(MODES[0], SMALL, SHORT, seed=0).run(40)
     outcome = Outcome(**dict.fromkeys(Outcome.__slots__, 1))
     results = {name: Result(outcome, record, 0.01) for name in names}
-    text = table({name: result.outcome for name, result in results.items()})
+    text = page_table({name: result.outcome for name, result in results.items()})
     assert all(f"| {name} | 1.0 | 1.00 | 100% |" in text for name in names)
     draw(results, SMALL, 500.0, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000

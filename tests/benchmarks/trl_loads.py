@@ -10,7 +10,8 @@ import torch
 
 from bapo_megatron.data.dump import write_batch
 from bapo_megatron.tiny.model import build_model, build_tokenizer, save_model
-from bapo_megatron.types import FinishReason, Group, PromptTokens, RolloutBatch, Sample, VersionSpan
+from bapo_megatron.types import Group, PromptTokens, RolloutBatch
+from tests.benchmarks.samples import make_sample
 from tests.policy.tiny_models import load_reference, make_model
 
 if TYPE_CHECKING:
@@ -99,23 +100,12 @@ def write_rollouts(directory: Path, model_dir: Path, load: Load, batches: int) -
             responses = [draw.integers(FIRST_TOKEN, vocabulary, length) for length in of_group]
             num_right = draw.integers(1, load.group_size)
             tokens = PromptTokens(f"made:{group_id}", prompt.astype(np.int32))
-            samples = tuple(
-                Sample(
-                    group_id=group_id,
-                    index=index,
-                    prompt=tokens,
-                    response_token_ids=response.astype(np.int32),
-                    behaviour_logprobs=logprobs,
-                    versions=(VersionSpan(number * load.updates, len(response)),),
-                    finish_reason=FinishReason.STOP,
-                    reward=float(index < num_right),
-                    answer_found=True,
-                )
-                for index, (response, logprobs) in enumerate(
-                    zip(responses, _logprobs(model, prompt, responses), strict=True)
-                )
-            )
-            groups.append(Group(group_id, samples))
+            logprobs = _logprobs(model, prompt, responses)
+            samples = []
+            for index, (ids, row) in enumerate(zip(responses, logprobs, strict=True)):
+                spans, reward = [(number * load.updates, len(ids))], float(index < num_right)
+                samples.append(make_sample(group_id, index, tokens, ids, row, spans, reward))
+            groups.append(Group(group_id, tuple(samples)))
         batch = RolloutBatch(number + 1, version=number * load.updates, groups=tuple(groups))
         write_batch(directory / f"{dump_name(number)}.parquet", batch)
     return int(lengths.sum()) * load.updates

@@ -62,15 +62,15 @@ def main() -> None:
         losses.clear()
         norms.clear()
         begun.clear()
-        found = []
+        rows_of_turn = []
         for name in prompts:
-            found.append(rollouts[name][begun.setdefault(name, 0)])
+            rows_of_turn.append(rollouts[name][begun.setdefault(name, 0)])
             begun[name] += 1
         return {
-            "prompt_ids": [row["prompt_token_ids"] for row in found],
-            "completion_ids": [row["response_token_ids"] for row in found],
-            "logprobs": [row["behaviour_logprobs"] for row in found],
-            "recorded": [row["reward"] for row in found],
+            "prompt_ids": [row["prompt_token_ids"] for row in rows_of_turn],
+            "completion_ids": [row["response_token_ids"] for row in rows_of_turn],
+            "logprobs": [row["behaviour_logprobs"] for row in rows_of_turn],
+            "recorded": [row["reward"] for row in rows_of_turn],
         }
 
     trainer = GRPOTrainer(

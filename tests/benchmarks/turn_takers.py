@@ -48,7 +48,7 @@ class Running:
 
     def _start(self, rank: int, scratch: Path, log: Path, port: int) -> subprocess.Popen[str]:
         contender = self.contender
-        own: dict[str, Any] = {"scratch": str(scratch), "overrides": [f"run_dir={scratch}/run"]}
+        changes: dict[str, Any] = {"scratch": str(scratch), "overrides": [f"run_dir={scratch}/run"]}
         variables = {
             "OMP_NUM_THREADS": str(contender.threads),
             "CUDA_VISIBLE_DEVICES": "",
@@ -71,7 +71,7 @@ class Running:
                     contender.python,
                     "-m",
                     f"tests.benchmarks.{contender.module}",
-                    json.dumps(contender.spec | own),
+                    json.dumps(contender.spec | changes),
                 ],
                 cwd=scratch,
                 env={**os.environ, **variables},
@@ -116,7 +116,7 @@ class Running:
 
 
 def take_turns(
-    made: Sequence[Contender], scratch: Path, *, warmup: int, rounds: int
+    contenders: Sequence[Contender], scratch: Path, *, warmup: int, rounds: int
 ) -> dict[str, list[list[dict[str, Any]]]]:
     """Let contenders train ``warmup + rounds`` batches in turns.
 
@@ -124,10 +124,12 @@ def take_turns(
         By contender and batch, what every rank replied.
     """
     order = random.Random(0)
-    replies: dict[str, list[list[dict[str, Any]]]] = {contender.name: [] for contender in made}
+    replies: dict[str, list[list[dict[str, Any]]]] = {
+        contender.name: [] for contender in contenders
+    }
     with contextlib.ExitStack() as stack:
         running = []
-        for number, contender in enumerate(made):
+        for number, contender in enumerate(contenders):
             running.append(Running(contender, scratch / str(number)))
             stack.callback(running[-1].close)
         for processes in running:
