@@ -31,7 +31,7 @@ from tests.benchmarks.harness import (
     interleave,
     publish,
 )
-from tests.benchmarks.stage import Stage, make_losses, make_stage
+from tests.benchmarks.stage import Stage, make_losses
 from tests.distributed_launch import run_ranks
 from tests.fakes.given_tokens import CONTEXT, one_rank
 from tests.ops.kernel_calls import path_of
@@ -136,7 +136,7 @@ def launches(contenders: list[Contender], device: torch.device) -> str:
 def measure(options: argparse.Namespace, groups: ProcessGroups) -> list[Section]:
     """Both tables."""
     device = groups.device
-    stage = make_stage(options.tokens, options.columns, options.tokens, groups)
+    stage = Stage(options.tokens, options.columns, options.tokens, groups)
     by_logits = from_logits(stage)
     logits = interleave(by_logits, device, rounds=options.rounds)
     by_hidden = from_hidden_states(stage, options.hidden)

@@ -17,7 +17,7 @@ from bapo_megatron.algorithm.objectives.bapo import BapoConfig
 from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES
 from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish
-from tests.benchmarks.stage import Stage, make_stage
+from tests.benchmarks.stage import Stage
 from tests.fakes.given_tokens import one_rank
 from tests.ops.kernel_calls import path_of
 
@@ -97,7 +97,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     with one_rank(device) as groups:
-        stage = make_stage(options.tokens, options.columns, options.stage_tokens, groups)
+        stage = Stage(options.tokens, options.columns, options.stage_tokens, groups)
         publish("Bound search", measure(stage, options.rounds), options, device)
 
 

@@ -6,7 +6,6 @@ Shape legend: T = tokens of the update, C = tokens of a micro-batch, V = columns
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,32 +24,49 @@ if TYPE_CHECKING:
     from bapo_megatron.types import MicroBatch
 
 
-@dataclass(slots=True)
 class Stage:
     """Tokens [T], and bfloat16 logits [C, V] that stand for those of every micro-batch."""
 
-    groups: ProcessGroups
-    losses: LossStage
-    """With BAPO over the whole update."""
-    logits_CV: Tensor
-    logprob_T: Tensor
-    behaviour_T: Tensor
-    advantage_T: Tensor
-    mask_T: Tensor
-    micro_batches: list[MicroBatch]
-    work_CV: Tensor
-    decision: Tensor
-    """That of the update."""
+    def __init__(
+        self, num_tokens: int, num_columns: int, chunk_tokens: int, groups: ProcessGroups
+    ) -> None:
+        """Make an update of ``num_tokens`` in micro-batches of ``chunk_tokens``, which divides it.
 
-    @property
-    def device(self) -> torch.device:
-        """Where all of it is."""
-        return self.logits_CV.device
+        ``losses`` has BAPO over the whole update, ``decision`` is that of the update.
+        """
+        if num_tokens % chunk_tokens:
+            raise ValueError(f"{chunk_tokens} tokens per micro-batch must divide {num_tokens}")
+        device = groups.device
+        generator = torch.Generator().manual_seed(0)
 
-    @property
-    def num_columns(self) -> int:
-        """V."""
-        return self.logits_CV.shape[1]
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        logprob_T = -normal(num_tokens).abs()
+        self.groups, self.device, self.num_columns = groups, device, num_columns
+        self.logits_CV = (3 * normal(chunk_tokens, num_columns)).to(device, torch.bfloat16)
+        target_C = torch.randint(num_columns, (chunk_tokens,), generator=generator).to(device)
+        self.behaviour_T = (logprob_T + 0.2 * normal(num_tokens)).to(device)
+        self.logprob_T, self.advantage_T = logprob_T.to(device), normal(num_tokens).to(device)
+        self.mask_T = torch.ones(num_tokens, device=device)
+        self.losses = make_losses(groups, num_columns)
+        self.micro_batches = [
+            make_micro_batch(
+                behaviour_logprob_T=behaviour_C,
+                advantage_T=advantage_C,
+                loss_weight_T=torch.full_like(advantage_C, 1.0 / num_tokens),
+                target_T=target_C,
+            )
+            for behaviour_C, advantage_C in zip(
+                self.behaviour_T.split(chunk_tokens),
+                self.advantage_T.split(chunk_tokens),
+                strict=True,
+            )
+        ]
+        self.work_CV = self.logits_CV.clone()
+        decision = self.collect().decision
+        assert decision is not None
+        self.decision = decision
 
     def restore(self) -> None:
         """Bring back the logits that a run has overwritten."""
@@ -102,49 +118,3 @@ def collect(losses: LossStage, logprob_T: Tensor, micro_batches: list[MicroBatch
     parts = logprob_T.split([batch.num_response_tokens for batch in micro_batches])
     policy = [TokenLogprobs(part, torch.zeros_like(part)) for part in parts]
     return losses.collect(policy, micro_batches, CONTEXT, num_samples=1)
-
-
-def make_stage(
-    num_tokens: int, num_columns: int, chunk_tokens: int, groups: ProcessGroups
-) -> Stage:
-    """Make an update of ``num_tokens`` in micro-batches of ``chunk_tokens``, which divides it."""
-    if num_tokens % chunk_tokens:
-        raise ValueError(f"{chunk_tokens} tokens per micro-batch must divide {num_tokens}")
-    device = groups.device
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    logprob_T = -normal(num_tokens).abs()
-    logits_CV = (3 * normal(chunk_tokens, num_columns)).to(device, torch.bfloat16)
-    target_C = torch.randint(num_columns, (chunk_tokens,), generator=generator).to(device)
-    behaviour_T = (logprob_T + 0.2 * normal(num_tokens)).to(device)
-    logprob_T, advantage_T = logprob_T.to(device), normal(num_tokens).to(device)
-    mask_T = torch.ones(num_tokens, device=device)
-    losses = make_losses(groups, num_columns)
-    micro_batches = [
-        make_micro_batch(
-            behaviour_logprob_T=behaviour_C,
-            advantage_T=advantage_C,
-            loss_weight_T=torch.full_like(advantage_C, 1.0 / num_tokens),
-            target_T=target_C,
-        )
-        for behaviour_C, advantage_C in zip(
-            behaviour_T.split(chunk_tokens), advantage_T.split(chunk_tokens), strict=True
-        )
-    ]
-    decision = collect(losses, logprob_T, micro_batches).decision
-    assert decision is not None
-    return Stage(
-        groups=groups,
-        losses=losses,
-        logits_CV=logits_CV,
-        logprob_T=logprob_T,
-        behaviour_T=behaviour_T,
-        advantage_T=advantage_T,
-        mask_T=mask_T,
-        micro_batches=micro_batches,
-        work_CV=logits_CV.clone(),
-        decision=decision,
-    )

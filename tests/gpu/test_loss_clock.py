@@ -9,7 +9,7 @@ import torch
 
 from bapo_megatron.algorithm.objectives.bapo import Bapo
 from bapo_megatron.ops.backend import CompiledKernels
-from tests.benchmarks.stage import make_stage
+from tests.benchmarks.stage import Stage
 from tests.fakes.given_tokens import CONTEXT, one_rank
 from tests.gpu.loss_clock import LossClock
 
@@ -57,7 +57,7 @@ def test_the_stage_counts_and_the_model_around_it_does_not(
             return grad
 
     with one_rank() as groups:
-        stage = make_stage(8, 64, 4, groups)
+        stage = Stage(8, 64, 4, groups)
         takes(CompiledKernels, "logprob_partials", 1)
         takes(CompiledKernels, "logits_backward_", 10)
         takes(Bapo, "statistics", 100)
