@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from bapo_megatron.config.objectives import BapoConfig
 
-from bapo_megatron.algorithm.objectives.bapo import Bapo
+from bapo_megatron.algorithm.objectives.bapo import Bapo, BapoConfig
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer import speculation
 from bapo_megatron.trainer.speculation import Speculation
