@@ -13,20 +13,8 @@ from pydantic import Field
 
 from bapo_megatron.config.evaluation import EvalConfig
 from bapo_megatron.config.schema import CheckpointConfig, RunConfig
+from bapo_megatron.policy import checkpoint_files as files
 from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
-from bapo_megatron.policy.checkpoint_files import (
-    BEST_NAME,
-    ROLLOUT_NAME,
-    STATE_NAME,
-    BestCheckpoint,
-    CheckpointError,
-    DamagedError,
-    begin_at,
-    damage_of,
-    find_best,
-    find_checkpoint,
-    name_best,
-)
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.runtime.calls import decode_json
@@ -52,7 +40,7 @@ class Progress:
     """avg@k of the first evaluation set at the start of this run and now; None without one."""
     num_prompts: int = 0
     """Prompts of the first evaluation set."""
-    best: BestCheckpoint | None = None
+    best: files.BestCheckpoint | None = None
     """By ``checkpoint.best``; on rank 0."""
     unreported: dict[str, float] | None = None
     """Metrics of the last step, if its evaluation was interrupted and has to be made."""
@@ -109,7 +97,7 @@ class Checkpoints:
             CheckpointError: No checkpoint can be continued; raised on every rank.
         """
         chosen: bytes | None = None  # by rank 0: not every node sees a new ``latest`` at once
-        with fail_together(self._groups, CheckpointError):
+        with fail_together(self._groups, files.CheckpointError):
             if self._groups.rank == 0:
                 checkpoint, news = choose_checkpoint(self._run_dir, checks_latest=False)
                 chosen = checkpoint.name.encode() if checkpoint else b""
@@ -120,17 +108,17 @@ class Checkpoints:
             return self.progress
         directory = self._root / name
         extra = load_checkpoint(directory, self._policy, verify=self._config.verify)
-        with damage_of(directory):
+        with files.damage_of(directory):
             try:
                 self.progress = decode_json(Progress, json.dumps(extra.get("progress")).encode())
             except ValueError as error:
-                raise DamagedError(f"{STATE_NAME}: extra.progress: {error}") from error
+                raise files.DamagedError(f"{files.STATE_NAME}: extra.progress: {error}") from error
         if self._source is not None:
-            self._source.restore(directory / ROLLOUT_NAME)
-        with fail_together(self._groups, CheckpointError), as_checkpoint_error():
+            self._source.restore(directory / files.ROLLOUT_NAME)
+        with fail_together(self._groups, files.CheckpointError), as_checkpoint_error():
             if self._source is not None:
                 self._restore_best()
-                if moved := begin_at(self._root, directory):
+                if moved := files.begin_at(self._root, directory):
                     say(moved)
                 say(f"resumed from {directory}: {self.progress.finished_steps} steps done")
         return self.progress
@@ -142,14 +130,14 @@ class Checkpoints:
         checkpoint: what was better later is abandoned.
         """
         root, progress = self._root, self.progress
-        if progress.best is not None and not find_checkpoint(root, progress.best.step):
+        if progress.best is not None and not files.find_checkpoint(root, progress.best.step):
             progress.best = None
         if progress.best is None:
-            named = find_best(root)
+            named = files.find_best(root)
             if named is not None and named.step > progress.finished_steps:
-                (root / BEST_NAME).unlink()
-        elif find_best(root) != progress.best:
-            name_best(root, progress.best)
+                (root / files.BEST_NAME).unlink()
+        elif files.find_best(root) != progress.best:
+            files.name_best(root, progress.best)
 
     def end_step(self, step: int) -> None:
         """Count a step, and complete checkpoints that are written in the background."""
@@ -185,7 +173,7 @@ class Checkpoints:
             self.saver.wait()  # it may still be written
             with fail_together(self._groups):
                 if self.progress.best is not None and self._source is not None:
-                    name_best(self._root, self.progress.best)
+                    files.name_best(self._root, self.progress.best)
 
     def _is_best(self, evaluated: Mapping[str, float]) -> bool:
         """Note the checkpoint of the last step as the best one, if it is; say so on every rank.
@@ -203,6 +191,6 @@ class Checkpoints:
         is_best = value is not None and (known is None or value > known)
         if value is not None and is_best:
             name = f"step_{self.progress.finished_steps}"
-            self.progress.best = BestCheckpoint(name, metric, value)
+            self.progress.best = files.BestCheckpoint(name, metric, value)
         broadcast_bytes(b"1" if is_best else b"0", self._groups)
         return is_best

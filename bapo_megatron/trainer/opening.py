@@ -15,20 +15,7 @@ from bapo_megatron.config.load import dump_yaml
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.settings import differing, flat_settings, read_settings
 from bapo_megatron.errors import describe_os_error
-from bapo_megatron.policy.checkpoint_files import (
-    LATEST_NAME,
-    CheckpointError,
-    DamagedError,
-    check_complete,
-    damage_of,
-    find_checkpoint,
-    find_latest,
-    find_steps,
-    first_complete,
-    holds_checkpoints,
-    step_name,
-    why_incomplete,
-)
+from bapo_megatron.policy import checkpoint_files as files
 from bapo_megatron.rollout.client import CollectorClient, ReplaySource
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.runtime.calls import shown_value
@@ -109,7 +96,7 @@ def claim_run_dir(config: RunConfig) -> None:
 def _holds_run(run_dir: Path) -> bool:
     metrics = run_dir / "metrics.jsonl"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
-    has_checkpoints = holds_checkpoints(run_dir / "checkpoints")
+    has_checkpoints = files.holds_checkpoints(run_dir / "checkpoints")
     return has_metrics or has_checkpoints or bool(evidence_of_save(run_dir))
 
 
@@ -157,12 +144,12 @@ def as_checkpoint_error() -> Iterator[None]:
     """Raise what is wrong with a file as a ``CheckpointError``, which ranks raise together."""
     try:
         yield
-    except CheckpointError:
+    except files.CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{error.filename}: {describe_os_error(error)}") from error
+        raise files.CheckpointError(f"{error.filename}: {describe_os_error(error)}") from error
     except ValueError as error:
-        raise CheckpointError(str(error)) from error
+        raise files.CheckpointError(str(error)) from error
 
 
 @as_checkpoint_error()
@@ -178,27 +165,27 @@ def choose_checkpoint(run_dir: Path, *, checks_latest: bool = True) -> tuple[Pat
     """
     root = run_dir / "checkpoints"
     try:
-        latest = find_latest(root)
-        problem = f"{root / LATEST_NAME}: missing"
-    except DamagedError as error:
+        latest = files.find_latest(root)
+        problem = f"{root / files.LATEST_NAME}: missing"
+    except files.DamagedError as error:
         latest, problem = None, str(error)
     if latest is not None:
         if checks_latest:
-            with damage_of(latest):
-                check_complete(latest)
+            with files.damage_of(latest):
+                files.check_complete(latest)
         return latest, ""
-    steps = find_steps(root)[::-1]
-    newest = first_complete(root, steps)
+    steps = files.find_steps(root)[::-1]
+    newest = files.first_complete(root, steps)
     if newest is not None:
-        name = step_name(newest)
+        name = files.step_name(newest)
         return newest, f"{problem}; continuing from {name}, the newest complete checkpoint"
-    if holds_checkpoints(root):
+    if files.holds_checkpoints(root):
         lack = "no checkpoint beside it"
-        if steps and (path := find_checkpoint(root, steps[0])):
-            lack = f"no complete checkpoint, {step_name(path)}: {why_incomplete(path)}"
-        raise CheckpointError(f"{problem}; {lack}; {_REMEDY}")
+        if steps and (path := files.find_checkpoint(root, steps[0])):
+            lack = f"no complete checkpoint, {files.step_name(path)}: {files.why_incomplete(path)}"
+        raise files.CheckpointError(f"{problem}; {lack}; {_REMEDY}")
     if evidence := evidence_of_save(run_dir):
-        raise CheckpointError(f"{root}: no checkpoint, but {evidence}; {_REMEDY}")
+        raise files.CheckpointError(f"{root}: no checkpoint, but {evidence}; {_REMEDY}")
     return None, f"{root}: no checkpoint yet, starting at step 1"
 
 
@@ -225,7 +212,7 @@ def how_to_continue(run_dir: Path) -> str:
     """Return what a message says after the reason for which a run ended."""
     try:
         checkpoint, _ = choose_checkpoint(run_dir)
-    except CheckpointError as error:
+    except files.CheckpointError as error:
         return f"; {error}"
     if checkpoint is None:
         return "; no checkpoint yet: the same command with --resume starts at step 1"

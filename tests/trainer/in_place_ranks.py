@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,14 +50,3 @@ def watch_the_logits(model_dir: Path, dump: Path) -> dict[str, Any]:
                 trainer.train(read_batch(dump))
             gradients[overwrites] = hf_gradients(trainer.policy)
     return {"gradients": gradients, "seen": seen}
-
-
-def refuse_multi_token_prediction(model_dir: Path) -> bool:
-    """Whether a policy refuses a model with multi-token prediction."""
-    with joined() as groups:
-        trainer = build_trainer(model_dir, groups, Case(), sizes={}, optimizer={})
-        trainer.policy.chunks[-1].mtp_process = True
-        with suppress(AssertionError):
-            replace(trainer.policy)
-            return False
-        return True

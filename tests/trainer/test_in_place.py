@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed_launch import run_ranks
-from tests.trainer.in_place_ranks import refuse_multi_token_prediction, watch_the_logits
+from tests.trainer.in_place_ranks import watch_the_logits
 
 pytestmark = pytest.mark.distributed
 
@@ -35,7 +35,3 @@ def test_overwriting_the_logits_changes_no_gradient(watched: dict[str, Any]) -> 
     assert any(gradient.abs().max() > 0 for gradient in kept.values())
     for name, gradient in kept.items():
         assert torch.equal(gradient, overwritten[name]), name
-
-
-def test_a_model_with_multi_token_prediction_is_refused(random_model: Path) -> None:
-    assert run_ranks(refuse_multi_token_prediction, 1, random_model) == [True]
