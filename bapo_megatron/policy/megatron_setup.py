@@ -1,33 +1,19 @@
-"""The one translation from a Hugging Face architecture and our settings to Megatron's GPTModel.
-
-``stage_parameters`` builds the model of any rank of any layout without memory, weights or other
-ranks. Megatron's modules ask process groups for their sizes, so one process plays one rank after
-the other in a world that does not exist: torch's fake backend answers every collective with
-nothing, and parameters are on the meta device.
-"""
+"""The one translation from a Hugging Face architecture and our settings to Megatron's GPTModel."""
 
 import random
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.hf_config import HfConfig, check_division, padded_vocab_size
 from bapo_megatron.policy.layer_spec import fuse_rotation, layer_spec, uses_transformer_engine
-from bapo_megatron.runtime.distributed import ProcessGroups, megatron_groups
+from bapo_megatron.runtime.distributed import ProcessGroups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -181,73 +167,3 @@ def seed_everything(seed: int, groups: ProcessGroups) -> None:
     random.seed(rank_seed)
     torch.manual_seed(rank_seed)
     model_parallel_cuda_manual_seed(rank_seed)
-
-
-META = torch.device("meta")
-
-
-def stage_parameters(
-    hf: HfConfig, model: ModelConfig, parallel: ParallelConfig, stage: int
-) -> list[int]:
-    """Count what a rank of a pipeline stage allocates for each of its chunks, by building them.
-
-    All ranks of a stage hold equally many. Not for a process that has joined a process group, nor
-    for one that will use a GPU later (``cpu_compat``).
-
-    Raises:
-        ValueError: The model cannot be divided so.
-    """
-    if not torch.cuda.is_available():
-        cpu_compat.install()
-    rank = stage * parallel.tensor * parallel.context
-    with fake_world(parallel, rank) as groups, _EverythingOnMeta():
-        # The megatron section changes no shape, and parts of it need a GPU.
-        chunks = build_chunks(hf, model, parallel, MegatronConfig(), groups)
-    for chunk in chunks:
-        strays = [name for name, p in chunk.named_parameters() if p.device != META]
-        assert not strays, f"allocated: {strays}"
-    return [sum(parameter.numel() for parameter in chunk.parameters()) for chunk in chunks]
-
-
-@contextmanager
-def fake_world(parallel: ParallelConfig, rank: int) -> Iterator[ProcessGroups]:
-    """Be one rank of one data-parallel replica for the duration of a block.
-
-    Not in a process that is a rank already. Ranks are numbered tensor first, then context, then
-    pipeline. Groups name the meta device.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    virtual = parallel.virtual_pipeline
-    excepthook = sys.excepthook  # torch puts one around it that names the rank
-    dist.init_process_group(
-        "fake",
-        store=FakeStore(),
-        rank=rank,
-        world_size=parallel.tensor * parallel.context * parallel.pipeline,
-    )
-    try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor,
-            pipeline_model_parallel_size=parallel.pipeline,
-            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-            context_parallel_size=parallel.context,
-            create_gloo_process_groups=False,
-        )
-        world = dist.group.WORLD
-        assert world is not None
-        yield megatron_groups(parallel, world, META)
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-        sys.excepthook = excepthook
-
-
-class _EverythingOnMeta(TorchFunctionMode):
-    """Makes every new tensor a meta tensor, also where Megatron names a device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _device_constructors():
-            kwargs["device"] = META
-        return func(*args, **kwargs)

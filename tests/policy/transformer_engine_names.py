@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock, patch
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.runtime.cpu_torch import uncompiled_imports
@@ -72,6 +70,8 @@ def import_transformer_engine(folder: Path) -> None:
 @contextmanager
 def imaginary_gpu() -> Iterator[torch.device]:
     """A device on which modules can be built: their tensors are on the meta device."""
+    from tests.policy.fake_world import OnMeta  # imports Megatron
+
     answers = {
         "is_available": lambda: True,
         "current_device": lambda: 0,
@@ -80,22 +80,8 @@ def imaginary_gpu() -> Iterator[torch.device]:
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
-        stack.enter_context(_OnMeta())
+        stack.enter_context(OnMeta())
         yield torch.device("cuda", 0)
-
-
-class _OnMeta(TorchFunctionMode):
-    """Makes new tensors meta tensors, whatever device is named, and leaves them there."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (torch.Tensor.to, torch.Tensor.cuda):
-            return args[0]
-        if func is torch.device and isinstance(args[0], int):
-            return func("cuda", *args)  # without a GPU a number alone names no device
-        if "device" in kwargs or func in _device_constructors():
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
 
 
 def published(family: str) -> HfConfig:
@@ -110,7 +96,8 @@ def held(hf: HfConfig, parallel: dict[str, Any]) -> dict[str, Any]:
 
     from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
     from bapo_megatron.policy.hf_weights import local_weights
-    from bapo_megatron.policy.megatron_setup import build_chunks, fake_world
+    from bapo_megatron.policy.megatron_setup import build_chunks
+    from tests.policy.fake_world import fake_world
 
     config, model = ParallelConfig(**parallel), ModelConfig(path=MODELS)
     modules: set[str] = set()

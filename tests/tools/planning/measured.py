@@ -1,6 +1,6 @@
 """What Megatron itself builds, keeps and sends; for a process of its own.
 
-One process plays every rank, with the fake backend (``policy.megatron_setup``), so the results of
+One process plays every rank, with the fake backend (``tests.policy.fake_world``), so the results of
 collectives are arbitrary; shapes, storages and messages are those of a real run.
 """
 
@@ -27,13 +27,9 @@ from bapo_megatron.config.megatron import (
     ParallelConfig,
 )
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from bapo_megatron.policy.megatron_setup import (
-    build_chunks,
-    fake_world,
-    seed_everything,
-    stage_parameters,
-)
+from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything
 from bapo_megatron.policy.optimizer import build_optimizer, wrap_for_data_parallel
+from tests.policy.fake_world import fake_world, stage_parameters
 from tests.tools.planning.cases import (
     IN_FLIGHT,
     LENGTHS,
