@@ -22,7 +22,6 @@ FIELDS: dict[str, Any] = {
     "distributed_optimizer": True,
     "extra": {"a": [1, "ß"]},
 }
-FILES = ("__0_0.distcp", "rng_0.pt", "checksums.json", "state.json")
 
 
 def save_small(root: Path, step: int, **config: Any) -> Path:
