@@ -1,29 +1,178 @@
-"""A model that returns hidden states trains like one that returns logits."""
+"""A model that returns hidden states trains like one that returns logits.
+
+Shape legend: N = packed tokens, H = hidden size, V = local vocabulary columns, T = response tokens.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.distributed_launch import run_ranks
-from tests.policy import output_head_ranks
-from tests.policy.output_head_ranks import FAMILIES
-from tests.policy.tiny_models import SIZES, Models, Ranks
+from bapo_megatron.config.megatron import ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.runtime.distributed import ProcessGroups
+from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
+from bapo_megatron.types import MicroBatch
+from tests.distributed_launch import joined, run_ranks
+from tests.policy.parity_ranks import hf_gradients
+from tests.policy.tiny_models import SIZES, VOCAB_SIZE, Models, Ranks, make_problems
 
 pytestmark = pytest.mark.distributed
+
+FAMILIES = {"qwen2": "output_layer.weight", "qwen3": "embedding.word_embeddings.weight"}
+"""Families with a head of its own and with a tied one, and the weight that is multiplied."""
+CHUNK_TOKENS = 3
+ALGORITHM = AlgorithmConfig.model_validate(
+    {"objective": "clip", "fixed": {"low": 0.5, "high": 4.0}, "entropy_coefficient": 0.03}
+)
+
+
+def run_layout(models: Models, tensor: int, sequence: bool) -> dict[str, Any]:
+    """Each model with logits and with hidden states, on the same tokens and weights."""
+    kinds = {"logits": False, "hidden": True}
+    with joined(tensor) as groups:
+        return {
+            name: {
+                kind: _train(_build(models[name], groups, sequence, hidden=hidden))
+                for kind, hidden in kinds.items()
+            }
+            for name in FAMILIES
+        }
+
+
+def on_two_ranks(models: Models) -> dict[str, Any]:
+    """Tensor parallel without and with sequence parallel."""
+    return {name: run_layout(models, 2, name == "sequence") for name in ("tensor", "sequence")}
+
+
+def on_one_rank(models: Models) -> dict[str, Any]:
+    """A single rank, what the model returns there, and bfloat16."""
+    results: dict[str, Any] = {"single": run_layout(models, 1, sequence=False)}
+    with joined() as groups:
+        for name in FAMILIES:
+            policy = _build(models[name], groups, sequence=False, hidden=True, dtype="bfloat16")
+            results[f"returned {name}"] = _look_at_the_output(policy)
+        policy = _build(models["qwen2"], groups, sequence=False, hidden=False)
+        results["held logits"] = _count_held_logits(policy)
+    return results
+
+
+def _build(
+    directory: Path,
+    groups: ProcessGroups,
+    sequence: bool,
+    *,
+    hidden: bool,
+    dtype: str = "float32",
+) -> MegatronPolicy:
+    return MegatronPolicy.build(
+        ModelConfig(path=directory, dtype=dtype),
+        ParallelConfig(tensor=groups.tensor_size, sequence=sequence),
+        OptimizerConfig(lr=1e-3),
+        total_updates=10,
+        seed=0,
+        groups=groups,
+        returns_hidden_states=hidden,
+    )
+
+
+def _train(policy: MegatronPolicy) -> dict[str, Any]:
+    """Log-probs, then the gradients of two micro-batches, through Megatron's schedule."""
+    batches = [_with_responses(p.micro_batch) for p in make_problems()]
+    ops = OpsConfig.model_validate({"logits_chunk_tokens": CHUNK_TOKENS if policy.head else 0})
+    policy_output = PolicyOutput(ops, VOCAB_SIZE, 1.0, policy.groups, policy.head)
+    logprobs = policy.forward_only(batches, lambda o, b: policy_output.read(o, b).logprob_T)
+    stage = LossStage(ALGORITHM, policy_output, policy.groups)
+
+    def loss_fn(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        context = UpdateContext(num_updates=0, rollout_version=None)
+        loss, report = stage.loss(output, batch, decision=None, context=context)
+        return loss, report.sums
+
+    sums = policy.forward_backward(batches, loss_fn)
+    return {
+        "logprobs": logprobs,
+        "sums": sums,
+        "gradients": hf_gradients(policy),
+        "grad_norm": policy.optimizer_step().grad_norm,
+        "parameters": sorted(name for name, _ in policy.chunks[-1].named_parameters()),
+    }
+
+
+def _count_held_logits(policy: MegatronPolicy) -> list[int]:
+    """How many micro-batches have logits in memory when those of one come, without gradients."""
+    storages: list[StorageWeakRef] = []
+
+    def count(logits_NV: Tensor, _: MicroBatch) -> int:
+        storages.append(StorageWeakRef(logits_NV.untyped_storage()))
+        return sum(not storage.expired() for storage in storages)
+
+    return policy.forward_only([p.micro_batch for p in make_problems()], count)
+
+
+def _with_responses(batch: MicroBatch) -> MicroBatch:
+    """Every second token of the batch is a response token; the values are arbitrary."""
+    rows_T = torch.arange(0, batch.num_tokens - 1, 2)
+    num_rows, generator = len(rows_T), torch.Generator().manual_seed(batch.num_tokens)
+    sign_T = 1.0 - 2.0 * (torch.arange(num_rows) % 2)
+    zero, one = torch.zeros(num_rows), torch.ones(num_rows)
+    return MicroBatch(
+        token_ids_N=batch.token_ids_N,
+        position_ids_N=batch.position_ids_N,
+        cu_seqlens=batch.cu_seqlens,
+        rows_T=rows_T,
+        target_T=batch.token_ids_N[rows_T + 1],
+        behaviour_logprob_T=-4.5 * one,
+        rollout_logprob_T=zero,
+        advantage_T=sign_T * (0.5 + torch.rand(num_rows, generator=generator)),
+        reward_T=zero,
+        mask_T=one,
+        importance_T=one,
+        loss_weight_T=0.1 * one,
+        sample_T=zero.long(),
+        response_tokens_T=num_rows * one,
+        position_T=zero.long(),
+        version_T=zero.long(),
+    )
+
+
+def _look_at_the_output(policy: MegatronPolicy) -> dict[str, Any]:
+    """Where the output lives, and where the decoder's result did."""
+    seen: dict[str, Any] = {}
+
+    def remember(module: torch.nn.Module, inputs: Any, output: Tensor) -> None:
+        del module, inputs
+        seen["decoder"] = output.data_ptr()
+
+    policy.chunks[-1].decoder.register_forward_hook(remember)
+    (problem, *_) = make_problems()
+
+    def look(output: Tensor, batch: MicroBatch) -> None:
+        del batch
+        seen.update(shape=tuple(output.shape), dtype=output.dtype, output=output.data_ptr())
+
+    policy.forward_only([problem.micro_batch], look)
+    assert policy.head is not None
+    weights = dict(policy.chunks[-1].named_parameters())
+    seen["head"] = [name for name, weight in weights.items() if weight is policy.head.weight]
+    return seen
 
 
 @pytest.fixture(scope="module")
 def one_rank(models: Models) -> dict[str, Any]:
-    return run_ranks(output_head_ranks.one_rank, 1, models)[0]
+    return run_ranks(on_one_rank, 1, models)[0]
 
 
 @pytest.fixture(scope="module")
 def layouts(models: Models, one_rank: dict[str, Any]) -> dict[str, Ranks]:
     """Results of the ranks, by layout."""
-    ranks = run_ranks(output_head_ranks.two_ranks, 2, models)
+    ranks = run_ranks(on_two_ranks, 2, models)
     two = {layout: [rank[layout] for rank in ranks] for layout in ("tensor", "sequence")}
     return {"single": [one_rank["single"]], **two}
 

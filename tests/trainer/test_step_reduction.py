@@ -2,16 +2,118 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from typing import Any
 
-from tests.distributed_launch import run_ranks
-from tests.trainer.reduction_ranks import (
-    compare_on_two_stages,
-    reduce_on_two_stages,
-    reduce_over_data_ranks,
+import pytest
+import torch
+import torch.distributed as dist
+
+from bapo_megatron.algorithm.prediction import Prediction
+from bapo_megatron.ops.contributions import BOUNDS_FIELDS, REFUSED
+from bapo_megatron.ops.logprob import TokenLogprobs
+from bapo_megatron.runtime.distributed import ProcessGroups
+from bapo_megatron.trainer.loss import Decided, LossStage
+from bapo_megatron.trainer.records import (
+    MeasuredUpdate,
+    Measurement,
+    TokenReport,
+    read_measurements,
 )
+from bapo_megatron.trainer.step import NUM_FAULTS, check
+from tests.distributed_launch import joined, run_ranks
+from tests.fakes.given_tokens import make_micro_batch, make_stage
 
 pytestmark = pytest.mark.distributed
+
+MICRO_BATCH = make_micro_batch(behaviour_logprob_T=torch.zeros(1))
+LOCAL = {"bapo": {"scope": "micro_batch"}}
+
+
+def reduce_on_two_stages(
+    nonfinite_tokens: float, refused: bool, collected: tuple[int, int] = (0, 0)
+) -> dict[str, Any]:
+    """Rank 0 is the first pipeline stage and has no reports, rank 1 the last one."""
+    with joined() as groups:
+        staged = _two_stages(groups)
+        stage = make_stage(staged, LOCAL)
+        updates = [
+            [_report(stage, scale, nonfinite_tokens, False), _report(stage, 10 * scale, 0, refused)]
+            for scale in (1.0, 2.0)
+        ]
+        decided = Decided((MICRO_BATCH, MICRO_BATCH), faults=torch.tensor(collected))
+        return _read(stage, updates, decided, staged)
+
+
+def reduce_over_data_ranks() -> dict[str, Any]:
+    """Two data-parallel ranks with one micro-batch each, and one search for both."""
+    with joined() as groups:
+        stage = make_stage(groups, {})
+        updates = [[_report(stage, scale + groups.rank, 0.0, False)] for scale in (1.0, 4.0)]
+        faults = torch.tensor([groups.rank + 1, 2])
+        return _read(stage, updates, Decided((MICRO_BATCH,), _bounds(3.0), faults=faults), groups)
+
+
+def compare_on_two_stages() -> list[list[float]]:
+    """The remarks on a prediction that is right, and on one that is wrong, on each stage."""
+    with joined() as groups:
+        staged = _two_stages(groups)
+        stage = make_stage(staged, {})
+        reports = [_report(stage, 3.0, 0.0, False)] if staged.is_last_stage else []
+        remarks = []
+        for predicted in (3.0, 4.0):
+            prediction = Prediction(_bounds(predicted), slice(0, 2))
+            decided = Decided((MICRO_BATCH,), _bounds(3.0))
+            if staged.is_last_stage:
+                decided = replace(decided, prediction=prediction)
+            remarks.append(check(reports, decided, stage, staged)[2][NUM_FAULTS:].tolist())
+        return remarks
+
+
+def _two_stages(groups: ProcessGroups) -> ProcessGroups:
+    data_groups = [dist.new_group([0]), dist.new_group([1])]
+    return replace(
+        groups,
+        data=data_groups[groups.rank],
+        pipeline=dist.new_group([0, 1]),
+        pipeline_rank=groups.rank,
+        pipeline_size=2,
+    )
+
+
+def _read(
+    stage: LossStage, updates: list[list[TokenReport]], decided: Decided, groups: ProcessGroups
+) -> dict[str, Any]:
+    """Return what a rank learns of updates, and of the first before it is made."""
+    reports = updates if groups.is_last_stage else [[] for _ in updates]
+    checks = [check(own, decided, stage, groups) for own in reports]
+    measurements = [
+        Measurement({}, MeasuredUpdate(*stage.numbers.add(own, groups.device), decisions))
+        for own, (_, decisions, _) in zip(reports, checks, strict=True)
+    ]
+    results = read_measurements(measurements, stage.numbers, stage.objective, groups)
+    return {
+        "tokens": [result.sums["tokens"] for result in results],
+        "oldest": [result.maxima["rollout/staleness_max"] for result in results],
+        "low": [[decision["clip/low"] for decision in r.decisions] for r in results],
+        "faults": checks[0][2][:NUM_FAULTS].tolist(),
+    }
+
+
+def _bounds(low: float, refused: bool = False) -> torch.Tensor:
+    bounds = torch.zeros(len(BOUNDS_FIELDS), dtype=torch.float64)
+    bounds[BOUNDS_FIELDS.index("low")] = low
+    bounds[BOUNDS_FIELDS.index("exit")] = REFUSED if refused else 0
+    return bounds
+
+
+def _report(stage: LossStage, value: float, nonfinite_tokens: float, refused: bool) -> TokenReport:
+    sums, maxima = (zeros + value for zeros in stage.numbers.zeros(torch.device("cpu")))
+    names = stage.numbers.sum_names
+    sums[names.index("nonfinite_tokens")] = nonfinite_tokens
+    sums[names.index("nonfinite_losses")] = 0
+    policy = TokenLogprobs(torch.zeros(0), torch.zeros(0))
+    return TokenReport(sums, maxima, _bounds(value, refused), policy)
 
 
 def test_a_stage_without_logits_learns_sums_and_decisions_of_the_last_stage() -> None:
