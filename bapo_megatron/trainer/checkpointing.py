@@ -18,7 +18,7 @@ from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.runtime.calls import decode_json
-from bapo_megatron.runtime.distributed import broadcast_bytes, fail_together
+from bapo_megatron.runtime.distributed import any_rank, broadcast_bytes, fail_together
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.trainer.opening import as_checkpoint_error, choose_checkpoint, note_save
@@ -183,14 +183,9 @@ class Checkpoints:
         metric = self._config.best
         if not metric:
             return False
-        if self._groups.rank > 0:
-            return broadcast_bytes(None, self._groups) == b"1"
-        best, value = self.progress.best, evaluated.get(metric)
+        best, value, is_best = self.progress.best, evaluated.get(metric), False
         # The value of another metric, from before a resume, compares with nothing.
-        known = best.value if best is not None and best.metric == metric else None
-        is_best = value is not None and (known is None or value > known)
-        if value is not None and is_best:
-            name = f"step_{self.progress.finished_steps}"
+        if value is not None and (best is None or best.metric != metric or value > best.value):
+            name, is_best = f"step_{self.progress.finished_steps}", True
             self.progress.best = files.BestCheckpoint(name, metric, value)
-        broadcast_bytes(b"1" if is_best else b"0", self._groups)
-        return is_best
+        return any_rank(is_best, self._groups.control)

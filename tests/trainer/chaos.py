@@ -75,12 +75,12 @@ def wait_for(
 
 def servers(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The leaders of the servers' process groups."""
-    found = []
+    launchers = []
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if "engine.sglang.launcher" in " ".join(child.cmdline()):
-                found.append(child)
-    return [child for child in found if os.getpgid(child.pid) == child.pid]
+                launchers.append(child)
+    return [child for child in launchers if os.getpgid(child.pid) == child.pid]
 
 
 def signal_server(server: psutil.Process, number: signal.Signals) -> None:

@@ -96,7 +96,7 @@ def write_dumps(
     rng = np.random.default_rng(7)
     vocab = model.config.vocab_size
     for step in range(steps):
-        made = []
+        step_groups = []
         for number in range(groups):
             group_id = step * groups + number
             prompt = PromptTokens(f"made:{group_id}", rng.integers(3, vocab, 6).astype(np.int32))
@@ -117,8 +117,8 @@ def write_dumps(
                     answer_found=True,
                 )
                 samples.append(_as_episode(sample) if episodes else sample)
-            made.append(Group(group_id, tuple(samples)))
-        batch = RolloutBatch(step=step + 1, version=step, groups=tuple(made))
+            step_groups.append(Group(group_id, tuple(samples)))
+        batch = RolloutBatch(step=step + 1, version=step, groups=tuple(step_groups))
         write_batch(directory / f"step_{batch.step:06d}.parquet", batch)
     return directory
 

@@ -91,8 +91,8 @@ CASES = (
 def with_references(num_ranks: int) -> tuple[Case, ...]:
     """The cases of so many ranks; with 1, also what all cases are compared with."""
     references = tuple({case.reference.name: case.reference for case in CASES}.values())
-    own = tuple(case for case in CASES if case.ranks == num_ranks)
-    return (*references, *own) if num_ranks == 1 else own
+    cases = tuple(case for case in CASES if case.ranks == num_ranks)
+    return (*references, *cases) if num_ranks == 1 else cases
 
 
 def train_in(

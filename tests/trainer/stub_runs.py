@@ -56,7 +56,7 @@ class Outcome:
 
     error: str
     calls: list[str]
-    """Of the source."""
+    """What the source was asked, in order."""
     rows: list[dict[str, float]]
     checkpoint: str
     saved_state: dict[str, Any]
@@ -223,11 +223,11 @@ def _begun(source: StubSource) -> Callable[..., Any]:
 
 def stopped_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
     """A run of three steps that is stopped again and again, and one that cannot be saved."""
-    own = root / f"pid_{os.environ['RANK']}"
-    atomic_write_text(own, str(os.getpid()))
-    while len(found := sorted(root.glob("pid_?"))) < 2:
+    pid_file = root / f"pid_{os.environ['RANK']}"
+    atomic_write_text(pid_file, str(os.getpid()))
+    while len(paths := sorted(root.glob("pid_?"))) < 2:
         time.sleep(0.01)
-    pids = [int(path.read_text()) for path in found]
+    pids = [int(path.read_text()) for path in paths]
 
     def run(*moments: str, rank: int = 1, name: str = "run", **changes: Any) -> Outcome:
         number = signal.SIGUSR1 if moments == ("start",) else signal.SIGTERM
@@ -371,16 +371,16 @@ def best_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
             checkpoint=BEST | checkpoint,
         )
 
-    found = {"first": run(4, resume=False), "resumed": run(5, resume=True)}
+    outcomes = {"first": run(4, resume=False), "resumed": run(5, resume=True)}
     is_first = os.environ["RANK"] == "0"
     if is_first:  # as after a kill between the checkpoint and the pointer
         (run_dir / "checkpoints" / "best").unlink()
-    found["better"] = run(6, resume=True, keep_last=9)
+    outcomes["better"] = run(6, resume=True, keep_last=9)
     if is_first:
         atomic_write_text(run_dir / "checkpoints" / "latest", "step_5\n")
     right[6] = 5
-    found["again"] = run(6, resume=True)
-    return found
+    outcomes["again"] = run(6, resume=True)
+    return outcomes
 
 
 def _interrupt(_: StubSource) -> bool:

@@ -225,7 +225,7 @@ def test_ages_grow_with_every_update_that_a_batch_serves(
         for groups in (batch.groups[:2], batch.groups[2:])
     ]
     ages = np.concatenate(halves)
-    trained = np.concatenate([halves[made % 2] + made for made in range(4)])
+    trained = np.concatenate([halves[number % 2] + number for number in range(4)])
     assert row["rollout/staleness_max"] == trained.max() == 8
     assert row["rollout/staleness_mean"] == pytest.approx(trained.mean())
     assert row["rollout/age_max"] == 5.0

@@ -89,7 +89,7 @@ def test_updates_with_nan_are_skipped_if_asked(
 def test_advantages_beyond_the_exact_sums_are_refused(
     replay_config: Path, random_model: Path, tmp_path: Path, scope: str, ranks: int
 ) -> None:
-    """Of two pipeline stages, the first one does not know why."""
+    """The first of two pipeline stages does not know why."""
     directory = write_dumps(tmp_path / "dumps", random_model, steps=1)
     path = directory / "step_000001.parquet"
     batch = read_batch(path)

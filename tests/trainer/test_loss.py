@@ -362,9 +362,9 @@ def test_with_chunks_the_trainer_reports_and_learns_the_same(
 ) -> None:
     problem = chunked_problem.make_problem()
     stage, whole, wanted = run_problem(groups, problem, backend, 0)
-    _, report, found = run_problem(groups, problem, backend, chunk_tokens)
+    _, report, actual = run_problem(groups, problem, backend, chunk_tokens)
     for name, value in wanted.items():
-        assert chunked_problem.relative_error(found[name], value) < 1e-6, name
+        assert chunked_problem.relative_error(actual[name], value) < 1e-6, name
     torch.testing.assert_close(report.sums, whole.sums, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(report.maxima, whole.maxima, rtol=1e-5, atol=1e-5)
     reported = sums_by_name(stage, report)
@@ -379,10 +379,10 @@ def test_from_the_models_output_a_token_that_is_not_finite_moves_nothing(
 ) -> None:
     problem = chunked_problem.make_problem()
     problem.tokens.behaviour_logprob_T[7] = torch.nan
-    stage, report, found = run_problem(groups, problem, backend, chunk_tokens)
+    stage, report, actual = run_problem(groups, problem, backend, chunk_tokens)
     problem.tokens.behaviour_logprob_T[7] = 0.0
     problem.tokens.mask_T[7] = 0.0
     _, _, wanted = run_problem(groups, problem, backend, chunk_tokens)
     assert sums_by_name(stage, report)["nonfinite_tokens"] == 1
     for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name

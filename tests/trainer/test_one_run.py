@@ -33,7 +33,7 @@ def test_a_second_start_names_the_first_and_after_a_kill_the_run_goes_on(
     first = start([*train, f"run_dir={run_dir}"])
     started.append(first)
     wait_for(first, lambda: len(steps(run_dir)) >= 1, "a step")
-    own = {name: (run_dir / name).read_bytes() for name in ("config.yaml", ".lock")}
+    before = {name: (run_dir / name).read_bytes() for name in ("config.yaml", ".lock")}
     data = tmp_path / "sums.jsonl"
     data.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
     sampling = [
@@ -56,7 +56,7 @@ def test_a_second_start_names_the_first_and_after_a_kill_the_run_goes_on(
             r"since \S+ \S+ \S+; wait until it ends, or choose another run_dir",
             second.stderr.splitlines()[-1],
         )
-    assert {name: (run_dir / name).read_bytes() for name in own} == own
+    assert {name: (run_dir / name).read_bytes() for name in before} == before
     assert "in use" not in (run_dir / "console.log").read_text()
     assert not noted.exists()
     num_steps = len(steps(run_dir))

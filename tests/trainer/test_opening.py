@@ -80,7 +80,7 @@ def test_the_docs_have_commands_for_one_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "arguments"), [each for commands in COMMANDS.values() for each in commands]
+    ("num_ranks", "arguments"), [command for commands in COMMANDS.values() for command in commands]
 )
 def test_the_commands_for_one_node_in_the_docs_are_accepted(
     on_node: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, arguments: list[str]

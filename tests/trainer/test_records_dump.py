@@ -66,12 +66,12 @@ def test_every_update_of_every_nth_step_has_a_file_with_its_tokens(
         for update in (0, 1):
             table = whole[f"step_{step:06d}_update_{update:03d}.parquet"]
             assert table.column_names == [*PLACES, *COLUMNS]
-            own = samples[:8] if update == 0 else samples[8:]
-            behaviour = np.concatenate([sample.behaviour_logprobs for sample in own])
+            update_samples = samples[:8] if update == 0 else samples[8:]
+            behaviour = np.concatenate([sample.behaviour_logprobs for sample in update_samples])
             assert np.array_equal(table["behaviour_logprob"].to_numpy(), behaviour)
             places = [
                 (sample.group_id, sample.index, position)
-                for sample in own
+                for sample in update_samples
                 for position in np.flatnonzero(sample.loss_mask).tolist()
             ]
             assert list(map(tuple, _rows(table, PLACES).tolist())) == places
@@ -103,9 +103,9 @@ def test_bounds_of_the_file_are_those_that_the_update_had(
     for name in tables:
         result = run(["bounds", str(tmp_path / "run" / "tokens" / name), "--json"])
         assert result.returncode == 0, result.stderr
-        found = json.loads(result.stdout)
+        bounds = json.loads(result.stdout)
         row = rows[int(name[5:11])]
-        assert found["clip_low"] == pytest.approx(row["clip/low"])
-        assert found["clip_high"] == pytest.approx(row["clip/high"])
-        assert found["positive_share"] == pytest.approx(row["bapo/positive_share"], abs=1e-12)
-        assert row[f"bapo/exit_{found['exit']}_share"] == 1.0
+        assert bounds["clip_low"] == pytest.approx(row["clip/low"])
+        assert bounds["clip_high"] == pytest.approx(row["clip/high"])
+        assert bounds["positive_share"] == pytest.approx(row["bapo/positive_share"], abs=1e-12)
+        assert row[f"bapo/exit_{bounds['exit']}_share"] == 1.0

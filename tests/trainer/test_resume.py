@@ -213,8 +213,8 @@ def test_every_time_newer_checkpoints_move_to_a_directory_of_their_own(root: Pat
     begin_at(root, root / "step_8")
     save_small(root, 9)
     assert begin_at(root, root / "step_8").startswith(f"moved step_9 to {root}/abandoned_2, ")
-    found = sorted(str(path.relative_to(root)) for path in root.glob("abandoned_*/*"))
-    assert found == [
+    moved = sorted(str(path.relative_to(root)) for path in root.glob("abandoned_*/*"))
+    assert moved == [
         "abandoned_1/step_10",
         "abandoned_1/step_12",
         "abandoned_1/step_12.replaced",

@@ -74,14 +74,14 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, random_model: Path) ->
         returns = num_returns()
         signal_server(hung, signal.SIGCONT)
         wait_for(process, lambda: num_returns() > returns, "its return")
-        made = len(steps(run_dir))
-        wait_for(process, lambda: len(steps(run_dir)) >= made + 2, "steps with both servers")
+        num_steps = len(steps(run_dir))
+        wait_for(process, lambda: len(steps(run_dir)) >= num_steps + 2, "steps with both servers")
         returns = num_returns()
         for server in (hung, other):
             signal_server(server, signal.SIGKILL)
         wait_for(process, lambda: num_returns() > returns, "a new server")
-        made = len(steps(run_dir))
-        wait_for(process, lambda: len(steps(run_dir)) >= made + 3, "steps with new servers")
+        num_steps = len(steps(run_dir))
+        wait_for(process, lambda: len(steps(run_dir)) >= num_steps + 3, "steps with new servers")
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
@@ -90,7 +90,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, random_model: Path) ->
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     alive = psutil.wait_procs(children, timeout=30)[1]
-    return Interrupted(config, run_dir, process.returncode, err, alive, made)
+    return Interrupted(config, run_dir, process.returncode, err, alive, num_steps)
 
 
 def test_a_run_outlives_a_server_that_hangs_for_a_while_and_the_death_of_all(
@@ -122,7 +122,7 @@ def test_a_resumed_run_without_servers_saves_and_ends_and_resumes_to_its_end(
     # Not ahead: every step has tokens of the newest weights, once the saved groups are used up.
     alone = ["rollout.server.count=1", "rollout.async_steps=0"]
     resumed = ["train", str(interrupted.config), "--resume", *alone]
-    made = len(steps(run_dir))
+    num_steps = len(steps(run_dir))
     rare = ["checkpoint.every_steps=1000", "rollout.health.patience_s=3"]
     # Nobody starts a server again whose owner is killed.
     keys = {API_KEY_VARIABLE: "key-of-a-user-01", ADMIN_API_KEY_VARIABLE: "key-of-the-admin"}
@@ -135,7 +135,7 @@ def test_a_resumed_run_without_servers_saves_and_ends_and_resumes_to_its_end(
     assert f"http://127.0.0.1:{port}" in serving.stdout.readline()
     process = start([*resumed, *served], environment=keys)
     started.append(process)
-    wait_for(process, lambda: len(steps(run_dir)) >= made + 2, "steps after the resumption")
+    wait_for(process, lambda: len(steps(run_dir)) >= num_steps + 2, "steps after the resumption")
     serving.kill()
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1, err
@@ -143,7 +143,7 @@ def test_a_resumed_run_without_servers_saves_and_ends_and_resumes_to_its_end(
     assert "rollout.health.patience_s" in err, err
     assert "continue with resume=true" in err
     saved = len(steps(run_dir))
-    assert saved >= made + 2
+    assert saved >= num_steps + 2
     assert assert_balanced(run_dir)["trained"] == saved * GROUPS_PER_STEP
 
     result = run([*resumed, f"train.steps={saved + 2}"], timeout_s=400)
@@ -152,7 +152,7 @@ def test_a_resumed_run_without_servers_saves_and_ends_and_resumes_to_its_end(
     assert [row["step"] for row in rows] == list(range(1, saved + 3))
     assert assert_balanced(run_dir)["trained"] == (saved + 2) * GROUPS_PER_STEP
     # Their new servers had started with the model's first weights.
-    _assert_servers_had_the_trainers_weights(rows[made:])
+    _assert_servers_had_the_trainers_weights(rows[num_steps:])
 
 
 def _assert_servers_had_the_trainers_weights(rows: list[dict[str, float]]) -> None:

@@ -31,7 +31,7 @@ class Case:
 
     name: str
     sizes: dict[str, int] = field(default_factory=dict)
-    """Of ``ParallelConfig``."""
+    """Fields of ``ParallelConfig``."""
     algorithm: dict[str, Any] = field(default_factory=dict)
     ops: dict[str, Any] = field(default_factory=dict)
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -119,9 +119,9 @@ def _spoiled(batch: RolloutBatch, how: str) -> RolloutBatch:
 def bits(value: Any) -> Any:
     """The value with its floats as exact text, so that NaN equals NaN."""
     if isinstance(value, dict):
-        return {name: bits(each) for name, each in value.items()}
+        return {name: bits(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [bits(each) for each in value]
+        return [bits(item) for item in value]
     return value.hex() if isinstance(value, float) else value
 
 
@@ -156,8 +156,8 @@ def trained(random_model: Path, stale_dumps: Path) -> dict[tuple[str, str], list
     """Outcomes of all ranks by names of case and mode."""
     outcomes: dict[tuple[str, str], list[Outcome]] = {}
     for ranks, cases in CASES.items():
-        found = run_ranks(train_in_each_mode, ranks, random_model, stale_dumps, cases)
-        outcomes |= {name: [rank[name] for rank in found] for name in found[0]}
+        of_ranks = run_ranks(train_in_each_mode, ranks, random_model, stale_dumps, cases)
+        outcomes |= {name: [rank[name] for rank in of_ranks] for name in of_ranks[0]}
     return outcomes
 
 
@@ -169,19 +169,19 @@ def _sum(outcome: Outcome, name: str) -> float:
 def test_a_training_with_predictions_equals_one_without_bit_for_bit(
     trained: dict[tuple[str, str], list[Outcome]], case: str, mode: str
 ) -> None:
-    for found, plain in zip(trained[case, mode], trained[case, "never"], strict=True):
-        for result, expected in zip(found.results, plain.results, strict=True):
+    for outcome, plain in zip(trained[case, mode], trained[case, "never"], strict=True):
+        for result, expected in zip(outcome.results, plain.results, strict=True):
             both = [
-                {name: value for name, value in each.sums.items() if name not in WORK}
-                for each in (result, expected)
+                {name: value for name, value in item.sums.items() if name not in WORK}
+                for item in (result, expected)
             ]
             assert bits(both[0]) == bits(both[1])
             assert bits(result.maxima) == bits(expected.maxima)
             assert bits(result.decisions) == bits(expected.decisions)
             assert result.grad_norm.hex() == expected.grad_norm.hex()
             assert result.skipped == expected.skipped
-        assert len(found.weights) == len(plain.weights) > 0
-        for weight, other in zip(found.weights, plain.weights, strict=True):
+        assert len(outcome.weights) == len(plain.weights) > 0
+        for weight, other in zip(outcome.weights, plain.weights, strict=True):
             assert torch.equal(weight, other)
 
 
@@ -189,8 +189,8 @@ def test_a_training_with_predictions_equals_one_without_bit_for_bit(
 def test_a_hit_takes_one_pass_and_a_miss_two(
     trained: dict[tuple[str, str], list[Outcome]], case: str, mode: str
 ) -> None:
-    for found, plain in zip(trained[case, mode], trained[case, "never"], strict=True):
-        pairs = zip(found.results, plain.results, strict=True)
+    for outcome, plain in zip(trained[case, mode], trained[case, "never"], strict=True):
+        pairs = zip(outcome.results, plain.results, strict=True)
         for result, expected in pairs:
             if not result.sums.get("predictions"):
                 continue  # without a gradient, or log-probs are known
@@ -203,9 +203,9 @@ def test_a_hit_takes_one_pass_and_a_miss_two(
 def test_the_searches_of_the_test_hit_and_miss_and_end_in_every_way(
     trained: dict[tuple[str, str], list[Outcome]],
 ) -> None:
-    (found,) = trained["one rank", "always"]
-    assert 0 < _sum(found, "hits") < _sum(found, "predictions") == 6
-    exits = {n for r in found.results for d in r.decisions for n, v in d.items() if v == 1.0}
+    (outcome,) = trained["one rank", "always"]
+    assert 0 < _sum(outcome, "hits") < _sum(outcome, "predictions") == 6
+    exits = {n for r in outcome.results for d in r.decisions for n, v in d.items() if v == 1.0}
     assert {"bapo/exit_met_share", "bapo/exit_exhausted_share"} <= exits
 
 
@@ -213,9 +213,9 @@ def test_faults_and_missing_gradients_skip_the_same_updates(
     trained: dict[tuple[str, str], list[Outcome]],
 ) -> None:
     for mode in ("never", "always"):
-        (found,) = trained["spoiled values", mode]
-        assert sum(result.skipped for result in found.results) >= 1
-        assert _sum(found, "nonfinite_tokens") == 1.0
+        (outcome,) = trained["spoiled values", mode]
+        assert sum(result.skipped for result in outcome.results) >= 1
+        assert _sum(outcome, "nonfinite_tokens") == 1.0
 
 
 def test_auto_begins_with_two_updates_that_rely_on_nothing(

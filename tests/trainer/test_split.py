@@ -94,7 +94,7 @@ def _second_group_equal(batch: RolloutBatch) -> RolloutBatch:
 def _weights_by_sample(update: SplitUpdate) -> dict[int, list[float]]:
     """Loss weights of each computed response, in the order of its tokens."""
     (micro_batch,) = update.micro_batches
-    found: dict[int, list[float]] = {}
+    weights: dict[int, list[float]] = {}
     for sample, weight, mask in zip(
         micro_batch.sample_T.tolist(),
         micro_batch.loss_weight_T.tolist(),
@@ -102,8 +102,8 @@ def _weights_by_sample(update: SplitUpdate) -> dict[int, list[float]]:
         strict=True,
     ):
         assert (weight > 0) == (mask == 1.0)
-        found.setdefault(sample, []).append(weight)
-    return found
+        weights.setdefault(sample, []).append(weight)
+    return weights
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,10 @@ def _read(
 ) -> dict[str, Any]:
     """Return what a rank learns of updates, and of the first before it is made."""
     reports = updates if groups.is_last_stage else [[] for _ in updates]
-    checks = [check(own, decided, stage, groups) for own in reports]
+    checks = [check(update, decided, stage, groups) for update in reports]
     measurements = [
-        Measurement({}, MeasuredUpdate(*stage.numbers.add(own, groups.device), decisions))
-        for own, (_, decisions, _) in zip(reports, checks, strict=True)
+        Measurement({}, MeasuredUpdate(*stage.numbers.add(update, groups.device), decisions))
+        for update, (_, decisions, _) in zip(reports, checks, strict=True)
     ]
     results = read_measurements(measurements, stage.numbers, stage.objective, groups)
     return {

@@ -59,11 +59,11 @@ def test_a_signal_to_one_rank_stops_all_of_them_at_whatever_moment_it_comes(
 def test_a_stop_saves_what_there_is_and_marks_what_can_go_on(
     stopped: list[dict[str, Outcome]],
 ) -> None:
-    found = {
+    states = {
         name: (outcome.checkpoint, outcome.saved_state.get("num_samples"), outcome.is_marked)
         for name, outcome in stopped[0].items()
     }
-    assert found == {
+    assert states == {
         "disk full": ("", None, False),
         "start": ("", None, False),
         "rollout": ("step_0", 100, True),  # samples of a batch that was not complete
@@ -248,11 +248,11 @@ def test_handlers_are_left_alone_by_a_thread_which_may_not_set_them(stopping: St
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
+    ("text", "seconds"),
     [("45", 45.0), ('"90s"', 90.0), ('"1.5m"', 90.0), ('"23h"', 82800.0), ('"2d"', 172800.0)],
 )
-def test_a_duration_may_have_a_unit(given: str, seconds: float) -> None:
-    config = TrainConfig.model_validate_json(f'{{"stop_after": {given}}}', strict=True)
+def test_a_duration_may_have_a_unit(text: str, seconds: float) -> None:
+    config = TrainConfig.model_validate_json(f'{{"stop_after": {text}}}', strict=True)
     assert config.stop_after == seconds
 
 

@@ -120,7 +120,7 @@ def test_a_signal_while_rank_0_waits_for_another_rank_ends_everything_and_leaves
     started.append(process)
     wait_for(process, (run_dir / "config.yaml").exists, "rank 0")
     ranks = psutil.Process(process.pid).children()
-    (rank_0,) = (each for each in ranks if each.environ().get("RANK") == "0")
+    (rank_0,) = (child for child in ranks if child.environ().get("RANK") == "0")
     wait_for(process, lambda: not _handles(rank_0, signal.SIGTERM), "rank 0 to join")
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
@@ -154,12 +154,12 @@ def test_ctrl_c_before_the_first_checkpoint_saves_the_steps_and_leaves_no_proces
     assert process.returncode != 0
     _assert_no_rank_shows_a_traceback(stderr)
     assert stderr.count("Saving and exiting;") == 1
-    made = len(steps(run_dir))
-    assert made < MANY_STEPS
-    assert (run_dir / "saved").read_text() == f"step_{made}\n"
+    num_steps = len(steps(run_dir))
+    assert num_steps < MANY_STEPS
+    assert (run_dir / "saved").read_text() == f"step_{num_steps}\n"
     last = stderr.splitlines()[-1]
     assert last.startswith("bapo-megatron: stopped by SIGINT; ")
-    assert last.endswith(f" {run_dir}/checkpoints/step_{made}")
+    assert last.endswith(f" {run_dir}/checkpoints/step_{num_steps}")
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_the_last_line_says_why_a_run_ended_and_how_it_goes_on(
             time.sleep(0.2)
     else:
         children = psutil.Process(process.pid).children()
-        (rank_1,) = (each for each in children if each.environ().get("RANK") == "1")
+        (rank_1,) = (child for child in children if child.environ().get("RANK") == "1")
         rank_1.send_signal(number)
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 1

@@ -65,9 +65,11 @@ def _rows(micro_batch: MicroBatch, samples: tuple[Sample, ...]) -> tuple[list[in
     for start, end in pairwise(micro_batch.cu_seqlens.tolist()):
         sample = by_tokens[tuple(micro_batch.token_ids_N[start:end].tolist())]
         first = start + len(sample.prompt.token_ids) - 1
-        own = {k for begin, length in sample.written for k in range(begin, begin + length)}
+        written_places = {
+            k for begin, length in sample.written for k in range(begin, begin + length)
+        }
         for j in range(len(sample.response_token_ids)):
-            (written if j in own else sampled).append(first + j)
+            (written if j in written_places else sampled).append(first + j)
     return sampled, written
 
 
@@ -92,7 +94,7 @@ def test_rows_that_predict_written_tokens_have_a_gradient_of_zero_bits(
 def test_an_update_is_that_of_a_loss_over_all_tokens_with_an_explicit_mask(
     updates: Updates, exact: ExactPolicy, name: str
 ) -> None:
-    found = updates[name]
+    update = updates[name]
     dual_clip = ALGORITHMS[name].get("dual_clip")
     mask = torch.cat(exact.masks)
     weights = {
@@ -105,11 +107,11 @@ def test_an_update_is_that_of_a_loss_over_all_tokens_with_an_explicit_mask(
     logprob, behaviour = torch.cat(exact.logprobs), torch.cat(exact.behaviours)
 
     oracle = float64_search(
-        Tokens(*(_float32(each) for each in (logprob, behaviour, advantage, mask))),
+        Tokens(*(_float32(values) for values in (logprob, behaviour, advantage, mask))),
         paper_rule(target=0.38, dual_clip=dual_clip),
     )
     assert oracle.margin > 1e-6
-    assert found["bounds"] == pytest.approx((oracle.clip_low, oracle.clip_high), abs=1e-7)
+    assert update["bounds"] == pytest.approx((oracle.clip_low, oracle.clip_high), abs=1e-7)
     loss = policy_loss(
         logprob,
         behaviour,
@@ -123,7 +125,7 @@ def test_an_update_is_that_of_a_loss_over_all_tokens_with_an_explicit_mask(
         entropy_coefficient=ENTROPY_COEFFICIENT,
     )
     assert loss.clipped_high + loss.clipped_low > 0
-    assert_same_gradients(found["gradients"], exact.gradients(loss.loss), 1e-6)
+    assert_same_gradients(update["gradients"], exact.gradients(loss.loss), 1e-6)
 
 
 def _float32(values: Tensor) -> np.ndarray:
