@@ -24,9 +24,6 @@ from bapo_megatron.telemetry.console import ProgressLine
 from bapo_megatron.tiny.model import build_model, build_tokenizer, save_model
 from bapo_megatron.tiny.task import Problem, SolutionMixture, split_problems, write_solution
 
-NUM_TRAIN, NUM_HELDOUT = 2048, 512
-"""Prompts of train.jsonl and heldout.jsonl; the warm-up has the other problems."""
-
 RECIPE_NAME = "tiny.json"
 """Says how a directory was made, and so marks it as one of ours."""
 
@@ -83,7 +80,7 @@ def make_tiny(out_dir: Path, seed: int, settings: WarmupSettings | None = None) 
     settings = settings or WarmupSettings()
     out_dir = Path(os.path.realpath(out_dir))
     _refuse_foreign(out_dir)
-    splits = split_problems(NUM_TRAIN, NUM_HELDOUT, seed)
+    splits = split_problems(seed)
     with naming(out_dir), atomic_directory(out_dir) as temporary_dir:
         # First, so that a directory that cannot be written costs no warm-up.
         for name, problems in (("train", splits.train), ("heldout", splits.heldout)):

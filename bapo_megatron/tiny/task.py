@@ -17,6 +17,9 @@ import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
+NUM_TRAIN, NUM_HELDOUT = 2048, 512
+"""Problems of train.jsonl and heldout.jsonl."""
+
 GUESS_OFFSETS = (-3, -2, -1, 1, 2, 3)
 """Differences of wrong guesses from the true sum."""
 
@@ -60,7 +63,7 @@ class ProblemSplits(NamedTuple):
     heldout: tuple[Problem, ...]
 
 
-def split_problems(num_train: int, num_heldout: int, seed: int) -> ProblemSplits:
+def split_problems(seed: int) -> ProblemSplits:
     """Deal all 11,100 problems, shuffled by ``seed``; the warm-up gets the rest."""
     problems = [
         Problem(digits)
@@ -68,11 +71,10 @@ def split_problems(num_train: int, num_heldout: int, seed: int) -> ProblemSplits
         for digits in itertools.product(range(10), repeat=count)
     ]
     random.Random(f"problems-{seed}").shuffle(problems)
-    end = num_heldout + num_train
     return ProblemSplits(
-        warmup=tuple(problems[end:]),
-        train=tuple(problems[num_heldout:end]),
-        heldout=tuple(problems[:num_heldout]),
+        warmup=tuple(problems[NUM_HELDOUT + NUM_TRAIN :]),
+        train=tuple(problems[NUM_HELDOUT : NUM_HELDOUT + NUM_TRAIN]),
+        heldout=tuple(problems[:NUM_HELDOUT]),
     )
 
 

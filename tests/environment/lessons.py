@@ -34,7 +34,7 @@ def teach_two_turns(model_dir: Path, seed: int) -> None:
     model = load_reference("qwen2", model_dir).train()
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # not in the mapped file, which is replaced below
-    problems = split_problems(2048, 512, seed).warmup  # none is trained on later, nor held out
+    problems = split_problems(seed).warmup  # none is trained on later, nor held out
     rng = random.Random(f"lessons-{seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
     threads = torch.get_num_threads()

@@ -35,7 +35,7 @@ def test_about_a_third_of_the_mixture_is_right_and_the_wrong_solutions_are_longe
     tokenizer = build_tokenizer()
     rng = random.Random(0)
     lengths: dict[bool, list[int]] = {True: [], False: []}
-    for problem in split_problems(2048, 512, seed=0).heldout:
+    for problem in split_problems(seed=0).heldout:
         for _ in range(4):
             solution = write_solution(problem, SolutionMixture(), rng)
             right = solution.endswith(f"\\boxed{{{problem.answer}}}")
@@ -52,9 +52,9 @@ def test_prompt_and_answer_of_a_problem():
 
 
 def test_splits_are_disjoint_hold_every_sum_once_and_depend_on_the_seed_alone():
-    splits = split_problems(2048, 512, seed=3)
+    splits = split_problems(seed=3)
     prompts = [problem.prompt for part in splits for problem in part]
     assert (len(splits.train), len(splits.heldout)) == (2048, 512)
     assert len(prompts) == len(set(prompts)) == 100 + 1000 + 10000
-    assert split_problems(2048, 512, seed=3) == splits
-    assert split_problems(2048, 512, seed=2).heldout != splits.heldout
+    assert split_problems(seed=3) == splits
+    assert split_problems(seed=2).heldout != splits.heldout

@@ -235,10 +235,11 @@ def test_a_new_run_refuses_a_directory_that_holds_anything_of_a_checkpoint(
         claim_run_dir(run_config(tmp_path))
 
 
-def test_a_new_run_may_begin_where_an_earlier_one_was_killed_in_its_first_save(
+def test_a_new_run_may_begin_where_an_earlier_one_was_killed_before_it_had_saved(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "checkpoints" / ".step_2.tmp").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").touch()
     claim_run_dir(run_config(tmp_path))
 
 
