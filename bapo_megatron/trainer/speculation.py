@@ -32,9 +32,10 @@ WINDOW = 32
 
 
 class Speculation:
-    """Decides updates as ``step.Collecting`` does, but predicts every decision.
+    """Decides updates: collects, then decides; or predicts every decision as well.
 
     It relies on predictions while that pays; ``auto`` begins with trials, which rely on nothing.
+    Where the log-probs of an update are known, a prediction saves nothing and is not made.
     """
 
     def __init__(self, mode: Speculate, objective: Objective, groups: ProcessGroups) -> None:
@@ -67,8 +68,11 @@ class Speculation:
         return self._mode == "always"
 
     def decide(self, update: Update, collect: Callable[[Update], Decided]) -> Decided:
-        """Predict the decision; collect it as well unless the prediction is relied on."""
-        if not self.predicts:
+        """Return what the loss pass of an update runs with; a collective of all ranks.
+
+        What is predicted is collected as well, unless the prediction is relied on.
+        """
+        if not self.predicts or update.policy is not None:
             return collect(update)
         known_K, micro_batches = update.known_K, update.split.micro_batches
         prediction = None if known_K is None else self._predictor.predict(known_K)
@@ -81,9 +85,9 @@ class Speculation:
         self._collect_s = self._decided_s - began_s
         return replace(decided, prediction=prediction, is_trial=self.is_trial)
 
-    def learn(self, decided: Decided, first: Attempt) -> dict[str, float]:
-        """Count the prediction of an update and take in its statistics; return what to report."""
-        if not self.predicts:
+    def learn(self, update: Update, decided: Decided, first: Attempt) -> dict[str, float]:
+        """Count the prediction of an update and take in its statistics; return sums to report."""
+        if not self.predicts or update.policy is not None:
             return {}
         missed, differs = (bool(remark) for remark in first.step.remarks)
         self.count(missed=missed)

@@ -4,8 +4,7 @@ split → (recompute μ) → for each epoch and update: collect what the objecti
 attempt: forward, backward, faults over all ranks → optimizer step, or the update is refused. At the
 end of the step the sums of all its updates are reduced.
 
-Updates are decided by ``Collecting``, or by ``speculation.Speculation``: then the loss pass runs
-with a predicted decision and repeats on a miss.
+With ``speculation`` the loss pass runs with a predicted decision and repeats on a miss.
 
 The host waits for the device in one place per loss pass, where the gradient norm and the faults of
 the update are read, and once at the end of the step for its metrics.
@@ -92,21 +91,6 @@ class Attempt:
         return bool(self.step.remarks[0])
 
 
-class Collecting:
-    """The plain way to decide updates: collect, then decide. ``Speculation`` is the other one."""
-
-    predicts = False
-    """Whether ``Update.known_K`` is needed."""
-
-    def decide(self, update: Update, collect: Callable[[Update], Decided]) -> Decided:
-        """Return what the loss pass of an update runs with; a collective of all ranks."""
-        return collect(update)
-
-    def learn(self, decided: Decided, first: Attempt) -> dict[str, float]:
-        """Take in how the loss pass went with what was decided; return sums to report."""
-        return {}
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
 class BatchTrainer:
     """Runs a batch's optimizer updates in order.
@@ -134,10 +118,9 @@ class BatchTrainer:
         self._advantages = Advantages(self.config.advantage, self.config.baseline_shift)
         self.output = PolicyOutput.of(self.policy, self.ops, self.temperature)
         self._stage = stage = LossStage(self.config, self.output, self._groups)
-        objective = stage.objective
-        self._decider: Collecting | Speculation = Collecting()
-        if stage.collects and objective.decisive is not None:
-            self._decider = Speculation(objective.speculate, objective, self._groups)
+        can_predict = stage.collects and stage.objective.decisive is not None
+        mode = stage.objective.speculate if can_predict else "never"
+        self._speculation = Speculation(mode, stage.objective, self._groups)
 
     def train(self, batch: RolloutBatch) -> list[UpdateResult]:
         """Make ``epochs × updates_per_batch`` updates; results are equal on every rank.
@@ -205,7 +188,7 @@ class BatchTrainer:
 
     def _known_statistics(self, splits: Sequence[SplitUpdate], version: int) -> Tensor | None:
         """Return what a prediction needs of each update, [U, K], on the last stage."""
-        if not self._decider.predicts or not self._groups.is_last_stage:
+        if not self._speculation.predicts or not self._groups.is_last_stage:
             return None
         begin = UpdateContext(num_updates=version, rollout_version=None)
         return self._stage.known_statistics([split.micro_batches for split in splits], begin)
@@ -214,13 +197,12 @@ class BatchTrainer:
         """Make one update."""
         if not update.split.micro_batches:
             return Measurement(update.split.counts), ()
-        # Where log-probs are known, a prediction saves nothing.
-        decider = self._decider if update.policy is None else Collecting()
-        decided = decider.decide(update, self._collect)
+        decided = self._speculation.decide(update, self._collect)
         attempts = [self._attempt(update, decided)]
         if decided.is_predicted and attempts[0].has_missed:
             attempts.append(self._attempt(update, attempts[0].decided, " again"))
-        return self._conclude(update, attempts, decider.learn(decided, attempts[0]))
+        learnt = self._speculation.learn(update, decided, attempts[0])
+        return self._conclude(update, attempts, learnt)
 
     def _collect(self, update: Update) -> Decided:
         """Collect what the objective must know, by a pass without gradients unless one was made."""
