@@ -85,11 +85,6 @@ class Attempt:
     """One for each of this rank's micro-batches; none before the last stage."""
     step: OptimizerStep
 
-    @property
-    def has_missed(self) -> bool:
-        """Whether the decision is not the predicted one; equal on all ranks."""
-        return bool(self.step.remarks[0])
-
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class BatchTrainer:
@@ -199,7 +194,8 @@ class BatchTrainer:
             return Measurement(update.split.counts), ()
         decided = self._speculation.decide(update, self._collect)
         attempts = [self._attempt(update, decided)]
-        if decided.is_predicted and attempts[0].has_missed:
+        has_missed, _ = attempts[0].step.remarks
+        if decided.is_predicted and has_missed:
             attempts.append(self._attempt(update, attempts[0].decided, " again"))
         learnt = self._speculation.learn(update, decided, attempts[0])
         return self._conclude(update, attempts, learnt)
