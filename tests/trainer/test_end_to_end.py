@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PROGRESS = (
     "reading the prompts",
-    "starting the SGLang server",
+    "starting servers",
     "loading weights",
     "evaluation",
     "rollout",
