@@ -237,7 +237,7 @@ NONFINITE = "tokens with finite values a loss or gradient that is NaN or infinit
         (f"objective={OWN}:NanStatistics", NONFINITE),
         (f"objective={OWN}:nan_entropy_late", NONFINITE),
         (f"objective={OWN}:TakenName", "'policy/entropy'"),
-        (f"advantage={OWN}:bad_advantage", "shape [] for 4"),
+        (f"advantage={OWN}:bad_advantage", "tensor [] for 4"),
         (f"advantage={OWN}:infinite_advantage", "must be finite"),
     ],
 )
