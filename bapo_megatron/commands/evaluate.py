@@ -36,7 +36,7 @@ from bapo_megatron.evaluation.samples import (
 from bapo_megatron.reward.base import Response, SampleFacts
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.rollout.client import CollectorClient
-from bapo_megatron.rollout.evaluation import results_file, samples_file, summarise_set
+from bapo_megatron.rollout.evaluation import results_file, samples_file
 from bapo_megatron.runtime.files import atomic_write_bytes
 from bapo_megatron.runtime.processes import run_async
 from bapo_megatron.telemetry.console import ProgressLine, say, uncut_console
@@ -152,7 +152,11 @@ async def _summarise_finished(
     async with votes_pool(config.reward) as votes:
         for eval_set in sets:
             groups = read_samples(samples_file(config.run_dir, "", eval_set.name))
-            results.append(await summarise_set(eval_set, groups, votes, config, model))
+            settings = settings_of(eval_set, config, model)
+            result = await summarise(
+                eval_set.name, groups, votes, config.eval, settings=settings, seed=config.seed
+            )
+            results.append(result)
     return results
 
 

@@ -1,9 +1,8 @@
 """The border between a run and whatever samples for it.
 
 An ``Engine`` holds one copy of the model: a server, or the model in this process. A ``Backend`` has
-the run's own servers and makes an ``Engine`` for each. Code outside ``engine.<kind>`` knows this
-file alone; docs/extending.md says what another kind must provide, tests/engine/test_contract.py
-tests it.
+the run's own servers and makes an ``Engine`` for each. docs/extending.md says what another kind
+must provide, tests/engine/test_contract.py tests it.
 
 R = tokens of one completion, or of one piece of it.
 """
@@ -59,12 +58,10 @@ class GenerateRequest:
     order: tuple[int, int] = (0, 0)
     """A stepped engine admits what came between two bursts in this order, not as it came."""
     version: int = START_VERSION
-    """Weights version that the engine is thought to hold. If it holds another one, it may
-    hand out everything at the end, in one piece."""
+    """Weights version that the engine is thought to hold; if it has another, all may come last."""
     return_logprobs: bool = True
     sampled_tokens: int = 0
-    """How many of ``input_ids`` belong to the response, including what an environment wrote: its
-    random numbers continue there."""
+    """How many of ``input_ids`` belong to the response: its random numbers continue there."""
     stream_tokens: int = 64
     """Approximate length of a piece."""
 
@@ -122,8 +119,7 @@ class Capabilities:
     methods: frozenset[str]
     """Values of ``rollout.weight_sync.method`` that it supports."""
     cache_tokens: int | None = None
-    """Capacity of its KV cache, all ranks together; requests are admitted by it. None: they are
-    admitted by their number."""
+    """Capacity of its KV cache, all ranks together; None: requests are admitted by number."""
     gpus: tuple[int, ...] = ()
     """The GPU of each rank, in the trainer's numbering; empty where that is not known."""
     nccl_settings: Mapping[str, str] = field(default_factory=dict)
@@ -184,11 +180,10 @@ class Engine(Protocol):
         """Return the log-prob of every token but the first, given those before it, at T = 1."""
 
     async def abort(self, timeout_s: float) -> None:
-        """End every request with what there is; their ``stream`` returns.
+        """End every request with what there is; what has not ended after ``timeout_s`` is lost.
 
         Repeat it until ``num_in_flight`` is 0: it may miss a request that is still on its way, and
-        those that are paused in place may end only after ``resume``. What has not ended after
-        ``timeout_s`` counts as lost.
+        those that are paused in place may end only after ``resume``.
         """
 
     async def pause(self, mode: PauseMode) -> None:
@@ -207,22 +202,13 @@ class Engine(Protocol):
         """Return what it can do; the process that samples must answer, which detects hangs."""
 
     async def check(self) -> None:
-        """Raise a ``RolloutError`` if the run must not use it.
-
-        ``EngineKind.check`` has already refused what the configuration alone rules out.
-        """
+        """Raise a ``RolloutError`` if the run must not use it as it was started."""
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
-        """Ask how it was started; return its calls for new weights.
-
-        ``flush_cache``: with the last of them, drop the KV cache of the old weights.
-        """
+        """Return its calls for new weights; ``flush_cache``: the last drops the old KV cache."""
 
     async def release_memory(self, timeout_s: float) -> None:
-        """Release weights and cache; raise a ``RolloutError``, releasing nothing, if it is busy.
-
-        Nothing is sampled until both are back and new weights have come.
-        """
+        """Release weights and cache; raise a ``RolloutError``, releasing nothing, if it is busy."""
 
     async def take_memory(self, part: MemoryPart, timeout_s: float) -> None:
         """Take memory back: first for the weights, then for the cache."""
@@ -252,17 +238,17 @@ class LoadReporter(Protocol):
 
 
 class Stepper(Protocol):
-    """Drives an engine that does not sample by itself; whoever waits for tokens calls it.
+    """Drives an engine that does not sample by itself.
 
-    What is sampled between two decisions is then counted in decode steps, not in seconds, and two
-    runs with one seed are equal bit for bit.
+    What is sampled between two decisions is counted in decode steps, not in seconds: two runs with
+    one seed are equal bit for bit.
     """
 
     async def decode(self, max_steps: int) -> int:
         """Sample up to ``max_steps`` tokens of every request, hand them out, return the steps made.
 
-        It makes fewer only if no request is left, and none while paused. Which requests share a
-        step depends only on the order in which they came.
+        Fewer only if no request is left, none while paused. Which requests share a step depends
+        only on the order in which they came.
         """
 
 
@@ -361,10 +347,7 @@ class EngineServer(Protocol):
         """Whether there is a process that ``close`` has not ended."""
 
     def start(self) -> None:
-        """Start the process and return at once; after ``close``, start it at the same address.
-
-        A port in use is a ``RolloutError``.
-        """
+        """Start at once, after ``close`` at the same address; ``RolloutError``: port in use."""
 
     def exit_reason(self) -> str | None:
         """Say how it ended, for people; None while it runs."""
@@ -387,14 +370,10 @@ class Backend(Protocol):
         """The run's own servers on this host; empty if it needs none, or others run them."""
 
     def addresses(self) -> Sequence[str]:
-        """Say where the run's engines are now, each once; own servers were started.
+        """Say where the run's engines are now; own servers were started.
 
-        With ``rollout.servers_file`` it is asked again and again; raises a ``ConfigError`` where
-        the file cannot be used.
+        Raises a ``ConfigError`` where ``rollout.servers_file`` cannot be used.
         """
 
     async def connect(self, address: str) -> Engine:
-        """Make the engine at an address, and send nothing.
-
-        In this process, load ``model.path``, or raise a ``RolloutError``.
-        """
+        """Make the engine at an address, and send nothing; in this process, load ``model.path``."""

@@ -27,9 +27,8 @@ from bapo_megatron.runtime.processes import environment_set
 LOOPBACK = "127.0.0.1"
 _MAX_FORM_S = 120.0
 """Time limit for forming a group."""
-_READY_S = 60.0
-_MIN_BYTES_PER_S = 10e6
-"""A broadcast may take ``_READY_S``, plus the time its bytes take at this rate."""
+_READY_S, _MIN_BYTES_PER_S = 60.0, 10e6
+"""A broadcast may take this long, plus the time its bytes take at this rate."""
 
 
 def join_group(place: GroupPlace, meet_s: float, limit_s: float) -> Any:
@@ -94,7 +93,6 @@ def unpack(layout: BucketLayout, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
 def rank_zero_address(servers: Sequence[str], configured: str) -> str:
     """Return the address of this process as the servers see it.
 
-    ``servers`` are ``http://host:port``, without a host for an engine in the collector's process;
     ``configured`` is ``rollout.weight_sync.master_address``.
     """
     if configured:
@@ -147,8 +145,7 @@ class WeightGroup:
         place = replace(self.place, master_address=LOOPBACK)
 
         def meet() -> None:
-            # It has a store client of its own: closing the server, which only this object holds,
-            # ends the wait.
+            # By a store client of its own: closing the server ends the wait.
             self._group = join_group(place, self._form_s, self._timeout_s)
 
         return self._start(meet)
@@ -167,10 +164,7 @@ class WeightGroup:
         return self._start(send)
 
     def close(self) -> Future[None] | None:
-        """Leave the group and close the store.
-
-        Returns the operation that is stuck, if there is one: it ends by its time limit.
-        """
+        """Leave the group, close the store; return a stuck operation, which its limit ends."""
         self._store = None
         group, self._group = self._group, None
         running = self._running
@@ -184,8 +178,7 @@ class WeightGroup:
 
     def _start(self, operation: Callable[[], None]) -> Future[None]:
         self._running = start_thread(operation, self.place.name)
-        # Called once the future has its error, and before the other ranks fail because of it, so
-        # that whoever hears of them finds the cause.
+        # Before the other ranks fail because of it: whoever hears of them finds the cause.
         self._running.add_done_callback(self._close_if_failed)
         return self._running
 

@@ -27,7 +27,7 @@ class EngineKind(Protocol):
     def check(self, config: RunConfig, *, is_here: bool = True) -> None:
         """Refuse by a ``ConfigError`` what this kind cannot do, before anything is started.
 
-        Without ``is_here`` the run is for another machine, and this one's GPUs do not matter.
+        Unless ``is_here``, this machine's GPUs do not matter.
         """
 
     def open(self, config: RunConfig, device: str, *, awaits_weights: bool) -> Backend:

@@ -8,9 +8,8 @@ reports: it may be another process.
         └──answers, other weights──────────────▲                  ▲
                                  usable, stale ────fails──────────┘
 
-One task per engine asks ``Engine.version`` again and again: that needs no generation, and is
-answered while the engine is paused or gets new weights. Whether what samples is stuck is seen by
-the tokens that do not come, and before that by whoever supervises its process.
+One task per engine asks ``Engine.version``, which is answered while the engine is paused or gets
+new weights. That it is stuck shows in tokens that do not come, or earlier to its supervisor.
 """
 
 import asyncio
@@ -58,11 +57,9 @@ class PooledEngine:
     num_ranks: int = 1
     """See ``Capabilities``."""
     cache_tokens: int | None = None
-    """See ``Capabilities``; a server that was started again may have another one."""
+    """See ``Capabilities``."""
     gpus: tuple[int, ...] = ()
     """See ``Capabilities``."""
-    num_broken: int = 0
-    """Connections for samples that broke in a row since its last token came."""
     is_paused: bool = False
     watcher: asyncio.Task[None] | None = None
     """Asks it whether it answers."""
@@ -71,7 +68,7 @@ class PooledEngine:
 
     @property
     def address(self) -> str:
-        """Names the engine."""
+        """The engine's."""
         return self.engine.address
 
     @property
@@ -136,13 +133,12 @@ class EngineStates:
         return EngineState.USABLE not in states and EngineState.STALE in states
 
     def describe(self) -> str:
-        """Name the engines that are not usable, and why: those with one reason together."""
-        addresses: dict[str, list[str]] = {}
-        for pooled in self.engines:
-            if not pooled.is_usable:
-                reason = pooled.reason.removeprefix(f"{pooled.address}: ")
-                addresses.setdefault(f"({pooled.state}): {reason}", []).append(pooled.address)
-        return "; ".join(f"{', '.join(group)} {why}" for why, group in addresses.items())
+        """Name the engines that are not usable, and why."""
+        return "; ".join(
+            f"{p.address} ({p.state}): {p.reason.removeprefix(f'{p.address}: ')}"
+            for p in self.engines
+            if not p.is_usable
+        )
 
     def watch(self) -> None:
         """Watch the engines from now on; do nothing for those that are watched already."""
@@ -176,10 +172,9 @@ class EngineStates:
         await pooled.engine.close()
 
     async def wait_for_engines(self, report: Callable[[str], None] = lambda line: None) -> None:
-        """Wait until enough engines answer, for at most ``rollout.health.patience_s``.
+        """Wait until ``rollout.min_servers`` or all answer, at most ``rollout.health.patience_s``.
 
-        Those are ``rollout.min_servers``, or all. What cannot be used ends this wait, later ones
-        are left out. ``report`` gets lines for people meanwhile.
+        ``report`` gets lines for people meanwhile.
 
         Raises:
             RolloutError: Too few answer, or one cannot be used as it is.
@@ -208,9 +203,7 @@ class EngineStates:
         self._has_begun = True
 
     async def wait_usable(self, is_over: Callable[[], bool]) -> list[PooledEngine]:
-        """Wait until an engine is usable; return all that are, none once ``is_over``.
-
-        ``wake`` has ``is_over`` asked again.
+        """Wait until an engine is usable; return all that are, none once ``is_over`` at a ``wake``.
 
         Raises:
             RolloutError: One cannot be used as it is, or none answers for
@@ -272,10 +265,7 @@ class EngineStates:
         if pooled.is_lost:
             return
         _LOG.warning("%s is taken out: %s", pooled.address, reason)
-        pooled.version = None
-        pooled.is_unproven = True
-        pooled.is_paused = False
-        pooled.num_broken = 0
+        pooled.version, pooled.is_unproven, pooled.is_paused = None, True, False
         self._move(pooled, EngineState.LOST, reason)
         pooled.engine.give_up(reason)
 
@@ -304,8 +294,7 @@ class EngineStates:
         while True:
             try:
                 version = pooled.version
-                # No longer than the silence that is allowed, but always more than 0, so that a
-                # server is not blamed where this process itself stood still.
+                # More than 0: no server is blamed where this process itself stood still.
                 limit_s = answered_s + timeout_s - time.monotonic()
                 reported = await pooled.engine.version(max(limit_s, self._health.interval_s))
                 answered_s = time.monotonic()
@@ -332,10 +321,7 @@ class EngineStates:
             await asyncio.sleep(self._health.interval_s)
 
     async def _look_at_progress(self, pooled: PooledEngine) -> None:
-        """Make sure that requests in flight get tokens, and note the load that the engine reports.
-
-        Single requests may wait long for their turn, or for kernels that are compiled.
-        """
+        """Make sure that some request in flight gets tokens; note the load that is reported."""
         engine, max_silence_s = pooled.engine, self._config.request_timeout_s
         if engine.silence_s >= max_silence_s:
             self.mark_lost(

@@ -15,7 +15,6 @@ from bapo_megatron.runtime.processes import tail
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
 _ASK_INTERVAL_S = 1.0
-_MAX_DOUBLINGS = 30
 
 
 @dataclass
@@ -33,9 +32,8 @@ class _Supervised:
     def describe_failure(self) -> str:
         """Say how it ended, with the last lines of its log."""
         server = self.server
-        times = f", {self.num_failures} times in a row" if self.num_failures > 1 else ""
         return (
-            f"{server.name} {self.last_end}{times}; the last lines of {server.log_path} say why:\n"
+            f"{server.name} {self.last_end}; the last lines of {server.log_path} say why:\n"
             f"{tail(server.log_path)}"
         )
 
@@ -46,10 +44,7 @@ class ServerSupervisor:
     def __init__(
         self, servers: Sequence[EngineServer], config: RolloutConfig, min_ready: int | None = None
     ) -> None:
-        """Take at least one server; none of them was started yet.
-
-        ``min_ready``: how many must get ready at first (``rollout.min_servers``); none means all.
-        """
+        """Take servers to start; ``min_ready`` (none: all) of them must get ready at first."""
         self.servers = servers
         """Their addresses are known after ``start``."""
         self._config = config.server
@@ -101,10 +96,7 @@ class ServerSupervisor:
         )
 
     async def hold_restarts(self) -> None:
-        """Restart no server until ``allow_restarts``: somebody else uses the GPUs.
-
-        Returns when none is just starting.
-        """
+        """Restart none until ``allow_restarts``; return when no server is just starting."""
         self._may_restart.clear()
         while any(entry.server.is_started and not entry.is_ready for entry in self._supervised):
             await asyncio.sleep(_POLL_S)
@@ -121,11 +113,7 @@ class ServerSupervisor:
         await asyncio.gather(*(asyncio.to_thread(server.close) for server in self.servers))
 
     async def _supervise(self, entry: _Supervised) -> None:
-        """Restart a server whenever it has ended.
-
-        Raises:
-            RolloutError: Fewer than must get ready at first are left that may.
-        """
+        """Restart a server whenever it has ended; raise if too few can get ready at first."""
         server = entry.server
         while True:
             entry.last_end = await self._live(entry)
@@ -147,10 +135,7 @@ class ServerSupervisor:
             raise RolloutError("\n".join(entry.describe_failure() for entry in failed))
 
     async def _live(self, entry: _Supervised) -> str:
-        """Start a server if it does not run, and follow it; return how it ended.
-
-        It is asked one question at a time, because it will answer all of them if it goes on.
-        """
+        """Start a server if it does not run, and follow it; return how it ended."""
         server, start_timeout_s = entry.server, self._config.start_timeout_s
         if not server.is_started:
             try:
@@ -187,4 +172,4 @@ class ServerSupervisor:
 
 def restart_wait_s(num_failures: int, max_s: float) -> float:
     """Return 0, 1, 2, 4, … seconds after the first, second, third, … failure in a row."""
-    return min(2.0 ** min(num_failures - 2, _MAX_DOUBLINGS), max_s) if num_failures > 1 else 0.0
+    return min(2 ** (num_failures - 2), max_s) if num_failures > 1 else 0.0

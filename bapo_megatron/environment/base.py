@@ -78,11 +78,7 @@ class Environment(Protocol):
         """Begin an episode; return the first state, a JSON value."""
 
     async def step(self, state: Any, turn: Callable[[], Turn]) -> Step:
-        """Answer a turn; the result depends on the arguments alone.
-
-        ``state`` is what ``start`` or the step before has returned. ``turn`` returns what the
-        policy wrote; it is decoded only then.
-        """
+        """Answer a turn, which is decoded only when ``turn`` is called."""
 
     async def close(self) -> None:
         """End what runs; calls in progress raise ``RolloutError``. Safe to call twice."""
@@ -92,11 +88,10 @@ class UserEnvironment(Protocol):
     """What a class named by ``rollout.environment`` has; its constructor takes no arguments.
 
     Each of several processes makes one instance, which serves many episodes; successive steps of an
-    episode may run in different processes: after a resume, after ``kill -9``, or because another
-    process was free. What an episode has to remember is therefore in its state, a JSON value that
-    travels with the sample. ``step`` must be a function of ``state`` and ``turn``: no clock, no
-    random numbers except from a seed in the state, no attribute that an earlier call has set
-    (except as a cache). It may be called again with the same arguments. Both methods may be
+    episode may run in different processes. What it has to remember is therefore in its state, a
+    JSON value that travels with the sample. ``step`` must be a function of ``state`` and ``turn``:
+    no clock, no random numbers except from a seed in the state, no attribute that an earlier call
+    has set (except as a cache). It may be called again with the same arguments. Both methods may be
     ``async``.
     """
 

@@ -21,7 +21,6 @@ _MAX_STATE_BYTES = 1_000_000
 _MAX_STATE_DEPTH = 100
 """JSON is read and written by recursion, and a state may hold what a model wrote, which may be any
 number of brackets."""
-_MAX_WRITTEN_BYTES = 500_000
 _MEMORY_REMEDY = "raise rollout.episodes.memory_limit_mb"
 
 
@@ -39,8 +38,6 @@ def build(name: str) -> EnvironmentHandler:
 
 def _load(name: str) -> UserEnvironment:
     named = load_named(name, memory_remedy=_MEMORY_REMEDY, kind="classes")
-    if not isinstance(named, type):
-        raise LoadError(f"must name a class, got {type(named).__name__}; name a class")
     try:
         environment: UserEnvironment = named()
     except (Exception, SystemExit) as error:
@@ -130,8 +127,5 @@ def _checked_step(step: Any) -> list[Any]:
             "a step must do one of three things: write messages, write token_ids, or be done"
         )
     values = astuple(written)
-    # Encoding also refuses half a surrogate pair, which JSON can spell.
-    size = len(json.dumps(values, ensure_ascii=False).encode())
-    if size > _MAX_WRITTEN_BYTES:
-        raise ValueError(f"a step writes at most {_MAX_WRITTEN_BYTES:,} bytes, got {size:,}")
+    json.dumps(values, ensure_ascii=False).encode()  # refuses half a surrogate pair
     return [step.state, *values]

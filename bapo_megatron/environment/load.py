@@ -11,18 +11,12 @@ from bapo_megatron.runtime.workers import WorkerPool
 
 
 def load_environment(name: str, limits: EpisodesConfig) -> Environment:
-    """Set up an environment; nothing is imported or started before ``open``.
-
-    ``name``: ``single_turn``, or ``package.module:Class`` of a ``base.UserEnvironment``.
-    """
+    """Set up what ``rollout.environment`` names; nothing is imported or started before ``open``."""
     return SingleTurn() if name == SINGLE_TURN else WorkerEnvironment(name, limits)
 
 
 class SingleTurn:
-    """The environment of a plain prompt: every episode ends with its first turn.
-
-    Its calls never yield to other tasks.
-    """
+    """Ends every episode with its first turn; never yields to other tasks."""
 
     async def open(self) -> None:
         """There is nothing to prepare."""
@@ -40,19 +34,10 @@ class SingleTurn:
 
 
 class WorkerEnvironment:
-    """Runs a ``base.UserEnvironment`` in worker processes, each call under limits.
-
-    The user's code can neither block the event loop that generates nor end its process. Belongs to
-    the event loop that first calls it.
-    """
+    """Runs a ``base.UserEnvironment`` in worker processes, each call under limits."""
 
     def __init__(self, name: str, limits: EpisodesConfig) -> None:
-        """Set up the processes; ``open`` starts the first one.
-
-        ``name`` is ``package.module:Class``. ``limits`` holds the number of processes, which is the
-        number of concurrent calls, and the limits of a call; waiting for a free process is not
-        counted.
-        """
+        """Set up the processes of ``package.module:Class``; ``open`` starts the first one."""
         self._name = name
         self._limits = limits
         self._workers = WorkerPool(

@@ -50,12 +50,9 @@ CPU_KERNELS, CUDA_KERNELS = CompiledKernels("cpu"), CompiledKernels("cuda")
 
 
 def select_kernels(name: Backend, device: torch.device) -> Kernels:
-    """Return the kernels that ``ops.backend`` asks for.
+    """Return the kernels that ``ops.backend`` asks for, for tensors on ``device``.
 
-    Args:
-        name: ``auto`` takes the compiled kernels of the device, or the reference on a GPU for which
-            none were built (with a warning).
-        device: Where the tensors are.
+    ``auto`` takes the compiled ones, or the reference on a GPU for which none were built.
 
     Raises:
         ValueError: Kernels were asked for by name that this device or this build does not have.

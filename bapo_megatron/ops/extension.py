@@ -4,7 +4,6 @@ Importing this module registers ``torch.ops.bapo``, and what its operations retu
 without data, which torch.compile, export and ``opcheck`` ask for.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,26 +14,15 @@ from bapo_megatron import __version__
 REMEDY = "run `pip install --no-build-isolation -e .` in the repository to compile it"
 
 
-def check_build(built_version: str) -> None:
-    """Raise ImportError unless the extension was compiled from this version of the package."""
-    if built_version != __version__:
-        raise ImportError(
-            f"bapo_megatron._C was compiled from version {built_version}, the package is "
-            f"{__version__}; {REMEDY}"
-        )
-
-
-if "bapo_megatron._C" not in sys.modules and hasattr(torch.ops.bapo, "logprob_partials"):
-    # Registering the operations a second time would abort the process.
-    raise ImportError(
-        "torch.ops.bapo is registered already, by another copy of bapo_megatron._C in this "
-        "process; keep one copy on sys.path"
-    )
 try:
     from bapo_megatron._C import ClipGrid, SearchResult, build_info, search, use_isa
 except ImportError as error:
     raise ImportError(f"bapo_megatron._C cannot be loaded ({error}); {REMEDY}") from error
-check_build(build_info()["version"])
+if (built := build_info()["version"]) != __version__:
+    raise ImportError(
+        f"bapo_megatron._C was compiled from version {built}, the package is {__version__}; "
+        f"{REMEDY}"
+    )
 
 __all__ = ["ClipGrid", "SearchResult", "build_info", "search", "use_isa"]
 

@@ -181,15 +181,12 @@ def _chunks(
 
 
 def _padding(values_CV: Tensor, num_true: int) -> Tensor:
-    """Return the view of the columns beyond the vocabulary, which has ``num_true`` from here on."""
+    """View the columns beyond the vocabulary, which has ``num_true`` from here on."""
     return values_CV[:, max(num_true, 0) :]
 
 
 def _outside(logits_NV: Tensor, rows_T: Tensor | None, target_T: Tensor, vocab_size: int) -> Tensor:
-    """Return which tokens have a target or row that does not exist; on the CPU they are refused.
-
-    On a GPU that check would wait for the device: there their results become NaN.
-    """
+    """Mark targets and rows that do not exist; on the CPU, where nothing waits, refuse them."""
     outside_T = (target_T < 0) | (target_T >= vocab_size)
     if not logits_NV.is_cuda and bool(outside_T.any()):
         raise RuntimeError(

@@ -33,10 +33,9 @@ _MAX_UNREPORTED = 512
 
 
 class ResponseLengths:
-    """Survival function of response lengths; unfinished responses are censored observations.
+    """Kaplan-Meier estimate over bins of lengths; unfinished responses are censored observations.
 
-    A product-limit (Kaplan-Meier) estimate over bins. The prior, worth one response, spreads
-    lengths evenly over the bins up to the limit.
+    The prior, worth one response, spreads lengths evenly over the bins up to the limit.
     """
 
     def __init__(self) -> None:
@@ -179,9 +178,8 @@ class Admission:
         """Admit a request to one of the engines; None if it must wait until others have ended.
 
         It goes to the engine of the requests that share its prompt, unless another has much less to
-        do: a cached prompt saves little beside a long response, and in the simulation of
-        docs/benchmarks whole groups on one server made the end of a step 1.4 times as long. A
-        request that ``is_due`` does not wait.
+        do: whole groups on one server made the end of a simulated step 1.4 times as long. A request
+        that ``is_due`` does not wait.
         """
         least_busy = min(engines, key=self.load)
         least, one_more = self.load(least_busy), self.load(least_busy, claim)
@@ -217,10 +215,7 @@ class Admission:
         self._uses.pop(engine, None)
 
     def load(self, engine: PooledEngine, claim: Claim | None = None) -> float:
-        """Return the expected share of the cache at its fullest moment to come.
-
-        Without a reported cache: requests per rank. With ``claim``: with one more request.
-        """
+        """Return the expected share of the cache at its fullest moment, or requests per rank."""
         use = self._uses[engine]
         if engine.cache_tokens is None:
             return (len(use.claims) + (claim is not None)) / engine.num_ranks

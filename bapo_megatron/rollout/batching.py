@@ -106,11 +106,7 @@ class BatchCollector:
         await self._episodes.close()
 
     async def wait_for_ahead(self) -> None:
-        """Wait until what is generated ahead has ended, if it ends by itself.
-
-        A weight sync, a checkpoint and an evaluation come after it, so that they find everything
-        counted.
-        """
+        """Wait until what is generated ahead has ended, if it ends by itself."""
         if self._ahead is not None:
             await asyncio.wait([self._ahead])
 
@@ -183,7 +179,7 @@ class BatchCollector:
             self._episodes.advance(self._buffer)
 
     def state(self) -> SavedRollout:
-        """Return data position, buffer and the counters since the last batch, as they are now."""
+        """Return what ``restore`` continues from."""
         spent_s = self._spent_s
         if self._is_attached and (self._episodes.is_running or self._ahead is not None):
             spent_s = time.monotonic() - self._started_s
@@ -197,11 +193,7 @@ class BatchCollector:
         return SavedRollout(about, self._buffer.snapshot())
 
     def restore(self, saved: SavedRollout) -> None:
-        """Continue from what ``state`` returned; take over its groups.
-
-        Raises:
-            ValueError: It belongs to other data, another seed or other settings.
-        """
+        """Continue from what ``state`` returned; ``ValueError`` for other data or settings."""
         about = saved.about
         saved.check(self.config)
         self.prompts.restore(about.prompts)
@@ -293,8 +285,7 @@ class BatchCollector:
         """Generate for later steps during training.
 
         With a fixed lag, the present weights complete all groups; an engine with a stepper makes a
-        fixed number of decode steps, or fewer if no request is left. In both cases nothing is in
-        flight at the end. Otherwise requests stay in flight.
+        limited number of decode steps. Otherwise requests stay in flight.
         """
         try:
             self._advance(num_groups)

@@ -62,8 +62,7 @@ class PendingSample:
     """Lacks the latest parts while it is sampled; ``settle`` adds them."""
     prompt: Prompt
     texts: tuple[str, ...] | None = None
-    """Decoded texts of policy and environment, by turns, without special tokens; set with the
-    reward, as are the next two."""
+    """Decoded texts of policy and environment by turns; set with the reward, as the next two."""
     extracted: str = ""
     reason: str = ""
     """What the grader said, as in ``SampleText``."""
@@ -115,8 +114,7 @@ class PendingSample:
     def append(self, part: Completion, max_response_tokens: int) -> None:
         """Add what an engine sampled after ``input_ids()``; the end-of-sequence token ends a turn.
 
-        ``max_response_tokens`` counts over all requests and turns; reaching it is LENGTH, also
-        where the request was aborted at that very token.
+        Reaching ``max_response_tokens`` over all requests and turns is LENGTH, even by an abort.
         """
         if (self.is_finished or self.awaits_answer) and not len(part.token_ids):
             return  # its server was lost after the last token, before it sent the finish reason
@@ -347,10 +345,7 @@ class Selection:
         return max(0, min(self.config.steps_ahead, self.plan.total_steps - step))
 
     def num_to_draw(self, num_groups: int) -> int:
-        """Return how many prompts ``num_groups`` batch groups and the oversampling still need.
-
-        With ``partial_tokens``: those of a new round; 0 where no new round is to begin.
-        """
+        """Return how many prompts ``num_groups`` and oversampling, or a new round, still need."""
         if self.config.partial_tokens is not None:
             return 0 if self._is_round_open() or self.choose(num_groups, 0, 0) else num_groups
         num_useful = sum(not self.is_useless(group) for group in self.buffer)
@@ -390,8 +385,7 @@ class Selection:
     ) -> list[tuple[PendingGroup, list[PendingSample]]]:
         """Return groups with responses that are too old at ``version``, and these responses.
 
-        With ``unfinished`` also unfinished groups, of which nothing may be in flight: their oldest
-        tokens do not become younger, the mean over a response may.
+        With ``unfinished`` also unfinished groups, of which nothing may be in flight.
         """
         if not self._has_limit:
             return []

@@ -43,8 +43,8 @@ _MIN_RELEASED_BYTES = 10**8
 class CollectorClient:
     """Starts, calls and ends the collector: a ``RolloutSource`` on real servers.
 
-    ``launch`` it early, it gets ready in the background. Its calls raise ``RolloutError`` with the
-    line that the collector has sent, or, if the collector has died, with the end of its log.
+    Its calls raise ``RolloutError`` with the line that the collector has sent, or, if it has died,
+    with the end of its log.
     """
 
     def __init__(
@@ -59,10 +59,8 @@ class CollectorClient:
         """Prepare; nothing is started.
 
         With ``awaits_weights`` the run's servers read no weights: a trainer syncs some first.
-        Without ``for_training`` only evaluations are made, and the training prompts do not matter.
-        ``on_progress`` takes lines for people during a wait.
-        ``stopped`` returns an error once the run is to stop: the start raises it, and ``collect``
-        and ``evaluate`` end at once.
+        Without ``for_training`` only evaluations are made. ``stopped`` returns an error once the
+        run is to stop: the start raises it, and ``collect`` and ``evaluate`` end at once.
         """
         self._config = config
         self._request = messages.Open(
@@ -303,11 +301,7 @@ class ReplaySource:
         """Nothing holds any."""
 
     def collect(self, step: int) -> EncodedBatch:
-        """Read the dump of ``step``, which is checked where it is decoded.
-
-        Raises:
-            RolloutError: There is none.
-        """
+        """Read the dump of ``step``; a ``RolloutError`` if there is none."""
         path = dump_path(self.directory, step)
         if not path.is_file():
             present = sorted(self.directory.glob("step_*.parquet"))

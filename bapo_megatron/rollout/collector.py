@@ -69,9 +69,7 @@ _MAX_SYNCS = 5
 class Collector:
     """Answers the calls of one client, each by the method of its name.
 
-    Their errors reach the client as one line: ``RolloutError`` where something cannot be started or
-    generated, ``RewardError`` where grading fails, ``ValueError`` where data or settings do not
-    fit, ``OSError`` where a file cannot be read or written.
+    Rollout and reward errors, ``ValueError`` and ``OSError`` reach the client as one line.
     """
 
     def __init__(self, send: Callable[[calls.Reply], None]) -> None:
@@ -292,23 +290,17 @@ class Collector:
         self._batches.restore(await asyncio.to_thread(read_saved, path))
 
     def _count_sync(self) -> None:
-        """Count that the trainer must sync again, because no server holds the weights any more.
-
-        A prompt that crashes its server is sent again after each restart and sync; without a limit
-        that would never end.
-        """
+        """Count that no server holds the weights: a prompt may crash them again and again."""
         if self._evaluator.is_interrupted:
             return
         if self._pool.num_ended != self._num_ended:
             self._num_syncs, self._num_ended = 0, self._pool.num_ended
         if self._num_syncs == _MAX_SYNCS:
-            servers = () if self._supervisor is None else self._supervisor.servers
-            logs = ", ".join(str(server.log_path) for server in servers) or "their logs"
             raise RolloutError(
                 f"{_MAX_SYNCS} weight syncs in a row, each followed by the failure of every server "
                 f"before any response ended: {self._pool.states.describe()}; a prompt or a setting "
-                f"seems to crash them: see {logs}, correct it (rollout.server, data) and continue "
-                "with resume=true"
+                "seems to crash them: see their logs, correct it (rollout.server, data) and "
+                "continue with resume=true"
             )
         self._num_syncs += 1
 
@@ -334,10 +326,7 @@ class Collector:
 
 
 def remove_dumps(directory: Path, last_step: int) -> None:
-    """Remove the dumps of the steps up to ``last_step``, each before its texts; keep other files.
-
-    What a kill in between leaves is removed by the next call.
-    """
+    """Remove the dumps of the steps up to ``last_step``, each before its texts."""
     for folder in (directory, directory / "texts"):
         for path in folder.glob("step_*.parquet"):
             step = path.stem.removeprefix("step_")
@@ -396,9 +385,7 @@ def _send(writer: asyncio.StreamWriter, message: calls.Reply) -> None:
 def collect_garbage_rarely() -> None:
     """Keep garbage collection out of the event loop; call ``gc.collect`` between batches.
 
-    SGLang answers with nested lists. Python's default thresholds trigger full collections again and
-    again, with 8,192 requests in flight up to 1.5 s each: the loop was 9 s late
-    (docs/benchmarks/connections_cpu_202611.md).
+    By default full collections take up to 1.5 s each (docs/benchmarks/connections_cpu_202611.md).
     """
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)

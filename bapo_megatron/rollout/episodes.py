@@ -54,11 +54,9 @@ class Interaction:
     """Episodes that ended because the environment failed, by kind."""
 
     async def respond(self, pending: PendingSample, sampling: SamplingSettings) -> None:
-        """Begin an episode, or answer the turn that has ended.
+        """Begin an episode, or answer the turn that has ended; the sample changes only then.
 
-        The sample changes only once the answer is there. ``sampling`` is that of the whole
-        response: its seed is the same after every resume, and its limit includes what the
-        environment writes.
+        ``sampling`` is that of the whole response: its limit includes what the environment writes.
 
         Raises:
             EnvironmentFailedError: The environment failed, with ``on_error: raise``.
@@ -215,8 +213,7 @@ def _storable(text: str) -> str:
 class Episodes:
     """The tasks of samples in progress, and their counters.
 
-    A task fails with ``RolloutError`` where no server can continue or an environment failed, with
-    ``RewardError`` where grading failed; ``raise_failure`` and what waits for news raise it, once.
+    ``raise_failure`` and what waits for news raise a task's failure, once.
     """
 
     pool: EnginePool
@@ -286,11 +283,7 @@ class Episodes:
             self.raise_failure()
 
     async def drive(self, max_steps: int) -> int:
-        """Settle, make at most ``max_steps`` decode steps, and settle again; return the steps made.
-
-        0 without a request, without an engine that has the weights, or if the engine samples by
-        itself.
-        """
+        """Settle, make at most ``max_steps`` decode steps, settle again; return the steps made."""
         stepper = self.pool.stepper
         if stepper is None or not await self.settle(scored=self.awaits_scores):
             return 0
@@ -301,8 +294,7 @@ class Episodes:
     async def settle(self, *, scored: bool = True) -> bool:
         """Wait until nothing changes before the next decode step; with ``scored``, for every score.
 
-        Returns False where no engine holds the weights any more. Does nothing if the engine samples
-        by itself.
+        Returns False where no engine holds the weights. Does nothing without a stepper.
         """
         while self.pool.stepper is not None:
             for _ in range(_MAX_LOOP_TURNS):

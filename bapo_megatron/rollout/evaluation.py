@@ -42,9 +42,8 @@ class Evaluator:
     async def evaluate(self, pool: EnginePool, request: Evaluate) -> list[EvalResult] | None:
         """Score every set with the weights that the servers hold; None where none does any more.
 
-        The sets are sampled together, in their order, so that servers do not wait for the longest
-        responses of one set before they begin the next. A second call for the same moment continues
-        where the first one failed.
+        The sets are sampled together, so that no server waits for the longest responses of one. A
+        second call for the same moment continues where the first one failed.
 
         Raises:
             RolloutError: Servers or an environment failed.
@@ -77,7 +76,11 @@ class Evaluator:
                 [journal.samples[prompt.prompt_id, index] for index in indices]
                 for prompt in eval_set.prompts
             ]
-            results.append(await summarise_set(eval_set, groups, self.votes, config, weights))
+            settings = settings_of(eval_set, config, weights)
+            result = await summarise(
+                eval_set.name, groups, self.votes, config.eval, settings=settings, seed=config.seed
+            )
+            results.append(result)
         write_results(results, results_file(config.run_dir, moment))
         return results
 
@@ -189,34 +192,8 @@ def _eval_sample(pending: PendingSample, version: int, elapsed_s: float) -> Eval
     )
 
 
-async def summarise_set(
-    eval_set: EvalSet,
-    groups: Sequence[Sequence[EvalSample]],
-    votes: RewardPool,
-    config: RunConfig,
-    weights: str,
-) -> EvalResult:
-    """Score a set whose samples are complete, by the run's settings.
-
-    Raises:
-        RewardError: Comparing answers failed (inside an exception group).
-    """
-    return await summarise(
-        eval_set.name,
-        groups,
-        votes,
-        config.eval,
-        settings=settings_of(eval_set, config, weights),
-        seed=config.seed,
-    )
-
-
 def samples_file(run_dir: Path, moment: str, set_name: str) -> Path:
-    """Return where the samples of a set are: ``eval/step_000020_aime24.jsonl``.
-
-    ``moment`` is ``step_<n>``, ``start``, or empty for an evaluation without training:
-    ``eval/aime24.jsonl``.
-    """
+    """Return ``eval/step_000020_aime24.jsonl``; without a moment ``eval/aime24.jsonl``."""
     return run_dir / "eval" / f"{moment}{'_' * bool(moment)}{set_name}.jsonl"
 
 

@@ -16,18 +16,11 @@ from bapo_megatron.types import EncodedBatch, EvalResult
 
 
 class RolloutSource(Protocol):
-    """Provides batches and evaluations; lives on rank 0 only.
-
-    Implementations: ``client.CollectorClient`` (a collector process and real servers) and
-    ``client.ReplaySource`` (dumps of an earlier run, without servers).
-    """
+    """Provides batches and evaluations on rank 0: from a collector, or from dumps."""
 
     @property
     def weights(self) -> Caller | None:
-        """Starts the calls of ``weight_sync.receive``, once ``wait_ready`` has returned.
-
-        None where there are no servers.
-        """
+        """Starts the calls of ``weight_sync.receive``; None where there are no servers."""
 
     def wait_ready(self) -> None:
         """Wait until batches can be asked for; a weight sync may still have to come first.
@@ -54,10 +47,9 @@ class RolloutSource(Protocol):
         """
 
     def begin_evaluation(self, step: int) -> None:
-        """Begin an evaluation that runs beside the next batch; ``evaluate`` returns its results.
+        """Begin an evaluation beside the next batch.
 
-        Call ``evaluate`` before the next weight sync. None then means that no server holds the
-        weights any more: the results are lost.
+        Call ``evaluate`` before the next weight sync; None then means that the results are lost.
         """
 
     def save(self, path: Path) -> Callable[[], None]:

@@ -15,19 +15,14 @@ from bapo_megatron.engine.base import (
     PauseMode,
 )
 from bapo_megatron.engine.pooled import EngineState, EngineStates, PooledEngine
-from bapo_megatron.errors import (
-    BrokenConnectionError,
-    RolloutError,
-    ServerError,
-    describe_cause,
-)
+from bapo_megatron.errors import BrokenConnectionError, RolloutError, ServerError, describe_cause
 from bapo_megatron.rollout.admission import Admission, Claim
 from bapo_megatron.types import FinishReason
 
 _ABORT_INTERVAL_S = 0.1
 _RETRY_WAIT_S = 0.25
 _MAX_BROKEN = 3
-"""In a row for one server, without a token in between: it answers, but samples nothing."""
+"""Failures in a row of one response after which a server that breaks its connection is lost."""
 _MAX_FAILURES = 10
 """In a row for one response, without a token in between: it breaks its servers."""
 
@@ -36,10 +31,7 @@ class EnginePool:
     """Engines that hold the same weights version."""
 
     def __init__(
-        self,
-        engines: Sequence[Engine],
-        config: RolloutConfig,
-        version: int | None,
+        self, engines: Sequence[Engine], config: RolloutConfig, version: int | None
     ) -> None:
         """Take the engines, of which one with a ``stepper`` is alone; nothing is sent."""
         self.states = EngineStates(engines, config, version)
@@ -78,13 +70,11 @@ class EnginePool:
         """Sample one completion, moving to another engine whenever one is lost.
 
         ``plan`` makes the request for what is left to be sampled, at first and before each
-        continuation; None where nothing is left. The pool sets its ``version`` and
-        ``stream_tokens``. ``on_part`` takes each piece as soon as its tokens, log-probs and
-        versions are certain; the finish reason is ABORT until the last piece, and for all pieces if
-        ``drain`` came first. Requests of one ``affinity`` go to the same engine as long as one of
-        them is in progress, because its KV cache has their common prompt. Affinities below 0 belong
-        to an evaluation: ``drain`` interrupts its requests, which continue afterwards, and those
-        that are lost are not counted.
+        continuation; None where nothing is left. ``on_part`` takes each piece as soon as it is
+        certain; the finish reason is ABORT until the last piece, and for all if ``drain`` came
+        first. Requests of one ``affinity`` share a prompt, and an engine if they can. Affinities
+        below 0 belong to an evaluation: ``drain`` interrupts its requests, which continue
+        afterwards, and those that are lost are not counted.
 
         Returns whether any engine got it.
 
@@ -139,10 +129,7 @@ class EnginePool:
             self._is_drained.set()
 
     async def take_away(self, pooled: PooledEngine) -> None:
-        """Continue an engine's requests elsewhere with what they have; it gets no others.
-
-        Returns when it has none; ``EngineStates.remove`` then forgets it.
-        """
+        """Continue an engine's requests elsewhere with what they have; return when it has none."""
         self.states.dismiss(pooled)
         try:
             await self._abort_while(lambda: self._admission.has_requests(pooled), pooled)
@@ -195,7 +182,6 @@ class EnginePool:
         """Let one engine continue a job; return whether the job has ended."""
         version = self.states.version
         assert version is not None, "a usable engine has the pool's version"
-        num_broken = pooled.num_broken
         try:
             await pooled.engine.stream(job.start(pooled, version), job)
             reason = job.finish_reason
@@ -207,9 +193,6 @@ class EnginePool:
                     "without a reason; somebody else aborts its requests, or its log says why"
                 )
         except ServerError as error:
-            # Connections that break at the same time count once.
-            if isinstance(error, BrokenConnectionError) and pooled.num_broken == num_broken:
-                pooled.num_broken += 1
             await self._after_failure(job, pooled, error)
             return False
         return reason is not FinishReason.ABORT or job.affinity >= 0
@@ -218,12 +201,11 @@ class EnginePool:
         """Take the engine out, unless only the connection broke; raise after too many failures."""
         job.num_failures += 1
         if pooled.is_answering:
-            is_broken = isinstance(error, BrokenConnectionError)
-            if is_broken and pooled.num_broken < _MAX_BROKEN and await self._still_serves(pooled):
+            may_retry = isinstance(error, BrokenConnectionError) and job.num_failures < _MAX_BROKEN
+            if may_retry and await self._still_serves(pooled):
                 await asyncio.sleep(_RETRY_WAIT_S)
             else:
-                times = f" ({pooled.num_broken} in a row)" if pooled.num_broken > 1 else ""
-                self.states.mark_lost(pooled, f"{error}{times}")
+                self.states.mark_lost(pooled, str(error))
         self.num_lost_requests += not pooled.is_answering and job.affinity >= 0
         if job.num_failures >= _MAX_FAILURES:
             raise RolloutError(
@@ -311,9 +293,9 @@ class _Job(CompletionSink):
         self.pool.num_retractions += num_times
 
     def take(self, part: Completion) -> None:
-        """Hand a piece on; a token ends every row of failures."""
+        """Hand a piece on; a token ends a row of failures."""
         if len(part.token_ids):
-            self.num_failures = self._pooled.num_broken = 0
+            self.num_failures = 0
         self.num_received += len(part.token_ids)
         self.finish_reason = part.finish_reason
         self.pool._admission.advance(self._pooled, self.claim, len(part.token_ids))

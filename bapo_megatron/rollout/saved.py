@@ -75,11 +75,7 @@ class SavedRollout:
     buffer: RolloutBuffer
 
     def check(self, config: RolloutConfig) -> None:
-        """Refuse settings under which the samples cannot be continued.
-
-        Raises:
-            ValueError: One of ``settings_of`` has changed, or a sample is too long.
-        """
+        """Raise a ``ValueError`` for settings under which the samples cannot be continued."""
         for name, value in settings_of(config).items():
             if (saved := self.about.settings.get(name)) != value:
                 raise ValueError(

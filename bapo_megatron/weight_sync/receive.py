@@ -108,11 +108,7 @@ class WeightReceiver:
         generation: Pausable | None,
         probe_prompts: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Put the parts together; nothing is sent.
-
-        ``generation`` is paused during a weight sync; None where only evaluations are made. Servers
-        are compared with the trainer on ``probe_prompts``, as ``rollout.weight_sync.verify`` says.
-        """
+        """Take what is paused meanwhile, if anything, and the prompts that ``verify`` compares."""
         self._pool = pool
         self._sync, self._health = config.weight_sync, config.health
         self._resumes_to_check = self._sync.in_flight != "abort" or config.colocated
@@ -128,8 +124,7 @@ class WeightReceiver:
         self._failed_first: set[PooledEngine] = set()
         """Members whose calls were over when rank 0 heard that the step failed."""
         self._left_out: set[PooledEngine] = set()
-        """Servers that failed during this weight sync: only where no other answers they take part
-        in it again."""
+        """Servers that failed in this weight sync, and take part again only if no other answers."""
         self._group: tuple[str, tuple[PooledEngine, ...]] | None = None
         """Name and members of the collective group that servers have joined."""
         self._shares_group = False
@@ -218,13 +213,7 @@ class WeightReceiver:
         return await self._admit() if request.is_last and failure is None else failure
 
     async def load(self, request: Load) -> None:
-        """Have all servers load a directory and admit them; generation stays paused.
-
-        After a failure those that remain load it again.
-
-        Raises:
-            RolloutError: As ``begin``.
-        """
+        """Have all servers load a directory, after a failure again; raise as ``begin``."""
         await self._pause()
         while True:
             await self._await_members(request.version, has_session=False)
@@ -246,10 +235,8 @@ class WeightReceiver:
 
         ``expected`` are the trainer's log-probs of the probe: of all tokens of each sequence but
         the first, at temperature 1. Empty: nothing is compared. A server that computes otherwise is
-        taken out.
-
-        Where requests are paused, not aborted, and where servers gave their memory away, generation
-        continues first: a paused server answers no probe. What it samples until then is kept.
+        taken out. Unless requests were aborted, generation continues first: a paused server
+        answers no probe. What it samples until then is kept.
 
         Raises:
             RolloutError: A server computes otherwise, and no other is left.
@@ -403,8 +390,7 @@ class WeightReceiver:
     ) -> str | None:
         """Call every member; return when all have answered, or why the first has failed.
 
-        The others may then be waiting for the trainer, in a collective that the first has left;
-        their calls stay open until ``_take_out_failed``.
+        The calls of the others then stay open until ``_take_out_failed``.
         """
         limit_s = self._remaining_s()
         self._calls = {
@@ -446,7 +432,7 @@ class WeightReceiver:
         self._group_is_broken = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while open_calls := _open_calls(calls):
+                while open_calls := [t for t, e in calls.items() if not (t.done() or e.is_lost)]:
                     await asyncio.wait(open_calls, timeout=_POLL_S)
         refused: dict[PooledEngine, str] = {}
         for task, entry in calls.items():
@@ -481,10 +467,6 @@ class WeightReceiver:
                 ),
                 return_exceptions=True,  # it restarted meanwhile, or ends now
             )
-
-
-def _open_calls(calls: dict[asyncio.Task[None], PooledEngine]) -> list[asyncio.Task[None]]:
-    return [task for task, entry in calls.items() if not (task.done() or entry.is_lost)]
 
 
 def _describe(entry: PooledEngine, error: BaseException) -> str:

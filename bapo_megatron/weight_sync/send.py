@@ -94,11 +94,7 @@ class WeightSync:
     def __init__(
         self, config: WeightSyncConfig, run_dir: Path, score: Scorer, device: torch.device
     ) -> None:
-        """Choose the method; nothing is started.
-
-        ``method: disk`` keeps the newest version under ``<run_dir>/weights``. ``score`` scores what
-        ``verify`` compares, and ``device`` is where the policy is.
-        """
+        """Choose the method; ``disk`` keeps the newest version under ``<run_dir>/weights``."""
         self._config = config
         self._score = score
         self._root = run_dir / "weights"
@@ -195,10 +191,7 @@ class WeightBuckets:
     """The buckets of a policy; rank 0 calls all methods but ``follow``, all others that one."""
 
     def __init__(self, policy: MegatronPolicy, max_bytes: int) -> None:
-        """Plan them, alike on all ranks; ``finish_weights`` has finished the policy's weights.
-
-        A bucket has at most ``max_bytes``, unless it holds a single larger parameter.
-        """
+        """Plan buckets, alike on all ranks, of ``max_bytes`` or a single larger parameter."""
         self._policy = policy
         self._dtype: torch.dtype = policy.chunks[0].config.params_dtype
         self._plan = plan_buckets(policy.hf, self._dtype, max_bytes)
@@ -241,10 +234,7 @@ class WeightBuckets:
 
 
 def _carry(buckets: WeightBuckets, collector: Caller, version: int, carrier: "Carrier") -> int:
-    """Send all buckets; after a failure again, to the servers that remain. Returns their bytes.
-
-    It ends: the collector waits for servers only for ``rollout.health.patience_s``.
-    """
+    """Send all buckets, after a failure again to the servers that remain; return their bytes."""
     failure = ""
     while True:
         try:
@@ -278,12 +268,6 @@ def _attempt(buckets: WeightBuckets, collector: Caller, version: int, carrier: "
 
 class AttemptFailedError(Exception):
     """A server failed; the others get the weights in another attempt."""
-
-
-def _check(failure: str | None) -> None:
-    """Raise ``AttemptFailedError`` where the collector reports that a server failed."""
-    if failure is not None:
-        raise AttemptFailedError(failure)
 
 
 @contextmanager
@@ -346,10 +330,9 @@ class BroadcastCarrier:
     def _await_both(
         self, servers: Callable[[], str | None], rank_zero: Future[None], what: str
     ) -> None:
-        """Wait for an operation of servers and of rank 0.
+        """Wait for servers and rank 0; raise ``RolloutError`` where rank 0 alone failed.
 
-        Raise ``RolloutError`` where rank 0 alone failed. Where a server and rank 0 did, the message
-        has both reasons: who was first is not known.
+        Otherwise the message has both reasons: who was first is not known.
         """
         if (failure := servers()) is not None:
             error = rank_zero.exception() if rank_zero.done() else None
@@ -391,7 +374,8 @@ class MemoryCarrier:
         taken = collector.start(receive.TAKE, request)
 
         def await_taken(_: object = copies) -> None:  # whose memory must stay until it is loaded
-            _check(taken())
+            if (failure := taken()) is not None:
+                raise AttemptFailedError(failure)
             if self._device.type == "cuda":
                 # Frees the bucket before this one.
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]

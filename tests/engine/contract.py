@@ -55,8 +55,6 @@ class Case:
 
 @contextlib.contextmanager
 def fake_case(model_dir: Path, directory: Path) -> Iterator[Case]:
-    """The fake SGLang server."""
-
     def expected(
         prompt: Sequence[int], response: Sequence[int] | np.ndarray, temperature: float
     ) -> np.ndarray:
@@ -72,7 +70,6 @@ def fake_case(model_dir: Path, directory: Path) -> Iterator[Case]:
 
 
 def sglang_case(server: SglangServer, model_dir: Path) -> Case:
-    """A real SGLang server."""
     return Case(
         connect=functools.partial(_connect, server.address, server.keys),
         expected=functools.partial(reference_logprobs, model_dir),
@@ -82,7 +79,6 @@ def sglang_case(server: SglangServer, model_dir: Path) -> Case:
 
 @contextlib.contextmanager
 def local_case(model_dir: Path, directory: Path) -> Iterator[Case]:
-    """The model in this process."""
     backend = LocalBackend(ModelConfig(path=model_dir, dtype="float32"), LocalConfig(), "cpu")
     yield Case(
         connect=functools.partial(backend.connect, "local"),
@@ -194,7 +190,6 @@ class Response:
 
 
 async def abort_all(engine: Engine) -> None:
-    """Abort until nothing is in flight."""
     while engine.num_in_flight:
         await engine.abort(timeout_s=60)
         await asyncio.sleep(0.01)

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 
 class Kept(CompletionSink):
-    """Keeps every piece as it came."""
-
     def __init__(self) -> None:
         self.parts: list[Completion] = []
 
@@ -39,7 +37,6 @@ class Kept(CompletionSink):
         self.parts.append(part)
 
     def completion(self) -> Completion:
-        """What came so far."""
         reason = self.parts[-1].finish_reason if self.parts else FinishReason.ABORT
         return join(self.parts, reason)
 

@@ -49,7 +49,6 @@ def _case(
 
 @pytest.fixture
 def real_case(case: Case) -> Case:
-    """An engine that computes."""
     if not case.has_model:
         pytest.skip("its tokens and log-probs are made up")
     return case

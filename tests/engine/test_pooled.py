@@ -77,7 +77,8 @@ async def test_all_servers_lost_is_an_error_that_names_each_and_why() -> None:
                 await responses[1].task
     error = str(caught.value)
     assert error.startswith("no usable server for 3 s (rollout.health.patience_s): ")
-    assert f"{one.address}, {two.address} (lost): the connection broke" in error
+    for fake in (one, two):
+        assert f"{fake.address} (lost): the connection broke" in error
     assert error.endswith("resume=true")
     assert "\n" not in error
 
@@ -143,18 +144,6 @@ async def test_beyond_a_quorum_servers_join_when_they_are_ready(
     assert first == f"{late.address} joins the run ({state})"
     assert second.startswith(f"{last.address} is taken out: it never answered (")
     assert third == f"{last.address} answers again and needs weights"
-
-
-async def test_servers_may_be_started_after_the_trainer() -> None:
-    with FakeSglang() as fake:
-        fake.crash()
-        async with pool_of(fake) as pool:
-            waiting = asyncio.create_task(pool.states.wait_for_engines())
-            await asyncio.sleep(0.3)
-            assert not waiting.done()
-            fake.start()
-            await waiting
-            assert states_of(pool) == ["usable"]
 
 
 async def test_a_refused_key_ends_the_wait_for_servers_at_once() -> None:

@@ -203,9 +203,7 @@ async def test_a_server_that_keeps_dying_is_started_again_after_pauses(
         await until(lambda: len(warnings(caplog)) >= 3)
         (server,) = supervisor.servers
         first, *log = supervisor.describe_failures().splitlines()
-        assert first.startswith(
-            f"the SGLang server at {server.address} died (exit status 3), 3 times in a row; the "
-        )
+        assert first.startswith(f"the SGLang server at {server.address} died (exit status 3); ")
         assert log[-1] == "    fate: exit; an api key: True"
         pauses = [line.partition("again")[2].partition(" (")[0] for line in warnings(caplog)]
         assert pauses[:3] == ["", " in 1 s", " in 1 s"]  # max_restart_wait_s
@@ -272,5 +270,5 @@ async def test_while_restarts_are_held_nothing_is_started_and_a_port_that_is_tak
             occupant.listen()
             supervisor.allow_restarts()
             await until(lambda: len(warnings(caplog)) >= 2)
-        assert "was not started (rollout.server.port: cannot listen on" in warnings(caplog)[1]
+        assert "was not started (rollout.server: cannot listen on" in warnings(caplog)[1]
         await ready_after_starts(supervisor, 2)

@@ -70,7 +70,6 @@ RETURNED = {
     "both": Step(1, messages=[{"role": "user", "content": "a"}], token_ids=[1]),
     "done_and_more": Step(1, token_ids=[1], is_done=True),
     "done_in_words": Step(1, is_done="yes"),
-    "much": Step(1, messages=[{"role": "user", "content": "x" * 4_000_000}]),
 }
 
 

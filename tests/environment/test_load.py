@@ -15,7 +15,6 @@ from bapo_megatron.errors import RolloutError
 OWN = "tests.environment.own_environments"
 RETURNED = {
     "a_dictionary": "ValueError: step must return a Step",
-    "bottomless_state": "ValueError: the state must be a JSON value",
     "raises": "RuntimeError: cannot step",
 }
 
@@ -106,11 +105,6 @@ def fail(name="Bad", *, call, then=None, **limits):
         return raised.value, await environment.step(None, turn_of("fine"))
 
     return run(name, use, **limits)
-
-
-def test_a_first_state_must_be_json_too():
-    error, _ = fail(call=lambda environment: environment.start(task_of("a_set")))
-    assert re.search(r"Bad\.start failed: .* a JSON value .* \(prompt 'set:7'\); ", str(error))
 
 
 @pytest.mark.slow

@@ -83,9 +83,7 @@ class FakeSglang(FakeServer):
     loads: list[list[dict[str, Any]]] = field(default_factory=list)
     """What it answers, one after the other, when it is asked for its load; then nothing of use."""
     requests: list[dict[str, Any]] = field(default_factory=list)
-    """Every body that /generate got."""
     calls: list[str] = field(default_factory=list)
-    """The path of every call."""
     max_concurrent: int = 0
 
     def start(self) -> None:
@@ -109,7 +107,6 @@ class FakeSglang(FakeServer):
         return 200, last
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one call."""
         if path == "/model_info":
             return {"weight_version": self.version, "architectures": self.architectures}
         if path == "/server_info":
@@ -199,7 +196,6 @@ class FakeSglang(FakeServer):
 
 
 def _spans(versions: list[str]) -> list[dict[str, Any]]:
-    """Versions of the tokens as SGLang tells them."""
     spans: list[dict[str, Any]] = []
     for version, tokens in groupby(versions):
         start = spans[-1]["end"] if spans else 0

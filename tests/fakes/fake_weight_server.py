@@ -50,7 +50,6 @@ class FakeWeightServer(FakeServer):
 
     @property
     def paths(self) -> list[str]:
-        """Paths of the calls so far."""
         return [path for path, _ in self.calls]
 
     def handle(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:

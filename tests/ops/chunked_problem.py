@@ -130,7 +130,6 @@ def make_problem(num_rows: int = 90, num_tokens: int = 61, seed: int = 0) -> Pro
 
 
 def leaves(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Hidden states and weight as leaves with gradients."""
     return (
         problem.hidden_NH.detach().clone().requires_grad_(),
         problem.weight_VH.detach().clone().requires_grad_(),
@@ -155,7 +154,6 @@ def chunked_loss(
     entropy_coefficient: float = 0.0,
     **changes: Any,
 ) -> tuple[Tensor, TokenLogprobs]:
-    """The op with this module's settings and loss."""
     settings: dict[str, Any] = {
         "rows_T": tokens.rows_T,
         "vocab_size": VOCAB_SIZE,
@@ -164,6 +162,22 @@ def chunked_loss(
         "chunk_tokens": 16,
     }
     return chunked.chunked_loss(hidden_MH, head, tokens.target_T, **{**settings, **changes})
+
+
+def collect(
+    hidden_MH: Tensor, head: OutputHead, tokens: Tokens, chunk_tokens: int, kernels: Any = None
+) -> TokenLogprobs:
+    """Log-probs and entropies without gradient, with this module's settings."""
+    return chunked.chunked_logprobs(
+        hidden_MH,
+        head,
+        tokens.target_T,
+        rows_T=tokens.rows_T,
+        vocab_size=VOCAB_SIZE,
+        temperature=TEMPERATURE,
+        chunk_tokens=chunk_tokens,
+        kernels=kernels,
+    )
 
 
 def run_chunked(problem: Problem, **changes: Any) -> Outcome:

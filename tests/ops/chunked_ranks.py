@@ -11,14 +11,13 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.ops.chunked import OutputHead, chunked_logprobs
+from bapo_megatron.ops.chunked import OutputHead
 from tests.distributed_launch import joined
 from tests.ops.chunked_problem import (
     EARLIER_GRADIENT,
-    TEMPERATURE,
-    VOCAB_SIZE,
     Problem,
     chunked_loss,
+    collect,
     make_problem,
     relative_error,
     run_chunked,
@@ -58,15 +57,7 @@ def _divide_vocabulary(
     hidden_MH = problem.hidden_NH[rows].clone().requires_grad_()
     head = OutputHead(weight_VH, group, sequence_parallel)
 
-    collected = chunked_logprobs(
-        hidden_MH,
-        head,
-        problem.tokens.target_T,
-        rows_T=problem.tokens.rows_T,
-        vocab_size=VOCAB_SIZE,
-        temperature=TEMPERATURE,
-        chunk_tokens=16,
-    )
+    collected = collect(hidden_MH, head, problem.tokens, 16)
     loss, policy = chunked_loss(
         hidden_MH, head, problem.tokens, entropy_coefficient=ENTROPY_COEFFICIENT
     )
@@ -91,14 +82,11 @@ def _divide_tokens(group: dist.ProcessGroup) -> dict[str, float]:
     problem = make_problem(num_tokens=80)
     whole = run_chunked(problem, entropy_coefficient=ENTROPY_COEFFICIENT)
     rank = dist.get_rank(group)
-    boundary = 20
-    first_T = problem.tokens.rows_T < boundary
-    local = Problem(
-        problem.hidden_NH[:boundary] if rank == 0 else problem.hidden_NH[boundary:],
-        problem.weight_VH,
-        problem.tokens.select(first_T if rank == 0 else ~first_T),
-    )
-    local.tokens.rows_T.sub_(0 if rank == 0 else boundary)
+    rows = slice(20) if rank == 0 else slice(20, None)
+    is_mine_T = (problem.tokens.rows_T < 20) == (rank == 0)
+    tokens = problem.tokens.select(is_mine_T)
+    tokens.rows_T.sub_(20 * rank)
+    local = Problem(problem.hidden_NH[rows], problem.weight_VH, tokens)
     part = run_chunked(local, entropy_coefficient=ENTROPY_COEFFICIENT)
     assert whole.hidden_NH is not None
     assert whole.weight_VH is not None
@@ -107,13 +95,8 @@ def _divide_tokens(group: dist.ProcessGroup) -> dict[str, float]:
         dist.all_reduce(summed, group=group)
     return {
         "loss": relative_error(part.loss, whole.loss),
-        "logprob": relative_error(
-            part.logprob_T, whole.logprob_T[first_T if rank == 0 else ~first_T]
-        ),
-        "hidden": relative_error(
-            part.hidden_NH,
-            whole.hidden_NH[:boundary] if rank == 0 else whole.hidden_NH[boundary:],
-        ),
+        "logprob": relative_error(part.logprob_T, whole.logprob_T[is_mine_T]),
+        "hidden": relative_error(part.hidden_NH, whole.hidden_NH[rows]),
         "weight": relative_error(part.weight_VH, whole.weight_VH),
     }
 

@@ -126,19 +126,16 @@ def gradient_(
 def random_logits(
     num_rows: int, num_columns: int, dtype: torch.dtype, *, scale: float = 4.0, seed: int = 0
 ) -> Tensor:
-    """Normal logits of the given spread."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(num_rows, num_columns, generator=generator) * scale).to(dtype)
 
 
 def random_targets(num_tokens: int, vocab_size: int, *, seed: int = 0) -> Tensor:
-    """Uniform vocabulary ids."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab_size, (num_tokens,), generator=generator)
 
 
 def grid_tensor(grid: extension.ClipGrid) -> Tensor:
-    """The grid as the ops take it."""
     return torch.frombuffer(bytearray(grid.to_bytes()), dtype=torch.uint8)
 
 
@@ -171,5 +168,4 @@ def filled_table(
 
 
 def search_table(table: Tensor, grid: extension.ClipGrid, rule: Rule) -> extension.SearchResult:
-    """The search with its whole path."""
     return extension.search(table.tolist(), grid, rule.target, rule.contribution, rule.measure)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.ops.backend import select_kernels
-from bapo_megatron.ops.chunked import OutputHead, chunked_logprobs
+from bapo_megatron.ops.chunked import OutputHead
 from tests.ops.chunked_problem import (
     EARLIER_GRADIENT,
     HIDDEN_SIZE,
@@ -20,6 +20,7 @@ from tests.ops.chunked_problem import (
     VOCAB_SIZE,
     ClippedLoss,
     chunked_loss,
+    collect,
     leaves,
     make_problem,
     relative_error,
@@ -128,15 +129,9 @@ def test_cuda_equals_the_cpu() -> None:
 def test_logprobs_equal_those_of_all_logits(chunk_tokens: int, backend: Any) -> None:
     problem = make_problem(seed=2)
     hidden_NH, weight_VH = leaves(problem)
-    logprob_T, entropy_T = chunked_logprobs(
-        hidden_NH,
-        OutputHead(weight_VH),
-        problem.tokens.target_T,
-        rows_T=problem.tokens.rows_T,
-        vocab_size=VOCAB_SIZE,
-        temperature=TEMPERATURE,
-        chunk_tokens=chunk_tokens,
-        kernels=select_kernels(backend, torch.device("cpu")),
+    kernels = select_kernels(backend, torch.device("cpu"))
+    logprob_T, entropy_T = collect(
+        hidden_NH, OutputHead(weight_VH), problem.tokens, chunk_tokens, kernels
     )
     logits_TV = (hidden_NH @ weight_VH.t()).detach().double()[problem.tokens.rows_T, :VOCAB_SIZE]
     all_TV = (logits_TV / TEMPERATURE).log_softmax(1)
@@ -150,15 +145,8 @@ def test_logprobs_equal_those_of_all_logits(chunk_tokens: int, backend: Any) -> 
 def test_the_collection_pass_and_the_loss_pass_have_the_same_logprobs() -> None:
     """With the same chunks: the ratio of a token to itself is exactly 1."""
     problem = make_problem(seed=3)
-    collected_T = chunked_logprobs(
-        problem.hidden_NH,
-        OutputHead(problem.weight_VH),
-        problem.tokens.target_T,
-        rows_T=problem.tokens.rows_T,
-        vocab_size=VOCAB_SIZE,
-        temperature=TEMPERATURE,
-        chunk_tokens=16,
-    ).logprob_T
+    head = OutputHead(problem.weight_VH)
+    collected_T = collect(problem.hidden_NH, head, problem.tokens, 16).logprob_T
     assert torch.equal(collected_T, run_chunked(problem, chunk_tokens=16).logprob_T)
 
 
@@ -187,8 +175,6 @@ def test_rows_without_a_token_and_padded_vocabulary_get_no_gradient() -> None:
 
 
 class _CountProducts(TorchDispatchMode):
-    """Counts matrix products."""
-
     def __init__(self) -> None:
         super().__init__()
         self.products = 0
@@ -259,25 +245,17 @@ def test_a_tied_weight_gets_the_embeddings_gradient_beside_the_heads() -> None:
     assert relative_error(weight_VH.main_grad - EARLIER_GRADIENT, expected) < 3e-6
 
 
-def test_a_frozen_weight_gets_no_gradient() -> None:
+def test_a_frozen_weight_or_frozen_hidden_states_get_no_gradient() -> None:
     problem = make_problem()
-    hidden_NH, _ = leaves(problem)
-    weight_VH: Any = with_main_grad(problem.weight_VH).requires_grad_(False)
-    loss, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
-    loss.backward()
-    assert bool((weight_VH.main_grad == EARLIER_GRADIENT).all())
-    assert not weight_VH.grad_added_to_main_grad
-    assert weight_VH.grad is None
     expected = run_oracle(problem, entropy_coefficient=0.0)
+    hidden_NH, weight_VH = leaves(problem)
+    frozen_VH: Any = with_main_grad(problem.weight_VH).requires_grad_(False)
+    chunked_loss(hidden_NH, OutputHead(frozen_VH), problem.tokens)[0].backward()
+    assert bool((frozen_VH.main_grad == EARLIER_GRADIENT).all())
+    assert not frozen_VH.grad_added_to_main_grad
+    assert frozen_VH.grad is None
     assert relative_error(hidden_NH.grad, expected.hidden_NH) < 3e-6
-
-
-def test_frozen_hidden_states_get_no_gradient() -> None:
-    problem = make_problem()
-    _, weight_VH = leaves(problem)
-    loss, _ = chunked_loss(problem.hidden_NH, OutputHead(weight_VH), problem.tokens)
-    loss.backward()
-    expected = run_oracle(problem, entropy_coefficient=0.0)
+    chunked_loss(problem.hidden_NH, OutputHead(weight_VH), problem.tokens)[0].backward()
     assert relative_error(weight_VH.grad, expected.weight_VH) < 3e-6
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bapo_megatron.ops import extension
 from tests.cuda_emulation import cases
+from tests.ops.kernel_calls import LOWER, UPPER, grid_tensor
 from tests.oracles.token_batches import paper_rule, random_tokens
 
 pytestmark = [
@@ -22,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-LOWER, UPPER = (0.6, 0.9, 0.02), (1.2, 3.0, 0.05)
 EDGE_TOKENS = (0, 1, 31, 32, 33, 4097)
 OPS = torch.ops.bapo
 assert_partials = functools.partial(cases.assert_partials, sum_rtol=2e-6)
@@ -173,7 +173,7 @@ def test_a_token_without_gradient_gets_zeros_whatever_its_logits_hold() -> None:
 
 def grid_and_bytes(**changes: object) -> tuple[extension.ClipGrid, Tensor]:
     grid = extension.ClipGrid(LOWER, UPPER, **changes)  # type: ignore[arg-type]
-    return grid, torch.frombuffer(bytearray(grid.to_bytes()), dtype=torch.uint8)
+    return grid, grid_tensor(grid)
 
 
 def token_tensors(num_tokens: int, **rule: object) -> list[Tensor]:

@@ -18,22 +18,15 @@ class TestEmulator:
         error = kernels.library.probe_launch(which, ctypes.c_void_p(out.data_ptr()))
         return error, kernels.library.emulator_last_failure().decode(), out[:64].tolist()
 
-    def test_reports_a_barrier_that_other_threads_never_reach(
-        self, kernels: EmulatedKernels
+    @pytest.mark.parametrize(
+        ("which", "reason"), [(0, "never reach"), (1, "all 32 lanes"), (2, "misaligned")]
+    )
+    def test_reports_a_barrier_a_shuffle_and_a_vector_that_hardware_would_not_take(
+        self, kernels: EmulatedKernels, which: int, reason: str
     ) -> None:
-        error, message, _ = self.probe(kernels, 0)
+        error, message, _ = self.probe(kernels, which)
         assert error == 719
-        assert "never reach" in message
-
-    def test_reports_a_shuffle_with_an_exited_lane(self, kernels: EmulatedKernels) -> None:
-        error, message, _ = self.probe(kernels, 1)
-        assert error == 719
-        assert "all 32 lanes" in message
-
-    def test_reports_a_misaligned_vector(self, kernels: EmulatedKernels) -> None:
-        error, message, _ = self.probe(kernels, 2)
-        assert error == 719
-        assert "misaligned" in message
+        assert reason in message
 
     def test_shows_a_race_as_a_result_that_depends_on_the_order(
         self, kernels: EmulatedKernels

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("isa")
 
 
 def random_grads(num_tokens: int, *, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Gradients by log-prob and by entropy."""
     generator = torch.Generator().manual_seed(seed)
     return (
         torch.randn(num_tokens, generator=generator),

@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.ops.backend import Kernels
-from bapo_megatron.ops.logprob import vocab_parallel_logprobs
+from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
 from tests.ops.kernel_calls import assert_close, both_kernels
 from tests.oracles.logprob import logits_gradient, token_logprobs
+
+
+def assert_matches(
+    actual: TokenLogprobs, logits_TV: Tensor, target_T: Tensor, temperature: float = 1.0
+) -> None:
+    wanted = token_logprobs(logits_TV, target_T, temperature)
+    assert_close(actual.logprob_T, wanted.logprob_T)
+    assert_close(actual.entropy_T, wanted.entropy_T)
 
 
 def random_logits(num_rows: int, num_columns: int, scale: float = 3.0) -> Tensor:
@@ -31,10 +39,8 @@ def test_it_equals_float64(
     actual = vocab_parallel_logprobs(
         logits_TV, target_T, vocab_size=vocab_size, temperature=temperature, kernels=kernels
     )
-    wanted = token_logprobs(logits_TV[:, :vocab_size], target_T, temperature)
     assert actual.logprob_T.dtype == actual.entropy_T.dtype == torch.float32
-    assert_close(actual.logprob_T, wanted.logprob_T)
-    assert_close(actual.entropy_T, wanted.entropy_T)
+    assert_matches(actual, logits_TV[:, :vocab_size], target_T, temperature)
 
 
 @both_kernels
@@ -48,9 +54,7 @@ def test_logits_far_from_zero_lose_nothing(
     actual = vocab_parallel_logprobs(
         logits_TV, target_T, vocab_size=500, temperature=temperature, kernels=kernels
     )
-    wanted = token_logprobs(logits_TV, target_T, temperature)
-    assert_close(actual.logprob_T, wanted.logprob_T)
-    assert_close(actual.entropy_T, wanted.entropy_T)
+    assert_matches(actual, logits_TV, target_T, temperature)
 
 
 @both_kernels
@@ -112,9 +116,7 @@ def test_columns_of_minus_infinity_add_nothing(kernels: Kernels) -> None:
     logits_TV.requires_grad_()
     target_T = torch.tensor([0, 3])
     result = vocab_parallel_logprobs(logits_TV, target_T, vocab_size=6, kernels=kernels)
-    wanted = token_logprobs(logits_TV.detach()[:, :4], target_T)
-    assert_close(result.logprob_T, wanted.logprob_T)
-    assert_close(result.entropy_T, wanted.entropy_T)
+    assert_matches(result, logits_TV.detach()[:, :4], target_T)
     (result.logprob_T.sum() + result.entropy_T.sum()).backward()
     assert logits_TV.grad is not None
     assert bool(torch.isfinite(logits_TV.grad).all())

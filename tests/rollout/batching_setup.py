@@ -59,7 +59,6 @@ class Rewards:
         self.failing: int | None = None
         """Scoring this group fails."""
         self.asked: set[int] = set()
-        """Groups of which a score was asked."""
 
     async def score(self, pending: PendingSample, group: PendingGroup) -> None:
         sample = pending.sample
@@ -109,7 +108,6 @@ class Setup:
         sizes = {"groups_per_step": 2, "samples_per_group": 2, "max_response_tokens": 20}
         self.pool = pool or FakePool()
         self.lines: list[str] = []
-        """What was reported."""
         self.failure: Exception | None = None
         """What the next delivery raises."""
         self.rewards = Rewards(equal)
@@ -144,7 +142,6 @@ class Setup:
             raise failure
 
     def open_groups(self) -> list[int]:
-        """Groups with a request in flight."""
         return sorted({group_of(request) for request in self.pool.requests})
 
     async def give(self, group_ids: Sequence[int], count: int, *, ends: bool = False) -> None:

@@ -35,9 +35,7 @@ class CountingRewards:
 
     def __init__(self) -> None:
         self.responses: list[Response] = []
-        """What ``score`` was asked."""
         self.groups: list[list[Response]] = []
-        """What ``score_group`` was asked."""
         self.held: asyncio.Event | None = None
         """Groups wait for it."""
 
@@ -111,12 +109,10 @@ class Setup:
         await settle()
 
     async def begin(self) -> None:
-        """Every episode is begun."""
         await self.advance()
         await self.answer()
 
     async def answer(self, count: int | None = None) -> None:
-        """Let environments answer."""
         self.environment.let_answer(count)
         await settle()
 

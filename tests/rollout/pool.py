@@ -37,7 +37,6 @@ LIMIT_S = 60
 async def pool_of(
     *servers: FakeSglang | str,
     version: int | None = 0,
-    keys: ApiKeys | None = None,
     health: dict[str, float] | None = None,
     **rollout: Any,
 ) -> AsyncIterator[EnginePool]:
@@ -49,7 +48,7 @@ async def pool_of(
         }
     )
     addresses = [server if isinstance(server, str) else server.address for server in servers]
-    pool = EnginePool(clients_of(addresses, config, keys), config, version)
+    pool = EnginePool(clients_of(addresses, config), config, version)
     try:
         async with asyncio.timeout(LIMIT_S):
             yield pool
@@ -71,7 +70,6 @@ async def pool_on(*servers: FakeSglang, **options: Any) -> AsyncIterator[EngineP
 def clients_of(
     addresses: Sequence[str], config: RolloutConfig, keys: ApiKeys | None = None
 ) -> list[SglangClient]:
-    """Engines at these addresses."""
     return [
         SglangClient(address, keys or ApiKeys(), request_timeout_s=config.request_timeout_s)
         for address in addresses

@@ -113,18 +113,6 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit(
     assert restored.dropped == {"stale": 1}
 
 
-def test_a_restored_sample_can_be_continued() -> None:
-    pending = list(read_file(_file(_filled())).buffer)[1].samples[0]
-    pending.append(_completion(25, 3, 3), 8)
-    assert pending.sample.response_token_ids.tolist() == [20, 21, 22, 23, 24, 25, 26, 27]
-    assert pending.sample.versions == ((1, 2), (2, 3), (3, 3))
-
-
-def test_only_groups_whose_samples_have_all_ended_are_finished() -> None:
-    buffer = _filled()
-    assert [group.is_finished for group in buffer] == [True, False, False]
-
-
 def test_taken_groups_are_gone_and_their_ids_are_not_used_again() -> None:
     buffer = _filled()
     buffer.take(list(buffer)[:1])

@@ -10,8 +10,6 @@ import logging
 import shutil
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -62,7 +60,6 @@ def open_on(open_client: Open, make_config: MakeConfig, tmp_path: Path) -> OpenO
 
 
 def process_of(client: CollectorClient) -> psutil.Process:
-    """The collector."""
     assert client._process is not None
     return psutil.Process(client._process.pid)
 
@@ -161,16 +158,6 @@ def test_a_server_that_cannot_be_started_again_is_an_error_with_the_end_of_its_l
     assert "died (SIGKILL); it is started again (" in caplog.text
 
 
-def test_a_remote_server_that_ends_for_good_is_named(open_on: OpenOn) -> None:
-    with FakeSglang(stop_at=60) as fake:
-        client = open_on(fake, health={"timeout_s": 1, "patience_s": 3})
-    message = (
-        rf"^no usable server for 3 s \(rollout\.health\.patience_s\): {fake.address} \(lost\): .*$"
-    )
-    with pytest.raises(RolloutError, match=message):
-        client.collect(1)
-
-
 @contextlib.contextmanager
 def crashing(fake: FakeSglang) -> Iterator[None]:
     """Whatever is asked of the server crashes it; it is started again at once."""
@@ -254,36 +241,6 @@ def test_a_collector_ends_in_the_middle_of_a_batch_when_its_client_is_gone(
         client._socket.close()  # as the end of the process does
         collector.wait(timeout=10)
     assert "Traceback" not in client._log_path.read_text()
-
-
-OWNER = """
-import os, sys, time
-from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.rollout.client import CollectorClient
-
-client = CollectorClient(RunConfig.model_validate_json(sys.argv[1]), on_progress=lambda line: None)
-client.launch()
-client._wait_opened()
-forked = os.fork()
-if forked:
-    print(client._process.pid, forked, flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_collector_ends_with_a_killed_owner_although_a_fork_holds_the_socket(
-    make_config: MakeConfig,
-) -> None:
-    config = make_config(engine="local").model_dump_json()
-    with subprocess.Popen([sys.executable, "-c", OWNER, config], stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
-        collector, fork = map(psutil.Process, map(int, owner.stdout.readline().split()))
-        owner.kill()
-        try:
-            collector.wait(timeout=10)
-            assert fork.is_running()
-        finally:
-            fork.kill()
 
 
 def test_a_disk_that_is_full_is_named_and_nothing_half_written_is_left(
@@ -416,11 +373,3 @@ def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded(
         assert not client._lacks_weights
         client.ensure_weights()
         assert fake.version == "7"
-
-
-def test_a_checkpoint_of_a_replay_cannot_be_continued_live(
-    make_config: MakeConfig, open_client: Open, tmp_path: Path
-) -> None:
-    path = tmp_path / "rollout.parquet"
-    with pytest.raises(RolloutError, match=f"^{path}: "):
-        open_client(make_config(engine="local")).restore(path)

@@ -11,7 +11,7 @@ import pytest
 from bapo_megatron.reward.base import RewardError
 from tests.fakes.fake_pool import deliver
 from tests.fakes.stepped_pool import SteppedPool
-from tests.rollout.batching_setup import TOTAL_STEPS, Setup, group_of, ids
+from tests.rollout.batching_setup import Setup, group_of, ids
 
 
 def driven(**rollout: Any) -> Setup:
@@ -41,15 +41,6 @@ async def test_a_fixed_number_of_decode_steps_is_made_beside_the_training(
     assert sum(ahead) == num_steps
     assert ahead[:-1] == [16] * (len(ahead) - 1)
     assert setup.pool.requests == []
-
-
-async def test_nothing_is_made_ahead_of_the_last_step() -> None:
-    setup = driven(async_steps=1)
-    await setup.batches.collect(TOTAL_STEPS, deliver)
-    num_bursts = len(setup.pool.bursts)
-    await setup.batches.pause()
-    await asyncio.sleep(0.01)
-    assert len(setup.pool.bursts) == num_bursts
 
 
 async def test_what_fails_beside_the_training_fails_the_next_batch() -> None:

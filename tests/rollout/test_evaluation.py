@@ -15,7 +15,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import Completion, SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.samples import EvalSet, ResultsError, iterate_samples
-from bapo_megatron.reward.base import Response, RewardError, Score
+from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.messages import Evaluate
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
@@ -80,8 +80,6 @@ class EvenIsRight:
 
 
 class SlowGrader(EvenIsRight):
-    """Takes a random time."""
-
     def __init__(self, seed: int) -> None:
         self._delays = random.Random(seed)
 
@@ -252,12 +250,3 @@ def test_with_an_engine_that_is_driven_an_evaluation_repeats(tmp_path: Path) -> 
         ]
     assert responses[0] == responses[1]
     assert results[0] == results[1]
-
-
-def test_a_grader_that_fails_ends_an_evaluation_that_is_driven(tmp_path: Path) -> None:
-    class Failing(SlowGrader):
-        async def score(self, *arguments: Any) -> None:
-            raise RewardError("the grader is gone")
-
-    with pytest.raises(RewardError, match="the grader is gone"):
-        evaluate(tmp_path, SteppedPool(), evaluator=make_evaluator(tmp_path, Failing(0)))

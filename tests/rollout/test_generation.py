@@ -55,8 +55,6 @@ class Rewards:
 
 
 class Setup:
-    """A collector on fake servers."""
-
     def __init__(self, fakes: Sequence[FakeSglang], delay_s: float = 0.0, **rollout: Any) -> None:
         self.config = RolloutConfig.model_validate(
             {

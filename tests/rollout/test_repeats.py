@@ -43,8 +43,6 @@ PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(7)]
 
 
 class Delays:
-    """Random real times, as of another process."""
-
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
@@ -113,8 +111,6 @@ class Run:
 
 @dataclass
 class Case:
-    """A configuration, and what must not matter."""
-
     rollout: dict[str, Any]
     replay: dict[str, Any]
     is_slow: bool

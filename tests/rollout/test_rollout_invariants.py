@@ -234,12 +234,6 @@ class RolloutMachine(RuleBasedStateMachine):
         waiting[choice % len(waiting)].set_result(None)
         self.run()
 
-    @precondition(lambda self: self.environment.waiting)
-    @rule(count=st.integers(1, 8))
-    def environments_answer(self, count: int) -> None:
-        self.environment.let_answer(count)
-        self.run()
-
     @precondition(lambda self: self.rewards.waiting)
     @rule(count=st.integers(1, 8))
     def answers_are_scored(self, count: int) -> None:

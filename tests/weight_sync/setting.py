@@ -44,8 +44,6 @@ class StubPool:
 
 
 class StubGeneration:
-    """Counts."""
-
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.is_running = True
@@ -59,8 +57,6 @@ class StubGeneration:
 
 
 class Setting:
-    """A receiver with what it uses."""
-
     def __init__(self, pool: StubPool, generation: StubGeneration, receiver: WeightReceiver):
         self.pool, self.generation, self.receiver = pool, generation, receiver
 
@@ -99,14 +95,12 @@ class Setting:
         return [entry.state.value for entry in self.pool.engines]
 
     def reason(self, number: int) -> str:
-        """Why a server was taken out."""
         return self.pool.reasons[self.pool.engines[number].address]
 
 
 def run_sync(
     servers: Sequence[Any],
     use: Callable[[Setting], Awaitable[None]],
-    keys: ApiKeys | None = None,
     **rollout: Any,
 ) -> None:
     """Run ``use`` with a receiver on these servers, with this section of the configuration."""
@@ -115,10 +109,7 @@ def run_sync(
     config = RolloutConfig.model_validate({"health": health, **rollout, "weight_sync": sync})
 
     async def run() -> None:
-        clients = [
-            SglangClient(server.address, keys or ApiKeys(), request_timeout_s=60)
-            for server in servers
-        ]
+        clients = [SglangClient(s.address, ApiKeys(), request_timeout_s=60) for s in servers]
         pool, generation = StubPool(clients), StubGeneration()
         receiver = WeightReceiver(pool, config, generation, PROBE)
         try:

@@ -41,8 +41,6 @@ LIMIT_S = 120
 
 
 class TwoBuckets:
-    """Weights of a policy."""
-
     def __len__(self) -> int:
         return 2
 

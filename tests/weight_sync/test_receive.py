@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bapo_megatron.engine.pooled import EngineState
-from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.weight_sync.receive import Opened, Take
 from tests.fakes.fake_weight_server import FakeWeightServer
-from tests.weight_sync.setting import EXPECTED, Setting, run_sync
+from tests.weight_sync.setting import Setting, run_sync
 
 if TYPE_CHECKING:
     from bapo_megatron.engine.pooled import PooledEngine
@@ -329,20 +328,6 @@ def test_without_any_server_the_patience_ends(
             await setting.begin()
 
     run_sync(servers[:1], use, health={"patience_s": 0.5})
-
-
-def test_control_calls_carry_the_admin_key_and_the_probe_the_other() -> None:
-    keys = ApiKeys(api_key="user", admin_api_key="admin")
-
-    async def use(setting: Setting) -> None:
-        await setting.begin()
-        assert await setting.receive(is_last=True) is None
-        await setting.receiver.resume(EXPECTED)
-        assert setting.states == ["usable"]
-
-    with FakeWeightServer(keys=keys) as server:
-        run_sync([server], use, keys)
-        assert server.paths.count("/generate") == 2
 
 
 def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_others_are_ended(

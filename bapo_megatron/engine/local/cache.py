@@ -36,10 +36,7 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' ``sdpa`` does, without repeating keys and values in a decode step.
-
-    With one position, the query heads that share a key-value head can stand in for positions.
-    """
+    """Attend as transformers' ``sdpa`` does; in a decode step, heads stand in for positions."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     num_rows, num_heads, num_positions, head_size = query_BNSH.shape

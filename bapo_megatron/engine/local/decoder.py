@@ -1,7 +1,7 @@
 """The decode loop: which responses are rows of a step, and the step itself.
 
-Everything here is a function of the responses' order and of the steps made, never of the clock, so
-that the same requests repeat bit for bit, in whatever bursts the steps are asked for.
+Everything depends on the responses' order and on the steps made, never on the clock or on bursts,
+so that the same requests repeat bit for bit.
 
 A step gives every row one token. A response waits for its turn, first come, first served. All but
 the last of its tokens are computed in a prefill, the last one by its first step like any other.
@@ -251,11 +251,7 @@ class Decoder:
         self._waiting, self._rows = [], None
 
     def run(self, max_steps: int) -> int:
-        """Make up to ``max_steps`` steps, fewer only if no response is left; return how many.
-
-        Raises:
-            RolloutError: A log-prob is not finite.
-        """
+        """Make up to ``max_steps`` steps, fewer only if no response is left; return how many."""
         num_steps = 0
         with torch.inference_mode():
             while num_steps < max_steps and (rows := self._next_rows()) is not None:

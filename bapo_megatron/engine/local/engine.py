@@ -1,8 +1,7 @@
 """The one engine of a run, in this process: the model that it samples with, and its new weights.
 
-Weights come from rank 0's group or from a directory and are copied into the model's own parameters,
-so a failed weight sync may leave a part of them there: then nothing is sampled until a whole one
-has come.
+New weights are copied into the model's own parameters, so a failed weight sync may leave a part of
+them there: then nothing is sampled until a whole one has come.
 """
 
 import asyncio
@@ -31,7 +30,6 @@ from bapo_megatron.engine.base import (
     EngineServer,
     GenerateRequest,
     GroupPlace,
-    MemoryPart,
     PauseMode,
     Stepper,
     WeightControl,
@@ -94,8 +92,8 @@ class _Flight:
 class LocalEngine:
     """One model; belongs to the event loop that uses it.
 
-    It samples in a thread, while somebody waits for ``decode``. Decode steps, new weights and
-    scoring take turns; a cancelled caller still waits for the thread. Time limits have no effect.
+    Decode steps, new weights and scoring take turns in a thread, for which also a cancelled caller
+    waits. Time limits have no effect.
     """
 
     address = ADDRESS
@@ -146,12 +144,7 @@ class LocalEngine:
             response.is_cancelled = True
 
     async def decode(self, max_steps: int) -> int:
-        """See ``Stepper``; no steps while paused.
-
-        Raises:
-            RolloutError: The model failed, and every request with it; or it holds a part of new
-                weights.
-        """
+        """See ``Stepper``; a ``RolloutError`` if the model failed, and every request with it."""
         if self._is_paused:
             await asyncio.sleep(0)  # whoever asks in a loop lets others run
             return 0
@@ -219,13 +212,11 @@ class LocalEngine:
         """See ``Engine``; the KV cache of old weights is never kept."""
         return self._weights
 
-    async def release_memory(self, timeout_s: float) -> NoReturn:
+    async def release_memory(self, *_: Any) -> NoReturn:
         """Never called: the kind refuses ``rollout.colocated``."""
         raise NotImplementedError
 
-    async def take_memory(self, part: MemoryPart, timeout_s: float) -> NoReturn:
-        """Never called, as ``release_memory``."""
-        raise NotImplementedError
+    take_memory = release_memory
 
     async def close(self) -> None:
         """End what is in flight; the model can be freed."""
@@ -254,11 +245,10 @@ class LocalEngine:
                 f"model's context length of {limit} tokens; lower max_response_tokens or "
                 f"data.max_prompt_tokens {where}"
             )
-        lowest, highest = min(token_ids, default=-1), max(token_ids, default=-1)
-        if not 0 <= lowest <= highest < size:
+        if not token_ids or max(token_ids) >= size:
             raise RolloutError(
-                f"{ADDRESS}: needs input tokens below the vocabulary's size of {size}, got "
-                f"{lowest} to {highest}; use the model's own tokenizer {where}"
+                f"{ADDRESS}: needs input tokens below the vocabulary's size of {size} {where}; use "
+                "the model's own tokenizer"
             )
 
     def _open_flights(self) -> list[_Flight]:
@@ -429,12 +419,7 @@ class LocalWeights:
 
 
 async def _in_thread[T](operation: Callable[[], T], what: str, timeout_s: float) -> T:
-    """Run a collective in a thread, which is abandoned if it takes longer.
-
-    Raises:
-        RolloutError: It failed.
-        ServerGoneError: It took longer.
-    """
+    """Run a collective in a thread, which is abandoned if it takes longer."""
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(start_thread(operation, "local-weights"))

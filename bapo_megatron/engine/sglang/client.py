@@ -13,6 +13,7 @@ import functools
 import json
 import ssl
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -70,14 +71,11 @@ class _Flight:
         """Give it up after ``timeout_s`` from now."""
         if not self.scope.expired():
             self.reason = reason
-            self.scope.reschedule(_now_s() + timeout_s)
+            self.scope.reschedule(time.monotonic() + timeout_s)
 
 
 class SglangClient:
-    """An ``Engine``: one server (``SglangServer``, or another's) as its event loop uses it.
-
-    Every request in flight has a connection of its own; the caller limits their number.
-    """
+    """An ``Engine``: one server, with a connection for every request in flight."""
 
     stepper = None
 
@@ -90,10 +88,7 @@ class SglangClient:
         model: Path | None = None,
         gpus: tuple[int, ...] = (),
     ) -> None:
-        """Connect to nothing; ``request_timeout_s`` limits calls that have no other limit.
-
-        ``check`` refuses a server of another model than that in the directory ``model``.
-        """
+        """Connect to nothing; ``check`` refuses servers of another model than ``model``."""
         self.address = address.rstrip("/")
         self._keys = keys
         self._timeout_s = request_timeout_s
@@ -128,7 +123,7 @@ class SglangClient:
     def silence_s(self) -> float:
         """See ``Engine``; a busy server may let single requests wait, so all of them count."""
         is_expected = not self._in_flight or self._is_suspended
-        return 0.0 if is_expected else _now_s() - self._heard_s
+        return 0.0 if is_expected else time.monotonic() - self._heard_s
 
     async def close(self) -> None:
         """See ``Engine``; the server aborts what it was still generating."""
@@ -145,7 +140,7 @@ class SglangClient:
         try:
             async with flight.scope:
                 if not self._in_flight:
-                    self._heard_s = _now_s()
+                    self._heard_s = time.monotonic()
                 self._in_flight[rid] = flight
                 await self._receive({"rid": rid, **protocol.stream_body(request)}, parser, sink)
         except (TimeoutError, aiohttp.ClientError) as error:
@@ -173,7 +168,7 @@ class SglangClient:
         async with self._send("/generate", body) as reply:
             await self._check_status(reply, f"/generate ({label})")
             while event := await reply.content.readuntil(b"\n\n", max_size=sys.maxsize):
-                self._heard_s = _now_s()
+                self._heard_s = time.monotonic()
                 with self._checked(label):
                     part = parser.feed(event)
                 if part is not None:
@@ -189,9 +184,8 @@ class SglangClient:
     async def abort(self, timeout_s: float) -> None:
         """See ``Engine``.
 
-        One call for all requests, including those of other clients: a server belongs to one run.
-        Hundreds of calls, one for each request, would keep it busy for seconds, and one that comes
-        before its request reaches the scheduler is lost together with its repetitions.
+        One call for all requests: hundreds of calls would keep the server busy for seconds, and
+        one that comes before its request reaches the scheduler is lost with its repetitions.
         """
         for flight in self._in_flight.values():
             if not flight.reason:
@@ -209,7 +203,7 @@ class SglangClient:
         """See ``Engine``."""
         await self.call("/continue_generation", {})
         self._is_suspended = False
-        self._heard_s = _now_s()
+        self._heard_s = time.monotonic()
 
     def give_up(self, reason: str) -> None:
         """See ``Engine``."""
@@ -238,11 +232,7 @@ class SglangClient:
         await self.resume()
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
-        """See ``Engine``.
-
-        With ``flush_cache`` the last call for new weights fails if a request is running, even one
-        that is paused in place; the server has the weights then, and reports the old version.
-        """
+        """See ``Engine``; ``flush_cache`` fails, with the new weights, if a request is running."""
         parse = itemgetter("tp_size")
         num_ranks = await self._ask("/server_info", parse, timeout_s=timeout_s)
         return SglangWeightControl(self, int(num_ranks), flush_cache)
@@ -269,7 +259,7 @@ class SglangClient:
             await self._memory_call("/continue_generation", {}, timeout_s)
 
     async def _memory_call(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
-        """Send a control call, whose refusal leaves unknown which memory the server has."""
+        """Send a control call; after a refusal nobody knows which memory the server has."""
         try:
             await self.call(path, body, timeout_s)
         except RefusedError as error:
@@ -295,7 +285,7 @@ class SglangClient:
     ) -> tuple[bytes, Mapping[str, str]]:
         """POST ``body``, or GET without one, beside generation; once.
 
-        The default of ``timeout_s`` is ``rollout.request_timeout_s``. Returns content and headers.
+        Returns content and headers; ``rollout.request_timeout_s`` is the default limit.
 
         Raises:
             ServerGoneError: There was no answer in time, or the connection broke.
@@ -359,11 +349,7 @@ class SglangClient:
 
 @dataclass(frozen=True, slots=True)
 class SglangWeightControl:
-    """A ``WeightControl``: the control calls that give one server new weights.
-
-    Unlike other control calls, they are never repeated after a lost connection: the server may be
-    waiting in the collective of the first one.
-    """
+    """A ``WeightControl``: the control calls that give one server new weights."""
 
     client: SglangClient
     tensor_ranks: int
@@ -436,7 +422,3 @@ class SglangWeightControl:
         if version is not None:
             body["weight_version"] = str(version)
         await self.client.call(path, body, timeout_s)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -5,9 +5,8 @@ with all settings and both keys, and call whatever its authors did not mark as c
 a few paths require the admin key. The path is the one by which the call is routed, whatever its
 ``Host`` header says.
 
-``InfoAnswers`` makes ``/server_info`` tell whether the scheduler, which answers it, is stuck. A
-scheduler that takes weights answers nothing, as it should while a caller waits for them. After a
-broken broadcast no caller waits, and SGLang does not notice.
+``InfoAnswers`` makes ``/server_info`` tell whether the scheduler, which answers it, is stuck: one
+that takes weights answers nothing, which is no fault while a caller waits for them.
 
 Standard library only: the launcher imports this.
 """
@@ -99,8 +98,6 @@ class KeyCheck:
         """Let one call through, or answer it."""
         if scope["type"] == "lifespan" or self._is_allowed(scope):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
         else:
             headers = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
@@ -137,11 +134,7 @@ class InfoAnswers:
             await self._app(scope, receive, lambda message: send(_with_settings(message)))
 
     async def _take_weights(self, scope: Message, receive: Any, send: Send) -> None:
-        """Count a call about weights until it is answered, or its caller is gone.
-
-        It is answered with the last part of the answer, not when the application returns: the
-        caller's next call may come in between.
-        """
+        """Count a call about weights until its last part is answered, or its caller is gone."""
         caller = object()
 
         async def answer(message: Message) -> None:

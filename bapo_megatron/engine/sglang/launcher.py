@@ -48,11 +48,10 @@ _SGL_KERNEL_NAMES = (
 
 
 def _prepare_cpu() -> None:
-    """Import sglang without a GPU, and have it fork its processes.
+    """Import sglang without a GPU, and have it fork its processes, which then import nothing again.
 
     The package index has no CPU build of ``sgl_kernel``; a module with the names that sglang
-    imports stands in. A fork, which could not use a CUDA context of its
-    parent, saves each process from importing everything again: most of the start-up time.
+    imports stands in.
     """
     kernels = types.ModuleType("sgl_kernel")
     kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
@@ -115,8 +114,7 @@ def _add_middleware(app: Any, keys: dict[str, str]) -> None:
 def _end_with_owner(owner_pid: int, scratch: Path) -> None:
     """Kill the process group when the owner is gone, also by SIGKILL, and remove ``scratch``.
 
-    The end of standard input shows it at once. A process that the owner forked may hold the other
-    end of that pipe; therefore the parent's process id is checked as well.
+    Standard input ends at once, but for a fork of the owner; hence the parent's process id.
     """
     while os.getppid() == owner_pid:
         readable, _, _ = select.select([sys.stdin], [], [], _OWNER_POLL_S)

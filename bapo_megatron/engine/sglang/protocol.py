@@ -31,7 +31,7 @@ from bapo_megatron.engine.base import (
     SamplingSettings,
     join,
 )
-from bapo_megatron.engine.sglang.settings import VERSION
+from bapo_megatron.engine.sglang.kind import VERSION
 from bapo_megatron.errors import RefusedError, RolloutError
 from bapo_megatron.types import FinishReason, VersionSpan
 
@@ -149,8 +149,8 @@ class StreamParser:
         num_new, limit = total - self._num_tokens, self.request.sampling.max_new_tokens
         if num_new < 0 or total > limit:
             raise ValueError(f"{total} tokens after {self._num_tokens} of {limit} tokens")
-        # Events of an abort may repeat the last token and all log-probs behind the new ones, if the
-        # request waited (again) for its turn: too long is fine, too short is not.
+        # Events of an abort may repeat the last token and log-probs behind the new ones: too long
+        # is fine, too short is not.
         token_ids = np.asarray(ids[:num_new], dtype=np.int32)
         if len(token_ids) != num_new:
             raise ValueError(f"{len(ids)} token ids where {num_new} of {total} are new")
@@ -202,11 +202,7 @@ def _parse_versions(meta: dict[str, Any], num_tokens: int) -> np.ndarray:
 
 
 def score_body(token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return a request for the log-probs of ``token_ids``.
-
-    Those of input tokens are log_softmax(logits) at any temperature, and never come from a KV
-    cache.
-    """
+    """Return a request for log_softmax(logits) of input tokens, which use no KV cache."""
     return {
         "input_ids": list(token_ids),
         "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -273,13 +269,7 @@ def parse_load(answer: dict[str, Any]) -> LoadReport:
 
 
 def check_architecture(address: str, served: Sequence[str] | None, model_dir: Path) -> None:
-    """Check that a server serves the architecture in ``model_dir``.
-
-    A server of other sizes refuses its first weights.
-
-    Raises:
-        RolloutError: It serves another one.
-    """
+    """Raise a ``RolloutError`` if a server serves another architecture than ``model_dir``."""
     expected = json.loads((model_dir / "config.json").read_text()).get("architectures")
     if None not in (expected, served) and expected != served:
         raise RolloutError(

@@ -7,7 +7,6 @@ interpreter, or by itself when this process is gone. ``supervisor`` watches it a
 import asyncio
 import atexit
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import START_VERSION, Engine, EngineServer, Readiness
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys, check_key
-from bapo_megatron.engine.sglang.settings import server_addresses
+from bapo_megatron.engine.sglang.kind import server_addresses
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.runtime.processes import (
@@ -282,12 +281,7 @@ class SglangBackend:
 
 
 def own_servers(
-    config: RunConfig,
-    device: str,
-    keys: ApiKeys,
-    host: str = LOOPBACK,
-    *,
-    awaits_weights: bool,
+    config: RunConfig, device: str, keys: ApiKeys, host: str = LOOPBACK, *, awaits_weights: bool
 ) -> list[SglangServer]:
     """Prepare the ``rollout.server.count`` servers that listen on ``host``; nothing is started."""
     return [
@@ -299,10 +293,9 @@ def own_servers(
 def serve(config: RunConfig, show: Callable[[str], None]) -> None:
     """Run the ``serve`` command: keep ``rollout.server.count`` servers until this process is ended.
 
-    The keys are those in the environment (``ApiKeys``). If it has no admin key, one is made and
-    kept in ``<run_dir>/admin_api_key``; likewise, for servers that other machines reach, the other
-    one in ``<run_dir>/api_key``. ``show`` takes, once the servers are ready, a line for a trainer's
-    environment for each key that was made here, and an argument for its command.
+    An admin key that the environment lacks is made and kept in ``<run_dir>/admin_api_key``;
+    likewise, for servers that other machines reach, the other one in ``<run_dir>/api_key``.
+    ``show`` takes, once the servers are ready, lines for a trainer's environment and command.
 
     Raises:
         RolloutError: A server died before it was ever ready, or a port is in use.
@@ -342,10 +335,7 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
 
 
 def _stored_key(path: Path) -> str:
-    """Return the key in ``path``; make one that only its owner can read if there is none.
-
-    Nodes that share the directory share the key.
-    """
+    """Return the key in ``path``; make one that only its owner can read if there is none."""
     if not path.exists():
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         draft.touch(mode=0o600)
@@ -361,23 +351,19 @@ def _stored_key(path: Path) -> str:
 def _hold_port(host: str, port: int) -> socket.socket:
     """Bind a socket to ``port``, or to a free one for 0; it does not listen.
 
-    The server binds its port only once it has loaded the model. Until then nobody else gets a held
-    port, neither as a free one nor for an outgoing connection; with ``SO_REUSEADDR`` on both, the
-    server itself may bind it (Linux).
+    Until the server has loaded its model and binds the port, nobody else gets it. With
+    ``SO_REUSEADDR`` on both, the server itself may bind it (Linux).
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        holder = socket.socket(family)
-        try:
+        with contextlib.ExitStack() as stack:
+            holder = stack.enter_context(socket.socket(family))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(address)
-        except BaseException:
-            holder.close()
-            raise
-        return holder
+            stack.pop_all()
+            return holder
     except OSError as error:
-        key = "port" if error.errno == errno.EADDRINUSE else "host"
         raise RolloutError(
-            f"rollout.server.{key}: cannot listen on {host}:{port} ({error.strerror}); give an "
-            "address of this node, and a free port or 0"
+            f"rollout.server: cannot listen on host {host}, port {port} ({error.strerror}); give "
+            "an address of this node, and a free port or 0"
         ) from error

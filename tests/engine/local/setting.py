@@ -28,7 +28,6 @@ SETTINGS = SamplingSettings(temperature=0.8, max_new_tokens=40, seed=5)
 async def opened(
     model_dir: Path, *, max_rows: int = 256, dtype: Literal["float32", "bfloat16"] = "float32"
 ) -> AsyncIterator[LocalEngine]:
-    """An engine on the CPU."""
     model = ModelConfig(path=model_dir, dtype=dtype)
     engine = await LocalBackend(model, LocalConfig(max_rows=max_rows), "cpu").connect("local")
     try:
@@ -38,7 +37,6 @@ async def opened(
 
 
 def request(input_ids: Sequence[int], settings: SamplingSettings, **fields: Any) -> GenerateRequest:
-    """A request for weights version 0."""
     values = {"input_ids": input_ids, "sampling": settings, "label": "sample 3", "version": 0}
     return GenerateRequest(**{**values, **fields})
 
@@ -53,24 +51,20 @@ class Stream:
 
     @property
     def completion(self) -> Completion:
-        """What came so far."""
         return self.sink.completion()
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens that came so far."""
         return self.completion.token_ids.tolist()
 
 
 async def start(engine: LocalEngine, *requests: GenerateRequest) -> list[Stream]:
-    """Send requests, in this order."""
     streams = [Stream(engine, request) for request in requests]
     await asyncio.sleep(0)
     return streams
 
 
 async def finish(engine: LocalEngine, streams: Sequence[Stream], burst: int = 8) -> None:
-    """Decode until all have ended."""
     while not all(stream.task.done() for stream in streams):
         await engine.decode(burst)
     for stream in streams:
@@ -80,7 +74,6 @@ async def finish(engine: LocalEngine, streams: Sequence[Stream], burst: int = 8)
 async def complete(
     engine: LocalEngine, *requests: GenerateRequest, burst: int = 8
 ) -> list[Completion]:
-    """Sample all of them."""
     streams = await start(engine, *requests)
     await finish(engine, streams, burst)
     return [stream.completion for stream in streams]
@@ -97,7 +90,6 @@ async def sampled(
 def assert_reference(
     model_dir: Path, requests: Sequence[GenerateRequest], completions: Sequence[Completion]
 ) -> None:
-    """The log-probs are those of transformers."""
     for request, completion in zip(requests, completions, strict=True):
         expected = reference_logprobs(
             model_dir, request.input_ids, completion.token_ids, request.sampling.temperature

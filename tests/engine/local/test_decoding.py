@@ -105,18 +105,6 @@ async def test_two_runs_are_equal_bit_for_bit_however_long_bursts_are(
     _assert_equal(one, other)
 
 
-@pytest.mark.slow
-async def test_other_company_changes_log_probs_by_rounding_only(model_dir: Path) -> None:
-    requests = ragged_requests(24)
-    together = await sampled(model_dir, requests)
-
-    async with opened(model_dir) as engine:
-        one_by_one = [(await complete(engine, asked))[0] for asked in requests]
-    for first, second in zip(together, one_by_one, strict=True):
-        assert first.token_ids.tolist() == second.token_ids.tolist()
-        np.testing.assert_allclose(first.logprobs, second.logprobs, rtol=0, atol=1e-4)
-
-
 async def test_a_continued_response_goes_on_with_the_numbers_it_would_have_had(
     model_dir: Path,
 ) -> None:

@@ -82,11 +82,6 @@ def test_it_serves_nobody(model_dir: Path, tmp_path: Path) -> None:
         load_kind("local").serve(_config(model_dir, tmp_path, {}), print)
 
 
-def test_opening_it_starts_no_server(model_dir: Path, tmp_path: Path) -> None:
-    backend = load_kind("local").open(_config(model_dir, tmp_path, {}), "cpu", awaits_weights=False)
-    assert list(backend.servers) == []
-
-
 def test_a_model_that_lacks_a_weight_is_not_made_up(model_dir: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(model_dir, other)

@@ -29,7 +29,6 @@ SERVER = {"max_total_tokens": 8192, "mem_fraction": 0.3}
 def server_config(
     model_dir: Path, run_dir: Path, seed: int = 0, dtype: str = "float32", **rollout: Any
 ) -> RunConfig:
-    """What a configuration says of servers."""
     return RunConfig.model_validate(
         {
             "name": "test",
@@ -42,14 +41,12 @@ def server_config(
 
 
 def make_server(model_dir: Path, run_dir: Path, *, awaits_weights: bool = False) -> SglangServer:
-    """Prepare a real server."""
     config = server_config(model_dir, run_dir, server=SERVER)
     return SglangServer(config, "cpu", KEYS, awaits_weights=awaits_weights)
 
 
 @contextlib.asynccontextmanager
 async def connected(address: str, keys: ApiKeys | None = None) -> AsyncIterator[SglangClient]:
-    """A client of a server."""
     client = SglangClient(address, keys or ApiKeys(), request_timeout_s=60.0)
     try:
         yield client
@@ -99,6 +96,5 @@ def wait_until_ready(server: SglangServer) -> None:
 
 
 async def load_weights(client: SglangClient, model_dir: Path, version: int) -> None:
-    """Have one server load a Hugging Face directory."""
     control = await client.weights(60)
     await control.load(model_dir, version=version, timeout_s=60)

@@ -11,10 +11,9 @@ import pytest
 
 from bapo_megatron.engine.base import Capabilities, MemoryPart, Readiness, SamplingSettings
 from bapo_megatron.engine.sglang.client import SglangClient
-from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
-from tests.engine.contract import PROMPT, Case, Response, sglang_case
+from tests.engine.contract import Case, Response, sglang_case
 from tests.engine.helpers import ask
 from tests.engine.sglang.servers import KEYS, make_server, running, sample, with_client
 from tests.engine.test_contract import *  # noqa: F403 (every test, also those that are added)
@@ -36,7 +35,6 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def case(server: SglangServer, model_dir: Path) -> Case:
-    """What the contract is tested with."""
     return sglang_case(server, model_dir)
 
 
@@ -87,26 +85,6 @@ def test_a_request_that_nobody_waits_for_any_more_ends_on_the_server(
     while not with_client(server.address, leave, server.keys):
         pass  # it had ended before
     with_client(server.address, wait_until_idle, server.keys)
-
-
-def test_control_calls_take_the_admin_key_only(server: SglangServer) -> None:
-
-    async def abort(client: SglangClient) -> None:
-        await client.abort(60)
-
-    async def generate(client: SglangClient) -> None:
-        await sample(client, PROMPT, SamplingSettings(1.0, 1))
-
-    user, admin = server.keys.api_key, server.keys.admin_api_key
-    for use, wrong, variable in (
-        (abort, ApiKeys(user, user), "BAPO_MEGATRON_ADMIN_API_KEY"),
-        (generate, ApiKeys(admin, admin), "BAPO_MEGATRON_API_KEY"),
-    ):
-        with_client(server.address, use, server.keys)
-        with pytest.raises(RolloutError, match=f"HTTP 401: .*{variable} "):
-            with_client(server.address, use, wrong)
-    with pytest.raises(RolloutError, match="BAPO_MEGATRON_ADMIN_API_KEY"):
-        with_client(server.address, abort, ApiKeys("", ""))
 
 
 @pytest.mark.parametrize(

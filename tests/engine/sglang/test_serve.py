@@ -7,7 +7,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import psutil
@@ -17,7 +16,7 @@ from bapo_megatron.config.load import ConfigError
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.engine.sglang.kind import Kind
 from tests.engine.helpers import ask, descendants
-from tests.launch import REPOSITORY, free_port
+from tests.launch import REPOSITORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -173,23 +172,6 @@ def test_servers_end_with_a_command_that_is_killed_and_the_next_one_has_the_same
     assert first_lines(again, 2)[0] == export
     assert key_file.read_text() == key
     assert sorted(path.name for path in key_file.parent.iterdir()) == ["admin_api_key", "logs"]
-
-
-def test_a_server_that_dies_is_announced_and_started_again(start_serve: Start) -> None:
-    port = free_port()
-    process = start_serve(f"rollout.server.port={port}", "rollout.server.count=1")
-    address = f"http://127.0.0.1:{port}"
-    assert addresses_in(first_lines(process, 2)[1]) == [address]
-    (server,) = descendants(process.pid)
-    server.kill()
-    server.wait(timeout=60)
-    deadline_s = time.monotonic() + 60
-    while ask(f"{address}/ready")[0] != 200:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
-    _, errors = end(process, signal.SIGTERM)
-    assert f"{address} is ready" in errors
-    assert f"{address} died (SIGKILL); it is started again" in errors
 
 
 def test_a_server_that_never_starts_ends_the_command_with_the_end_of_its_log(

@@ -34,7 +34,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     Path("run.yaml").write_text("{name: x, run_dir: runs/x, model: {path: model}}")
 
     def run(*overrides: str, num_gpus: int = 0, is_here: bool = True) -> None:
-        monkeypatch.setattr("bapo_megatron.engine.sglang.settings.count_gpus", lambda: num_gpus)
+        monkeypatch.setattr("bapo_megatron.engine.sglang.kind.count_gpus", lambda: num_gpus)
         Kind().check(load_config(Path("run.yaml"), overrides), is_here=is_here)
 
     return run
@@ -100,10 +100,6 @@ def test_servers_that_cannot_be_used_are_refused(
             r"rollout\.server\.count: .*8 visible GPUs, got 5 \+ 4 × 1",
         ),
         (
-            ["rollout.colocated=true", "rollout.server.first_gpu=4"],
-            r"rollout\.server\.first_gpu: must be 0 .*got 4",
-        ),
-        (
             ["rollout.colocated=true", "rollout.weight_sync.method=broadcast"],
             r"rollout\.weight_sync\.method: must be tensor or disk .* got broadcast by auto",
         ),
@@ -130,8 +126,6 @@ def test_servers_of_others_need_not_fit_this_machine(check: Check) -> None:
     check("rollout.servers=[http://a:1]", "rollout.server.count=9", num_gpus=8)
     check("rollout.servers=[http://a:1]", "rollout.health.patience_s=1")  # nor its start
     check("rollout.server.count=8", *COLOCATED, is_here=False)
-    with pytest.raises(ConfigError, match=r"^rollout\.server\.first_gpu: must be 0"):
-        check("rollout.server.first_gpu=1", *COLOCATED, is_here=False)
 
 
 def test_an_engine_is_named_by_its_short_name_or_by_its_class() -> None:
