@@ -16,9 +16,7 @@ class ScriptedEnvironment:
     """Answers by a function of the state and the turn, and of nothing else."""
 
     def __init__(
-        self,
-        answer: Callable[[Any, Turn], Step],
-        begin: Callable[[Task], Any] = lambda task: None,
+        self, answer: Callable[[Any, Turn], Step], begin: Callable[[Task], Any] = lambda task: None
     ) -> None:
         """Make one that answers at once.
 

@@ -36,9 +36,7 @@ def test_an_extension_of_another_version_is_refused_with_the_remedy(
         runpy.run_path(extension.__file__)
 
 
-def test_auto_takes_the_compiled_kernels_and_says_so_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_auto_takes_the_compiled_kernels_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="bapo_megatron.ops.backend"):
         assert select_kernels("auto", CPU) is backend.CPU_KERNELS
         assert select_kernels("auto", CPU) is backend.CPU_KERNELS

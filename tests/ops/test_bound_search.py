@@ -7,13 +7,7 @@ import pytest
 
 from bapo_megatron.ops import extension
 from tests.ops.kernel_calls import LOWER, UPPER, filled_table, search_table
-from tests.oracles.bound_search import (
-    Found,
-    Rule,
-    Tokens,
-    exact_sums,
-    released_recipe_search,
-)
+from tests.oracles.bound_search import Found, Rule, Tokens, exact_sums, released_recipe_search
 from tests.oracles.token_batches import paper_rule, random_tokens
 
 RECIPE = ((0.6, 0.8, 0.05), (1.2, 2.0, 0.05))

@@ -46,10 +46,7 @@ def test_float32_equals_all_logits_at_once(
     problem = make_problem()
     kernels = select_kernels(backend, torch.device("cpu"))
     actual = run_chunked(
-        problem,
-        chunk_tokens=chunk_tokens,
-        entropy_coefficient=entropy_coefficient,
-        kernels=kernels,
+        problem, chunk_tokens=chunk_tokens, entropy_coefficient=entropy_coefficient, kernels=kernels
     )
     expected = run_unchunked(problem, entropy_coefficient=entropy_coefficient, kernels=kernels)
     assert worst_error(actual, expected) < 1e-6
@@ -68,11 +65,7 @@ def test_the_problem_has_tokens_beyond_both_bounds_and_masked_ones() -> None:
 
 @pytest.mark.parametrize(
     ("chunk_tokens", "parts"),
-    [
-        (16, [(0, 16), (16, 32), (32, 48), (48, 61)]),
-        (61, [(0, 61)]),
-        (1000, [(0, 61)]),
-    ],
+    [(16, [(0, 16), (16, 32), (32, 48), (48, 61)]), (61, [(0, 61)]), (1000, [(0, 61)])],
 )
 def test_the_loss_sees_every_token_once_and_in_order(
     chunk_tokens: int, parts: list[tuple[int, int]]

@@ -12,12 +12,7 @@ from torch import Tensor
 from bapo_megatron.algorithm.objectives.bapo import BapoConfig
 from bapo_megatron.ops import extension
 from bapo_megatron.ops.backend import Kernels
-from bapo_megatron.ops.contributions import (
-    BOUNDS_FIELDS,
-    EXIT_NAMES,
-    BoundSearch,
-    count_tokens,
-)
+from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES, BoundSearch, count_tokens
 from tests.ops.kernel_calls import both_kernels, plain_candidates
 
 NARROW = BapoConfig.model_validate(
@@ -32,10 +27,7 @@ NARROW = BapoConfig.model_validate(
 def filled(search: BoundSearch, ratio: list[float], advantage: list[float]) -> Tensor:
     logprob_T = torch.tensor(ratio).log()
     return search.contributions(
-        logprob_T,
-        torch.zeros_like(logprob_T),
-        torch.tensor(advantage),
-        torch.ones_like(logprob_T),
+        logprob_T, torch.zeros_like(logprob_T), torch.tensor(advantage), torch.ones_like(logprob_T)
     )
 
 

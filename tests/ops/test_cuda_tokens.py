@@ -28,11 +28,7 @@ class TestContributions:
     @pytest.mark.parametrize("num_tokens", [*EDGE_TOKENS, 4097])
     @pytest.mark.parametrize("dual_clip", [None, 3.0])
     def test_the_table_is_bit_identical_to_the_cpus(
-        self,
-        kernels: EmulatedKernels,
-        num_tokens: int,
-        weight: str,
-        dual_clip: float | None,
+        self, kernels: EmulatedKernels, num_tokens: int, weight: str, dual_clip: float | None
     ) -> None:
         grid = paper_grid(dual_clip=dual_clip)
         rule = paper_rule(dual_clip=dual_clip)

@@ -89,11 +89,7 @@ def test_the_decision_is_that_of_the_reported_path_and_of_exact_arithmetic(
     dual_clip: float | None,
 ) -> None:
     rule = paper_rule(
-        contribution=contribution,
-        measure=measure,
-        target=target,
-        order=order,
-        dual_clip=dual_clip,
+        contribution=contribution, measure=measure, target=target, order=order, dual_clip=dual_clip
     )
     rng = np.random.default_rng(seed)
     tokens = (

@@ -15,14 +15,7 @@ from torch.library import opcheck
 
 from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.logprob import importance_ratio
-from tests.ops.kernel_calls import (
-    GRID,
-    ISAS,
-    both_kernels,
-    filled_table,
-    instruction_set,
-    threads,
-)
+from tests.ops.kernel_calls import GRID, ISAS, both_kernels, filled_table, instruction_set, threads
 from tests.oracles.bound_search import Tokens
 from tests.oracles.token_batches import logprob_for_ratio, paper_rule, random_tokens
 

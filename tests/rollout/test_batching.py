@@ -256,18 +256,6 @@ async def test_every_token_of_a_step_is_of_the_weights_of_so_many_steps_before(
     assert len(saved) == 0
 
 
-async def test_a_weight_sync_waits_for_the_last_response() -> None:
-    setup = Setup(fixed_lag=2)
-    await _collect_newest(setup, 1)
-    await settle()
-    assert setup.open_groups() == [2, 3, 4, 5]
-    pausing = asyncio.create_task(setup.batches.pause())
-    await setup.give([2, 3, 4], 3, ends=True)
-    assert not pausing.done()
-    await setup.give([5], 3, ends=True)
-    assert await pausing is False
-
-
 async def test_weights_that_no_server_holds_any_more_end_the_run() -> None:
     setup = Setup(fixed_lag=1)
     await _collect_newest(setup, 1)

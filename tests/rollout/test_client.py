@@ -228,9 +228,7 @@ async def test_warnings_for_a_client_that_is_gone_go_to_the_log_only() -> None:
         writer.close()
 
 
-def test_a_collector_ends_in_the_middle_of_a_batch_when_its_client_is_gone(
-    open_on: OpenOn,
-) -> None:
+def test_a_collector_ends_in_the_middle_of_a_batch_when_its_client_is_gone(open_on: OpenOn) -> None:
     with FakeSglang(token_interval_s=0.2) as fake:
         client = open_on(fake)
         client.start(COLLECT, 0)

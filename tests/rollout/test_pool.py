@@ -255,10 +255,7 @@ async def test_a_server_without_its_memory_is_admitted_without_a_request() -> No
         assert set(fake.calls) == {"/model_info", "/server_info"}
 
 
-FALLING = [
-    {"version": "9", "start": 0, "end": 12},
-    {"version": "0", "start": 12, "end": 20},
-]
+FALLING = [{"version": "9", "start": 0, "end": 12}, {"version": "0", "start": 12, "end": 20}]
 """Versions of a response's tokens that get older."""
 HUGE = [{"version": str(1 << 70), "start": 0, "end": 20}]
 

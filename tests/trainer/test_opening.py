@@ -28,7 +28,7 @@ def on_node(monkeypatch: pytest.MonkeyPatch):
     """Checks the section ``rollout`` on a node with GPUs, ranks of the trainer, or neither."""
 
     def check_gpus(num_gpus: int, num_ranks: int, **rollout: Any) -> None:
-        for module in ("trainer.check", "engine.sglang.kind"):
+        for module in ("trainer.check", "engine.sglang.settings"):
             monkeypatch.setattr(f"bapo_megatron.{module}.count_gpus", lambda: num_gpus)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
         check._check_gpus(RolloutConfig.model_validate(rollout))
@@ -88,7 +88,7 @@ def test_the_commands_for_one_node_in_the_docs_are_accepted(
     path, *overrides = arguments
     config = load_config(REPOSITORY / path, overrides)
     on_node(8, num_ranks, **config.rollout.model_dump())
-    monkeypatch.setattr("bapo_megatron.engine.sglang.kind.check_model", lambda model: {})
+    monkeypatch.setattr("bapo_megatron.engine.sglang.settings.check_model", lambda model: {})
     SglangKind().check(config)
     assert num_ranks % config.parallel.tensor == 0
 

@@ -99,9 +99,7 @@ class Setting:
 
 
 def run_sync(
-    servers: Sequence[Any],
-    use: Callable[[Setting], Awaitable[None]],
-    **rollout: Any,
+    servers: Sequence[Any], use: Callable[[Setting], Awaitable[None]], **rollout: Any
 ) -> None:
     """Run ``use`` with a receiver on these servers, with this section of the configuration."""
     sync = {"verify": "every", **rollout.pop("weight_sync", {})}

@@ -13,13 +13,7 @@ import pytest
 from bapo_megatron.engine.base import SamplingSettings
 from tests.distributed_launch import run_ranks
 from tests.engine.helpers import descendants, reference_logprobs
-from tests.engine.sglang.servers import (
-    KEYS,
-    make_server,
-    sample,
-    wait_until_ready,
-    with_client,
-)
+from tests.engine.sglang.servers import KEYS, make_server, sample, wait_until_ready, with_client
 from tests.weight_sync.ranks import Fault, Synced, sync_changed
 
 if TYPE_CHECKING:
@@ -80,11 +74,7 @@ def _assert_computes(address: str, version: int, exported: Path) -> None:
     ],
 )
 def test_servers_compute_with_new_weights_as_transformers_does(
-    pair: list[SglangServer],
-    model_dir: Path,
-    tmp_path: Path,
-    method: str,
-    layout: dict[str, int],
+    pair: list[SglangServer], model_dir: Path, tmp_path: Path, method: str, layout: dict[str, int]
 ) -> None:
     _, server = pair
     sync = functools.partial(sync_changed, factors=(1.5, 0.7), layout=layout)

@@ -240,9 +240,7 @@ def test_a_server_that_hangs_is_left_out_after_the_time_limit_or_when_it_is_lost
     run_sync(servers, use, weight_sync={"timeout_s": timeout_s}, health=health)
 
 
-def test_a_server_that_reports_another_version_is_left_out(
-    servers: list[FakeWeightServer],
-) -> None:
+def test_a_server_that_reports_another_version_is_left_out(servers: list[FakeWeightServer]) -> None:
     servers[0].ignores_labels = True
 
     async def use(setting: Setting) -> None:
@@ -274,9 +272,7 @@ def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]
 
 
 @pytest.mark.slow
-def test_a_slow_server_loads_on_while_another_one_refuses(
-    servers: list[FakeWeightServer],
-) -> None:
+def test_a_slow_server_loads_on_while_another_one_refuses(servers: list[FakeWeightServer]) -> None:
     servers[0].refusals[DISK] = "no such directory"
     servers[1].delay_s = 3.0  # longer than a server may be silent
 

@@ -12,9 +12,7 @@ from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
 from tests.weight_sync.setting import PROBE, Setting, run_sync
 
 
-def test_servers_that_compute_as_the_trainer_does_are_kept(
-    servers: list[FakeWeightServer],
-) -> None:
+def test_servers_that_compute_as_the_trainer_does_are_kept(servers: list[FakeWeightServer]) -> None:
     async def use(setting: Setting) -> None:
         await setting.load()
         assert await setting.receiver.probe(None) == PROBE
@@ -46,9 +44,7 @@ def test_a_server_that_computes_otherwise_serves_nobody(
     run_sync(servers, use)
 
 
-def test_if_every_server_computes_otherwise_the_run_ends(
-    servers: list[FakeWeightServer],
-) -> None:
+def test_if_every_server_computes_otherwise_the_run_ends(servers: list[FakeWeightServer]) -> None:
     for server in servers:
         server.logprob = LOGPROB + 0.2
 

@@ -31,7 +31,7 @@ from bapo_megatron.engine.base import (
     SamplingSettings,
     join,
 )
-from bapo_megatron.engine.sglang.kind import VERSION
+from bapo_megatron.engine.sglang.settings import VERSION
 from bapo_megatron.errors import RefusedError, RolloutError
 from bapo_megatron.types import FinishReason, VersionSpan
 

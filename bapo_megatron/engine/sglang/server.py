@@ -25,7 +25,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import START_VERSION, Engine, EngineServer, Readiness
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys, check_key
-from bapo_megatron.engine.sglang.kind import server_addresses
+from bapo_megatron.engine.sglang.settings import server_addresses
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.runtime.processes import (

@@ -17,13 +17,7 @@ from bapo_megatron.engine.collective import WeightGroup
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.types import VersionSpan
 from tests.engine.helpers import change_weights, make_model_dir, reference_logprobs
-from tests.engine.local.setting import (
-    complete,
-    finish,
-    opened,
-    request,
-    start,
-)
+from tests.engine.local.setting import complete, finish, opened, request, start
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -34,7 +34,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     Path("run.yaml").write_text("{name: x, run_dir: runs/x, model: {path: model}}")
 
     def run(*overrides: str, num_gpus: int = 0, is_here: bool = True) -> None:
-        monkeypatch.setattr("bapo_megatron.engine.sglang.kind.count_gpus", lambda: num_gpus)
+        monkeypatch.setattr("bapo_megatron.engine.sglang.settings.count_gpus", lambda: num_gpus)
         Kind().check(load_config(Path("run.yaml"), overrides), is_here=is_here)
 
     return run
