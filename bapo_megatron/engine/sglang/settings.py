@@ -101,6 +101,11 @@ def check_own_servers(config: RunConfig, *, is_here: bool = True) -> None:
         )
     if not rollout.colocated:
         return
+    if server.first_gpu:
+        raise ConfigError(
+            "rollout.server.first_gpu: must be 0 with rollout.colocated, whose servers are on the "
+            f"trainer's GPUs, got {server.first_gpu}; leave it out"
+        )
     sync = rollout.weight_sync
     if sync.method == "broadcast" and sync.backend != "gloo":
         raise ConfigError(

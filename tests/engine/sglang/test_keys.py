@@ -44,6 +44,7 @@ async def call(
     path: str,
     key: str = "",
     *,
+    kind: str = "http",
     is_gone: asyncio.Event | None = None,
     on_sent: Callable[[Any], Awaitable[None]] | None = None,
 ) -> list[dict[str, Any]]:
@@ -63,15 +64,16 @@ async def call(
             await on_sent(message)
 
     headers = [(b"host", b"x/health?"), (b"authorization", f"Bearer {key}".encode())]
-    scope = {"type": "http", "path": path, "headers": headers if key else headers[:1]}
+    scope = {"type": kind, "path": path, "headers": headers if key else headers[:1]}
     await application(scope, receive, send)
     return sent
 
 
-def _status(path: str, key: str, **keys: str) -> int:
+def _status(path: str, key: str, *, kind: str = "http", **keys: str) -> int:
+    """The status of an answer, or the code that a websocket is closed with."""
     check = KeyCheck(Scheduler(), **{"api_key": "user", "admin_api_key": "admin", **keys})
-    first, *_ = asyncio.run(call(check, path, key))
-    return int(first["status"])
+    first, *_ = asyncio.run(call(check, path, key, kind=kind))
+    return int(first.get("status", first.get("code", 0)))
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,11 @@ def test_a_key_that_is_not_set_leaves_generation_open_or_has_the_other_one_stand
     assert _status("/server_info", "", api_key="") == 401
     assert _status("/server_info", "user", admin_api_key="") == 200
     assert _status("/server_info", "", admin_api_key="") == 401
+
+
+def test_websockets_take_the_admin_key_too() -> None:
+    assert _status("/v1/realtime", "user", kind="websocket") == 1008
+    assert _status("/v1/realtime", "admin", kind="websocket") == 200
 
 
 @pytest.mark.parametrize("name", [API_KEY_VARIABLE, ADMIN_API_KEY_VARIABLE])

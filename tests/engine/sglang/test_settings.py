@@ -100,6 +100,10 @@ def test_servers_that_cannot_be_used_are_refused(
             r"rollout\.server\.count: .*8 visible GPUs, got 5 \+ 4 × 1",
         ),
         (
+            ["rollout.colocated=true", "rollout.server.first_gpu=4"],
+            r"rollout\.server\.first_gpu: must be 0 .*got 4",
+        ),
+        (
             ["rollout.colocated=true", "rollout.weight_sync.method=broadcast"],
             r"rollout\.weight_sync\.method: must be tensor or disk .* got broadcast by auto",
         ),
