@@ -177,7 +177,7 @@ def test_a_damaged_file_and_one_of_another_format_are_refused_in_one_line(
         ({"next_group_id": 10**30}, "'next_group_id' must "),
         ({"next_group_id": 4}, "next_group_id must .* 3, got 4"),
         ({"num_earlier": 10**9}, "'num_earlier' must "),
-        ({"prompts": {"sets": [{}]}}, r"'prompts\.sets\[0\]\.epoch' is missing"),
+        ({"prompts": {"sets": [{}]}}, r"'prompts\.sets\[0\]\.name' is missing"),
         ({"counted": {"lost": 1}}, r"'counted\.lost' is no field"),
         ({"other": 1}, "'other' is no field"),
         ({"texts": "1"}, "sample 0 of group 0: texts: must be a list"),
