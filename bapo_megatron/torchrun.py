@@ -1,11 +1,9 @@
 """torchrun with a rendezvous store bound to one address: ``python -m bapo_megatron.torchrun …``.
 
-The arguments are torchrun's, whose own stores listen on all interfaces without a key: whoever
-reaches that of the dynamic rendezvous runs code here, by pickles, and whoever reaches that of the
-static one can have the ranks connect to themselves. This rendezvous is static, and its store
-listens on the loopback for a single node, else on ``--master-addr``, an address of the first node.
-torchrun's logs, which hold the ranks' errors, are in a private directory that goes with it. Below
-its report, the last line says what ended the run and how to continue.
+torchrun's own stores listen on all interfaces without a key: whoever reaches the dynamic one runs
+code here, by pickles, and the static one can redirect the ranks. This rendezvous is static, and its
+store listens on the loopback for a single node, else on ``--master-addr``. Logs are in a private
+directory. Below torchrun's report, the last line says what ended the run and how to continue.
 """
 
 import argparse
@@ -107,7 +105,6 @@ def _make_rendezvous(params: RendezvousParameters) -> BoundRendezvous:
 
 
 def _bind(args: argparse.Namespace) -> None:
-    """Have torchrun's parsed arguments mean the rendezvous of this module."""
     min_nodes, num_nodes = parse_min_max_nnodes(args.nnodes)
     if min_nodes != num_nodes or args.standalone or args.rdzv_backend != "static":
         raise ValueError(

@@ -39,16 +39,13 @@ def command(
     from bapo_megatron.policy.megatron_import import import_megatron
 
     import_megatron()
-    from bapo_megatron.policy.convert import Amount
     from bapo_megatron.policy.convert import convert as run_conversion
 
     with ProgressLine() as progress:
 
-        def report(done: Amount, total: Amount) -> None:
-            progress.update(
-                f"{done.num_bytes / total.num_bytes:.0%}: {done.num_tensors}/{total.num_tensors} "
-                f"tensors, {done.num_bytes / 1e9:.1f}/{total.num_bytes / 1e9:.1f} GB"
-            )
+        def report(done_bytes: int, total_bytes: int) -> None:
+            done_gb, total_gb = done_bytes / 1e9, total_bytes / 1e9
+            progress.update(f"{done_gb / total_gb:.0%}: {done_gb:.1f}/{total_gb:.1f} GB")
 
         start_s = time.monotonic()
         result = run_conversion(
@@ -61,7 +58,7 @@ def command(
             report=report,
         )
     typer.echo(
-        f"wrote {target} ({result.format}): {result.amount.num_tensors} tensors, "
-        f"{result.amount.num_bytes / 1e9:.3g} GB {str(result.dtype).removeprefix('torch.')}, "
+        f"wrote {target} ({result.format}): {result.num_tensors} tensors, "
+        f"{result.num_bytes / 1e9:.3g} GB {str(result.dtype).removeprefix('torch.')}, "
         f"{result.num_files} file{'s' * (result.num_files > 1)}, {time.monotonic() - start_s:.0f} s"
     )

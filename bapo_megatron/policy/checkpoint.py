@@ -48,8 +48,6 @@ METADATA = {
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """A save that is under way."""
-
     step: int
     fields: dict[str, Any]
     """Fields of ``CheckpointState``, as they were when the save began."""
@@ -74,7 +72,7 @@ class CheckpointSaver:
         *,
         on_publish: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """Save nothing yet; rank 0 calls ``on_publish`` with every complete checkpoint."""
+        """Rank 0 calls ``on_publish`` with every complete checkpoint."""
         self._root, self._config, self._on_publish = root, config, on_publish
         self._save: _Save | None = None
 
@@ -89,12 +87,9 @@ class CheckpointSaver:
     ) -> Path:
         """Save everything that training continues from; return the checkpoint's directory.
 
-        The directory exists once the checkpoint is complete. One of the same number is replaced;
-        those of higher numbers stay (see ``checkpoint_files.begin_at``).
-
+        The directory exists once the checkpoint is complete; one of the same number is replaced.
         ``extra`` is state of the caller, plain JSON values; ``best`` is what the file ``best`` says
-        from when this checkpoint is complete. ``save_rollout`` begins to write a further file, and
-        returns what waits for its end. Only rank 0's count.
+        then. ``save_rollout`` begins to write a further file, and returns what waits for its end.
         """
         self.wait()
         groups, unfinished = policy.groups, files.unfinished_directory(self._root, step)
@@ -164,10 +159,7 @@ class CheckpointSaver:
         barrier(groups)
 
     def close(self) -> None:
-        """Give up what is still being written; what it left is removed by the next save.
-
-        For the way out after an error or an interrupt. Not a collective: other ranks may be gone.
-        """
+        """Give up what is still being written. Not a collective: other ranks may be gone."""
         if self._save is not None:
             self._save.writer.abandon()
             self._save = None
@@ -197,9 +189,7 @@ def load_checkpoint(
     """Continue from a checkpoint of this layout or another; return its ``extra``.
 
     A collective over all ranks. Nothing that the files hold is run. With ``verify`` files are first
-    compared with their checksums, the small ones by rank 0, shards by all ranks. Random states are
-    restored where the layout is the one that saved them; in another layout each rank keeps the
-    streams that its seed gave it.
+    compared with their checksums. Random states are restored where the layout is the same.
 
     Raises:
         CheckpointError: The checkpoint is incomplete, damaged or of another model; raised on every

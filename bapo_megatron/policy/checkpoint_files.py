@@ -370,8 +370,6 @@ def begin_at(root: Path, directory: Path) -> str:
     pointer, step = root / LATEST_NAME, step_of(directory)
     newer = [step_directory(root, other) for other in find_steps(root) if other > step]
     paths = [place for path in newer for place in (path, replaced_directory(path))]
-    if not pointer.is_symlink():
-        paths.append(pointer)  # a run writes a file
     news = ""
     if moving := [path for path in paths if path.is_dir()]:
         numbered = (root / f"abandoned_{k}" for k in itertools.count(1))
@@ -396,8 +394,7 @@ def publish(root: Path, step: int, fields: dict[str, Any], names: Collection[str
     that all ranks have written.
 
     Raises:
-        OSError: It cannot be written, or a file of another rank is not visible here; ``latest``
-            and the checkpoint that it names are untouched.
+        OSError: It cannot be written, or a file of another rank is not visible; ``latest`` stays.
     """
     unfinished = unfinished_directory(root, step)
     file_bytes = _file_bytes(unfinished)
@@ -418,10 +415,9 @@ def not_shared(name: str) -> OSError:
 
 
 def remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None:
-    """Keep the newest checkpoints, those to keep for good, the best one, and nothing else.
+    """Keep the newest checkpoints, those to keep for good, the best one, and later steps.
 
-    Steps above the one just saved are not this run's, and stay. A damaged ``best`` is a
-    ``CheckpointError``, and nothing is removed.
+    A damaged ``best`` is a ``CheckpointError``, and nothing is removed.
     """
     steps = [step for step in find_steps(root) if step <= saved_step]
     kept = set(steps[-config.keep_last :])

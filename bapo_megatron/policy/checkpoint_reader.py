@@ -61,13 +61,9 @@ class CheckpointReader:
     """
 
     def __init__(self, directory: Path, *, verify: bool = True, small_files: bool = True) -> None:
-        """Read the description.
+        """Read the description; ``DamagedError`` for it and, with ``verify``, small files.
 
-        With ``verify`` contents are compared with checksums.json, if there is one: the small files
-        now (if ``small_files``), pieces when they are read or named to ``verify``.
-
-        Raises:
-            DamagedError: A file has changed, cannot be read, or holds what none may.
+        Pieces are compared with checksums.json, if there is one, when read or named to ``verify``.
         """
         self._directory = directory
         self._checksums = read_checksums(directory) if verify else None
@@ -145,12 +141,7 @@ def hash_pieces(
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Read ``.metadata``, which torch would unpickle whatever it names.
-
-    Raises:
-        DamagedError: It cannot be read, or names what no checkpoint needs, or files outside the
-            directory.
-    """
+    """Read ``.metadata``; ``DamagedError`` if it names what no checkpoint needs."""
     with reading(METADATA_NAME):
         with (directory / METADATA_NAME).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()

@@ -55,7 +55,6 @@ class _Planner(MCoreSavePlanner):
         self.is_stopped = False
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return what is written next."""
         self.check_running()
         return super().resolve_data(write_item)
 
@@ -72,8 +71,7 @@ class ShardWriter:
         pieces: Checksums of what was written, see ``checkpoint_files.Checksums``.
         results: What was written where, when the writing has ended.
         error: Why it ended early, if it did.
-        thread: Runs ``write`` beside training once it is started. Nobody waits for a daemon at the
-            interpreter's exit; ``abandon`` does, and briefly.
+        thread: Runs ``write`` beside training once it is started.
     """
 
     def __init__(

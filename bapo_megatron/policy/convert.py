@@ -1,23 +1,21 @@
 """Conversion between Hugging Face model directories and Megatron's torch_dist checkpoints.
 
-One process, on the CPU, without process groups; in memory are the weights of a layer and, on the
-way to Hugging Face, of one file of the result. A checkpoint written here keeps what is not weights
-(config.json, tokenizer, chat template, generation settings) under ``hf/``.
+One process, on the CPU; in memory are the weights of a layer and, on the way to Hugging Face, of
+one file of the result. A checkpoint written here keeps config.json and tokenizer under ``hf/``.
 
-A checkpoint describes whole tensors and the pieces of them that each file holds, so it does not
-know the layout it came from: a parameter is what a single rank without any parallelism would hold.
-The parameters of all layers with the same role are one tensor whose first axis counts the layers.
+A checkpoint describes whole tensors, whatever layout wrote it. The parameters of all layers with
+the same role are one tensor whose first axis counts the layers.
 """
 
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 import torch
 from megatron.core.dist_checkpointing.core import save_config
@@ -59,32 +57,22 @@ MODULES_WITHOUT_STATE = ("embedding.word_embeddings", "output_layer")
 
 
 @dataclass(frozen=True, slots=True)
-class Amount:
-    """A part of the work, or all of it."""
-
-    num_tensors: int
-    """Counted as Hugging Face counts: query, key and value are three."""
-    num_bytes: int
-    """Size of these tensors in the target's dtype."""
-
-    def __add__(self, other: Self) -> Self:
-        return type(self)(self.num_tensors + other.num_tensors, self.num_bytes + other.num_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class Conversion:
     """A finished conversion."""
 
     format: str
     """``Megatron`` or ``Hugging Face``."""
-    amount: Amount
+    num_tensors: int
+    """Counted as Hugging Face counts: query, key and value are three."""
+    num_bytes: int
+    """Size of the tensors in ``dtype``."""
     dtype: torch.dtype
     num_files: int
     """Files that hold weights."""
 
 
-Report = Callable[[Amount, Amount], None]
-"""Called after every parameter with what is done and the total."""
+Report = Callable[[int, int], None]
+"""Called after every parameter with the bytes that are done and the total."""
 
 
 def convert(
@@ -124,17 +112,18 @@ def convert(
     target = Path(os.path.realpath(target))
     _check_target(target, [source, hf_dir], force=force)
     hf = read_hf_config_file(hf_dir / "config.json")
-    weight_export.companion_files(hf_dir)  # what is wrong with them is better said now
     read, dtypes = (_open_checkpoint if is_checkpoint else _open_model)(source, hf)
     target_dtype = _target_dtype(source, dtypes, dtype)
-    total = _amount(hf_weights.weight_table(hf), hf, target_dtype)
+    table = hf_weights.weight_table(hf)
+    sizes = [weight_export.weight_bytes(weight, hf, target_dtype).values() for weight in table]
+    total_bytes = sum(map(sum, sizes))
 
     def parameters() -> Iterator[tuple[Weight, Tensor]]:
-        done = Amount(0, 0)
-        for weight in hf_weights.weight_table(hf):
+        done_bytes = 0
+        for weight, tensor_bytes in zip(table, sizes, strict=True):
             yield weight, read(weight).to(target_dtype)
-            done += _amount([weight], hf, target_dtype)
-            report(done, total)
+            done_bytes += sum(tensor_bytes)
+            report(done_bytes, total_bytes)
 
     with atomic_directory(target) as temporary:
         if is_checkpoint:
@@ -151,7 +140,7 @@ def convert(
             companions = temporary / COMPANIONS_NAME
         weight_export.copy_companions(hf_dir, companions, target_dtype)
     kind = "Hugging Face" if is_checkpoint else "Megatron"
-    return Conversion(kind, total, target_dtype, num_files)
+    return Conversion(kind, sum(map(len, sizes)), total_bytes, target_dtype, num_files)
 
 
 Read = Callable[[Weight], Tensor]
@@ -159,7 +148,6 @@ Read = Callable[[Weight], Tensor]
 
 
 def _open_model(directory: Path, hf: HfConfig) -> tuple[Read, dict[str, torch.dtype]]:
-    """Return what reads a Hugging Face model, and the dtypes of its tensors by name."""
     files, dtypes = hf_weights.find_tensors(hf, directory)
     return partial(hf_weights.read_shard, files=files, hf=hf, rank=0, size=1), dtypes
 
@@ -177,12 +165,7 @@ def _stacked(weight: Weight, hf: HfConfig) -> tuple[str, tuple[int, ...], int | 
 
 
 def _open_checkpoint(directory: Path, hf: HfConfig) -> tuple[Read, dict[str, torch.dtype]]:
-    """Return what reads a checkpoint of any layout, and the dtypes of its tensors by key.
-
-    Raises:
-        ValueError: The checkpoint is damaged or of another model; one line that names files or
-            keys. ``Read`` raises it for a damaged parameter.
-    """
+    """Return what reads a checkpoint of any layout, and the dtypes of its tensors by key."""
     with damage_of(directory, _REMEDY):
         reader = CheckpointReader(directory)
     stored = {
@@ -219,11 +202,7 @@ def _write_checkpoint(
     directory: Path,
     max_file_bytes: int,
 ) -> int:
-    """Write a checkpoint of ``parameters`` alone, and return the number of its files.
-
-    They come in the order of the table of weights, all of ``dtype``, as one rank without
-    parallelism would hold them. The directory exists and is empty.
-    """
+    """Write a checkpoint of ``parameters``, in the order of the table; return its files' number."""
     states, tensors = _empty_states(hf), dict[str, TensorStorageMetadata]()
     places: dict[MetadataIndex, _StorageInfo] = {}
     pieces: dict[str, dict[str, str]] = {}
@@ -294,13 +273,7 @@ def _target_dtype(source: Path, stored: Mapping[str, torch.dtype], name: str | N
     return next(iter(examples))
 
 
-def _amount(weights: Iterable[hf_weights.Weight], hf: HfConfig, dtype: torch.dtype) -> Amount:
-    sizes = [size for w in weights for size in weight_export.weight_bytes(w, hf, dtype).values()]
-    return Amount(len(sizes), sum(sizes))
-
-
 def _find_companions(source: Path) -> Path:
-    """Return the Hugging Face directory that a checkpoint without ``--hf`` belongs to."""
     companions = source / COMPANIONS_NAME
     if (companions / "config.json").is_file():
         return companions
@@ -320,9 +293,7 @@ def _check_target(target: Path, sources: list[Path], *, force: bool) -> None:
     for source in sources:
         if Path(os.path.realpath(source)).is_relative_to(target):
             raise ValueError(f"{target}: writing it would delete {source}; choose another target")
-    if os.path.lexists(target) and not target.is_dir():
-        raise ValueError(f"{target}: not a directory; choose another target")
-    if target.is_dir() and any(target.iterdir()) and not force:
+    if target.exists() and any(target.iterdir()) and not force:
         raise ValueError(
             f"{target}: exists and is not empty; choose another target, or replace it with --force"
         )

@@ -1,10 +1,8 @@
-"""Megatron-core without CUDA: three shims, installed by the entry point of a trainer rank.
+"""Megatron-core without CUDA: shims, installed by the entry point of a trainer rank.
 
 Megatron-core has no CPU switch. It asks ``torch.cuda`` for the current device and its random state,
-and creates tensors with ``device="cuda"``. ``install`` answers these with the CPU, for the life of
-the process; no import calls it, and it refuses to run where CUDA is available. Single functions are
-replaced: a ``TorchFunctionMode`` sees every call of torch, 36,000 in a step of the demo, and cost
-it 9 % of its time.
+and creates tensors with ``device="cuda"``; ``install`` answers with the CPU. Single functions are
+replaced, because a ``TorchFunctionMode`` sees every call of torch and cost 9 % of a step.
 """
 
 import functools
@@ -17,14 +15,10 @@ from torch import Tensor
 
 @functools.cache
 def install() -> None:
-    """Make Megatron-core run on the CPU; a second call does nothing.
-
-    Raises:
-        RuntimeError: CUDA is available, and the shims would hide it from the whole process.
-    """
+    """Make Megatron-core run on the CPU ; a ``RuntimeError`` where CUDA is available."""
     if torch.cuda.is_available():
         raise RuntimeError("cpu_compat.install is for machines without CUDA; do not call it here")
-    # Device queries raise without CUDA, and buffers are allocated where they say.
+    # Buffers are allocated where device queries say.
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     # Work on the CPU is already done; there are no streams, and no cache to empty. One function per
     # name: torch.compile keys its handlers by function.

@@ -139,12 +139,11 @@ class RopeJson(BaseModel):
         return decode(Llama3Rope, self.model_extra)
 
 
-Off = Literal[False] | None
 Heads = Annotated[int, Field(ge=1, le=1 << 12)]
 
 
 class ConfigJson(BaseModel):
-    """What is read of config.json; a field that changes the computation has the value known here.
+    """What is read of config.json; of other fields only ``HARMLESS_FIELDS`` may be on.
 
     Limits are far above any model, so that a damaged file is refused before it takes all memory.
     """
@@ -166,15 +165,8 @@ class ConfigJson(BaseModel):
     rope_parameters: RopeJson | None = None
     rope_scaling: RopeJson | None = None
     hidden_act: Literal["silu"] = "silu"
-    attention_bias: Off = None
-    mlp_bias: Off = None
-    use_sliding_window: Off = None
-    is_encoder_decoder: Off = None
-    attention_dropout: Annotated[float, Field(ge=0, le=0)] | None = None
     partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = None
     pretraining_tp: Literal[1] | None = None
-    chunk_size_feed_forward: Literal[0] | None = None
-    quantization_config: None = None
     layer_types: list[Literal["full_attention"]] | None = None
 
 
@@ -223,14 +215,13 @@ def read_hf_config_file(path: Path) -> HfConfig:
 
 
 def _understand(fields: ConfigJson) -> HfConfig:
-    """Translate the fields of config.json; errors name the field and its value."""
     family, num_heads = FAMILIES[fields.model_type], fields.num_attention_heads
     if (fields.architectures or [family.architecture]) != [family.architecture]:
         raise ValueError(
             f"'architectures' must be {shown_value([family.architecture])}, got "
             f"{shown_value(fields.architectures)}"
         )
-    # A field that nobody here knows may be part of another architecture.
+    # Other fields may change the architecture: biases, windows, dropout, quantization.
     for name, value in (fields.model_extra or {}).items():
         if name not in HARMLESS_FIELDS and value:
             raise ValueError(

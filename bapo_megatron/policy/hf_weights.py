@@ -181,7 +181,6 @@ def from_shards(weight: Weight, shards: Sequence[Tensor], hf: HfConfig) -> dict[
 
 
 def _num_groups(weight: Weight, hf: HfConfig, size: int) -> int:
-    """Return how many times the rows of fused tensors alternate."""
     return hf.num_kv_heads if weight.form == "qkv" else size
 
 
@@ -208,10 +207,7 @@ def local_weights(chunks: Sequence[GPTModel], hf: HfConfig) -> list[tuple[Weight
 def load_weights(
     chunks: Sequence[GPTModel], hf: HfConfig, files: Mapping[str, Path], groups: ProcessGroups
 ) -> None:
-    """Fill this rank's parameters from safetensors files that ``find_tensors`` has checked.
-
-    Only this rank's rows or columns of the tensors of its layers are read.
-    """
+    """Fill this rank's parameters from their rows or columns in files that were checked."""
     for weight, parameter in local_weights(chunks, hf):
         shard = read_shard(weight, files, hf, groups.tensor_rank, groups.tensor_size)
         assert parameter.shape == shard.shape, (weight.megatron, parameter.shape, shard.shape)
@@ -223,10 +219,8 @@ def load_weights(
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """What is read of an index."""
-
     weight_map: dict[str, str]
-    """File of each tensor."""
+    """File of each tensor, in ``INDEX_NAME``."""
 
 
 def find_tensors(hf: HfConfig, model_dir: Path) -> tuple[dict[str, Path], dict[str, torch.dtype]]:
@@ -280,11 +274,6 @@ def _weight_files(model_dir: Path) -> list[Path]:
         names = sorted(set(decode_json(_Index, index.read_bytes()).weight_map.values()))
     except ValueError as error:
         raise ValueError(f"{index}: {error}; restore the file") from error
-    for name in names:
-        if Path(name).name != name:
-            raise ValueError(
-                f"{index}: names {name!r}, which is not a file beside it; restore the file"
-            )
     return [model_dir / name for name in names]
 
 
@@ -308,15 +297,14 @@ def check_shapes(
 ) -> None:
     """Refuse tensors that are missing, unexpected or of other shapes than config.json describes."""
     missing, unexpected = expected.keys() - actual.keys(), actual.keys() - expected.keys()
-    kinds = {"missing": sorted(missing), "unexpected": sorted(unexpected)}
-    problems = [f"{kind} {listed(names)}" for kind, names in kinds.items() if names]
     differing = [
         f"{name} is {list(actual[name])}, config.json asks for {list(shape)}"
         for name, shape in expected.items()
         if name in actual and list(actual[name]) != list(shape)
     ]
-    if problems or differing:
-        problems += [listed(differing)] if differing else []
+    kinds = {"missing ": sorted(missing), "unexpected ": sorted(unexpected), "": differing}
+    problems = [f"{kind}{listed(names)}" for kind, names in kinds.items() if names]
+    if problems:
         raise ValueError(
             f"{directory}: weights do not fit config.json: {'; '.join(problems)}; {remedy}"
         )

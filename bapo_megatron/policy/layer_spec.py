@@ -152,7 +152,6 @@ def fuse_rotation(gpt: GPTModel) -> None:
 
     Replaces the kernel for every model of this process.
     """
-    assert not gpt.config.rotary_interleaved, "_rotate_packed pairs the halves of a head"
     gpt.rotary_pos_emb = PackedRotaryEmbedding(gpt.rotary_pos_emb, gpt.config.params_dtype)
     gpt.config.apply_rope_fusion = True
     rope_utils.fused_apply_rotary_pos_emb_thd = _rotate_packed
@@ -160,7 +159,6 @@ def fuse_rotation(gpt: GPTModel) -> None:
 
 def _rotate_packed(tokens_NHD: Tensor, cu_seqlens: Tensor, rotation: Tensor, **_: Any) -> Tensor:
     """Rotate queries or keys; the twin of Transformer Engine's kernel for packed batches."""
-    del cu_seqlens
     cos_N1D, sin_N1D = rotation
     first, second = tokens_NHD.chunk(2, dim=-1)
     return tokens_NHD * cos_N1D + torch.cat((-second, first), dim=-1) * sin_N1D
@@ -182,7 +180,6 @@ class PackedCausalAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        del args, options  # layer number, mask type, …: one kind of attention needs none of them
         assert pg_collection is not None
         self.scale = config.kv_channels**-0.5
         self.context = pg_collection.cp
@@ -198,7 +195,6 @@ class PackedCausalAttention(nn.Module):
         **options: Any,
     ) -> Tensor:
         """Return [N, H · D]."""
-        del attention_mask, options
         lengths = (packed_seq_params.cu_seqlens_q.diff() // self.context.size()).tolist()
         keys, values = self._sequences(key_NGD, lengths), self._sequences(value_NGD, lengths)
         parts = zip(query_NHD.split(lengths), keys, values, strict=True)

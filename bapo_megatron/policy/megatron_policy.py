@@ -92,9 +92,8 @@ class MegatronPolicy:
     ) -> Self:
         """Build the model that ``model.path`` describes, with its weights.
 
-        Ranks derive the seeds of their random streams from ``seed``; ``total_updates`` are those of
-        the whole run. With ``returns_hidden_states`` the model ends before its language-model head,
-        which the loss stage applies chunk by chunk (``ops.logits_chunk_tokens``).
+        With ``returns_hidden_states`` the model ends before its language-model head, which the loss
+        stage applies chunk by chunk (``ops.logits_chunk_tokens``).
 
         Raises:
             ValueError: The model is unusable, or the layout or a setting does not suit it.
@@ -138,12 +137,9 @@ class MegatronPolicy:
         """Compute the gradients of the sum of the losses of all micro-batches of all ranks.
 
         Gradients of an earlier call are dropped. They are summed, not averaged, over data-parallel
-        ranks, because the losses already hold global denominators.
-
-        ``loss_fn`` is called as ``fn`` of ``forward_only``, with gradients, and may overwrite the
-        logits. It returns a scalar, already over the update's global denominators (the sum over all
-        micro-batches of all data-parallel ranks is the loss of the update), and a report without
-        gradient. The reports are returned on ranks of the last stage, elsewhere [].
+        ranks. ``loss_fn`` is called as ``fn`` of ``forward_only``, with gradients, and may
+        overwrite the logits. It returns a scalar over the update's global denominators, and a
+        report without gradient; the last stage gets the reports, others [].
         """
         assert micro_batches, "forward_backward needs a micro-batch on every rank"
         for ddp in self.wrapped:
@@ -163,12 +159,9 @@ class MegatronPolicy:
     ) -> OptimizerStep:
         """Clip the gradients by their global norm and update the weights.
 
-        With a non-finite norm or a fault nothing is changed, and the result says so; Megatron's
-        ``step`` would write a NaN into all weights. A caller that skips an update does not call
-        this, and neither moments nor schedule move.
-
-        ``faults`` are [F] counts on the device, equal on all ranks; any above 0 forbids the step.
-        ``remarks`` [R] forbid nothing. Here the host waits for the device.
+        With a non-finite norm or a fault nothing is changed, where Megatron's ``step`` would write
+        a NaN into all weights. ``faults`` are [F] counts on the device, equal on all ranks; any
+        above 0 forbids the step. ``remarks`` [R] forbid nothing. The host waits for the device.
         """
         optimizer, lr = self.optimizer, self.lr
         optimizer.prepare_grads()  # it returns what loss scaling needs, which bfloat16 does not use
@@ -199,11 +192,10 @@ class MegatronPolicy:
         *,
         durable: bool = True,
     ) -> None:
-        """Write the weights as a Hugging Face model that appears only when it is complete.
+        """Write the weights, config and tokenizer as a Hugging Face model, complete or not at all.
 
-        Config, tokenizer and generation settings come from the directory the policy was built from.
-        An existing ``directory`` is replaced; it is on a file system of rank 0. When this returns,
-        every rank may read the files. With ``durable=False``, as for a push, nothing is flushed.
+        Rank 0 writes, and replaces an existing ``directory``. When this returns, every rank may
+        read the files. With ``durable=False``, as for a weight sync, nothing is flushed.
 
         Raises:
             OSError: ``directory`` cannot be written; raised on every rank.
@@ -225,11 +217,7 @@ class MegatronPolicy:
                         pass
 
     def finish_weights(self) -> None:
-        """Wait until the last update has reached every weight of this rank.
-
-        With ``megatron.overlap_param_gather`` the forward pass would do that, layer by layer;
-        whoever reads weights in another way calls this first.
-        """
+        """Wait until the last update has reached every weight (``overlap_param_gather``)."""
         for ddp in self.wrapped:
             if ddp.ddp_config.overlap_param_gather:
                 ddp.disable_forward_pre_hook()  # gathers what is not there yet
@@ -326,16 +314,12 @@ def _take_off_head(gpt: GPTModel, tensor_group: dist.ProcessGroup) -> OutputHead
     """Make a last stage's model return the input of its output layer; return that layer's head.
 
     The model returns [1, N, H] after the final norm, under sequence parallelism this rank's [1, N /
-    tensor, H]; nothing is copied. The layer stays where it is, with its weight, name and hooks.
+    tensor, H].
     """
-    assert gpt.post_process, "only the last pipeline stage has an output layer"
-    # It would compute gradients of the head inside the model.
-    assert not gpt.config.defer_embedding_wgrad_compute
 
     def forward(
         hidden_N1H: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        del weight, runtime_gather_output
         return hidden_N1H, None
 
     gpt.output_layer.forward = forward

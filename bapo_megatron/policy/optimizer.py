@@ -59,7 +59,6 @@ def _finalize_without_dividing(
     model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any
 ) -> None:
     """Reduce gradients and divide by nothing: losses hold their denominators already."""
-    del num_tokens
     finalize_model_grads(model, None, **options)
 
 
@@ -180,10 +179,7 @@ class OptimizerStep:
 def sharded_state(
     optimizer: MegatronOptimizer, model_state: dict[str, Any], *, is_loading: bool, **options: Any
 ) -> dict[str, Any]:
-    """Return Megatron's sharded state dict; a collective over all ranks.
-
-    To save, a rank has the whole states of those parameters that it owns.
-    """
+    """Return Megatron's sharded state dict, in a save with owned states only; a collective."""
     state: dict[str, Any] = optimizer.sharded_state_dict(
         model_state, is_loading=is_loading, **options
     )
@@ -218,9 +214,8 @@ def _states_of_owners(
 ) -> dict[int, Any]:
     """Bring the states of each parameter together on its owner, through gloo and host memory.
 
-    Takes the place of ``get_parameter_state_dp_zero``, which brings all of them to the first rank,
-    or to every rank by way of the GPU, which training has filled. Like it, this returns one tensor
-    per buffer and kind of state; they use memory only where something is written.
+    ``get_parameter_state_dp_zero`` would bring all of them to the first rank, or through the GPU.
+    One tensor per buffer and kind of state uses memory only where something is written.
     """
     states: dict[int, Any] = {}
     views: dict[torch.nn.Parameter, dict[str, Tensor]] = {}
@@ -237,7 +232,6 @@ def _states_of_owners(
 def _bring_together(
     inner: DistributedOptimizer, views: dict[torch.nn.Parameter, dict[str, Tensor]]
 ) -> None:
-    """Fill the states of the parameters that this rank owns; a collective over their replicas."""
     group, owners = inner.data_parallel_group_gloo, _owners(inner)
     ranks, rank = dist.get_process_group_ranks(group), group.rank()
     numbers = {parameter: number for number, parameter in enumerate(views)}

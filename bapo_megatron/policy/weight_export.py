@@ -103,7 +103,6 @@ def plan_files(hf: HfConfig, dtype: torch.dtype, max_file_bytes: int) -> list[di
 def _filled[Item](
     sizes: Iterable[tuple[Item, int]], max_bytes: int
 ) -> list[list[tuple[Item, int]]]:
-    """Divide (item, bytes) pairs, in order, into parts as full as the limit allows."""
     parts: list[list[tuple[Item, int]]] = [[]]
     filled_bytes = 0
     for item, num_bytes in sizes:
@@ -151,20 +150,6 @@ def _write_file(weights: Iterator[tuple[str, Tensor]], sizes: dict[str, int], pa
     path.chmod(0o644)  # safetensors makes it private; a server may be another user
 
 
-def companion_files(source: Path) -> list[Path]:
-    """Return the files of a model that hold no weights, without its config.json.
-
-    Raises:
-        ValueError: One of them is no file, so that the copy would be another model.
-    """
-    entries = sorted(source.iterdir())  # glob leaves out links that lead nowhere
-    paths = [path for path in entries if any(map(path.match, COMPANION_PATTERNS))]
-    for path in paths:
-        if path.suffix and not path.is_file():
-            raise ValueError(f"{path}: must be a file, got something else; restore or remove it")
-    return [path for path in paths if path.is_file()]
-
-
 def copy_companions(source: Path, directory: Path, dtype: torch.dtype) -> None:
     """Copy config.json with the dtype of the weights, tokenizer, template, generation settings."""
     directory.mkdir(exist_ok=True)
@@ -174,5 +159,6 @@ def copy_companions(source: Path, directory: Path, dtype: torch.dtype) -> None:
     fields.update(dict.fromkeys(keys, str(dtype).removeprefix("torch.")))
     text = json.dumps(fields, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
-    for path in companion_files(source):
-        shutil.copyfile(path, directory / path.name)
+    for path in source.iterdir():  # glob leaves out links that lead nowhere
+        if any(map(path.match, COMPANION_PATTERNS)) and not path.is_dir():
+            shutil.copyfile(path, directory / path.name)

@@ -64,12 +64,11 @@ class TinyReport(NamedTuple):
 def make_tiny(out_dir: Path, seed: int, settings: WarmupSettings | None = None) -> TinyReport:
     """Make a tiny model with a supervised warm-up, and its training and held-out prompts.
 
-    On the same machine, the same seed and settings give the same bytes of weights and data,
-    whatever torch's thread count. The complete result appears at once and replaces an earlier one.
+    On the same machine, the same seed and settings give the same bytes of weights and data. The
+    complete result appears at once and replaces an earlier one.
 
     Args:
-        out_dir: Gets model/, tiny.json, and the prompts of training and evaluation: train.jsonl and
-            heldout.jsonl, JSON lines with "prompt" and "answer".
+        out_dir: Gets model/, tiny.json, train.jsonl and heldout.jsonl.
         seed: Determines the split of the problems, the initial weights and the warm-up.
         settings: How the warm-up is optimised; the demo's by default.
 
@@ -99,9 +98,7 @@ def make_tiny(out_dir: Path, seed: int, settings: WarmupSettings | None = None) 
 
 
 def _refuse_foreign(out_dir: Path) -> None:
-    if os.path.lexists(out_dir) and not out_dir.is_dir():
-        raise ValueError(f"{out_dir}: not a directory; name another one")
-    if out_dir.is_dir() and any(out_dir.iterdir()) and not (out_dir / RECIPE_NAME).is_file():
+    if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / RECIPE_NAME).is_file():
         raise ValueError(
             f"{out_dir} is not empty and holds no {RECIPE_NAME} of an earlier make-tiny, so its "
             "content would be lost; name another directory or remove this one"
@@ -117,9 +114,8 @@ def warm_up(
 ) -> float:
     """Train ``model`` in place to write solutions like those of ``SolutionMixture()``.
 
-    Problems are drawn with replacement (``seed``); a draw has a new solution. One torch thread
-    computes, because sums, and so the weights, depend on their number. The model is left in
-    evaluation mode.
+    ``seed`` draws problems, with replacement, and solutions. One torch thread computes, because the
+    weights depend on their number. The model is left in evaluation mode.
 
     Returns:
         Mean cross entropy in nats per response token over the last tenth of the steps.
@@ -156,7 +152,6 @@ def _draw_batches(
     settings: WarmupSettings,
     seed: int,
 ) -> Iterator[list[Pair]]:
-    """Draw the pairs of every step."""
     mixture, rng = SolutionMixture(), random.Random(f"warmup-{seed}")
 
     @functools.cache

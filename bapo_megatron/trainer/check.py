@@ -57,13 +57,11 @@ def _check_packages(wandb_project: str) -> None:
 
 
 def _check_gpus(rollout: RolloutConfig) -> None:
-    """Servers beside the ranks of this node have other GPUs than these, or release their memory."""
     first_gpu, num_ranks = rollout.server.first_gpu, launched_number("LOCAL_WORLD_SIZE", 1)
     has_servers = rollout.engine == "sglang" and rollout.starts_servers and not rollout.colocated
     if has_servers and count_gpus() and first_gpu < num_ranks:
         raise ConfigError(
             f"rollout.server.first_gpu: must be at least {num_ranks}, the number of ranks on this "
-            f"node, got {first_gpu}: NCCL cannot place two ranks on one GPU; start fewer ranks "
-            "(NPROC) and give servers the other GPUs (rollout.server.first_gpu, .count), or share "
-            "all of them (rollout.colocated=true rollout.weight_sync.method=tensor)"
+            f"node, got {first_gpu}; start fewer ranks (NPROC), or share all GPUs "
+            "(rollout.colocated=true rollout.weight_sync.method=tensor)"
         )

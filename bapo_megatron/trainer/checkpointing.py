@@ -80,7 +80,6 @@ class Checkpoints:
     def __init__(
         self, config: RunConfig, policy: MegatronPolicy, source: RolloutSource | None
     ) -> None:
-        """Rank 0 alone has the ``source``."""
         self._config, self._last_step = config.checkpoint, config.train.steps
         self._run_dir, self._root = config.run_dir, config.run_dir / "checkpoints"
         self._policy, self._groups, self._source = policy, policy.groups, source
@@ -155,10 +154,7 @@ class Checkpoints:
             self.save(is_best=is_best)
 
     def save(self, *, is_best: bool = False) -> None:
-        """Save weights, optimizer, RNG, data position, unfinished samples and totals.
-
-        ``is_best`` makes it the one that ``progress.best`` names.
-        """
+        """Save everything, with ``is_best`` as the checkpoint that ``progress.best`` names."""
         self.saver.save(
             self.progress.finished_steps,
             self._policy,

@@ -121,6 +121,7 @@ class Run:
         sync = WeightSync(config.rollout.weight_sync, config.run_dir, scorer.score, groups.device)
         self.generation = Generation(config, policy, opening, sync, stopping)
         self._sinks: MetricsSinks | None = None
+        self._has_evaluation = bool(config.eval.sets) and self.generation.has_servers
         self._evaluating = 0
         """The step whose evaluation runs beside the next one; 0: none."""
 
@@ -207,7 +208,6 @@ class Run:
         self.timer.end_step()
 
     def _complete_step(self, step: int, values: dict[str, float]) -> None:
-        """Make the evaluation that was interrupted, and write the step's metrics."""
         with self.timer.phase("evaluation"):
             evaluated = eval_metrics(self._evaluate(step, resume=True))
         self.generation.check()
@@ -237,10 +237,7 @@ class Run:
         return []
 
     def complete_evaluation(self) -> None:
-        """Wait for the evaluation that runs beside this step, and write the metrics of its own.
-
-        It needs weights that only the servers have still: where none has, it is given up.
-        """
+        """Wait for the evaluation beside this step; without its weights it is given up."""
         if not self._evaluating:
             return
         evaluated = eval_metrics(self._evaluate(self._evaluating, syncs=False))
@@ -258,7 +255,7 @@ class Run:
 
     def _evaluate(self, step: int, *, resume: bool = False, syncs: bool = True) -> list[EvalResult]:
         """Evaluate, and say and note how good the policy is; see ``Generation.evaluate``."""
-        if not self.config.eval.sets or not self.generation.has_servers:
+        if not self._has_evaluation:
             return []
         results = self.generation.evaluate(step, resume=resume, syncs=syncs)
         if results:
@@ -268,9 +265,7 @@ class Run:
         return results
 
     def _must_evaluate(self, step: int) -> bool:
-        section = self.config.eval
-        has_sets = bool(section.sets) and self.generation.has_servers
-        return has_sets and is_due(section, step, self.config.train.steps)
+        return self._has_evaluation and is_due(self.config.eval, step, self.config.train.steps)
 
     def report(
         self, metrics: StepMetrics, evaluated: dict[str, float], results: Sequence[UpdateResult]

@@ -480,7 +480,6 @@ class PolicyOutput:
 
 
 def _zero_advantage(objective: Objective, config: AlgorithmConfig) -> ZeroAdvantage:
-    """Return what becomes of responses with A = 0."""
     if config.entropy_coefficient > 0 or objective.trains_zero_advantage:
         return "trained"
     # The denominators of a selection count its tokens wherever they are, and decisions of

@@ -78,11 +78,7 @@ def open_run(config: RunConfig, stopping: Stopping) -> Iterator[Opening]:
 
 
 def claim_run_dir(config: RunConfig) -> None:
-    """Make sure that the run may begin in its directory, and let torchrun know it.
-
-    Raises:
-        ValueError: It holds an earlier run, and ``resume`` is not set.
-    """
+    """Let torchrun know the run's directory; a ``ValueError`` if it holds another run."""
     run_dir = config.run_dir
     if not config.resume and _holds_run(run_dir):
         raise ValueError(
@@ -101,11 +97,7 @@ def _holds_run(run_dir: Path) -> bool:
 
 
 def write_config(config: RunConfig) -> None:
-    """Write ``config.yaml``; one of an earlier start that differs becomes ``config.1.yaml``, ….
-
-    Raises:
-        ConfigError: The earlier one is not readable YAML.
-    """
+    """Write ``config.yaml``; one of an earlier start that differs becomes ``config.1.yaml``, …."""
     path, text = config.run_dir / "config.yaml", dump_yaml(config)
     if config.resume and path.exists():
         keys = differing(read_settings(path), flat_settings(config))
@@ -195,11 +187,7 @@ def note_save(run_dir: Path, checkpoint: Path) -> None:
 
 
 def evidence_of_save(run_dir: Path) -> str:
-    """Return what shows that a run has saved or finished; '' if it may have ended before that.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
+    """Return what shows that a run has saved or finished; '' if it may have ended before that."""
     saved = run_dir / SAVED_NAME
     if saved.exists():
         return f"{saved} names {shown_value(read_regular(saved).decode(errors='replace').strip())}"

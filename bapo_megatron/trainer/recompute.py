@@ -71,7 +71,6 @@ class ProbeScorer:
     """Scores token sequences with the current weights, for ``weight_sync.verify``."""
 
     def __init__(self, policy: MegatronPolicy, ops: OpsConfig, shape: SplitShape) -> None:
-        """Choose the kernels; ``ops`` is the section that the policy was built with."""
         self._policy = policy
         self._shape = shape
         self._output = PolicyOutput.of(policy, ops, temperature=1.0)  # as engines score
@@ -103,7 +102,6 @@ class ProbeScorer:
 
 
 def _as_sample(token_ids: Sequence[int]) -> Sample:
-    """Make a sample: a prompt of one token, and the rest as its response."""
     response_ids = np.array(token_ids[1:], dtype=np.int32)
     return Sample(
         group_id=0,

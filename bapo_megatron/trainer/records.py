@@ -284,8 +284,7 @@ def read_measurements(
 ) -> list[UpdateResult]:
     """Reduce the measurements of a step over data-parallel ranks and copy them to the host at once.
 
-    A collective of all ranks, unless every update was skipped: two all-reduces on the last stage,
-    and one broadcast over the pipeline.
+    Two all-reduces on the last stage and one broadcast, unless every update was skipped.
     """
     updates = [m.measured for m in measurements if m.measured is not None]
     values = iter(_reduced(updates, groups) if updates else ())
@@ -312,7 +311,6 @@ def read_measurements(
 
 
 def _reduced(updates: Sequence[MeasuredUpdate], groups: ProcessGroups) -> list[float]:
-    """Return sums, maxima and decisions of each update, of all ranks."""
     sums_US = torch.stack([update.sums for update in updates])
     maxima_UM = torch.stack([update.maxima for update in updates])
     if groups.is_last_stage:

@@ -43,10 +43,7 @@ def open_sinks(config: RunConfig, progress: Progress, show_row: ShowRow | None) 
 
 
 def find_peak_flops(config: RunConfig, groups: ProcessGroups) -> float | None:
-    """Return the operations per second of all ranks' GPUs, the same for each; None on a CPU.
-
-    Also None for an unknown GPU, which rank 0 reports.
-    """
+    """Return the operations per second of all ranks' GPUs; None on a CPU or an unknown GPU."""
     if config.log.peak_tflops is not None:
         return config.log.peak_tflops * 1e12 * groups.world_size
     if groups.device.type == "cpu":
@@ -100,11 +97,7 @@ def _memory(device: torch.device) -> dict[str, float]:
 def sample_rows(dumps: Path, step: int) -> list[SampleRow]:
     """Return samples of a step from the lowest reward to the highest, evenly spaced by rank.
 
-    Samples without a text are left out, and so is the middle of a long text. Empty where its dump
-    or its texts are not kept.
-
-    Raises:
-        DumpError: A file is damaged, or of another version's format.
+    Samples without a text are left out, and so is the middle of a long text. Raises ``DumpError``.
     """
     path = dump_path(dumps, step)
     try:
@@ -178,7 +171,6 @@ def report_run(config: RunConfig, progress: Progress, phase_s: dict[str, float])
 
 
 def _table(title: str, summary: Mapping[str, Any]) -> Table:
-    """Return the numbers that there are, and the phases that took time."""
     table = Table(title=title, show_header=False)
     table.add_column("what")
     table.add_column("value", justify="right")

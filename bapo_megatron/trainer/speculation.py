@@ -104,10 +104,10 @@ class Speculation:
         self._missed.append(missed)
 
     def end_trial(self, forward_only_s: float, loss_s: float, *, differs: bool) -> None:
-        """Take in the times of the two passes, and whether their statistics differ; a collective.
+        """Take in rank 0's times of the two passes, and whether their statistics differ.
 
-        Rank 0's times count; of several trials the one in which the pass without gradients took the
-        smallest share, since the first warms up.
+        A collective. The trial with the smallest share of forward-only time counts: the first warms
+        up.
         """
         self._trials_left -= 1
         share_text = None if self._groups.rank else (forward_only_s / loss_s).hex().encode()

@@ -134,7 +134,14 @@ def split_step(
         if computed:
             weight_B = _loss_weights(trained_B, indices, config)
             packing, micro_batches = shape.pack(samples, computed, advantage_B, weight_B, masks_B)
-            counts |= _packing_sums(packing)
+            flops = packing.rank_flops
+            counts |= {
+                "packing_real": float(packing.real_tokens),
+                "packing_slots": float(packing.slots),
+                "forward_flops": float(sum(flops)),
+                "flops_mean": sum(flops) / len(flops),
+                "flops_max": float(max(flops)),
+            }
         updates.append(SplitUpdate(counts, micro_batches))
     return tuple(updates)
 
@@ -142,7 +149,6 @@ def split_step(
 def _counts(
     samples: Sequence[Sample], indices: list[int], advantage_B: np.ndarray, trained_B: np.ndarray
 ) -> dict[str, float]:
-    """Sampled tokens by their mask, and responses and their tokens by the sign of the advantage."""
     length_R = np.array([samples[i].num_sampled for i in indices])
     sampled, unmasked = float(length_R.sum()), float(trained_B[indices].sum())
     counts = {
@@ -155,17 +161,6 @@ def _counts(
         counts[f"{name}_responses"] = float(np.count_nonzero(is_meant_R))
         counts[f"{name}_length"] = float(length_R[is_meant_R].sum())
     return counts
-
-
-def _packing_sums(packing: UpdatePacking) -> dict[str, float]:
-    """How full the micro-batches of all ranks are, and the work of a mean and the busiest rank."""
-    return {
-        "packing_real": float(packing.real_tokens),
-        "packing_slots": float(packing.slots),
-        "forward_flops": float(sum(packing.rank_flops)),
-        "flops_mean": sum(packing.rank_flops) / len(packing.rank_flops),
-        "flops_max": float(max(packing.rank_flops)),
-    }
 
 
 def _loss_weights(trained_B: np.ndarray, indices: list[int], config: AlgorithmConfig) -> np.ndarray:

@@ -167,7 +167,6 @@ class BatchTrainer:
     def _recompute_behaviour(
         self, split: SplitUpdate, num_samples: int
     ) -> tuple[SplitUpdate, list[TokenLogprobs]]:
-        """Replace μ by the trainer's own log-probs at the start of the step; return these too."""
         self.note("training, forward only (behaviour)")
         policy = self.policy.forward_only(split.micro_batches, self.output.read)
         if not policy:
@@ -189,7 +188,6 @@ class BatchTrainer:
         return self._stage.known_statistics([split.micro_batches for split in splits], begin)
 
     def _update(self, update: Update) -> tuple[Measurement, Tokens]:
-        """Make one update."""
         if not update.split.micro_batches:
             return Measurement(update.split.counts), ()
         decided = self._speculation.decide(update, self._collect)
@@ -215,7 +213,6 @@ class BatchTrainer:
         return replace(decided, num_passes=int(update.policy is None))
 
     def _attempt(self, update: Update, decided: Decided, again: str = "") -> Attempt:
-        """Compute the gradients of an update; step the optimizer if nothing is wrong with them."""
         stage, context = self._stage, update.context
         adds_up = decided.is_predicted or decided.is_trial
 
@@ -236,7 +233,6 @@ class BatchTrainer:
     def _conclude(
         self, update: Update, attempts: list[Attempt], learnt: dict[str, float]
     ) -> tuple[Measurement, Tokens]:
-        """Measure an update that was made; skip one that was not, or raise."""
         attempt, flops = attempts[-1], update.split.counts["forward_flops"]
         work = {
             "forward_only_flops": (update.num_passes + attempt.decided.num_passes) * flops,
@@ -297,9 +293,8 @@ def check(
     stage, and a broadcast from there over the pipeline. Earlier stages have no reports.
 
     Returns:
-        ``decided`` as it is without a prediction: with the decision of the loss pass itself where
-        that ran with a predicted one. The decisions of the update, [E, D] float64. And the verdict,
-        [``NUM_FAULTS`` + 2] float64 on the device, equal on all ranks.
+        ``decided`` as it is without a prediction; the decisions of the update, [E, D] float64; and
+        the verdict, [``NUM_FAULTS`` + 2] float64 on the device, equal on all ranks.
     """
     settled = replace(decided, prediction=None, is_predicted=False, is_trial=False)
     verdict = torch.zeros(NUM_FAULTS + 2, dtype=torch.float64, device=groups.device)
@@ -348,7 +343,6 @@ def _add_up(
 
 
 def _describe_nonfinite(update: Update, reports: list[TokenReport]) -> str | None:
-    """Name sample, position and value of this rank's first non-finite value."""
     # No reports before the last stage.
     for report, micro_batch in zip(reports, update.split.micro_batches, strict=False):
         checked = {

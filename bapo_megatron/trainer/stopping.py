@@ -17,7 +17,6 @@ from typing import Any
 from bapo_megatron.config.schema import TrainConfig
 from bapo_megatron.errors import StoppedError
 from bapo_megatron.runtime.processes import end_once, launched_number
-from bapo_megatron.telemetry.console import say
 
 STOPPED_NAME = "stopped"
 """File of a run directory: the run was stopped and saved, and ``resume`` continues it."""
@@ -41,7 +40,6 @@ class Stopping:
         self.is_interrupted = False
         """Whether Ctrl-C stopped the run."""
         self._handlers: dict[signal.Signals, _Handler] = {}
-        self._restored: set[signal.Signals] = set()
         self._keeps_time = False
         self._stop_at_s = self._job_end_s = math.inf
 
@@ -58,7 +56,7 @@ class Stopping:
         self._install(dict.fromkeys(_SAVING, self._note))
         if self._config.stop_after is not None:
             self._stop_at_s = time.monotonic() + self._config.stop_after
-        self._job_end_s = _job_end_s()
+        self._job_end_s = float(os.environ.get("SLURM_JOB_END_TIME", "inf"))
 
     def listen_to_interrupts(self) -> None:
         """Note Ctrl-C as well from now on: before, there is nothing to save, and it ends all."""
@@ -66,9 +64,7 @@ class Stopping:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Let any signal end this process at once while it joins the other ranks; then note them.
-
-        It waits for them in C++, where Python runs no handler.
+        """Let any signal end this process at once while it joins the other ranks, in C++.
 
         Raises:
             ValueError: A signal came before.
@@ -116,16 +112,9 @@ class Stopping:
             signal.signal(number, handler)
 
     def _keep_handlers(self) -> None:
-        """Restore handlers that a user's code has replaced; say it once for each signal."""
+        """Restore handlers that a user's code has replaced; Python knows of none from C code."""
         for number, handler in self._handlers.items():
-            current = signal.getsignal(number)
-            signal.signal(number, handler)  # always: Python knows of none that C code installs
-            if current != handler and number not in self._restored:
-                self._restored.add(number)
-                say(
-                    f"rank {launched_number('RANK', 0)}: {current!r} replaced the handler of "
-                    f"{number.name}; restored, because the signal stops the run"
-                )
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
@@ -139,17 +128,3 @@ class Stopping:
                 os.write(2, _INTERRUPTED)  # a stream may be in the middle of a write
         elif now_s - self._signalled_s > SAME_SIGNAL_S:
             end_once(number, frame)
-
-
-def _job_end_s() -> float:
-    """Return when the Slurm job ends, in seconds since 1970; ∞ where Slurm does not say."""
-    text = os.environ.get("SLURM_JOB_END_TIME", "inf")
-    try:
-        end_s = float(text)
-        datetime.fromtimestamp(0.0 if end_s == math.inf else end_s)  # a time, too
-    except (ValueError, OverflowError, OSError) as error:
-        raise ValueError(
-            "SLURM_JOB_END_TIME: must be the end of the job in seconds since 1970, got "
-            f"'{text}'; unset it"
-        ) from error
-    return end_s
