@@ -28,7 +28,6 @@ from bapo_megatron.runtime.distributed import (
     ProcessGroups,
     any_rank,
     broadcast_bytes,
-    fail_together,
     first_message,
 )
 from tests.distributed_launch import joined
@@ -245,14 +244,7 @@ def _collectives(groups: ProcessGroups) -> dict[str, Any]:
         "empty": broadcast_bytes(b"" if rank == 0 else None, groups),
         "any": [any_rank(rank == flagged, groups.control) for flagged in (0, 1, 2)],
         "first": [first_message(f"{rank}" if rank >= k else None, groups) for k in (0, 1, 99)],
-        "together": error_of(_fail_on_rank_1, groups),
     }
-
-
-def _fail_on_rank_1(groups: ProcessGroups) -> None:
-    with fail_together(groups):
-        if groups.rank == 1:
-            raise OSError(28, "No space left on device", "/some/file")
 
 
 def error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:

@@ -150,11 +150,6 @@ def test_everything_is_flushed_before_the_rename_and_the_pointer_moves_last(
     assert f"flush {root}" in events[pointed:]
 
 
-def test_there_is_no_latest_checkpoint_before_the_first_save(tmp_path: Path) -> None:
-    assert find_latest(tmp_path) is None
-    assert find_latest(tmp_path / "never made") is None
-
-
 def test_the_best_checkpoint_stays_until_another_one_is_named(tmp_path: Path) -> None:
     save_small(tmp_path, 1)
     name_best(tmp_path, BestCheckpoint("step_1", "eval/sums/avg_at_k", 0.5))

@@ -231,4 +231,3 @@ def test_collectives_give_every_rank_the_same(two_ranks: Ranks) -> None:
         assert collectives["empty"] == b""
         assert collectives["any"] == [True, True, False]
         assert collectives["first"] == ["0", "1", None]  # the lowest rank that has one
-        assert "No space left on device: '/some/file'" in collectives["together"]

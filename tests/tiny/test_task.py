@@ -46,11 +46,6 @@ def test_about_a_third_of_the_mixture_is_right_and_the_wrong_solutions_are_longe
     assert max(max(lengths[True]), max(lengths[False])) <= 80
 
 
-def test_prompt_and_answer_of_a_problem():
-    problem = Problem((9, 8, 0, 7))
-    assert (problem.prompt, problem.answer) == ("9+8+0+7=?", "24")
-
-
 def test_splits_are_disjoint_hold_every_sum_once_and_depend_on_the_seed_alone():
     splits = split_problems(seed=3)
     prompts = [problem.prompt for part in splits for problem in part]

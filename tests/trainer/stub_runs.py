@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import time
-import urllib.request
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,6 @@ from bapo_megatron.trainer import loop, opening
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.stopping import Stopping
 from tests.distributed_launch import take_port
-from tests.launch import free_port
 from tests.trainer.dumps import replay_settings
 from tests.trainer.runs import train_whole_run
 from tests.trainer.stub_source import StubSource
@@ -69,8 +67,6 @@ class Outcome:
     stacks: str
     collectives: set[str]
     """Kinds of the collectives that were written with the stacks."""
-    scraped: str
-    """What Prometheus got."""
 
 
 def _train(num_steps: int) -> dict[str, int]:
@@ -138,7 +134,6 @@ def _outcome(
     latest, metrics = find_latest(checkpoints), run_dir / "metrics.jsonl"
     traced, stacks = logs / f"gloo_trace_rank_{rank}", logs / f"stacks_rank_{rank}.txt"
     trace = pickle.loads(traced.read_bytes()) if traced.exists() else {"entries": []}
-    scraped = run_dir.parent / "scraped"
     return Outcome(
         error=error,
         calls=source.calls,
@@ -150,7 +145,6 @@ def _outcome(
         is_marked=(run_dir / "stopped").exists(),
         stacks=stacks.read_text() if stacks.exists() else "",
         collectives={entry["profiling_name"] for entry in trace["entries"]},
-        scraped=scraped.read_text() if scraped.exists() else "",
     )
 
 
@@ -278,25 +272,14 @@ def beside_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
 
 
 def two_ranks(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
-    """Generation and pushes that fail for good.
+    """Generation and weight syncs that fail for good.
 
-    The second run has ranks of a million operations per second, and its metrics are scraped.
+    The second run has ranks of a million operations per second.
     """
-    port = free_port()
-
-    def scrape_and_fail(source: StubSource) -> bool:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-            (root / "scraped").write_bytes(page.read())
-        return _fail(source)
-
     return {
         "at the start": _outcome(model, dumps, root / "start", {1: _fail}),
         "after a save": _outcome(
-            model,
-            dumps,
-            root / "later",
-            {3: scrape_and_fail},
-            log={**QUIET, "prometheus_port": port, "peak_tflops": 1e-6},
+            model, dumps, root / "later", {3: _fail}, log={**QUIET, "peak_tflops": 1e-6}
         ),
         "disk full": _outcome(
             model,

@@ -55,17 +55,6 @@ def test_an_end_that_python_does_not_see_is_no_success_and_names_the_rank_or_the
     assert last.endswith(f"--resume continues from {tmp_path}/run/checkpoints/step_1")
 
 
-@pytest.mark.parametrize("name", ["exits_at_import", "ends_at_import"])
-def test_an_import_that_exits_is_an_error_with_its_line(
-    name: str, replay_config: Path, tmp_path: Path
-) -> None:
-    setting = f"algorithm.objective=tests.reward.{name}:loss"
-    status, line = refusal(arguments(replay_config, tmp_path / "run", setting))
-    assert status == 1
-    assert f"/{name}.py:5" in line
-    assert not (tmp_path / "run").exists()
-
-
 def test_code_that_changes_the_working_directory_moves_no_file(replay_config: Path) -> None:
     relative = Path("build") / f"moves-no-file-{os.getpid()}"
     run_dir = REPOSITORY / relative

@@ -11,7 +11,7 @@ import pytest
 from bapo_megatron.data.dump import read_batch, write_batch
 from tests.launch import run
 from tests.trainer.dumps import write_dumps
-from tests.trainer.runs import refusal, train
+from tests.trainer.runs import refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.slow
     ("override", "key"),
     [
         ("algorithm.objektive=clip", "'algorithm.objective'?"),
-        ("rollout.top_k=100", "rollout.top_k"),
         ("parallel.tensor=2", "parallel.tensor: "),
     ],
 )
@@ -35,13 +34,6 @@ def test_wrong_settings_are_refused_before_anything_starts(
     assert status == 2
     assert key in line
     assert not run_dir.exists()
-
-
-def test_an_existing_run_is_not_overwritten(replay_config: Path, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    status, line = refusal(["train", str(replay_config), f"run_dir={tmp_path}"])
-    assert (status, "already holds a run" in line) == (1, True)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +63,6 @@ def test_nan_logprobs_are_reported_with_sample_and_position(
     (line,) = set(re.findall(r"^(?:\[rank 1\] )?bapo-megatron: (.*)$", result.stderr, re.MULTILINE))
     assert line.startswith("step 2: sample 2 of group 5")
     assert "response token 4: behaviour log-prob is nan" in line
-
-
-@pytest.mark.distributed
-def test_updates_with_nan_are_skipped_if_asked(
-    replay_config: Path, nan_dumps: Path, tmp_path: Path
-) -> None:
-    settings = ["algorithm.on_nonfinite=skip_update", "train.steps=2", "checkpoint.at_end=false"]
-    rows = train(replay_config, tmp_path / "run", f"replay={nan_dumps}", *settings, ranks=2)
-    assert [row["train/skipped_updates"] for row in rows] == [0.0, 1.0]
-    assert [row["train/nonfinite_tokens"] for row in rows] == [0.0, 1.0]
-    assert rows[1]["train/packing_share"] > 0  # its micro-batches were computed
 
 
 @pytest.mark.distributed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,13 +27,15 @@ def test_a_second_start_names_the_first_and_after_a_kill_the_run_goes_on(
         "replay": many_dumps,
         "train.steps": MANY_STEPS,
         "algorithm.advantage": "tests.trainer.stub_runs:slow_advantage",
-        "log.prometheus_port": free_port(),  # which must not be what is named
+        "log.prometheus_port": (port := free_port()),  # which must not be what is named
     }
     overrides = [f"{name}={value}" for name, value in settings.items()]
     train = ["train", str(replay_config), *overrides]
     first = start([*train, f"run_dir={run_dir}"])
     started.append(first)
     wait_for(first, lambda: len(steps(run_dir)) >= 1, "a step")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        assert b"\nbapo_policy_entropy " in page.read()
     before = {name: (run_dir / name).read_bytes() for name in ("config.yaml", ".lock")}
     data = tmp_path / "sums.jsonl"
     data.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
@@ -67,4 +70,6 @@ def test_a_second_start_names_the_first_and_after_a_kill_the_run_goes_on(
         environment={"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": "1000000000"},
     )
     assert result.returncode == 0, result.stderr
-    assert "stopped by train.stop_lead_s" in result.stderr.splitlines()[-1]
+    (line,) = (line for line in result.stderr.splitlines() if "stop" in line)
+    assert line == result.stderr.splitlines()[-1]
+    assert line.startswith("stopped by train.stop_lead_s = 900: the Slurm job ends at 2001-09-")

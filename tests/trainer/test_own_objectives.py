@@ -191,27 +191,6 @@ def test_objectives_have_the_gradient_of_their_formula(
         assert_same_gradients(updates[name]["gradients"], gradients, 1e-6)
 
 
-def test_one_fresh_update_is_the_same_under_all_bounds(
-    random_model: Path, mixed_dumps: Path
-) -> None:
-    """Without lag every ratio is 1, so nothing is clipped, whatever the search has found."""
-    # By the weights that are about to be updated.
-    fresh = {"behaviour": "recomputed", "entropy_coefficient": 0.0}
-    bounds = {"grpo": (0.8, 1.2), "start": (0.6, 1.2), "corner": (0.9, 3.0)}
-    cases = {
-        name: Case({"objective": "clip", "fixed": {"low": low, "high": high}, **fresh})
-        for name, (low, high) in bounds.items()
-    }
-    cases["bapo"] = Case({"bapo": {"target": 0.99}, **fresh})
-    dump = mixed_dumps / "step_000001.parquet"
-    (updates,) = run_ranks(make_updates, 1, random_model, dump, {}, cases)
-    assert updates["bapo"]["bounds"] == pytest.approx((0.9, 3.0))
-    for name in bounds:
-        for parameter, gradient in updates[name]["gradients"].items():
-            assert gradient.abs().max() > 0, parameter
-            assert torch.equal(gradient, updates["bapo"]["gradients"][parameter]), parameter
-
-
 def test_an_objective_that_trains_zero_advantages_is_not_skipped(
     replay_config: Path, random_model: Path, tmp_path: Path
 ) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
+from safetensors.torch import load_file
+
+from bapo_megatron.config.load import load_config
 from bapo_megatron.data.dump import texts_path, write_batch, write_texts
 from bapo_megatron.trainer.checkpointing import Progress
 from bapo_megatron.trainer.reporting import report_run, sample_rows
 from bapo_megatron.types import Group, RolloutBatch, SampleText
 from tests.config.files import run_config
 from tests.data.samples import make_sample
+from tests.trainer.runs import differing_weights, train
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,3 +100,21 @@ def test_without_kept_texts_or_dump_there_is_no_table(tmp_path: Path) -> None:
         path = write_step(tmp_path, [0.0, 1.0])
         (texts_path(path) if is_texts else path).unlink()
         assert sample_rows(tmp_path, 20) == []
+
+
+@pytest.mark.distributed
+def test_a_run_moves_all_weights_and_writes_its_summary_and_configuration(
+    replay_config: Path, random_model: Path, tmp_path: Path
+) -> None:
+    settings = ("train.steps=2", "algorithm.bapo.contribution=gradient", "algorithm.epochs=2")
+    rows = train(replay_config, tmp_path, *settings)
+    assert [row["train/updates"] for row in rows] == [4.0, 4.0]
+    before = load_file(random_model / "model.safetensors")
+    assert sorted(differing_weights(tmp_path, before)) == sorted(before)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["steps"], summary["updates"], summary["seed"]) == (2, 8, 0)
+    assert summary["accuracy_before"] is None
+    assert summary["generated_tokens_per_s"] is None  # whatever the dumps say
+    written = tmp_path / "config.yaml"
+    assert written.read_text().startswith(f"# commit {summary['commit'] or 'unknown'}\n# bapo-")
+    assert load_config(written).train.max_tokens_per_micro_batch == 128

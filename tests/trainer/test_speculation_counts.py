@@ -35,12 +35,6 @@ def _after_trial(groups: ProcessGroups, *shares: float) -> Speculation:
     return auto
 
 
-def test_auto_relies_on_predictions_after_two_updates(groups: ProcessGroups) -> None:
-    auto = _after_trial(groups, 0.5, 0.25)
-    assert not auto.is_trial
-    assert auto.relies
-
-
 def test_auto_stops_where_misses_cost_more_than_hits_save_and_goes_on_later(
     groups: ProcessGroups,
 ) -> None:

@@ -221,18 +221,10 @@ def test_what_an_environment_wrote_changes_no_weight_and_no_length(aggregation: 
     (update,) = _split(limit, _episodes(), **algorithm)
 
     assert _weights_by_sample(update) == _weights_by_sample(plain)
-    # The first response of each group is right: 2 and 1 tokens. The others have 4, 3, 2 and 3.
     assert _tokens(update) == _tokens(plain)
-    assert _tokens(update) == {
-        "response_tokens": 15.0,
-        "masked_tokens": 4.0,
-        "unmasked_tokens": 11.0,
-        "computed_tokens": 11.0,
-        "positive_responses": 2.0,
-        "positive_length": 3.0,
-        "negative_responses": 4.0,
-        "negative_length": 12.0,
-    }
+    # The first response of each group is right: 2 and 1 tokens. The others have 4, 3, 2 and 3.
+    lengths = (update.counts["positive_length"], update.counts["negative_length"])
+    assert lengths == (3.0, 12.0)
     assert update.counts["packing_real"] == plain.counts["packing_real"] + 7 + 3 + 4
 
 
