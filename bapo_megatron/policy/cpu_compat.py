@@ -15,7 +15,7 @@ from torch import Tensor
 
 @functools.cache
 def install() -> None:
-    """Make Megatron-core run on the CPU ; a ``RuntimeError`` where CUDA is available."""
+    """Make Megatron-core run on the CPU; a ``RuntimeError`` where CUDA is available."""
     if torch.cuda.is_available():
         raise RuntimeError("cpu_compat.install is for machines without CUDA; do not call it here")
     # Buffers are allocated where device queries say.

@@ -179,7 +179,7 @@ class OptimizerStep:
 def sharded_state(
     optimizer: MegatronOptimizer, model_state: dict[str, Any], *, is_loading: bool, **options: Any
 ) -> dict[str, Any]:
-    """Return Megatron's sharded state dict, in a save with owned states only; a collective."""
+    """Return Megatron's sharded state dict, when saving with owned states only; a collective."""
     state: dict[str, Any] = optimizer.sharded_state_dict(
         model_state, is_loading=is_loading, **options
     )

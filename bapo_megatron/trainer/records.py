@@ -284,7 +284,7 @@ def read_measurements(
 ) -> list[UpdateResult]:
     """Reduce the measurements of a step over data-parallel ranks and copy them to the host at once.
 
-    Two all-reduces on the last stage and one broadcast, unless every update was skipped.
+    A collective unless every update was skipped: two all-reduces on the last stage, one broadcast.
     """
     updates = [m.measured for m in measurements if m.measured is not None]
     values = iter(_reduced(updates, groups) if updates else ())

@@ -106,8 +106,7 @@ class Speculation:
     def end_trial(self, forward_only_s: float, loss_s: float, *, differs: bool) -> None:
         """Take in rank 0's times of the two passes, and whether their statistics differ.
 
-        A collective. The trial with the smallest share of forward-only time counts: the first warms
-        up.
+        A collective. Of the trials, the smallest share of forward-only time counts.
         """
         self._trials_left -= 1
         share_text = None if self._groups.rank else (forward_only_s / loss_s).hex().encode()
