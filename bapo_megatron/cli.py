@@ -20,7 +20,6 @@ from bapo_megatron.errors import (
     describe_cause,
     describe_os_error,
     first_cause,
-    is_explained,
 )
 from bapo_megatron.runtime.exits import exits_noticed
 from bapo_megatron.runtime.processes import (
@@ -118,11 +117,7 @@ class _StandardOutput(io.FileIO):
 
 
 def _prepare() -> None:
-    """Check the arguments and standard output, which gets its class."""
-    for argument in sys.argv[1:]:
-        if any(0xDC80 <= ord(character) <= 0xDCFF for character in argument):  # see PEP 383
-            shown = repr(os.fsencode(argument)).removeprefix("b")
-            raise ValueError(f"argument {shown}: must be UTF-8; rename the file")
+    """Check standard output, which gets its class."""
     if sys.stdout is None:
         raise ValueError("standard output: closed; redirect it to a file, or to /dev/null")
     if sys.stdout is sys.__stdout__:
@@ -195,8 +190,8 @@ def _report(error: Exception) -> int:
     if isinstance(cause, typer.BadParameter):
         line = " ".join(cause.format_message().split())
         line += "" if ";" in line else "; see --help"
-    elif isinstance(cause, OSError) and (cause.filename is not None or is_explained(cause)):
-        line = f"{cause.filename or 'this process'}: {describe_os_error(cause)}"
+    elif isinstance(cause, OSError) and cause.filename is not None:
+        line = f"{cause.filename}: {describe_os_error(cause)}"
     elif isinstance(cause, RolloutError):
         line = str(cause)  # may end with the last lines of a log
     is_usage = isinstance(cause, typer.TyperException | ConfigError)

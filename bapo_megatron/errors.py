@@ -7,14 +7,9 @@ _REMEDIES = {
     errno.EISDIR: "give a file",
     errno.ENOTDIR: "check the path: a part of it is a file",
     errno.EEXIST: "choose another path, or move away what is there",
-    errno.ESPIPE: "give a regular file",
-    errno.ELOOP: "correct the symbolic links",
     errno.EACCES: "give this user the right to it",
     errno.EROFS: "choose another file system, this one is read-only",
     errno.ENOSPC: "free space, or choose another file system",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.EMFILE: "raise its limit, with ulimit -n",
-    errno.ENFILE: "raise the machine's limit, fs.file-max",
 }
 
 
@@ -52,11 +47,6 @@ def describe_os_error(error: OSError) -> str:
     """Return what the operating system says of a file, and what to do about it."""
     remedy = _REMEDIES.get(error.errno or 0, "check the path and its file system")
     return f"{(error.strerror or type(error).__name__).lower()}; {remedy}"
-
-
-def is_explained(error: OSError) -> bool:
-    """Return whether the error says enough without the name of a file."""
-    return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.loss import differentiate, with_sums
-from bapo_megatron.algorithm.objective import Needs, Objective, Speculate, TokenBatch
+from bapo_megatron.algorithm.objective import Needs, Objective, TokenBatch
 from bapo_megatron.algorithm.prediction import hide_rest
 from bapo_megatron.algorithm.user_code import UserCodeError, kind_of
 from bapo_megatron.ops.backend import Kernels
@@ -140,7 +140,6 @@ def _check_declarations(objective: Objective) -> None:
     selects, decisive = objective.selects_tokens, objective.decisive is not None
     for holds, problem in (
         (needs in kinds, f"declares needs = {needs!r}; choose {', '.join(kinds)}"),
-        (objective.speculate in get_args(Speculate), "declares an unknown speculate; leave it out"),
         (
             needs == "token" or has_statistics,
             f"declares needs = {needs!r}; write statistics(self, tokens)",
@@ -235,7 +234,5 @@ def _values(objective: Objective, tokens: TokenBatch, kernels: Kernels | None) -
         values["select"] = selected_T.float()
     limits = objective.bounds(tokens)
     if limits is not None:
-        is_pair = isinstance(limits, tuple) and [type(bound) for bound in limits] == [Tensor] * 2
-        _require(is_pair, "returns no pair of tensors; return (low, high) or None")
         values["bounds"] = tokens.ratio.clamp(*limits)
     return {name: value_T.detach() for name, value_T in values.items()}

@@ -95,8 +95,6 @@ def _from_user(code: UserCode, options: Mapping[str, Any]) -> Objective:
     """Make an instance of the named class, or of the named function; its errors name its place."""
     named = code.object
     if inspect.isclass(named):
-        if not callable(getattr(named, "loss", None)):
-            code.refuse("is a class without a method 'loss'; write loss(self, tokens)")
         with code.guard():
             # A class that is no subclass of Objective gets the defaults as well.
             objective: Objective = type(named.__name__, (named, Objective), {})(**options)

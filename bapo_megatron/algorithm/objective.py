@@ -187,18 +187,12 @@ class Objective(ABC):
         return "the objective refuses the update"
 
 
+@dataclass(frozen=True, slots=True)
 class FunctionObjective(Objective):
     """A function from tokens to their losses, [T], as an objective."""
 
-    def __init__(
-        self,
-        function: Callable[[TokenBatch], Tensor],
-        *,
-        trains_zero_advantage: bool | None = None,
-    ) -> None:
-        """Take the function and what it declares."""
-        self.function = function
-        self.trains_zero_advantage = trains_zero_advantage
+    function: Callable[[TokenBatch], Tensor]
+    trains_zero_advantage: bool | None = None
 
     def loss(self, tokens: TokenBatch) -> Tensor:
         """Return the function's losses, [T]."""

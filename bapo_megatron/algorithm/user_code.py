@@ -2,12 +2,10 @@
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from bapo_megatron.runtime.names import LoadError, load_named, raised_at, shown
@@ -34,21 +32,15 @@ class UserCode:
         self.key = key
         self.name = name
         try:
-            with _shared_state_kept():
-                self.object: Any = load_named(name)
+            self.object: Any = load_named(name)
         except LoadError as error:
             raise UserCodeError(f"{key}: '{name}': {error}") from error
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn an exception of the user's code into one line that names its place.
-
-        What it changes of torch's defaults and of Python's filters of warnings, which all code of
-        the process shares, is taken back.
-        """
+        """Turn an exception of the user's code into one line that names its place."""
         try:
-            with _shared_state_kept():
-                yield
+            yield
         except (UserCodeError, MemoryError, RequestedExit):
             raise
         except (Exception, SystemExit) as error:
@@ -79,27 +71,9 @@ class UserCode:
         """``file:line`` where the function or class begins."""
         named = inspect.unwrap(self.object)
         try:
-            lines, first = inspect.getsourcelines(named)
-            file = inspect.getsourcefile(named) or self.name
+            return f"{inspect.getsourcefile(named)}:{inspect.getsourcelines(named)[1]}"
         except (TypeError, OSError):
             return self.name
-        begins = ("class ",) if inspect.isclass(named) else ("def ", "async def ")
-        decorators = (i for i, line in enumerate(lines) if line.lstrip().startswith(begins))
-        return f"{file}:{first + next(decorators, 0)}"
-
-
-@contextmanager
-def _shared_state_kept() -> Iterator[None]:
-    dtype, has_gradients = torch.get_default_dtype(), torch.is_grad_enabled()
-    filters: list[Any] = warnings.filters  # type: ignore[assignment]
-    filters_before = filters[:]
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(has_gradients)
-        if filters != filters_before:
-            filters[:] = filters_before
 
 
 def kind_of(value: Any) -> str:

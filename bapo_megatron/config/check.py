@@ -147,23 +147,17 @@ def check_layers(hf_config: dict[str, Any], parallel: ParallelConfig) -> None:
 
 def _check_layout(hf_config: dict[str, Any], config: RunConfig, world_size: int) -> None:
     """The ranks and the model can be divided as ``parallel`` says."""
-    parallel, offloaded = config.parallel, config.megatron.activation_offload_layers
+    parallel = config.parallel
     names = [n for n in ("tensor", "pipeline", "context") if getattr(parallel, n) > 1]
     replica_size = math.prod(getattr(parallel, name) for name in names)
     if world_size % replica_size:
         raise ConfigError(
             f"{' × '.join(f'parallel.{name}' for name in names)}: must divide the number of ranks, "
-            f"got {replica_size} with {world_size} rank{'s' * (world_size != 1)}; start a multiple "
-            f"of {replica_size} ranks, or change {'it' if len(names) == 1 else 'them'}"
+            f"got {replica_size} with {world_size}; start a multiple of {replica_size} ranks, or "
+            "change the layout"
         )
     check_heads(hf_config, "parallel.tensor", parallel.tensor)
     check_layers(hf_config, parallel)
-    layers = _count(hf_config, "num_hidden_layers")
-    if offloaded and (parallel.pipeline > 1 or 0 < layers <= offloaded):
-        raise ConfigError(
-            "megatron.activation_offload_layers: needs parallel.pipeline = 1 and must be below the "
-            f"model's {layers} layers, got {offloaded} with {parallel.pipeline}; change them"
-        )
 
 
 def check_updates(config: RunConfig) -> None:
@@ -226,12 +220,10 @@ def _check_budget(config: RunConfig) -> None:
     per_sequence, total = packing_multiples(config.parallel, config.megatron)
     ranks, budget = config.parallel.context, config.train.max_tokens_per_micro_batch
     if ranks * budget // total * total < -(-needed // per_sequence) * per_sequence:
-        in_multiples = f" in multiples of {total}" if total > 1 else ""
-        over_ranks = f" over {ranks} context-parallel ranks" if ranks > 1 else ""
         raise ConfigError(
             "train.max_tokens_per_micro_batch: must hold data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {needed}{in_multiples}{over_ranks}, got {budget}; "
-            "raise it"
+            f"rollout.max_response_tokens = {needed}, in multiples of {total} over {ranks} "
+            f"context-parallel ranks, got {budget}; raise it"
         )
 
 
@@ -349,12 +341,6 @@ def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
                 f"of file and metric names, got '{dataset.label}'; give another name"
             )
         sampling = evaluation.sampling_of(dataset)
-        if sampling.temperature == 0 and sampling.samples_per_prompt > 1:
-            where = key if dataset.samples_per_prompt is not None else "eval"
-            raise ConfigError(
-                f"{where}.samples_per_prompt: must be 1 at temperature 0, since greedy samples are "
-                f"equal, got {sampling.samples_per_prompt}; set 1, or raise the temperature"
-            )
         section = key if dataset.max_response_tokens is not None else "eval"
         _check_positions(hf_config, config, section, sampling.max_response_tokens)
 

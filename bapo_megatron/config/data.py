@@ -50,7 +50,7 @@ class DatasetConfig(Section):
                 f"must have split with hub, and split and subset with hub only, got hub: "
                 f"'{self.hub}', split: '{self.split}', subset: '{self.subset}'; correct them"
             )
-        if self._is_pattern and not self.name:
+        if self.path is not None and is_pattern(self.path) and not self.name:
             raise ValueError(
                 f"must have a name, since path = '{self.path}' matches several files; set name"
             )
@@ -62,17 +62,13 @@ class DatasetConfig(Section):
             )
         return self
 
-    @property
-    def _is_pattern(self) -> bool:
-        return self.path is not None and is_pattern(self.path)
-
     def files(self) -> list[Path]:
         """The files of ``path``, sorted by name; whether a single one exists is not checked."""
         if self.path is None:
             return []
-        if not self._is_pattern:
-            return [self.path]
-        return sorted(self.path.parent.glob(self.path.name))
+        if is_pattern(self.path):
+            return sorted(self.path.parent.glob(self.path.name))
+        return [self.path]
 
     @property
     def label(self) -> str:

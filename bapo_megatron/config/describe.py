@@ -26,26 +26,6 @@ _TYPE_NAMES = {
     Path: "path",
     AbsolutePath: "path",
 }
-_NAMES_ELSEWHERE = {
-    "n": "rollout.samples_per_group",
-    "num_generations": "rollout.samples_per_group",
-    "train_batch_size": "rollout.groups_per_step",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_response_length": "rollout.max_response_tokens",
-    "max_completion_length": "rollout.max_response_tokens",
-    "max_new_tokens": "rollout.max_response_tokens",
-    "gpu_memory_utilization": "rollout.server.mem_fraction",
-    "learning_rate": "optimizer.lr",
-    "adv_estimator": "algorithm.advantage",
-    "clip": "algorithm.objective",
-    "clip_ratio_high": "algorithm.fixed.high",
-    "clip_ratio_low": "algorithm.fixed.low",
-    "tensor_model_parallel_size": "parallel.tensor",
-    "pipeline_model_parallel_size": "parallel.pipeline",
-    "save_freq": "checkpoint.every_steps",
-    "test_freq": "eval.every_steps",
-}
-"""Keys by the names that verl, TRL and 0.1 give them, where these are not similar."""
 
 
 class KeyInfo(NamedTuple):
@@ -175,14 +155,9 @@ def _suggestion(location: Sequence[int | str], root: type[BaseModel]) -> str:
             assert nested is not None, "only sections refuse unknown keys"
             section = nested[0]
     known = [key.name for key in describe_keys(root)]
-    if (other := _NAMES_ELSEWHERE.get(str(wanted))) in known:
-        return f"did you mean '{other}'?"
     nearby = {name: dotted([*parents, name]) for name in section.model_fields}
     anywhere = {name.rpartition(".")[2]: name for name in reversed(known)}
     for candidates in (nearby, anywhere):
         for near in difflib.get_close_matches(str(wanted), candidates, n=1):
             return f"did you mean '{candidates[near]}'?"
-    if root is not RunConfig:  # whose keys the command lists
-        return f"its section's keys: {', '.join(section.model_fields)}"
-    names = ".".join(part for part in parents if isinstance(part, str))
-    return f"its section's keys: bapo-megatron config{f' --key {names}' if names else ''}"
+    return f"its section's keys: {', '.join(section.model_fields)}"

@@ -1,8 +1,8 @@
 """Configuration of evaluations."""
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field
 
 from bapo_megatron.config.data import DatasetConfig
 from bapo_megatron.config.reward import RewardConfig, RewardFunctions
@@ -10,12 +10,6 @@ from bapo_megatron.config.section import Section
 
 MAX_SAMPLES = 1000
 """Limit of a prompt's samples: n · C(n, k) stays within the range of a float64."""
-
-
-def _leaves_a_token(top_k: int | None) -> int | None:
-    if top_k == 0:
-        raise ValueError("must be at least 1, or -1 for all tokens, got 0; correct it")
-    return top_k
 
 
 class EvalSamplingConfig(Section):
@@ -29,7 +23,7 @@ class EvalSamplingConfig(Section):
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling (evaluation only)."""
-    top_k: Annotated[int, Field(ge=-1), AfterValidator(_leaves_a_token)] = -1
+    top_k: int = Field(-1, ge=-1)
     """Sample from the k likeliest tokens (evaluation only); -1: from all."""
     max_response_tokens: int = Field(4096, ge=1)
     """Longest response."""
@@ -46,7 +40,7 @@ class EvalSetConfig(DatasetConfig):
     """``eval.temperature`` of this set."""
     top_p: float | None = Field(None, gt=0, le=1)
     """``eval.top_p`` of this set."""
-    top_k: Annotated[int | None, Field(ge=-1), AfterValidator(_leaves_a_token)] = None
+    top_k: int | None = Field(None, ge=-1)
     """``eval.top_k`` of this set."""
     max_response_tokens: int | None = Field(None, ge=1)
     """``eval.max_response_tokens`` of this set."""
@@ -68,19 +62,10 @@ class EvalConfig(EvalSamplingConfig):
     overlap: bool = False
     """Evaluate beside the next step's rollout and training, until the next weight sync. The
     evaluations before the first step and after the last one still run alone."""
-    k_values: tuple[int, ...] = (1, 4, 16, 64)
+    k_values: tuple[Annotated[int, Field(ge=1)], ...] = (1, 4, 16, 64)
     """Further k of pass@k and maj@k; those above a set's ``samples_per_prompt`` are left out."""
     bootstrap_resamples: int = Field(10000, ge=100)
     """Resamples of the problems behind each 95 % interval; their seed is the run's."""
-
-    @model_validator(mode="after")
-    def _sizes_differ(self) -> Self:
-        if any(k < 1 for k in self.k_values) or len(set(self.k_values)) < len(self.k_values):
-            raise ValueError(
-                "k_values must be different numbers of samples, from 1 on, got "
-                f"{list(self.k_values)}; correct the list"
-            )
-        return self
 
     def sampling_of(self, dataset: EvalSetConfig) -> EvalSamplingConfig:
         """How ``dataset`` is sampled: its own settings, and these where it has none."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from bapo_megatron.config.describe import Place, explain
@@ -53,10 +53,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             OmegaConf.create(merged), resolve=True, throw_on_missing=True
         )
     except (OmegaConfBaseException, RecursionError) as error:
-        remedy = "correct this key"
-        if isinstance(error, InterpolationKeyError) and "name" not in merged:
-            remedy = "this is a base for other files: give one that inherits it and has a name"
-        raise ConfigError(f"{path}: {_problem(error)}; {remedy}") from error
+        raise ConfigError(f"{path}: {_problem(error)}; correct this key") from error
 
     def place_of(location: Sequence[int | str]) -> str:
         holding = (place for place, settings in reversed(layers) if _holds(settings, location))

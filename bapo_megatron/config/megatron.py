@@ -41,10 +41,6 @@ class ParallelConfig(Section):
                 f"virtual_pipeline needs pipeline > 1, got {self.virtual_pipeline} with 1; set it "
                 "to 1, or raise pipeline"
             )
-        if self.sequence and self.tensor == 1:
-            raise ValueError(
-                "sequence needs tensor > 1, got 1; set sequence to false, or raise tensor"
-            )
         return self
 
 
@@ -86,11 +82,6 @@ class MegatronConfig(Section):
             raise ValueError(
                 "optimizer_offload_share needs distributed_optimizer; set it to true, or the share "
                 "to 0"
-            )
-        if self.activation_offload_layers > 0 and self.recompute != "none":
-            raise ValueError(
-                "activation_offload_layers does not go with recompute: what is offloaded is not "
-                "computed again; set recompute to none, or the layers to 0"
             )
         return self
 

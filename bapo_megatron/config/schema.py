@@ -9,7 +9,6 @@ sections of all objectives. No file there imports torch, so nor does reading a c
 """
 
 import importlib
-import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -143,9 +142,6 @@ class AlgorithmConfig(_WithOptions):
                 "objective_options are for an objective of your own, got them with objective: "
                 f"{self.objective}; leave them out, or set objective: package.module:name"
             )
-        for name, value in self.objective_options.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"objective_options.{name} must be finite, got {value}; use null")
         if self.dual_clip is not None and self.objective in set(OBJECTIVES) - set(DUAL_CLIPPED):
             raise ValueError(
                 f"dual_clip is for {', '.join(DUAL_CLIPPED)}, got {self.dual_clip:g} with "

@@ -54,8 +54,6 @@ class Section(BaseModel):
                 raise ValueError(f"{name} must be at most {MAX_SECONDS:g} s, got {value}; lower it")
             if isinstance(value, int) and abs(value) > MAX_INTEGER:
                 raise ValueError(f"{name} must be at most 2^53 in size, got {value:g}; lower it")
-            if isinstance(value, str | Path) and "\0" in str(value):
-                raise ValueError(f"{name} must hold no NUL character, got {value!r}; remove it")
         return self
 
 

@@ -286,10 +286,8 @@ def read_results(path: Path) -> list[EvalResult]:
 
 
 def _check(results: Sequence[EvalResult]) -> None:
-    """Raise ValueError, with the place, for results that contradict themselves."""
-    if not results or len({result.name for result in results}) < len(results):
-        raise ValueError("the list must have sets, no two with one name")
-    for number, result in enumerate(results):
+    """Raise ValueError for results that contradict themselves."""
+    for result in results:
         num_each, ids = result.samples_per_prompt, {p.prompt_id for p in result.problems}
         is_sound = 1 <= num_each <= MAX_SAMPLES and 0 < len(ids) == len(result.problems)
         if not is_sound or not all(
@@ -297,10 +295,9 @@ def _check(results: Sequence[EvalResult]) -> None:
             and all(abs(reward) <= MAX_NUMBER for reward in problem.rewards)
             for problem in result.problems
         ):
-            raise ValueError(
-                f"'[{number}].problems' must have different prompt_ids, and samples_per_prompt "
-                f"(1 to {MAX_SAMPLES}) votes and rewards up to {MAX_NUMBER:g} each"
-            )
+            raise ValueError(f"the problems of '{result.name}' contradict its number of samples")
+    if not results or len({result.name for result in results}) < len(results):
+        raise ValueError("the list must have sets, no two with one name")
 
 
 def scoring_lines(results: Sequence[EvalResult]) -> list[str]:

@@ -14,7 +14,6 @@ from bapo_megatron.types import (
     RolloutBatch,
     RolloutStats,
     Sample,
-    StepMetrics,
 )
 
 BEFORE_TRAINING = 0
@@ -38,14 +37,6 @@ _EVAL_FIELDS = (
     "tokens_per_s",
 )
 """Fields of an ``EvalResult`` that become metrics of the same name."""
-
-
-def step_metrics(
-    batch: RolloutBatch, updates: dict[str, float], lr: float, phase_s: dict[str, float]
-) -> StepMetrics:
-    """All metrics of one step; ``updates`` are those of its updates, ``lr`` of the first one."""
-    values = batch_metrics(batch, phase_s) | updates
-    return StepMetrics(batch.step, values | {"train/lr": lr})
 
 
 def batch_metrics(batch: RolloutBatch, phase_s: dict[str, float]) -> dict[str, float]:

@@ -59,10 +59,6 @@ class SampleRow(NamedTuple):
     answer: str
 
 
-def _is_kept(value: float) -> bool:
-    return abs(value) <= _MAX_VALUE  # NaN is not
-
-
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Rows of a ``metrics.jsonl``; ``step`` is the number of finished steps, 0 before training.
 
@@ -118,7 +114,7 @@ class MetricsSinks:
 
     def write(self, metrics: StepMetrics) -> None:
         """Report a step everywhere; flush its JSON line to disk."""
-        finite = {k: v for k, v in metrics.values.items() if _is_kept(v)}
+        finite = {k: v for k, v in metrics.values.items() if abs(v) <= _MAX_VALUE}  # no NaN
         row = {"step": metrics.step, **finite}
         if self._show_row is not None:
             self._show_row(row)
@@ -141,23 +137,19 @@ class MetricsSinks:
         """Print one row of the table; the headings come again every 20 rows."""
         values = metrics.values
         cells = [f"{metrics.step:>4}/{self._total_steps}"]
-        for heading, names, form in _COLUMNS:
+        for _, names, form in _COLUMNS:
             parts = [values[name] for name in names if name in values]
-            cells.append(f"{form.format(sum(parts)) if parts else '-':>{_width(heading)}}")
+            cells.append(f"{form.format(sum(parts)) if parts else '-':>7}")
         step_s = sum(
             v for k, v in values.items() if k.startswith("time/") and k != _EVALUATION_TIME
         )
         cells.append(f"{step_s:6.{2 if step_s < 10 else 1}f} s")  # a replay takes milliseconds
         if self._num_lines % 20 == 0:
             blank = " " * (len(cells[0]) - 4)
-            heads = "  ".join(f"{heading:>{_width(heading)}}" for heading, _, _ in _COLUMNS)
+            heads = "  ".join(f"{heading:>7}" for heading, _, _ in _COLUMNS)
             show(f"step{blank}  {heads}      time", style="bold")
         show("  ".join(cells))
         self._num_lines += 1
-
-
-def _width(heading: str) -> int:
-    return max(6, len(heading))
 
 
 class TensorBoard:

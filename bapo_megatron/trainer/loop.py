@@ -36,7 +36,7 @@ from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.runtime.processes import stacks_appended_to
 from bapo_megatron.telemetry.console import say, show
 from bapo_megatron.telemetry.hang import HangWatch
-from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics, step_metrics
+from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, batch_metrics, eval_metrics
 from bapo_megatron.telemetry.run_dir import record_start
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.trainer import reporting
@@ -81,8 +81,8 @@ def train(config: RunConfig, stopping: Stopping, opening: Opening) -> None:
                 run.generation.sync_weights()
             with run.timer.phase("evaluation"):
                 evaluated = eval_metrics(run.evaluate_if_due(step))
-            metrics = step_metrics(batch, update_metrics(results), lr, run.timer.end_step())
-            run.report(metrics, evaluated, results)
+            values = batch_metrics(batch, run.timer.end_step()) | update_metrics(results)
+            run.report(StepMetrics(step, values | {"train/lr": lr}), evaluated, results)
             with run.timer.phase("checkpoint"):  # its time is part of the next row
                 run.save_if_due(step, evaluated)
         run.finish()

@@ -6,7 +6,6 @@ Shape legend: T = tokens of a micro-batch or chunk.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -168,15 +167,6 @@ class TakenName(Bare):
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
         return {"policy/entropy": tokens.ratio}
-
-
-def changes_defaults(tokens: TokenBatch) -> Tensor:
-    """Compute in float64, measure without gradients and debug with warnings, and leave it so."""
-    loss_T = plain(tokens)
-    torch.set_default_dtype(torch.float64)
-    torch.set_grad_enabled(False)
-    warnings.simplefilter("error")
-    return loss_T
 
 
 def exits(tokens: TokenBatch) -> Tensor:

@@ -98,7 +98,6 @@ BROKEN: dict[str, tuple[Objective, str]] = {
     ),
     "other names": (broken(report=lambda _, t: {f"other/{len(t)}": t.ratio}), "same names"),
     "one report": (broken(report=lambda _, t: {"x": t.ratio.mean()}), "as report of 48"),
-    "bounds in a list": (broken(bounds=lambda *_: [0.5, 2.0]), "no pair of tensors"),
     "float statistics": (
         broken(HighEntropy, statistics=lambda _, t: t.entropy.sum()[None]),
         r"float32 tensor \[1\] with needs = 'update'",
@@ -120,7 +119,6 @@ BROKEN: dict[str, tuple[Objective, str]] = {
         r"return bool \[T\]",
     ),
     "unknown need": (broken(needs="batch"), "declares needs = 'batch'; choose token"),
-    "unknown speculate": (broken(speculate="often"), "unknown speculate"),
     "no statistics": (broken(needs="response"), "write statistics"),
     "selects unseen": (broken(selects_tokens=True), "selects tokens with needs = 'token'"),
     "selects a decision": (Selecting(), "declares decisive"),

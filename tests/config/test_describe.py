@@ -18,8 +18,6 @@ from tests.config.files import error_of, write
         ("rollout: {temprature: 1}", "rollout.temperature"),
         ("temperature: 1", "rollout.temperature"),
         ("rollout: {lrr: 1}", "optimizer.lr"),
-        ("rollout: {n: 8}", "rollout.samples_per_group"),
-        ("algorithm: {clip: fixed}", "algorithm.objective"),
         ("eval: {sets: [{pth: x}]}", "eval.sets[0].path"),
         ("data: {train: [{path: x.jsonl, wieght: 2}]}", "data.train[0].weight"),
     ],
@@ -34,15 +32,14 @@ def test_an_unknown_key_is_named_with_the_one_that_was_meant(folder, text, meant
 @pytest.mark.parametrize(
     ("text", "key", "section"),
     [
-        ("model: {zzz: 1}", "model.zzz", " --key model"),
-        ("eval: {sets: [{zzz: 1}]}", "eval.sets[0].zzz", " --key eval.sets"),
-        ("zzz: 1", "zzz", ""),
+        ("model: {zzz: 1}", "model.zzz", "path, dtype"),
+        ("zzz: 1", "zzz", "name, run_dir, "),
     ],
 )
 def test_an_unknown_key_that_resembles_none_is_referred_to_the_list(folder, text, key, section):
     path = write(folder, f"inherit: base.yaml\n{text}\n")
-    where = f"its section's keys: bapo-megatron config{section}"
-    assert error_of(path) == f"configs/a.yaml: unknown key '{key}'; {where}"
+    where = f"its section's keys: {section}"
+    assert error_of(path).startswith(f"configs/a.yaml: unknown key '{key}'; {where}")
 
 
 @pytest.mark.parametrize(
@@ -128,10 +125,8 @@ def test_an_unknown_key_that_resembles_none_is_referred_to_the_list(folder, text
             "with action: drop",
         ),
         ("replay: {dumps: old, batches: 2}", "replay.batches", "must be 0 with dumps"),
-        ("eval: {top_k: 0}", "eval.top_k", "or -1 for all tokens, got 0"),
-        ("eval: {k_values: [2, 2]}", "eval.k_values", "got [2, 2]"),
+        ("eval: {k_values: [2, 0]}", "eval.k_values[1]", "got 0"),
         ("parallel: {virtual_pipeline: 2}", "parallel.virtual_pipeline", "needs pipeline > 1"),
-        ("parallel: {sequence: true}", "parallel.sequence", "needs tensor > 1"),
         (
             "megatron: {overlap_param_gather: true}",
             "megatron.overlap_param_gather",
@@ -142,13 +137,7 @@ def test_an_unknown_key_that_resembles_none_is_referred_to_the_list(folder, text
             "megatron.optimizer_offload_share",
             "needs distributed_optimizer",
         ),
-        (
-            "megatron: {activation_offload_layers: 2, recompute: full}",
-            "megatron.activation_offload_layers",
-            "does not go with recompute",
-        ),
         ("log: {wandb_tags: ['']}", "log.wandb_tags[0]", "at least 1 character"),
-        ('run_dir: "a\\0b"', "run_dir", "NUL"),
         ("seed: 1e30", "seed", "integer"),
         (f"seed: {2**53 + 1}", "seed", "less than or equal to 4294967295"),
         (f"train: {{dump_tokens: {2**53 + 1}}}", "train.dump_tokens", "at most 2^53"),

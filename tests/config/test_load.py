@@ -192,16 +192,6 @@ def test_what_is_no_text_file_is_refused(folder):
         assert message.endswith("; give a readable YAML file")
 
 
-def test_a_file_without_a_name_is_called_a_base(folder):
-    path = write(folder, "run_dir: runs/${name}\nmodel: {path: m}\n")
-
-    assert error_of(path) == (
-        "configs/a.yaml: Interpolation key 'name' not found; this is a base for other files: give "
-        "one that inherits it and has a name"
-    )
-    assert load_config(path, ["name=x"]).run_dir == Path("runs/x").absolute()
-
-
 def test_a_section_is_parsed_from_options():
     config = parse_section(BapoConfig, {"preset": "recipe", "contribution": "gradient"}, "options")
 

@@ -14,7 +14,7 @@ import torch
 from bapo_megatron.algorithm.check_objective import trial_tokens
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.telemetry.metrics import step_metrics
+from bapo_megatron.telemetry.metrics import batch_metrics
 from bapo_megatron.tools.report.figures import PANELS
 from bapo_megatron.trainer.records import Numbers, TokenView, update_metrics
 from bapo_megatron.types import UpdateResult
@@ -176,7 +176,7 @@ def test_every_curve_of_the_figure_is_a_metric_of_a_step() -> None:
     sums = {**_sums(8, 0.1, 2), "response_tokens": 9.0, "masked_tokens": 1.0}
     objective = load_objective(AlgorithmConfig()).objective
     updates = update_metrics([_update(sums, dict(objective.report_decision(SEARCHES[0])))])
-    values = step_metrics(_batch(), updates, 0.0, {}).values
+    values = batch_metrics(_batch(), {}) | updates
     drawn = {name for panel in PANELS for name in panel.metrics.values()}
     elsewhere = ("engines/", "throughput/", "weight_sync/", "mismatch/")
     assert {name for name in drawn if not name.startswith(elsewhere)} <= values.keys()

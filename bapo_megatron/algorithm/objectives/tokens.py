@@ -12,6 +12,7 @@ T = response tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -152,6 +153,7 @@ class DcpoConfig(Section):
     """Limit of the upper bound."""
 
 
+@dataclass(frozen=True, slots=True)
 class Dcpo(Clip):
     """PPO's loss with bounds that are wider for unlikely tokens: DCPO (arXiv 2509.02333).
 
@@ -159,10 +161,8 @@ class Dcpo(Clip):
     they solve |r − 1| · p = ε.
     """
 
-    def __init__(self, options: DcpoConfig, dual_clip: float | None) -> None:
-        """Take ε of both sides."""
-        self.options = options
-        self.dual_clip = dual_clip
+    options: DcpoConfig
+    dual_clip: float | None
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the bounds of every token, [T] each."""
