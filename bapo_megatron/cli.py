@@ -198,7 +198,7 @@ def _report(error: Exception) -> int:
     is_users = isinstance(cause, ValueError | OSError | RolloutError | RewardError)
     is_expected = is_usage or is_users or cause is lost_peer
     if os.environ.get("BAPO_TRACEBACK") == "1" or not is_expected:
-        traceback.print_exception(cause if is_expected else error)
+        traceback.print_exception(error)
         line = f"{type(cause).__name__}: {line}"
     else:
         _complain(line)
@@ -215,11 +215,7 @@ def _lost_peer(error: Exception) -> Exception | None:
 
     if isinstance(error, LostPeerError):
         return error
-    if not is_peer_loss(error):
-        return None
-    lost = LostPeerError()
-    lost.__cause__ = error
-    return lost
+    return LostPeerError() if is_peer_loss(error) else None
 
 
 def _complain(line: str) -> None:

@@ -321,11 +321,6 @@ class MicroBatch:
         """N, padding included."""
         return int(self.token_ids_N.numel())
 
-    @property
-    def num_response_tokens(self) -> int:
-        """T."""
-        return int(self.target_T.numel())
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:

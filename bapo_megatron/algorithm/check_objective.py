@@ -124,7 +124,6 @@ def trial_tokens(device: torch.device = CPU) -> TokenBatch:
 
 
 def _parts(device: torch.device) -> tuple[Tensor, ...]:
-    """Indices of all tokens, in another order and in three parts."""
     order = torch.randperm(_TRIAL_TOKENS, generator=torch.Generator().manual_seed(1))
     return order.to(device).tensor_split([1, _TRIAL_TOKENS // 2])
 

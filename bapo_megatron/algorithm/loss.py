@@ -16,7 +16,7 @@ of an update.
 """
 
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,6 @@ from bapo_megatron.algorithm.objective import Objective, TokenBatch
 from bapo_megatron.config.schema import CorrectionConfig
 from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.logprob import LOG_RATIO_LIMIT, importance_ratio
-
-Aggregation = Literal["token_mean", "sequence_mean", "token_sum_norm"]
 
 SAFE_LOGPROB = -1.0
 """ℓ and μ of tokens that do not train, so that every objective is finite there."""
@@ -130,7 +128,7 @@ def first_nonfinite(values_T: Tensor, mask_T: Tensor) -> int | None:
 def token_weights(
     mask_T: Tensor,
     response_tokens_T: Tensor,
-    aggregation: Aggregation,
+    aggregation: str,
     response_tokens_R: Tensor,
     constant: float = 1.0,
 ) -> Tensor:

@@ -11,7 +11,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
@@ -19,7 +18,8 @@ from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
 from bapo_megatron.config.reward import RewardFunctionConfig
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.runtime.files import parse_json, read_regular
+from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.files import read_regular
 
 _RELATIVE = "paths are relative to the current directory"
 
@@ -38,10 +38,8 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
     _require_below(config, "log.hang_s", "parallel.timeout_s")
     if config.rollout.keep_dumps:  # a replay from the newest checkpoint needs the steps after it
         _require_below(config, "checkpoint.every_steps", "rollout.keep_dumps")
-    if config.replay.dumps is not None:
-        _check_replay(config.replay.dumps, config.train.steps)
-    else:
-        _check_generation(hf_config, config, "unless replay is set")
+    if config.replay.dumps is None:
+        _check_generation(hf_config, config)
         _check_budget(config)
         _check_weight_sync(config)
     if config.eval.every_steps and not config.eval.sets:
@@ -81,13 +79,13 @@ def check_generate_config(config: RunConfig) -> None:
             f"replay: must be left out for generate, got '{config.replay.dumps}': these samples "
             "exist already; set replay.dumps=null"
         )
-    _check_generation(check_model(config.model), config, "to generate")
+    _check_generation(check_model(config.model), config)
 
 
 def check_data(config: RunConfig) -> None:
     """Check what reading and rendering the prompts needs; see ``check_config``."""
     if config.data.train is not None or not config.eval.sets:
-        _check_sets(config.data, "data.train", config.data.train, "without eval.sets")
+        _check_sets(config.data, "data.train", config.data.train)
     _check_sets(config.data, "eval.sets", config.eval.sets)
 
 
@@ -106,12 +104,9 @@ def check_model(model: ModelConfig) -> dict[str, Any]:
             )
     file = model.path / "config.json"
     try:
-        hf_config = parse_json(read_regular(file))
+        return decode_json(dict[str, Any], read_regular(file))
     except ValueError as error:
-        raise ConfigError(f"model.path: '{file}' is {error}; download the model again") from error
-    if not isinstance(hf_config, dict):
-        raise ConfigError(f"model.path: '{file}' must hold a JSON object; download the model again")
-    return hf_config
+        raise ConfigError(f"model.path: '{file}': {error}; download the model again") from error
 
 
 def _count(hf_config: dict[str, Any], name: str) -> int:
@@ -122,14 +117,10 @@ def _count(hf_config: dict[str, Any], name: str) -> int:
 
 def check_heads(hf_config: dict[str, Any], key: str, tensor_size: int) -> None:
     """Check that ``tensor_size``, the value of ``key``, divides the model's heads."""
-    for name, what in (
-        ("num_attention_heads", "attention heads"),
-        ("num_key_value_heads", "key/value heads"),
-    ):
-        heads = _count(hf_config, name)
-        if heads % tensor_size:
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if _count(hf_config, name) % tensor_size:
             raise ConfigError(
-                f"{key}: must divide the model's {heads} {what}, got {tensor_size}; "
+                f"{key}: must divide the model's {name} = {hf_config[name]}, got {tensor_size}; "
                 "choose a divisor"
             )
 
@@ -146,15 +137,12 @@ def check_layers(hf_config: dict[str, Any], parallel: ParallelConfig) -> None:
 
 
 def _check_layout(hf_config: dict[str, Any], config: RunConfig, world_size: int) -> None:
-    """The ranks and the model can be divided as ``parallel`` says."""
     parallel = config.parallel
-    names = [n for n in ("tensor", "pipeline", "context") if getattr(parallel, n) > 1]
-    replica_size = math.prod(getattr(parallel, name) for name in names)
+    replica_size = parallel.tensor * parallel.pipeline * parallel.context
     if world_size % replica_size:
         raise ConfigError(
-            f"{' × '.join(f'parallel.{name}' for name in names)}: must divide the number of ranks, "
-            f"got {replica_size} with {world_size}; start a multiple of {replica_size} ranks, or "
-            "change the layout"
+            "parallel: tensor × pipeline × context must divide the number of ranks, got "
+            f"{replica_size} with {world_size}; start a multiple of {replica_size} ranks"
         )
     check_heads(hf_config, "parallel.tensor", parallel.tensor)
     check_layers(hf_config, parallel)
@@ -194,19 +182,8 @@ def check_updates(config: RunConfig) -> None:
         )
 
 
-def _check_replay(dumps: Path, steps: int) -> None:
-    present = {path.name for path in dumps.glob("step_*.parquet")}
-    missing = next((n for n in range(1, steps + 1) if f"step_{n:06d}.parquet" not in present), None)
-    if missing is not None:
-        raise ConfigError(
-            f"replay: '{dumps}' must hold a dump of each of train.steps = {steps} steps, got no "
-            f"step_{missing:06d}.parquet; name the rollouts directory of a run, or lower steps"
-        )
-
-
-def _check_generation(hf_config: dict[str, Any], config: RunConfig, needed: str) -> None:
-    """Training samples can be generated and scored; ``needed`` as in ``_check_sets``."""
-    _check_sets(config.data, "data.train", config.data.train, needed)
+def _check_generation(hf_config: dict[str, Any], config: RunConfig) -> None:
+    _check_sets(config.data, "data.train", config.data.train)
     _check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
     check_rewards(config.reward.functions)
     if config.reward.overlong is not None:
@@ -256,7 +233,6 @@ def _check_positions(
 
 
 def _check_weight_sync(config: RunConfig) -> None:
-    """Weights can be synced, and the ranks wait long enough for it."""
     sync = config.rollout.weight_sync
     if sync.method == "broadcast" and sync.backend == "nccl":
         import torch  # takes seconds
@@ -270,24 +246,19 @@ def _check_weight_sync(config: RunConfig) -> None:
 
 
 def _check_sets(
-    data: DataConfig,
-    key: str,
-    sets: DatasetConfig | Sequence[DatasetConfig] | None,
-    needed: str = "",
+    data: DataConfig, key: str, sets: DatasetConfig | Sequence[DatasetConfig] | None
 ) -> None:
     """There are sets, the chat template and all files exist, and the names of the sets differ.
 
-    ``needed`` says when there must be sets. Sets on the Hub are looked up when they are read.
+    Sets on the Hub are looked up when they are read.
     """
     if sets is None:
-        raise ConfigError(f"{key}: needed {needed}, got null; set {key}.path=FILE")
+        raise ConfigError(f"{key}: needs prompts, got null; set {key}.path=FILE")
     if data.chat_template is not None and not data.chat_template.is_file():
         raise ConfigError(f"data.chat_template: no such file '{data.chat_template}'; {_RELATIVE}")
-    by_key = (
-        {key: sets}
-        if isinstance(sets, DatasetConfig)
-        else {f"{key}[{number}]": dataset for number, dataset in enumerate(sets)}
-    )
+    by_key = {key: sets} if isinstance(sets, DatasetConfig) else {}
+    if not isinstance(sets, DatasetConfig):
+        by_key = {f"{key}[{number}]": dataset for number, dataset in enumerate(sets)}
     suffixes = (".jsonl", ".json", ".parquet")
     for place, dataset in by_key.items():
         files = dataset.files()
@@ -326,7 +297,6 @@ def check_rewards(functions: Sequence[RewardFunctionConfig], key: str = "reward.
 
 
 def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
-    """Every set can be read, sampled, named and scored."""
     evaluation = config.eval
     if evaluation.functions is None:
         check_rewards(config.reward.functions)
@@ -363,9 +333,8 @@ def _check_best(config: RunConfig) -> None:
     is_made = evaluation.every_steps or evaluation.at_end
     if not is_made or config.replay.dumps is not None:
         raise ConfigError(
-            "checkpoint.best: needs evaluations after steps, which a replay has not, got "
-            f"eval.every_steps = {evaluation.every_steps} and eval.at_end = "
-            f"{str(evaluation.at_end).lower()}; set eval.every_steps, or leave it empty"
+            "checkpoint.best: needs evaluations after steps, which a replay has not; set "
+            "eval.every_steps, or leave it empty"
         )
     saves = config.checkpoint.every_steps
     if evaluation.overlap and evaluation.every_steps % (saves or evaluation.every_steps + 1):

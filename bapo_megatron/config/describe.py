@@ -132,8 +132,6 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
     rule, remedy = rule_of(details), "correct it"
     if details["type"] in ("model_type", "model_attributes_type"):
         rule, remedy = "must be a section of keys", "indent its keys below it, or leave it out"
-    elif details["type"] == "string_type":
-        remedy = "quote it to make it a text"
     elif known is not None and known.default != "required":
         remedy = f"its default is {known.default}"
     return f"{place}: '{key}' {rule}, got {shown_value(details['input'])}; {remedy}"

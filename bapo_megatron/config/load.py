@@ -129,8 +129,7 @@ def read_mapping(path: Path, asked_by: str = "") -> dict[str, Any]:
 
 
 def _parse_override(override: str) -> tuple[str, dict[str, Any]]:
-    is_long = len(override) > _MAX_SHOWN
-    place = f"override '{override[:_MAX_SHOWN]}{'…' if is_long else ''}'"
+    place = f"override '{override[:_MAX_SHOWN]}'"
     match = _OVERRIDE.fullmatch(override)
     if match is None:
         raise ConfigError(

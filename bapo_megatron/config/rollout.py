@@ -289,11 +289,6 @@ class RolloutConfig(Section):
                         f"{other} must be left out with {name}: {first}, got {second}: {reason}; "
                         "leave one of them out"
                     )
-        if self.partial_tokens is not None and self.partial_tokens >= self.max_response_tokens:
-            raise ValueError(
-                f"partial_tokens must be below max_response_tokens: {self.max_response_tokens}, "
-                f"got {self.partial_tokens}: no response would ever rest; lower it"
-            )
         return self
 
 

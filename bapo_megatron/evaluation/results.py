@@ -59,15 +59,10 @@ _SAMPLE_COLUMNS: dict[str, Callable[[EvalResult], str]] = {
     "time": lambda r: f"{r.wall_s:,.1f} s",
     "tokens/s": lambda r: f"{r.tokens_per_s:,.0f}",
 }
-_SETTING_COLUMNS = {
-    "model": "weights",
-    "n": "samples_per_prompt",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "max response tokens": "max_response_tokens",
-}
-"""Headings, and the settings below them."""
+_SETTINGS = (
+    *("weights", "samples_per_prompt", "temperature"),
+    *("top_p", "top_k", "max_response_tokens"),
+)
 
 
 async def summarise(
@@ -250,21 +245,17 @@ def write_results(results: Sequence[EvalResult], json_path: Path) -> None:
     entries = ",\n".join(map(_json_of, results))
     atomic_write_text(json_path, f"[\n{entries}\n]\n")
     settings = [
-        [result.name, *(str(result.settings.get(key, "?")) for key in _SETTING_COLUMNS.values())]
+        [result.name, *(str(result.settings.get(key, "?")) for key in _SETTINGS)]
         for result in results
     ]
     tables = (
         markdown_table(_SCORE_HEADINGS, _score_rows(results), num_left=2),
         markdown_table(list(_SAMPLE_COLUMNS), _sample_rows(results), num_left=1),
-        markdown_table(["set", *_SETTING_COLUMNS], settings, num_left=2),
+        markdown_table(["set", *_SETTINGS], settings, num_left=2),
     )
     text = "# Evaluation\n\n" + "\n".join(tables)
     text += "".join(f"\n{line}\n" for line in scoring_lines(results))
-    text += (
-        "\nIntervals: percentile bootstrap over problems. Truncated: responses that reached the "
-        "token limit. Definitions: docs/evaluation.md.\n"
-    )
-    atomic_write_text(json_path.with_suffix(".md"), text)
+    atomic_write_text(json_path.with_suffix(".md"), f"{text}\nDefinitions: docs/evaluation.md.\n")
 
 
 def read_results(path: Path) -> list[EvalResult]:

@@ -150,11 +150,8 @@ def fingerprint(model_dir: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as stream:
-            if size <= _NUM_CHUNKS * _CHUNK_BYTES:
-                digest.update(stream.read())
-                continue
             for number in range(_NUM_CHUNKS):
-                stream.seek((size - _CHUNK_BYTES) * number // (_NUM_CHUNKS - 1))
+                stream.seek(max(size - _CHUNK_BYTES, 0) * number // (_NUM_CHUNKS - 1))
                 digest.update(stream.read(_CHUNK_BYTES))
     return digest.hexdigest()[:16]
 

@@ -25,14 +25,10 @@ _REPORT_INTERVAL_S = 0.5
 _VISIBLE = {
     **{code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"},
     0x7F: 0x2421,
-    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
-    **dict.fromkeys(
-        # Marks that reverse the order in which text is shown.
-        (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)),
-        0xFFFD,
-    ),
+    **dict.fromkeys((*range(0x80, 0xA0), 0x61C, 0x200E, 0x200F), 0xFFFD),
+    **dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
 }
-"""Replacements of the characters that a terminal would obey."""
+"""Replacements of the characters that a terminal would obey; some reverse the order of text."""
 _UNCUT_COLUMNS = 10_000
 _STYLES = {"heading": "bold", "fact": "dim", "environment": "cyan"}
 """Look of the kinds of an entry's parts on a terminal; further kinds are plain text."""

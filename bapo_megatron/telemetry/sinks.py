@@ -19,8 +19,6 @@ from bapo_megatron.telemetry.console import say, show
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, OLD_METRIC_NAMES
 from bapo_megatron.types import StepMetrics
 
-PublicSettings = Mapping[str, bool | int | float | str]
-"""A run's settings by dotted key, without secrets (``config.settings.public_settings``)."""
 ShowRow = Callable[[Mapping[str, float]], None]
 """Takes a row of ``metrics.jsonl``."""
 
@@ -88,7 +86,7 @@ class MetricsSinks:
         *,
         first_step: int,
         total_steps: int,
-        settings: PublicSettings | None = None,
+        settings: Mapping[str, Any] | None = None,
         sample_rows: Callable[[int], Sequence[SampleRow]] = lambda _: (),
         show_row: ShowRow | None = None,
     ) -> None:
@@ -155,7 +153,7 @@ class MetricsSinks:
 class TensorBoard:
     """Event files of a run."""
 
-    def __init__(self, directory: Path, first_step: int, settings: PublicSettings) -> None:
+    def __init__(self, directory: Path, first_step: int, settings: Mapping[str, Any]) -> None:
         """Open them; what an earlier start wrote from ``first_step`` on is no longer shown.
 
         ``settings`` are the run's hyper-parameters, of which TensorBoard shows those of the first
@@ -190,7 +188,7 @@ class WeightsAndBiases:
         run_dir: Path,
         run_name: str,
         config: LogConfig,
-        settings: PublicSettings,
+        settings: Mapping[str, Any],
         sample_rows: Callable[[int], Sequence[SampleRow]],
     ) -> None:
         """Begin or continue it; ``sample_rows`` returns samples of a step."""

@@ -216,7 +216,7 @@ class LossStage:
         return {
             index: SafeTokens(self._config, micro_batch, None, context, self._device)
             for index, micro_batch in enumerate(micro_batches)
-            if micro_batch.num_response_tokens
+            if len(micro_batch.target_T)
         }
 
     def _statistics(self, tokens: Iterable[TokenBatch]) -> Tensor:

@@ -115,6 +115,6 @@ def make_losses(
 
 def collect(losses: LossStage, logprob_T: Tensor, micro_batches: list[MicroBatch]) -> Decided:
     """What the objective must know of an update, from the log-probs of its micro-batches."""
-    parts = logprob_T.split([batch.num_response_tokens for batch in micro_batches])
+    parts = logprob_T.split([len(batch.target_T) for batch in micro_batches])
     policy = [TokenLogprobs(part, torch.zeros_like(part)) for part in parts]
     return losses.collect(policy, micro_batches, CONTEXT, num_samples=1)

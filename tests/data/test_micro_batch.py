@@ -178,7 +178,7 @@ def test_an_empty_micro_batch_is_one_padding_sequence_without_response_tokens():
     assert built.token_ids_N.tolist() == [0, 0, 0, 0]
     assert built.position_ids_N.tolist() == [0, 1, 2, 3]
     assert built.cu_seqlens.tolist() == [0, 4]
-    assert built.num_response_tokens == 0
+    assert len(built.target_T) == 0
     assert built.reward_T.numel() == built.response_tokens_T.numel() == 0
 
 

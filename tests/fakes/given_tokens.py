@@ -69,7 +69,7 @@ class GivenLogprobs(PolicyOutput):
     def differentiable(self, logits_NV: Any, micro_batch: MicroBatch) -> TokenLogprobs:
         """Return them as they are."""
         assert isinstance(logits_NV, TokenLogprobs)
-        assert len(logits_NV.logprob_T) == micro_batch.num_response_tokens
+        assert len(logits_NV.logprob_T) == len(micro_batch.target_T)
         return logits_NV
 
 

@@ -96,11 +96,6 @@ class BapoConfig(Section):
     @model_validator(mode="after")
     def _can_be_searched(self) -> Self:
         low, high = self.lower, self.upper
-        if self.speculate == "always" and self.scope == "micro_batch":
-            raise ValueError(
-                "speculate must be auto or never with scope: micro_batch, got always: bounds of a "
-                "micro-batch are known before its loss; leave it out"
-            )
         if not (0.5 <= low.start <= low.max <= 1 <= high.start <= high.max < 256):
             raise ValueError(
                 "needs 0.5 <= lower.start <= lower.max <= 1 <= upper.start <= upper.max < 256, got "
@@ -108,15 +103,13 @@ class BapoConfig(Section):
             )
         limit = 1 if self.measure == "share" else 256
         if self.target >= limit:
-            raise ValueError(
-                f"target must be below {limit} with measure: {self.measure}, got {self.target}"
-            )
+            raise ValueError(f"target must be below {limit} with this measure, got {self.target}")
         for name, side in (("lower", low), ("upper", high)):
             candidates = math.floor((side.max - side.start) / side.step + 1e-6) + 1
             if candidates > MAX_CANDIDATES:
                 raise ValueError(
-                    f"{name}.step must leave at most {MAX_CANDIDATES} candidates from {side.start} "
-                    f"to {side.max}, got {candidates} by {side.step}; raise it"
+                    f"{name}.step must leave at most {MAX_CANDIDATES} candidates, got {candidates}"
+                    "; raise it"
                 )
         return self
 

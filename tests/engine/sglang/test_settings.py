@@ -43,7 +43,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.server.tensor=4"], r"rollout\.server\.tensor: .*6 attention heads, got 4"),
+        (["rollout.server.tensor=4"], r"rollout\.server\.tensor: .*num_attention_heads = 6, got 4"),
         *(
             ([f"rollout.servers=['{address}']"], rf"rollout\.servers: .*'{re.escape(address)}'")
             for address in (
