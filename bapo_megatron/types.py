@@ -39,8 +39,7 @@ class FinishReason(StrEnum):
     """The end-of-sequence token was sampled (it is the last response token), and the environment
     wants no further turn."""
     LENGTH = "length"
-    """The response reached ``max_response_tokens``, or an environment wrote more than it has room
-    for: it is truncated."""
+    """The response, or what an environment wrote, reached ``max_response_tokens``."""
     TURNS = "turns"
     """The environment wants a turn beyond ``episodes.max_turns``."""
     ENVIRONMENT = "environment"
@@ -180,8 +179,7 @@ class SampleText:
     turns: tuple[str, ...] = ()
     """Where there are several, all texts in order, the policy's and the environment's by turns."""
     extracted: str = ""
-    """The answer that the first reward function found in it; empty if it found none or does not
-    report one."""
+    """The answer that the first reward function found in it; empty if it reports none."""
     reason: str = ""
     """Why that function says that it is right or wrong, in a word; empty where it does not."""
 
@@ -222,16 +220,14 @@ class RolloutStats:
     filled_groups: Count = 0
     """Such groups that are in the batch nevertheless because its limit was reached."""
     dropped_groups: dict[str, Count] = field(default_factory=dict)
-    """Groups given up since the previous batch, by reason: ``equal_rewards``, ``stale``,
-    ``carried``, ``surplus`` (without ``partial``)."""
+    """Dropped since the last batch: ``equal_rewards``, ``stale``, ``carried`` or ``surplus``."""
     regenerated_samples: Count = 0
     """Responses restarted since the previous batch because they were too old."""
     lost_requests: Count = 0
     """Requests continued elsewhere since the previous batch because their server failed; those
     during evaluations do not count."""
     retractions: Count = 0
-    """Requests since the previous batch that a full cache of their engine took out, to be computed
-    again; those that a push retracts do not count."""
+    """Requests preempted since the previous batch by a full KV cache, not by a weight sync."""
     engine_load: dict[str, float] = field(default_factory=dict)
     """Means and maxima of what engines with requests have reported since the previous batch
     (``engine.base.LoadReport``)."""
@@ -331,8 +327,7 @@ class UpdateResult:
     maxima: dict[str, float]
     """Largest values by the metric's name."""
     decisions: tuple[dict[str, float], ...]
-    """What the objective reports about each of its decisions, by the metric's name: one for the
-    update, or one per micro-batch."""
+    """The objective's report of each decision, of the update or its micro-batches, by metric."""
     grad_norm: float
     """Global gradient norm before clipping; 0 where the update was skipped."""
     skipped: bool
@@ -403,8 +398,7 @@ class EvalResult:
     grading_errors: int = 0
     """Samples on which a reward function failed and gave 0 (``reward.on_error: zero``)."""
     reward_means: Mapping[str, float] = field(default_factory=dict)
-    """Means of what each reward function gave, if there are several, and of all their metrics; each
-    over the samples that have it."""
+    """Means of what several reward functions gave and of their metrics, where samples have them."""
 
     @property
     def avg_at_k(self) -> float:

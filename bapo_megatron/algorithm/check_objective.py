@@ -210,7 +210,6 @@ def _check_zero_advantage(
 
 
 def _values(objective: Objective, tokens: TokenBatch, kernels: Kernels | None) -> dict[str, Tensor]:
-    """Everything [T] that the objective says of tokens, checked one by one."""
     logprob_T, entropy_T = (t.detach().requires_grad_() for t in (tokens.logprob, tokens.entropy))
     ratio_T = importance_ratio(logprob_T, tokens.behaviour_logprob, kernels)
     leaves = replace(tokens, logprob=logprob_T, entropy=entropy_T, ratio=ratio_T)

@@ -14,8 +14,8 @@ from torch import Tensor
 from bapo_megatron.algorithm.objective import Objective
 
 MEMORY_SHARE = 0.75
-"""What an update keeps of its weight in ``recent_K`` with each later one. As good as the last four
-updates alone, and better than the last one (docs/benchmarks/speculation_cpu_202611.md)."""
+"""What an update keeps of its weight in ``recent_K`` with each later one
+(docs/benchmarks/speculation_cpu_202611.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,7 @@ class UserCode:
     """An object named by a configuration key."""
 
     def __init__(self, key: str, name: str) -> None:
-        """Import it.
-
-        Args:
-            key: The key, for messages.
-            name: ``package.module:attribute``.
+        """Import ``name``, the ``package.module:attribute`` that ``key`` holds.
 
         Raises:
             UserCodeError: It cannot be imported.
@@ -61,10 +57,7 @@ class UserCode:
         return call
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise for a result that cannot be used.
-
-        ``problem`` follows the name: what is wrong and what to do.
-        """
+        """Raise for a result that cannot be used; ``problem`` follows the name."""
         raise UserCodeError(f"{self.key}: '{self.name}' ({self._defined_at()}) {problem}")
 
     def _defined_at(self) -> str:

@@ -221,7 +221,6 @@ def packing_multiples(parallel: ParallelConfig, megatron: MegatronConfig) -> tup
 def _check_positions(
     hf_config: dict[str, Any], config: RunConfig, section: str, max_response_tokens: int
 ) -> None:
-    """Every sequence that generation may produce fits the model's positions."""
     limit = _count(hf_config, "max_position_embeddings")
     prompt = config.data.max_prompt_tokens
     if limit and prompt + max_response_tokens > limit:
@@ -316,7 +315,6 @@ def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
 
 
 def _check_best(config: RunConfig) -> None:
-    """``checkpoint.best`` is a score of an evaluation that the run makes."""
     evaluation, best = config.eval, config.checkpoint.best
     names = ["avg_at_k", "pass_at_k", "maj_at_k", "answer_found_share"]
     scores = []

@@ -98,7 +98,6 @@ def _annotation_name(annotation: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A scalar or list as it would stand in a YAML file."""
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
@@ -118,8 +117,7 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
         return f"{place}: unknown key '{key}'; {_suggestion(location, root)}"
     known = _find(key, root)
     if details["type"] == "missing":
-        about = f" ({known.description})" if known else ""
-        return f"{place}: missing key '{key}'{about}; add it"
+        return f"{place}: missing key '{key}'; add it"
     if details["type"] == "value_error":
         rule = str(details["ctx"]["error"])
         rule = rule if ";" in rule else f"{rule}; correct it"

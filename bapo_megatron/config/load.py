@@ -98,8 +98,8 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, dict[
     chain = [*inheriting, path]
     if len(chain) > _MAX_FILES:
         raise ConfigError(
-            f"{chain[0]}: 'inherit' must not lead through more than {_MAX_FILES} files, got "
-            f"{' -> '.join(map(str, chain[:4]))} -> …; remove the circle, or merge some of them"
+            f"{chain[0]}: 'inherit' leads through more than {_MAX_FILES} files: "
+            f"{' -> '.join(map(str, chain[:4]))} -> …; remove the circle"
         )
     settings = read_mapping(path, f"{inheriting[-1]}: inherit: " if inheriting else "")
     base = settings.pop("inherit", None)
@@ -161,7 +161,6 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def _holds(settings: Any, location: Sequence[int | str]) -> bool:
-    """Whether a layer itself sets the key."""
     for part in location:
         try:
             settings = settings[part]

@@ -6,13 +6,8 @@ the mean over its problems.
 
 Intervals over problems come from resampling the problems. A resample draws as many problems as
 there are, with replacement, each with all its samples; the 95 % interval reaches from the 2.5th to
-the 97.5th percentile of the means of all resamples. It is about problems like these: with the same
-problems and new samples, results scatter less. docs/evaluation.md says how often it covers the true
-mean.
-
-Intervals over seeds are Student's. A run has few seeds, and resamples of two to five values repeat
-so few of them that their percentiles are far too close; Student's t instead assumes that results of
-seeds are roughly normal, and pays for each seed that is missing.
+the 97.5th percentile of the means of all resamples (docs/evaluation.md says how often it covers the
+true mean). Intervals over seeds, which are few, are Student's.
 
 Shape legend: K = k + 1 (sizes of a subset), J = how many clusters may share the most votes, plus 1
 (for none), P = problems, S = seeds, M = estimates, B = resamples.

@@ -59,10 +59,7 @@ def uncut_console() -> Console:
 
 
 def visible(text: str) -> str:
-    """Return a text whose control characters are seen, not obeyed: ESC as ``␛``, others as ``�``.
-
-    Tabs and line ends stay.
-    """
+    """Return a text whose control characters, but tabs and line ends, are seen: ESC as ``␛``."""
     return text.translate(_VISIBLE)
 
 
@@ -141,10 +138,9 @@ def print_entry(console: Console, title: str, parts: Sequence[tuple[str, str]]) 
 
 @contextmanager
 def console_kept_in(path: Path) -> Iterator[None]:
-    """Append to ``path``, with times, what the block prints for people.
+    """Append to ``path``, with times, what the block says and shows.
 
-    That is what ``say`` and ``show`` print, warnings of every logger, which go to standard error as
-    before, and the error that ends the block, with its traceback.
+    Warnings of every logger, which still go to standard error, and its last error are there too.
     """
     file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -192,10 +188,7 @@ class ProgressLine:
             self._status.stop()
 
     def move_to(self, file: Path) -> None:
-        """Without a terminal, keep the newest line in ``file`` from now on.
-
-        Rows of a table follow on standard output, which often shares a file with standard error.
-        """
+        """Without a terminal, keep the newest line in ``file`` from now on, not between rows."""
         self._file = file
 
     def update(self, text: str) -> None:

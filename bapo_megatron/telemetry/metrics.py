@@ -98,7 +98,6 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Metrics of turns and of the text between them; none without an environment."""
     errors, samples = batch.stats.environment_errors, batch.samples
     if errors is None:
         return {}
@@ -146,7 +145,6 @@ def _source_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _work_metrics(stats: RolloutStats) -> dict[str, float]:
-    """The engines' work for the batch, and the groups that were left out of it."""
     names = ["generated_tokens", "resumed_samples", "unfinished_samples", "replayed_groups"]
     names += ["equal_reward_groups", "filled_groups", "regenerated_samples", "lost_requests"]
     dropped = stats.dropped_groups
@@ -161,7 +159,6 @@ def _work_metrics(stats: RolloutStats) -> dict[str, float]:
 
 
 def _age_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Ages of the batch's response tokens when it was formed, in optimizer updates."""
     tokens_by_age: Counter[int] = Counter()
     for sample in batch.samples:
         for span in sample.versions:

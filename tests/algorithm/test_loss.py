@@ -202,19 +202,6 @@ def test_limits_of_icepop_belong_to_what_is_kept() -> None:
     assert limit_weights(weight_T, config).tolist() == [0.5, 5.0, 0.0, 0.0]
 
 
-def test_the_weight_of_a_response_is_the_product_over_its_tokens_that_train() -> None:
-    log_weight_T = log_weights(
-        torch.log(torch.tensor([0.5, 0.5, 0.5, 0.9])),
-        torch.log(torch.tensor([0.25, 1.0, 0.1, 0.3])),
-        torch.tensor([1.0, 1.0, 0.0, 1.0]),
-    )
-    sample_T = torch.tensor([2, 2, 2, 0])
-    sum_B = torch.zeros(3, dtype=torch.int64)
-    add_over_responses(sum_B, log_weight_T, sample_T)
-    weight_T = response_sums(sum_B, sample_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).float().exp()
-    assert weight_T.tolist() == pytest.approx([1.0, 1.0, 1.0, 3.0], rel=1e-6)
-
-
 def test_sequence_weights_have_the_same_bits_for_any_order_and_split() -> None:
     tokens = _tokens(seed=5)
     config = CorrectionConfig(kind="sequence", cap=1e9)

@@ -237,52 +237,6 @@ def test_coefficients_by_hand(
     assert found_T.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
 
 
-def test_topr_goes_by_the_reward_not_by_the_advantage() -> None:
-    logprob_T = torch.tensor([-1.0, -1.0], dtype=torch.float64)
-    tokens = make_tokens(
-        logprob_T,
-        logprob_T + math.log(2),
-        torch.tensor([-1.0, -1.0], dtype=torch.float64),
-        reward=torch.tensor([1.0, 0.0], dtype=torch.float64),
-    )
-    found_T = coefficients(
-        make_objective(objective="topr"), tokens, torch.ones(2, dtype=torch.float64)
-    )
-    assert found_T.tolist() == pytest.approx([1.0, 0.5])
-
-
-def two_responses(x: list[float], advantage: list[float], response: list[int]) -> TokenBatch:
-    x_T = torch.tensor(x, dtype=torch.float64)
-    response_T = torch.tensor(response)
-    return make_tokens(
-        x_T,
-        torch.zeros_like(x_T),
-        torch.tensor(advantage, dtype=torch.float64),
-        response=response_T,
-        response_tokens=torch.bincount(response_T)[response_T].double(),
-    )
-
-
-def test_objectives_of_responses_by_hand() -> None:
-    # Means of x: 0.1 and −0.2. GSPO: s = e^0.1 = 1.1051709 and e^−0.2 = 0.8187308.
-    tokens = two_responses([0.3, -0.1, -0.5, 0.1], [1.0, 1.0, -2.0, -2.0], [0, 0, 1, 1])
-    one_T = torch.ones(4, dtype=torch.float64)
-    wide = make_objective(objective="gspo", gspo={"low": 0.8, "high": 1.2})
-    found_T = coefficients(wide, tokens, one_T)
-    assert found_T.tolist() == pytest.approx([-1.1051709] * 2 + [1.6374615] * 2, abs=1e-6)
-    assert coefficients(make_objective(objective="gspo"), tokens, one_T).tolist() == [0.0] * 4
-    # GMPO limits x to 0.2 from above where A > 0, to −0.4 from below where A < 0:
-    # s = e^0.05 = 1.0512711 and e^−0.15 = 0.8607080, and what is limited has no gradient.
-    gmpo = make_objective(objective="gmpo", gmpo={"log_high": 0.2})
-    found_T = coefficients(gmpo, tokens, one_T)
-    assert found_T.tolist() == pytest.approx([0.0, -1.0512711, 0.0, 1.7214160], abs=1e-6)
-    # OPSM leaves out the second response: mean(−x) = 0.2. Its first token is clipped by itself.
-    kept = coefficients(make_objective(objective="opsm", opsm={"delta": 0.21}), tokens, one_T)
-    assert kept.tolist() == pytest.approx([0.0, -0.9048374, 0.0, 2.2103418], abs=1e-6)
-    out = coefficients(make_objective(objective="opsm", opsm={"delta": 0.19}), tokens, one_T)
-    assert out.tolist() == pytest.approx([0.0, -0.9048374, 0.0, 0.0], abs=1e-6)
-
-
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "opsm"])
 def test_a_response_without_a_token_that_trains_has_a_finite_loss_and_no_gradient(
     name: str,

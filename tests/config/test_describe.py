@@ -143,14 +143,12 @@ def test_an_error_is_one_line_with_place_rule_value_and_remedy(folder, text, key
     assert ";" in message
 
 
-def test_a_missing_key_is_named_with_its_meaning(folder):
+def test_a_missing_key_is_named(folder):
     path = write(folder, "name: x\nrun_dir: y\n")
 
     assert error_of(path) == "configs/a.yaml: missing key 'model'; add it"
-    assert re.fullmatch(
-        r"configs/a.yaml: missing key 'model.path' \(Directory of .*\); add it",
-        error_of(path, "model.dtype=float32"),
-    )
+    message = error_of(path, "model.dtype=float32")
+    assert message == "configs/a.yaml: missing key 'model.path'; add it"
 
 
 def test_a_misspelt_key_is_reported_before_the_key_that_it_leaves_missing(folder):

@@ -114,12 +114,9 @@ class BapoConfig(Section):
         return self
 
     def search(self, dual_clip: float | None = None, kernels: Kernels | None = None) -> BoundSearch:
-        """Lay out the candidates.
+        """Lay out the candidates, without ``kernels`` for tensors on the CPU.
 
-        Args:
-            dual_clip: ``algorithm.dual_clip``. With ``contribution: gradient`` tokens above it have
-                no gradient and drop out; ``surrogate`` does not use it.
-            kernels: None: those for tensors on the CPU.
+        With ``contribution: gradient`` tokens above ``dual_clip`` have no gradient and drop out.
         """
         from bapo_megatron.ops.contributions import BoundSearch
         from bapo_megatron.ops.extension import ClipGrid
@@ -141,7 +138,7 @@ class Bapo(Clip):
     def __init__(
         self, options: BapoConfig, dual_clip: float | None, kernels: Kernels | None = None
     ) -> None:
-        """Lay out the candidates; without ``kernels`` the search is for tokens on the CPU."""
+        """Lay out the candidates; see ``BapoConfig.search``."""
         self.needs = options.scope
         self.decisive = slice(0, 2) if options.scope == "update" else None
         self.speculate = options.speculate

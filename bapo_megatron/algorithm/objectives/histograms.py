@@ -45,7 +45,6 @@ def _bins(value_T: Tensor, num_bins: int) -> Tensor:
 
 
 def _from_each_bin(count_K: Tensor) -> Tensor:
-    """What the bins from each on hold together, [K]."""
     return count_K.flip(0).cumsum(0).flip(0)
 
 
