@@ -107,13 +107,10 @@ def _read_hub(dataset: DatasetConfig) -> Iterator[Row]:
         )
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:_MAX_REASON]
-        remedy = "check hub, subset and split"
-        if isinstance(error, ConnectionError):
-            remedy = (
-                f"it is not in the cache {datasets.config.HF_DATASETS_CACHE} either: load it once "
-                "where there is a network, or set path to its file"
-            )
-        raise DataError(f"{place}: cannot be loaded ({reason}); {remedy}") from error
+        raise DataError(
+            f"{place}: cannot be loaded ({reason}); check hub, subset and split, or load it once "
+            f"into {datasets.config.HF_DATASETS_CACHE} where there is a network"
+        ) from error
     # As arrow, so that images and sound are not decoded.
     batches = loaded.with_format("arrow").iter(batch_size=_BATCH_ROWS)
     yield from _rows_of_batches(batches, dataset.hub, place)

@@ -109,6 +109,8 @@ def convert(
     if not is_checkpoint and hf_dir is not None:
         raise ValueError(f"--hf: {source} is a Hugging Face model itself; leave --hf out")
     hf_dir = hf_dir or (_find_companions(source) if is_checkpoint else source)
+    if target.name in ("", ".."):
+        raise ValueError(f"{target}: must end in a name of its own; choose another target")
     target = Path(os.path.realpath(target))
     _check_target(target, [source, hf_dir], force=force)
     hf = read_hf_config_file(hf_dir / "config.json")

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import itertools
+import json
 import logging
 import os
 import select
@@ -240,7 +241,7 @@ class CollectorClient:
                 is_interrupted = is_interrupted or self._interrupts(call)
                 if self._poll.poll(_POLL_S * 1000):
                     self._receive()
-            match calls.decode_reply(self._lines.popleft()):
+            match calls.decode(calls.Reply, json.loads(self._lines.popleft())):
                 case calls.Progress(progress):
                     self._on_progress(progress)
                 case calls.Notice(warning):

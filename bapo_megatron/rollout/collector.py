@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import json
 import logging
 import os
 import resource
@@ -356,7 +357,7 @@ async def serve(connection: socket.socket) -> None:
     async def read_requests() -> None:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
-                request = calls.decode_request(line)
+                request = calls.decode(calls.Request, json.loads(line))
                 if request.call == messages.INTERRUPT.name:
                     collector.interrupt()
                 else:

@@ -91,7 +91,7 @@ class Notice:
 
 
 Reply = Result | Failure | Progress | Notice
-"""What the answering side sends."""
+"""What the answering side sends; the fields say which one it is."""
 
 
 class Answers:
@@ -120,16 +120,6 @@ def encode(message: Request | Reply) -> bytes:
     """Write a message, and the records in it, as one line."""
     # Not to_json: it refuses half a surrogate pair, which a model's text may have.
     return json.dumps(to_jsonable_python(message)).encode() + b"\n"
-
-
-def decode_request(line: bytes) -> Request:
-    """Read a line that the calling side has sent."""
-    return decode(Request, json.loads(line))
-
-
-def decode_reply(line: bytes) -> Reply:
-    """Read a line that the answering side has sent; its fields say which reply it is."""
-    return decode(Reply, json.loads(line))
 
 
 def decode[ResponseT](kind: TypeForm[ResponseT], values: Any) -> ResponseT:

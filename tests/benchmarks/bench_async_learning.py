@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,53 +36,44 @@ CURVES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """One run of the demo."""
-
-    seed: int
-    accuracy: float
-    """Held-out accuracy after the last step."""
-    generated_tokens: float
-    """Response tokens of the whole run."""
-    resumed_samples: float
-    """Requests of the whole run that continued a response."""
-    curves: dict[str, list[float]]
-    """By metric, one value per step."""
+Training = dict[str, Any]
+"""One run of the demo; sums are over its steps."""
 
 
 def read_run(run: PlannedRun) -> Training:
-    """What a finished run has recorded."""
     rows = read_metrics(run.run_dir / "metrics.jsonl")
-    return Training(
-        seed=run.seed,
-        accuracy=rows[-1][ACCURACY],
-        generated_tokens=sum(row["rollout/generated_tokens"] for row in rows),
-        resumed_samples=sum(row["rollout/resumed_samples"] for row in rows),
-        curves={name: [row[name] for row in rows] for name in CURVES},
-    )
+    return {
+        "seed": run.seed,
+        "accuracy": rows[-1][ACCURACY],
+        "generated_tokens": sum(row["rollout/generated_tokens"] for row in rows),
+        "resumed_samples": sum(row["rollout/resumed_samples"] for row in rows),
+        "curves": {name: [row[name] for row in rows] for name in CURVES},
+    }
 
 
 def difference(trainings: dict[str, list[Training]]) -> PairedDifference:
     """Accuracy of the second mode less that of the first, paired by seed."""
-    first_S, second_S = (np.array([t.accuracy for t in trainings[name]]) for name in MODES)
+    first_S, second_S = (np.array([t["accuracy"] for t in trainings[name]]) for name in MODES)
     return difference_over_seeds(second_S - first_S)
 
 
 def markdown(report: dict[str, Any], trainings: dict[str, list[Training]], picture: str) -> str:
-    """The report for people."""
-    seeds = [f"seed {training.seed}" for training in trainings["synchronous"]]
+    seeds = [f"seed {training['seed']}" for training in trainings["synchronous"]]
     head = ["", *seeds, "mean", "tokens generated", "responses resumed", "stale tokens"]
     rows = []
     for name, of_mode in trainings.items():
-        curves = [training.curves for training in of_mode]
+        curves = [training["curves"] for training in of_mode]
+        fields = ("accuracy", "generated_tokens", "resumed_samples")
+        accuracy, generated, resumed = (
+            statistics.mean(training[field] for training in of_mode) for field in fields
+        )
         rows.append(
             [
                 name,
-                *(f"{training.accuracy:.1%}" for training in of_mode),
-                f"**{statistics.mean(training.accuracy for training in of_mode):.1%}**",
-                f"{statistics.mean(training.generated_tokens for training in of_mode):,.0f}",
-                f"{statistics.mean(training.resumed_samples for training in of_mode):,.0f}",
+                *(f"{training['accuracy']:.1%}" for training in of_mode),
+                f"**{accuracy:.1%}**",
+                f"{generated:,.0f}",
+                f"{resumed:,.0f}",
                 f"{_mean_of(curves, 'rollout/stale_token_share'):.0%}",
                 f"{_mean_of(curves, 'rollout/age_mean'):.1f} updates",
                 f"{max(max(curve['rollout/age_max']) for curve in curves):.0f} updates",
@@ -108,7 +98,6 @@ def _mean_of(curves: list[dict[str, list[float]]], metric: str) -> float:
 
 
 def main() -> None:
-    """Run and report."""
     parser = report_arguments(__doc__ or "", needs_out=True)
     parser.add_argument("data_dir", type=Path, help="what make-tiny wrote")
     parser.add_argument("settings", nargs="*", help="KEY=VALUE for both modes")
@@ -130,12 +119,12 @@ def main() -> None:
         "machine": where,
         "steps": options.steps,
         "settings": options.settings,
-        "modes": {
-            name: [asdict(training) for training in runs] for name, runs in trainings.items()
-        },
+        "modes": trainings,
     }
     picture = options.out.with_suffix(".png")
-    draw(CURVES, {name: [run.curves for run in runs] for name, runs in trainings.items()}, picture)
+    draw(
+        CURVES, {name: [run["curves"] for run in runs] for name, runs in trainings.items()}, picture
+    )
     finish(options.out, markdown(report, trainings, picture.name), report)
 
 

@@ -12,9 +12,7 @@ import asyncio
 import os
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -34,30 +32,18 @@ _PIECES, _PIECE_TOKENS = 20, 256
 _TICK_S = 0.005
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What it cost."""
-
-    num_tokens: int
-    num_samples: int
-    blocked_s: float
-    """The loop takes a snapshot."""
-    blocked_cpu_s: float
-    """CPU time of it: what counts where the machine has other work."""
-    write_s: float
-    """The thread joins pieces, writes and flushes."""
-    write_cpu_s: float
-    longest_wait_s: float
-    """Longest time the loop got no turn while the thread wrote."""
-    read_s: float
-    read_cpu_s: float
-    bytes_per_token: float
-    memory_mb: float
-    """Most that the process had during the write, beyond the buffer itself."""
+ROWS = {
+    "the collector's loop stands still for the snapshot": "{blocked_ms:,.0f} ms, "
+    "{blocked_cpu_ms:,.0f} ms of CPU time",
+    "a thread writes and flushes for": "{write_s:.1f} s, {write_cpu_s:.1f} s of CPU time",
+    "longest wait of the loop meanwhile": "{longest_wait_ms:,.0f} ms",
+    "memory beyond the buffer meanwhile": "{memory_mb:,.0f} MB",
+    "a resume reads for": "{read_s:.1f} s, {read_cpu_s:.1f} s of CPU time",
+    "size": "{bytes_per_token:.2f} bytes per token",
+}
 
 
 def fill(num_tokens: int) -> RolloutBuffer:
-    """A buffer of synthetic tokens."""
     rng, buffer = np.random.default_rng(0), RolloutBuffer()
     while num_tokens > 0:
         prompt = Prompt(f"train:{len(buffer)}", tuple(range(200)), "42", "prompt " * 100, "train")
@@ -80,8 +66,7 @@ def _pieces(num_tokens: int) -> list[int]:
     return [min(_PIECE_TOKENS, num_tokens - n) for n in range(0, num_tokens, _PIECE_TOKENS)]
 
 
-async def measure(num_tokens: int, path: Path) -> Row:
-    """Save and read once."""
+async def measure(num_tokens: int, path: Path) -> dict[str, float]:
     buffer = fill(num_tokens)
     samples = [pending for group in buffer for pending in group.samples]
     waits, memory = [0.0], [before := psutil.Process().memory_info().rss]
@@ -112,48 +97,21 @@ async def measure(num_tokens: int, path: Path) -> Row:
             for name in ("response_token_ids", "behaviour_logprobs"):
                 saved, read = getattr(pending.sample, name), getattr(again.sample, name)
                 assert saved.tobytes() == read.tobytes()
-    return Row(
-        num_tokens=num_tokens,
-        num_samples=len(samples),
-        blocked_s=taken_s - began_s,
-        blocked_cpu_s=blocked_cpu_s,
-        write_s=written_s - taken_s,
-        write_cpu_s=write_cpu_s,
-        longest_wait_s=max(waits),
-        read_s=read_s,
-        read_cpu_s=read_cpu_s,
-        bytes_per_token=path.stat().st_size / num_tokens,
-        memory_mb=(max(memory) - before) / 1e6,
-    )
-
-
-def _report(row: Row, where: dict[str, Any], load: float) -> str:
-    rows = [
-        (
-            "the collector's loop stands still for the snapshot",
-            f"{1000 * row.blocked_s:,.0f} ms, {1000 * row.blocked_cpu_s:,.0f} ms of CPU time",
-        ),
-        (
-            "a thread writes and flushes for",
-            f"{row.write_s:.1f} s, {row.write_cpu_s:.1f} s of CPU time",
-        ),
-        ("longest wait of the loop meanwhile", f"{1000 * row.longest_wait_s:,.0f} ms"),
-        ("memory beyond the buffer meanwhile", f"{row.memory_mb:,.0f} MB"),
-        ("a resume reads for", f"{row.read_s:.1f} s, {row.read_cpu_s:.1f} s of CPU time"),
-        ("size", f"{row.bytes_per_token:.2f} bytes per token"),
-    ]
-    return page(
-        "The buffer of unfinished samples in a checkpoint",
-        where,
-        f"{row.num_tokens:,} response tokens with log-probs in {row.num_samples:,} samples; ids "
-        f"are uniform over {_VOCAB_SIZE:,}. One save and one read. The machine's load average was "
-        f"{load:.1f} before it began.",
-        table(("", ""), rows),
-    )
+    return {
+        "num_samples": len(samples),
+        "blocked_ms": 1e3 * (taken_s - began_s),
+        "blocked_cpu_ms": 1e3 * blocked_cpu_s,
+        "write_s": written_s - taken_s,
+        "write_cpu_s": write_cpu_s,
+        "longest_wait_ms": 1e3 * max(waits),
+        "read_s": read_s,
+        "read_cpu_s": read_cpu_s,
+        "bytes_per_token": path.stat().st_size / num_tokens,
+        "memory_mb": (max(memory) - before) / 1e6,
+    }
 
 
 def main() -> None:
-    """Measure once and report."""
     parser = report_arguments(__doc__ or "")
     parser.add_argument("--tokens", type=int, default=200_000_000)
     options = parser.parse_args()
@@ -161,8 +119,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         row = asyncio.run(measure(options.tokens, Path(directory) / "rollout.parquet"))
     where = machine()
-    values = {"machine": where, "load": load, "row": asdict(row)}
-    finish(options.out, _report(row, where, load), values)
+    text = page(
+        "The buffer of unfinished samples in a checkpoint",
+        where,
+        f"{options.tokens:,} response tokens with log-probs in {row['num_samples']:,} samples; ids "
+        f"are uniform over {_VOCAB_SIZE:,}. One save and one read. The machine's load average was "
+        f"{load:.1f} before it began.",
+        table(("", ""), [(what, text.format(**row)) for what, text in ROWS.items()]),
+    )
+    finish(options.out, text, {"machine": where, "load": load, "row": row})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import resource
 import time
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.rollout import RolloutConfig
@@ -31,7 +30,7 @@ from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.batching import LoopLag
 from bapo_megatron.rollout.collector import collect_garbage_rarely
 from bapo_megatron.rollout.pool import EnginePool
-from tests.benchmarks.harness import finish, machine, page, report_arguments, table
+from tests.benchmarks.harness import columns, finish, machine, page, report_arguments, table
 from tests.benchmarks.stream_server import Load, serve
 from tests.fakes.wave_server import WaveServer
 
@@ -43,20 +42,17 @@ _TOKENS_PER_S_OF_A_REQUEST = 61.0
 _WAVES = (512, 2048, 8192)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What one load cost."""
-
-    tokens_per_s: float
-    """As sent; the rest as measured."""
-    requests: int
-    piece_tokens: int
-    received_per_s: float
-    core_share: float
-    loop_lag_s: float
-    errors: int
-    machine_load: float
-    """Load average of the machine, which has other work, too."""
+COLUMNS = {
+    "sent: tokens/s": "{tokens_per_s:,.0f}",
+    "requests": "{requests:,}",
+    "tokens of a piece": "{piece_tokens}",
+    "received: tokens/s": "{received_per_s:,.0f}",
+    "of a core": "{core_share:.0%}",
+    "of a core for 1,000 tokens/s": "{core_per_thousand:.3%}",
+    "lag": "{loop_lag_s:.2f} s",
+    "errors": "{errors}",
+    "machine's load": "{machine_load:.1f}",
+}
 
 
 class Client:
@@ -112,7 +108,9 @@ def servers(load: Load, processes: int, engines: int) -> Iterator[list[str]]:
             process.join()
 
 
-async def measure(addresses: Sequence[str], load: Load, piece_tokens: int, seconds: float) -> Row:
+async def measure(
+    addresses: Sequence[str], load: Load, piece_tokens: int, seconds: float
+) -> dict[str, float]:
     """Let every request begin a piece's time after the others, then count."""
     client = Client(addresses, piece_tokens, load)
     await client.pool.states.wait_for_engines()
@@ -136,16 +134,17 @@ async def measure(addresses: Sequence[str], load: Load, piece_tokens: int, secon
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await client.pool.states.close()
-    return Row(
-        tokens_per_s=load.tokens_per_s,
-        requests=load.requests,
-        piece_tokens=piece_tokens,
-        received_per_s=tokens / wall_s,
-        core_share=cpu_s / wall_s,
-        loop_lag_s=lag.take_max(),
-        errors=num_failed + client.pool.num_lost_requests,
-        machine_load=os.getloadavg()[0],
-    )
+    return {
+        "tokens_per_s": load.tokens_per_s,
+        "requests": load.requests,
+        "piece_tokens": piece_tokens,
+        "received_per_s": tokens / wall_s,
+        "core_share": cpu_s / wall_s,
+        "core_per_thousand": 1000 * cpu_s / max(tokens, 1),
+        "loop_lag_s": lag.take_max(),
+        "errors": num_failed + client.pool.num_lost_requests,
+        "machine_load": os.getloadavg()[0],
+    }
 
 
 async def time_waves(num_requests: int, num_waves: int) -> list[float]:
@@ -168,27 +167,11 @@ async def time_waves(num_requests: int, num_waves: int) -> list[float]:
 
 
 def report_of(
-    rows: Sequence[Row],
+    rows: Sequence[dict[str, float]],
     waves: dict[int, list[float]],
     where: dict[str, Any],
     options: argparse.Namespace,
 ) -> str:
-    """The markdown."""
-    head = ("sent: tokens/s", "requests", "tokens of a piece", "received: tokens/s", "of a core")
-    table_rows = [
-        (
-            f"{row.tokens_per_s:,.0f}",
-            f"{row.requests:,}",
-            row.piece_tokens,
-            f"{row.received_per_s:,.0f}",
-            f"{row.core_share:.0%}",
-            f"{1000 * row.core_share / max(row.received_per_s, 1):.3%}",
-            f"{row.loop_lag_s:.2f} s",
-            row.errors,
-            f"{row.machine_load:.1f}",
-        )
-        for row in rows
-    ]
     return page(
         "What one collector carries",
         where,
@@ -198,9 +181,7 @@ def report_of(
         "them; *lag* is the largest of its event loop in "
         f"{options.seconds:g} s. The machine's load is that of all its processes: where it exceeds "
         "the cores, what is received and the lag say little.",
-        table(
-            (*head, "of a core for 1,000 tokens/s", "lag", "errors", "machine's load"), table_rows
-        ),
+        columns(rows, COLUMNS),
         "## Requests that end at the same time",
         "As before a weight sync. Seconds from the first request of a wave to the end of the last "
         "one, with open connections to a server in the same process that answers all of them at "
@@ -213,7 +194,6 @@ def report_of(
 
 
 def main() -> None:
-    """Measure and report."""
     parser = report_arguments(__doc__ or "")
     parser.add_argument("--requests", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--pieces", type=int, nargs="+", default=[512, 64])
@@ -235,7 +215,7 @@ def main() -> None:
         gc.collect()
     waves = {size: asyncio.run(time_waves(size, 2)) for size in options.waves}
     where = machine()
-    values = {"machine": where, "rows": [asdict(row) for row in rows], "waves": waves}
+    values = {"machine": where, "rows": rows, "waves": waves}
     finish(options.out, report_of(rows, waves, where, options), values)
 
 

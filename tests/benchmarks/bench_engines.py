@@ -26,11 +26,10 @@ from bapo_megatron.engine.local.engine import LocalEngine, load_model
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.rollout.episodes import BURST
-from bapo_megatron.tiny.model import build_tokenizer
 from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish
+from tests.benchmarks.samples import make_wide_model
 from tests.engine.helpers import Kept
 from tests.engine.sglang.servers import KEYS, running, server_config
-from tests.policy.tiny_models import make_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,8 +37,7 @@ if TYPE_CHECKING:
     from bapo_megatron.engine.base import Engine
 
 GROUP = 8
-NUM_LAYERS = 8
-MAX_POSITIONS = 512
+WIDE = {"layers": 8, "positions": 512, "initializer_range": 0.05}
 SERVER = {"max_total_tokens": 65536, "max_running_requests": 288, "mem_fraction": 0.3}
 
 
@@ -149,29 +147,7 @@ async def _connect(address: str, keys: Any) -> SglangClient:
     return SglangClient(address, keys, request_timeout_s=300)
 
 
-def make_wide_model(directory: Path, hidden_size: int) -> int:
-    """Write the random model; returns its parameters."""
-    tokenizer = build_tokenizer(MAX_POSITIONS)
-    make_model(
-        "qwen2",
-        directory,
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=hidden_size * 8 // 3,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=hidden_size // 64,
-        num_key_value_heads=hidden_size // 192 or 1,
-        max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.05,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    tokenizer.save_pretrained(directory)
-    return sum(p.numel() for p in load_model(directory, "float32", "cpu")[0].parameters())
-
-
 def main() -> None:
-    """Run and report."""
     parser = arguments(__doc__ or "")
     parser.add_argument("model", type=Path, help="a Hugging Face directory")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -187,7 +163,9 @@ def main() -> None:
     with asyncio.Runner() as runner, tempfile.TemporaryDirectory() as directory:
         sections = measure(runner, options.model.name, options.model, options, device)
         if options.wide:
-            size = make_wide_model(Path(directory), options.wide)
+            make_wide_model(Path(directory), hidden=options.wide, **WIDE)
+            model, *_ = load_model(Path(directory), "float32", "cpu")
+            size = sum(parameter.numel() for parameter in model.parameters())
             title = f"{size / 1e6:.1f} million parameters"
             sections += measure(runner, title, Path(directory), options, device)
     publish("Engines", sections, options, device)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +35,8 @@ CURVES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """One run."""
-
-    seed: int
-    before: tuple[float, float, float]
-    """Held-out share of right sums before training, and the ends of its 95 % interval."""
-    after: tuple[float, float, float]
-    seconds: float
-    curves: dict[str, list[float]]
-    """By metric, one value per step."""
-
-
-def train_once(scratch: Path, settings: list[str], seed: int, steps: int) -> Training:
-    """Make a tiny model and train it."""
+def train_once(scratch: Path, settings: list[str], seed: int, steps: int) -> dict[str, Any]:
+    """Make a tiny model and train it; before and after are shares with their 95 % intervals."""
     tiny = scratch / f"tiny{seed}"
     result = run(["make-tiny", str(tiny), "--seed", str(seed)], timeout_s=1200)
     assert result.returncode == 0, result.stderr
@@ -62,27 +48,23 @@ def train_once(scratch: Path, settings: list[str], seed: int, steps: int) -> Tra
     def score(row: dict[str, float]) -> tuple[float, float, float]:
         return row[SCORE], row[f"{SCORE}_low"], row[f"{SCORE}_high"]
 
-    return Training(
-        seed=seed,
-        before=score(evaluated[0]),
-        after=score(evaluated[-1]),
-        seconds=sum(
-            value for row in rows for name, value in row.items() if name.startswith("time/")
-        ),
-        curves={name: [row[name] for row in trained] for name in CURVES},
-    )
+    return {
+        "seed": seed,
+        "before": score(evaluated[0]),
+        "after": score(evaluated[-1]),
+        "curves": {name: [row[name] for row in trained] for name in CURVES},
+    }
 
 
-def markdown(report: dict[str, Any], trainings: list[Training], picture: str) -> str:
-    """The report for people."""
+def markdown(report: dict[str, Any], picture: str) -> str:
     rows, gains = [], []
-    for training in trainings:
+    for training in report["runs"]:
         before, after = (
             f"{value:.1%} ({low:.1%} – {high:.1%})"
-            for value, low, high in (training.before, training.after)
+            for value, low, high in (training["before"], training["after"])
         )
-        gains.append(training.after[0] - training.before[0])
-        rows.append((training.seed, before, after, f"{100 * gains[-1]:+.1f} points"))
+        gains.append(training["after"][0] - training["before"][0])
+        rows.append((training["seed"], before, after, f"{100 * gains[-1]:+.1f} points"))
     return page(
         "An episode of two turns",
         report["machine"],
@@ -97,28 +79,26 @@ def markdown(report: dict[str, Any], trainings: list[Training], picture: str) ->
 
 
 def main() -> None:
-    """Run and report."""
     parser = report_arguments(__doc__ or "", needs_out=True)
     parser.add_argument("settings", nargs="*", help="KEY=VALUE for every run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        trainings = []
-        for seed in range(options.seeds):
-            training = train_once(Path(scratch), options.settings, seed, options.steps)
-            print(f"seed {seed}: {training.before[0]:.1%} → {training.after[0]:.1%}", flush=True)  # noqa: T201
-            trainings.append(training)
+        trainings = [
+            train_once(Path(scratch), options.settings, seed, options.steps)
+            for seed in range(options.seeds)
+        ]
     report = {
         "machine": machine(),
         "steps": options.steps,
         "settings": options.settings,
-        "runs": [asdict(training) for training in trainings],
+        "runs": trainings,
     }
     picture = options.out.with_suffix(".png")
-    runs = {f"seed {training.seed}": [training.curves] for training in trainings}
+    runs = {f"seed {training['seed']}": [training["curves"]] for training in trainings}
     draw(CURVES, runs, picture)
-    finish(options.out, markdown(report, trainings, picture.name), report)
+    finish(options.out, markdown(report, picture.name), report)
 
 
 if __name__ == "__main__":

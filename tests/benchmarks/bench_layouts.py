@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tests.benchmarks.harness import finish, machine, page, report_arguments, table
+from tests.benchmarks.harness import columns, finish, machine, page, report_arguments
 from tests.distributed_launch import run_ranks
 from tests.trainer.dumps import make_random_model, replay_settings, write_dump_shapes
 from tests.trainer.layout_ranks import CASES, Case, Outcome, train_in, with_references
@@ -16,6 +16,16 @@ from tests.trainer.layout_ranks import CASES, Case, Outcome, train_in, with_refe
 STEPS = 10
 COMPARED = {"loss": "loss/policy", "gradient norm": "policy/grad_norm"}
 BOUNDS = ("clip/low", "clip/high")
+COLUMNS = {
+    "layout": "{layout}",
+    "ranks": "{ranks}",
+    "loss": "{loss:.1e}",
+    "gradient norm": "{gradient norm:.1e}",
+    "weights": "{weights:.1e}",
+    "bounds": "{bounds}",
+    "imbalance": "{imbalance:.2f}",
+    "packed": "{packed:.0%}",
+}
 
 
 def measure(root: Path) -> list[dict[str, Any]]:
@@ -48,25 +58,15 @@ def _compare(case: Case, outcome: Outcome, expected: Outcome) -> dict[str, Any]:
             float((weight - expected.weights[name]).abs().max())
             for name, weight in outcome.weights.items()
         ),
-        "bounds equal": all(row[name] == ref[name] for row, ref in pairs for name in BOUNDS),
-        "different bounds": len({row[name] for row in rows for name in BOUNDS}),
+        "bounds": "equal"
+        if all(row[name] == ref[name] for row, ref in pairs for name in BOUNDS)
+        else "DIFFERENT",
         "imbalance": max(row["train/imbalance_ratio"] for row in rows),
         "packed": min(row["train/packing_share"] for row in rows),
     }
 
 
 def _markdown(report: dict[str, Any]) -> str:
-    rows = [
-        [
-            *(row["layout"], row["ranks"]),
-            *(f"{row[name]:.1e}" for name in ("loss", "gradient norm", "weights")),
-            "equal" if row["bounds equal"] else "DIFFERENT",
-            f"{row['imbalance']:.2f}",
-            f"{row['packed']:.0%}",
-        ]
-        for row in report["rows"]
-    ]
-    head = ("layout", "ranks", "loss", "gradient norm", "weights", "bounds", "imbalance", "packed")
     return page(
         "Layouts against one rank",
         report["machine"],
@@ -76,14 +76,13 @@ def _markdown(report: dict[str, Any]) -> str:
         "(learning rate up to 1e-3). The bounds of every search are compared bit by bit. "
         "Imbalance is the operations of the rank with the most over the mean; packed is the share "
         "of positions that hold a real token, both of the worst step.",
-        table(head, rows),
+        columns(report["rows"], COLUMNS),
         "Settings:",
         [f"- {row['layout']}: `{row['settings'] or '(none)'}`" for row in report["rows"]],
     )
 
 
 def main() -> None:
-    """Run and report."""
     options = report_arguments(__doc__ or "").parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(Path(scratch))

@@ -21,7 +21,6 @@ from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.runtime.distributed import ProcessGroups
 from tests.benchmarks.bench_logprob import by_log_softmax, by_logsumexp
 from tests.benchmarks.bench_search import recipe_loop
-from tests.benchmarks.collective_ranks import count_collectives
 from tests.benchmarks.harness import (
     Contender,
     Section,
@@ -31,7 +30,7 @@ from tests.benchmarks.harness import (
     interleave,
     publish,
 )
-from tests.benchmarks.stage import Stage, make_losses
+from tests.benchmarks.stage import Stage, count_collectives, make_losses
 from tests.distributed_launch import run_ranks
 from tests.fakes.given_tokens import CONTEXT, one_rank
 from tests.ops.kernel_calls import path_of
@@ -134,7 +133,6 @@ def launches(contenders: list[Contender], device: torch.device) -> str:
 
 
 def measure(options: argparse.Namespace, groups: ProcessGroups) -> list[Section]:
-    """Both tables."""
     device = groups.device
     stage = Stage(options.tokens, options.columns, options.tokens, groups)
     by_logits = from_logits(stage)
@@ -175,7 +173,6 @@ def measure(options: argparse.Namespace, groups: ProcessGroups) -> list[Section]
 
 
 def main() -> None:
-    """Run and report."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--columns", type=int, default=19008, help="152,064 over 8 ranks")

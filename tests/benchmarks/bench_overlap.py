@@ -52,12 +52,7 @@ def train_once(data_dir: Path, settings: list[str], steps: int) -> list[dict[str
 
 
 def measure(data_dir: Path, steps: int, rounds: int, common: list[str]) -> dict[str, Any]:
-    """Let the modes take turns in random order.
-
-    Returns:
-        By mode: ``median`` of every quantity over all steps, and ``rounds``, the median of the
-        whole step of each run.
-    """
+    """Let the modes take turns; by mode the medians over all steps, and those of single runs."""
     order = random.Random(0)
     measured: dict[str, list[list[dict[str, float]]]] = {name: [] for name in MODES}
     for _ in range(rounds):
@@ -80,7 +75,6 @@ def hidden_share(table: dict[str, Any]) -> float:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report for people."""
     modes = report["modes"]
     first, second = (modes[name]["median"] for name in MODES)
     quantities = [
@@ -113,7 +107,6 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run and report."""
     parser = report_arguments(__doc__ or "")
     parser.add_argument("data_dir", type=Path, help="what make-tiny wrote")
     parser.add_argument("settings", nargs="*", help="KEY=VALUE for both modes")

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,7 @@ from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.tools.report.page import page_data, render
 from bapo_megatron.tools.report.rollouts import MAX_STEPS, spread
 from bapo_megatron.types import Group, PromptTokens, RolloutBatch, SampleText
-from tests.benchmarks.harness import (
-    REPOSITORY,
-    finish,
-    machine,
-    page,
-    report_arguments,
-    table,
-)
+from tests.benchmarks.harness import REPOSITORY, columns, finish, machine, page, report_arguments
 from tests.benchmarks.samples import make_sample
 from tests.chromium import Tab, chromium_tab
 
@@ -58,7 +51,6 @@ class Shape:
     """Of a response; lengths are from half of it to one and a half, in a single step all equal."""
 
     def __str__(self) -> str:
-        """In words."""
         responses = f"{self.groups * self.responses:,} responses of {self.mean_tokens:,} tokens"
         return f"{self.steps:,} steps × {responses} on average" if self.steps > 1 else responses
 
@@ -66,25 +58,20 @@ class Shape:
 SHAPES = (Shape(1000, 32, 8, 500), Shape(1, 1, 2, 65_536))
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Medians over the rounds."""
-
-    shape: str
-    dump_bytes: int
-    """Of the dumps that the page read."""
-    page_bytes: int
-    shown_tokens: int
-    write_s: float
-    """From the run's files to the page's text."""
-    open_s: float
-    """In Chromium: from the request to the last figure."""
-    read_s: float
-    """From the click on the longest response to its tokens on the screen."""
+COLUMNS = {
+    "run": "{shape}",
+    "dumps read": "{dump_mb:.1f} MB",
+    "page": "{page_mb:.1f} MB",
+    "tokens on it": "{shown_tokens:,}",
+    "written in": "{write_s:.1f} s",
+    "opened in": "{open_s:.1f} s",
+    "response shown in": "{read_s:.2f} s",
+}
+"""Medians over the rounds: from the run's files to the page's text, from Chromium's request to the
+last figure, from the click on the longest response to its tokens on the screen."""
 
 
 def make_run(folder: Path, shape: Shape) -> Path:
-    """Write a run; return its directory."""
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump({"name": "made", "train": {"steps": 1000}}))
     row = read_metrics(METRICS)[-1]
@@ -132,7 +119,7 @@ def _batch(
     return RolloutBatch(step=step, version=step + 4, groups=tuple(groups)), texts
 
 
-def measure(run: Path, shape: Shape, rounds: int) -> Measured:
+def measure(run: Path, shape: Shape, rounds: int) -> dict[str, Any]:
     """Write the page of a made run and open it, several times."""
     html = run / "report.html"
     write_s = []
@@ -150,15 +137,15 @@ def measure(run: Path, shape: Shape, rounds: int) -> Measured:
         run / f"rollouts/step_{index + 1:06d}.parquet" for index in spread(shape.steps, MAX_STEPS)
     ]
     (rollouts,) = data["rollouts"]
-    return Measured(
-        shape=str(shape),
-        dump_bytes=sum(dump.stat().st_size for dump in dumps),
-        page_bytes=html.stat().st_size,
-        shown_tokens=sum(len(sample["pieces"]) for sample in rollouts["samples"]),
-        write_s=statistics.median(write_s),
-        open_s=statistics.median(open_s),
-        read_s=statistics.median(read_s),
-    )
+    return {
+        "shape": str(shape),
+        "dump_mb": sum(dump.stat().st_size for dump in dumps) / 1e6,
+        "page_mb": html.stat().st_size / 1e6,
+        "shown_tokens": sum(len(sample["pieces"]) for sample in rollouts["samples"]),
+        "write_s": statistics.median(write_s),
+        "open_s": statistics.median(open_s),
+        "read_s": statistics.median(read_s),
+    }
 
 
 @contextmanager
@@ -190,32 +177,7 @@ async def _open(tab: Tab, address: str) -> tuple[float, float]:
     return open_s, read_ms / 1e3
 
 
-def markdown(where: dict[str, Any], pages: list[Measured]) -> str:
-    """The report for people."""
-    head = ("run", "dumps read", "page", "tokens on it", "written in", "opened in")
-    rows = [
-        (
-            row.shape,
-            f"{row.dump_bytes / 1e6:.1f} MB",
-            f"{row.page_bytes / 1e6:.1f} MB",
-            f"{row.shown_tokens:,}",
-            f"{row.write_s:.1f} s",
-            f"{row.open_s:.1f} s",
-            f"{row.read_s:.2f} s",
-        )
-        for row in pages
-    ]
-    return page(
-        "The page of long runs",
-        where,
-        "Medians of the rounds. The page may have 20 MB at most: it shows a sample of a long run, "
-        "and the two ends of a response that does not fit.",
-        table((*head, "response shown in"), rows),
-    )
-
-
 def main() -> None:
-    """Measure and report."""
     parser = report_arguments("The page of long runs.")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -225,8 +187,14 @@ def main() -> None:
             run = make_run(Path(folder) / f"run{number}", shape)
             pages.append(measure(run, shape, options.rounds))
     where = machine()
-    values = {"machine": where, "pages": [asdict(row) for row in pages]}
-    finish(options.out, markdown(where, pages), values)
+    text = page(
+        "The page of long runs",
+        where,
+        "Medians of the rounds. The page may have 20 MB at most: it shows a sample of a long run, "
+        "and the two ends of a response that does not fit.",
+        columns(pages, COLUMNS),
+    )
+    finish(options.out, text, {"machine": where, "pages": pages})
 
 
 if __name__ == "__main__":

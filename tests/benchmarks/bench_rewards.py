@@ -26,7 +26,7 @@ import numpy as np
 
 from bapo_megatron.reward.math_text import as_number
 from bapo_megatron.reward.pool import RewardPool
-from tests.benchmarks.harness import finish, machine, page, report_arguments, table
+from tests.benchmarks.harness import columns, finish, machine, page, report_arguments
 from tests.reward.answer_corpus import pairs
 from tests.reward.hostile import HOSTILE
 
@@ -48,23 +48,17 @@ class Load:
     reasoning_characters: int
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What one load cost."""
-
-    case: str
-    answers: int
-    hostile: int
-    wall_s: float
-    answers_per_s: float
-    p50_ms: float
-    p99_ms: float
-    max_ms: float
-    killed: int
-    killed_names: dict[str, int]
-    wrong: int
-    heartbeat_p99_ms: float
-    heartbeat_max_ms: float
+COLUMNS = {
+    "": "{case}",
+    "answers/s": "{answers_per_s:,.0f}",
+    "p50": "{p50_ms:.1f} ms",
+    "p99": "{p99_ms:.0f} ms",
+    "longest": "{max_ms:,.0f} ms",
+    "killed": "{killed} of {hostile} hostile",
+    "graded wrong": "{wrong}",
+    "heartbeat late, p99": "{heartbeat_p99_ms:.1f} ms",
+    "at most": "{heartbeat_max_ms:.0f} ms",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +71,6 @@ class _Item:
 
 
 def make_items(load: Load) -> list[_Item]:
-    """The answers in a seeded order."""
     generator = random.Random(0)
     labelled = [json.loads(line) for line in _PAIRS.read_text().splitlines()]
     reasoning = _REASONING * (load.reasoning_characters // len(_REASONING))
@@ -126,7 +119,7 @@ async def _measure_idle(seconds: float) -> tuple[float, float]:
     return 1e3 * float(np.quantile(gaps_s, 0.99)), 1e3 * max(gaps_s)
 
 
-async def _measure(case: str, load: Load) -> Row:
+async def _measure(case: str, load: Load) -> dict[str, Any]:
     items = iter(make_items(load))
     durations_s: list[float] = []
     gaps_s: list[float] = []
@@ -152,47 +145,30 @@ async def _measure(case: str, load: Load) -> Row:
         await asyncio.gather(*(grade() for _ in range(load.workers)))
         wall_s = time.perf_counter() - start_s
         beating.cancel()
-    return Row(
-        case=case,
-        answers=load.answers,
-        hostile=round(load.answers * load.hostile_share),
-        wall_s=wall_s,
-        answers_per_s=load.answers / wall_s,
-        p50_ms=1e3 * float(np.quantile(durations_s, 0.5)),
-        p99_ms=1e3 * float(np.quantile(durations_s, 0.99)),
-        max_ms=1e3 * max(durations_s),
-        killed=killed.total(),
-        killed_names=dict(killed),
-        wrong=wrong,
-        heartbeat_p99_ms=1e3 * float(np.quantile(gaps_s, 0.99)),
-        heartbeat_max_ms=1e3 * max(gaps_s),
-    )
+    return {
+        "case": case,
+        "hostile": round(load.answers * load.hostile_share),
+        "answers_per_s": load.answers / wall_s,
+        "p50_ms": 1e3 * float(np.quantile(durations_s, 0.5)),
+        "p99_ms": 1e3 * float(np.quantile(durations_s, 0.99)),
+        "max_ms": 1e3 * max(durations_s),
+        "killed": killed.total(),
+        "killed_names": dict(killed),
+        "wrong": wrong,
+        "heartbeat_p99_ms": 1e3 * float(np.quantile(gaps_s, 0.99)),
+        "heartbeat_max_ms": 1e3 * max(gaps_s),
+    }
 
 
-def measure(case: str, load: Load) -> Row:
+def measure(case: str, load: Load) -> dict[str, Any]:
     """Grade a load in an event loop of its own."""
     return asyncio.run(_measure(case, load))
 
 
 def _report(
-    load: Load, rows: list[Row], idle_ms: tuple[float, float], where: dict[str, Any]
+    load: Load, rows: list[dict[str, Any]], idle_ms: tuple[float, float], where: dict[str, Any]
 ) -> str:
-    head = ("", "answers/s", "p50", "p99", "longest", "killed", "graded wrong")
-    table_rows = [
-        (
-            row.case,
-            f"{row.answers_per_s:,.0f}",
-            f"{row.p50_ms:.1f} ms",
-            f"{row.p99_ms:.0f} ms",
-            f"{row.max_ms:,.0f} ms",
-            f"{row.killed} of {row.hostile} hostile",
-            row.wrong,
-            f"{row.heartbeat_p99_ms:.1f} ms",
-            f"{row.heartbeat_max_ms:.0f} ms",
-        )
-        for row in rows
-    ]
-    names = sorted({name for row in rows for name in row.killed_names})
+    names = sorted({name for row in rows for name in row["killed_names"]})
     killed = f"Killed: {', '.join(names)}. Every other hostile answer is refused before."
     return page(
         "Rewards",
@@ -208,7 +184,7 @@ def _report(
         "the score, and of one that is killed the limit; the start of the next worker falls to "
         "the answer after it. The heartbeat is a task in the event loop that asks for the scores; "
         "its delay is what grading could add to generation.",
-        table((*head, "heartbeat late, p99", "at most"), table_rows),
+        columns(rows, COLUMNS),
         f"Without any grading it is late by {idle_ms[0]:.1f} ms (p99), at most {idle_ms[1]:.0f} "
         f"ms, on this machine: {where['cpus']} cores, of which the workers take "
         f"{load.workers}, with a load of {where['load']:.1f} when the measurement began.",
@@ -217,7 +193,6 @@ def _report(
 
 
 def main() -> None:
-    """Measure without and with hostile answers."""
     parser = report_arguments(__doc__ or "")
     parser.add_argument("--answers", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=2)
@@ -238,7 +213,7 @@ def main() -> None:
         "machine": where,
         "load": asdict(load),
         "idle_heartbeat_ms": idle_ms,
-        "rows": [asdict(row) for row in rows],
+        "rows": rows,
     }
     finish(options.out, _report(load, rows, idle_ms, where), values)
 

@@ -88,7 +88,6 @@ def measure(stage: Stage, rounds: int) -> list[Section]:
 
 
 def main() -> None:
-    """Run and report."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--columns", type=int, default=19008, help="152,064 over 8 ranks")

@@ -75,7 +75,6 @@ def _common(rate: str) -> list[str]:
 
 
 def read_updates(run_dir: Path, bapo: Bapo) -> History:
-    """The statistics of every update of a run."""
     updates = []
     for path in sorted((run_dir / "tokens").glob("*.parquet")):
         table = pq.read_table(path)
@@ -187,7 +186,6 @@ def draw(report: dict[str, Any], out: Path) -> None:
 
 
 def markdown(report: dict[str, Any], picture: str) -> str:
-    """The report for people."""
     timed = (
         f"Times are medians over {report['rounds']} replays of each run in each mode, in "
         "turns. Within a round the three modes gave the same final weights and, but for "
@@ -233,7 +231,6 @@ def _section(by_lag: dict[str, dict[str, Any]], rate: str) -> tuple[str, list[st
 
 
 def main() -> None:
-    """Run and report."""
     parser = report_arguments(__doc__ or "", needs_out=True)
     parser.add_argument("data_dir", type=Path, help="what make-tiny wrote")
     parser.add_argument("--steps", type=int, default=40)

@@ -41,7 +41,6 @@ _MODULE = ("-m", "bapo_megatron")
 
 
 def main() -> None:
-    """Measure and report."""
     parser = harness.arguments("Start-up of commands.")
     parser.add_argument("data_dir", type=Path, help="what make-tiny wrote")
     parser.add_argument("--before", type=Path, help="another tree of this project, built")

@@ -42,8 +42,8 @@ def measure(run_dir: Path, steps: int, further: list[str]) -> dict[str, dict[str
                 *further,
             ]
             config = run_dir / "config.yaml"
-            (first, *_) = run_ranks(profile_steps, ranks, settings, config, True, timeout_s=1800)
-        rows = first["seconds"][WARM_UP:]
+            (first, *_) = run_ranks(profile_steps, ranks, settings, config, timeout_s=1800)
+        rows = first[WARM_UP:]
         for row in rows:
             row["the rest"] = row["whole"] - sum(row.get(label, 0.0) for label in PARTS)
         table[name] = {label: _median(rows, label) for label in (*PARTS, "the rest", "whole")}
@@ -75,7 +75,6 @@ def _markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run and report."""
     parser = report_arguments(__doc__ or "")
     parser.add_argument("run_dir", type=Path, help="a finished run of the demo")
     parser.add_argument("settings", nargs="*", help="KEY=VALUE for all layouts")

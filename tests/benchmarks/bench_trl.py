@@ -12,19 +12,22 @@ judged by its fastest.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
+import select
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tests.benchmarks.harness import REPOSITORY, finish, machine, page, report_arguments, table
+from tests.benchmarks.harness import REPOSITORY, columns, finish, machine, page, report_arguments
 from tests.benchmarks.trl_loads import (
     LOADS,
     MODELS,
@@ -33,7 +36,7 @@ from tests.benchmarks.trl_loads import (
     training_order,
     write_rollouts,
 )
-from tests.benchmarks.turn_takers import Contender, take_turns
+from tests.launch import free_port
 from tests.policy.tiny_models import load_reference
 
 if TYPE_CHECKING:
@@ -43,11 +46,130 @@ if TYPE_CHECKING:
 LR = 1e-4
 ENVIRONMENT = [line for line in (__doc__ or "").splitlines() if "build/trl" in line]
 """The commands that make TRL's environment."""
+COLUMNS = {
+    "": "{name}",
+    "time per update": "{update_ms:,.0f} ms",
+    "min – max": "{min_update_ms:,.0f} – {max_update_ms:,.0f}",
+    "trained tokens/s": "{tokens_per_s:,.0f}",
+    "×": "{speedup:.2f}",
+    "peak memory": "{peak_mb:,.0f} MB",
+    "× ": "{memory:.2f}",
+}
 AGREEMENT = 1e-4
 """Limit of the relative difference between the gradient norms of the first update."""
 
 
 TRL, SAME_WORK, AS_SHIPPED = "TRL", "this project", "this project, recorded log-probs"
+TURN_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    name: str
+    module: str
+    python: str
+    ranks: int
+    threads: int
+    spec: dict[str, Any]
+
+
+class Running:
+    def __init__(self, contender: Contender, scratch: Path) -> None:
+        self.contender = contender
+        self._logs = [scratch / f"rank_{rank}.log" for rank in range(contender.ranks)]
+        scratch.mkdir()
+        port = free_port()
+        self._processes = [
+            self._start(rank, scratch, log, port) for rank, log in enumerate(self._logs)
+        ]
+
+    def _start(self, rank: int, scratch: Path, log: Path, port: int) -> subprocess.Popen[str]:
+        contender = self.contender
+        changes: dict[str, Any] = {"scratch": str(scratch), "overrides": [f"run_dir={scratch}/run"]}
+        variables = {
+            "OMP_NUM_THREADS": str(contender.threads),
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(REPOSITORY),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if contender.ranks > 1 or contender.module == "replay_ranks":
+            variables |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(contender.ranks),
+                "LOCAL_WORLD_SIZE": str(contender.ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+        with log.open("w") as errors:
+            return subprocess.Popen(
+                [
+                    contender.python,
+                    "-m",
+                    f"tests.benchmarks.{contender.module}",
+                    json.dumps(contender.spec | changes),
+                ],
+                cwd=scratch,
+                env={**os.environ, **variables},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Replies of all ranks: ready, or what the turn measured.
+
+        Raises:
+            RuntimeError: A rank has ended or does not answer in time.
+        """
+        replies = []
+        for process, log in zip(self._processes, self._logs, strict=True):
+            assert process.stdout is not None
+            ready, _, _ = select.select([process.stdout], [], [], TURN_TIMEOUT_S)
+            line = process.stdout.readline() if ready else ""
+            if not line:
+                what = "ended" if ready else f"did not answer in {TURN_TIMEOUT_S:g} s"
+                tail = log.read_text()[-3000:]
+                raise RuntimeError(f"{self.contender.name}: a rank {what}; its output ends\n{tail}")
+            replies.append(json.loads(line))
+        return replies
+
+    def turn(self) -> list[dict[str, Any]]:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return self.wait()
+
+    def close(self) -> None:
+        """End them; what they are in the middle of is of no use."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.communicate()
+
+
+def take_turns(
+    contenders: Sequence[Contender], scratch: Path, *, warmup: int, rounds: int
+) -> dict[str, list[list[dict[str, Any]]]]:
+    """Train ``warmup + rounds`` batches of each in turns; by contender and batch the replies."""
+    order = random.Random(0)
+    replies: dict[str, list[list[dict[str, Any]]]] = {
+        contender.name: [] for contender in contenders
+    }
+    with contextlib.ExitStack() as stack:
+        running = []
+        for number, contender in enumerate(contenders):
+            running.append(Running(contender, scratch / str(number)))
+            stack.callback(running[-1].close)
+        for processes in running:
+            processes.wait()
+        for _ in range(warmup + rounds):
+            for processes in order.sample(running, len(running)):
+                replies[processes.contender.name].append(processes.turn())
+    return replies
 
 
 def contenders(
@@ -118,11 +240,11 @@ def summarize(
     median_s = statistics.median(seconds)
     return {
         "seconds": seconds,
-        "update_s": median_s / updates,
-        "min_update_s": min(seconds) / updates,
-        "max_update_s": max(seconds) / updates,
+        "update_ms": 1e3 * median_s / updates,
+        "min_update_ms": 1e3 * min(seconds) / updates,
+        "max_update_ms": 1e3 * max(seconds) / updates,
         "tokens_per_s": tokens / median_s,
-        "peak_bytes": sum(rank["peak_bytes"] for rank in replies[-1]),
+        "peak_mb": sum(rank["peak_bytes"] for rank in replies[-1]) / 1e6,
         # All ranks know the same norm.
         "grad_norms": [norm for turn in replies for norm in turn[0]["grad_norms"]],
         "losses": [
@@ -142,7 +264,7 @@ def compare(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
         for row in theirs.values()
     ]
     return {
-        "fastest": min(theirs, key=lambda name: theirs[name]["update_s"]),
+        "fastest": min(theirs, key=lambda name: theirs[name]["update_ms"]),
         "first_grad_norm": ours["grad_norms"][0],
         "first_norm_difference": max(of_row[0] for of_row in differences),
         "max_norm_difference": max(map(max, differences)),
@@ -155,7 +277,6 @@ def compare(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as a page."""
     versions = ", ".join(f"{name} {version}" for name, version in report["trl"].items())
     return page(
         "Training beside TRL",
@@ -193,17 +314,11 @@ def _section(section: dict[str, Any]) -> list[str]:
     load, rows, agreement = section["load"], section["rows"], section["agreement"]
     baseline = rows[agreement["fastest"]]
     cores = "one core" if section["cores"] == 1 else f"{section['cores']} cores"
-    head = ("", "time per update", "min – max", "trained tokens/s", "×", "peak memory", "×")
-    cells = [
-        (
-            f"**{name}**" if name == agreement["fastest"] else name,
-            f"{row['update_s'] * 1e3:,.0f} ms",
-            f"{row['min_update_s'] * 1e3:,.0f} – {row['max_update_s'] * 1e3:,.0f}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['tokens_per_s'] / baseline['tokens_per_s']:.2f}",
-            f"{row['peak_bytes'] / 1e6:,.0f} MB",
-            f"{row['peak_bytes'] / baseline['peak_bytes']:.2f}",
-        )
+    lines = [
+        row
+        | {"name": f"**{name}**" if name == agreement["fastest"] else name}
+        | {"speedup": row["tokens_per_s"] / baseline["tokens_per_s"]}
+        | {"memory": row["peak_mb"] / baseline["peak_mb"]}
         for name, row in rows.items()
     ]
     return [
@@ -213,7 +328,7 @@ def _section(section: dict[str, Any]) -> list[str]:
         f"(evenly spaced, {section['tokens']:,} in all) after prompts of {load['prompt_tokens']}, "
         f"{load['updates']} updates each. {section['padded_share']:.0%} of the positions that TRL "
         "computes are padding.",
-        "\n".join(table(head, cells)),
+        "\n".join(columns(lines, COLUMNS)),
         f"Gradient norm of the first update: {agreement['first_grad_norm']:.6g}, relative "
         f"difference {agreement['first_norm_difference']:.1e}; largest over all "
         f"{agreement['updates']} updates {agreement['max_norm_difference']:.1e}. Loss of the first "
@@ -274,7 +389,6 @@ def measure(name: str, root: Path, options: argparse.Namespace) -> list[dict[str
 
 
 def main() -> None:
-    """Run and report."""
     parser = report_arguments(__doc__ or "")
     parser.add_argument(
         "--trl",

@@ -33,7 +33,6 @@ def drop_pages(directory: Path) -> None:
 
 
 def main() -> None:
-    """Measure and report."""
     parser = harness.arguments("Loading with and without checksums.")
     parser.add_argument("--hidden", type=int, default=1024, help="width of the model")
     parser.add_argument("--layers", type=int, default=8)

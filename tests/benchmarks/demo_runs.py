@@ -35,14 +35,7 @@ def overrides(data_dir: Path, steps: int) -> list[str]:
 def train(
     run_dir: Path, data_dir: Path, steps: int, settings: Sequence[str]
 ) -> list[dict[str, float]]:
-    """Train once; returns the metrics.
-
-    Args:
-        run_dir: Of the run.
-        data_dir: What make-tiny wrote.
-        steps: To train.
-        settings: Further overrides.
-    """
+    """Train once on the data of make-tiny; returns the metrics."""
     arguments = [*overrides(data_dir, steps), "log.console=false", *settings]
     result = run(
         ["train", str(CONFIG), f"run_dir={run_dir}", *arguments], timeout_s=600 + 60 * steps
@@ -60,18 +53,9 @@ def train_variants(
     seeds: int,
     steps: int,
 ) -> dict[str, list[PlannedRun]]:
-    """Train every variant by every seed, one run at a time on one rank.
+    """Train every variant, which is overrides, by every seed, one run at a time on one rank.
 
-    Args:
-        data_dir: What make-tiny wrote.
-        directory: Of the runs; those that are finished are not made again.
-        variants: By name the overrides of each.
-        common: Overrides of all.
-        seeds: From 0 on.
-        steps: Of each run.
-
-    Returns:
-        The finished runs of each variant, by seed.
+    Runs in the directory that are finished are not made again. Returns each variant's, by seed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "sweep.yaml"
@@ -96,10 +80,7 @@ def draw(
 ) -> None:
     """Draw a panel per metric, a colour per group: thin lines are runs, the thick one their mean.
 
-    Args:
-        titles: Of the panels, by metric.
-        groups: By name the curves of every run, by metric.
-        out: The picture.
+    ``titles`` are by metric, and so are the curves of every run of a group.
     """
     from matplotlib.figure import Figure
 

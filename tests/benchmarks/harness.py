@@ -57,13 +57,10 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one contender took."""
-
     name: str
     median_s: float
     min_s: float
     max_s: float
-    rounds: int
     num_bytes: int
     peak_bytes: int
     """Most bytes that a run had allocated at a time, beyond what was there before it."""
@@ -113,7 +110,6 @@ def interleave(
             statistics.median(samples[contender.name]),
             min(samples[contender.name]),
             max(samples[contender.name]),
-            rounds,
             contender.num_bytes,
             peak_bytes(contender, device),
         )
@@ -279,13 +275,7 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def page(title: str, where: dict[str, Any], *blocks: str | Sequence[str]) -> str:
-    """A report for people.
-
-    Args:
-        title: Of the page.
-        where: What ``machine`` returned.
-        blocks: Paragraphs and tables, each a text or its lines.
-    """
+    """A report for people: what ``machine`` returned, then paragraphs and tables."""
     packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
     heading = (
         f"{where['date']}, commit {where['commit']}, {where['processor']}, device "
@@ -304,6 +294,12 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]
     return lines
 
 
+def columns(rows: Iterable[dict[str, Any]], templates: dict[str, str]) -> list[str]:
+    """The lines of a table with a row per record; each column is a template of its fields."""
+    cells = ([text.format(**row) for text in templates.values()] for row in rows)
+    return table(list(templates), cells)
+
+
 def publish(
     title: str, sections: Sequence[Section], options: argparse.Namespace, device: torch.device
 ) -> None:
@@ -311,19 +307,7 @@ def publish(
     report = {
         "title": title,
         "machine": machine(device),
-        "sections": [
-            {
-                "title": section.title,
-                "baseline": section.baseline,
-                "bandwidth": section.bandwidth,
-                "remarks": section.remarks,
-                "timings": [
-                    asdict(timing) | {"ratio": section.ratio(timing.name)}
-                    for timing in section.timings
-                ],
-            }
-            for section in sections
-        ],
+        "sections": [asdict(section) for section in sections],
     }
     finish(options.out, _markdown(title, report["machine"], sections), report)
 
@@ -340,21 +324,13 @@ def finish(out: Path | None, text: str, report: dict[str, Any]) -> None:
 
 def _markdown(title: str, where: dict[str, Any], sections: Sequence[Section]) -> str:
     has_memory = any(timing.peak_bytes for section in sections for timing in section.timings)
-    return page(
-        title,
-        where,
+    blocks: list[str | list[str]] = [
         "Medians of interleaved rounds; the machine is shared, so ratios count and times do not."
-        + " Memory is what a run allocates beyond its inputs." * has_memory,
-        *(
-            block
-            for section in sections
-            for block in (
-                f"## {section.title}",
-                _section_table(section, has_memory),
-                section.remarks,
-            )
-        ),
-    )
+        + " Memory is what a run allocates beyond its inputs." * has_memory
+    ]
+    for section in sections:
+        blocks += [f"## {section.title}", _section_table(section, has_memory), section.remarks]
+    return page(title, where, *blocks)
 
 
 def _section_table(section: Section, has_memory: bool) -> list[str]:

@@ -14,10 +14,9 @@ both servers again. After the last one the run ends by itself. Then:
 * no process may be left, nor a file in /dev/shm or the temporary directory.
 
 Takes root: both directories are this program's own, and the disk that fills up is a small one. The
-checkout must not be under /tmp. The default, 33 faults, should take about an hour on two cores,
-since a run is back 10 to 75 seconds after a fault. To try it out, add ``--faults 2 --kinds
-kill-rank-sync kill-server``. Where something is wrong, the directory of the run is copied to
-``OUT.failed``.
+checkout must not be under /tmp. The default, 33 faults, takes about an hour on two cores. To try it
+out, add ``--faults 2 --kinds kill-rank-sync kill-server``. Where something is wrong, the directory
+of the run is copied to ``OUT.failed``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from bapo_megatron.runtime.processes import end_by_exception
 from tests.benchmarks import harness
-from tests.benchmarks.kill_run import KINDS, MARK, KilledRun, Kind, mount, processes
+from tests.benchmarks.kill_run import COLUMNS, KINDS, MARK, KilledRun, Kind, mount, processes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,21 +55,9 @@ def plan(kinds: Sequence[Kind], num_faults: int, seed: int) -> list[Kind]:
 
 def report(name: str, run: KilledRun, account: Account) -> list[str]:
     """The blocks of a run's section."""
-    rows = [
-        (
-            f"{fault.at_s / 60:.0f}",
-            fault.name,
-            fault.step,
-            f"{fault.back_s:.0f} s",
-            "" if fault.exit_code is None else fault.exit_code,
-            fault.last_line,
-        )
-        for fault in run.faults
-    ]
-    head = ("minute", "fault", "after step", "back after", "exit status", "last line of the job")
     return [
         f"## {name}",
-        "\n".join(harness.table(head, rows)),
+        "\n".join(harness.columns(run.faults, COLUMNS)),
         f"{account.num_steps} steps. Groups: {account.num_drawn} drawn = {account.num_trained} "
         f"trained once + {account.num_waiting} in the buffer. {account.num_lost_requests} requests "
         "were continued on another server. The weights are those of an undisturbed replay, bit for "
@@ -95,7 +82,6 @@ def check(run: KilledRun, order: Sequence[Kind]) -> Account:
 
 
 def main() -> None:
-    """Run the campaign from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     names = [kind.name for kind in KINDS]
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS[:2], metavar="METHOD:WHOSE")
@@ -117,7 +103,7 @@ def main() -> None:
         method, _, whose = name.partition(":")
         directory = root / f"{method}_{whose}"  # SGLang takes no colon in a model's path
         chosen = [kind for kind in KINDS if kind.name in options.kinds]
-        kinds = [kind for kind in chosen if whose == "served" or not kind.needs_owner]
+        kinds = [kind for kind in chosen if whose == "served" or kind.victim != "owner"]
         seed = options.seed + number
         run = KilledRun(directory, method, whose == "served", random.Random(seed))
         try:

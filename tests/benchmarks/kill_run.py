@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from omegaconf import OmegaConf
@@ -52,8 +52,6 @@ _GONE_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One way to fail."""
-
     how: str
     """Key of ``_SIGNALS``, or ``fill``."""
     victim: str
@@ -74,11 +72,6 @@ class Kind:
         """Whether the job has to be started again."""
         return self.victim in ("rank", "torchrun", "collector", "disk")
 
-    @property
-    def needs_owner(self) -> bool:
-        """Whether it strikes what only served servers have."""
-        return self.victim == "owner"
-
 
 KINDS = (
     *(Kind("kill", "rank", moment) for moment in ("", "sync", "save")),
@@ -90,20 +83,15 @@ KINDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One that struck."""
-
-    at_s: float
-    name: str
-    step: int
-    """Steps that had been made."""
-    back_s: float
-    """Until the run made two steps more, with both servers."""
-    exit_code: int | None
-    """Exit status of the job, where it ended."""
-    last_line: str
-    """What the job said last, where it ended."""
+COLUMNS = {
+    "minute": "{minute:.0f}",
+    "fault": "{name}",
+    "after step": "{step}",
+    "back after": "{back_s:.0f} s",
+    "exit status": "{exit_code}",
+    "last line of the job": "{last_line}",
+}
+"""Of a fault; the run is back when it has made two steps more, with both servers."""
 
 
 @dataclass(slots=True)
@@ -123,7 +111,8 @@ class KilledRun:
     owner: subprocess.Popen[bytes] | None = None
     log_start: int = 0
     """Where the log of the last start begins, in bytes."""
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    """By the fields of ``COLUMNS``."""
     started_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -164,7 +153,6 @@ class KilledRun:
 
     @property
     def num_steps(self) -> int:
-        """Number of the last step that was made."""
         return int(max((row["step"] for row in steps(self.run_dir)), default=0))
 
     @property
@@ -174,7 +162,6 @@ class KilledRun:
         return log.read_text().count("needs weights") if log.exists() else 0
 
     def start_owner(self) -> None:
-        """Start what runs the servers."""
         serve = [str(REPOSITORY / "examples" / "rollout_servers.sh"), str(self.config)]
         serve += [f"run_dir={self.directory / 'servers'}", "rollout.servers=[]"]
         serve += [f"rollout.server.port={self.port}"]
@@ -253,7 +240,7 @@ class KilledRun:
             self._fill_disk()
         else:
             send(kind, victim)
-        code, line = None, ""
+        code, line = "", ""
         if kind.ends_job:
             code = self.end_job()
             line = self.last_line()
@@ -270,8 +257,9 @@ class KilledRun:
             self.wait_for(lambda: self.num_returns > returns, "the server's return")
         target = self.num_steps + 2
         self.wait_for(lambda: self.num_steps >= target, "two steps more")
-        back_s, at_s = time.monotonic() - struck_s, struck_s - self.started_s
-        self.faults.append(Fault(at_s, kind.name, before, back_s, code, line))
+        back_s, minute = time.monotonic() - struck_s, (struck_s - self.started_s) / 60
+        fault = {"minute": minute, "name": kind.name, "step": before, "back_s": back_s}
+        self.faults.append(fault | {"exit_code": code, "last_line": line})
         print(self.faults[-1], file=sys.stderr, flush=True)  # noqa: T201
 
     def _wait_for_sync(self) -> None:

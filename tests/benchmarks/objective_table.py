@@ -11,7 +11,6 @@ the command can be interrupted and repeated.
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +53,12 @@ def _arms() -> dict[str, list[str]]:
 ARMS = _arms()
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """One run."""
+def read_run(metrics: Path, seed: int) -> dict[str, float]:
+    """Summarise a run from its metrics.
 
-    seed: int
-    accuracy: float
-    """Held-out, after the last step."""
-    reward: float
-    """Mean of the last steps."""
-    without_gradient: float
-    """Share of trained tokens with A ≠ 0 whose derivative is 0, mean over steps; both signs count
-    alike."""
-    wall_s: float
-    """Of all steps."""
-
-
-def read_run(metrics: Path, seed: int) -> Trained:
-    """Summarise a run from its metrics."""
+    ``without_gradient`` is the share of trained tokens with A ≠ 0 whose derivative is 0, mean over
+    steps and signs.
+    """
     rows = read_metrics(metrics)
     shares = [
         row[f"clip/fraction_{sign}"]
@@ -79,29 +66,30 @@ def read_run(metrics: Path, seed: int) -> Trained:
         for sign in ("positive", "negative")
         if f"clip/fraction_{sign}" in row
     ]
-    return Trained(
-        seed=seed,
-        accuracy=rows[-1][ACCURACY],
-        reward=statistics.mean(row["reward/mean"] for row in rows[-LAST_STEPS:]),
-        without_gradient=statistics.mean(shares),
-        wall_s=sum(v for row in rows for name, v in row.items() if name.startswith("time/")),
-    )
+    return {
+        "seed": seed,
+        "accuracy": rows[-1][ACCURACY],
+        "reward": statistics.mean(row["reward/mean"] for row in rows[-LAST_STEPS:]),
+        "without_gradient": statistics.mean(shares),
+        "wall_s": sum(v for row in rows for name, v in row.items() if name.startswith("time/")),
+    }
 
 
-def markdown(report: dict[str, Any], arms: dict[str, list[Trained]]) -> str:
-    """The report for people."""
-    seeds = [f"seed {trained.seed}" for trained in next(iter(arms.values()))]
-    rows = [
-        [
-            name,
-            *(f"{trained.accuracy:.1%}" for trained in runs),
-            f"**{statistics.mean(trained.accuracy for trained in runs):.1%}**",
-            f"{statistics.mean(trained.reward for trained in runs):.3f}",
-            f"{statistics.mean(trained.without_gradient for trained in runs):.1%}",
-            f"{statistics.mean(trained.wall_s for trained in runs):.0f} s",
-        ]
-        for name, runs in arms.items()
-    ]
+COLUMNS = {
+    "mean": "**{accuracy:.1%}**",
+    "reward": "{reward:.3f}",
+    "without gradient": "{without_gradient:.1%}",
+    "time": "{wall_s:.0f} s",
+}
+
+
+def markdown(report: dict[str, Any], arms: dict[str, list[dict[str, float]]]) -> str:
+    seeds = [f"seed {trained['seed']}" for trained in next(iter(arms.values()))]
+    rows = []
+    for name, runs in arms.items():
+        mean = {key: statistics.mean(trained[key] for trained in runs) for key in runs[0]}
+        accuracies = (f"{trained['accuracy']:.1%}" for trained in runs)
+        rows.append([name, *accuracies, *(text.format(**mean) for text in COLUMNS.values())])
     return page(
         "Every objective on the demo's task",
         report["machine"],
@@ -111,14 +99,13 @@ def markdown(report: dict[str, Any], arms: dict[str, list[Trained]]) -> str:
         "at most 3 where an arm is *fresh*: objectives that limit nothing, or little, fall behind "
         "or collapse on old tokens. One model and a few seeds show that each objective trains, not "
         "which of the others is better; times are of a machine with other work.",
-        table(["arm", *seeds, "mean", "reward", "without gradient", "time"], rows),
+        table(["arm", *seeds, *COLUMNS], rows),
         "Overrides of the arms:",
         [f"- {name}: `{' '.join(ARMS[name])}`" for name in arms],
     )
 
 
 def main() -> None:
-    """Run and report."""
     parser = report_arguments(__doc__ or "", needs_out=True)
     parser.add_argument("data_dir", type=Path, help="what make-tiny wrote")
     parser.add_argument("settings", nargs="*", help="KEY=VALUE for every arm")
@@ -144,7 +131,7 @@ def main() -> None:
         "machine": where,
         "steps": options.steps,
         "settings": options.settings,
-        "arms": {name: [asdict(trained) for trained in runs] for name, runs in arms.items()},
+        "arms": arms,
     }
     finish(options.out, markdown(report, arms), report)
 

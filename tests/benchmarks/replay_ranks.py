@@ -21,7 +21,6 @@ from tests.trainer.runs import train_whole_run  # noqa: E402
 
 
 def main() -> None:
-    """Train as the command does."""
     spec = json.loads(sys.argv[1])
     turns = Turns(spec["cores"])
     results: list[UpdateResult] = []

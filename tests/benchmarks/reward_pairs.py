@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet
 import sympy
@@ -49,8 +49,6 @@ _NO_FORMULAS = (
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """One answer and its score."""
-
     form: str
     answer: str
     reference: str
@@ -58,8 +56,7 @@ class Graded:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Rewritten:
+class Rewritten(NamedTuple):
     """What became of references in other spellings."""
 
     spellings: int
@@ -165,19 +162,7 @@ def _cell(text: str) -> str:
     return text.replace("|", r"\|")
 
 
-def _grade_universal(per_form: int) -> list[Graded]:
-    return grade(
-        [
-            (form, answer, reference)
-            for form, texts in references(per_form).items()
-            for number, reference in enumerate(texts)
-            for answer in UNIVERSAL[number % 2 :: 2]
-        ]
-    )
-
-
 def main() -> None:
-    """Grade universal answers, or pairs and other spellings; list what was accepted."""
     parser = report_arguments(__doc__ or "")
     parser.add_argument("--universal", action="store_true", help="grade universal answers")
     parser.add_argument("--data", type=Path, help="folder with AIME and GSM8K, for pairs")
@@ -186,7 +171,14 @@ def main() -> None:
     options = parser.parse_args()
     where, rewritten = machine(), None
     if options.universal:
-        graded = _grade_universal(options.per_form)
+        graded = grade(
+            [
+                (form, answer, reference)
+                for form, texts in references(options.per_form).items()
+                for number, reference in enumerate(texts)
+                for answer in UNIVERSAL[number % 2 :: 2]
+            ]
+        )
         report = _report_universal(graded, where)
     else:
         asked = sorted(pairs(options.pairs))  # each reference is parsed about once
@@ -198,7 +190,7 @@ def main() -> None:
         "machine": where,
         "graded": len(graded),
         "accepted": [asdict(answer) for answer in graded if answer.reward],
-        "rewritten": None if rewritten is None else asdict(rewritten),
+        "rewritten": rewritten and rewritten._asdict(),
     }
     finish(options.out, report, values)
 

@@ -1,8 +1,8 @@
-"""Samples of made-up tokens, as the benchmarks and the acceptance on a GPU train and read them."""
+"""Random models, and samples of made-up tokens, as benchmarks and the acceptance on a GPU use."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,6 +10,30 @@ from bapo_megatron.types import FinishReason, PromptTokens, Sample, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
+
+
+def make_wide_model(
+    directory: Path, *, hidden: int, layers: int, positions: int, **settings: Any
+) -> None:
+    """Write a random Qwen2 with the demo's tokenizer."""
+    from bapo_megatron.tiny.model import build_tokenizer
+    from tests.policy.tiny_models import make_model
+
+    tokenizer = build_tokenizer(positions)
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 8 // 3,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": max(1, hidden // 192),
+        "max_position_embeddings": positions,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    make_model("qwen2", directory, **sizes | settings)
+    tokenizer.save_pretrained(directory)
 
 
 def make_sample(

@@ -119,7 +119,6 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        """The last token is there."""
         return self.done >= self.length
 
     def record(self, done: float, version: int) -> None:

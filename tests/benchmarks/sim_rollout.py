@@ -13,14 +13,13 @@ import itertools
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bapo_megatron.config.rollout import RolloutConfig
-from tests.benchmarks.harness import table
+from tests.benchmarks.harness import columns
 from tests.benchmarks.sim_cluster import Hardware, Lengths
 from tests.benchmarks.sim_schedule import Mode, Record, Simulation
 
@@ -36,38 +35,11 @@ FIRST = 3
 """Batches whose lengths show the bias of the start."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one simulation amounts to; ages in steps, times and tokens of the window."""
-
-    steps_per_h: float
-    busy_share: float
-    """Share of the engines' time: decoding or prefill."""
-    prefill_share: float
-    """Share of the busy time: contexts are read, nearly all of them again."""
-    engine_tokens_per_s: float
-    """Rate of one engine, over the whole window."""
-    trainer_idle_share: float
-    age_mean: float
-    age_p90: float
-    age_max: int
-    stale_share: float
-    """Share of the trained tokens: older than the newest weights."""
-    masked_share: float
-    """Share of the trained tokens: too old, without a gradient."""
-    wasted_share: float
-    """Share of the generated tokens: those of groups that were given up."""
-    carried_share: float
-    """Share of the batches' groups: missed at least one batch after their first token."""
-    first_length_ratio: float
-    """Mean response of the first batches over that of the distribution."""
-    length_ratio: float
-    """The same in the window."""
+Outcome = dict[str, float]
+"""What one simulation amounts to; ages in steps, times and tokens of the window."""
 
 
 def modes() -> list[Mode]:
-    """What is compared."""
-
     def rollout(**settings: Any) -> RolloutConfig:
         sizes = {
             "groups_per_step": GROUPS,
@@ -113,7 +85,6 @@ def simulate(mode: Mode, steps: int, seed: int, hardware: Hardware) -> tuple[Out
 
 
 def mean_length(lengths: Lengths) -> float:
-    """Mean response of the distribution."""
     rng = np.random.default_rng(0)
     return statistics.fmean(x for _ in range(20_000) for x in lengths.draw(rng, SAMPLES))
 
@@ -131,22 +102,22 @@ def summarise(record: Record, hardware: Hardware, population_mean: float) -> Out
     cumulative = weights[order].cumsum()
     carries = [carries for batch in window for carries in batch.carries]
     busy_s = (end.decode_s - begin.decode_s) + (end.prefill_s - begin.prefill_s)
-    return Outcome(
-        steps_per_h=len(window) / wall_s * 3600,
-        busy_share=busy_s / engine_s,
-        prefill_share=(end.prefill_s - begin.prefill_s) / busy_s,
-        engine_tokens_per_s=tokens / engine_s,
-        trainer_idle_share=1 - sum(batch.training_s for batch in window) / wall_s,
-        age_mean=float((ages * weights).sum() / weights.sum()),
-        age_p90=float(ages[order][np.searchsorted(cumulative, 0.9 * cumulative[-1])]),
-        age_max=int(ages.max()),
-        stale_share=float(weights[ages > 0].sum() / weights.sum()),
-        masked_share=sum(batch.masked_tokens for batch in window) / float(weights.sum()),
-        wasted_share=(end.wasted_tokens - begin.wasted_tokens) / tokens,
-        carried_share=sum(count > 0 for count in carries) / len(carries),
-        first_length_ratio=_mean_length(record, slice(0, FIRST)) / population_mean,
-        length_ratio=_mean_length(record, slice(WARM_UP, None)) / population_mean,
-    )
+    return {
+        "steps_per_h": len(window) / wall_s * 3600,
+        "busy_share": busy_s / engine_s,
+        "prefill_share": (end.prefill_s - begin.prefill_s) / busy_s,
+        "engine_tokens_per_s": tokens / engine_s,
+        "trainer_idle_share": 1 - sum(batch.training_s for batch in window) / wall_s,
+        "age_mean": float((ages * weights).sum() / weights.sum()),
+        "age_p90": float(ages[order][np.searchsorted(cumulative, 0.9 * cumulative[-1])]),
+        "age_max": int(ages.max()),
+        "stale_share": float(weights[ages > 0].sum() / weights.sum()),
+        "masked_share": sum(batch.masked_tokens for batch in window) / float(weights.sum()),
+        "wasted_share": (end.wasted_tokens - begin.wasted_tokens) / tokens,
+        "carried_share": sum(count > 0 for count in carries) / len(carries),
+        "first_length_ratio": _mean_length(record, slice(0, FIRST)) / population_mean,
+        "length_ratio": _mean_length(record, slice(WARM_UP, None)) / population_mean,
+    }
 
 
 def _mean_length(record: Record, part: slice) -> float:
@@ -155,30 +126,29 @@ def _mean_length(record: Record, part: slice) -> float:
 
 def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     """Mean over seeds; the largest of maxima."""
-    names = Outcome.__slots__
-    values = {n: statistics.fmean(getattr(outcome, n) for outcome in outcomes) for n in names}
-    values["age_max"] = max(outcome.age_max for outcome in outcomes)
-    return Outcome(**values)
+    means = {n: statistics.fmean(outcome[n] for outcome in outcomes) for n in outcomes[0]}
+    return means | {"age_max": max(outcome["age_max"] for outcome in outcomes)}
 
 
-COLUMNS = (
-    ("steps/h", lambda o, base: f"{o.steps_per_h:.1f}"),
-    ("× synchronous", lambda o, base: f"{o.steps_per_h / base.steps_per_h:.2f}"),
-    ("engines busy", lambda o, base: f"{o.busy_share:.0%}"),
-    ("of it prefill", lambda o, base: f"{o.prefill_share:.0%}"),
-    ("tokens/s of an engine", lambda o, base: f"{o.engine_tokens_per_s:,.0f}"),
-    ("trainer idle", lambda o, base: f"{o.trainer_idle_share:.0%}"),
-    ("age: mean", lambda o, base: f"{o.age_mean:.2f}"),
-    ("p90", lambda o, base: f"{o.age_p90:.1f}".removesuffix(".0")),
-    ("max", lambda o, base: f"{o.age_max}"),
-    ("stale tokens", lambda o, base: f"{o.stale_share:.0%}"),
-    ("wasted", lambda o, base: f"{o.wasted_share:.0%}"),
-    ("masked", lambda o, base: f"{o.masked_share:.0%}"),
-    ("carried groups", lambda o, base: f"{o.carried_share:.0%}"),
-    (f"length: first {FIRST}", lambda o, base: f"{o.first_length_ratio:.2f}"),
-    ("later", lambda o, base: f"{o.length_ratio:.2f}"),
-)
-"""Heading and cell of each column; the baseline is the first outcome."""
+COLUMNS = {
+    "": "{name}",
+    "steps/h": "{steps_per_h:.1f}",
+    "× synchronous": "{speedup:.2f}",
+    "engines busy": "{busy_share:.0%}",
+    "of it prefill": "{prefill_share:.0%}",
+    "tokens/s of an engine": "{engine_tokens_per_s:,.0f}",
+    "trainer idle": "{trainer_idle_share:.0%}",
+    "age: mean": "{age_mean:.2f}",
+    "p90": "{age_p90:.3g}",
+    "max": "{age_max}",
+    "stale tokens": "{stale_share:.0%}",
+    "wasted": "{wasted_share:.0%}",
+    "masked": "{masked_share:.0%}",
+    "carried groups": "{carried_share:.0%}",
+    f"length: first {FIRST}": "{first_length_ratio:.2f}",
+    "later": "{length_ratio:.2f}",
+}
+"""Busy engines decode or prefill; a carried group missed a batch after its first token."""
 
 TIMES = ("synchronous", "partial, oversample 1", "async 4")
 """Modes whose running sequences are drawn over time."""
@@ -193,25 +163,18 @@ LENGTHS = (
 WINDOW_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One mode."""
-
-    outcome: Outcome
-    """Mean over the seeds."""
-    record: Record
-    """Record of the first seed."""
-    spread: float
-    """Largest minus smallest rate of the seeds, over their mean."""
+Result = tuple[Outcome, Record]
+"""One mode: the mean over the seeds, and the record of the first one."""
 
 
 def page_table(outcomes: dict[str, Outcome]) -> str:
-    """All modes as markdown."""
-    base = next(iter(outcomes.values()))
-    rows = [
-        [name, *(cell(outcome, base) for _, cell in COLUMNS)] for name, outcome in outcomes.items()
-    ]
-    return "\n".join(table(["", *(heading for heading, _ in COLUMNS)], rows))
+    """All modes as markdown; the first one is the baseline."""
+    base = next(iter(outcomes.values()))["steps_per_h"]
+    rows = (
+        {"name": name, "speedup": outcome["steps_per_h"] / base, **outcome}
+        for name, outcome in outcomes.items()
+    )
+    return "\n".join(columns(rows, COLUMNS))
 
 
 def draw(
@@ -230,7 +193,7 @@ def draw(
 
 
 def _draw_rates(axes: Any, results: dict[str, Result]) -> None:
-    rates = [result.outcome.steps_per_h for result in results.values()]
+    rates = [outcome["steps_per_h"] for outcome, _ in results.values()]
     bars = axes.barh(list(results), rates, color="tab:blue", height=0.65)
     axes.bar_label(bars, labels=[f"{rate / rates[0]:.1f}×" for rate in rates], padding=3)
     axes.set(title="Speed", xlabel="steps per hour", xlim=(0, 1.12 * max(rates)))
@@ -238,15 +201,15 @@ def _draw_rates(axes: Any, results: dict[str, Result]) -> None:
 
 
 def _draw_ages(axes: Any, results: dict[str, Result]) -> None:
-    outcomes = [result.outcome for result in results.values()]
+    outcomes = [outcome for outcome, _ in results.values()]
     rows = range(len(outcomes))
-    axes.hlines(rows, 0, [outcome.age_max for outcome in outcomes], color="0.8")
+    axes.hlines(rows, 0, [outcome["age_max"] for outcome in outcomes], color="0.8")
     for label, marker, field in (
         ("mean", "o", "age_mean"),
         ("90th percentile", "s", "age_p90"),
         ("maximum", "|", "age_max"),
     ):
-        axes.plot([getattr(o, field) for o in outcomes], rows, marker, label=label, markersize=7)
+        axes.plot([outcome[field] for outcome in outcomes], rows, marker, label=label, markersize=7)
     axes.set(title="Age of the trained tokens", xlabel="steps", yticks=rows)
     axes.set_yticklabels([])
     axes.grid(axis="x", color="0.9")
@@ -256,7 +219,7 @@ def _draw_ages(axes: Any, results: dict[str, Result]) -> None:
 
 def _draw_running(axes: Any, results: dict[str, Result], hardware: Hardware) -> None:
     for name in TIMES:
-        record = results[name].record
+        _, record = results[name]
         begin_s = record.batches[WARM_UP].formed_s
         times_s, counts = np.array(record.running).T
         edges_s = np.linspace(begin_s, min(begin_s + WINDOW_S, times_s[-1]), 361)
@@ -277,7 +240,7 @@ def _draw_running(axes: Any, results: dict[str, Result], hardware: Hardware) -> 
 
 def _draw_lengths(axes: Any, results: dict[str, Result], population_mean: float) -> None:
     for name, marker in zip(LENGTHS, itertools.cycle("osv^D"), strict=False):
-        batches = results[name].record.batches[:WARM_UP]
+        batches = results[name][1].batches[:WARM_UP]
         ratios = [np.mean(batch.lengths) / population_mean for batch in batches]
         axes.plot(range(1, len(ratios) + 1), ratios, marker=marker, markersize=4, label=name)
     axes.axhline(1, color="0.7", linewidth=1)
@@ -290,13 +253,14 @@ def _draw_lengths(axes: Any, results: dict[str, Result], population_mean: float)
 
 
 def main() -> None:
-    """Simulate every mode with every seed, on all cores."""
     parser = argparse.ArgumentParser(description="Simulates generation and training on a cluster.")
     parser.add_argument("--steps", type=int, default=40, help="steps after the warm-up")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--engines", type=int, default=Hardware().engines)
     parser.add_argument("--figure", type=Path, help="draw it here")
     options = parser.parse_args()
+    if options.steps < 2:  # nothing is generated between the only batch and its sync
+        parser.error("--steps: must be at least 2")
     hardware = Hardware(engines=options.engines)
     with ProcessPoolExecutor() as pool:
         jobs = {
@@ -306,17 +270,14 @@ def main() -> None:
             ]
             for mode in modes()
         }
-        results = {}
+        results, spreads = {}, []
         for name, futures in jobs.items():
             outcomes, records = zip(*(future.result() for future in futures), strict=True)
-            rates = [outcome.steps_per_h for outcome in outcomes]
-            spread = (max(rates) - min(rates)) / statistics.fmean(rates)
-            results[name] = Result(mean_outcome(outcomes), records[0], spread)
-    spread = max(result.spread for result in results.values())
-    outcomes = {name: result.outcome for name, result in results.items()}
-    sys.stdout.write(
-        f"{page_table(outcomes)}\n\nThe seeds' rates differ by at most {spread:.1%}.\n"
-    )
+            rates = [outcome["steps_per_h"] for outcome in outcomes]
+            spreads.append((max(rates) - min(rates)) / statistics.fmean(rates))
+            results[name] = mean_outcome(outcomes), records[0]
+    text = page_table({name: outcome for name, (outcome, _) in results.items()})
+    sys.stdout.write(f"{text}\n\nThe seeds' rates differ by at most {max(spreads):.1%}.\n")
     if options.figure is not None:
         draw(results, hardware, mean_length(Lengths()), options.figure)
 

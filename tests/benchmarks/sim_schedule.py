@@ -40,7 +40,6 @@ class Mode:
 
     @property
     def max_age_steps(self) -> float:
-        """The limit of ages in steps."""
         limit = self.rollout.staleness.max_age
         return math.inf if limit is None else limit / self.updates_per_batch
 
@@ -64,13 +63,7 @@ class Group:
 
     @property
     def tokens(self) -> float:
-        """Response tokens so far."""
         return sum(sequence.done for sequence in self.sequences)
-
-    @property
-    def lengths(self) -> list[float]:
-        """Response lengths; the group is finished."""
-        return [sequence.length for sequence in self.sequences]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +96,6 @@ class Snapshot:
 
 @dataclass(slots=True)
 class Record:
-    """Everything that a simulation reports."""
-
     batches: list[Batch] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     """One when each batch was formed."""
@@ -156,7 +147,6 @@ class Simulation:
         self.record = Record()
 
     def run(self, steps: int) -> Record:
-        """Train ``steps`` steps."""
         config = self._config
         ahead = config.async_steps * config.groups_per_step
         for _ in range(steps):

@@ -6,20 +6,27 @@ Shape legend: T = tokens of the update, C = tokens of a micro-batch, V = columns
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.trainer.loss import Decided, LossStage, PolicyOutput
+from tests.distributed_launch import joined
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
-    from bapo_megatron.ops.chunked import OutputHead
     from bapo_megatron.runtime.distributed import ProcessGroups
     from bapo_megatron.types import MicroBatch
 
@@ -118,3 +125,55 @@ def collect(losses: LossStage, logprob_T: Tensor, micro_batches: list[MicroBatch
     parts = logprob_T.split([len(batch.target_T) for batch in micro_batches])
     policy = [TokenLogprobs(part, torch.zeros_like(part)) for part in parts]
     return losses.collect(policy, micro_batches, CONTEXT, num_samples=1)
+
+
+TOKENS, COLUMNS, HIDDEN = 8, 16, 4
+
+COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "reduce_scatter_tensor")
+
+
+def count_collectives() -> tuple[str, str, str]:
+    """The search, then forward and backward from logits, and from hidden states in 4 chunks."""
+    micro_batch = make_micro_batch(
+        behaviour_logprob_T=torch.zeros(TOKENS), target_T=torch.arange(TOKENS)
+    )
+    with joined() as groups, counted() as search:
+        losses = make_losses(groups, COLUMNS)
+        decision = collect(losses, torch.zeros(TOKENS), [micro_batch]).decision
+    with joined(tensor=2) as groups:
+        generator = torch.Generator().manual_seed(0)
+        vocab_size = COLUMNS * groups.tensor_size
+        plain_losses = make_losses(groups, vocab_size)
+
+        with counted() as plain:
+            logits_TV = torch.randn(TOKENS, COLUMNS, generator=generator, requires_grad=True)
+            loss, _ = plain_losses.loss(
+                logits_TV * 1, micro_batch, decision=decision, context=CONTEXT
+            )
+            loss.backward()
+
+        hidden_TH = torch.randn(TOKENS, HIDDEN, generator=generator, requires_grad=True)
+        weight_VH = torch.randn(COLUMNS, HIDDEN, generator=generator, requires_grad=True)
+        head = OutputHead(weight_VH, groups.tensor)
+        losses = make_losses(groups, vocab_size, head=head, chunk_tokens=TOKENS // 4)
+        with counted() as chunked:
+            loss, _ = losses.loss(hidden_TH, micro_batch, decision=decision, context=CONTEXT)
+            loss.backward()
+        return _text(search), _text(plain), _text(chunked)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count calls of torch.distributed within the block."""
+    counts: Counter[str] = Counter()
+    with contextlib.ExitStack() as stack:
+        spies = {
+            name: stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name)))
+            for name in COLLECTIVES
+        }
+        yield counts
+        counts.update({name: spy.call_count for name, spy in spies.items() if spy.called})
+
+
+def _text(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"

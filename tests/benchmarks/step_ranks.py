@@ -37,22 +37,16 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
 """What is timed, by label: functions that contain none of the others."""
 
 
-def profile_steps(overrides: list[str], config: Path, exports: bool) -> dict[str, Any]:
-    """Train and return, for every step, the seconds of each part and of the whole.
-
-    Args:
-        overrides: Of the configuration.
-        config: A configuration with ``replay``.
-        exports: Export the weights after every step, as a run with servers does.
-    """
+def profile_steps(overrides: list[str], config: Path) -> list[dict[str, float]]:
+    """Replay dumps; return, for every step, the seconds of each part and of the whole."""
     seconds: list[dict[str, float]] = []
     current: defaultdict[str, float] = defaultdict(float)
     began = time.perf_counter()
 
     def end_step(self: loop_module.Run, *args: Any) -> None:
         nonlocal began
-        if exports:
-            self.policy.export_hf(self.config.run_dir / "exported", durable=False)
+        # As a run with servers does.
+        self.policy.export_hf(self.config.run_dir / "exported", durable=False)
         whole_s = time.perf_counter() - began
         seconds.append({**current, "whole": whole_s})
         current.clear()
@@ -62,7 +56,7 @@ def profile_steps(overrides: list[str], config: Path, exports: bool) -> dict[str
     with _timed(current), mock.patch.object(loop_module.Run, "save_if_due", end_step):
         loaded = load_config(config, overrides)
         train_whole_run(loaded)
-    return {"seconds": seconds}
+    return seconds
 
 
 @contextmanager

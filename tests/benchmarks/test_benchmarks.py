@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.benchmarks import bench_report, bench_startup, harness
+from tests.benchmarks import bench_report, bench_startup
 from tests.benchmarks.bench_buffer import measure as measure_buffer
 from tests.benchmarks.bench_connections import measure, servers, time_waves
-from tests.benchmarks.bench_engines import make_wide_model
+from tests.benchmarks.bench_engines import WIDE
 from tests.benchmarks.bench_report import Shape
 from tests.benchmarks.helpers import run_main
+from tests.benchmarks.samples import make_wide_model
 from tests.benchmarks.stream_server import Load
 from tests.distributed_launch import start_fork
 from tests.trainer.dumps import make_random_model
@@ -75,7 +76,7 @@ def test_a_benchmark_reports_every_contender(
     assert report["machine"]["command"].startswith(f"python -m tests.benchmarks.{name}")
     for section in report["sections"]:
         timings = {timing["name"]: timing for timing in section["timings"]}
-        assert timings[section["baseline"]]["ratio"] == 1.0
+        assert section["baseline"] in timings
         assert all(timing["median_s"] > 0 for timing in timings.values())
         contenders -= timings.keys()
     assert not contenders
@@ -83,17 +84,9 @@ def test_a_benchmark_reports_every_contender(
         assert re.search(remark, text.read_text()), remark
 
 
-def test_a_report_has_the_clocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks = {"SM": 1980.0, "memory": 3201.0}
-    monkeypatch.setattr(harness, "clocks_under_load", lambda _: clocks)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")
-    where = harness.machine(torch.device("cuda"))
-    assert where["device"] == "NVIDIA H200 (SM clock 1980 MHz, memory clock 3201 MHz)"
-
-
 @pytest.mark.sglang
 def test_engines_report_tokens_per_second_of_every_contender(tmp_path: Path) -> None:
-    make_wide_model(tmp_path / "wide", 64)
+    make_wide_model(tmp_path / "wide", hidden=64, **WIDE)
     # Without a second model, which would need a server of its own.
     sizes = ["--rounds=1", "--rows=8", "--tokens=4", "--wide=0"]
     threads = f"--threads={torch.get_num_threads()}"
@@ -132,16 +125,15 @@ def test_pages_are_written_opened_and_counted(
     assert 16 * 4 * 5 <= many["shown_tokens"] < 16 * 4 * 15
     assert long["shown_tokens"] == 2 * 3000
     for page in (many, long):
-        assert 4_000_000 < page["page_bytes"] < 20_000_000
+        assert 4 < page["page_mb"] < 20
         assert min(page["write_s"], page["open_s"], page["read_s"]) > 0
     assert text.splitlines()[-1].startswith("| 2 responses of 3,000 tokens | ")
 
 
 def test_the_saved_buffer_is_read_again_and_measured(tmp_path: Path) -> None:
     row = asyncio.run(measure_buffer(300_000, tmp_path / "rollout.parquet"))
-    assert row.num_tokens == 300_000
     # 8 bytes uncompressed; ids of 17.2 bits and log-probs whose last three bytes are noise.
-    assert 5.0 < row.bytes_per_token < 6.5
+    assert 5.0 < row["bytes_per_token"] < 6.5
 
 
 def test_waves_of_requests_are_timed_one_by_one() -> None:
@@ -156,6 +148,6 @@ def test_one_client_is_measured_against_engines_of_several_processes() -> None:
     with servers(load, processes=2, engines=4) as addresses:
         assert len(set(addresses)) == 4
         row = asyncio.run(measure(addresses, load, piece_tokens=8, seconds=1.0))
-    assert row.errors == 0
-    assert row.received_per_s > 0
-    assert row.core_share > 0
+    assert row["errors"] == 0
+    assert row["received_per_s"] > 0
+    assert row["core_share"] > 0

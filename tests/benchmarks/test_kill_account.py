@@ -102,12 +102,10 @@ def _column(
     return apply
 
 
-def _metrics(old: str, new: str) -> Callable[[Path], None]:
-    """Replace a text where it first occurs in the metrics."""
-
+def _metrics(change: Callable[[str], str]) -> Callable[[Path], None]:
     def apply(run_dir: Path) -> None:
         path = run_dir / "metrics.jsonl"
-        path.write_text(path.read_text().replace(old, new, 1))
+        path.write_text(change(path.read_text()))
 
     return apply
 
@@ -115,16 +113,6 @@ def _metrics(old: str, new: str) -> Callable[[Path], None]:
 def _lose_a_sample(run_dir: Path) -> None:
     path = run_dir / "rollouts/step_000001.parquet"
     pq.write_table(pq.read_table(path).slice(1), path)
-
-
-def _repeat_a_row(run_dir: Path) -> None:
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines[:2], *lines[1:2], *lines[2:]]))
-
-
-def _lose_a_dump(run_dir: Path) -> None:
-    (run_dir / "rollouts/step_000002.parquet").unlink()
 
 
 @pytest.mark.parametrize(
@@ -146,17 +134,23 @@ def _lose_a_dump(run_dir: Path) -> None:
             "step_000002: sample 0 of group 2: versions [3] in a batch of version 2",
         ),
         (
-            _metrics('"reward/mean": 0.5', '"reward/mean": 0.25'),  # of an abandoned try
+            _metrics(lambda text: text.replace('mean": 0.5', 'mean": 0.25', 1)),
             "step_000001: its reward/mean is not that of metrics.jsonl",
         ),
-        (_repeat_a_row, "metrics.jsonl: not one row per step"),
-        (_lose_a_dump, "rollouts/: not one dump per step"),
+        (
+            _metrics(lambda text: text.partition("\n")[0] + "\n" + text),
+            "metrics.jsonl: not one row per step",
+        ),
+        (
+            lambda run: (run / "rollouts/step_000002.parquet").unlink(),
+            "rollouts/: not one dump per step",
+        ),
         (
             _column(3, "prompt_id", lambda rows: ["train.jsonl:1", "train.jsonl:1", *rows[2:]]),
             "epoch 2: 2 of 3 prompts",
         ),
         (
-            _metrics('"train/updates": 2', '"train/updates": 1'),
+            _metrics(lambda text: text.replace('updates": 2', 'updates": 1', 1)),
             "step_000002: version 2 after 1 updates",
         ),
     ],
@@ -180,7 +174,7 @@ def test_weights_that_differ_in_one_bit_are_named(tmp_path: Path) -> None:
 
 
 def test_a_campaign_strikes_with_every_fault_before_it_repeats_one() -> None:
-    kinds = [kind for kind in kill_campaign.KINDS if not kind.needs_owner]
+    kinds = [kind for kind in kill_campaign.KINDS if kind.victim != "owner"]
     plan = kill_campaign.plan(kinds, 2 * len(kinds) + 3, seed=1)
     assert Counter(plan[: len(kinds)]) == Counter(plan[len(kinds) : -3]) == Counter(kinds)
     assert len(plan) == 2 * len(kinds) + 3

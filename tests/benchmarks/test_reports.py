@@ -15,7 +15,7 @@ from tests.benchmarks import bench_async_learning, bench_overlap, bench_rewards,
 from tests.benchmarks import bench_speculation as speculation
 from tests.benchmarks import objective_table as objectives
 from tests.benchmarks import reward_pairs as pairs
-from tests.benchmarks.bench_async_learning import CURVES, MODES, Training
+from tests.benchmarks.bench_async_learning import CURVES, MODES
 from tests.benchmarks.helpers import MACHINE, run_main
 from tests.tools.sweep.files import write_base
 
@@ -39,7 +39,13 @@ def test_every_setting_of_the_modes_exists(overrides: list[str], async_steps: in
 def test_modes_are_compared_seed_by_seed_and_drawn(tmp_path: Path) -> None:
     trainings = {
         mode: [
-            Training(seed, accuracy, 1000.0, 12.0, {name: [age] * 4 for name in CURVES})
+            {
+                "seed": seed,
+                "accuracy": accuracy,
+                "generated_tokens": 1000.0,
+                "resumed_samples": 12.0,
+            }
+            | {"curves": {name: [age] * 4 for name in CURVES}}
             for seed, accuracy in enumerate(accuracies)
         ]
         for mode, accuracies, age in (
@@ -53,7 +59,7 @@ def test_modes_are_compared_seed_by_seed_and_drawn(tmp_path: Path) -> None:
     assert (paired.low, paired.high) == pytest.approx((-0.0448, 0.0048), abs=1e-4)
     picture = tmp_path / "picture.png"
     demo_runs.draw(
-        CURVES, {name: [run.curves for run in runs] for name, runs in trainings.items()}, picture
+        CURVES, {name: [run["curves"] for run in runs] for name, runs in trainings.items()}, picture
     )
     assert picture.stat().st_size > 10_000
     text = bench_async_learning.markdown({"machine": MACHINE, "steps": 4}, trainings, picture.name)
@@ -120,7 +126,7 @@ def test_runs_of_arms_are_summarised_and_listed(tmp_path: Path) -> None:
         '"eval/heldout/avg_at_k": 0.625}\n'
     )
     trained = objectives.read_run(metrics, seed=4)
-    assert trained == objectives.Trained(4, 0.625, 0.5, pytest.approx(0.25), 5.0)
+    assert list(trained.values()) == [4, 0.625, 0.5, pytest.approx(0.25), 5.0]
     text = objectives.markdown({"machine": MACHINE, "steps": 2}, {"cispo": [trained]})
     assert "| cispo | 62.5% | **62.5%** | 0.500 | 25.0% | 5 s |" in text
     assert "- cispo: `algorithm.objective=cispo`" in text
@@ -205,9 +211,9 @@ def test_the_load_has_its_share_of_hostile_answers_in_a_fixed_order() -> None:
 def test_answers_are_graded_and_counted_while_a_heartbeat_goes_on() -> None:
     load = bench_rewards.Load(40, 0.1, 0.5, 1, 5.0, 2048, 800)
     row = bench_rewards.measure("1 in 10", load)
-    assert (row.answers, row.hostile, row.wrong) == (40, 4, 0)
-    assert 0 < row.p50_ms <= row.p99_ms <= row.max_ms
-    assert row.heartbeat_max_ms >= row.heartbeat_p99_ms > 0
+    assert (row["hostile"], row["wrong"]) == (4, 0)
+    assert 0 < row["p50_ms"] <= row["p99_ms"] <= row["max_ms"]
+    assert row["heartbeat_max_ms"] >= row["heartbeat_p99_ms"] > 0
     assert "| 1 in 10 |" in bench_rewards._report(load, [row], (1.0, 2.0), MACHINE)
 
 

@@ -9,15 +9,7 @@ import pytest
 from bapo_megatron.config.rollout import RolloutConfig
 from tests.benchmarks import sim_admission
 from tests.benchmarks.sim_cluster import Engine, Hardware, Lengths, Sequence
-from tests.benchmarks.sim_rollout import (
-    LENGTHS,
-    TIMES,
-    Outcome,
-    Result,
-    draw,
-    modes,
-    page_table,
-)
+from tests.benchmarks.sim_rollout import LENGTHS, TIMES, draw, modes, page_table, summarise
 from tests.benchmarks.sim_schedule import Mode, Simulation
 
 SMALL = Hardware(engines=4, max_running=6, memory_bytes=30e9)
@@ -160,9 +152,8 @@ def test_the_table_names_every_mode_and_the_figure_is_drawn(tmp_path: Any) -> No
     names = [mode.name for mode in modes()]
     assert set(TIMES) | set(LENGTHS) <= set(names)
     record = Simulation(MODES[0], SMALL, SHORT, seed=0).run(40)
-    outcome = Outcome(**dict.fromkeys(Outcome.__slots__, 1))
-    results = {name: Result(outcome, record, 0.01) for name in names}
-    text = page_table({name: result.outcome for name, result in results.items()})
-    assert all(f"| {name} | 1.0 | 1.00 | 100% |" in text for name in names)
-    draw(results, SMALL, 500.0, tmp_path / "figure.png")
+    outcome = summarise(record, SMALL, 500.0)
+    text = page_table(dict.fromkeys(names, outcome))
+    assert all(f"| {name} | {outcome['steps_per_h']:.1f} | 1.00 | " in text for name in names)
+    draw(dict.fromkeys(names, (outcome, record)), SMALL, 500.0, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000

@@ -11,8 +11,8 @@ import torch
 from bapo_megatron.data.dump import write_batch
 from bapo_megatron.tiny.model import build_model, build_tokenizer, save_model
 from bapo_megatron.types import Group, PromptTokens, RolloutBatch
-from tests.benchmarks.samples import make_sample
-from tests.policy.tiny_models import load_reference, make_model
+from tests.benchmarks.samples import make_sample, make_wide_model
+from tests.policy.tiny_models import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,31 +51,16 @@ def make_tiny_model(directory: Path) -> None:
     save_model(build_model(tokenizer, 0), tokenizer, directory)
 
 
-def make_wide_model(directory: Path, *, layers: int = 5, hidden: int = 384) -> None:
-    """Write a random Qwen2, of 11 million parameters by default."""
-    tokenizer = build_tokenizer()
-    make_model(
-        "qwen2",
-        directory,
-        vocab_size=8192,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=max(1, hidden // 192),
-        max_position_embeddings=2048,
-        initializer_range=0.02,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    tokenizer.save_pretrained(directory)
+def make_trl_model(directory: Path) -> None:
+    """Write a random model of 11 million parameters."""
+    sizes = {"vocab_size": 8192, "initializer_range": 0.02, "tie_word_embeddings": True}
+    make_wide_model(directory, hidden=384, layers=5, positions=2048, **sizes)
 
 
 TINY = Load("the demo's model", 32, 8, 4, 16, 8, 80, (1, 2), 4096)
 WIDE = Load("a wider model", 4, 4, 2, 32, 48, 256, (1, 2), 4096)
 LOADS = {"tiny": TINY, "wide": WIDE}
-MODELS = {"tiny": make_tiny_model, "wide": make_wide_model}
+MODELS = {"tiny": make_tiny_model, "wide": make_trl_model}
 
 
 def write_rollouts(directory: Path, model_dir: Path, load: Load, batches: int) -> int:

@@ -34,12 +34,10 @@ def read_rollouts(directory: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def recorded_reward(recorded: list[float], **_: Any) -> list[float]:
-    """The rewards of the dumps."""
     return recorded
 
 
 def main() -> None:
-    """Train batch after batch, each at its turn."""
     spec = json.loads(sys.argv[1])
     turns = Turns(spec["cores"])
     rollouts = read_rollouts(Path(spec["dumps"]))

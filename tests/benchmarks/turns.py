@@ -20,8 +20,7 @@ class Turns:
     def __init__(self, cores: list[int]) -> None:
         """Take over standard output, so that nothing a library prints mixes with replies.
 
-        Args:
-            cores: Where all threads of the process run from the first turn on.
+        All threads of the process run on ``cores`` from the first turn on.
         """
         self._cores = cores
         self._replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -29,14 +28,7 @@ class Turns:
         self._began_s: float | None = None
 
     def wait(self, **measured: Any) -> None:
-        """Report the turn that ends here and wait for the next one.
-
-        Args:
-            measured: What else to say of the turn, as JSON.
-
-        Raises:
-            SystemExit: There is none.
-        """
+        """Report the turn that ends here, and what was measured in it; wait for the next one."""
         seconds = None if self._began_s is None else time.perf_counter() - self._began_s
         reply = {"seconds": seconds, "peak_bytes": _peak_bytes(), **measured}
         self._replies.write(json.dumps(reply) + "\n")

@@ -130,7 +130,7 @@ def test_a_configuration_gives_the_rewards_of_its_run_without_shaping(responses,
     [
         (b"{", "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
-        (b"\xff", "not UTF-8"),
+        (b"\xff", "utf-8"),
         (b"[1]", "must be an object"),
         (b"{}", "'response' is missing"),
         (b'{"response": "x"}', "'answer' is missing"),

@@ -143,9 +143,6 @@ def test_an_argument_that_the_template_does_not_know_is_refused(thinking):
     [
         ("{% for m in messages %}\n{{ m.content }\n{% endfor %}", "line 2"),
         ("\n{% endfor %}", "line 2"),
-        ("{{ 'x' * 10 ** 10 }}", r"'\*\*' in line 1"),
-        ("{{ 'x' * 1e999 }}", "'1e999' in line 1"),
-        ("{{ 'x' * 1000001 }}", "'1000001' in line 1"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused_with_its_line(

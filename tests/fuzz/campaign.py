@@ -30,7 +30,6 @@ _SETUP_S = 300.0
 
 
 def main() -> None:
-    """Run the campaign that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=2400)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")

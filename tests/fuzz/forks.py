@@ -109,14 +109,7 @@ def in_fork(work: Callable[[], None], out: Path, limit_s: float) -> int | None:
 def run_case(
     name: str, make: Callable[[Path, Path], Case], root: Path, scratch_name: str
 ) -> Outcome:
-    """Make a case, run its command and judge its end.
-
-    Args:
-        name: Of the case.
-        make: Makes it from the directories of intact and of its own files.
-        root: Has the intact files.
-        scratch_name: Of the directory below it that is removed again.
-    """
+    """Make a case from the intact files below ``root``, run its command and judge its end."""
     intact, scratch = root / "intact", root / scratch_name
     files, record = scratch / "files", scratch / "case.json"
     files.mkdir(parents=True)

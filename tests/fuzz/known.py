@@ -49,7 +49,6 @@ class Known:
     is_wrong: bool = True
 
     def make(self, intact: Path, files: Path) -> Case:
-        """Make the files."""
         harm.copied(intact, files, *self.copies.split())
         self.change(files)
         return Case(self.command, self.places, self.is_wrong, self.target)
@@ -178,7 +177,6 @@ def model_config(place: str, change: Callable[[Any], Any]) -> Known:
 
 
 def integer_weights(files: Path) -> None:
-    """A tensor of integers."""
     path = files / "model/model.safetensors"
     norm = {"model.norm.weight": torch.ones(64, dtype=torch.int64)}
     save_file({**load_file(path), **norm}, path)
@@ -201,11 +199,11 @@ TEMPLATES = (
     *("{{", "{% for %}", "{{ messages | nothing }}", "{{ 1 // 0 }}", "{{ messages[5].content }}"),
     *("{{ raise_exception('no') }}", "{{ undefined.field.field }}", "{{ messages.pop(9) }}"),
     *("{% include 'x' %}", "{% import 'x' as y %}", "{% extends 'x' %}", "{{ 1 < 'a' }}"),
-    *("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ 'x' * 10 ** 10 }}", ""),
+    *("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", ""),
     *("{{ range(10 ** 10) | join }}", "{{ messages | sum }}", "{{ '%d' | format('x') }}"),
     *("{{ messages | tojson(indent=[]) }}", "{{ strftime_now(1) }}", "{{ 'a' + 1 }}"),
     *("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "{% for x in 1 %}{% endfor %}"),
-    *("{% set x.y = 1 %}", "{{ ''.__class__.__mro__ }}", "{{ 9 ** 9 ** 9 }}", "{{ 2 ** 1e9 }}"),
+    *("{% set x.y = 1 %}", "{{ ''.__class__.__mro__ }}"),
     *("{{ namespace(1) }}", "{{ lipsum.__globals__ }}", "{{ [1] | first(1, 2) }}"),
 )
 TEMPLATE = SHOW + " data.chat_template={files}/template.jinja"
@@ -219,15 +217,8 @@ MODELS = {
     ),
     "a billion layers": model_config("layers", put_at("num_hidden_layers", value=10**9)),
     "a vocabulary of 10^12": model_config("vocab_size", put_at("vocab_size", value=10**12)),
-    **{
-        f"rope of two meanings: {name} {value}": model_config(name, put_at(name, value=value))
-        for name, value in (
-            ("rope_theta", float("nan")),
-            ("rope_theta", 5.0),
-            ("rope_scaling", {"type": "x"}),
-            ("rope_scaling", []),
-        )
-    },
+    "rope of two meanings": model_config("rope_theta", put_at("rope_theta", value=5.0)),
+    "rope scaling that is a list": model_config("rope_scaling", put_at("rope_scaling", value=[])),
     **{
         f"integer weights in {command.split()[0]}": Known(
             command, ("model.norm.weight",), integer_weights, "model"
@@ -269,7 +260,6 @@ def objects(files: Path) -> None:
 
 
 def prompts(name: str, change: Callable[[Path], Any]) -> Known:
-    """A file of prompts."""
     return Known(f"{SHOW} data.train.path={{files}}/{name}", (name,), change)
 
 
@@ -304,10 +294,7 @@ FILES = {
     ),
     "zip under jsonl": prompts("p.jsonl", written("p.jsonl", harm.OTHER_FORMATS["zip"])),
     "JSON nested deeply": prompts("p.json", written("p.json", b"[" * harm.DEEP)),
-    "number of 5,000 digits": prompts(
-        "p.json",
-        written("p.json", b'[{"prompt": "1", "answer": %b}]' % harm.DIGITS.encode()),
-    ),
+    "number of 5,000 digits": prompts("p.json", written("p.json", harm.DIGITS.encode())),
     "symbolic link to itself": prompts("p.jsonl", looped("p.jsonl")),
     "dates beyond Python's": Known(
         SHOW + " data.train.path={files}/train.parquet",
@@ -332,7 +319,6 @@ FILES = {
         f"option {text[:40]}": Known(["config", "{intact}/run.yaml", text], (place,))
         for text, place in (
             (f"seed={10**30}", "seed"),
-            (f"seed={harm.DIGITS}", "seed"),
             ("reward.timeout_s=1e300", "timeout_s"),
             ("reward.timeout_s=.inf", "timeout_s"),
             ("reward.workers=100000000", "reward.workers"),
@@ -361,8 +347,6 @@ FILES = {
             ("plan {intact}/run.yaml --gpus 1000000000000000000", "--gpus"),
             ("plan {intact}/run.yaml parallel.context=1000000000000", "parallel"),
             ("plan {intact}/run.yaml --gpu-memory inf", "--gpu-memory"),
-            ("plan {intact}/run.yaml --gpu-memory nan", "--gpu-memory"),
-            ("plan {intact}/run.yaml --rollout-tokens-per-s inf", "--rollout-tokens-per-s"),
             (f"init x {INIT} --gpus 1000000000000", "--gpus"),
             (f"init x {INIT} --gpus 1 --node-gpus {10**30}", "--node-gpus"),
             (f"init n\udcff\udcfew {INIT} --gpus 1", r"n\xff\xfew"),
@@ -398,7 +382,6 @@ def sample(field: str, value: Any) -> Known:
 
 
 def setting(field: str, value: Any, place: str) -> Known:
-    """Samples with another setting beside them."""
     change = edited(SETTINGS, put_at(field, value=value))
     return Known(GRADE_AGAIN, ("sums", place), change, SAMPLES, "again")
 
@@ -409,13 +392,9 @@ def results(rewards: list[Any]) -> Known:
     return Known(COMPARE, ("eval.json", "rewards"), change, "eval.json")
 
 
-def graded(line: str, place: str) -> Known:
-    """Grade one line."""
-    return Known("grade responses.jsonl", (place,), written("responses.jsonl", line.encode()))
-
-
-def answered(answer: str) -> Known:
-    return graded(f'{{"response": "1", "answer": {answer}}}', "'answer'")
+def graded(fields: str, place: str) -> Known:
+    line = f'{{"response": "1", {fields}}}'.encode()
+    return Known("grade responses.jsonl", (place,), written("responses.jsonl", line))
 
 
 TWICE = "eval --from {intact}/sums.jsonl --from "
@@ -434,13 +413,10 @@ EVALUATIONS = {
     "settings of samples that are a named pipe": Known(
         GRADE_AGAIN, (SETTINGS, "named pipe"), piped(SETTINGS), "sums.jsonl"
     ),
-    "finish reason that is a list": graded(
-        '{"response": "1", "answer": "1", "finish_reason": ["stop"]}', "finish_reason"
-    ),
-    "answer in 900 lists": answered("[" * 900 + '"1"' + "]" * 900),
-    "answer in two lists": answered('[["1"]]'),
-    "answer that ends in ####": answered('"x #### "'),
-    "line of 66 MiB": graded('{"response": "' + "a" * (66 << 20) + '"}', "responses.jsonl:1"),
+    "finish reason that is a list": graded('"answer": "1", "finish_reason": []', "finish_reason"),
+    "answer in 900 lists": graded(f'"answer": {"[" * 900}"1"{"]" * 900}', "'answer'"),
+    "answer that ends in ####": graded('"answer": "x #### "', "'answer'"),
+    "line of 66 MiB": graded('"answer": "' + "a" * (66 << 20) + '"', "responses.jsonl:1"),
 }
 
 
@@ -479,23 +455,12 @@ def configured(*place: str, value: Any) -> Callable[[Path], None]:
 
 
 def measured(*rows: str) -> Callable[[Path], None]:
-    """Other metrics."""
     return written("metrics.jsonl", "".join(f"{{{row}}}\n" for row in rows).encode())
 
 
 def without_sets(directory: Path) -> None:
     for name in ("start", "step_6"):
         written(f"eval/{name}.json", b"[]")(directory)
-
-
-def swept(change: Callable[[Path], Any], place: str) -> Known:
-    """A sweep that finds another file in place of a run's configuration."""
-
-    def change_run(files: Path) -> None:
-        (files / "sweep/a/seed1").mkdir(parents=True)
-        change(files / "sweep/a/seed1")
-
-    return Known("sweep sweep.yaml", ("a/seed1/config.yaml", place), change_run, "sweep.yaml")
 
 
 DEEP_YAML = written("config.yaml", b"[" * 20_000)
@@ -521,12 +486,9 @@ RUNS = {
     "interval with one end": run(
         measured('"step": 1, "eval/a/avg_at_k": 0.5, "eval/a/avg_at_k_low": 0.1'), is_wrong=False
     ),
-    **{
-        f"data.train.path of {url}": run(
-            configured("data", "train", "path", value=url), is_wrong=False
-        )
-        for url in ("http://h:abc/x", "http://[::1")
-    },
+    "address that cannot be parsed": run(
+        configured("data", "train", "path", value="http://[::1"), is_wrong=False
+    ),
     **{
         f"rewards of 1e308, in {reader}": run(
             measured('"step": 1, "reward/mean": 1e308', '"step": 2, "reward/mean": -1e308'),
@@ -564,15 +526,12 @@ RUNS = {
     "starts.jsonl that is a symbolic link to itself": run(
         looped("starts.jsonl"), places=("starts.jsonl",)
     ),
-    **{
-        f"run of a sweep whose configuration {what}": swept(change, place)
-        for what, change, place in (
-            ("is a named pipe", piped("config.yaml"), "named pipe"),
-            ("is a symbolic link to itself", looped("config.yaml"), "symbolic link"),
-            ("is nested deeply", DEEP_YAML, "exceeded maximum nesting depth"),
-            ("has recursive aliases", ALIASED, "aliases"),
-        )
-    },
+    "run of a sweep whose configuration is a named pipe": Known(
+        "sweep sweep.yaml",
+        ("a/seed1/config.yaml", "named pipe"),
+        piped("sweep/a/seed1/config.yaml"),
+        "sweep.yaml",
+    ),
 }
 
 KNOWN = {**DUMPS, **MODELS, **FILES, **EVALUATIONS, **RUNS}

@@ -117,7 +117,6 @@ def is_other_type(old: Any, new: Any) -> bool:
 
 
 def pick(rng: Random, choices: Any) -> Any:
-    """Return one of the choices."""
     return rng.choice(list(choices))
 
 
@@ -180,7 +179,6 @@ def dates(path: Path, number: int, kind: pa.DataType) -> None:
 
 
 def copied(intact: Path, files: Path, *names: str) -> None:
-    """Copy files and directories."""
     for name in names:
         if (intact / name).is_dir():
             shutil.copytree(intact / name, files / name)

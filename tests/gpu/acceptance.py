@@ -89,7 +89,6 @@ class Check:
         return self.figure >= value if relation == ">=" else self.figure <= value
 
     def line(self) -> str:
-        """As JSON."""
         fields = {"check": self.name, "figure": self.figure, "target": self.target_text()}
         return json.dumps({**fields, "pass": self.passes})
 
@@ -177,7 +176,6 @@ def needs() -> str:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.acceptance", description=__doc__)
     parser.add_argument("part", choices=[*PARTS, "needs", "all"])
     parser.add_argument("--dir", type=Path, default=Path("runs/gpu-acceptance"))
@@ -190,7 +188,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
     options = parse(arguments)
     if options.part == "needs":
         print(needs())  # noqa: T201

@@ -28,7 +28,6 @@ class LossClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start at zero."""
         self._on_gpu = device.type == "cuda"
         self._spans: list[tuple[Mark, Mark]] = []
 

@@ -77,7 +77,11 @@ def _logprob_checks(
     name: str, shape: tuple[int, int], device: torch.device, rounds: int
 ) -> Iterator[Check]:
     """Our two kernels against a copy; for the first shape, also against other libraries."""
-    from tests.benchmarks.bench_logprob import gpu_cross_entropies, megatron_cross_entropies
+    from tests.benchmarks.bench_logprob import (
+        gpu_cross_entropies,
+        gradient_alone,
+        megatron_cross_entropies,
+    )
 
     logits = [make_logits(shape, device, number) for number in range(_BUFFERS)]
     target_T = torch.randint(shape[1], (shape[0],), device=device)
@@ -107,7 +111,9 @@ def _logprob_checks(
     yield Check(f"{name}copy TB/s", bytes_per_s / 1e12)
     yield Check(f"{name}forward bandwidth share", num_bytes / forward_s / bytes_per_s)
     # Last, since it overwrites the logits.
-    took_s |= medians_s(device, rounds, {"copy": copy, "backward": _gradient_of(logits, target_T)})
+    gradient = gradient_alone(logits[0], target_T)
+    works = {"copy": copy, "backward": lambda number: gradient(logits[number])}
+    took_s |= medians_s(device, rounds, works)
     share = took_s["copy"] / took_s["backward"]  # both read and write the logits once
     yield Check(f"{name}backward bandwidth share", share)
     if not name:
@@ -173,7 +179,6 @@ def nccl(options: argparse.Namespace) -> Iterator[Check]:
 
 
 def _python(module: str, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a module to its end."""
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         input=text,
@@ -217,22 +222,6 @@ def medians_s(
 def _forward(logits_TV: Tensor, target_T: Tensor) -> object:
     with torch.no_grad():
         return vocab_parallel_logprobs(logits_TV, target_T, vocab_size=logits_TV.shape[1])
-
-
-def _gradient_of(logits: list[Tensor], target_T: Tensor) -> Callable[[int], object]:
-    """The kernel that overwrites logits; the gradient of a gradient costs the same."""
-    backend = select_kernels("auto", target_T.device)
-    columns = (0, logits[0].shape[1], 1.0)
-    partials_T4 = backend.logprob_partials(logits[0], None, target_T, *columns)
-    _, entropy_T, max_T, log_sum_T = backend.logprob_combine(partials_T4[None], 1.0)
-    grad_T = torch.full_like(max_T, 1e-3)
-
-    def run(number: int) -> None:
-        backend.logits_backward_(
-            logits[number], None, target_T, max_T, log_sum_T, entropy_T, grad_T, None, *columns
-        )
-
-    return run
 
 
 def _no_grad(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], object]:

@@ -41,17 +41,12 @@ if TYPE_CHECKING:
     from bapo_megatron.tools.planning.scenario import LayerKind
 
 
-def _shape(hidden: int, intermediate: int, layers: int, heads: int, vocab: int) -> dict[str, int]:
-    sizes = {"hidden": hidden, "intermediate": intermediate, "layers": layers, "heads": heads}
-    return {**sizes, "kv": 2, "vocab": vocab}
-
-
 SIZES = {
-    "tiny": _shape(64, 128, 2, 4, 320),
-    "0.5B": _shape(896, 4864, 24, 14, 151936),
-    "1.5B": _shape(1536, 8960, 28, 12, 151936),
+    "tiny": (64, 128, 2, 4, 320),
+    "0.5B": (896, 4864, 24, 14, 151936),
+    "1.5B": (1536, 8960, 28, 12, 151936),
 }
-"""Qwen2.5's; ``tiny`` is for the CPU."""
+"""Hidden and intermediate size, layers, heads, vocabulary; Qwen2.5's, and one for the CPU."""
 BATCHES = {"tiny": (2, 4, 24), "0.5B": (8, 8, 2048), "1.5B": (8, 8, 2048)}
 """Groups, responses of each, and tokens of the longest response."""
 _STD = 0.02
@@ -71,8 +66,6 @@ VARIANTS: dict[str, Sections] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What one step showed."""
-
     grad_norms: list[float]
     tokens_per_s: float
     peak_bytes: int
@@ -121,17 +114,17 @@ def train(options: argparse.Namespace) -> Iterator[Check]:
 def write_model(directory: Path, size: str, device: torch.device) -> None:
     """Write config.json and random weights, matrices by a normal distribution."""
     directory.mkdir(parents=True, exist_ok=True)
-    shape = SIZES[size]
+    hidden, intermediate, layers, heads, vocab_size = SIZES[size]
     config = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
         "hidden_act": "silu",
-        "hidden_size": shape["hidden"],
-        "intermediate_size": shape["intermediate"],
-        "num_hidden_layers": shape["layers"],
-        "num_attention_heads": shape["heads"],
-        "num_key_value_heads": shape["kv"],
-        "vocab_size": shape["vocab"],
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "vocab_size": vocab_size,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,

@@ -16,11 +16,10 @@ from bapo_megatron.runtime.calls import (
     Failure,
     Notice,
     Progress,
+    Reply,
     Request,
     Result,
     decode,
-    decode_reply,
-    decode_request,
     encode,
     shown_value,
 )
@@ -65,8 +64,9 @@ def test_a_call_is_answered_with_records_on_both_sides() -> None:
 
     answers = Answers()
     answers.bind(SAME, same)
-    request = decode_request(encode(Request(1, "same", WHOLE)))
-    reply = decode_reply(encode(Result(1, asyncio.run(answers.answer(request)))))
+    request = decode(Request, json.loads(encode(Request(1, "same", WHOLE))))
+    sent = encode(Result(1, asyncio.run(answers.answer(request))))
+    reply = decode(Reply, json.loads(sent))
     assert received == [WHOLE]
     assert isinstance(reply, Result)
     assert decode(SAME.response, reply.result) == WHOLE
@@ -74,7 +74,7 @@ def test_a_call_is_answered_with_records_on_both_sides() -> None:
 
 def test_a_value_that_is_not_a_number_stays_one() -> None:
     sent = encode(Request(1, "same", Whole((), math.nan)))
-    assert math.isnan(decode(Whole, decode_request(sent).arguments).difference or 0.0)
+    assert math.isnan(decode(Whole, decode(Request, json.loads(sent)).arguments).difference or 0.0)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_a_value_that_is_not_a_number_stays_one() -> None:
 def test_replies_are_told_apart_by_their_fields(
     reply: Result | Failure | Progress | Notice,
 ) -> None:
-    assert decode_reply(encode(reply)) == reply
+    assert decode(Reply, json.loads(encode(reply))) == reply
 
 
 def test_a_reply_of_another_form_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'Result\.result' is missing"):
-        decode_reply(b'{"id": 1, "answer": null}')
+        decode(Reply, {"id": 1, "answer": None})
 
 
 def test_arguments_that_do_not_fit_are_refused_with_the_name_of_the_field() -> None:
@@ -104,7 +104,8 @@ def test_what_is_no_record_cannot_be_sent() -> None:
 
 
 def test_half_a_surrogate_pair_of_a_text_arrives_as_it_was() -> None:
-    assert decode_reply(encode(Progress("\ud800 half"))) == Progress("\ud800 half")
+    half = Progress("\ud800 half")
+    assert decode(Reply, json.loads(encode(half))) == half
 
 
 @pytest.mark.parametrize(
