@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,7 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
             tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"data.chat_template: must be UTF-8, '{chat_template}' is not ({error.reason}); "
-                "give a Jinja file"
+                f"data.chat_template: '{chat_template}' is not UTF-8; correct it"
             ) from error
     template = tokenizer.chat_template
     if not isinstance(template, str | dict) or not template:
@@ -125,10 +125,9 @@ class ChatRenderer:
         The template writes every special token itself, so tokenisation adds none.
         """
         ids: list[tuple[int, ...]] = []
-        for first in range(0, len(texts), _TEXTS_PER_CALL):
-            chunk = list(texts[first : first + _TEXTS_PER_CALL])
-            encoded = self._tokenizer(chunk, add_special_tokens=False, verbose=False)
-            ids += [tuple(row) for row in encoded["input_ids"]]
+        for chunk in batched(texts, _TEXTS_PER_CALL):
+            encoded = self._tokenizer(list(chunk), add_special_tokens=False, verbose=False)
+            ids += map(tuple, encoded["input_ids"])
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skips_special: bool = False) -> str:

@@ -57,8 +57,7 @@ class RowFile[RecordT]:
             write_page_checksum=True,
             use_dictionary=[name for name, kind in kinds.items() if not pa.types.is_nested(kind)],
             write_statistics=[name for name in kinds if not pa.types.is_nested(kinds[name])],
-            # Byte planes of ids and log-probs are smaller than their values or a dictionary, and
-            # faster.
+            # Byte planes of ids and log-probs are smaller and faster.
             column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in arrays},
         ) as writer:
             for records in chunks:
@@ -71,11 +70,8 @@ class RowFile[RecordT]:
     def read(self, source: Any, name: str) -> tuple[Any, Iterator[dict[str, Any]]]:
         """Return the metadata, of type ``about``, and an iterator that reads the rows.
 
-        Arrays are read-only views of a row group's columns.
-
-        Args:
-            source: A path, a file, or Arrow's buffer.
-            name: What messages call this file.
+        Arrays are read-only views of a row group's columns. ``source`` is a path, a file or Arrow's
+        buffer, ``name`` what messages call it.
 
         Raises:
             DumpError: It is damaged, of another kind or format; the iterator raises it as well.
@@ -142,28 +138,27 @@ class RowFile[RecordT]:
 
     def _rows(self, file: pq.ParquetFile, name: str) -> Iterator[dict[str, Any]]:
         for columns in self.row_groups(file, name):
-            values = [self._values(name, *column) for column in columns.items()]
+            try:
+                values = [_values(stored) for stored in columns.values()]
+            except UnicodeDecodeError as error:
+                raise self._unreadable(name, error) from error
             for row in zip(*values, strict=True):
                 yield dict(zip(columns, row, strict=True))
-
-    def _values(self, name: str, column: str, stored: Any) -> Sequence[Any]:
-        if not _is_array(stored.type) or not len(stored):
-            try:
-                values: list[Any] = stored.to_pylist()
-            except UnicodeDecodeError as error:
-                raise DumpError(
-                    f"{name}: column '{column}' must be UTF-8 ({error.reason}); {self.remedy}"
-                ) from error
-            return values
-        # Not ``to_numpy``: it imports pandas, a second and 50 MB on every rank.
-        flat, offsets = np.from_dlpack(stored.flatten()), np.from_dlpack(stored.offsets)
-        edges = (offsets - offsets[0]).tolist()
-        return [flat[start:end] for start, end in pairwise(edges)]
 
     def _unreadable(self, name: str, error: Exception) -> DumpError:
         return DumpError(
             f"{name}: not a readable parquet file ({first_line(error)}); {self.remedy}"
         )
+
+
+def _values(stored: Any) -> Sequence[Any]:
+    if not _is_array(stored.type) or not len(stored):
+        values: list[Any] = stored.to_pylist()
+        return values
+    # Not ``to_numpy``: it imports pandas, a second and 50 MB on every rank.
+    flat, offsets = np.from_dlpack(stored.flatten()), np.from_dlpack(stored.offsets)
+    edges = (offsets - offsets[0]).tolist()
+    return [flat[start:end] for start, end in pairwise(edges)]
 
 
 def _has_null(value: Any) -> bool:

@@ -40,9 +40,7 @@ from bapo_megatron.types import (
 )
 
 FORMAT = 4
-"""Steps count from 1; in earlier formats they counted from 0."""
 _TEXTS_FORMAT = 5
-"""Includes what the grader said of each response; earlier formats had the dump's metadata key."""
 _REMEDY = "write the dump again"
 _MAX_INT32 = 2**31 - 1
 
@@ -253,16 +251,13 @@ def _check_batch(batch: RolloutBatch, name: str, vocab_size: int | None = None) 
                 f"{name}: group {group.group_id} holds samples {indices}, expected 0 to "
                 f"{group_size - 1} as in the first group; {_REMEDY}"
             )
-        checked: PromptTokens | None = None
         for sample in group.samples:
             problem = (
                 _problem_of_parts(sample)
                 or _problem_of_values(sample, batch.version)
                 or _problem_of_tokens("response_token_ids", sample.response_token_ids, limit)
+                or _problem_of_tokens("prompt_token_ids", sample.prompt.token_ids, limit)
             )
-            if not problem and sample.prompt is not checked:  # all samples of a group share it
-                checked = sample.prompt
-                problem = _problem_of_tokens("prompt_token_ids", checked.token_ids, limit)
             if problem:
                 place = f"{name}: sample {sample.index} of group {sample.group_id}"
                 raise DumpError(f"{place}: {problem}; {_REMEDY}")

@@ -39,7 +39,6 @@ class Overlap:
     num_eval_prompts: int
     """Prompts of the evaluation set that the training set has as well."""
     of_eval_prompts: int
-    """All prompts of the evaluation set."""
     num_train_prompts: int
     """Prompts of the training set that the evaluation set has as well."""
     first_eval_id: str

@@ -39,7 +39,6 @@ class PackingRules:
     max_tokens: int
     """Largest micro-batch, padding included."""
     flops: SequenceFlops
-    """FLOPs of a sequence, which are balanced."""
     sequence_multiple: int = 1
     """Every sequence is padded to a multiple of this (context parallelism divides each)."""
     total_multiple: int = 1

@@ -23,9 +23,7 @@ class SetReport:
     """Counts of a set's rows; bad and too long ones, and unwanted duplicates, are left out."""
 
     place: str
-    """The file, pattern or Hub id."""
     row_format: str
-    """The format that was named or recognised."""
     num_rows: int = 0
     num_bad: int = 0
     first_bad: str = ""

@@ -46,7 +46,6 @@ class Row:
     fields: dict[str, Any] | None
     """Its columns; None where the row cannot be read."""
     problem: str = ""
-    """Why it cannot be read."""
 
 
 def read_rows(dataset: DatasetConfig) -> Iterator[Row]:
@@ -164,10 +163,7 @@ def parse_answer(value: Any) -> str:
         marked = _marked_answer(value)
         answer = value.strip() if marked is None else marked
         if not answer:
-            what = (
-                "an empty text" if marked is None else f"nothing after ####: {shown_value(value)}"
-            )
-            raise ValueError(f"must be an answer, got {what}")
+            raise ValueError(f"must be an answer, got {shown_value(value)}")
         return _utf8(answer)
     if isinstance(value, list) and value:
         if any(isinstance(entry, list) for entry in value):
@@ -201,11 +197,9 @@ def boxed_answer(value: Any) -> str:
         raise ValueError(f"must be a text with a \\boxed answer, got {shown_value(value)}")
     box = boxes[-1]
     answer = box["bare"] or _up_to_closing_brace(value[box.end() :])
-    if answer is None or not answer.strip():
-        problem = "never closed" if answer is None else "empty"
-        raise ValueError(
-            f"has a last \\boxed that is {problem}: {shown_value(value[box.start() :])}"
-        )
+    if not answer or not answer.strip():
+        shown = shown_value(value[box.start() :])
+        raise ValueError(f"has a last \\boxed that is empty or never closed: {shown}")
     return _utf8(answer.strip())
 
 

@@ -8,7 +8,6 @@ Shape legend: T = tokens of an update.
 
 import io
 import json
-import re
 from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
@@ -22,7 +21,6 @@ from bapo_megatron.data.columns import RowFile
 from bapo_megatron.runtime.files import atomic_write_bytes, open_regular
 
 FORMAT = 2
-"""Files of format 1 had no metadata, and their rows named no response."""
 TOKEN_COLUMNS: dict[str, Any] = {
     "group_id": pa.int64(),
     "index": pa.int64(),
@@ -50,13 +48,8 @@ def token_dump_path(run_dir: Path, step: int, update: int) -> Path:
 
 def token_dump_paths(run_dir: Path, step: int) -> list[Path]:
     """Return the files of a step's updates, in their order."""
-    start = f"step_{step:06d}_update_"
-    numbered = [
-        (int(match[1]), path)
-        for path in (run_dir / "tokens").glob(f"{start}*.parquet")
-        if (match := re.fullmatch(rf"{start}(\d+)\.parquet", path.name))
-    ]
-    return [path for _, path in sorted(numbered)]
+    paths = (run_dir / "tokens").glob(f"step_{step:06d}_update_*.parquet")
+    return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def write_token_dump(path: Path, columns: Mapping[str, np.ndarray]) -> None:

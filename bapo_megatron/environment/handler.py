@@ -37,7 +37,9 @@ def build(name: str) -> EnvironmentHandler:
 
 
 def _load(name: str) -> UserEnvironment:
-    named = load_named(name, memory_remedy=_MEMORY_REMEDY, kind="classes")
+    named = load_named(name, memory_remedy=_MEMORY_REMEDY)
+    if not isinstance(named, type):
+        raise LoadError(f"must name a class, got {type(named).__name__}; name a class")
     try:
         environment: UserEnvironment = named()
     except (Exception, SystemExit) as error:

@@ -170,8 +170,8 @@ def megatron_groups(
 def record_collectives(logs: Path) -> None:
     """Turn on torch's flight recorder, which NCCL dumps where a collective times out.
 
-    Call it before ``init_distributed`` and after starting servers, which would write to ``logs`` as
-    well. Variables that the user has set stay.
+    Call it before ``init_distributed`` and after starting servers, which would write there, too.
+    Variables that the user has set stay.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -229,11 +229,11 @@ def broadcast_answer(
     interval_s: float,
     on_wait: Callable[[], object] = lambda: None,
 ) -> bytes:
-    """Send what ``answer`` returns on rank 0, at least one byte, to every rank.
+    """Send what ``answer`` returns on rank 0, at least one byte, to every rank; others pass None.
 
-    ``answer`` may take longer than any timeout: every ``interval_s`` a thread of rank 0 tells the
-    other ranks to keep waiting. All ranks call ``on_wait`` then, rank 0 in the thread; it may be a
-    collective over ``groups.control``. ``answer`` must use no collective; other ranks pass None.
+    It may take longer than any timeout and must use no collective: every ``interval_s`` a thread of
+    rank 0 tells the other ranks to keep waiting. All ranks call ``on_wait`` then, which may be a
+    collective over ``groups.control``.
     """
     if answer is None:
         while not (payload := broadcast_bytes(None, groups)):
@@ -318,10 +318,8 @@ def is_peer_loss(error: RuntimeError) -> bool:
 def fail_together(groups: ProcessGroups, kind: type[Exception] = OSError) -> Iterator[None]:
     """Run a block on all ranks; an error of type ``kind`` on one of them is raised on all.
 
-    Also a barrier: every rank has finished the block when any leaves it. A rank that failed raises
-    its own error, the others one with the message of the lowest rank that failed.
-
-    ``kind`` is built from a message alone. Other errors must occur on all ranks alike.
+    Also a barrier. A rank that failed raises its own error, the others one built from the message
+    of the lowest rank that failed. Other errors must occur on all ranks alike.
     """
     error: Exception | None = None
     try:

@@ -140,8 +140,7 @@ def publish_directory(temporary: Path, path: Path, *, durable: bool = True) -> N
     """Rename ``temporary`` to ``path``, if ``durable`` with everything under it on the disk.
 
     Both have one parent. An existing ``path`` is replaced; in between it is whole under
-    ``replaced_directory(path)``. For directories that several processes fill; where one does, use
-    ``atomic_directory``.
+    ``replaced_directory(path)``. For directories that several processes fill.
     """
     if durable:
         for folder, _, names in os.walk(temporary):
@@ -163,13 +162,10 @@ def replaced_directory(path: Path) -> Path:
 
 
 def lock(file: IO[bytes], *, inherited: bool = True) -> bool:
-    """Lock a file that is open for writing.
+    """Lock a file that is open for writing; return False where its file system has no locks.
 
     Processes that inherit it hold the lock, too; without ``inherited`` this process alone does, and
     loses it when it closes any descriptor of the file.
-
-    Returns:
-        False where its file system has no locks.
 
     Raises:
         BlockingIOError: Another process holds the lock.

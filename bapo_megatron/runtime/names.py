@@ -23,11 +23,11 @@ class LoadError(ValueError):
     """The named object cannot be loaded; the message says why and what to do."""
 
 
-def load_named(name: str, *, memory_remedy: str = "free memory", kind: str = "functions") -> Any:
+def load_named(name: str, *, memory_remedy: str = "free memory") -> Any:
     """Import what ``package.module:attribute`` names; ``Class.method`` is an attribute as well.
 
     The current directory and PYTHONPATH are searched. ``memory_remedy`` is for an import that runs
-    out of memory, and ``kind`` what the module should have, in the plural.
+    out of memory.
 
     Raises:
         LoadError: The module cannot be imported, or lacks the attribute.
@@ -46,9 +46,7 @@ def load_named(name: str, *, memory_remedy: str = "free memory", kind: str = "fu
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError as error:
-        raise LoadError(
-            f"module {module_name} has no '{attribute}'; name one of its {kind}"
-        ) from error
+        raise LoadError(f"module {module_name} has no '{attribute}'; correct the name") from error
 
 
 def shown(error: BaseException, max_chars: int = 200) -> str:

@@ -150,10 +150,9 @@ def _wait_until_gone(process: subprocess.Popen[bytes], wait_s: float) -> bool:
 
 
 def shared_files(group_id: int) -> set[Path]:
-    """Return a process group's files in /dev/shm, while its processes live.
+    """Return a process group's files in /dev/shm, by the inodes that its processes have mapped.
 
-    Their names do not tell their owner, so this compares the inodes that the processes have mapped;
-    a semaphore is mapped before it gets its name. The group must share them with no other.
+    The group must share them with no other. Names do not tell the owner.
     """
     inodes: set[int] = set()
     for entry in Path("/proc").iterdir():
@@ -205,8 +204,7 @@ def own_compiler_cache() -> None:
 def kill_marked(name: str, prefix: str) -> None:
     """Kill this user's processes whose initial environment has a variable that starts so.
 
-    These are the descendants of a process with the variable, in any session, unless they were given
-    another environment. Does not wait for their end.
+    They are the descendants of a process with it, in any session. Does not wait for their end.
     """
     mark = f"\0{name}={prefix}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
@@ -222,8 +220,7 @@ def kill_marked(name: str, prefix: str) -> None:
 class PrivateDirectory:
     """A directory for temporary files that only this user can enter, removed by ``close``.
 
-    Its process holds a lock on it. A killed process leaves it unlocked, and the next one removes
-    it.
+    Its process holds a lock on it; one that a killed process left unlocked is removed by the next.
     """
 
     def __init__(self) -> None:
@@ -359,9 +356,8 @@ def request_stacks() -> list[int]:
 def end_with_parent(number: signal.Signals) -> None:
     """Have the kernel send ``number`` to this process when the thread that started it ends (Linux).
 
-    SIGKILL of the parent and its end during the call count. A parent that was gone before sends
-    nothing: compare ``os.getppid()`` with its known id where that may happen, not with 1, which may
-    be the parent in a container.
+    A parent that was gone before the call sends nothing: compare ``os.getppid()`` with its known
+    id, not with 1, which may be the parent in a container.
     """
     parent_pid = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
@@ -377,9 +373,9 @@ class RequestedExit(SystemExit):
 def forks_ended(report: Callable[[BaseException | None], object]) -> Iterator[None]:
     """End a forked child at once where it leaves the block; the process itself goes on.
 
-    ``report`` first gets the error that the child leaves by, or None. A child that leaves by
-    SystemExit is not reported and keeps that status instead of 1. Python's own exit is skipped: it
-    would unregister what an event loop shares with the parent, and flush the parent's files again.
+    ``report`` first gets the error that the child leaves by, or None; SystemExit is not reported.
+    Python's own exit is skipped: it would unregister what an event loop shares with the parent, and
+    flush the parent's files again.
     """
     pid = os.getpid()
     try:

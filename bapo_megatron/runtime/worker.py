@@ -10,9 +10,8 @@ handler cannot be built. A request is ``{"id": n, "request": …}``, and its rep
 
 A child that the handler forks has neither pipe, and is ended where it comes back from the handler.
 
-The parent (``workers.WorkerPool``) kills the process when a request takes too long, so only the
-import of a user's module needs a clock here. The process ends when its input closes or its parent
-dies.
+The parent (``workers.WorkerPool``) kills the process when a request or its start takes too long. It
+ends when its input closes or its parent dies.
 """
 
 import asyncio
@@ -23,12 +22,10 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 
 # By name: a user's module may replace what ``json`` has.
 from json import dumps, loads
-from types import FrameType
-from typing import Any, BinaryIO, NoReturn, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from bapo_megatron.runtime.names import LoadError, raised_at, shown, with_place
 from bapo_megatron.runtime.processes import end_with_parent, forks_ended, write_stacks_on_signal
@@ -50,14 +47,12 @@ class Handler(Protocol):
         """Reply to a request, both JSON values; an error is sent to the parent as one line."""
 
 
-def main(
-    name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: int, load_limit_s: int
-) -> None:
+def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: int) -> None:
     """Answer requests until the input or the parent ends.
 
     ``name`` is ``module:function`` of this package: with ``arguments``, JSON values, it builds the
-    ``Handler`` within ``load_limit_s``, or raises ``LoadError``. Past the limit of the address
-    space the handler gets MemoryError.
+    ``Handler``, or raises ``LoadError``. Past the limit of the address space the handler gets
+    MemoryError.
     """
     # Ctrl-C reaches the whole process group; the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -68,7 +63,7 @@ def main(
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    # Whatever a handler prints goes to the terminal, not between the messages.
+    # What a handler prints goes to the terminal, not between the messages.
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # A handler that reads must not take the next request.
@@ -78,7 +73,8 @@ def main(
     _detach_in_children(output, requests)
     try:
         with forks_ended(lambda error: _report_fork(", ".join(map(str, arguments)), error)):
-            handler = _load(name, arguments, load_limit_s)
+            module, _, function = name.partition(":")
+            handler: Handler = getattr(importlib.import_module(module), function)(*arguments)
     except LoadError as error:
         _send(output, _encoded({"error": str(error)}))
         return
@@ -86,24 +82,6 @@ def main(
     shown_places: set[str] = set()
     for line in requests:
         _send(output, _reply(handler, loads(line), shown_places))
-
-
-def _load(name: str, arguments: list[Any], limit_s: int) -> Handler:
-    """Build the handler; an import that takes too long is a TimeoutError of the user's module."""
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise TimeoutError(f"took longer than {limit_s} s")
-
-    module, _, function = name.partition(":")
-    build: Callable[..., Handler] = getattr(importlib.import_module(module), function)
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(limit_s)
-    try:
-        return build(*arguments)
-    finally:
-        signal.alarm(0)
-        if signal.getsignal(signal.SIGALRM) is stop:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def _reply(handler: Handler, message: dict[str, Any], shown_places: set[str]) -> bytes:

@@ -19,10 +19,8 @@ from typing import Any, NamedTuple
 
 from bapo_megatron.runtime.processes import describe_exit, kill_marked
 
-_LOAD_LIMIT_S = 60
-"""Time limit of a worker's imports."""
 _START_TIMEOUT_S = 70.0
-"""Time limit where an import waits in C, which the worker cannot interrupt."""
+"""Time limit of a worker's imports."""
 _MARK = "BAPO_MEGATRON_WORKER"
 """Environment variable of a worker's descendants, in any session."""
 _SECOND_LOOK_S = 0.05
@@ -60,11 +58,10 @@ class WorkerPool:
             arguments: The function's arguments, JSON values.
             label: What the workers load, for messages: ``environment 'games:Chess'``.
             workers: Number of workers.
-            timeout_s: Time limit of one request, not counting the wait for a free worker or for a
-                processor on a busy machine.
+            timeout_s: Of a request, without the wait for a free worker or for a processor.
             memory_limit_mb: Limit of a worker's address space, in MiB.
-            error: Builds the exception, from its message, that the methods raise if the handler
-                cannot be built, no worker starts, or the pool is closed.
+            error: The exception, built from a message, for a handler that cannot be built, a worker
+                that does not start, and a closed pool.
         """
         self._handler = handler, json.dumps(list(arguments))
         self._label = label
@@ -156,7 +153,7 @@ class WorkerPool:
     async def _start(self) -> Process:
         """Start a worker and wait until it can answer."""
         self._refuse_if_closed()
-        options = str(os.getpid()), str(self._memory_limit_bytes), str(_LOAD_LIMIT_S)
+        options = str(os.getpid()), str(self._memory_limit_bytes)
         mark = f"{self._mark}{next(self._numbers)}."
         worker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "bapo_megatron.runtime.worker", *self._handler, *options),
@@ -191,8 +188,7 @@ class WorkerPool:
 
     async def _end(self, worker: Process) -> None:
         # Not worker.kill(): it polls, and would take the exit status from asyncio's own waiter.
-        # What a worker started may outlive it; as long as it does, the group keeps the worker's id
-        # from being given away, so a process that has that id again is not ours.
+        # The group outlives the worker and keeps its id from being given away.
         if worker.returncode is None or not Path(f"/proc/{worker.pid}").exists():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)

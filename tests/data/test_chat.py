@@ -77,14 +77,6 @@ QWEN3 = (
     "{%- endif %}"
 )
 """The structure of Qwen3's: thinking is left out before the last question."""
-LLAMA3 = (
-    "{{- bos_token }}"
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n\\n' + message['content'] | trim + '<|im_end|>' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n\\n' }}{%- endif %}"
-)
-"""The structure of Llama 3's: nothing stands between two messages."""
 THINKING = CHAT_TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}"
 
 
@@ -232,7 +224,7 @@ def conversation(renderer, tokenizer, answer, messages, *, end="<|im_end|>"):
     return played, list(whole)
 
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, QWEN25, QWEN3, LLAMA3])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, QWEN25, QWEN3])
 @pytest.mark.parametrize("messages", [[WRONG], [SYSTEM, WRONG], [WRONG, WRONG]])
 def test_prompt_turn_and_continuation_are_the_whole_conversation(
     tokenizer_dir, tmp_path, template, messages
@@ -256,14 +248,6 @@ def test_answers_of_tools_are_rendered_as_the_template_wants_them(
     )
     played, whole = conversation(renderer, tokenizer, "It is 3.", TOOL)
     assert played == whole
-
-
-def test_a_continuation_begins_after_the_token_that_ended_the_turn(tokenizer):
-    renderer = ChatRenderer(tokenizer, DataConfig())
-
-    assert renderer.decode(renderer.continuation([WRONG])) == (
-        "\n<|im_start|>user\nNo.\n\nTry again: größer?<|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 def test_the_system_prompt_is_not_repeated(tokenizer_dir, tmp_path):

@@ -136,14 +136,11 @@ def test_statistics_tell_a_run_without_an_environment_from_one_without_errors(st
     ("written", "problem"),
     [
         ([(0, 3)], "3 tokens from 0"),
-        ([(-1, 3)], "3 tokens from -1"),
         ([(2, 0)], "0 tokens from 2"),
         ([(2, -1)], "-1 tokens from 2"),
-        ([(1, 2), (3, 1)], "1 tokens from 3"),
         ([(1, 2), (2, 1)], "1 tokens from 2"),
         ([(3, 1), (1, 1)], "1 tokens from 1"),
         ([(3, 3)], "end with a turn of the policy, .* up to 6"),
-        ([(3, 4)], "end with a turn of the policy, .* up to 7"),
         ([(2, 2)], "4 sampled tokens, 3 behaviour log-probs and 3 tokens with a version"),
         ([], "6 sampled tokens, 3 behaviour log-probs and 3 tokens with a version"),
     ],
@@ -281,21 +278,6 @@ def test_samples_of_a_group_share_one_prompt():
     assert group.samples[0].prompt.token_ids.tolist() == [2000, 2001, 2002]
 
 
-def test_other_programs_can_read_the_columns(tmp_path):
-    write_batch(tmp_path / "x.parquet", make_batch(num_groups=1))
-
-    row = pq.read_table(tmp_path / "x.parquet").to_pylist()[1]
-
-    assert row["group_id"] == 0
-    assert row["index"] == 1
-    assert row["prompt_token_ids"] == [1000, 1001, 1002]
-    assert row["response_token_ids"] == [1150, 1151]
-    assert (row["versions"], row["version_tokens"]) == ([1], [2])
-    assert row["finish_reason"] == "stop"
-    assert row["reward"] == 1.0
-    assert json.loads(row["reward_components"]) == {"math": 1.0, "style/words": 8.25}
-
-
 def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
     def no_space(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -307,22 +289,16 @@ def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cut_off_file_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize(
+    "damage", [lambda c: c[:-20], lambda c: c[: len(c) // 3] + b"\x99" + c[len(c) // 3 + 1 :]]
+)
+def test_a_cut_off_file_and_a_changed_page_are_refused_by_name(tmp_path, damage):
     path = tmp_path / "step_5.parquet"
-    path.write_bytes(encode_batch(make_batch())[:-20])
+    path.write_bytes(damage(encode_batch(make_batch(num_groups=40, group_size=8))))
 
     with pytest.raises(DumpError, match=r"step_5\.parquet: not a readable parquet") as e:
         read_batch(path)
     assert "\n" not in str(e.value)
-
-
-def test_a_flipped_bit_in_a_page_is_found(tmp_path):
-    batch = make_batch(num_groups=40, group_size=8)
-    content = bytearray(encode_batch(batch))
-    content[len(content) // 3] ^= 1
-
-    with pytest.raises(DumpError, match="not a readable parquet file"):
-        decode(content)
 
 
 def column(name, values, kind=None):

@@ -102,31 +102,6 @@ def test_packed_tensors_equal_a_loop_over_tokens(lengths, multiple):
     assert offsets[-1] == built.num_tokens
 
 
-def test_what_an_environment_wrote_is_packed_and_is_no_token_to_train():
-    # Three turns of 2, 1 and 1 tokens with 3 and 2 tokens between them, and a response of one turn.
-    samples = [make_episode(2, (2, 3, 1, 2, 1)), make_sample(1, 2, group_id=1)]
-
-    built = build_micro_batch(samples, [1, 0], [1.0, -2.0], [0.25, 0.5], padded(16, 4))
-
-    assert built.token_ids_N.tolist() == [
-        *(2000, 2050, 2051, 0),
-        *(1000, 1001, 1050, 1051, 1052, 1053, 1054, 1055, 1056, 1057, 1058, 0),
-    ]
-    assert built.cu_seqlens.tolist() == [0, 4, 16]
-    assert built.target_T.tolist() == [2050, 2051, 1050, 1051, 1055, 1058]
-    # The rows of 2000, 2050; 1001, 1050; 1054 and 1057, which the environment wrote last.
-    assert built.rows_T.tolist() == [0, 1, 5, 6, 10, 13]
-    assert built.position_T.tolist() == [0, 1, 0, 1, 5, 8]
-    assert built.sample_T.tolist() == [1, 1, 0, 0, 0, 0]
-    assert built.version_T.tolist() == [0, 0, 0, 0, 1, 1]
-    assert built.advantage_T.tolist() == [-2.0, -2.0, 1.0, 1.0, 1.0, 1.0]
-    assert built.loss_weight_T.tolist() == [0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
-    assert built.response_tokens_T.tolist() == [2.0, 2.0, 4.0, 4.0, 4.0, 4.0]
-    f32 = np.float32
-    of_first, of_second = f32([-1, -2, -3, -4]) / f32(1001), f32([-1, -2]) / f32(2001)
-    assert built.rollout_logprob_T.tolist() == [*of_second.tolist(), *of_first.tolist()]
-
-
 def test_masked_tokens_have_no_weight_and_masks_an_entry_for_each_sampled_token():
     samples = [make_episode(2, (1, 2, 2)), make_sample(1, 1, group_id=1), make_sample(1, 2)]
     masks = [np.array([False, True, True]), np.array([True]), np.zeros(2, dtype=bool)]

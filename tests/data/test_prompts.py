@@ -17,7 +17,7 @@ from bapo_megatron.data.prompts import (
 )
 from bapo_megatron.types import Prompt
 from tests.data.prompt_sets import make_prompt_set
-from tests.data.rows import DAPO, rendered, write_jsonl
+from tests.data.rows import rendered, write_jsonl
 
 GOOD = {"prompt": "x", "answer": "1"}
 
@@ -43,20 +43,6 @@ def test_jsonl_rows_become_prompts(tmp_path, load, tokenizer):
     assert {p.source for p in prompts} == {"train"}
     assert prompts[0].text == rendered("1+1?")
     assert tokenizer.decode(prompts[0].token_ids) == rendered("1+1?")
-
-
-def test_chat_messages_and_a_dotted_answer_column_are_read(tmp_path, load):
-    row = {
-        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}],
-        "reward_model": {"ground_truth": '["2"]', "style": "rule"},
-    }
-    path = write_jsonl(tmp_path / "x.jsonl", row)
-
-    (prompt,) = load(path, answer_column="reward_model.ground_truth", name="sums")
-
-    assert prompt.text == f"<|im_start|>system\nBe brief.<|im_end|>\n{rendered('1+1?')}"
-    assert (prompt.answer, prompt.source) == ("2", "sums")
-    assert prompt.row == {"reward_model": {"style": "rule"}}
 
 
 def test_two_system_messages_are_refused(tmp_path, tokenizer):
@@ -156,6 +142,7 @@ def test_rows_that_repeat_a_prompt_are_counted_and_contradicting_answers_named(t
     kept, dropped = load_one(path, tokenizer), load_one(path, tokenizer, on_duplicate="drop")
 
     assert [p.row["id"] for p in kept.prompts] == [1, 2, 3, 4, 5, 6]
+    assert len({id(p.token_ids) for p in kept.prompts}) == 2  # each text is tokenised once
     assert [p.row["id"] for p in dropped.prompts] == [1, 2]
     for loaded, action in ((kept, "stay"), (dropped, "were left out")):
         assert loaded.report.num_duplicates == 4
@@ -163,24 +150,6 @@ def test_rows_that_repeat_a_prompt_are_counted_and_contradicting_answers_named(t
         repeated, contradicting = loaded.report.warnings()
         assert f"4 of 6 rows repeat the prompt of an earlier one and {action}" in repeated
         assert contradicting.endswith("the first: a.jsonl:0 has '1', a.jsonl:3 has '2'")
-
-
-def test_dapo_s_repeated_prompts_are_rendered_once_and_can_be_dropped(tmp_path, tokenizer):
-    rows = [
-        {
-            **DAPO,
-            "prompt": [{"role": "user", "content": f"Question {n % 3}"}],
-            "extra_info": {"index": str(n)},
-        }
-        for n in range(300)
-    ]
-    path = write_jsonl(tmp_path / "dapo.jsonl", *rows)
-
-    kept, dropped = load_one(path, tokenizer), load_one(path, tokenizer, on_duplicate="drop")
-
-    assert (len(kept.prompts), kept.report.num_duplicates) == (300, 297)
-    assert len({id(p.token_ids) for p in kept.prompts}) == 3
-    assert [p.row["extra_info"]["index"] for p in dropped.prompts] == ["0", "1", "2"]
 
 
 def test_prompts_that_several_sets_of_a_mixture_have_are_reported():

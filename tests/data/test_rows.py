@@ -63,19 +63,6 @@ def read(fields: dict[str, Any], **settings: Any):
                 "extra_info": SKYWORK["extra_info"],
             },
         ),
-        (
-            DAPO_PROCESSED,
-            "verl",
-            "What is $1+1$?",
-            {
-                "solution": "2",
-                "data_source": "math_dapo",
-                "source_prompt": DAPO["prompt"],
-                "ability": "MATH",
-                "reward_model": {"style": "rule-lighteval/MATH_v2"},
-                "extra_info": {"index": "9a9b6eb4"},
-            },
-        ),
         (GSM8K, "gsm8k", "What is 1+1?", {}),
         (MATH, "math", "What is $1+1$?", {"level": "Level 1", "type": "Prealgebra"}),
         (
@@ -92,7 +79,7 @@ def read(fields: dict[str, Any], **settings: Any):
         ({"prompt": "1+1?", "answer": 2, "id": 5}, "columns", "1+1?", {"id": 5}),
         ({"question": "1+1?", "answer": "2"}, "columns", "1+1?", {}),
     ],
-    ids=["skywork", "dapo-text", "gsm8k", "math", "math-500", "columns", "plain"],
+    ids=["skywork", "gsm8k", "math", "math-500", "columns", "plain"],
 )
 def test_a_known_schema_is_recognised_from_its_columns(fields, name, question, rest):
     assert read(fields) == (name, question, "2", rest)
@@ -111,12 +98,6 @@ def test_columns_are_mapped_for_anything_else():
     rest = {"task": {}, "truth": [{"x": 1}], "note": "n"}
     mapped = read(fields, prompt_column="task.text", answer_column="gold")
     assert mapped == ("columns", "1+1?", "2", rest)
-
-
-def test_one_mapped_column_leaves_the_other_its_usual_name():
-    fields = {"question": "1+1?", "answer": "x\n#### 2"}
-
-    assert read(fields, prompt_column="question") == ("columns", "1+1?", "2", {})
 
 
 def test_columns_of_no_known_format_are_not_guessed():
@@ -258,8 +239,8 @@ def test_the_last_box_of_a_solution_holds_its_answer(solution, answer):
 @pytest.mark.parametrize(
     ("solution", "message"),
     [
-        (r"\boxed{1} \boxed{2", "never closed"),
-        (r"\boxed{}", "empty"),
+        (r"\boxed{1} \boxed{2", "empty or never closed"),
+        (r"\boxed{}", "empty or never closed"),
         (None, "got null"),
         ("2", r"with a \\boxed answer"),
     ],
@@ -304,36 +285,6 @@ def test_only_the_columns_that_are_named_stay_in_memory(tmp_path, load):
     assert load(path)[0].row == {"a": 1, "b": 2}
     assert load(path, row_columns=("b",))[0].row == {"b": 2}
     assert load(path, row_columns=())[0].row == {}
-
-
-@pytest.mark.slow
-def test_gsm8k_answers_are_the_final_numbers(shared_data, load):
-    prompts = load(shared_data / "gsm8k_test.jsonl")
-
-    assert len(prompts) == 1319
-    assert prompts[0].prompt_id == "gsm8k_test.jsonl:0"
-    assert prompts[0].answer == "18"
-    assert {p.source for p in prompts} == {"gsm8k_test"}
-    assert all(p.answer.replace(",", "").lstrip("-").isdigit() for p in prompts)
-    assert prompts == load(shared_data / "gsm8k_test.jsonl", prompt_column="question")
-
-
-def test_aime_in_skywork_s_schema_is_read(shared_data, load):
-    prompts = load(shared_data / "aime24.parquet")
-
-    assert len(prompts) == 30
-    assert [p.answer for p in prompts[:2]] == ["204", "025"]
-    assert prompts[0].text.startswith(
-        "<|im_start|>user\nEvery morning Aya goes for a $9$-kilometer"
-    )
-    assert prompts[0].row == {
-        "data_source": "test-math-aime24",
-        "ability": "math",
-        "reward_model": {"style": "rule"},
-        "extra_info": {"index": 0, "split": "test"},
-    }
-    by_columns = {"answer_column": "reward_model.ground_truth"}
-    assert prompts == load(shared_data / "aime24.parquet", **by_columns)
 
 
 @pytest.mark.parametrize(

@@ -49,22 +49,6 @@ def test_a_response_without_tokens_has_no_age(measure: str) -> None:
     assert response_age((), 5, measure) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("measure", "max_age", "kept_R"),
-    [
-        ("token", 2, [False, False, True, True]),
-        ("token", 0, [False] * 4),
-        ("mean", 2, [False] * 4),
-        ("mean", 3, [True] * 4),
-        ("oldest", 3, [False] * 4),
-        ("oldest", 4, [True] * 4),
-    ],
-)
-def test_a_limit_leaves_out_what_is_older(measure: str, max_age: int, kept_R: list[bool]) -> None:
-    limit = StalenessConfig(max_age=max_age, measure=measure, action="mask")
-    assert trainable_mask(SPANS, 5, limit).tolist() == kept_R
-
-
 @given(
     versions=st.lists(st.integers(0, 12), max_size=9).map(sorted),
     lead=st.integers(0, 3),
@@ -91,11 +75,6 @@ def test_runs_of_equal_versions_become_spans() -> None:
     assert spans_of([4, 4, 4, 7, 9, 9]) == ((4, 3), (7, 1), (9, 2))
     assert spans_of([0]) == ((0, 1),)
     assert spans_of([]) == ()
-
-
-def test_pieces_of_one_version_become_one_span() -> None:
-    assert join_spans(map(spans_of, ([4, 4, 4], [], [4, 4, 7], [7]))) == ((4, 5), (7, 2))
-    assert join_spans([]) == ()
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=4))

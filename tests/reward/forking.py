@@ -80,12 +80,6 @@ def daemon(response):
     return float(response)
 
 
-def groups(responses):
-    if _forks(responses[0]):
-        time.sleep(0.005 * (int(responses[0]) % 3))
-    return [float(response) for response in responses]
-
-
 class Episodes:
     """An environment whose state is the numbers that it was told."""
 

@@ -165,11 +165,6 @@ def test_functions_that_cannot_be_are_refused(functions, message):
         RewardConfig.model_validate({"functions": functions})
 
 
-def test_a_format_must_be_a_regular_expression():
-    with pytest.raises(ValueError, match="is no regular expression"):
-        RewardConfig.model_validate({"format": {"pattern": "(", "reward": 1}})
-
-
 # --- functions of groups and of episodes ---
 
 GROUPS = f"{OWN}:OfGroups"
@@ -240,12 +235,6 @@ def test_without_functions_of_one_response_the_answer_is_that_of_the_first_group
         (0.0, "42"),
         (2.0, "42"),
     ]
-
-
-def test_without_group_functions_the_scores_of_a_group_stay():
-    alone, together = score_group(LENGTH)
-
-    assert together == alone
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.environment.base import Task, Turn
 from bapo_megatron.environment.load import WorkerEnvironment
-from bapo_megatron.reward.base import FunctionFailedError, Response
+from bapo_megatron.reward.base import FunctionFailedError
 from bapo_megatron.reward.pool import RewardPool
 from tests.reward.test_pool import children
 
@@ -32,20 +32,6 @@ def test_rewards_are_those_of_the_process_that_was_asked(kind, capfd):
     written = capfd.readouterr().err
     assert ENDED.format(f"reward function '{name}'") in written
     assert ("RuntimeError: the program was not found" in written) == (kind == "by_an_error")
-
-
-def test_rewards_of_groups_are_those_of_the_process_that_was_asked():
-    name = f"{FORKING}:groups"
-
-    async def grade():
-        async with RewardPool(workers=2, timeout_s=20, functions=(name,)) as pool:
-            groups = [[Response(str(8 * g + i), "") for i in range(8)] for g in range(50)]
-            asked = (pool.run(name, group, rewards=[0.0] * 8) for group in groups)
-            return await asyncio.gather(*asked)
-
-    rewards = [score.reward for scores in asyncio.run(grade()) for score in scores]
-
-    assert rewards == list(range(400))
 
 
 def test_states_of_an_environment_are_those_of_the_process_that_was_asked(capfd):

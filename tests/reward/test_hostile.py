@@ -84,19 +84,14 @@ def peak_of(worker):
 
 
 @pytest.mark.slow
-def test_no_hostile_answer_earns_anything(outcomes):
-    scores = {name: score for name, (score, _, _) in outcomes[0].items()}
-
-    assert {name: score for name, score in scores.items() if score.reward != 0.0} == {}
-
-
-@pytest.mark.slow
-def test_every_hostile_answer_takes_a_bounded_time(outcomes):
+def test_hostile_answers_earn_nothing_within_time_and_memory_and_grading_goes_on(outcomes):
+    by_name, peak_mb, good = outcomes
     start_limit_s = 20.0  # a worker that was killed is started again, on a busy machine
 
-    slow = {name: s for name, (_, s, _) in outcomes[0].items() if s > TIMEOUT_S + start_limit_s}
-
-    assert slow == {}
+    assert {name: score for name, (score, _, _) in by_name.items() if score.reward != 0.0} == {}
+    assert {n: s for n, (_, s, _) in by_name.items() if s > TIMEOUT_S + start_limit_s} == {}
+    assert peak_mb <= MEMORY_LIMIT_MB
+    assert good.reward == 1.0
 
 
 @pytest.mark.slow
@@ -115,16 +110,6 @@ def test_few_hostile_answers_need_the_hard_limit(outcomes):
     needing = killed.keys() - harmless
 
     assert len(needing) <= 8, needing
-
-
-@pytest.mark.slow
-def test_workers_keep_to_their_memory(outcomes):
-    assert outcomes[1] <= MEMORY_LIMIT_MB
-
-
-@pytest.mark.slow
-def test_grading_goes_on_afterwards(outcomes):
-    assert outcomes[2].reward == 1.0
 
 
 @pytest.mark.parametrize("side", ["response", "answer"])

@@ -66,12 +66,6 @@ def apply(config, text="text", num_tokens=8, finish_reason="stop", reward=1.0):
     return asyncio.run(shaping.apply(Score(reward), response, tokens))
 
 
-def test_without_settings_nothing_is_added():
-    shaped = apply({})
-
-    assert (shaped.reward, shaped.terms) == (1.0, {})
-
-
 def test_every_term_is_added_and_reported():
     shaped = apply(
         {
@@ -96,13 +90,6 @@ def test_every_term_is_added_and_reported():
 def test_a_truncated_response_is_scored_as_configured(setting, wanted):
     assert apply({"truncated": setting}, finish_reason="length").reward == wanted
     assert apply({"truncated": setting}, finish_reason="stop").reward == 1.0
-
-
-def test_the_format_may_be_a_closed_box():
-    config = {"format": {"reward": 0.5}}
-
-    assert apply(config, r"\boxed{1}").terms == {"format": 0.5}
-    assert apply(config, "none").terms == {"format": 0.0}
 
 
 def test_a_pattern_that_takes_too_long_earns_nothing_and_is_counted():
