@@ -317,6 +317,12 @@ def test_a_full_disk_is_reported_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("target", [".", "..", "x/.."])
+def test_a_target_needs_a_name_of_its_own(deep_models: Models, target: str) -> None:
+    with pytest.raises(ValueError, match=f"^{target}: must end in a name of its own"):
+        run_convert(deep_models["qwen3"], Path(target))
+
+
 @pytest.mark.slow
 def test_the_command_says_what_it_wrote_or_why_not(deep_models: Models, tmp_path: Path) -> None:
     target = tmp_path / "megatron"
