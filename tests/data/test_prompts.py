@@ -101,7 +101,7 @@ def test_a_file_without_any_usable_prompt_is_refused(tmp_path, load, tokenizer):
         ({"question": "x", "answer": "1"}, "no column 'prompt', only question, answer"),
         ({"prompt": "x"}, "no column 'answer', only prompt"),
         ({"prompt": "x", "answer": None}, "column 'answer' .* got null"),
-        ({"prompt": "x", "answer": " "}, "column 'answer' .* got an empty text"),
+        ({"prompt": "x", "answer": " "}, "column 'answer' must be an answer"),
         ({"prompt": "x", "answer": True}, "column 'answer' .* got true"),
         ({"prompt": 5, "answer": "1"}, "column 'prompt' .* got 5"),
         ({"prompt": [], "answer": "1"}, r"column 'prompt' .* got \[\]"),
