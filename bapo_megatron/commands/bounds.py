@@ -100,11 +100,9 @@ def bounds_from_file(
 ) -> tuple[SearchResult, TokenCounts]:
     """Search the bounds for the tokens of one update in a file.
 
-    Args:
-        path: ``.npz`` or ``.parquet`` with columns logprob, behaviour_logprob and advantage, each
-            [T] of numbers, and optionally mask (1: the token counts, 0: it does not).
-        config: The bound search.
-        dual_clip: ``algorithm.dual_clip``; used by ``contribution: gradient`` only.
+    ``path`` is ``.npz`` or ``.parquet`` with columns logprob, behaviour_logprob and advantage, [T]
+    numbers each, and optionally mask (1: the token counts, 0: it does not). ``dual_clip`` is used
+    by ``contribution: gradient`` only.
 
     Raises:
         ValueError: A column is missing or misshapen, or a value is not finite or too large.
@@ -125,21 +123,16 @@ def bounds_from_file(
 def _read_tokens(path: Path) -> dict[str, npt.NDArray[np.float32]]:
     """The four columns as [T] float32, checked, in the order of ``contributions``."""
     raw = _read_columns(path)
-    for name in COLUMNS:
-        if name not in raw:
-            raise ValueError(
-                f"{path}: column '{name}' is missing; write the columns {', '.join(COLUMNS)} and "
-                "optionally mask, one row per token (the dumps in rollouts/ have no log-probs of "
-                "the trainer)"
-            )
+    if missing := [name for name in COLUMNS if name not in raw]:
+        raise ValueError(f"{path}: column '{missing[0]}' is missing; write one row per token")
     length = raw[COLUMNS[0]].size
     raw.setdefault("mask", np.ones(length, dtype=np.float32))
     columns: dict[str, npt.NDArray[np.float32]] = {}
     for name in (*COLUMNS, "mask"):
         if raw[name].dtype.kind not in "fiub" or raw[name].shape != (length,):
             raise ValueError(
-                f"{path}: column '{name}' must hold {length} numbers like '{COLUMNS[0]}', got "
-                f"{raw[name].dtype} of shape {list(raw[name].shape)}; write one value per token"
+                f"{path}: column '{name}' must hold {length} numbers, one per token, got "
+                f"{raw[name].dtype} of shape {list(raw[name].shape)}"
             )
         with np.errstate(over="ignore"):
             columns[name] = np.ascontiguousarray(raw[name], dtype=np.float32)
@@ -171,6 +164,4 @@ def _read_columns(path: Path) -> dict[str, npt.NDArray[Any]]:
             return {name: table.read([name])[name].to_numpy() for name in kept}
         except Exception as error:  # the parsers of zip, npy and parquet raise any
             problem = shown_value(first_line(error))
-            if "allow_pickle" in problem:  # no advice to run code
-                problem = "it holds Python objects"
             raise ValueError(f"{path}: cannot be read ({problem}); write the file again") from error

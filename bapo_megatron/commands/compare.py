@@ -1,7 +1,6 @@
 """``bapo-megatron compare``: two evaluations of the same problems, or two groups of runs."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -48,15 +47,10 @@ def command(
     Two evaluations of the same problems: a paired bootstrap over problems. Two groups of runs:
     Student's paired t-test over the seeds that both have.
     """
-    if os.path.realpath(first) == os.path.realpath(second):
-        raise ResultsError(f"{first}: must differ from B, got the same twice; give two evaluations")
     groups = find_group(first), find_group(second)
     if bool(groups[0]) != bool(groups[1]):
-        of_runs, other = (first, second) if groups[0] else (second, first)
-        raise ResultsError(
-            f"{of_runs} is a group of {len(groups[0] or groups[1])} runs, {other} is none; give "
-            "two groups, or two evaluations"
-        )
+        group, other = (first, second) if groups[0] else (second, first)
+        raise ResultsError(f"{group} is a group of runs, {other} is none; give two of a kind")
     k_values = EvalConfig().k_values
     try:
         if groups[0]:
@@ -96,30 +90,22 @@ def _show(comparisons: Sequence[Comparison]) -> None:
     ]
     uncut_console().print(rich_table("B against A", headings, rows, num_left=2))
     for comparison in comparisons:
-        for line in _basis_of(comparison):
+        lines = [
+            f"{comparison.num_problems:,} problems, {comparison.num_left_out:,} left out",
+            *(f"sampled with {text}" for text in comparison.different_settings),
+        ]
+        for line in lines:
             typer.echo(visible(f"{comparison.set_name}: {line}"))
-    typer.echo(_OVER_SEEDS if comparisons[0].seeds else _OVER_PROBLEMS)
-
-
-def _basis_of(comparison: Comparison) -> list[str]:
-    """Say which problems and seeds are compared, and which settings differ."""
-    seeds = ", ".join(map(str, comparison.seeds))
-    over = f" over {len(comparison.seeds)} seeds" if seeds else ""
-    left_out = f", {comparison.num_left_out:,} left out" if comparison.num_left_out else ""
-    lines = [f"{comparison.num_problems:,} problems{over}{left_out}"]
+    seeds, others = comparisons[0].seeds, comparisons[0].seeds_left_out
     if seeds:
-        others = ", ".join(map(str, comparison.seeds_left_out))
-        lines.append(f"runs paired by seed {seeds}" + (f"; left out: {others}" if others else ""))
-    return lines + [f"sampled with {text}" for text in comparison.different_settings]
+        left_out = f"; left out: {', '.join(map(str, others))}" if others else ""
+        typer.echo(f"runs paired by seed {', '.join(map(str, seeds))}{left_out}")
+    typer.echo(_OVER_SEEDS if seeds else _OVER_PROBLEMS)
 
 
 def _results_of(path: Path) -> list[EvalResult]:
     """Return the results of a run, or in a file."""
-    if path.is_dir():
-        newest = newest_results(path)
-        if newest is None:
-            raise ResultsError(f"{path}: holds no evaluation; give a run that has been evaluated")
-        path = newest
-    if not path.is_file():
-        raise ResultsError(f"{path}: no such file; give a run directory or an eval.json")
-    return read_results(path)
+    file = newest_results(path) if path.is_dir() else path
+    if file is None:
+        raise ResultsError(f"{path}: holds no evaluation; give a run that has been evaluated")
+    return read_results(file)

@@ -83,8 +83,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     exists already; writes ``<run_dir>/eval.json`` and ``eval.md``.
 
     Raises:
-        ValueError: No evaluation set is configured, a file is missing or unreadable, or the run
-            directory is in use, or holds samples that this evaluation may not continue.
+        ValueError: The configuration, a file, or the run directory cannot be used.
         RolloutError: A server failed.
     """
     check_eval_config(config)
@@ -95,21 +94,18 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     files = fingerprint(config.model.path)
     model = f"{config.model.path.name} ({config.model.dtype}, files {files})"
     with run_dir_locked(config.run_dir, "eval"):
-        if _announce(sets, config, model):
-            return _sample(config, model)
-        results = run_async(_summarise_finished(sets, config, model))
-        write_results(results, results_file(config.run_dir, ""))
-        return results
-
-
-def _sample(config: RunConfig, model: str) -> list[EvalResult]:
-    """Sample what is missing, then score every set."""
-    with (
-        ProgressLine() as progress,
-        closing(CollectorClient(config, on_progress=progress.update, for_training=False)) as source,
-    ):
-        source.launch()
-        return source.evaluate_model(model, resume=config.resume)
+        if not _announce(sets, config, model):
+            results = run_async(_summarise_finished(sets, config, model))
+            write_results(results, results_file(config.run_dir, ""))
+            return results
+        with (
+            ProgressLine() as progress,
+            closing(
+                CollectorClient(config, on_progress=progress.update, for_training=False)
+            ) as source,
+        ):
+            source.launch()
+            return source.evaluate_model(model, resume=config.resume)
 
 
 def _announce(sets: Sequence[EvalSet], config: RunConfig, model: str) -> int:
@@ -163,13 +159,10 @@ async def _summarise_finished(
 def regrade(
     paths: Sequence[Path], config: RunConfig | None, out_dir: Path | None
 ) -> list[EvalResult]:
-    """Grade saved samples with the reward code as it is now.
+    """Grade the saved samples of complete files with the reward code as it is now.
 
-    Args:
-        paths: Complete samples files.
-        config: Settings of rewards and scores; by default the functions that the samples were
-            graded with, and the schema's defaults.
-        out_dir: If given, gets the samples with their new scores, ``eval.json`` and ``eval.md``.
+    Without ``config`` the functions are those that graded the samples, and the other settings
+    defaults. ``out_dir`` gets the samples with their new scores, ``eval.json`` and ``eval.md``.
 
     Raises:
         ResultsError: A file cannot be used.
@@ -177,17 +170,13 @@ def regrade(
         OSError: A file cannot be read or written.
     """
     for path in paths:
-        if not path.is_file():
-            raise ResultsError(f"{path}: no such file; give a .jsonl of samples")
         if out_dir is not None and os.path.realpath(out_dir) == os.path.realpath(path.parent):
             raise ResultsError(f"--out: would replace {path}; give another directory")
     settings = [settings_beside(path) for path in paths]
     set_names = [str(s.get("name", path.stem)) for s, path in zip(settings, paths, strict=True)]
     for names in (set_names, [path.name for path in paths]):
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ResultsError(
-                f"--from: must be different sets, got {twice[0]} twice; leave one out"
-            )
+        if len(set(names)) < len(names):
+            raise ResultsError(f"--from: must be different sets, got {', '.join(names)}")
     results = []
     for name, path, sampling in zip(set_names, paths, settings, strict=True):
         result, samples = run_async(_regrade(name, path, sampling, config))
@@ -232,12 +221,8 @@ async def _regrade(
                 seed=config.seed if config else settings.get("seed", 0),
             )
     before, after = ([sample for group in g for sample in group] for g in (groups, regraded))
-    changes = [new.reward - old.reward for old, new in zip(before, after, strict=True)]
-    num_up, num_down = sum(c > 0 for c in changes), sum(c < 0 for c in changes)
-    say(
-        f"{path}: regraded {len(changes):,} samples: {num_up:,} rewards increased, {num_down:,} "
-        "decreased"
-    )
+    num_changed = sum(old.reward != new.reward for old, new in zip(before, after, strict=True))
+    say(f"{path}: regraded {len(after):,} samples, {num_changed:,} rewards changed")
     return result, after
 
 

@@ -34,13 +34,11 @@ def command(
 def generate_batches(config: RunConfig, steps: int) -> None:
     """Generate ``steps`` batches (at least one) with the weights in ``config.model.path``.
 
-    Starts servers unless ``rollout.servers`` names some. With ``rollout.dump``, each batch is
-    complete as ``<run_dir>/rollouts/step_<n>.parquet`` before the next one begins, and its metrics
-    are shown and written to ``<run_dir>/metrics.jsonl`` as in training.
+    Starts servers unless ``rollout.servers`` names some. Each batch is dumped (``rollout.dump``)
+    before the next one begins, and its metrics are shown and written as in training.
 
     Raises:
-        ValueError: The configuration cannot be used, or the run directory is in use or holds
-            another run.
+        ValueError: The configuration cannot be used, or the run directory is in use or not empty.
         RolloutError: Generation failed; earlier batches are kept.
     """
     check_generate_config(config)
@@ -51,34 +49,29 @@ def generate_batches(config: RunConfig, steps: int) -> None:
             raise ValueError(
                 f"{config.run_dir} already holds a run; change run_dir, or move it away"
             )
-        _generate(config, steps)
-
-
-def _generate(config: RunConfig, steps: int) -> None:
-    """Generate the batches; the caller holds the run directory's lock."""
-    # Nothing is generated for later steps, nobody else needs the servers' memory, and every group
-    # is dumped once.
-    train = config.train.model_copy(update={"steps": steps})
-    rollout = config.rollout.model_copy(update={"colocated": False})
-    log = config.log.model_copy(update={"tensorboard": False, "wandb_project": ""})
-    config = config.model_copy(
-        update={"train": train, "rollout": rollout, "replay": ReplayConfig(), "log": log}
-    )
-    timer = PhaseTimer()
-    with (
-        ProgressLine() as progress,
-        closing(CollectorClient(config, on_progress=progress.update)) as source,
-        closing(
-            MetricsSinks(config.run_dir, config.name, log, first_step=1, total_steps=steps)
-        ) as sinks,
-    ):
-        source.launch()
-        source.ensure_weights()
-        if log.console:
-            progress.move_to(config.run_dir / "logs" / "progress")
-        for step in range(1, steps + 1):
-            with timer.phase("rollout"):
-                while (encoded := source.collect(step)) is None:  # every server had to restart
-                    source.sync_weights(config.model.path, START_VERSION)
-            values = batch_metrics(decode_batch(encoded), timer.end_step())
-            sinks.write(StepMetrics(step, values))
+        # Nothing is generated for later steps, nobody else needs the servers' memory, and every
+        # group is dumped once.
+        train = config.train.model_copy(update={"steps": steps})
+        rollout = config.rollout.model_copy(update={"colocated": False})
+        log = config.log.model_copy(update={"tensorboard": False, "wandb_project": ""})
+        config = config.model_copy(
+            update={"train": train, "rollout": rollout, "replay": ReplayConfig(), "log": log}
+        )
+        timer = PhaseTimer()
+        with (
+            ProgressLine() as progress,
+            closing(CollectorClient(config, on_progress=progress.update)) as source,
+            closing(
+                MetricsSinks(config.run_dir, config.name, log, first_step=1, total_steps=steps)
+            ) as sinks,
+        ):
+            source.launch()
+            source.ensure_weights()
+            if log.console:
+                progress.move_to(config.run_dir / "logs" / "progress")
+            for step in range(1, steps + 1):
+                with timer.phase("rollout"):
+                    while (encoded := source.collect(step)) is None:  # every server had to restart
+                        source.sync_weights(config.model.path, START_VERSION)
+                values = batch_metrics(decode_batch(encoded), timer.end_step())
+                sinks.write(StepMetrics(step, values))

@@ -71,13 +71,10 @@ def command(
 
 
 async def grade_file(path: Path, config: RewardConfig, *, output: int) -> None:
-    """Grade every line of a file.
+    """Grade the JSON lines of a file, or of standard input (``-``), without shaping.
 
-    Args:
-        path: JSON lines with ``response`` and ``answer``; ``-`` is standard input.
-        config: Functions and limits; shaping is left out, as in evaluations.
-        output: Descriptor that gets a JSON line for each line, as soon as it and those before are
-            graded.
+    ``output`` is the descriptor that gets a JSON line for each line, as soon as it and those before
+    are graded.
 
     Raises:
         ValueError: A line is not of this form; those before it have been written.
@@ -121,15 +118,13 @@ async def grade_file(path: Path, config: RewardConfig, *, output: int) -> None:
 
 async def _score(rewards: Rewards, place: str, line: bytes) -> bytes:
     score = await rewards.score(_parse(place, line))
-    shown: dict[str, Any] = {
+    shown = {
         "score": score.reward,
         "extracted": score.extracted,
         "reason": score.reason,
+        "components": dict(score.components),
+        "metrics": dict(score.metrics),
     }
-    if len(score.components) > 1:
-        shown["components"] = dict(score.components)
-    if score.metrics:
-        shown["metrics"] = dict(score.metrics)
     text = json.dumps(shown, ensure_ascii=False) + "\n"
     return text.encode(errors="backslashreplace")
 
@@ -197,9 +192,9 @@ async def _in_thread[T](name: str, function: Callable[[], T]) -> T:
 
 
 def _reward_config(config: Path | None, overrides: list[str]) -> RewardConfig:
+    if config is None and overrides:
+        raise typer.BadParameter(f"override '{overrides[0]}': give --config, the file of a run")
     if config is None:
-        if overrides:
-            raise typer.BadParameter(f"override '{overrides[0]}': give --config, the file of a run")
         return RewardConfig()
     rewards = load_config(config, overrides).reward
     check_rewards(rewards.functions)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
-from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
+from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.tools.planning.memory import (
     BUFFER_TOKEN_BYTES,
@@ -24,19 +24,12 @@ from bapo_megatron.tools.planning.memory import (
 )
 from bapo_megatron.tools.planning.plan import (
     ESTIMATED,
-    LayoutEstimate,
     Plan,
     PlanOptions,
     make_plan,
 )
 from bapo_megatron.tools.planning.scenario import MAX_GPUS
 
-_PLACES = {
-    "colocated": "the same ones",
-    "same node": "others of the trainer's node",
-    "elsewhere": "of other nodes",
-}
-_MAX_TOKENS = 1 << 31
 _MAX_LAYOUTS = 12
 """Rows of the list of layouts; --json has all of them."""
 
@@ -59,26 +52,16 @@ def command(
         bool, typer.Option("--local-layers", help="Without Transformer Engine.")
     ] = False,
     prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=_MAX_TOKENS, help="Mean prompt length; default: 256, or the maximum if less."
-        ),
+        int | None, typer.Option(min=1, help="Mean prompt length; default: at most 256.")
     ] = None,
     response_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=_MAX_TOKENS, help="Mean response length; default: half the maximum."
-        ),
+        int | None, typer.Option(min=1, help="Mean response length; default: half the maximum.")
     ] = None,
     rollout_gpus: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MAX_GPUS, help="Default: those of rollout.servers, else as many as train."
-        ),
+        int | None, typer.Option(min=1, max=MAX_GPUS, help="Default: by rollout, or as train.")
     ] = None,
     rollout_tokens_per_s: Annotated[
-        float | None,
-        typer.Option(min=0.001, max=1e9, help="Tokens/s per rollout GPU; default: estimated."),
+        float | None, typer.Option(min=0.001, max=1e9, help="Tokens/s per rollout GPU.")
     ] = None,
     model_config: Annotated[
         Path | None, typer.Option(help="A config.json; default: that of model.path.")
@@ -99,27 +82,17 @@ def command(
         rollout_gpus=rollout_gpus,
         rollout_tokens_per_s=rollout_tokens_per_s,
     )
-    hf = _read_architecture(run_config.model.path, model_config)
-    plan = make_plan(run_config, hf, options)
+    file = model_config or run_config.model.path / "config.json"
+    if model_config is None and not file.is_file():
+        raise ValueError(
+            f"model.path: no such file '{file}'; give a config.json by --model-config FILE, or "
+            "download one (hf download OWNER/MODEL config.json --local-dir DIRECTORY)"
+        )
+    plan = make_plan(run_config, read_hf_config_file(file), options)
     if as_json:
         typer.echo(json.dumps(asdict(plan), indent=2))
     else:
         _print_plan(plan, uncut_console())
-
-
-def _read_architecture(model_path: Path, config_file: Path | None) -> HfConfig:
-    """Read the model's config.json, ``config_file`` if given; nothing else of it is needed."""
-    path = config_file or model_path / "config.json"
-    if path.is_file():
-        return read_hf_config_file(path)
-    if config_file is not None:
-        raise ValueError(f"--model-config: no such file '{config_file}'; give a config.json")
-    problem = "has no config.json" if model_path.is_dir() else "does not exist"
-    raise ValueError(
-        f"model.path: '{model_path}' {problem}; give the model's config.json by --model-config "
-        "FILE, or download it (hf download OWNER/MODEL config.json --local-dir DIRECTORY; for the "
-        "demo: make-tiny)"
-    )
 
 
 def _print_plan(plan: Plan, console: Console) -> None:
@@ -145,7 +118,7 @@ def _head(plan: Plan) -> list[str]:
     return [
         f"[bold]{plan.name}[/]: {plan.model_type}, {plan.model_parameters:,} parameters, on "
         f"{layout.gpus} trainer and {assumptions.rollout_gpus} rollout {assumptions.gpu.name} "
-        f"({_PLACES[assumptions.placement]})",
+        f"({assumptions.placement})",
         f"tensor {layout.tensor}{' (sequence)' if layout.sequence else ''} × "
         f"pipeline {layout.pipeline} (virtual {layout.virtual}) × context {layout.context} × "
         f"data {layout.data}, recompute {plan.recompute}",
@@ -241,20 +214,11 @@ def _disk_table(plan: Plan) -> Table:
 
 
 def _layouts_table(plan: Plan) -> Table:
-    best: list[LayoutEstimate] = []
-    seen: set[tuple[int, ...]] = set()
-    for estimate in plan.layouts:
-        layout = estimate.layout
-        sizes = (layout.tensor, layout.pipeline, layout.context, layout.data)
-        # With equal sizes the best number of chunks per stage.
-        if estimate.is_configured or (sizes not in seen and len(best) < _MAX_LAYOUTS):
-            best.append(estimate)
-        seen.add(sizes)
     num_fitting = sum(estimate.fits for estimate in plan.layouts)
     return _table(
         f"{len(plan.layouts)} layouts of {plan.layout.gpus} GPUs, {num_fitting} fit; "
         "the fastest, and the configured one (→)",
-        best,
+        [e for rank, e in enumerate(plan.layouts) if rank < _MAX_LAYOUTS or e.is_configured],
         {
             "": lambda e: "→" if e.is_configured else "",
             ">tensor": lambda e: f"{e.layout.tensor}{' seq' if e.layout.sequence else ''}",
@@ -273,7 +237,6 @@ def _layouts_table(plan: Plan) -> Table:
 
 def _assumptions(plan: Plan) -> list[str]:
     a, gpu = plan.assumptions, plan.assumptions.gpu
-    rate = "given" if a.rollout_tokens_per_s is not None else "estimated"
     lines = [
         f"{gpu.name}: {a.peak_flops / 1e12:,.0f} TFLOP/s peak at {a.mfu_share:.0%} MFU, "
         f"{gpu.memory_bytes_per_s / 1e12:.2f} TB/s at {a.memory_share:.0%}",
@@ -282,9 +245,8 @@ def _assumptions(plan: Plan) -> list[str]:
         f"shared disk {a.disk_bytes_per_s / 1e9:.0f} GB/s",
         f"mean lengths: prompt {a.prompt_tokens:,}, response {a.response_tokens:,} tokens, "
         "responses uniform from 0 to twice that",
-        f"rollout: {a.rollout_gpus} GPUs, {plan.rollout_tokens_per_s:,.0f} tokens/s each ({rate})",
-        f"layers: {a.layers}",
-        *([f"predicted bounds: {a.miss_share:.0%} miss"] if plan.passes.repeated else []),
+        f"rollout: {a.rollout_gpus} GPUs, {plan.rollout_tokens_per_s:,.0f} tokens/s each",
+        f"layers: {a.layers}; predicted bounds: {a.miss_share:.0%} miss",
         f"disk: {OPTIMIZER_BYTES} bytes of optimizer state per parameter, {DUMP_TOKEN_BYTES} bytes "
         f"per response token of a dump with texts, {BUFFER_TOKEN_BYTES} of an unfinished sample",
         *plan.notes,
@@ -309,6 +271,4 @@ def _gb(num_bytes: float) -> str:
 
 def _number(value: float) -> str:
     """Return three significant digits."""
-    if 0 < value < 0.001:
-        return "<0.001"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

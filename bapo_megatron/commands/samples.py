@@ -28,9 +28,11 @@ from bapo_megatron.types import FinishReason, Sample
 _NUM_SHOWN = 4
 _MAX_BEGINNING_CHARS = 60
 """Characters of a response in a row of ``--brief``."""
-_TEXTS = ("group_id", "index", "prompt_id", "finish_reason")
-_NUMBERS = ("reward", "advantage", "age", "sampled_tokens", "written_tokens")
-"""Fields of a response in a row of ``--brief``, before and behind the beginning of its text."""
+_BRIEF = (
+    *("group_id", "index", "prompt_id", "finish_reason"),
+    *("reward", "advantage", "age", "sampled_tokens", "written_tokens"),
+)
+"""Fields of a response in a row of ``--brief``, before the beginning of its text."""
 
 app = typer.Typer(add_completion=False)
 
@@ -105,28 +107,18 @@ def show(
 
 
 def _find_dump(run: Path, step: int | None) -> Path:
-    """The dump of a step of a run, or the one that is given.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The dump of a step of a run, or the one that is given."""
     if run.suffix == ".parquet":
         if step is not None:
             raise typer.BadParameter(f"{run} is one dump, which takes no --step; leave it out")
         return run
     dumps = dump_files(run)
-    if not dumps:
+    if not dumps or step not in (None, *dumps):
+        wanted = "a step" if step is None else f"step {step}"
         raise ValueError(
-            f"{run / 'rollouts'}: no dump of a step; give the directory of a run with "
-            "rollout.dump=true"
+            f"{run / 'rollouts'}: no dump of {wanted}; see rollout.dump and rollout.keep_dumps"
         )
-    step = max(dumps) if step is None else step
-    if step not in dumps:
-        raise ValueError(
-            f"{run / 'rollouts'}: no dump of step {step}; there are {len(dumps):,}, from step "
-            f"{min(dumps)} to {max(dumps)} (rollout.keep_dumps removes early ones)"
-        )
-    return dumps[step]
+    return dumps[max(dumps) if step is None else step]
 
 
 def _settings_of(dump: Path) -> dict[str, Any]:
@@ -139,11 +131,7 @@ def _settings_of(dump: Path) -> dict[str, Any]:
 def inspect_step(
     path: Path, step: DumpedStep, chosen: Sequence[Sample], max_samples: int
 ) -> dict[str, Any]:
-    """Return a step and the first ``max_samples`` of its ``chosen`` samples as JSON values.
-
-    Raises:
-        DumpError: The texts belong to another dump.
-    """
+    """Return a step and the first ``max_samples`` of its ``chosen`` samples as JSON values."""
     batch = step.batch
     return {
         "path": str(path),
@@ -168,8 +156,7 @@ def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any
         if len(written) != len(lengths):
             raise DumpError(
                 f"{texts_path(path)}: sample {sample.index} of group {sample.group_id} has "
-                f"{len(written)} texts, its tokens are of {len(lengths)} parts; give the dump that "
-                "the texts were written with"
+                f"{len(written)} texts of {len(lengths)} parts; give the dump that they belong to"
             )
     return {
         "group_id": sample.group_id,
@@ -204,28 +191,21 @@ def print_step(console: Console, report: Mapping[str, Any], *, is_brief: bool = 
         rows = []
         for sample in report["samples"]:
             text = " ".join((sample["parts"][0]["text"] or "").split())
-            is_long = len(text) > _MAX_BEGINNING_CHARS
-            beginning = text[:_MAX_BEGINNING_CHARS] + "…" * is_long
-            texts, numbers = ([str(sample[n]) for n in names] for names in (_TEXTS, _NUMBERS))
-            rows.append([*texts, beginning, *numbers])
+            rows.append([*(str(sample[name]) for name in _BRIEF), text[:_MAX_BEGINNING_CHARS]])
         console.print()
-        print_table(console, "Responses", (*_TEXTS, "response", *_NUMBERS), rows, num_left=5)
+        print_table(console, "Responses", (*_BRIEF, "response"), rows, num_left=4)
         return
     for sample in report["samples"]:
-        _print_sample(console, sample)
-
-
-def _print_sample(console: Console, sample: Mapping[str, Any]) -> None:
-    place = f"group {sample['group_id']} · sample {sample['index']} · {sample['prompt_id']}"
-    parts = _facts(sample)
-    if sample["prompt"] is not None:
-        parts += [("heading", "prompt"), ("prompt", sample["prompt"])]
-    for number, part in enumerate(sample["parts"]):
-        turn = f"turn {1 + number // 2} · " if part["author"] == "policy" else ""
-        parts.append(("heading", f"{turn}{part['author']} · {part['num_tokens']:,} tokens"))
-        if part["text"] is not None:
-            parts.append((part["author"], part["text"]))
-    print_entry(console, place, parts)
+        place = f"group {sample['group_id']} · sample {sample['index']} · {sample['prompt_id']}"
+        parts = _facts(sample)
+        if sample["prompt"] is not None:
+            parts += [("heading", "prompt"), ("prompt", sample["prompt"])]
+        for number, part in enumerate(sample["parts"]):
+            heading = f"turn {1 + number // 2} · {part['author']} · {part['num_tokens']:,} tokens"
+            parts.append(("heading", heading))
+            if part["text"] is not None:
+                parts.append((part["author"], part["text"]))
+        print_entry(console, place, parts)
 
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -36,14 +36,14 @@ def command(
         say(f"wrote {script} for {len(sweep.runs)} runs; submit it with: {submit}")
         return
     failures = run_sweep(sweep)
-    results = read_scores(sweep)
-    text = json.dumps(results_json(sweep, results, failures), indent=2)
+    scores, settings = read_scores(sweep)
+    text = json.dumps(results_json(sweep, scores, settings, failures), indent=2)
     atomic_write_text(directory / "sweep.json", f"{text}\n")
     if as_json:
         typer.echo(text)
-    elif results.rows:
-        print_table(sweep, results, uncut_console())
-    if results.rows:
+    elif scores:
+        print_table(sweep, scores, settings, uncut_console())
+    if scores:
         finished = [run.run_dir for run in sweep.runs if run.is_finished]
         draw_dynamics(finished, directory / "sweep.png")
         say(f"scores: {directory}/sweep.json   figure: {directory}/sweep.png")

@@ -70,15 +70,9 @@ class _Pair:
     set_name: str
     different_settings: tuple[str, ...]
     num_left_out: int
-    names: tuple[str, ...]
-    """Names of the M estimates that both have and a table needs."""
-    first_PM: np.ndarray
-    second_PM: np.ndarray
-
-    def columns(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return an estimate of both, [P] each."""
-        column = self.names.index(name)
-        return self.first_PM[:, column], self.second_PM[:, column]
+    num_problems: int
+    estimates: dict[str, tuple[np.ndarray, np.ndarray]]
+    """Those that both have and a table needs, by name: [P] of the first and of the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +175,7 @@ def compare_results(
     comparisons = []
     for pair in _pairs(first, second, k_values, common_only=common_only):
         scores = []
-        for name in pair.names:
-            first_P, second_P = pair.columns(name)
+        for name, (first_P, second_P) in pair.estimates.items():
             paired = paired_difference(second_P - first_P, num_resamples, seed)
             scores.append(_score(name, first_P, second_P, paired))
         comparisons.append(_comparison([pair], scores))
@@ -205,9 +198,8 @@ def compare_groups(
     seeds = sorted(first.keys() & second.keys())
     left_out = sorted(first.keys() ^ second.keys())
     if len(seeds) < 2 or (left_out and not common_only):
-        known = (", ".join(map(str, sorted(group))) or "none" for group in (first, second))
         raise ResultsError(
-            f"A has the seeds {', B '.join(known)}, {len(seeds)} in common; "
+            f"A has the seeds {sorted(first)}, B {sorted(second)}, {len(seeds)} in common; "
             + ("compare these with --common" if len(seeds) > 1 else "at least 2 are needed")
         )
     by_seed = []
@@ -216,12 +208,11 @@ def compare_groups(
             by_seed.append(_pairs(first[seed], second[seed], k_values, common_only=common_only))
         except ResultsError as error:
             raise ResultsError(f"seed {seed}: {error}") from error
-    names = [[pair.set_name for pair in pairs] for pairs in by_seed]
-    for seed, other in zip(seeds, names, strict=True):
-        if other != names[0]:
+        names, others = ([pair.set_name for pair in by_seed[n]] for n in (0, -1))
+        if names != others:
             raise ResultsError(
-                f"seed {seed} has other sets ({', '.join(other)}) than seed {seeds[0]} "
-                f"({', '.join(names[0])}); evaluate all runs on the same sets"
+                f"seed {seed}: must have the sets of seed {seeds[0]}, {', '.join(names)}, got "
+                f"{', '.join(others)}; evaluate all runs on the same sets"
             )
     return [
         _comparison(pairs, _scores_over_seeds(pairs), tuple(seeds), tuple(left_out))
@@ -253,9 +244,9 @@ def group_scores(group: ResultsBySeed) -> list[GroupScore]:
 def _scores_over_seeds(pairs: Sequence[_Pair]) -> list[ScoreDifference]:
     """The scores that the pairs of all seeds have."""
     scores = []
-    for name in pairs[0].names:
-        if all(name in pair.names for pair in pairs):
-            means = [[column_P.mean() for column_P in pair.columns(name)] for pair in pairs]
+    for name in pairs[0].estimates:
+        if all(name in pair.estimates for pair in pairs):
+            means = [[value_P.mean() for value_P in pair.estimates[name]] for pair in pairs]
             first_S, second_S = np.array(means).T
             paired = difference_over_seeds(second_S - first_S)
             scores.append(_score(name, first_S, second_S, paired))
@@ -277,7 +268,7 @@ def _comparison(
     settings = dict.fromkeys(text for pair in pairs for text in pair.different_settings)
     return Comparison(
         set_name=pairs[0].set_name,
-        num_problems=sum(len(pair.first_PM) for pair in pairs),
+        num_problems=sum(pair.num_problems for pair in pairs),
         num_left_out=sum(pair.num_left_out for pair in pairs),
         seeds=seeds,
         seeds_left_out=seeds_left_out,
@@ -296,11 +287,7 @@ def _pairs(
         by_name = {result.name: result for result in second}
         pairs = [(result, by_name[result.name]) for result in first if result.name in by_name]
     if not pairs:
-        names = (", ".join(result.name for result in side) or "none" for side in (first, second))
-        raise ResultsError(
-            f"the results have no set in common: {' against '.join(names)}; compare results on the "
-            "same data"
-        )
+        raise ResultsError("the results have no set in common; compare results on the same data")
     return [_pair(a, b, k_values, common_only=common_only) for a, b in pairs]
 
 
@@ -318,14 +305,16 @@ def _pair(a: EvalResult, b: EvalResult, k_values: Sequence[int], *, common_only:
     others, second_PM = values_by_problem(second, sizes)
     # avg@k is the first score of both, whatever the number of samples.
     average = names[0] if names[0] == others[0] else f"{names[0]}, {others[0]}"
-    shared = [name for name in names[1:] if name in others and is_shown(name, (*first, *second))]
+    estimates = {average: (first_PM[:, 0], second_PM[:, 0])}
+    for column, name in enumerate(names):
+        if column and name in others and is_shown(name, (*first, *second)):
+            estimates[name] = first_PM[:, column], second_PM[:, others.index(name)]
     return _Pair(
         set_name=a.name if a.name == b.name else f"{a.name}, {b.name}",
         different_settings=tuple(differing),
         num_left_out=len(a.problems) + len(b.problems) - 2 * len(problems),
-        names=(average, *shared),
-        first_PM=first_PM[:, [0, *map(names.index, shared)]],
-        second_PM=second_PM[:, [0, *map(others.index, shared)]],
+        num_problems=len(problems),
+        estimates=estimates,
     )
 
 

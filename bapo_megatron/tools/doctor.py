@@ -72,10 +72,7 @@ def probe() -> Machine:
         errors["extension"] = str(error)
     errors["transformer-engine"] = error_of(lambda: import_module("transformer_engine.pytorch"))
     if importlib.util.find_spec("amp_C") is None:
-        errors["apex"] = (
-            "it is not NVIDIA's: the package index has an unrelated web framework of this name, or "
-            "the CUDA extensions were not built"
-        )
+        errors["apex"] = "it is not NVIDIA's, or was built without CUDA extensions"
     names = ("megatron-core", "transformers", "torchvision", "transformer-engine", "apex")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(index) for index in range(num_gpus)]
@@ -148,10 +145,7 @@ def _judge_gpus(machine: Machine) -> Iterator[Diagnosis]:
     if driver // 1000 >= runtime // 1000:
         yield Diagnosis("driver", "ok", text)
     else:
-        remedy = (
-            f"install a driver for CUDA {runtime // 1000} (13 needs 580 or newer), or build with "
-            "an older CUDA_HOME"
-        )
+        remedy = f"install a driver for CUDA {runtime // 1000} (13 needs 580 or newer)"
         yield Diagnosis("driver", "problem", text, remedy)
 
 
@@ -194,8 +188,7 @@ def _judge_package(
     version = machine.packages[name]
     remedy = remedy or f"pip install {name}" + (f"=={wanted}" if wanted else "")
     if version is None:
-        text = "not installed" if missing == "problem" else "not installed; needed where it serves"
-        return Diagnosis(name, missing, text, remedy)
+        return Diagnosis(name, missing, "not installed", remedy)
     if wanted is not None and version.partition("+")[0] != wanted:
         text = f"{version}, but this code was tested with {wanted}"
         return Diagnosis(name, missing, text, remedy)
@@ -207,15 +200,12 @@ def _judge_package(
 def _judge_transformer_engine(machine: Machine) -> Diagnosis:
     name, remedy = "transformer-engine", f"install {_TRANSFORMER_ENGINE_VERSION} (docs/launch.md)"
     version, error = machine.packages[name], machine.errors.get(name)
-    if version is None and machine.gpus:
-        return Diagnosis(name, "note", "not installed; layers are the slower local ones", remedy)
-    if version is None:
+    if version is None and not machine.gpus:
         return Diagnosis(name, "ok", "not installed; only GPUs use it")
-    if not error:
-        return _judge_package(name, machine, _TRANSFORMER_ENGINE_VERSION, "note", remedy)
-    verdict: Verdict = "problem" if machine.gpus else "note"
-    remedy = "build it for this torch and CUDA, or uninstall it"
-    return Diagnosis(name, verdict, f"{version} cannot be imported: {error}", remedy)
+    if error:
+        verdict: Verdict = "problem" if machine.gpus else "note"
+        return Diagnosis(name, verdict, f"{version} does not work: {error}", remedy)
+    return _judge_package(name, machine, _TRANSFORMER_ENGINE_VERSION, "note", remedy)
 
 
 def _judge_apex(machine: Machine) -> Diagnosis:

@@ -90,11 +90,7 @@ def write_first_config(
 
 
 def _read_inputs(model: ModelConfig, train_set: TrainSetConfig) -> _Inputs:
-    """Read the model's config.json and tokenizer and every prompt.
-
-    Raises:
-        ValueError: Something is missing or unknown; one line with the remedy.
-    """
+    """Read the model's config.json and tokenizer and every prompt."""
     raw = check_model(model)
     hf = read_hf_config_file(model.path / "config.json")
     data = DataConfig(

@@ -88,12 +88,11 @@ def _draw_panel(axis: Any, panel: Mapping[str, Any], colors: Sequence[Any]) -> N
 
 
 def _distinct_colors(num_colors: int) -> list[Any]:
-    """Return ``num_colors`` distinct colours: matplotlib's palettes, then hues in between."""
+    """Return ``num_colors`` distinct colours: those of a palette of ten, else hues."""
     from matplotlib import colormaps
 
-    for name in ("tab10", "tab20"):
-        if num_colors <= colormaps[name].N:
-            return [colormaps[name](number) for number in range(num_colors)]
+    if num_colors <= 10:
+        return [colormaps["tab10"](number) for number in range(num_colors)]
     return [colormaps["turbo"](number / (num_colors - 1)) for number in range(num_colors)]
 
 

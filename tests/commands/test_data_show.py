@@ -120,14 +120,6 @@ def test_markup_in_a_prompt_is_shown_and_not_obeyed(config_file, tmp_path):
         assert "\x9b" not in text
 
 
-def test_data_is_checked_as_train_does(config_file):
-    with pytest.raises(ValueError, match=r"^data\.train: "):
-        cli.app(
-            ["data", "show", str(config_file), "data.train=null", "eval.sets=[]"],
-            standalone_mode=False,
-        )
-
-
 def test_lengths_are_quantiles_by_nearest_rank():
     prompts = [Prompt("x:0", tuple(range(n)), "", "") for n in range(1, 41)]
 

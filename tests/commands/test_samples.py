@@ -94,15 +94,11 @@ def json_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str,
     return json.loads(output_of(capsys, *arguments, "--json"))
 
 
-def named(report: dict[str, Any]) -> list[tuple[int, int]]:
-    return [(sample["group_id"], sample["index"]) for sample in report["samples"]]
-
-
 TURNS = [
     "**turn 1 · policy · 2 tokens**",
-    "**environment · 4 tokens**",
+    "**turn 1 · environment · 4 tokens**",
     "**turn 2 · policy · 1 tokens**",
-    "**environment · 1 tokens**",
+    "**turn 2 · environment · 1 tokens**",
     "**turn 3 · policy · 3 tokens**",
 ]
 
@@ -159,7 +155,8 @@ def test_samples_are_sorted_filtered_and_limited(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def chosen(*options: object) -> list[tuple[int, int]]:
-        return named(json_of(capsys, run, "--step", 3, *options))
+        samples = json_of(capsys, run, "--step", 3, *options)["samples"]
+        return [(sample["group_id"], sample["index"]) for sample in samples]
 
     by_reward = [(1, 1), (1, 0), (0, 1), (0, 0), (2, 1), (2, 0)]
     assert chosen("-n", 9) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
@@ -218,9 +215,9 @@ def test_a_brief_list_has_a_row_for_each_response(
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert len(rows) == 6
     # Rewards 2 and 2.5: 0.25 over 0.35355.
-    assert cells[0][:6] == ["1", "1", "train.jsonl:1", "length", "", "2.5"]
-    assert float(cells[0][6]) == pytest.approx(0.7071, abs=1e-4)
-    assert cells[0][7:] == ["5", "10", "0"]
+    assert cells[0][:5] == ["1", "1", "train.jsonl:1", "length", "2.5"]
+    assert float(cells[0][5]) == pytest.approx(0.7071, abs=1e-4)
+    assert cells[0][6:] == ["5", "10", "0", ""]
 
 
 def test_tokens_that_a_setting_keeps_out_of_the_loss_are_counted(
@@ -245,9 +242,3 @@ def test_texts_of_another_dump_are_refused(dump: Path) -> None:
 
     with pytest.raises(DumpError, match="sample 0 of group 0 has 3 texts"):
         report_of(dump, 1)
-
-
-def test_a_file_of_texts_is_no_dump(dump: Path) -> None:
-    write_texts(dump, 5, [SampleText(0, 0, "?", "14", "14")])
-    with pytest.raises(DumpError, match=r"step_000005\.parquet: a parquet file but no rollout"):
-        report_of(dump.parent / "texts" / dump.name, 1)

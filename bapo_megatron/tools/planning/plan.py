@@ -57,7 +57,6 @@ RECOMPUTE_CHOICES = ("none", "full")
 """What other layouts are tried with, cheapest first: ``selective`` saves next to nothing where
 attention keeps no scores."""
 
-
 _COLOCATED_MEM_SHARE = 0.4
 """Share of a GPU's memory for a server, beside the trainer's weights and optimizer states."""
 _EQUAL_TIME_RATIO = 1.1
@@ -148,9 +147,7 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
     """Plan a run; no file that ``config`` names is read.
 
     Raises:
-        ValueError: A layout that does not divide model or GPUs, updates that do not divide a batch,
-            lengths that do not fit a micro-batch, an unknown GPU, or a server without room for a
-            sequence; one line with the remedy.
+        ValueError: Something does not divide or fit, or the GPU is unknown; one line.
     """
     check_updates(config)
     layout = configured_layout(config.parallel, options.gpus)
@@ -167,8 +164,7 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
     rollout_phase, rate = rollout_time(case, workload, rollout)
     phases = [rollout_phase, *training, weight_sync_time(case)]
     step_s = sum(phase.seconds for phase in phases)
-    is_colocated = assumptions.placement == "colocated"
-    all_gpus = layout.gpus + (0 if is_colocated else assumptions.rollout_gpus)
+    all_gpus = layout.gpus + assumptions.rollout_gpus * (assumptions.placement != "colocated")
     return Plan(
         name=config.name,
         model_type=hf.model_type,
@@ -203,8 +199,7 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
     """Fill in what neither the configuration nor the options say.
 
     Raises:
-        ValueError: An unknown GPU, or one that cannot run the configured number format; a mean
-            length above the longest, or a longest sequence above a micro-batch.
+        ValueError: The GPU is unknown or lacks the number format, or a length is too large.
     """
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     for option, mean, key, longest in (
@@ -306,25 +301,19 @@ def _notes(case: Scenario, rollout: RolloutMemory) -> list[str]:
     notes = []
     if rollout.gpus_per_server != config.rollout.server.tensor:
         notes.append(
-            f"a server of rollout.server.tensor = {config.rollout.server.tensor} GPUs has no room "
-            f"for the longest sequence: planned with {rollout.gpus_per_server} GPUs per server"
+            f"rollout.server.tensor = {config.rollout.server.tensor} has no room for the longest "
+            f"sequence: planned with {rollout.gpus_per_server} GPUs per server"
         )
     if layout.tensor > assumptions.node_gpus:
         notes.append(
-            f"tensor parallel {layout.tensor} exceeds the node's {assumptions.node_gpus} GPUs: its "
-            "messages, in every layer, cross the network"
+            f"tensor parallel {layout.tensor} exceeds a node of {assumptions.node_gpus} GPUs"
         )
-    for name in ("optimizer_offload_share", "activation_offload_layers"):
-        if getattr(config.megatron, name):
-            notes.append(f"{name}: memory is counted, copies to the host are not timed")
+    if config.megatron.optimizer_offload_share or config.megatron.activation_offload_layers:
+        notes.append("offload: memory is counted, copies to the host are not timed")
     if config.megatron.fp8 != "none":
-        notes.append(
-            "fp8: GEMMs run at the FP8 peak; activations and weights are counted in bfloat16"
-        )
+        notes.append("fp8: GEMMs run at the FP8 peak; memory is counted as of bfloat16")
     if assumptions.layers == "local" and layout.context > 1:
-        notes.append(
-            "local layers with context > 1 also keep gathered keys, values and masks, not counted"
-        )
+        notes.append("local layers: gathered keys, values and masks (context > 1) are not counted")
     return notes
 
 
@@ -335,12 +324,11 @@ def choose_layout(
 
     On one node, half of the GPUs train; where no layout fits, all of them train and sample in
     turns. Of several nodes, half train. Of the layouts that fit, the simplest one within
-    ``_EQUAL_TIME_RATIO`` of the fastest is chosen. A micro-batch over all context-parallel ranks
-    keeps the tokens that ``config`` gives to one rank.
+    ``_EQUAL_TIME_RATIO`` of the fastest is chosen.
 
     Returns:
-        The configuration with ``parallel``, ``megatron.recompute``, the micro-batch and the servers
-        filled in, and its plan, which fits.
+        The configuration with ``parallel``, ``megatron.recompute``, the micro-batch (of as many
+        tokens over all context-parallel ranks) and the servers filled in, and its plan, which fits.
 
     Raises:
         ValueError: Nothing fits, the nodes are not whole, or the GPU is unknown.

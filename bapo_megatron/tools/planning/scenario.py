@@ -120,11 +120,8 @@ def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
 def possible_layouts(hf: HfConfig, gpus: int, *, node_gpus: int, max_data: int) -> Iterator[Layout]:
     """Yield every layout of ``gpus`` GPUs that the model allows.
 
-    Tensor parallel stays within a node, since its messages are between the products of every layer;
-    it is listed with sequence parallel, which costs nothing.
-
-    ``max_data`` is the number of samples of an update: more data-parallel ranks would have nothing
-    to do.
+    Tensor parallel stays within a node, with sequence parallel. ``max_data`` is the number of
+    samples of an update: more data-parallel ranks would have nothing to do.
     """
     divisors = [number for number in range(1, gpus + 1) if gpus % number == 0]
     for tensor, pipeline, context in product(divisors, repeat=3):

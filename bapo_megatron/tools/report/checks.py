@@ -30,8 +30,6 @@ _MIN_LIVE_SET_RATIO = 0.1
 """The same where the best one has risen: nothing of what it learned helped the other."""
 _MAX_KL = 0.1
 """Nats per token between the policy and what sampled its tokens."""
-_MAX_YOUNG_UPDATES = 8.0
-"""Age of tokens that does not explain such a KL at a sound learning rate."""
 _MIN_ENTROPY_RATIO = 0.1
 """Ratio of the last entropy to the first."""
 _MAX_NORM_RATIO = 10.0
@@ -65,14 +63,14 @@ class Check:
     name: str
     find: Callable[[RunRecord], Iterator[Finding]]
     metrics: tuple[str, ...]
-    """What it needs in a step: any of them; ``*`` stands for a name, and needs two names."""
+    """It needs any of them in a step; ``*`` stands for a name, and needs two names."""
     panel: str
     rollouts: str = ""
     min_steps: int = 1
     """Steps with these metrics that it needs."""
 
-    def result(self, run: RunRecord) -> tuple[str, str, str, str]:
-        """Return its name, its result, the steps in which it was measured, and what it needs."""
+    def result(self, run: RunRecord) -> tuple[str, str, str]:
+        """Return its name, its result, and the steps in which it was measured."""
         metrics = set(self.metrics)
         for metric in self.metrics:
             start, wild, end = metric.partition("*")
@@ -86,10 +84,7 @@ class Check:
             result = "found"
         elif num_measured < self.min_steps:
             result = "not measured"
-        needs = f"{self.min_steps} × {' or '.join(self.metrics)}"
-        if "*" in needs:
-            needs += " of two sets"
-        return self.name, result, f"{num_measured:,} of {len(run.steps):,}", needs
+        return self.name, result, f"{num_measured:,} of {len(run.steps):,}"
 
 
 def findings_of(run: RunRecord) -> list[Finding]:
@@ -186,26 +181,14 @@ def _mismatch(run: RunRecord) -> Iterator[Finding]:
 
 
 def _high_kl(run: RunRecord) -> Iterator[Finding]:
-    steps = _steps_above(run, "policy/kl_behaviour", _MAX_KL)
-    if not steps:
-        return
-    # A cause that one of these steps rules out is not named.
-    causes = ["the learning rate is too high"]
-    if _smallest(run, "rollout/age_max", steps) > _MAX_YOUNG_UPDATES:
-        causes.append("tokens are stale")
-    if _smallest(run, "mismatch/logprob_abs_mean", steps) > MIN_GROWN_MISMATCH:
-        causes.append("the engine has other weights")
-    yield Finding(
-        "caution",
-        f"The KL from the sampling policy reached {max(run.values('policy/kl_behaviour')):.3g} "
-        f"nats per token, in {_count(steps, run)}. Likely {', or '.join(causes)}.",
-        steps,
-    )
-
-
-def _smallest(run: RunRecord, metric: str, steps: Sequence[int]) -> float:
-    """The smallest value at these steps; infinity where there is none."""
-    return min((value for step, value in run.points(metric) if step in steps), default=math.inf)
+    if steps := _steps_above(run, "policy/kl_behaviour", _MAX_KL):
+        yield Finding(
+            "caution",
+            f"The KL from the sampling policy reached {max(run.values('policy/kl_behaviour')):.3g} "
+            f"nats per token, in {_count(steps, run)}. The learning rate is too high, tokens are "
+            "stale (see their age), or the engine has other weights (see the mismatch).",
+            steps,
+        )
 
 
 def _masked_tokens(run: RunRecord) -> Iterator[Finding]:
@@ -265,17 +248,11 @@ def _falling_reward(run: RunRecord) -> Iterator[Finding]:
     start = int(windows.mean(axis=1).argmax())
     best = rewards[start : start + len(last)]
     if _mean(best) > 0 and _mean(last) < _MIN_REWARD_RATIO * _mean(best):
-        oldest = max(run.values("rollout/age_max"), default=math.inf)
-        cause = "Usual causes are a learning rate that is too high and stale tokens."
-        if oldest <= _MAX_YOUNG_UPDATES:
-            cause = (
-                "The usual cause is a learning rate that is too high; no token was older than "
-                f"{oldest:.0f} updates."
-            )
         yield Finding(
             "fault",
             f"The reward fell from {_mean(best):.3f} ({_steps(best)}) to {_mean(last):.3f} "
-            f"({_steps(last)}): training diverged. {cause}",
+            f"({_steps(last)}): training diverged. Usual causes are a learning rate that is too "
+            "high and stale tokens (see their age).",
         )
 
 
@@ -303,7 +280,8 @@ def _errors(run: RunRecord) -> Iterator[Finding]:
 _REWARD, _SETS, _AGE = "Reward and held-out accuracy", "Reward by data set", "Token age"
 _SET_REWARDS = ("data/*/reward_mean",)
 _MISMATCHES = ("mismatch/logprob_abs_mean", "weight_sync/logprob_difference")
-_NORM, _ENTROPY = ("policy/grad_norm_max",), ("policy/entropy",)
+_NORM, _ENTROPY, _KL = ("policy/grad_norm_max",), ("policy/entropy",), ("policy/kl_behaviour",)
+_TRUNCATED, _ANSWERED = ("rollout/truncated_share",), ("reward/answer_found_share",)
 _TREND = 2 * _MIN_STEPS
 CHECKS = (
     Check("constant reward", _constant_reward, ("reward/mean",), _REWARD, "reward"),
@@ -313,29 +291,12 @@ CHECKS = (
     Check("falling reward", _falling_reward, ("reward/mean",), _REWARD, "step", _TREND),
     Check("steps without an update", _skipped_updates, ("train/updates",), "Outcome of groups"),
     Check("gradient norm spikes", _gradient_spikes, _NORM, "Gradient norm", "", _MIN_STEPS),
-    Check(
-        "KL from the sampling policy",
-        _high_kl,
-        ("policy/kl_behaviour",),
-        "KL from the sampling policy",
-    ),
+    Check("KL from the sampling policy", _high_kl, _KL, "KL from the sampling policy"),
     Check("tokens masked as stale", _masked_tokens, ("rollout/masked_token_share",), _AGE, "age"),
     Check("growing staleness", _growing_staleness, ("rollout/age_p90",), _AGE, "age", _TREND),
     Check("entropy collapse", _entropy_collapse, _ENTROPY, "Policy entropy", "", _MIN_STEPS),
-    Check(
-        "truncated responses",
-        _truncated,
-        ("rollout/truncated_share",),
-        "Response length",
-        "exit",
-    ),
-    Check(
-        "responses without an answer",
-        _unanswered,
-        ("reward/answer_found_share",),
-        _REWARD,
-        "reward",
-    ),
+    Check("truncated responses", _truncated, _TRUNCATED, "Response length", "exit"),
+    Check("responses without an answer", _unanswered, _ANSWERED, _REWARD, "reward"),
     Check("errors and time-outs", _errors, tuple(FAULTS), _REWARD),
 )
 

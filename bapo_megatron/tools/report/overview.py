@@ -1,10 +1,8 @@
 """What a page says of its runs in words and tables: overview, differences, evaluations."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -33,7 +31,6 @@ def card_of(group: RunGroup) -> dict[str, Any]:
     several = len(group.runs) > 1
     figures = [_figures(run) for run in group.runs]
     labels = list(dict.fromkeys(label for values in figures for label in values))
-    notes = {run.name: _skipped(run) for run in group.runs}
     return {
         "label": group.label,
         "words": _words(group.runs[0].settings),
@@ -42,14 +39,13 @@ def card_of(group: RunGroup) -> dict[str, Any]:
             [run.name, run.seed, *(values.get(label, "") for label in labels)]
             for run, values in zip(group.runs, figures, strict=True)
         ],
-        "notes": [f"{name}: {note}" if several else note for name, note in notes.items() if note],
         "findings": [
             {"run": run.name if several else "", **asdict(finding)}
             for run in group.runs
             for finding in findings_of(run)
         ],
         "checks": {
-            "headings": ["check", "result", "steps measured", "needs", *["run"] * several],
+            "headings": ["check", "result", "steps measured", *["run"] * several],
             "rows": [
                 [*check.result(run), *[run.name] * several]
                 for run in group.runs
@@ -58,20 +54,6 @@ def card_of(group: RunGroup) -> dict[str, Any]:
         },
         "settings": {"headings": ["setting", "value"], "rows": _setting_rows(group)},
     }
-
-
-def _skipped(run: RunRecord) -> str:
-    """Say why updates were skipped, as far as the metrics tell."""
-    skipped = math.fsum(run.values("train/skipped_updates"))
-    if not skipped:
-        return ""
-    because = "all groups of such an update had equal rewards"
-    if any(run.values("rollout/masked_token_share")) or any(run.values("train/nonfinite_tokens")):
-        because += ", or none of its tokens was trainable"
-    equal = [1 - share for share in run.values("reward/mixed_groups")]
-    share = f"; {fmean(equal):.1%} of the groups had equal rewards" if equal else ""
-    total = skipped + math.fsum(run.values("train/updates"))
-    return f"{skipped:,.0f} of {total:,.0f} updates were skipped: {because}{share}."
 
 
 def _setting_rows(group: RunGroup) -> list[tuple[str, str]]:
@@ -115,24 +97,14 @@ def _figures(run: RunRecord) -> dict[str, str]:
             figures[f"{label}, last step"] = form.format(values[-1])
     if updates := run.values("train/updates"):
         num_made, skipped = sum(updates), sum(run.values("train/skipped_updates"))
-        of_all = f" of {num_made + skipped:,.0f}" if skipped else ""
-        figures["updates made"] = f"{num_made:,.0f}{of_all}"
+        figures["updates made"] = f"{num_made:,.0f} of {num_made + skipped:,.0f}"
     return figures
 
 
 def difference_table(groups: Sequence[RunGroup], keys: Sequence[str]) -> Table:
     """Return the settings in which the groups differ, a row per key and a column per group."""
-    rows = [[key, *_distinct(key, [group.settings.get(key) for group in groups])] for key in keys]
+    rows = [[k, *(public_setting(k, g.settings.get(k)) for g in groups)] for k in keys]
     return {"headings": ["setting", *(group.label for group in groups)], "rows": rows}
-
-
-def _distinct(key: str, values: Sequence[Any]) -> list[str]:
-    """The values as the page may show them; numbered where different ones look equal."""
-    texts = [public_setting(key, value) for value in values]
-    numbers = [1 + values.index(value) for value in values]
-    if len(set(texts)) < len(set(numbers)):
-        texts = [f"{text} ({number})" for text, number in zip(texts, numbers, strict=True)]
-    return texts
 
 
 def evaluation_table(runs: Sequence[RunRecord]) -> Table:

@@ -55,7 +55,6 @@ function card(group, number) {
   const fine = `All ${group.checks.rows.length - count("not measured")} checks with enough data passed.`;
   return el(
     "article", { class: "card" }, el("h3", {}, swatch, group.label + seed), el("p", {}, group.words), figures,
-    ...group.notes.map((note) => el("p", { class: "note" }, note)),
     el("ul", { class: "findings" }, ...(findings.length ? findings : [el("li", { class: "finding fine" }, fine)])),
     folded(`Checks: ${total}`, group.checks), folded("Configuration, commit and versions", group.settings)
   );

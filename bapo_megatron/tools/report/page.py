@@ -36,11 +36,9 @@ _SCRIPTS = ("figures.js", "reader.js", "page.js")
 
 
 def page_data(paths: Sequence[Path], tokenizer: Path | None = None) -> dict[str, Any]:
-    """Read runs and return what the page shows, as JSON values.
+    """Read runs, at least one, and return what the page shows, as JSON values.
 
-    Args:
-        paths: Run directories, at least one.
-        tokenizer: Directory of the tokenizer for all runs; by default each run's own is looked for.
+    ``tokenizer`` is the directory of the tokenizer for all runs; default: each run's own.
 
     Raises:
         ValueError: A directory holds no readable run, or a file of it is damaged.

@@ -103,21 +103,15 @@ def dump_files(run_dir: Path) -> dict[int, Path]:
 
 
 def read_step(path: Path, settings: Mapping[str, Any], estimator: str | None = None) -> DumpedStep:
-    """Read a dump, and compute its advantages.
+    """Read a dump, and compute its advantages from its rewards by the code that trains.
 
-    A dump has no advantages: they follow from its rewards and the estimator, which a replay may
-    change. The code that trains computes them here, from the same numbers, so they are the same.
-
-    Args:
-        path: The dump.
-        settings: The run's config.yaml by dotted key; empty if unknown.
-        estimator: As ``algorithm.advantage``. By default the run's own; if that is a function of
-            the user's, it is not called, and the advantages are not known.
+    ``settings`` is the run's config.yaml by dotted key, empty if unknown. ``estimator``, as
+    ``algorithm.advantage``, is by default the run's own; if that is a function of the user's, it is
+    not called, and the advantages are not known.
 
     Raises:
         DumpError: A file is damaged, or of another version's format.
-        ValueError: The configuration of staleness is another version's, or the estimator cannot be
-            used.
+        ValueError: The settings are another version's, or the estimator cannot be used.
         OSError: A file cannot be read.
     """
     batch = read_batch(path)
@@ -166,15 +160,14 @@ def _key(sample: Sample) -> Key:
     return sample.group_id, sample.index
 
 
-def read_ratios(run_dir: Path, step: int) -> dict[Key, np.ndarray] | None:
-    """Return π/μ [Q] by response, of the first pass over a batch; None without token dumps.
+def read_ratios(run_dir: Path, step: int) -> dict[Key, np.ndarray]:
+    """Return π/μ [Q] by response, of the first pass over a batch; empty without token dumps.
 
     Raises:
         DumpError: A file is damaged, no token dump, or of another version's format.
     """
-    paths = token_dump_paths(run_dir, step)
     ratios: dict[Key, np.ndarray] = {}
-    for path in paths:
+    for path in token_dump_paths(run_dir, step):
         columns = read_token_dump(path)
         ratio_T = np.exp(columns["logprob"].astype(np.float64) - columns["behaviour_logprob"])
         keys_T = np.stack([columns["group_id"], columns["index"]], axis=1)
@@ -183,7 +176,7 @@ def read_ratios(run_dir: Path, step: int) -> dict[Key, np.ndarray] | None:
         for key_Q, ratio_Q in parts if len(ratio_T) else ():
             # The first pass comes first.
             ratios.setdefault((int(key_Q[0, 0]), int(key_Q[0, 1])), ratio_Q)
-    return ratios if paths else None
+    return ratios
 
 
 class Pieces:
@@ -239,8 +232,7 @@ class Pieces:
 def find_tokenizer(run: RunRecord, directory: Path | None = None) -> Any:
     """Load the tokenizer in ``directory``; by default that of the run's export or ``model.path``.
 
-    Returns:
-        A ``tokenizers.Tokenizer``; None if no directory is given and the run has none.
+    Returns a ``tokenizers.Tokenizer``; None if no directory is given and the run has none.
 
     Raises:
         ValueError: The directory has no readable tokenizer.json.
@@ -268,12 +260,8 @@ def sample_rollouts(run: RunRecord, tokenizer: Any, max_bytes: float) -> dict[st
     """Return rollouts of a run as the page reads them, of about ``max_bytes`` as JSON.
 
     ``groups`` holds what the samples of a group share, ``samples`` names theirs by number, and
-    ``pieces`` are the pairs (token id, text) that the tokens name by number.
-
-    Raises:
-        DumpError: A dump is damaged, or of another version's format.
-        ValueError: The configuration of staleness is another version's.
-        OSError: A file cannot be read.
+    ``pieces`` are the pairs (token id, text) that the tokens name by number. Errors are those of
+    ``read_step`` and ``read_ratios``.
     """
     paths = dump_files(run.path)
     steps = list(paths)
@@ -281,14 +269,13 @@ def sample_rollouts(run: RunRecord, tokenizer: Any, max_bytes: float) -> dict[st
     pieces = Pieces(tokenizer)
     groups: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
-    num_bytes, has_ratios, num_read, num_stored = 0.0, False, 0, 0
+    num_bytes, num_read, num_stored = 0.0, 0, 0
     for number, step in enumerate(chosen):
         try:
             dumped = read_step(paths[step], run.settings)
         except FileNotFoundError:
             continue  # removed by the run meanwhile (rollout.keep_dumps)
         ratios = read_ratios(run.path, step)
-        has_ratios |= ratios is not None
         num_read += 1
         num_stored += len(dumped.batch.samples)
         room = (max_bytes - num_bytes - pieces.num_bytes) / (len(chosen) - number)
@@ -296,9 +283,10 @@ def sample_rollouts(run: RunRecord, tokenizer: Any, max_bytes: float) -> dict[st
             groups.append(_group_entry(dumped, group))
             limit = max(_MIN_BYTES, room / 2 if len(members) > 1 else room)
             for sample in members:
-                entry = _sample_entry(dumped, ratios or {}, sample, pieces, limit)
+                entry = _sample_entry(dumped, ratios, sample, pieces, limit)
                 samples.append({"group": len(groups) - 1, **entry})
                 num_bytes += len(json.dumps(samples[-1]))
+    num_ratios = sum(sample["ratios"] is not None for sample in samples)
     return {
         "run": run.name,
         "groups": groups,
@@ -306,7 +294,7 @@ def sample_rollouts(run: RunRecord, tokenizer: Any, max_bytes: float) -> dict[st
         "pieces": pieces.table,
         "has_texts": pieces.has_texts,
         "note": _note(steps, num_read, num_stored, samples),
-        "ratios": _ratio_note(samples, has_dumps=has_ratios),
+        "ratios": f"{num_ratios:,} of {len(samples):,} responses have ratios (train.dump_tokens).",
     }
 
 
@@ -429,27 +417,12 @@ def _run_lengths(values: Iterable[int]) -> list[tuple[int, int]]:
 def _note(steps: Sequence[int], num_read: int, num_stored: int, samples: Sequence[Any]) -> str:
     if not steps:
         return "This run kept no rollouts (rollout.dump)."
-    missing = ""
-    if len(steps) < steps[-1]:
-        missing = (
-            f" Of steps 1 to {steps[-1]:,}, {len(steps):,} have dumps, from step {steps[0]:,} on."
-        )
+    missing = f" {len(steps):,} of {steps[-1]:,} steps have dumps." * (len(steps) < steps[-1])
     if num_read == len(steps) and len(samples) == num_stored:
         return f"All {num_stored:,} responses of {num_read:,} steps.{missing}"
     num_cut = sum("cut_at" in sample for sample in samples)
     return (
-        f"A sample: {len(samples):,} of the {num_stored:,} responses of {num_read:,} steps, which "
-        f"are spread evenly over the {len(steps):,} dumped ones. Each step shows at most "
-        f"{_MAX_GROUPS} groups, spread evenly over the range of their mean rewards.{missing}"
-        + (f" {num_cut:,} long responses show their two ends only." if num_cut else "")
-    )
-
-
-def _ratio_note(samples: Sequence[Any], *, has_dumps: bool) -> str:
-    if not has_dumps:
-        return "No ratios: train.dump_tokens, which keeps them, was off or kept other steps."
-    num_known = sum(sample["ratios"] is not None for sample in samples)
-    return (
-        f"Ratios of {num_known:,} of {len(samples):,} responses, from train.dump_tokens. The "
-        "others were in no update of a kept step."
+        f"A sample: {len(samples):,} of the {num_stored:,} responses of {num_read:,} steps, evenly "
+        f"over the {len(steps):,} dumped ones; of each at most {_MAX_GROUPS} groups, evenly over "
+        f"their mean rewards; {num_cut:,} long responses show their two ends only.{missing}"
     )

@@ -40,20 +40,14 @@ class VariantScore:
     """None for the first variant, and for fewer than two pairs."""
 
 
-@dataclass(frozen=True, slots=True)
-class SweepResults:
-    """The rows, and in what the variants' evaluations differ besides the model."""
-
-    rows: tuple[VariantScore, ...]
-    """By set and score, then in the order of the variants."""
-    different_settings: tuple[str, ...]
-    """Such as ``wide: sampled with temperature 0.6 and 1.0``."""
-
-
-def read_scores(sweep: Sweep) -> SweepResults:
+def read_scores(sweep: Sweep) -> tuple[list[VariantScore], list[str]]:
     """Read the scores of all finished runs.
 
     A variant is compared with the first one where they have at least two seeds in common.
+
+    Returns:
+        The rows by set and score, then in the order of the variants; and settings in which the
+        variants' evaluations differ, such as ``wide: sampled with temperature 0.6 and 1.0``.
 
     Raises:
         ResultsError: The evaluations of two variants cannot be compared.
@@ -88,7 +82,7 @@ def read_scores(sweep: Sweep) -> SweepResults:
             for (name, (difference, seeds)), p_value in zip(paired.items(), corrected, strict=True)
         }
         rows += [VariantScore(name, score, against.get(name)) for name, score in by_variant.items()]
-    return SweepResults(tuple(rows), tuple(settings))
+    return rows, settings
 
 
 def _key(set_name: str, score_name: str) -> tuple[str, str]:
@@ -99,18 +93,17 @@ def _key(set_name: str, score_name: str) -> tuple[str, str]:
     return set_name.rpartition(", ")[2], "avg" if score_name.startswith("avg@") else score_name
 
 
-def print_table(sweep: Sweep, results: SweepResults, console: Console) -> None:
-    """Print the rows, and how to read them."""
+def print_table(
+    sweep: Sweep, scores: Sequence[VariantScore], settings: Sequence[str], console: Console
+) -> None:
+    """Print the rows of ``read_scores``, its settings, and how to read them."""
     first, *others = sweep.variants
     headings = ["set", "score", "variant", "seeds", "mean", "95 % interval"]
-    compared = [f"− {first}", "95 % interval", "p", *["p, Holm"] * (len(others) > 1)]
-    compared = compared if others else []
+    compared = [f"− {first}", "95 % interval", "p", "p, Holm"] if others else []
     rows = []
-    last_key = None
-    for row in results.rows:
+    for row in scores:
         score, against = row.score, row.against_first
-        key = (score.set_name, score.name)
-        cells = [*(key if key != last_key else ("", "")), row.variant, str(len(score.by_seed))]
+        cells = [score.set_name, score.name, row.variant, str(len(score.by_seed))]
         cells += [f"{score.mean:.2%}", _interval(score.low, score.high, "")]
         differences = [_NONE] * 4
         if against is not None:
@@ -118,9 +111,8 @@ def print_table(sweep: Sweep, results: SweepResults, console: Console) -> None:
             differences = [f"{paired.difference:+.2%}", _interval(paired.low, paired.high, "+")]
             differences += [f"{paired.p_value:.4f}", f"{against.corrected_p:.4f}"]
         rows.append(cells + differences[: len(compared)])
-        last_key = key
     console.print(rich_table(str(sweep.config.dir), headings + compared, rows, num_left=3))
-    for line in (*results.different_settings, _METHOD):
+    for line in (*settings, _METHOD):
         console.print(line, markup=False, highlight=False)
 
 
@@ -129,7 +121,10 @@ def _interval(low: float | None, high: float | None, sign: str) -> str:
 
 
 def results_json(
-    sweep: Sweep, results: SweepResults, failures: Sequence[FailedRun]
+    sweep: Sweep,
+    scores: Sequence[VariantScore],
+    settings: Sequence[str],
+    failures: Sequence[FailedRun],
 ) -> dict[str, Any]:
     """Return everything as JSON values; docs/sweep.md lists the fields."""
     reasons = {failure.run.label: failure.reason for failure in failures}
@@ -147,10 +142,10 @@ def results_json(
             for run in sweep.runs
         ],
         "intervals": _METHOD,
-        "different_settings": list(results.different_settings),
+        "different_settings": settings,
         "scores": [
             {"variant": row.variant, **asdict(row.score)}
             | {"against_first": row.against_first and asdict(row.against_first)}
-            for row in results.rows
+            for row in scores
         ],
     }

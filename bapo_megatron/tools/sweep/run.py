@@ -24,16 +24,12 @@ from bapo_megatron.telemetry.console import ProgressLine, say
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.tools.sweep.file import PlannedRun, Sweep
 
-_DEFAULTS = {
-    "OMP_NUM_THREADS": "1",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-}
+_DEFAULTS = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Variables of a run where the environment has none, as in the launch scripts (docs/launch.md)."""
 _POLL_S = 0.1
 _PROGRESS_S = 5.0
 _COMPLAINT = "bapo-megatron: "
 """Beginning of the line in which ``train`` says why it ended."""
-
 
 _SCRIPT = """\
 #!/usr/bin/env bash

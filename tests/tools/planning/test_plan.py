@@ -59,10 +59,7 @@ def test_the_step_of_the_7b_run_by_hand() -> None:
         ({"updates_per_batch": 4, "objective": "gspo"}, 4, 0.0),
         ({"updates_per_batch": 4, "objective": "clip"}, 0, 0.0),
         ({"updates_per_batch": 4, "behaviour": "recomputed"}, 4, 0.75),
-        (
-            {"updates_per_batch": 4, "behaviour": "recomputed", "bapo": {"speculate": "never"}},
-            *(7, 0.0),
-        ),
+        ({"updates_per_batch": 4, "behaviour": "recomputed", "objective": "gspo"}, 7, 0.0),
         ({"updates_per_batch": 4, "behaviour": "recomputed", "objective": "clip"}, 4, 0.0),
         ({"updates_per_batch": 4, "bapo": {"scope": "micro_batch"}}, 0, 0.0),
     ],
@@ -93,9 +90,7 @@ def test_the_optimizer_is_divided_over_data_and_context_ranks_only_if_distribute
     assert divided.stages[0].optimizer_bytes == whole.stages[0].optimizer_bytes / 4
     offloaded = plan_7b(megatron={"optimizer_offload_share": 0.75})
     assert offloaded.stages[0].optimizer_bytes == 3 * 1_904_057_344
-
-
-def test_float32_needs_no_master_weights() -> None:
+    # float32 needs no master weights.
     stage = plan_7b(model={"path": "x", "dtype": "float32"}).stages[0]
     assert stage.weights_bytes == 4 * 1_904_057_344
     assert stage.optimizer_bytes == 8 * 1_904_057_344
@@ -217,10 +212,7 @@ def test_layouts_that_fit_come_first_and_the_fastest_of_them_leads() -> None:
     assert times == sorted(times)
     assert configured(plan).layout == plan.layout
     assert configured(plan).memory_bytes == plan.worst_stage.total_bytes
-
-
-def test_a_configured_layout_that_is_not_listed_otherwise_is_listed_too() -> None:
-    plan = plan_7b(parallel={"tensor": 4, "sequence": False})
+    plan = plan_7b(parallel={"tensor": 4, "sequence": False})  # not listed otherwise
     assert not configured(plan).layout.sequence
 
 
@@ -309,16 +301,8 @@ def test_the_bubble_is_that_of_the_schedules() -> None:
         ({}, {"parallel": {"pipeline": 4, "virtual_pipeline": 2}}, "= 8 must divide"),
         ({}, {"parallel": {"tensor": 1 << 17}}, "parallel: .* got 131072"),
         ({}, {"rollout": {"server": {"tensor": 3}}}, "rollout.server.tensor: must divide"),
-        (
-            {},
-            {"rollout": {"server": {"max_total_tokens": 5119}}},
-            "rollout.server.max_total_tokens: .* = 5120, got 5119",
-        ),
-        (
-            {},
-            {"rollout": {"groups_per_step": 1}, "algorithm": {"updates_per_batch": 16}},
-            "algorithm.updates_per_batch",
-        ),
+        ({}, {"rollout": {"server": {"max_total_tokens": 5119}}}, r"max_total_tokens: .* got 5119"),
+        ({}, {"algorithm": {"updates_per_batch": 7}}, "algorithm.updates_per_batch"),
         ({"gpu_memory_gb": 1}, {}, "rollout.server.mem_fraction: 0.8 of 4 GPUs"),
         ({}, {"train": {"max_tokens_per_micro_batch": 9215}}, "= 9216, got 9215"),
         ({"response_tokens": 8193}, {}, "--response-tokens: .* 8192"),
@@ -336,7 +320,7 @@ def test_what_cannot_be_planned_is_one_line_with_the_place(
 @pytest.mark.parametrize(
     ("options", "changes", "word"),
     [
-        ({}, {"megatron": {"optimizer_offload_share": 0.5}}, "optimizer_offload_share"),
+        ({}, {"megatron": {"optimizer_offload_share": 0.5}}, "offload: "),
         ({}, {"megatron": {"fp8": "hybrid"}}, "fp8"),
         ({"layers": "local"}, {"parallel": {"tensor": 4, "context": 2}}, "context > 1"),
         ({"node_gpus": 2}, {}, "2 GPUs"),

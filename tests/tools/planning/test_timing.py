@@ -93,7 +93,7 @@ def test_data_parallel_sends_gradients_and_updated_weights() -> None:
     assert data_bytes(run_of({}), 1000) == 0
 
 
-def test_overlap_hides_the_messages_of_data_parallel() -> None:
+def test_overlap_hides_the_messages_of_data_parallel_and_a_single_gpu_sends_nothing() -> None:
     def exposed_s(**megatron: Any) -> float:
         config = run_config(parallel={"context": 2}, megatron=megatron)
         phases = make_plan(config, small_model("qwen2", 4), PlanOptions()).phases
@@ -103,8 +103,5 @@ def test_overlap_hides_the_messages_of_data_parallel() -> None:
 
     assert exposed_s() > 0
     assert exposed_s(overlap_grad_reduce=True, overlap_param_gather=True) == 0
-
-
-def test_a_single_gpu_sends_nothing() -> None:
     plan = make_plan(run_config(), small_model("qwen2", 4), PlanOptions())
     assert plan.sent_bytes == {"tensor": 0, "context": 0, "pipeline": 0, "data": 0}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bapo_megatron.tools.report.page import page_data, render
-from tests.chromium import Tab, chromium_tab, find_chromium
+from tests.chromium import Tab, chromium_tab
 from tests.launch import command
 from tests.tools.report.made_runs import SCRIPT, make_run
 
@@ -231,18 +231,6 @@ def test_panels_show_values_of_the_pointer_s_step_only_and_mark_those_of_a_findi
         )
 
     visit(page.as_uri(), tmp_path / "profile", look)
-
-
-def test_without_chromium_ci_fails_and_a_person_s_machine_skips(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("CI", "true")
-    with pytest.raises(pytest.fail.Exception, match="install it"):
-        find_chromium()
-    monkeypatch.delenv("CI")
-    with pytest.raises(pytest.skip.Exception, match="install it"):
-        find_chromium()
 
 
 def test_a_page_for_many_runs_that_is_too_large_is_refused(

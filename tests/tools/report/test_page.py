@@ -189,26 +189,16 @@ def test_weight_syncs_evaluations_faults_and_restarts_are_events() -> None:
         ("train/updates", [1, 0, 1], "fault", "step 2) made no update (2 of 2 in the run)"),
         ("reward/mean", [0, 0, 0], "fault", "The mean reward was 0 in every step"),
         ("mismatch/logprob_abs_mean", [1e-6, 0.4, 0.3], "fault", "in 2 of 3 steps (steps 2, 3)"),
-        (
-            "mismatch/logprob_abs_mean",
-            [1e-6, 0.01],
-            "fault",
-            "stale, since the first value was 1e-06",
-        ),
+        ("mismatch/logprob_abs_mean", [1e-6, 0.01], "fault", "since the first value was 1e-06"),
         ("mismatch/logprob_abs_mean", [0.2, 0.3], "fault", "it likely computes differently"),
         ("weight_sync/logprob_difference", [0.06], "fault", "After a weight sync"),
         ("reward/mean", [0.5] * 10 + [0.1] * 5, "fault", "0.500 (mean of steps 1 to 3) to 0.1"),
         ("policy/grad_norm_max", [1] * 5 + [50, 12, 11], "caution", "50 times its median"),
         ("policy/entropy", [1, 0.5, 0.05, 0.05, 0.05], "caution", "token (step 1) to 0.05 (mean"),
-        ("policy/kl_behaviour", [0.01, 0.3], "caution", "high, or tokens are stale, or the engine"),
+        ("policy/kl_behaviour", [0.01, 0.3], "caution", "The learning rate is too high"),
         ("rollout/masked_token_share", [0.1, 0.3], "caution", "1 of 2 steps (step 2)"),
         ("rollout/age_p90", [2] * 6 + [40] * 6, "caution", "(mean of steps 7 to 12)"),
-        (
-            "rollout/truncated_share",
-            [0.5],
-            "caution",
-            "50% of the responses are truncated (step 1)",
-        ),
+        ("rollout/truncated_share", [0.5], "caution", "50% of the responses are truncated (step"),
         ("reward/answer_found_share", [0.9, 0.2, 0.2, 0.2], "caution", "Only 20% of the responses"),
         ("reward/errors", [0, 2], "caution", "(step 2), reward functions failed on 2 responses"),
     ],
@@ -221,7 +211,7 @@ def test_checks_find_runs_that_go_wrong(
     assert text in finding.text
 
 
-def test_every_check_says_in_how_many_steps_it_was_measured_and_what_it_needs() -> None:
+def test_every_check_says_in_how_many_steps_it_was_measured() -> None:
     rows = [{"step": n, "reward/mean": 0.1 * n, "data/sums/reward_mean": 0.5} for n in range(4)]
     rows[1]["mismatch/logprob_abs_mean"] = 3e-7
 
@@ -229,11 +219,10 @@ def test_every_check_says_in_how_many_steps_it_was_measured_and_what_it_needs() 
         check = next(check for check in CHECKS if check.name == name)
         return list(check.result(run_of(*rows))[1:])
 
-    assert result("constant reward") == ["passed", "3 of 3", "1 × reward/mean"]
-    assert result("falling reward") == ["not measured", "3 of 3", "10 × reward/mean"]
-    needs = "1 × data/*/reward_mean of two sets"
-    assert result("data set without reward") == ["not measured", "0 of 3", needs]
-    assert result("engine–trainer mismatch")[:2] == ["passed in few steps", "1 of 3"]
+    assert result("constant reward") == ["passed", "3 of 3"]
+    assert result("falling reward") == ["not measured", "3 of 3"]
+    assert result("data set without reward") == ["not measured", "0 of 3"]
+    assert result("engine–trainer mismatch") == ["passed in few steps", "1 of 3"]
     rows[2]["mismatch/logprob_abs_mean"] = 0.3
     assert result("engine–trainer mismatch")[0] == "found"
 
@@ -249,15 +238,6 @@ def test_a_finding_names_a_panel_that_exists_and_how_to_group_its_rollouts() -> 
 @pytest.mark.parametrize(
     "rows",
     [
-        [
-            {
-                "step": n,
-                "reward/mean": 0.2 + 0.01 * n,
-                "policy/entropy": 1 - 0.01 * n,
-                "train/updates": 4,
-            }
-            for n in range(1, 40)
-        ],
         series("mismatch/logprob_abs_mean", [0.01, 0.02, 0.03]),  # bfloat16
         series("policy/grad_norm_max", [1] * 8 + [50]),
         series("train/skipped_updates", [0, 2]),  # all rewards of their groups were equal
@@ -294,31 +274,6 @@ def test_a_data_set_with_wrong_answers_is_found_while_another_one_learns() -> No
     assert [curve["name"] for curve in panel["curves"]] == ["right", "shifted"]
 
 
-def test_a_stale_engine_is_found_before_it_is_far_from_the_trainer() -> None:
-    rows = [{"step": n, "mismatch/logprob_abs_mean": 4e-7 + 0.002 * n} for n in range(12)]
-    (finding,) = findings(*rows)
-    assert "since the first value was 4e-07" in finding.text
-    assert finding.steps == tuple(range(3, 12))
-
-
-def test_a_learning_rate_too_high_is_named_where_tokens_are_young() -> None:
-    rows: list[dict[str, float]] = [
-        {"step": n, "policy/kl_behaviour": 0.2, "rollout/age_max": age, "reward/mean": reward}
-        for n, (age, reward) in enumerate([(0, 0.3)] * 5 + [(3, 0.02)] * 10, start=1)
-    ]
-    fallen, far = findings(*rows)
-    assert fallen.text == (
-        "The reward fell from 0.300 (mean of steps 1 to 3) to 0.020 (mean of steps 13 to 15): "
-        "training diverged. The usual cause is a learning rate that is too high; no token was "
-        "older than 3 updates."
-    )
-    assert far.text.endswith(
-        "Likely the learning rate is too high, or the engine has other weights."
-    )
-    rows[6]["mismatch/logprob_abs_mean"] = 3e-7
-    assert findings(*rows)[1].text.endswith("Likely the learning rate is too high.")
-
-
 def test_the_card_says_how_many_updates_were_possible_and_of_which_step_a_figure_is() -> None:
     rows = [
         {"step": n, "train/updates": 4 - n, "train/skipped_updates": n, "reward/mean": 0.1 * n}
@@ -331,18 +286,11 @@ def test_the_card_says_how_many_updates_were_possible_and_of_which_step_a_figure
     assert shown["reward, last step"] == "0.200"
 
 
-def test_the_card_says_why_updates_were_skipped_and_holds_the_configuration() -> None:
-    row = {"step": 1, "train/skipped_updates": 3, "reward/mixed_groups": 0.25}
+def test_the_card_holds_the_configuration_and_versions() -> None:
     start = Start("2026-11-24T00:00:00+00:00", 0, "1f", {"torch": "2.13"}, "node", 1)
-    run = replace(run_of(row, **{"train.steps": 1}), starts=(start,))
+    run = replace(run_of({"step": 1}, **{"train.steps": 1}), starts=(start,))
     card = card_of(group_runs([run])[0][0])
-    assert card["notes"] == [
-        "3 of 3 updates were skipped: all groups of such an update had equal rewards; 75.0% of "
-        "the groups had equal rewards."
-    ]
     assert card["settings"]["rows"] == [("commit", "1f"), ("torch", "2.13"), ("train.steps", "1")]
-    masked = run_of({**row, "rollout/masked_token_share": 0.1})
-    assert "or none of its tokens was trainable" in card_of(group_runs([masked])[0][0])["notes"][0]
 
 
 def test_phases_that_took_no_time_are_left_out(tmp_path: Path) -> None:
@@ -357,7 +305,7 @@ def test_ratios_come_from_the_token_dump_by_group_and_index(tmp_path: Path) -> N
     assert first["ratios"] == RATIOS
     assert [sample["right"] for sample in shown["samples"]] == [False, True] * 2
     assert [other["ratios"] for other in others] == [[1.0] * 4, None, None]
-    assert shown["ratios"].startswith("Ratios of 2 of 4 responses")
+    assert shown["ratios"].startswith("2 of 4 responses")
     pieces = [shown["pieces"][piece][1] for piece in first["pieces"]]
     assert pieces == [WORDS[0], " answer", " is", " 3"]
     # Rewards 0 and 1: mean 0.5, unbiased standard deviation 0.70711.
@@ -375,9 +323,7 @@ def test_token_dumps_may_be_empty_but_not_of_another_run(tmp_path: Path) -> None
     with pytest.raises(DumpError, match=r"tokens/: 3 tokens of sample 0 of group 0, .* has 4"):
         sample_rollouts(run, None, 1e6)
     write_token_dump(path, {name: values[:0] for name, values in columns.items()})
-    assert sample_rollouts(run, None, 1e6)["ratios"].startswith("Ratios of 0 of 4 responses")
-    path.unlink()
-    assert sample_rollouts(run, None, 1e6)["ratios"].startswith("No ratios")
+    assert sample_rollouts(run, None, 1e6)["ratios"].startswith("0 of 4 responses")
 
 
 def test_rollouts_are_sampled_to_the_room(tmp_path: Path) -> None:

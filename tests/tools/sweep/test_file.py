@@ -75,12 +75,9 @@ def test_a_path_may_follow_the_seed(base: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"seed": [0]}, "unknown key 'seed'; did you mean 'seeds'"),
-        ({"n": 3}, "unknown key 'n'; .* seeds, jobs, ranks"),
-        ({"seeds": None}, "missing key 'seeds'"),
         ({"seeds": []}, "'seeds' "),
         ({"seeds": [1, 1]}, r"'seeds' must be distinct, got \[1, 1\]"),
         ({"seeds": [-1]}, "grpo/seed-1: override 'seed=-1': 'seed' "),
-        ({"jobs": 0}, "'jobs' .*got 0"),
         ({"variants": None}, "'variants' or grid"),
         ({"grid": {"seed": [1]}}, "'variants' or grid"),
         ({"variants": {"a b": []}}, "'variants' must give names .*'a b'"),
@@ -91,7 +88,6 @@ def test_a_path_may_follow_the_seed(base: Path, tmp_path: Path) -> None:
             "'grid' must give names .*'path=a/b'",
         ),
         ({"variants": None, "grid": {"optimizer.lr": []}}, r"'grid.optimizer.lr' "),
-        ({"variants": None, "grid": {"optimizer.lr": list(range(5001))}}, "'grid' .*got 10,002"),
         ({"config": "none.yaml"}, "grpo/seed0: .*none.yaml: no such file"),
         (
             {"variants": {**VARIANTS, "typo": ["rollout.temprature=1"]}},
