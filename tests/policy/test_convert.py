@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -65,19 +66,27 @@ def _save_layer_by_layer(policy: MegatronPolicy, directory: Path) -> None:
 
 
 def peak_growth_bytes(small: Path, large: Path, scratch: Path, max_file_bytes: int) -> list[int]:
-    """How far memory grows beyond what a small model takes, in both directions.
-
-    Pages of mapped files count where the kernel reads ahead: the lower of two peaks is ours.
-    """
+    """How far memory grows beyond what a small model takes, in both directions."""
     growth = []
-    for name, model in (("small", small), ("large", large), ("again", large)):
+    for name, model in (("small", small), ("large", large)):
         for source, target in ((model, scratch / name), (scratch / name, scratch / f"{name} back")):
             ctypes.CDLL(None).malloc_trim(0)  # what an earlier conversion freed must not help
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-            before = _peak_bytes()
-            run_convert(source, target, max_file_bytes=max_file_bytes)
-            growth.append(_peak_bytes() - before)
-    return [min(peaks) for peaks in zip(growth[2:4], growth[4:], strict=True)]
+            before, peak, is_over = _anonymous_bytes(), 0, threading.Event()
+
+            def watch(is_over: threading.Event = is_over) -> None:
+                nonlocal peak
+                while not is_over.wait(0.001):
+                    peak = max(peak, _anonymous_bytes())
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            try:
+                run_convert(source, target, max_file_bytes=max_file_bytes)
+            finally:
+                is_over.set()
+                watcher.join()
+            growth.append(peak - before)
+    return growth[2:]
 
 
 def _load(policy: MegatronPolicy, checkpoint: Path) -> None:
@@ -106,11 +115,12 @@ def _change_and_save(policy: MegatronPolicy, model: Path, run: Path) -> None:
         (run / "config.yaml").write_text(f"model:\n  path: {model}\n")
 
 
-def _peak_bytes() -> int:
+def _anonymous_bytes() -> int:
+    """Memory of this process without the pages of mapped files, which the kernel may drop."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith("RssAnon:"):
             return 1024 * int(line.split()[1])
-    raise AssertionError("no VmHWM")
+    raise AssertionError("no RssAnon")
 
 
 def there_and_back(model: Path, scratch: Path) -> dict[str, Tensor]:

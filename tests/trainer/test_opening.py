@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bapo_megatron.config.load import ConfigError, dump_yaml, load_config
 from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.engine.sglang.kind import Kind as SglangKind
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer import check, opening
 from bapo_megatron.trainer.opening import open_run, write_config
 from bapo_megatron.trainer.stopping import Stopping
 from tests.config.files import run_config
+from tests.launch import REPOSITORY
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,6 +50,47 @@ def test_servers_on_other_gpus_or_other_machines_pass(on_node: Any) -> None:
     on_node(8, 8, servers=["http://a:1"])
     on_node(8, 8, engine="local")
     on_node(0, 2)
+
+
+def _node_commands(page: str, heading: str) -> list[tuple[int, list[str]]]:
+    """Ranks and arguments of the commands for 8 GPUs under a heading that start a trainer."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    blocks = section.replace("\\\n", " ").split("```")[1::2]
+    lines = [line for block in blocks for line in block.splitlines() if "single_node.sh" in line]
+    commands = []
+    for line in lines:
+        variables, _, arguments = line.partition("examples/single_node.sh ")
+        num_ranks = int(variables.partition("NPROC=")[2].strip() or 8)
+        commands.append((num_ranks, shlex.split(arguments)))
+    return commands
+
+
+COMMANDS = {
+    "launch.md": _node_commands("launch.md", "One node"),
+    "gpu.md": _node_commands("gpu.md", "The first node of 8"),
+}
+
+
+def test_the_docs_have_commands_for_one_node() -> None:
+    assert {page: len(commands) for page, commands in COMMANDS.items()} == {
+        "launch.md": 3,  # divided, colocated, other servers
+        "gpu.md": 4,  # the same, the last one twice
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "arguments"), [command for commands in COMMANDS.values() for command in commands]
+)
+def test_the_commands_for_one_node_in_the_docs_are_accepted(
+    on_node: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, arguments: list[str]
+) -> None:
+    path, *overrides = arguments
+    config = load_config(REPOSITORY / path, overrides)
+    on_node(8, num_ranks, **config.rollout.model_dump())
+    monkeypatch.setattr("bapo_megatron.engine.sglang.settings.check_model", lambda model: {})
+    SglangKind().check(config)
+    assert num_ranks % config.parallel.tensor == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bapo_megatron.algorithm.prediction import Prediction
-from bapo_megatron.ops.contributions import BOUNDS_FIELDS, REFUSED
+from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import Decided, LossStage
@@ -103,7 +103,7 @@ def _read(
 def _bounds(low: float, refused: bool = False) -> torch.Tensor:
     bounds = torch.zeros(len(BOUNDS_FIELDS), dtype=torch.float64)
     bounds[BOUNDS_FIELDS.index("low")] = low
-    bounds[BOUNDS_FIELDS.index("exit")] = REFUSED if refused else 0
+    bounds[BOUNDS_FIELDS.index("exit")] = EXIT_NAMES.index("refused") if refused else 0
     return bounds
 
 
