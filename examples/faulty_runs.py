@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.engine.local.kind import Kind
+from bapo_megatron.engine.local.kind import LocalKind
 
 STEPS = 24
 RUNS = {
@@ -33,7 +33,7 @@ RUNS = {
 """What each run changes in configs/demo.yaml."""
 
 
-class StaleKind(Kind):
+class StaleKind(LocalKind):
     """The local engine, with weights that stay behind."""
 
     def open(self, config: Any, device: str, *, awaits_weights: bool) -> Any:

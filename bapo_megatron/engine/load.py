@@ -48,13 +48,15 @@ class EngineKind(Protocol):
 
 
 def load_kind(name: str) -> EngineKind:
-    """Return the kind that ``rollout.engine`` names; ``local`` is ``engine.local.kind:Kind``.
+    """Return the kind that ``rollout.engine`` names; ``local`` is ``engine.local.kind:LocalKind``.
 
     Raises:
         ConfigError: It cannot be imported.
     """
     try:
-        path = f"bapo_megatron.engine.{name}.kind:Kind" if name in ENGINES else name
+        path = (
+            f"bapo_megatron.engine.{name}.kind:{name.capitalize()}Kind" if name in ENGINES else name
+        )
         return cast("EngineKind", load_named(path)())
     except LoadError as error:
         raise ConfigError(f"rollout.engine: {error}") from error

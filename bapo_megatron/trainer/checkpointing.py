@@ -26,7 +26,7 @@ from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """Position and totals of a run; part of every checkpoint."""
 
     finished_steps: Annotated[int, Field(ge=0)] = 0
@@ -83,11 +83,11 @@ class Checkpoints:
         self._config, self._last_step = config.checkpoint, config.train.steps
         self._run_dir, self._root = config.run_dir, config.run_dir / "checkpoints"
         self._policy, self._groups, self._source = policy, policy.groups, source
-        self.progress = Progress()
+        self.progress = RunProgress()
         on_publish = partial(note_save, config.run_dir)
         self.saver = CheckpointSaver(self._root, config.checkpoint, on_publish=on_publish)
 
-    def load(self) -> Progress:
+    def load(self) -> RunProgress:
         """Continue from a checkpoint; start from the beginning where there is none yet.
 
         Newer ones move aside, once it is loaded.
@@ -109,7 +109,7 @@ class Checkpoints:
         extra = load_checkpoint(directory, self._policy, verify=self._config.verify)
         with files.damage_of(directory):
             try:
-                self.progress = decode_json(Progress, json.dumps(extra.get("progress")).encode())
+                self.progress = decode_json(RunProgress, json.dumps(extra.get("progress")).encode())
             except ValueError as error:
                 raise files.DamagedError(f"{files.STATE_NAME}: extra.progress: {error}") from error
         if self._source is not None:

@@ -20,7 +20,7 @@ from bapo_megatron.runtime.gpus import peak_flops, recognize_gpu
 from bapo_megatron.runtime.versions import own_software
 from bapo_megatron.telemetry.console import say, show
 from bapo_megatron.telemetry.sinks import MetricsSinks, SampleRow, ShowRow
-from bapo_megatron.trainer.checkpointing import Progress
+from bapo_megatron.trainer.checkpointing import RunProgress
 from bapo_megatron.types import EvalResult
 
 _NUM_ROWS = 8
@@ -28,7 +28,7 @@ _MAX_CHARS = 4000
 """Length of a prompt, and of a response, in the table of samples."""
 
 
-def open_sinks(config: RunConfig, progress: Progress, show_row: ShowRow | None) -> MetricsSinks:
+def open_sinks(config: RunConfig, progress: RunProgress, show_row: ShowRow | None) -> MetricsSinks:
     """Open what takes the metrics of a run, from the first step that has none."""
     return MetricsSinks(
         config.run_dir,
@@ -141,7 +141,7 @@ def show_evaluation(results: Sequence[EvalResult]) -> None:
         )
 
 
-def report_run(config: RunConfig, progress: Progress, phase_s: dict[str, float]) -> None:
+def report_run(config: RunConfig, progress: RunProgress, phase_s: dict[str, float]) -> None:
     """Write ``summary.json`` and print a table of it; ``phase_s`` is of this process only."""
     rate: float | None = None  # response tokens per second while batches were collected
     if config.replay.dumps is None:

@@ -9,7 +9,7 @@ import pytest
 
 from bapo_megatron.config.load import ConfigError, dump_yaml, load_config
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.engine.sglang.kind import Kind as SglangKind
+from bapo_megatron.engine.sglang.kind import SglangKind
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer import check, opening
 from bapo_megatron.trainer.opening import open_run, write_config

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.data.dump import texts_path, write_batch, write_texts
-from bapo_megatron.trainer.checkpointing import Progress
+from bapo_megatron.trainer.checkpointing import RunProgress
 from bapo_megatron.trainer.reporting import report_run, sample_rows
 from bapo_megatron.types import Group, RolloutBatch, SampleText
 from tests.config.files import run_config
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def test_a_run_without_one_update_says_where_to_read_why(tmp_path, capsys) -> None:
-    report_run(run_config(tmp_path, log={"console": False}), Progress(finished_steps=2), {})
+    report_run(run_config(tmp_path, log={"console": False}), RunProgress(finished_steps=2), {})
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("nothing was trained: ")
@@ -30,7 +30,7 @@ def test_a_run_without_one_update_says_where_to_read_why(tmp_path, capsys) -> No
 
 
 def test_the_table_and_the_file_have_the_same_numbers_and_no_empty_times(tmp_path, capsys) -> None:
-    progress = Progress(
+    progress = RunProgress(
         finished_steps=6,
         updates=12,
         generated_tokens=5000.0,

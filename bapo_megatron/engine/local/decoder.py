@@ -109,7 +109,7 @@ def sample(logits_BV: Tensor, uniform_B1: Tensor, filters: Filters) -> tuple[Ten
 
 
 @dataclass(slots=True, eq=False)
-class Response:
+class Decoding:
     """One response, from its request to its end."""
 
     request: GenerateRequest
@@ -153,7 +153,7 @@ class Response:
 class _Rows:
     """The rows of a step; tensors are on the device, arrays are not."""
 
-    responses: Sequence[Response]
+    responses: Sequence[Decoding]
     """The first rows; those after them are padding."""
     cache: KeyValues
     is_active_B: np.ndarray
@@ -181,7 +181,7 @@ class _Rows:
         self.num_taped_B = np.zeros(len(self.is_active_B), dtype=np.int64)
         self.look_at_active()
 
-    def active(self) -> list[Response]:
+    def active(self) -> list[Decoding]:
         """Return the responses that go on."""
         return [self.responses[row] for row in np.flatnonzero(self.is_active_B).tolist()]
 
@@ -220,11 +220,11 @@ class Decoder:
         self._is_stop_V = np.zeros(self._head.weight.shape[0], dtype=bool)
         self._is_stop_V[[token for token in stop_ids if token < len(self._is_stop_V)]] = True
         self._max_rows = max_rows
-        self._waiting: list[Response] = []
+        self._waiting: list[Decoding] = []
         self._numbers = itertools.count()
         self._rows: _Rows | None = None
 
-    def add(self, responses: Sequence[Response]) -> None:
+    def add(self, responses: Sequence[Decoding]) -> None:
         """Queue responses, after those that came before."""
         for response in sorted(responses, key=lambda response: response.request.order):
             response.number = next(self._numbers)
@@ -319,7 +319,7 @@ class Decoder:
         return self._rows
 
     def _make_rows(
-        self, responses: list[Response], lengths: list[int], cache: KeyValues, num_rows: int
+        self, responses: list[Decoding], lengths: list[int], cache: KeyValues, num_rows: int
     ) -> _Rows:
         device = self._model.device
 
@@ -348,7 +348,7 @@ class Decoder:
             filters=Filters.of_rows([r.request.sampling for r in responses], num_rows, device),
         )
 
-    def _prefill(self, responses: Sequence[Response], first_row: int) -> list[Prefill]:
+    def _prefill(self, responses: Sequence[Decoding], first_row: int) -> list[Prefill]:
         """Compute all but the last token of each; equal inputs, as in a group, only once."""
         rows_of: dict[tuple[int, ...], list[int]] = {}
         for row, response in enumerate(responses, start=first_row):

@@ -37,7 +37,7 @@ from bapo_megatron.engine.base import (
 )
 from bapo_megatron.engine.collective import join_group, start_thread, tensor_sizes, unpack
 from bapo_megatron.engine.local.cache import ATTENTION, register_attention
-from bapo_megatron.engine.local.decoder import Decoder, Response
+from bapo_megatron.engine.local.decoder import Decoder, Decoding
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.runtime.names import shown
 from bapo_megatron.types import FinishReason, VersionSpan
@@ -77,7 +77,7 @@ class _Flight:
     """A request that has not ended."""
 
     sink: CompletionSink
-    response: Response
+    response: Decoding
     ended: asyncio.Future[None]
 
     def end(self, error: Exception | None) -> None:
@@ -108,7 +108,7 @@ class LocalEngine:
         self._weights = LocalWeights(model, self._change_weights)
         self._version = START_VERSION
         self._flights: dict[int, _Flight] = {}
-        self._arrived: list[Response] = []
+        self._arrived: list[Decoding] = []
         self._numbers = itertools.count()
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-engine")
@@ -133,7 +133,7 @@ class LocalEngine:
         assert num_new > 0, "a finished response is not continued"
         self._check_tokens(request.input_ids, num_new, where)
         number, seed = next(self._numbers), request.sampling.seed
-        response = Response(request, sample_seed(ADDRESS, number) if seed is None else seed)
+        response = Decoding(request, sample_seed(ADDRESS, number) if seed is None else seed)
         flight = _Flight(sink, response, asyncio.get_running_loop().create_future())
         self._flights[number] = flight
         self._arrived.append(response)

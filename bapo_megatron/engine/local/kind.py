@@ -32,7 +32,7 @@ _ALLOWED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 """Keys of ``rollout``, the values that it supports, and why no others."""
 
 
-class Kind:
+class LocalKind:
     """The model in the collector's process: no server, and repeats bit for bit."""
 
     packages: ClassVar[Mapping[str, str]] = {}

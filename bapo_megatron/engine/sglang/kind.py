@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bapo_megatron.engine.base import Backend
 
 
-class Kind:
+class SglangKind:
     """SGLang servers: the run's own, or those of ``rollout.servers`` or its file."""
 
     packages: ClassVar[Mapping[str, str]] = {"sglang": VERSION}

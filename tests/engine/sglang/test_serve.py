@@ -14,7 +14,7 @@ import pytest
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
-from bapo_megatron.engine.sglang.kind import Kind
+from bapo_megatron.engine.sglang.kind import SglangKind
 from tests.engine.helpers import ask, descendants
 from tests.launch import REPOSITORY
 
@@ -199,4 +199,4 @@ def test_what_cannot_be_served_is_refused(
     make_config: MakeConfig, rollout: dict[str, object], key: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: must "):
-        Kind().serve(make_config(**rollout), print)
+        SglangKind().serve(make_config(**rollout), print)

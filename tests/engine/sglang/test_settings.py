@@ -11,7 +11,7 @@ import pytest
 
 from bapo_megatron.config.load import ConfigError, load_config
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.engine.sglang.kind import Kind
+from bapo_megatron.engine.sglang.kind import SglangKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
 
     def run(*overrides: str, num_gpus: int = 0, is_here: bool = True) -> None:
         monkeypatch.setattr("bapo_megatron.engine.sglang.settings.count_gpus", lambda: num_gpus)
-        Kind().check(load_config(Path("run.yaml"), overrides), is_here=is_here)
+        SglangKind().check(load_config(Path("run.yaml"), overrides), is_here=is_here)
 
     return run
 
@@ -133,7 +133,7 @@ def test_servers_of_others_need_not_fit_this_machine(check: Check) -> None:
 
 
 def test_an_engine_is_named_by_its_short_name_or_by_its_class() -> None:
-    assert type(load_kind("sglang")) is Kind
-    assert type(load_kind("bapo_megatron.engine.sglang.kind:Kind")) is Kind
+    assert type(load_kind("sglang")) is SglangKind
+    assert type(load_kind("bapo_megatron.engine.sglang.kind:SglangKind")) is SglangKind
     with pytest.raises(ConfigError, match=r"^rollout\.engine: .*not_there"):
-        load_kind("not_there:Kind")
+        load_kind("not_there:X")

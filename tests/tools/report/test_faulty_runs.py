@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file, save_file
 
-from bapo_megatron.engine.local.kind import Kind
+from bapo_megatron.engine.local.kind import LocalKind
 from examples.faulty_runs import StaleKind, write_sets
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def test_a_stale_engine_has_the_version_of_a_push_and_the_weights_of_the_start(
     tensors["model.norm.weight"] *= 1.5
     save_file(tensors, pushed / "model.safetensors", metadata={"format": "pt"})
 
-    async def scores(kind: Kind) -> tuple[str, list[float], list[float]]:
+    async def scores(kind: LocalKind) -> tuple[str, list[float], list[float]]:
         backend = kind.open(config, "cpu", awaits_weights=False)
         engine = await backend.connect(*backend.addresses())
         before = await engine.score(TOKENS, LIMIT_S)
@@ -56,6 +56,6 @@ def test_a_stale_engine_has_the_version_of_a_push_and_the_weights_of_the_start(
 
     version, before, after = asyncio.run(scores(StaleKind()))
     assert (version, after) == ("3", before)
-    version, before, after = asyncio.run(scores(Kind()))
+    version, before, after = asyncio.run(scores(LocalKind()))
     assert version == "3"
     assert after != before
