@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +30,8 @@ from tests.trainer.chaos import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from bapo_megatron.evaluation.samples import EvalSample
 
 WRITTEN = [
     sample(f"sums.jsonl:{row}", index, answer=str(row), response=response, reward=0.0)
@@ -56,7 +60,7 @@ def test_samples_are_graded_again_without_server_and_configuration(
     out = tmp_path / "again"
     result = run(["eval", "--from", str(samples_file), "--out", str(out)])
     assert result.returncode == 0, result.stderr
-    assert "regraded 8 samples, 3 rewards changed" in result.stderr
+    assert "regraded 8 samples: 3 rewards increased, 0 decreased" in result.stderr
     (scored,) = json.loads((out / "eval.json").read_text())
     assert (scored["name"], scored["missing_answers"]) == ("sums", 1)
     values = {score["name"]: score["value"] for score in scored["scores"]}
@@ -184,10 +188,29 @@ def aime(
     return arguments
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(
+    aime: Callable[[str, Path], list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The run directory of an evaluation on the local engine."""
+    run_dir = tmp_path_factory.mktemp("uninterrupted")
+    result = run(aime("local", run_dir))
+    assert result.returncode == 0, result.stderr
+    return run_dir
+
+
 def _lines(run_dir: Path) -> list[bytes]:
     """Whole lines of all sets."""
     paths = sorted((run_dir / "eval").glob("*.jsonl"))
     return [line for path in paths for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def _samples(run_dir: Path, year: int) -> list[EvalSample]:
+    """All samples of a set in one order, without times."""
+    samples = iterate_samples(run_dir / "eval" / f"aime{year}.jsonl")
+    return sorted(
+        (dataclasses.replace(s, elapsed_s=0.0) for s in samples), key=lambda sample: sample.key
+    )
 
 
 @pytest.mark.slow
@@ -215,8 +238,8 @@ def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_samp
     assert len(after) == NUM_SAMPLES
     assert set(before) <= set(after)
     for year in YEARS:
-        samples = iterate_samples(run_dir / "eval" / f"aime{year}.jsonl")
-        assert sorted(sample.key for sample in samples) == sorted(
+        samples = _samples(run_dir, year)
+        assert [sample.key for sample in samples] == sorted(
             (f"aime{year}.parquet:{row}", index) for row in range(NUM_PROMPTS) for index in range(4)
         )
     results = json.loads((run_dir / "eval.json").read_text())
@@ -226,3 +249,34 @@ def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_samp
         names = [score["name"] for score in entry["scores"]]
         assert names == ["avg@4", "pass@1", "pass@4", "maj@4"]
         assert entry["wall_s"] > 0
+
+
+@pytest.mark.slow
+def test_on_the_local_engine_the_rest_of_an_evaluation_is_what_it_would_have_been(
+    aime: Callable[[str, Path], list[str]], uninterrupted: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(uninterrupted, run_dir)
+    (run_dir / "eval.json").unlink()
+    for year in YEARS:
+        path = run_dir / "eval" / f"aime{year}.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[:13]) + lines[13][:100])  # the last one is torn
+    before = _lines(run_dir)
+
+    resumed = run([*aime("local", run_dir), "--resume"])
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"in all {NUM_SAMPLES - 2 * 13} samples" in resumed.stderr
+    assert set(before) <= set(_lines(run_dir))
+    for year in YEARS:
+        # The rest was computed in other batches: a last bit may differ, nearly never a token.
+        pairs = zip(_samples(run_dir, year), _samples(uninterrupted, year), strict=True)
+        assert sum(one != other for one, other in pairs) <= 1
+
+    # Everything is there: no engine is needed any more, and the tables are the same.
+    results = json.loads((run_dir / "eval.json").read_text())
+    nobody = "rollout.servers=['http://127.0.0.1:1']"
+    again = run([*aime("sglang", run_dir), "--resume", nobody])
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == resumed.stdout
+    assert json.loads((run_dir / "eval.json").read_text()) == results

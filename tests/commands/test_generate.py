@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import psutil
 import pytest
 
 from bapo_megatron.commands.generate import generate_batches
 from bapo_megatron.config.load import load_config
-from bapo_megatron.data.dump import encode_batch, read_batch
+from bapo_megatron.data.dump import encode_batch, read_batch, texts_path
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.types import EncodedBatch, Group, RolloutBatch
 from tests.data.samples import make_sample
 from tests.fakes.fake_sglang import FakeSglang
-from tests.launch import run
+from tests.launch import run, start
+from tests.trainer.chaos import wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,6 +79,25 @@ def test_batches_are_dumped_and_counted(config: Path, tmp_path: Path, engine: st
     again = run(arguments)
     assert again.returncode == 1
     assert f"{run_dir} already holds a run" in again.stderr
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_complete_dumps_and_no_process(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ["generate", str(config), f"run_dir={run_dir}", "rollout.engine=local"]
+    process = start([*arguments, "--steps", "100000"])
+    rollouts = run_dir / "rollouts"
+    wait_for(process, lambda: any(rollouts.glob("step_*.parquet")), "a batch")
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "bapo-megatron: interrupted" in err
+    assert not psutil.wait_procs(started, timeout=30)[1]
+    assert {path.suffix for path in rollouts.rglob("*") if path.is_file()} == {".parquet"}
+    for path in rollouts.glob("*.parquet"):
+        assert texts_path(path).exists()
+        assert len(read_batch(path).groups) == 4
 
 
 def test_weights_are_loaded_before_the_first_batch_and_into_servers_that_restarted(

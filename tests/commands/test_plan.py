@@ -86,7 +86,7 @@ def test_options_and_overrides_change_the_plan(config: str) -> None:
         (["--model-config", "none.json"], 1, "none.json: no such file"),
         (["--model-config", MODEL, "--gpus", "12"], 1, "--gpus: must be a multiple of"),
         (["--model-config", MODEL, "--gpu", "h1000"], 1, "--gpu: must be one of A100, H100"),
-        (["--model-config", MODEL, "parallel.tensor=3"], 2, "must divide the model's 28"),
+        (["--model-config", MODEL, "parallel.tensor=3"], 2, "num_attention_heads = 28"),
     ],
 )
 def test_what_is_wrong_is_one_line(

@@ -82,7 +82,7 @@ def test_a_first_state_must_be_json():
     ("name", "problem"),
     [
         ("Missing", f"module {OWN} has no 'Missing'"),
-        ("NOT_A_CLASS", "must be made without arguments: TypeError"),
+        ("NOT_A_CLASS", "must name a class, got int"),
         ("WithoutStep", r"must have a method step\(state, turn\): "),
         ("StepOfOne", r"must have a method step\(state, turn\): too many"),
         ("WithArguments", "must be made without arguments: .* 'path'; correct it"),

@@ -295,8 +295,8 @@ def test_the_bubble_is_that_of_the_schedules() -> None:
     [
         ({"gpus": 6}, {}, "--gpus: .* = 4, got 6; give 8"),
         ({"gpu": "H300"}, {}, "--gpu: .* got 'H300'"),
-        ({}, {"parallel": {"tensor": 8}}, "parallel.tensor: .* 28 attention"),
-        ({}, {"parallel": {"tensor": 7}}, "parallel.tensor: .* 4 key/value"),
+        ({}, {"parallel": {"tensor": 8}}, "parallel.tensor: .* num_attention_heads = 28"),
+        ({}, {"parallel": {"tensor": 7}}, "parallel.tensor: .* num_key_value_heads = 4"),
         ({}, {"parallel": {"pipeline": 3}}, "= 3 must divide the model's 28 layers"),
         ({}, {"parallel": {"pipeline": 4, "virtual_pipeline": 2}}, "= 8 must divide"),
         ({}, {"parallel": {"tensor": 1 << 17}}, "parallel: .* got 131072"),

@@ -99,7 +99,7 @@ def test_a_path_may_follow_the_seed(base: Path, tmp_path: Path) -> None:
         ),
         (
             {"ranks": 3, "overrides": ["parallel.tensor=2"]},
-            "grpo/seed0: parallel.tensor: .* got 2 with 3 ranks",
+            "grpo/seed0: parallel: .* got 2 with 3",
         ),
         ({"overrides": ["eval.sets=[]"]}, "grpo/seed0: eval.sets: "),
         ({"overrides": ["eval.at_end=false"]}, "grpo/seed0: eval.at_end: "),
