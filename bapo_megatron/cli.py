@@ -42,7 +42,7 @@ COMMANDS = {
     "compare": "Compare two evaluations problem by problem, or two groups of runs seed by seed.",
     "sweep": "Train variants of a configuration over several seeds and compare them.",
     "generate": "Generate batches from the training prompts with model.path, without a trainer.",
-    "serve": "Run rollout.server.count servers on this node until Ctrl-C, for another trainer.",
+    "serve": "Run rollout.server.count servers on this node until Ctrl-C, for a trainer elsewhere.",
     "plan": "Estimate memory, traffic and time of a run on a cluster, and list other layouts.",
     "config": "Print and check the resolved configuration; without CONFIG, list the keys.",
     "data": "Show the prompts of a run before it starts.",
@@ -53,7 +53,7 @@ COMMANDS = {
     "report": "Write an HTML page about one or more runs: curves, checks, rollouts to read.",
     "convert": "Convert a Hugging Face model to a Megatron checkpoint, or a checkpoint to a model.",
     "make-tiny": "Make a tiny Qwen2 model, pretrained on sums, and its data (deterministic).",
-    "doctor": "Report what was built, which kernels will run, and any mismatches.",
+    "doctor": "Report what was built, which kernels will run, and what does not fit together.",
 }
 """Help line of each command. The code of ``x`` is ``commands.x.command``."""
 

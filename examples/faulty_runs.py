@@ -7,7 +7,7 @@ python -m bapo_megatron report runs/faults/answers
 | run     | fault                                                                        |
 |---------|------------------------------------------------------------------------------|
 | answers | in one of two data sets every problem has the answer of the row below it    |
-| engine  | takes every push and its version, but loads the weights it started with     |
+| engine  | accepts every weight sync and its version, but keeps its first weights      |
 | rate    | a learning rate 20 times the demo's                                         |
 
 Each is one process on the local engine, repeats bit for bit, and takes a minute or two on a CPU.
@@ -26,7 +26,7 @@ from bapo_megatron.engine.local.kind import LocalKind
 STEPS = 24
 RUNS = {
     "answers": (),
-    # A push through the disk names the directory to load, which StaleKind replaces.
+    # A sync by disk names the directory to load, which StaleKind replaces.
     "engine": ("rollout.engine=examples.faulty_runs:StaleKind", "rollout.weight_sync.method=disk"),
     "rate": ("optimizer.lr=2.0e-3",),
 }

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs the SGLang servers of rollout.server, and nothing else, on this machine, and starts them again
+# Runs the SGLang servers of rollout.server, and nothing else, on this machine, and restarts them
 # when they end. HOST is the address that they listen on, in a Slurm step the node's name.
 # usage: [HOST=10.0.0.7] [PYTHON=python] examples/rollout_servers.sh CONFIG [KEY=VALUE ...]
 # The keys are in BAPO_MEGATRON_ADMIN_API_KEY and BAPO_MEGATRON_API_KEY, here and where the trainer
-# runs. Those that are not there are made and shown, the second one only with another HOST.
+# runs. Missing keys are generated and printed, the second only if HOST is not the loopback.
 set -euo pipefail
 
 config=${1:?usage: [HOST=10.0.0.7] examples/rollout_servers.sh CONFIG [KEY=VALUE ...]}

@@ -90,16 +90,18 @@ def _show(comparisons: Sequence[Comparison]) -> None:
     ]
     uncut_console().print(rich_table("B against A", headings, rows, num_left=2))
     for comparison in comparisons:
+        over = f" over {len(comparison.seeds)} seeds" if comparison.seeds else ""
+        left_out = f", {comparison.num_left_out:,} left out" if comparison.num_left_out else ""
         lines = [
-            f"{comparison.num_problems:,} problems, {comparison.num_left_out:,} left out",
+            f"{comparison.num_problems:,} problems{over}{left_out}",
             *(f"sampled with {text}" for text in comparison.different_settings),
         ]
         for line in lines:
             typer.echo(visible(f"{comparison.set_name}: {line}"))
     seeds, others = comparisons[0].seeds, comparisons[0].seeds_left_out
     if seeds:
-        left_out = f"; left out: {', '.join(map(str, others))}" if others else ""
-        typer.echo(f"runs paired by seed {', '.join(map(str, seeds))}{left_out}")
+        unpaired = f"; left out: {', '.join(map(str, others))}" if others else ""
+        typer.echo(f"runs paired by seed {', '.join(map(str, seeds))}{unpaired}")
     typer.echo(_OVER_SEEDS if seeds else _OVER_PROBLEMS)
 
 

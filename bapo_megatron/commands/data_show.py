@@ -26,7 +26,7 @@ _HEADINGS = (
     *("tokens min", "median", "p95", "max", "share", "steps per epoch"),
 )
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
 @app.callback()

@@ -14,7 +14,7 @@ def command(
         int, typer.Option(min=0, max=_MAX_SEED, help="Seed of data, initialisation and warm-up.")
     ] = 0,
 ) -> None:
-    """Make a tiny Qwen2 model, warmed up on sums, and its data (deterministic)."""
+    """Make a tiny Qwen2 model, pretrained on sums, and its data (deterministic)."""
     from bapo_megatron.tiny.make import make_tiny  # transformers takes seconds
 
     report = make_tiny(out, seed=seed)

@@ -246,9 +246,10 @@ def _assumptions(plan: Plan) -> list[str]:
         f"mean lengths: prompt {a.prompt_tokens:,}, response {a.response_tokens:,} tokens, "
         "responses uniform from 0 to twice that",
         f"rollout: {a.rollout_gpus} GPUs, {plan.rollout_tokens_per_s:,.0f} tokens/s each",
-        f"layers: {a.layers}; predicted bounds: {a.miss_share:.0%} miss",
+        f"layers: {a.layers}",
         f"disk: {OPTIMIZER_BYTES} bytes of optimizer state per parameter, {DUMP_TOKEN_BYTES} bytes "
         f"per response token of a dump with texts, {BUFFER_TOKEN_BYTES} of an unfinished sample",
+        *([f"predicted bounds: {a.miss_share:.0%} miss"] if plan.passes.repeated else []),
         *plan.notes,
     ]
     return ["[bold]Assumptions[/] (1 GB = 10⁹ bytes)", *(f"- {line}" for line in lines)]

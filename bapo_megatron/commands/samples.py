@@ -34,7 +34,7 @@ _BRIEF = (
 )
 """Fields of a response in a row of ``--brief``, before the beginning of its text."""
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
 @app.callback()
@@ -191,7 +191,7 @@ def print_step(console: Console, report: Mapping[str, Any], *, is_brief: bool = 
         rows = []
         for sample in report["samples"]:
             text = " ".join((sample["parts"][0]["text"] or "").split())
-            rows.append([*(str(sample[name]) for name in _BRIEF), text[:_MAX_BEGINNING_CHARS]])
+            rows.append([*(_shown(sample[name]) for name in _BRIEF), text[:_MAX_BEGINNING_CHARS]])
         console.print()
         print_table(console, "Responses", (*_BRIEF, "response"), rows, num_left=4)
         return
@@ -209,9 +209,17 @@ def print_step(console: Console, report: Mapping[str, Any], *, is_brief: bool = 
 
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The fields of a step or a response as in JSON, without texts."""
+    """Return the fields of a step or a response, without texts."""
     return [
-        ("fact", f"{name}: {json.dumps(value, ensure_ascii=False)}")
+        ("fact", f"{name}: {_shown(value)}")
         for name, value in record.items()
         if name not in ("path", "samples", "prompt", "parts")
     ]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "?"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -105,8 +105,8 @@ def _won_with(num_votes: int, num_silent: int, clusters: Sequence[Candidate], k:
     for size in range(min(num_silent, k) + 1):
         subsets_KJ[size, 0] = math.comb(num_silent, size)
     for cluster in clusters:
-        most_below = min(num_votes - 1, cluster.num_votes)
-        below_K = [math.comb(cluster.num_votes, v) for v in range(most_below + 1)]
+        max_below = min(num_votes - 1, cluster.num_votes)
+        below_K = [math.comb(cluster.num_votes, v) for v in range(max_below + 1)]
         grown_KJ, grown_right_KJ = (_shifted_sum(t, below_K) for t in (subsets_KJ, right_KJ))
         if cluster.num_votes >= num_votes:
             ways = math.comb(cluster.num_votes, num_votes)

@@ -19,7 +19,12 @@ from bapo_megatron.types import (
 BEFORE_TRAINING = 0
 """The step of an evaluation before the first one: no step is finished then."""
 
-OLD_METRIC_NAMES = {"bapo/clip_low": "clip/low", "bapo/clip_high": "clip/high"}
+OLD_METRIC_NAMES = {
+    "bapo/clip_low": "clip/low",
+    "bapo/clip_high": "clip/high",
+    "weight_sync/pushes": "weight_sync/syncs",
+    "weight_sync/push_s": "weight_sync/sync_s",
+}
 """Names that earlier versions wrote, and the present ones, under which rows are read."""
 
 _EVAL_FIELDS = (

@@ -202,7 +202,7 @@ def _judge_transformer_engine(machine: Machine) -> Diagnosis:
     version, error = machine.packages[name], machine.errors.get(name)
     if version is None and not machine.gpus:
         return Diagnosis(name, "ok", "not installed; only GPUs use it")
-    if error:
+    if version is not None and error:
         verdict: Verdict = "problem" if machine.gpus else "note"
         return Diagnosis(name, verdict, f"{version} does not work: {error}", remedy)
     return _judge_package(name, machine, _TRANSFORMER_ENGINE_VERSION, "note", remedy)

@@ -165,8 +165,9 @@ def report_run(config: RunConfig, progress: RunProgress, phase_s: dict[str, floa
         show(_table(f"{config.run_dir}, seed {config.seed}", summary))
     if progress.updates == 0:
         say(
-            "nothing was trained: all updates were skipped; read why, and the responses, with "
-            f"bapo-megatron report {config.run_dir}"
+            "nothing was trained: all updates were skipped; see reward/mixed_groups, "
+            "rollout/masked_token_share and train/nonfinite_tokens in "
+            f"{config.run_dir / 'metrics.jsonl'}"
         )
 
 

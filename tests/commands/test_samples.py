@@ -118,7 +118,7 @@ def test_a_response_is_shown_by_turns_with_what_its_reward_is_made_of(dump: Path
     lines = printed(report).splitlines()
     titles = [f"### {dump}", "### group 0 · sample 0 · train.jsonl:0"]
     assert [line for line in lines if line.startswith("###")] == titles
-    facts = {"- step: 5", "- version: 9", "- num_chosen: 2", "- estimator: null", "- age: 9"}
+    facts = {"- step: 5", "- version: 9", "- num_chosen: 2", "- estimator: ?", "- age: 9"}
     assert facts | {'- extracted: "x\\u001b"', "- versions: [[0, 2], [1, 2], [2, 2]]"} <= set(lines)
     assert [line for line in lines if line.startswith("**")] == ["**prompt**", *TURNS]
     prompt = lines.index("**prompt**")
@@ -232,7 +232,7 @@ def test_tokens_that_a_setting_keeps_out_of_the_loss_are_counted(
 def test_a_dump_without_texts_shows_numbers_of_tokens(dump: Path) -> None:
     lines = printed(report_of(dump, 1)).splitlines()
 
-    assert {"- has_texts: false", "- answer: null"} <= set(lines)
+    assert {"- has_texts: false", "- answer: ?"} <= set(lines)
     assert not [line for line in lines if line.startswith(("    ", "**prompt"))]
     assert [line for line in lines if line.startswith("**")] == TURNS
 

@@ -131,7 +131,7 @@ def test_an_apex_without_kernels_is_a_problem() -> None:
         ("torchvision", None, "", "note", "note"),
         ("torchvision", "0.29.1", "operator nms does not exist", "problem", "problem"),
         ("transformers", "5.19.0", "operator nms does not exist", "problem", "problem"),
-        ("transformer-engine", None, "", "ok", "note"),
+        ("transformer-engine", None, "No module named 'transformer_engine'", "ok", "note"),
         ("transformer-engine", "2.20.2", "", "ok", "ok"),
         ("transformer-engine", "2.20.2+abc", "", "ok", "ok"),
         ("transformer-engine", "2.12.0", "", "note", "note"),

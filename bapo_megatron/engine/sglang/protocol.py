@@ -239,7 +239,7 @@ def parse_info(
         raise RolloutError(f"{address}: runs SGLang {version}, needs at least {VERSION}; update it")
     if not info["incremental_streaming_output"]:
         raise RolloutError(
-            f"{address}: sends all of a response again and again; start it with "
+            f"{address}: resends the whole response with every piece; start it with "
             "--incremental-streaming-output"
         )
     num_stages, num_copies = int(info["pp_size"]), int(info["dp_size"])

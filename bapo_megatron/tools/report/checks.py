@@ -105,8 +105,9 @@ def _skipped_updates(run: RunRecord) -> Iterator[Finding]:
         yield Finding(
             "fault",
             f"{_count(steps, run)} made no update ({num_made:,.0f} of {num_all:,.0f} in the run): "
-            "every group had equal rewards, or no token was trainable. Check the reward function, "
-            "the difficulty of the data, and the staleness of tokens.",
+            "every group had equal rewards, no token was trainable, or values were not finite "
+            "(train/nonfinite_tokens). Check the reward function, the difficulty of the data, and "
+            "the staleness of tokens.",
             steps,
         )
 

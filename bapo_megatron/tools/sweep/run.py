@@ -1,5 +1,6 @@
 """Runs a sweep's runs: on this machine, where none outlives the sweep, or as a Slurm array."""
 
+import re
 import shlex
 import signal
 import subprocess
@@ -21,7 +22,6 @@ from bapo_megatron.runtime.processes import (
     tail,
 )
 from bapo_megatron.telemetry.console import ProgressLine, say
-from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.tools.sweep.file import PlannedRun, Sweep
 
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -206,9 +206,8 @@ def _locked(directory: Path) -> Iterator[IO[bytes]]:
 
 
 def _last_step(run: PlannedRun) -> str:
-    path = run.run_dir / "metrics.jsonl"
-    rows = read_metrics(path) if path.exists() else []
-    return f"{int(rows[-1]['step']) if rows else 0}/{run.config.train.steps}"
+    steps = re.findall(r'^ *{"step": (\d+)', tail(run.run_dir / "metrics.jsonl"), re.MULTILINE)
+    return f"{steps[-1] if steps else 0}/{run.config.train.steps}"
 
 
 def slurm_script(sweep: Sweep) -> str:
