@@ -10,6 +10,8 @@ _REMEDIES = {
     errno.EACCES: "give this user the right to it",
     errno.EROFS: "choose another file system, this one is read-only",
     errno.ENOSPC: "free space, or choose another file system",
+    errno.EMFILE: "raise its limit, with ulimit -n",
+    errno.ENFILE: "raise the machine's limit, fs.file-max",
 }
 
 

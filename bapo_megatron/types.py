@@ -398,7 +398,8 @@ class EvalResult:
     grading_errors: int = 0
     """Samples on which a reward function failed and gave 0 (``reward.on_error: zero``)."""
     reward_means: Mapping[str, float] = field(default_factory=dict)
-    """Means of what several reward functions gave and of their metrics, where samples have them."""
+    """Mean reward of each function, if there are several, and mean of every metric, each over the
+    samples that have it."""
 
     @property
     def avg_at_k(self) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.loss import differentiate, with_sums
-from bapo_megatron.algorithm.objective import Needs, Objective, TokenBatch
+from bapo_megatron.algorithm.objective import Needs, Objective, Speculate, TokenBatch
 from bapo_megatron.algorithm.prediction import hide_rest
 from bapo_megatron.algorithm.user_code import UserCodeError, kind_of
 from bapo_megatron.ops.backend import Kernels
@@ -68,7 +68,7 @@ def check_objective(
     for index in _parts(device):
         part = _values(objective, tokens.select(index), kernels)
         has_all = part.keys() == whole.keys()
-        _require(has_all, "reports other names of other tokens; report the same names")
+        _require(has_all, "reports different names for different tokens; report the same always")
         for name, value_T in part.items():
             _require(
                 torch.allclose(value_T, whole[name][index], rtol=_TOLERANCE, atol=_TOLERANCE),
@@ -80,7 +80,9 @@ def check_objective(
         _check_zero_advantage(objective, tokens, kernels)
     if tokens.decision is None:
         return
-    objective.report_decision(tokens.decision.tolist())
+    values = objective.report_decision(tokens.decision.tolist()).values()
+    are_numbers = all(isinstance(value, int | float) for value in values)
+    _require(are_numbers, "reports a decision that is no number; return floats")
     objective.refuses(tokens.decision)
     objective.explain_refusal(tokens.decision.tolist())
     if objective.decisive is not None:
@@ -139,6 +141,11 @@ def _check_declarations(objective: Objective) -> None:
     selects, decisive = objective.selects_tokens, objective.decisive is not None
     for holds, problem in (
         (needs in kinds, f"declares needs = {needs!r}; choose {', '.join(kinds)}"),
+        (
+            objective.speculate in get_args(Speculate),
+            f"declares speculate = {objective.speculate!r}; choose "
+            f"{', '.join(get_args(Speculate))}",
+        ),
         (
             needs == "token" or has_statistics,
             f"declares needs = {needs!r}; write statistics(self, tokens)",

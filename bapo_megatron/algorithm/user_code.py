@@ -2,14 +2,15 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from bapo_megatron.runtime.names import LoadError, load_named, raised_at, shown
-from bapo_megatron.runtime.processes import RequestedExit
+from bapo_megatron.runtime.processes import RequestedExit, forks_ended
 
 
 class UserCodeError(ValueError):
@@ -28,7 +29,8 @@ class UserCode:
         self.key = key
         self.name = name
         try:
-            self.object: Any = load_named(name)
+            with self._forks_ended():
+                self.object: Any = load_named(name)
         except LoadError as error:
             raise UserCodeError(f"{key}: '{name}': {error}") from error
 
@@ -36,7 +38,8 @@ class UserCode:
     def guard(self) -> Iterator[None]:
         """Turn an exception of the user's code into one line that names its place."""
         try:
-            yield
+            with self._forks_ended():
+                yield
         except (UserCodeError, MemoryError, RequestedExit):
             raise
         except (Exception, SystemExit) as error:
@@ -45,6 +48,11 @@ class UserCode:
             raise UserCodeError(
                 f"{self.key}: '{self.name}' raised {shown(error)} ({place}); correct it"
             ) from error
+
+    def _forks_ended(self) -> AbstractContextManager[None]:
+        """End a forked child that comes back: it would go on as a second rank."""
+        line = f"{self.key}: '{self.name}' forked a process that came back; it was ended\n"
+        return forks_ended(lambda _: sys.stderr.write(line))
 
     def guarded[**P, ReturnT](self, function: Callable[P, ReturnT]) -> Callable[P, ReturnT]:
         """Return a function that is called under ``guard``."""

@@ -191,7 +191,9 @@ def print_step(console: Console, report: Mapping[str, Any], *, is_brief: bool = 
         rows = []
         for sample in report["samples"]:
             text = " ".join((sample["parts"][0]["text"] or "").split())
-            rows.append([*(_shown(sample[name]) for name in _BRIEF), text[:_MAX_BEGINNING_CHARS]])
+            values = (sample[name] for name in _BRIEF)
+            cells = [value if isinstance(value, str) else _shown(value) for value in values]
+            rows.append([*cells, text[:_MAX_BEGINNING_CHARS]])
         console.print()
         print_table(console, "Responses", (*_BRIEF, "response"), rows, num_left=4)
         return
@@ -222,4 +224,4 @@ def _shown(value: Any) -> str:
         return "?"
     if isinstance(value, float):
         return f"{value:.4g}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False)

@@ -331,8 +331,8 @@ def _check_best(config: RunConfig) -> None:
     is_made = evaluation.every_steps or evaluation.at_end
     if not is_made or config.replay.dumps is not None:
         raise ConfigError(
-            "checkpoint.best: needs evaluations after steps, which a replay has not; set "
-            "eval.every_steps, or leave it empty"
+            "checkpoint.best: needs evaluations after steps, and a replay makes none; set "
+            "eval.every_steps without a replay, or leave it empty"
         )
     saves = config.checkpoint.every_steps
     if evaluation.overlap and evaluation.every_steps % (saves or evaluation.every_steps + 1):

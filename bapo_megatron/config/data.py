@@ -47,7 +47,7 @@ class DatasetConfig(Section):
             )
         if bool(self.hub) != bool(self.split) or (self.subset and not self.hub):
             raise ValueError(
-                f"must have split with hub, and split and subset with hub only, got hub: "
+                f"needs split with hub, and takes split and subset only with hub, got hub: "
                 f"'{self.hub}', split: '{self.split}', subset: '{self.subset}'; correct them"
             )
         if self.path is not None and is_pattern(self.path) and not self.name:

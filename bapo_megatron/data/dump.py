@@ -234,6 +234,8 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
 
 
 def _pairs(firsts: np.ndarray, seconds: np.ndarray) -> Iterator[tuple[int, int]]:
+    if len(firsts) != len(seconds):
+        raise ValueError(f"must have {len(firsts)} entries, got {len(seconds)}")
     return zip(firsts.tolist(), seconds.tolist(), strict=True)
 
 

@@ -347,7 +347,7 @@ class EngineServer(Protocol):
         """Whether there is a process that ``close`` has not ended."""
 
     def start(self) -> None:
-        """Start at once, after ``close`` at the same address; ``RolloutError``: port in use."""
+        """Start the process and return at once; after ``close``, at the same address."""
 
     def exit_reason(self) -> str | None:
         """Say how it ended, for people; None while it runs."""

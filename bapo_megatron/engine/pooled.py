@@ -133,11 +133,12 @@ class EngineStates:
         return EngineState.USABLE not in states and EngineState.STALE in states
 
     def describe(self) -> str:
-        """Name the engines that are not usable, and why."""
+        """Name the engines that do not answer, or else those that are not usable, and why."""
+        unusable = [pooled for pooled in self.engines if not pooled.is_usable]
+        silent = [pooled for pooled in unusable if not pooled.is_answering]
         return "; ".join(
             f"{p.address} ({p.state}): {p.reason.removeprefix(f'{p.address}: ')}"
-            for p in self.engines
-            if not p.is_usable
+            for p in silent or unusable
         )
 
     def watch(self) -> None:

@@ -84,7 +84,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def damage_of(directory: Path, remedy: str = "") -> Iterator[None]:
-    """Say of a damaged file which checkpoint it is in, and what to do (``other_checkpoint``)."""
+    """Name the checkpoint of a damaged file, and the remedy (``other_checkpoint``)."""
     try:
         yield
     except DamagedError as error:

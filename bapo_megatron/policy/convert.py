@@ -114,6 +114,7 @@ def convert(
     target = Path(os.path.realpath(target))
     _check_target(target, [source, hf_dir], force=force)
     hf = read_hf_config_file(hf_dir / "config.json")
+    weight_export.companion_files(hf_dir)  # what is wrong with them is better said now
     read, dtypes = (_open_checkpoint if is_checkpoint else _open_model)(source, hf)
     target_dtype = _target_dtype(source, dtypes, dtype)
     table = hf_weights.weight_table(hf)

@@ -226,7 +226,7 @@ def _understand(fields: ConfigJson) -> HfConfig:
         if name not in HARMLESS_FIELDS and value:
             raise ValueError(
                 f"{name!r} is not known here and may change what the model computes, got "
-                f"{shown_value(value)}; remove it if it does not"
+                f"{shown_value(value)}"
             )
     num_kv_heads = fields.num_key_value_heads or num_heads
     head_dim = fields.head_dim or fields.hidden_size // num_heads

@@ -159,6 +159,18 @@ def copy_companions(source: Path, directory: Path, dtype: torch.dtype) -> None:
     fields.update(dict.fromkeys(keys, str(dtype).removeprefix("torch.")))
     text = json.dumps(fields, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
-    for path in source.iterdir():  # glob leaves out links that lead nowhere
-        if any(map(path.match, COMPANION_PATTERNS)) and not path.is_dir():
-            shutil.copyfile(path, directory / path.name)
+    for path in companion_files(source):
+        shutil.copyfile(path, directory / path.name)
+
+
+def companion_files(source: Path) -> list[Path]:
+    """Return tokenizer, template and generation settings of a model.
+
+    Raises:
+        ValueError: One is a link that leads nowhere, or a directory; a copy would lack it.
+    """
+    paths = [path for path in source.iterdir() if any(map(path.match, COMPANION_PATTERNS))]
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path}: must be a file; restore it, or remove it")
+    return paths

@@ -42,7 +42,7 @@ _HEDGE = re.compile(
 )
 """What follows a number that is not the whole answer: "5 or 6", "5 if x > 0"."""
 _FILLERS = re.compile(
-    r"^(?:(?:therefore|thus|hence|so|now|simply|just|exactly|about|approximately|equal to|pred by"
+    r"^(?:(?:therefore|thus|hence|so|now|simply|just|exactly|about|approximately|equal to|given by"
     r"|:|=)\s*,?\s*)+",
     re.IGNORECASE,
 )

@@ -207,6 +207,11 @@ class CollectorClient:
 
     def restore(self, path: Path) -> None:
         """See ``RolloutSource``; works before the servers are ready."""
+        if not path.is_file():
+            raise RolloutError(
+                "the checkpoint was written by a replay and has no position in the training data; "
+                "continue with replay, or start a new run with model.path set to its export"
+            )
         self._wait_opened()
         self._call(messages.RESTORE, path.absolute())
 

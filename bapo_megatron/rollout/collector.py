@@ -117,7 +117,7 @@ class Collector:
             # Into the log only, the client gets the line. Logging survives a full disk.
             _LOG.info("call '%s' failed", request.call, exc_info=True)
             text = str(cause) or f"{type(cause).__name__}; the end of collector.log says where"
-            if isinstance(cause, OSError):
+            if isinstance(cause, OSError) and cause.strerror:
                 text = f"{cause.filename or 'the collector'}: {describe_os_error(cause)}"
             if self._supervisor is not None and isinstance(cause, RolloutError):
                 failures = self._supervisor.describe_failures()
@@ -306,7 +306,7 @@ class Collector:
         self._num_syncs += 1
 
     async def _hand_over(self, batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
-        """Write a batch where the trainer finds it, in a thread; release what training needs."""
+        """Write a batch where the trainer finds it, in a thread; free memory for training."""
         path, rollout = self._batch_path(batch.step), self._config.rollout
         if rollout.dump:  # first, so that a dump that is there has its texts
             await asyncio.to_thread(write_texts, path, batch.step, texts)

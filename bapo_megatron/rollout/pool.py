@@ -201,7 +201,9 @@ class EnginePool:
         """Take the engine out, unless only the connection broke; raise after too many failures."""
         job.num_failures += 1
         if pooled.is_answering:
-            may_retry = isinstance(error, BrokenConnectionError) and job.num_failures < _MAX_BROKEN
+            job.num_broken = 1 + (job.num_broken if job.broken_by is pooled else 0)
+            job.broken_by = pooled
+            may_retry = isinstance(error, BrokenConnectionError) and job.num_broken < _MAX_BROKEN
             if may_retry and await self._still_serves(pooled):
                 await asyncio.sleep(_RETRY_WAIT_S)
             else:
@@ -260,6 +262,10 @@ class _Job(CompletionSink):
     """The pool's when it was last sent."""
     num_failures: int = 0
     """Engines that failed it in a row, without a token."""
+    broken_by: PooledEngine | None = None
+    """The last engine that failed it."""
+    num_broken: int = 0
+    """How often that one did in a row, without a token."""
     _oldest_version: int = 0
     _pooled: PooledEngine = field(init=False)
 
@@ -295,7 +301,7 @@ class _Job(CompletionSink):
     def take(self, part: Completion) -> None:
         """Hand a piece on; a token ends a row of failures."""
         if len(part.token_ids):
-            self.num_failures = 0
+            self.num_failures = self.num_broken = 0
         self.num_received += len(part.token_ids)
         self.finish_reason = part.finish_reason
         self.pool._admission.advance(self._pooled, self.claim, len(part.token_ids))

@@ -99,6 +99,11 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
     # Importing megatron takes seconds; those who only need the records or collectives don't pay.
     from megatron.core import parallel_state
 
+    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:  # all ranks would take GPU 0
+        raise ValueError(
+            "LOCAL_RANK: must be set where RANK is; start ranks with python -m "
+            "bapo_megatron.torchrun, or unset RANK"
+        )
     os.environ.update(nccl_settings())  # before NCCL reads them, once
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -171,11 +176,18 @@ def record_collectives(logs: Path) -> None:
     """Turn on torch's flight recorder, which NCCL dumps where a collective times out.
 
     Call it before ``init_distributed`` and after starting servers, which would write there, too.
-    Variables that the user has set stay.
+    Variables that the user has set stay, also by torch's former names.
     """
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{logs.absolute()}/nccl_trace_rank_")
+    for name, former_name, value in (
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "", "1"),
+        (
+            *("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+            f"{logs.absolute()}/nccl_trace_rank_",
+        ),
+    ):
+        if former_name not in os.environ:
+            os.environ.setdefault(name, value)
 
 
 def write_collectives(logs: Path, rank: int) -> None:

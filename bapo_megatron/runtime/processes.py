@@ -202,7 +202,7 @@ def own_compiler_cache() -> None:
 
 
 def kill_marked(name: str, prefix: str) -> None:
-    """Kill this user's processes whose initial environment has a variable that starts so.
+    """Kill this user's processes started with a variable ``name`` that begins with ``prefix``.
 
     They are the descendants of a process with it, in any session. Does not wait for their end.
     """

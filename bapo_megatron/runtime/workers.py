@@ -58,7 +58,8 @@ class WorkerPool:
             arguments: The function's arguments, JSON values.
             label: What the workers load, for messages: ``environment 'games:Chess'``.
             workers: Number of workers.
-            timeout_s: Of a request, without the wait for a free worker or for a processor.
+            timeout_s: Time limit of a request, not counting the wait for a free worker or a
+                processor.
             memory_limit_mb: Limit of a worker's address space, in MiB.
             error: The exception, built from a message, for a handler that cannot be built, a worker
                 that does not start, and a closed pool.

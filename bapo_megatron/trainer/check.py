@@ -32,7 +32,7 @@ def check_training(
     read_hf_config_file(config.model.path / "config.json")
     algorithm = config.algorithm
     # ``LossStage`` loads the objective again, for its device and kernels.
-    if ":" in algorithm.objective:
+    if ":" in algorithm.objective or algorithm.entropy_share < 1:
         from bapo_megatron.algorithm.load_objective import load_objective
 
         load_objective(algorithm)

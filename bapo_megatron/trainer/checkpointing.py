@@ -13,6 +13,7 @@ from pydantic import Field
 
 from bapo_megatron.config.evaluation import EvalConfig
 from bapo_megatron.config.schema import CheckpointConfig, RunConfig
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy import checkpoint_files as files
 from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
@@ -113,7 +114,14 @@ class Checkpoints:
             except ValueError as error:
                 raise files.DamagedError(f"{files.STATE_NAME}: extra.progress: {error}") from error
         if self._source is not None:
-            self._source.restore(directory / files.ROLLOUT_NAME)
+            path = directory / files.ROLLOUT_NAME
+            try:
+                self._source.restore(path)
+            except RolloutError as error:
+                if not str(error).startswith(str(path.absolute())):
+                    raise  # not the file's fault
+                remedy = files.other_checkpoint(directory)
+                raise files.CheckpointError(f"{error}; {remedy}") from error
         with fail_together(self._groups, files.CheckpointError), as_checkpoint_error():
             if self._source is not None:
                 self._restore_best()

@@ -319,7 +319,7 @@ class Run:
 
 
 class Generation:
-    """Rank 0's rollout source as all ranks use it; all methods but ``close`` are collectives.
+    """Rank 0's rollout source as all ranks use it: collectives, but for ``check`` and ``close``.
 
     Rank 0 asks the source and tells the others what to do next. Nobody waits for a server inside a
     collective that has a time limit, and a run that is to stop is not kept waiting.
@@ -346,7 +346,7 @@ class Generation:
         self._wait_on_s = min(_MAX_SILENCE_S, config.parallel.timeout_s / 4)
 
     def wait_ready(self) -> None:
-        """Wait until what generates can be given weights."""
+        """Wait until the servers can take weights."""
         self._ask(lambda source: source.wait_ready())
 
     def next_batch(self, step: int) -> RolloutBatch | None:

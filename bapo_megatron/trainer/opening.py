@@ -1,6 +1,6 @@
 """What a run begins with before Megatron is imported, so that servers load meanwhile.
 
-It gets its directory and what generates, and knows the checkpoint that it continues from. Neither
+It claims the run directory, starts generation, and chooses the checkpoint to continue from. Neither
 this module nor what it imports may import torch: a test sees to that.
 """
 
@@ -54,7 +54,7 @@ class Opening:
 
 @contextmanager
 def open_run(config: RunConfig, stopping: Stopping) -> Iterator[Opening]:
-    """Check the configuration and, on rank 0, start what generates; it ends at exit.
+    """Check the configuration and, on rank 0, start generation, which ends at exit.
 
     Raises:
         ValueError: The configuration cannot be trained, or ``run_dir`` holds an earlier run or is
@@ -114,7 +114,7 @@ def write_config(config: RunConfig) -> None:
 def open_source(
     config: RunConfig, progress: ProgressLine, pulse: Pulse, stopping: Stopping
 ) -> RolloutSource:
-    """Start what generates, or open the dumps of a replay."""
+    """Start the collector, or open the dumps of a replay."""
     if config.replay.dumps is not None:
         if config.eval.sets:
             say("replay has no server: eval.sets are not evaluated")

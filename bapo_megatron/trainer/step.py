@@ -106,7 +106,7 @@ class BatchTrainer:
     """Responses that ended for one of these do not train."""
     dump: TokenDump | None = None
     note: Callable[[str], None] = lambda _: None
-    """Takes what comes now, for people who look for a hang."""
+    """Gets the name of the current phase, for hang reports."""
 
     def __post_init__(self) -> None:
         self._groups = self.policy.groups

@@ -56,7 +56,7 @@ class Stopping:
         self._install(dict.fromkeys(_SAVING, self._note))
         if self._config.stop_after is not None:
             self._stop_at_s = time.monotonic() + self._config.stop_after
-        self._job_end_s = float(os.environ.get("SLURM_JOB_END_TIME", "inf"))
+        self._job_end_s = _job_end_s()
 
     def listen_to_interrupts(self) -> None:
         """Note Ctrl-C as well from now on: before, there is nothing to save, and it ends all."""
@@ -128,3 +128,19 @@ class Stopping:
                 os.write(2, _INTERRUPTED)  # a stream may be in the middle of a write
         elif now_s - self._signalled_s > SAME_SIGNAL_S:
             end_once(number, frame)
+
+
+def _job_end_s() -> float:
+    """Return when Slurm ends this job, in seconds since 1970; infinity outside of Slurm."""
+    text = os.environ.get("SLURM_JOB_END_TIME")
+    if text is None:
+        return math.inf
+    try:
+        end_s = float(text)
+        datetime.fromtimestamp(end_s)  # other numbers are no times
+    except (ValueError, OverflowError, OSError) as error:
+        raise ValueError(
+            "SLURM_JOB_END_TIME: must be the end of the job in seconds since 1970, got "
+            f"'{text}'; unset it"
+        ) from error
+    return end_s

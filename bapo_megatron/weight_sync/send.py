@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -354,6 +355,8 @@ class MemoryCarrier:
         """Prepare for buckets on ``device``."""
         self._device = device
         self._ranks: list[list[torch.device]] = []
+        if device.type == "cpu":
+            _start_manager()
 
     def prepare(self, opened: receive.Opened, collector: Caller) -> None:
         """Remember which processes open each bucket, and on which GPUs."""
@@ -411,6 +414,23 @@ def shared_memory_payload(layout: BucketLayout, flat: Tensor) -> str:
     with _files_by_name():
         _Pickler(buffer).dump({"flattened_tensor": flat, "metadata": metadata})
     return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _start_manager() -> None:
+    """Start torch's process that removes the files of shared host memory.
+
+    It lives as long as a server maps one, so beyond this process, and must not hold its standard
+    error: whoever reads that to its end would wait.
+    """
+    stderr, before, nothing = 2, os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, stderr)
+    try:
+        with _files_by_name():
+            torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]
+    finally:
+        os.dup2(before, stderr)
+        os.close(before)
+        os.close(nothing)
 
 
 class _Pickler(ForkingPickler):

@@ -5,6 +5,7 @@ Shape legend: T = tokens of a micro-batch or chunk.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -190,3 +191,12 @@ def infinite_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
 
 
 NOT_CALLABLE = 3
+
+
+FORKED: list[int] = []
+
+
+def forks(tokens: TokenBatch) -> Tensor:
+    """Let a child go on as well."""
+    FORKED.append(os.fork())
+    return -tokens.advantage * tokens.ratio

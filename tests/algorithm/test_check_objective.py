@@ -96,7 +96,7 @@ BROKEN: dict[str, tuple[Objective, str]] = {
         function(lambda t: plain(t) + 0 * t.collected_entropy.clamp_(max=0.5)),
         "tokens.collected_entropy in place",
     ),
-    "other names": (broken(report=lambda _, t: {f"other/{len(t)}": t.ratio}), "same names"),
+    "other names": (broken(report=lambda _, t: {f"other/{len(t)}": t.ratio}), "different names"),
     "one report": (broken(report=lambda _, t: {"x": t.ratio.mean()}), "as report of 48"),
     "float statistics": (
         broken(HighEntropy, statistics=lambda _, t: t.entropy.sum()[None]),

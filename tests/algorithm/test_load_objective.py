@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from typing import Any
 
@@ -125,3 +126,16 @@ def test_errors_after_the_start_name_the_place_too() -> None:
 def test_settings_that_name_nothing_are_refused(section: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse_section(AlgorithmConfig, section, place="test")
+
+
+def test_a_child_that_an_objective_forks_does_not_go_on_as_a_trainer(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    pid = os.getpid()
+    load_objective(config("forks"))
+    assert os.getpid() == pid, "a child came back"
+    for child in own_objectives.FORKED:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert own_objectives.FORKED
+    (line,) = set(capfd.readouterr().err.splitlines())
+    assert f"'{OWN}:forks' forked a process" in line

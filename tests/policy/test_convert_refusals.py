@@ -112,6 +112,17 @@ def test_a_flipped_bit_is_found_by_the_checksums(checkpoint: Path, name: str) ->
     assert message in error_of(checkpoint, checkpoint.with_name("back"))
 
 
+def test_a_companion_that_leads_nowhere_is_refused_before_anything_is_written(
+    deep_models: Models, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "megatron"
+    shutil.copytree(deep_models["qwen2"], source)
+    (source / "tokenizer.json").unlink(missing_ok=True)
+    (source / "tokenizer.json").symlink_to("/nowhere/tokenizer.json")
+    assert f"{source / 'tokenizer.json'}: must be a file" in error_of(source, target)
+    assert not list(tmp_path.glob(".megatron*"))
+
+
 def test_a_checkpoint_says_which_model_it_is_of_or_needs_an_option(
     deep_models: Models, converted: Models, tmp_path: Path
 ) -> None:

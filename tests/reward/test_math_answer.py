@@ -130,6 +130,7 @@ def test_an_answer_in_a_sentence_is_compared_by_its_value():
     assert grade_math_answer("The answer is 18 dollars.", "18").reward == 1.0
     assert grade_math_answer("The answer is $\\frac{3}{6}$. I hope so.", "0.5").reward == 1.0
     assert grade_math_answer("The answer is 19 dollars.", "18").reward == 0.0
+    assert grade_math_answer("The answer is given by 18.", "18").reward == 1.0
 
 
 @pytest.mark.slow

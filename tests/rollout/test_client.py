@@ -371,3 +371,11 @@ def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded(
         assert not client._lacks_weights
         client.ensure_weights()
         assert fake.version == "7"
+
+
+def test_a_checkpoint_of_a_replay_cannot_be_continued_live(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    client = CollectorClient(make_config(), on_progress=print)
+    with pytest.raises(RolloutError, match="written by a replay"):
+        client.restore(tmp_path / "rollout.parquet")

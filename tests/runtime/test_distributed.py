@@ -100,8 +100,18 @@ def test_half_of_torchruns_environment_is_refused(monkeypatch: pytest.MonkeyPatc
     for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="LOCAL_RANK"):  # without it all would take GPU 0
+        init_distributed(ParallelConfig())
+    monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(ValueError, match="WORLD_SIZE"):
         init_distributed(ParallelConfig())
+
+
+def test_former_names_of_the_flight_recorder_count() -> None:
+    former = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/f"}
+    with mock.patch.dict(os.environ, former, clear=True):
+        record_collectives(Path("/runs/a/logs"))
+        assert dict(os.environ) == former | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def test_nccl_keeps_its_last_collectives_unless_the_user_has_said_otherwise() -> None:

@@ -376,7 +376,7 @@ class LocalWeights:
             tensors: dict[str, Tensor] = {}
             for path in sorted(model_dir.glob("*.safetensors")):
                 try:
-                    tensors |= load_file(path)
+                    tensors |= load_file(path)  # mapped, not read
                 except (OSError, SafetensorError) as error:
                     raise RolloutError(
                         f"local: cannot read the weights in '{path}' ({error}); save them again"

@@ -37,8 +37,11 @@ NCCL_HEADER = "x-nccl-settings"
 
 _GENERATION_PATHS = ("/generate", "/model_info")
 """Paths that the API key opens; open to everybody if there is none."""
-_PUBLIC_PATHS = ("/ready", "/health", "/freeze_gc")
-"""Paths that are always open to everybody; the last one is called by the server itself."""
+_PUBLIC_PATHS = ("/ready", "/health")
+"""Paths that are always open to everybody."""
+_OWN_PATHS = ("/freeze_gc",)
+"""Paths that the server calls itself, without a key: open to this machine."""
+_LOOPBACK = ("127.0.0.1", "::1")
 _UNAUTHORIZED = b'{"error": "Unauthorized"}'
 
 
@@ -108,6 +111,10 @@ class KeyCheck:
     def _is_allowed(self, scope: Message) -> bool:
         path = scope["path"]
         if path in _PUBLIC_PATHS:
+            return True
+        client, _ = scope.get("client") or ("", 0)
+        host, _ = scope.get("server") or ("", 0)
+        if path in _OWN_PATHS and client and (client == host or client in _LOOPBACK):
             return True
         key = self._api_key if path in _GENERATION_PATHS else self._admin_api_key
         values = [value for name, value in scope["headers"] if name == b"authorization"]

@@ -10,6 +10,7 @@ back until the last one.
 R = tokens of one piece.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -202,7 +203,7 @@ def _parse_versions(meta: dict[str, Any], num_tokens: int) -> np.ndarray:
 
 
 def score_body(token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return a request for log_softmax(logits) of input tokens, which use no KV cache."""
+    """Return a request for log_softmax(logits) of input tokens, never from the KV cache."""
     return {
         "input_ids": list(token_ids),
         "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -235,7 +236,7 @@ def parse_info(
         KeyError: The answer comes from another program.
     """
     version = str(info["version"])
-    if _numbers(version) < _numbers(VERSION):
+    if (numbers := _numbers(version)) and numbers < _numbers(VERSION):  # "main" has none
         raise RolloutError(f"{address}: runs SGLang {version}, needs at least {VERSION}; update it")
     if not info["incremental_streaming_output"]:
         raise RolloutError(
@@ -270,7 +271,9 @@ def parse_load(answer: dict[str, Any]) -> LoadReport:
 
 def check_architecture(address: str, served: Sequence[str] | None, model_dir: Path) -> None:
     """Raise a ``RolloutError`` if a server serves another architecture than ``model_dir``."""
-    expected = json.loads((model_dir / "config.json").read_text()).get("architectures")
+    expected = None  # a file system that fails for a moment costs no server
+    with contextlib.suppress(OSError, ValueError):
+        expected = json.loads((model_dir / "config.json").read_bytes()).get("architectures")
     if None not in (expected, served) and expected != served:
         raise RolloutError(
             f"{address}: serves another model than model.path: architectures must be {expected}, "

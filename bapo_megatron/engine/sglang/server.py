@@ -339,10 +339,12 @@ def _stored_key(path: Path) -> str:
     if not path.exists():
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         draft.touch(mode=0o600)
-        draft.write_text(secrets.token_hex(16) + "\n")
-        with contextlib.suppress(FileExistsError):
-            path.hardlink_to(draft)  # all of it, and never in place of another node's
-        draft.unlink()
+        try:
+            draft.write_text(secrets.token_hex(16) + "\n")
+            with contextlib.suppress(FileExistsError):
+                path.hardlink_to(draft)  # all of it, and never in place of another node's
+        finally:
+            draft.unlink()
     key = path.read_text().strip()
     check_key(key, str(path), "delete the file: serve makes a new one")
     return key
