@@ -117,7 +117,15 @@ class _StandardOutput(io.FileIO):
 
 
 def _prepare() -> None:
-    """Check standard output, which gets its class."""
+    """Check the arguments and standard output, which gets its class."""
+    for argument in sys.argv[1:]:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            shown = repr(os.fsencode(argument)).removeprefix("b")
+            raise ValueError(
+                f"argument {shown}: must be UTF-8, names of files, too; rename the file"
+            ) from None
     if sys.stdout is None:
         raise ValueError("standard output: closed; redirect it to a file, or to /dev/null")
     if sys.stdout is sys.__stdout__:

@@ -164,4 +164,6 @@ def _read_columns(path: Path) -> dict[str, npt.NDArray[Any]]:
             return {name: table.read([name])[name].to_numpy() for name in kept}
         except Exception as error:  # the parsers of zip, npy and parquet raise any
             problem = shown_value(first_line(error))
+            if "allow_pickle" in problem:  # no advice to run code
+                problem = "it holds Python objects"
             raise ValueError(f"{path}: cannot be read ({problem}); write the file again") from error

@@ -176,7 +176,9 @@ def regrade(
     set_names = [str(s.get("name", path.stem)) for s, path in zip(settings, paths, strict=True)]
     for names in (set_names, [path.name for path in paths]):
         if len(set(names)) < len(names):
-            raise ResultsError(f"--from: must be different sets, got {', '.join(names)}")
+            raise ResultsError(
+                f"--from: must be different sets, got {', '.join(names)}; give each once"
+            )
     results = []
     for name, path, sampling in zip(set_names, paths, settings, strict=True):
         result, samples = run_async(_regrade(name, path, sampling, config))

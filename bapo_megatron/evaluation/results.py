@@ -286,7 +286,9 @@ def _check(results: Sequence[EvalResult]) -> None:
             and all(abs(reward) <= MAX_NUMBER for reward in problem.rewards)
             for problem in result.problems
         ):
-            raise ValueError(f"the problems of '{result.name}' contradict its number of samples")
+            raise ValueError(
+                f"rewards or votes of '{result.name}' contradict its number of samples"
+            )
     if not results or len({result.name for result in results}) < len(results):
         raise ValueError("the list must have sets, no two with one name")
 

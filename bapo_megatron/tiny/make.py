@@ -98,7 +98,9 @@ def make_tiny(out_dir: Path, seed: int, settings: WarmupSettings | None = None) 
 
 
 def _refuse_foreign(out_dir: Path) -> None:
-    if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / RECIPE_NAME).is_file():
+    if os.path.lexists(out_dir) and not out_dir.is_dir():
+        raise ValueError(f"{out_dir}: not a directory; name another one")
+    if out_dir.is_dir() and any(out_dir.iterdir()) and not (out_dir / RECIPE_NAME).is_file():
         raise ValueError(
             f"{out_dir} is not empty and holds no {RECIPE_NAME} of an earlier make-tiny, so its "
             "content would be lost; name another directory or remove this one"

@@ -60,7 +60,7 @@ def test_samples_are_graded_again_without_server_and_configuration(
     out = tmp_path / "again"
     result = run(["eval", "--from", str(samples_file), "--out", str(out)])
     assert result.returncode == 0, result.stderr
-    assert "regraded 8 samples: 3 rewards increased, 0 decreased" in result.stderr
+    assert "regraded 8 samples, 3 rewards changed" in result.stderr
     (scored,) = json.loads((out / "eval.json").read_text())
     assert (scored["name"], scored["missing_answers"]) == ("sums", 1)
     values = {score["name"]: score["value"] for score in scored["scores"]}

@@ -7,7 +7,8 @@ import sys
 
 import torch
 
-from bapo_megatron import __version__, versions
+from bapo_megatron import __version__
+from bapo_megatron.runtime import versions
 from bapo_megatron.runtime.versions import Software, commit_of, own_software
 
 

@@ -232,7 +232,7 @@ def test_an_evaluation_plays_whole_episodes_and_is_graded_again_to_the_same(
         environment=_search_path(config),
     )
     assert result.returncode == 0, result.stderr
-    assert "regraded 24 samples: 0 rewards increased, 0 decreased" in result.stderr
+    assert "regraded 24 samples, 0 rewards changed" in result.stderr
     by_key = {sample.key: sample for sample in iterate_samples(again / path.name)}
     assert by_key == {sample.key: sample for sample in samples}
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
     ("override", "key"),
     [
         ("algorithm.objektive=clip", "'algorithm.objective'?"),
-        ("parallel.tensor=2", "parallel.tensor: "),
+        ("parallel.tensor=2", "parallel: "),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_starts(

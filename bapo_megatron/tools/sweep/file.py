@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -22,6 +23,7 @@ from bapo_megatron.runtime.gpus import count_gpus
 from bapo_megatron.runtime.processes import environment_set
 from bapo_megatron.trainer.check import check_training
 
+MAX_RUNS = 10_000
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=,+-]*")
 """Name of a variant, which is also that of a directory."""
 _NOT_IN_RUN_NAMES = re.compile(r"[^A-Za-z0-9._-]")
@@ -59,7 +61,15 @@ class SweepConfig(Section):
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be distinct, got {list(self.seeds)}; correct the list")
         key = "grid" if self.grid else "variants"
+        num_variants = len(self.variants) or math.prod(map(len, self.grid.values()))
+        if num_variants * len(self.seeds) > MAX_RUNS:
+            raise ValueError(
+                f"{key} and seeds must give at most {MAX_RUNS:,} runs, got {num_variants:,} × "
+                f"{len(self.seeds):,}; leave some out"
+            )
         names = self.by_name()
+        if len(names) < num_variants:
+            raise ValueError("grid must not have a value twice; remove one")
         for name in names:
             if not _NAME.fullmatch(name):
                 raise ValueError(
