@@ -49,8 +49,8 @@ def test_an_unknown_key_that_resembles_none_is_referred_to_the_list(folder, text
         ("run_dir: ''", "run_dir", "must be a path"),
         ("eval: {sets: [{name: x}]}", "eval.sets[0]", "path or hub, got neither"),
         ("data: {train: {path: x.jsonl, hub: a/b}}", "data.train", "/x.jsonl and a/b"),
-        ("data: {train: [{path: x.jsonl}, {hub: a/b}]}", "data.train[1]", "must have split"),
-        ("data: {train: {path: x.jsonl, split: train}}", "data.train", "with hub only"),
+        ("data: {train: [{path: x.jsonl}, {hub: a/b}]}", "data.train[1]", "needs split with hub"),
+        ("data: {train: {path: x.jsonl, split: train}}", "data.train", "only with hub"),
         ("data: {train: [{path: x.jsonl, weight: 0}]}", "data.train[0].weight", "greater than 0"),
         ("data: {train: [{path: 'part-*.jsonl'}]}", "data.train[0]", "must have a name"),
         (
