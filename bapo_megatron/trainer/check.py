@@ -1,4 +1,7 @@
-"""What training needs, checked before anything is started; imports torch only for a user's code."""
+"""What training needs, checked before anything is started.
+
+torch is imported only for a user's code and for ``algorithm.entropy_share``.
+"""
 
 import importlib.util
 

@@ -190,8 +190,8 @@ def test_the_derivative_is_that_of_the_published_loss(name: str, seed: int) -> N
     if loss.dim() == 0:  # the mean over responses: sequence_mean
         weight_T = 1 / tokens.response_tokens / RESPONSES
     expected_T = torch.autograd.grad(loss.sum(), leaf_T)[0]
-    found_T = coefficients(make_objective(objective=name, **settings), tokens, weight_T)
-    torch.testing.assert_close(found_T, expected_T, rtol=1e-6, atol=1e-9)
+    coefficient_T = coefficients(make_objective(objective=name, **settings), tokens, weight_T)
+    torch.testing.assert_close(coefficient_T, expected_T, rtol=1e-6, atol=1e-9)
     held = {name for name in ("none", "reinforce", "cispo", "sapo", "topr") if name in CASES}
     assert name in held or 0 < int((expected_T == 0).sum()) < TOKENS
 
@@ -233,8 +233,8 @@ def test_coefficients_by_hand(
     )
     behaviour_T = torch.full_like(ratios, math.log(0.5))
     tokens = make_tokens(behaviour_T + ratios.log(), behaviour_T, advantages)
-    found_T = coefficients(make_objective(**settings), tokens, torch.ones_like(ratios))
-    assert found_T.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    coefficient_T = coefficients(make_objective(**settings), tokens, torch.ones_like(ratios))
+    assert coefficient_T.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "opsm"])

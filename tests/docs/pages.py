@@ -48,13 +48,13 @@ def name_of(page: Path) -> str:
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page."""
     text = page.read_text()
-    found = []
+    fenced = []
     for match in _FENCE.finditer(text):
         language, _, title = match["info"].partition(" ")
         line = text.count("\n", 0, match.start()) + 1
         title = title.removeprefix('title="').removesuffix('"')
-        found.append(Block(page, line, language, title, match["code"]))
-    return found
+        fenced.append(Block(page, line, language, title, match["code"]))
+    return fenced
 
 
 def prose(page: Path) -> str:

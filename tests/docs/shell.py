@@ -37,8 +37,8 @@ def typed_commands(page: Path) -> list[Typed]:
     indented = re.findall(r"^ {4}(?=\S*python |bapo-megatron ).*", prose(page), re.MULTILINE)
     texts = [block.code for block in blocks(page) if block.language == "sh"]
     lines = [line for text in texts for line in text.replace("\\\n", " ").splitlines()]
-    found = (_arguments(c) for line in (*lines, *indented, *spans(page)) for c in _simple(line))
-    return [Typed(name_of(page), arguments) for arguments in dict.fromkeys(found) if arguments]
+    commands = (_arguments(c) for line in (*lines, *indented, *spans(page)) for c in _simple(line))
+    return [Typed(name_of(page), arguments) for arguments in dict.fromkeys(commands) if arguments]
 
 
 def _simple(line: str) -> list[list[str]]:

@@ -118,9 +118,9 @@ def test_the_search_finds_the_guide_first_in_pages_opened_from_files(
             await tab.send("Input.insertText", text=words)
             links = "document.querySelectorAll('a.md-search-result__link')"
             await tab.until(f"{links}.length > 0")
-            found = await tab.run(f"[...{links}].map(a => a.href)")
-            assert found[0].startswith((site / first).as_uri())
-            assert any(address.startswith((site / another).as_uri()) for address in found)
+            addresses = await tab.run(f"[...{links}].map(a => a.href)")
+            assert addresses[0].startswith((site / first).as_uri())
+            assert any(address.startswith((site / another).as_uri()) for address in addresses)
         return tab
 
     tab = asyncio.run(look())

@@ -90,11 +90,11 @@ class ClippedLoss:
         assert not logprob_T.requires_grad
         assert not entropy_T.requires_grad
         self.parts.append(part)
-        own = self._tokens.select(part)
+        chunk = self._tokens.select(part)
         batch = make_tokens(
-            logprob_T, own.behaviour_logprob_T, own.advantage_T, own.mask_T, entropy_T
+            logprob_T, chunk.behaviour_logprob_T, chunk.advantage_T, chunk.mask_T, entropy_T
         )
-        weight_T = own.loss_weight_T * own.mask_T
+        weight_T = chunk.loss_weight_T * chunk.mask_T
         objective = FixedClip(LOW, HIGH, DUAL_CLIP)
         _, loss_T, by_logprob_T, _ = differentiate(objective, batch, weight_T, self._kernels)
         loss = (weight_T * loss_T).sum(dtype=torch.float64)

@@ -32,8 +32,8 @@ def filled(search: BoundSearch, ratio: list[float], advantage: list[float]) -> T
 
 
 def bounds_of(search: BoundSearch, table: Tensor) -> SimpleNamespace:
-    found = dict(zip(BOUNDS_FIELDS, search.bounds(table).tolist(), strict=True))
-    return SimpleNamespace(**{**found, "exit": EXIT_NAMES[int(found["exit"])]})
+    fields = dict(zip(BOUNDS_FIELDS, search.bounds(table).tolist(), strict=True))
+    return SimpleNamespace(**{**fields, "exit": EXIT_NAMES[int(fields["exit"])]})
 
 
 @both_kernels

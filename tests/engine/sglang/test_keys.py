@@ -45,10 +45,11 @@ async def call(
     key: str = "",
     *,
     kind: str = "http",
+    client: str = "10.0.0.8",
     is_gone: asyncio.Event | None = None,
     on_sent: Callable[[Any], Awaitable[None]] | None = None,
 ) -> list[dict[str, Any]]:
-    """What a caller gets, who leaves when ``is_gone``."""
+    """What a caller of the server 10.0.0.7 gets, who leaves when ``is_gone``."""
     sent: list[dict[str, Any]] = []
     body = list(BODY)
 
@@ -65,6 +66,7 @@ async def call(
 
     headers = [(b"host", b"x/health?"), (b"authorization", f"Bearer {key}".encode())]
     scope = {"type": kind, "path": path, "headers": headers if key else headers[:1]}
+    scope |= {"client": (client, 50000), "server": ("10.0.0.7", 30000)}
     await application(scope, receive, send)
     return sent
 
@@ -97,6 +99,15 @@ def test_a_key_that_is_not_set_leaves_generation_open_or_has_the_other_one_stand
     assert _status("/server_info", "", api_key="") == 401
     assert _status("/server_info", "user", admin_api_key="") == 200
     assert _status("/server_info", "", admin_api_key="") == 401
+
+
+@pytest.mark.parametrize(
+    ("client", "status"), [("127.0.0.1", 200), ("10.0.0.7", 200), ("10.0.0.8", 401)]
+)
+def test_what_a_server_calls_itself_needs_a_key_from_elsewhere(client: str, status: int) -> None:
+    check = KeyCheck(Scheduler(), api_key="user", admin_api_key="admin")
+    first, *_ = asyncio.run(call(check, "/freeze_gc", client=client))
+    assert first["status"] == status
 
 
 def test_websockets_take_the_admin_key_too() -> None:
