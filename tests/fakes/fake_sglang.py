@@ -134,13 +134,14 @@ class FakeSglang(FakeServer):
             if self.connections_to_drop > 0:
                 self.connections_to_drop -= 1
                 raise BrokenError
-            self._running.append(rid)
-            self.max_concurrent = max(self.max_concurrent, len(self._running))
+            running = self._running  # ``start`` after a crash begins another list
+            running.append(rid)
+            self.max_concurrent = max(self.max_concurrent, len(running))
         try:
             yield from self._generate(body, rid)
         finally:
             with self._lock:
-                self._running.remove(rid)
+                running.remove(rid)
 
     def _generate(self, body: dict[str, Any], rid: str) -> Iterator[dict[str, Any]]:
         interval = body["sampling_params"].get("stream_interval", 1)

@@ -144,7 +144,7 @@ def test_compare_says_whether_its_interval_is_about_problems_or_seeds(tmp_path: 
     assert by_seed.returncode == 0, by_seed.stderr
     for cell in ("40.00%", "63.33%", "+23.33%", "-14.61% … +61.28%", "0.1181"):
         assert cell in by_seed.stdout
-    assert "sums: 30 problems, 0 left out\nruns paired by seed 0, 1, 2\n" in by_seed.stdout
+    assert "sums: 30 problems over 3 seeds\nruns paired by seed 0, 1, 2\n" in by_seed.stdout
     assert "across seeds, not problems" in by_seed.stdout
     (comparison,) = json.loads(run(["compare", grpo, bapo, "--json"]).stdout)
     assert comparison["seeds"] == [0, 1, 2]
