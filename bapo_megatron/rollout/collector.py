@@ -166,8 +166,6 @@ class Collector:
             BatchPlan(run.seed, run.train.steps, run.algorithm.updates_per_batch),
             self._report,
         )
-        measuring = asyncio.create_task(self._batches.loop_lag.measure())
-        self._stack.callback(measuring.cancel)
         sets = load_sets(run.eval, renderer, run.data.max_prompt_tokens, warns=request.for_training)
         for overlap in find_overlaps(train_sets, [(s.name, s.prompts) for s in sets]):
             _LOG.warning("%s", overlap.warning())
@@ -214,6 +212,8 @@ class Collector:
                 "steps belong to the rollout or to the evaluation; leave it out"
             )
         self._batches.attach(self._pool)
+        measuring = asyncio.create_task(self._batches.loop_lag.measure())
+        self._stack.callback(measuring.cancel)
         self._stack.push_async_callback(self._batches.close)
         contexts = [prompt.token_ids for prompt in self._probe_prompts]
         if rollout.colocated:

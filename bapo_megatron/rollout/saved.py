@@ -126,7 +126,7 @@ _COLUMNS: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     **{name: (kind, attrgetter(f"pending.{name}")) for name, kind in _PLAIN.items()},
     **{name: (pa.large_string(), _as_json(name)) for name in _JSON},
 }
-_REMEDY = "resume from another checkpoint"
+_REMEDY = "this checkpoint cannot be continued"
 _FILE = RowFile("rollout buffer", _REMEDY, FORMAT, _COLUMNS, _About)
 
 

@@ -93,8 +93,8 @@ def names_in_the_code() -> tuple[set[str], list[re.Pattern[str]]]:
                     names.add(field)
                 case ast.JoinedStr(values=parts):
                     texts = [p.value if isinstance(p, ast.Constant) else "(.+)" for p in parts]
-                    own = "".join(text for text in texts if text != "(.+)")
-                    if _NAME.fullmatch(own) and own.strip("/_"):
+                    fixed = "".join(text for text in texts if text != "(.+)")
+                    if _NAME.fullmatch(fixed) and fixed.strip("/_"):
                         formats.add("".join(texts))
     return names, [re.compile(text) for text in sorted(formats)]
 
