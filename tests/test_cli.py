@@ -14,6 +14,8 @@ import pytest
 import bapo_megatron
 from bapo_megatron import cli
 from bapo_megatron.commands import options
+from tests import preloaded
+from tests.distributed_launch import run_ranks
 from tests.launch import REPOSITORY, run, torchrun
 from tests.trainer.dumps import make_random_model
 
@@ -98,6 +100,11 @@ from bapo_megatron.trainer.opening import open_run
 print("torch" in sys.modules)
 """)
     assert result.stdout == "False\n", result.stderr
+
+
+@pytest.mark.distributed
+def test_imports_of_a_training_without_a_gpu_load_no_compiler() -> None:
+    assert run_ranks(preloaded.compiler_of_imports, 1) == [set()]
 
 
 @pytest.mark.distributed
