@@ -176,7 +176,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once_and_leaves_no_process(
     wait_for(process, lambda: "in a step\n" in process.output()[1], "the first step")
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    time.sleep(1)
+    time.sleep(0.5)
     process.send_signal(signal.SIGINT)  # the same one
     time.sleep(5)
     assert process.poll() is None
