@@ -79,19 +79,11 @@ def train(
 
 
 def refusal(
-    arguments: list[str],
-    *,
-    ranks: int = 1,
-    by_torchrun: bool = False,
-    environment: dict[str, str] | None = None,
+    arguments: list[str], *, ranks: int = 1, environment: dict[str, str] | None = None
 ) -> tuple[int, str]:
     """Run a command that fails; returns its exit status and the first line of its own errors."""
-    if by_torchrun:
-        process = Launched(arguments, ranks=ranks, environment=environment)
-        stderr, status = process.communicate()[1], process.poll()
-    else:
-        result = run(arguments, ranks=ranks, environment=environment)
-        stderr, status = result.stderr, result.returncode
+    process = Launched(arguments, ranks=ranks, environment=environment)
+    stderr, status = process.communicate()[1], process.poll()
     lines = re.findall(r"bapo-megatron: (.*)", stderr)
     assert lines, stderr
     assert "Traceback" not in stderr

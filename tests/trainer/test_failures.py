@@ -85,7 +85,7 @@ def test_advantages_beyond_the_exact_sums_are_refused(
     settings = ["train.steps=1", "algorithm.advantage=grpo_no_std", f"replay={large_dumps}"]
     settings += [f"algorithm.bapo.scope={scope}", f"parallel.pipeline={ranks}"]
     arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", *settings]
-    status, line = refusal(arguments, ranks=ranks, by_torchrun=ranks > 1)
+    status, line = refusal(arguments, ranks=ranks)
     assert status == 1
     assert line.startswith("step 1: ")
     assert "|weight · advantage| >= 256" in line
