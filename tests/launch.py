@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import random
 import runpy
@@ -12,10 +13,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from tests.distributed_launch import rank_environment, start_fork, wait_for_ranks
 
@@ -87,7 +90,7 @@ def run(
         processes = [
             start_fork(
                 _main,
-                arguments,
+                ["bapo_megatron", *arguments],
                 _environment(_of_rank(rank, ranks, store.port) | (environment or {})),
                 scratch,
             )
@@ -102,6 +105,79 @@ def run(
     return subprocess.CompletedProcess(arguments, exit_code, out, err)
 
 
+class Launched:
+    """A command under torchrun that goes on; read like a ``Popen`` that captures output.
+
+    The launcher and its ranks are forks, as in ``run``. ``program``: instead, what follows
+    ``python -m``; it may run on the machine of a name (``tests.nodes``).
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str] = (),
+        *,
+        ranks: int = 2,
+        environment: dict[str, str] | None = None,
+        program: Sequence[str] = (),
+        node: str = "",
+    ) -> None:
+        self._scratch = tempfile.TemporaryDirectory()
+        program = program or command([*arguments], ranks=ranks)[2:]
+        additions = _environment(environment or {})
+        self._process = start_fork(_launch, program, additions, self._scratch.name, node)
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float = 240) -> tuple[str, str]:
+        """Wait for the end; returns standard output and error."""
+        self.wait(timeout)
+        return self.output()
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if (status := self.poll()) is None:
+            raise subprocess.TimeoutExpired("torchrun", timeout, *self.output())
+        return status
+
+    def output(self) -> tuple[str, str]:
+        out, err = (Path(self._scratch.name, name) for name in ("out", "err"))
+        return (out.read_text(), err.read_text()) if err.exists() else ("", "")
+
+
+def _launch(program: list[str], environment: dict[str, str], scratch: str, node: str) -> None:
+    if node:
+        os.setns(os.open(f"/run/netns/{node}", os.O_RDONLY), os.CLONE_NEWNET)
+    SubprocessHandler._popen = lambda _, args, env: _Rank(args, env, scratch)
+    _main(program, environment, scratch)
+
+
+class _Rank:
+    """What torchrun uses of the ``Popen`` of a rank."""
+
+    def __init__(self, command: tuple[str, ...], environment: dict[str, str], scratch: str) -> None:
+        program = list(command[command.index("-m") + 1 :])
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=_be_rank, args=(program, environment, scratch))
+        self._process.start()
+        self.pid = self._process.pid
+
+    poll, wait = Launched.poll, Launched.wait
+
+
+def _be_rank(program: list[str], environment: dict[str, str], scratch: str) -> None:
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # torchrun's
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _main(program, environment, scratch)
+
+
 def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What torchrun tells a rank; nothing to a single one."""
     if ranks == 1:
@@ -114,17 +190,18 @@ def _kill_group(process: BaseProcess) -> None:
     os.killpg(process.pid, signal.SIGKILL)
 
 
-def _main(arguments: list[str], environment: dict[str, str], scratch: str) -> None:
-    """Be the process that ``start`` starts."""
+def _main(program: list[str], environment: dict[str, str], scratch: str) -> None:
+    """Be the process of ``python -m`` with a program."""
     os.setsid()
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(Path(scratch, name), os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # TMPDIR may be another one
     os.chdir(REPOSITORY)
-    sys.argv = [str(REPOSITORY / "bapo_megatron" / "__main__.py"), *arguments]
+    sys.argv = [str(REPOSITORY / "bapo_megatron" / "__main__.py"), *program[1:]]
     try:
-        runpy.run_module("bapo_megatron", run_name="__main__")
+        runpy.run_module(program[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 import bapo_megatron
 from bapo_megatron import cli
 from bapo_megatron.commands import options
-from tests.launch import REPOSITORY, run, torchrun
-from tests.trainer.dumps import make_random_model
+from tests import preloaded
+from tests.config.shipped import MODELS
+from tests.distributed_launch import run_ranks
+from tests.launch import REPOSITORY, Launched, run
 
 COMMAND = [sys.executable, "-m", "bapo_megatron"]
 
@@ -32,33 +35,34 @@ def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "status", "shown"),
-    [("SIGINT", 130, "bapo-megatron: interrupted\n"), ("SIGTERM", 143, "")],
-)
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_signal_ends_a_command_once_whatever_error_comes_of_it(
-    first: str, status: int, shown: str, is_replaced: bool
-) -> None:
+def test_a_signal_ends_a_command_once_whatever_error_comes_of_it() -> None:
     # As torch.asarray does: "could not determine the shape of object type UntypedStorage".
-    replacement = "except BaseException: raise TypeError('another') from None" * is_replaced
-    result = python(f"""
-import signal
+    result = python("""
+import os, signal
 from bapo_megatron import cli
 
 def app(**options):
     try:
-        signal.raise_signal(signal.{first})
-    {replacement}
+        signal.raise_signal(first)
+    except BaseException:
+        if is_replaced:
+            raise TypeError("another") from None
+        raise
     finally:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         print("cleaned up")
 
 cli.app = app
-cli.main()
+for is_replaced in (False, True):
+    for first in (signal.SIGINT, signal.SIGTERM):
+        if os.fork() == 0:
+            cli.main()
+        print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """)
-    assert (result.returncode, result.stdout, result.stderr) == (status, "cleaned up\n", shown)
+    assert result.stdout == 2 * "cleaned up\n130\ncleaned up\n143\n"
+    assert result.stderr == 2 * "bapo-megatron: interrupted\n"
+    assert result.returncode == 0
 
 
 def test_version_and_help_name_the_package_and_its_commands() -> None:
@@ -73,7 +77,9 @@ def test_version_and_help_name_the_package_and_its_commands() -> None:
 def test_what_takes_half_a_second_imports_no_slow_library(command: str, tmp_path: Path) -> None:
     arguments = command.split()
     if command == "config":
-        make_random_model(tmp_path)
+        shutil.copy(MODELS / "qwen3-0.6b.json", tmp_path / "config.json")
+        for name in ("model.safetensors", "tokenizer_config.json"):
+            (tmp_path / name).touch()
         prompts = tmp_path / "train.jsonl"
         prompts.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
         files = [f"model.path={tmp_path}", f"data.train.path={prompts}", "eval.sets=[]"]
@@ -101,10 +107,15 @@ print("torch" in sys.modules)
 
 
 @pytest.mark.distributed
+def test_imports_of_a_training_without_a_gpu_load_no_compiler() -> None:
+    assert run_ranks(preloaded.compiler_of_imports, 1) == [set()]
+
+
+@pytest.mark.distributed
 def test_torchrun_s_report_ends_with_the_error_of_a_rank() -> None:
-    result = torchrun(["train", "no.yaml"], ranks=2)
-    assert result.returncode != 0
-    report = result.stderr.rpartition("Root Cause")[2]
+    process = Launched(["train", "no.yaml"])
+    report = process.communicate()[1].rpartition("Root Cause")[2]
+    assert process.poll() == 1
     assert "traceback : no.yaml: no such file; check the path\n" in report
 
 
@@ -149,12 +160,12 @@ def test_resume_is_an_option_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("redirection", "place"),
-    [(">/dev/full", "no space left on device"), (">&-", "closed")],
+    ("redirected", "place"),
+    [("config >/dev/full", "no space left on device"), ("--help >&-", "closed")],
 )
-def test_standard_output_that_cannot_be_written_is_named(redirection: str, place: str) -> None:
+def test_standard_output_that_cannot_be_written_is_named(redirected: str, place: str) -> None:
     result = subprocess.run(
-        ["sh", "-c", f'"$@" config {redirection}', "sh", *COMMAND],
+        ["sh", "-c", f'"$@" {redirected}', "sh", *COMMAND],
         stderr=subprocess.PIPE,
         text=True,
         check=False,

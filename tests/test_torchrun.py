@@ -7,16 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from tests.launch import REPOSITORY, free_port
+from tests.launch import Launched, free_port
 from tests.nodes import Node, make_nodes
+from tests.trainer.chaos import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,8 @@ for port in sys.argv[2:]:
 @pytest.fixture(scope="module")
 def machines() -> Iterator[tuple[Node, Node]]:
     """Two machines; without the right to make them, this one, reached by its address."""
-    with ExitStack() as stack:
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
+        patched.delenv("GLOO_SOCKET_IFNAME", raising=False)
         try:
             first, second = stack.enter_context(make_nodes(2))
         except pytest.skip.Exception:
@@ -56,36 +57,21 @@ def own_address() -> str:
     return addresses[0]
 
 
-def prefix(node: Node) -> tuple[str, ...]:
-    return node.prefix if node.name else ()
-
-
 def reached(
     machines: tuple[Node, Node], launcher: str, num_ranks: int, tmp_path: Path
 ) -> tuple[set[str], set[str]]:
     """The ports of a run on the first machine, and those that the second one reaches."""
     victim, attacker = machines
     ports = tmp_path / "ports"
-    environment = {name: v for name, v in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-    run = subprocess.Popen(
-        [
-            *(*prefix(victim), sys.executable, "-m", launcher),
-            *("--nproc-per-node", str(num_ranks), "-m", "tests.idle_rank", str(ports)),
-        ],
-        cwd=REPOSITORY,
-        # torch's own launcher leaves its logs.
-        env={**environment, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
-        start_new_session=True,
-    )
+    ranks = ("--nproc-per-node", str(num_ranks), "-m", "tests.idle_rank", str(ports))
+    environment = {"TMPDIR": str(tmp_path)}  # torch's own launcher leaves its logs
+    run = Launched(program=[launcher, *ranks], environment=environment, node=victim.name)
     try:
-        deadline_s = time.monotonic() + 120
-        while not ports.exists():
-            assert run.poll() is None
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
+        wait_for(run, ports.exists, "joined ranks", timeout_s=120)
         listening = ports.read_text().split()
+        prefix = attacker.prefix if attacker.name else ()
         attack = subprocess.run(
-            [*prefix(attacker), sys.executable, "-c", TRY_PORTS, victim.address, *listening],
+            [*prefix, sys.executable, "-S", "-c", TRY_PORTS, victim.address, *listening],
             capture_output=True,
             text=True,
             check=True,
@@ -117,22 +103,19 @@ def test_the_attack_succeeds_against_torchrun_itself(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_wait_for_other_nodes() -> None:
+def test_ctrl_c_ends_the_wait_for_other_nodes(started: list[Launched]) -> None:
     address, port = own_address(), free_port()
     place = ["--node-rank", "0", "--master-addr", address, "--master-port", str(port)]
-    command = [sys.executable, "-m", "bapo_megatron.torchrun", "--nnodes", "2", *place, "never.py"]
-    process = subprocess.Popen(command, cwd=REPOSITORY)
-    try:
-        deadline_s = time.monotonic() + 60
-        while time.monotonic() < deadline_s:
-            with suppress(ConnectionRefusedError):
-                socket.create_connection((address, port), timeout=5).close()
-                break
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == -signal.SIGINT
-    finally:
-        process.kill()
+    process = Launched(program=["bapo_megatron.torchrun", "--nnodes", "2", *place, "never.py"])
+    started.append(process)
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex((address, port)) == 0
+
+    wait_for(process, listens, "store")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == -signal.SIGINT
 
 
 @pytest.mark.parametrize(

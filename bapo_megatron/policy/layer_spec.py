@@ -36,7 +36,6 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 
 def layer_spec(
@@ -231,8 +230,14 @@ class PackedCausalAttention(nn.Module):
     def _causal(self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
         """Let the last query see every key, and each one before it one key less."""
         num_queries, num_keys = len(query_SHD), len(key_SGD)
-        # On a GPU no mask is made of it, whose entries would be the square of a sequence.
-        bias = None if num_queries == num_keys else causal_lower_right(num_queries, num_keys)
+        bias = None
+        if num_queries != num_keys:
+            # Only here, under context parallelism: it loads torch's compiler, almost a second,
+            # which of the other processes those without an optimizer never need.
+            from torch.nn.attention.bias import causal_lower_right
+
+            # On a GPU no mask is made of it, whose entries would be the square of a sequence.
+            bias = causal_lower_right(num_queries, num_keys)
         output_HSD = F.scaled_dot_product_attention(
             query_SHD.transpose(0, 1)[None],
             key_SGD.transpose(0, 1)[None],

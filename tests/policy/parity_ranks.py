@@ -103,15 +103,14 @@ def run_layout(models: Models, sizes: dict[str, int], export_root: Path) -> dict
             )
             sums = forward_backward(policy, problems)
             gradients = hf_gradients(policy)
+            policy.export_hf(export_root / name)
+            policy.export_hf(export_root / f"{name}_in_files", max_file_bytes=20_000)
             results[name] = {
                 "logits": logits,
                 "sums": sums,
                 "gradients": gradients,
                 "step": policy.optimizer_step(),
             }
-            policy = build(directory, groups)
-            policy.export_hf(export_root / name)
-            policy.export_hf(export_root / f"{name}_in_files", max_file_bytes=20_000)
     return results
 
 

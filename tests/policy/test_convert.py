@@ -21,7 +21,7 @@ from bapo_megatron.policy import hf_weights
 from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from tests.distributed_launch import joined, run_ranks
-from tests.launch import run, start
+from tests.launch import Launched, run
 from tests.policy.checkpoint_damages import Limited
 from tests.policy.convert_models import COMPANIONS, assert_same, copy_with, run_convert, weights
 from tests.policy.parity_ranks import build, snapshot
@@ -297,7 +297,7 @@ def test_an_interrupted_conversion_leaves_nothing_under_the_targets_name(
     deep_models: Models, large: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     target = tmp_path / "megatron"
-    process = start(["convert", str(large), str(target), "--max-file-gb", "0.03"])
+    process = Launched(["convert", str(large), str(target), "--max-file-gb", "0.03"], ranks=1)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".megatron.tmp/__1_0.distcp")):
         assert process.poll() is None, process.communicate()
@@ -306,7 +306,7 @@ def test_an_interrupted_conversion_leaves_nothing_under_the_targets_name(
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
 
-    assert process.returncode == {2: 130, 15: 143, 9: -9}[number]
+    assert process.poll() == {2: 130, 15: 143, 9: -9}[number]
     assert err == ("bapo-megatron: interrupted\n" if number == signal.SIGINT else "")
     assert not target.exists()
     if number == signal.SIGKILL:

@@ -20,7 +20,7 @@ LAYOUTS = [*ranks.ONE, *ranks.TWO, *ranks.FOUR]
 VARIANTS = [*ranks.VARIANTS]
 
 SOURCES = {
-    "single": ["TP2", "DP2", "PP2", "PP2 VPP2", "CP2"],
+    "single": ["TP2", "CP2"],
     "TP2": ["single"],
     "DP2": ["TP2"],
     "PP2": ["TP2"],

@@ -91,12 +91,21 @@ def test_logits_equal_those_of_transformers(
             assert (actual_NV - whole_NV[rows]).abs().max() < 1e-5
 
 
+@pytest.fixture(scope="module")
+def expected_gradients(models: Models) -> dict[str, dict[str, Tensor]]:
+    """By family, of transformers."""
+    return {
+        family: reference_gradients(load_reference(family, models[family]), make_problems())
+        for family in FAMILIES
+    }
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_and_their_norm_are_those_of_transformers_on_the_tokens_of_all_ranks(
-    results: Results, models: Models, layout: str, family: str
+    results: Results, expected_gradients: dict[str, dict[str, Tensor]], layout: str, family: str
 ) -> None:
-    expected = reference_gradients(load_reference(family, models[family]), make_problems())
+    expected = expected_gradients[family]
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in expected.values()))
     for result in results[layout]:
         assert result[family]["step"].applied

@@ -8,11 +8,10 @@ import pytest
 import yaml
 
 from bapo_megatron.data.dump import read_batch
-from tests.launch import start
+from tests.launch import Launched
 from tests.trainer.dumps import MANY_STEPS, replay_settings, write_dumps
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable
     from pathlib import Path
 
@@ -64,16 +63,14 @@ def replay_config(
 
 @pytest.fixture
 def start_long(
-    replay_config: Path, many_dumps: Path, started: list[subprocess.Popen[str]]
-) -> Callable[..., subprocess.Popen[str]]:
+    replay_config: Path, many_dumps: Path, started: list[Launched]
+) -> Callable[..., Launched]:
     """Starts a run of ``MANY_STEPS`` steps."""
 
-    def start_run(
-        run_dir: Path, *overrides: str, ranks: int = 2, **environment: str
-    ) -> subprocess.Popen[str]:
+    def start_run(run_dir: Path, *overrides: str, ranks: int = 2, **environment: str) -> Launched:
         long = (f"run_dir={run_dir}", f"replay={many_dumps}", f"train.steps={MANY_STEPS}")
         arguments = ["train", str(replay_config), *long, *overrides]
-        started.append(start(arguments, ranks=ranks, environment=environment))
+        started.append(Launched(arguments, ranks=ranks, environment=environment))
         return started[-1]
 
     return start_run

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import load_file
 
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.launch import run, torchrun
+from tests.launch import Launched, run
 from tests.reward.own_functions import EVEN_LENGTH
 
 if TYPE_CHECKING:
@@ -79,22 +79,16 @@ def train(
 
 
 def refusal(
-    arguments: list[str],
-    *,
-    ranks: int = 1,
-    by_torchrun: bool = False,
-    environment: dict[str, str] | None = None,
+    arguments: list[str], *, ranks: int = 1, environment: dict[str, str] | None = None
 ) -> tuple[int, str]:
     """Run a command that fails; returns its exit status and the first line of its own errors."""
-    if by_torchrun:
-        result = torchrun(arguments, ranks=ranks)
-    else:
-        result = run(arguments, ranks=ranks, environment=environment)
-    lines = re.findall(r"bapo-megatron: (.*)", result.stderr)
-    assert lines, result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.returncode != 0
-    return result.returncode, lines[0]
+    process = Launched(arguments, ranks=ranks, environment=environment)
+    stderr, status = process.communicate()[1], process.poll()
+    lines = re.findall(r"bapo-megatron: (.*)", stderr)
+    assert lines, stderr
+    assert "Traceback" not in stderr
+    assert status
+    return status, lines[0]
 
 
 def train_whole_run(config: RunConfig, stopping: Stopping | None = None) -> None:

@@ -16,9 +16,10 @@ from tests.trainer.chaos import wait_for
 from tests.trainer.runs import exported_weights, train
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable
     from pathlib import Path
+
+    from tests.launch import Launched
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -68,9 +69,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_in_another_layout(
     assert names == {"abandoned_1", "latest", *(f"step_{step}" for step in range(1, 4))}
 
 
-def _end_in_the_middle(
-    process: subprocess.Popen[str], latest: Path, ranks: int, number: signal.Signals
-) -> str:
+def _end_in_the_middle(process: Launched, latest: Path, ranks: int, number: signal.Signals) -> str:
     """End a training once it has saved three times, with all of its processes; returns stderr."""
 
     def has_saved_three() -> bool:
@@ -95,7 +94,7 @@ SAVES_OFTEN = (
     ("number", "ranks"), [(signal.SIGKILL, 2), (signal.SIGINT, 1)], ids=["killed", "interrupted"]
 )
 def test_a_run_that_ends_while_it_saves_in_the_background_goes_on_from_its_last_checkpoint(
-    start_long: Callable[..., subprocess.Popen[str]],
+    start_long: Callable[..., Launched],
     replay_config: Path,
     many_dumps: Path,
     tmp_path: Path,

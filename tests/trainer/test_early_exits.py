@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import REPOSITORY, run, torchrun
+from tests.launch import REPOSITORY, Launched, run
 from tests.trainer.runs import refusal
 
 pytestmark = pytest.mark.distributed
@@ -39,18 +39,13 @@ def test_sys_exit_in_a_rank_is_an_error_with_its_line(
     ],
 )
 def test_an_end_that_python_does_not_see_is_no_success_and_names_the_rank_or_the_line(
-    function: str,
-    ranks: str,
-    place: str,
-    replay_config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    function: str, ranks: str, place: str, replay_config: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("EXITING_RANKS", ranks)
     setting = f"algorithm.advantage={EXITING}:{function}"
-    result = torchrun(arguments(replay_config, tmp_path / "run", setting), ranks=2)
-    assert result.returncode == 1
-    last = result.stderr.splitlines()[-1]
+    environment = {"EXITING_RANKS": ranks}
+    process = Launched(arguments(replay_config, tmp_path / "run", setting), environment=environment)
+    last = process.communicate()[1].splitlines()[-1]
+    assert process.poll() == 1
     assert re.match(f"bapo-megatron: {place}", last)
     assert last.endswith(f"--resume continues from {tmp_path}/run/checkpoints/step_1")
 
@@ -60,10 +55,10 @@ def test_code_that_changes_the_working_directory_moves_no_file(replay_config: Pa
     run_dir = REPOSITORY / relative
     try:
         setting = f"algorithm.advantage={EXITING}:changes_directory"
-        result = run(arguments(replay_config, relative, setting))
+        result = run([*arguments(replay_config, relative, setting), "train.steps=2"])
         assert result.returncode == 0, result.stderr
         assert (run_dir / "summary.json").is_file()
-        assert (run_dir / "checkpoints" / "step_5").is_dir()
+        assert (run_dir / "checkpoints" / "step_2").is_dir()
         assert not (Path("/") / relative).exists()
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)

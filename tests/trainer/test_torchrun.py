@@ -15,12 +15,11 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.launch import start, torchrun
+from tests.launch import Launched
 from tests.trainer.chaos import steps, wait_for
 from tests.trainer.dumps import MANY_STEPS
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable
 
 pytestmark = pytest.mark.distributed
@@ -62,31 +61,31 @@ def test_a_dump_that_cannot_be_used_is_named_when_the_steps_before_are_saved(
     dumps = tmp_path / "dumps"
     shutil.copytree(mixed_dumps, dumps)
     damage(dumps / "step_000003.parquet")
-    result = torchrun(
-        ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", f"replay={dumps}"], ranks=2
-    )
-    assert result.returncode != 0
-    _assert_no_rank_shows_a_traceback(result.stderr)
-    line, last = _own_lines(result.stderr, 0)  # the launcher's is below torchrun's report
+    run_dir = tmp_path / "run"
+    process = Launched(["train", str(replay_config), f"run_dir={run_dir}", f"replay={dumps}"])
+    _, stderr = process.communicate()
+    assert process.poll() == 1
+    _assert_no_rank_shows_a_traceback(stderr)
+    line, last = _own_lines(stderr, 0)  # the launcher's is below torchrun's report
     assert f"step_000003.parquet: {problem}" in line
     assert last.startswith(line)
-    assert last.endswith(f"--resume continues from {tmp_path}/run/checkpoints/step_2")
-    assert result.stderr.splitlines()[-1] == f"bapo-megatron: {last}"
+    assert last.endswith(f"--resume continues from {run_dir}/checkpoints/step_2")
+    assert stderr.splitlines()[-1] == f"bapo-megatron: {last}"
     # torchrun may end rank 1 before it has said anything.
-    assert _own_lines(result.stderr, 1) in ([], [line])
+    assert _own_lines(stderr, 1) in ([], [line])
 
 
 def test_what_rank_0_alone_refuses_ends_all_ranks_at_once(
-    replay_config: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+    replay_config: Path, tmp_path: Path, started: list[Launched]
 ) -> None:
     # torchrun kills half a minute later what does not end.
     environment = {"PET_SHUTDOWN_TIMEOUT": "240"}
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     arguments = ["train", str(replay_config), f"run_dir={tmp_path}"]
-    process = start(arguments, ranks=2, environment=environment)
+    process = Launched(arguments, environment=environment)
     started.append(process)
     _, stderr = process.communicate(timeout=180)
-    assert process.returncode == 1
+    assert process.poll() == 1
     assert "already holds a run" in stderr.splitlines()[-1]
     assert not (tmp_path / "logs").exists()
 
@@ -96,7 +95,7 @@ def test_a_signal_while_rank_0_waits_for_another_rank_ends_everything_and_leaves
     number: signal.Signals,
     replay_config: Path,
     tmp_path: Path,
-    started: list[subprocess.Popen[str]],
+    started: list[Launched],
 ) -> None:
     run_dir, scratch, data = tmp_path / "run", tmp_path / "scratch", tmp_path / "train.jsonl"
     scratch.mkdir()
@@ -112,15 +111,13 @@ def test_a_signal_while_rank_0_waits_for_another_rank_ends_everything_and_leaves
         "data.max_prompt_tokens": 64,
     }
     overrides = [f"{name}={value}" for name, value in settings.items()]
-    process = start(
+    process = Launched(
         ["train", str(replay_config), *overrides],
-        ranks=2,
         environment={"PET_SHUTDOWN_TIMEOUT": "240", "TMPDIR": str(scratch), "LATE_RANK": "1"},
     )
     started.append(process)
     wait_for(process, (run_dir / "config.yaml").exists, "rank 0")
-    ranks = psutil.Process(process.pid).children()
-    (rank_0,) = (child for child in ranks if child.environ().get("RANK") == "0")
+    rank_0 = _rank(process, 0)
     wait_for(process, lambda: not _handles(rank_0, signal.SIGTERM), "rank 0 to join")
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
@@ -132,6 +129,13 @@ def test_a_signal_while_rank_0_waits_for_another_rank_ends_everything_and_leaves
     assert not list(scratch.iterdir())
 
 
+def _rank(process: Launched, rank: int) -> psutil.Process:
+    """torchrun starts its ranks in order."""
+    ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+    assert len(ranks) == 2
+    return ranks[rank]
+
+
 def _handles(process: psutil.Process, number: signal.Signals) -> bool:
     status = Path(f"/proc/{process.pid}/status").read_text()
     (mask,) = re.findall(r"^SigCgt:\t(\w+)$", status, re.MULTILINE)
@@ -139,7 +143,7 @@ def _handles(process: psutil.Process, number: signal.Signals) -> bool:
 
 
 def test_ctrl_c_before_the_first_checkpoint_saves_the_steps_and_leaves_no_process(
-    start_long: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    start_long: Callable[..., Launched], tmp_path: Path
 ) -> None:
     # test_checkpointing.py kills torchrun.
     run_dir = tmp_path / "run"
@@ -151,7 +155,7 @@ def test_ctrl_c_before_the_first_checkpoint_saves_the_steps_and_leaves_no_proces
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
     _, stderr = process.communicate(timeout=30)
-    assert process.returncode != 0
+    assert process.poll() == 1
     _assert_no_rank_shows_a_traceback(stderr)
     assert stderr.count("Saving and exiting;") == 1
     num_steps = len(steps(run_dir))
@@ -164,17 +168,15 @@ def test_ctrl_c_before_the_first_checkpoint_saves_the_steps_and_leaves_no_proces
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_run_at_once_and_leaves_no_process(
-    replay_config: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+    replay_config: Path, tmp_path: Path, started: list[Launched]
 ) -> None:
     endless = "algorithm.advantage=tests.trainer.stub_runs:endless_advantage"
-    process = start(["train", str(replay_config), f"run_dir={tmp_path / 'run'}", endless], ranks=2)
+    process = Launched(["train", str(replay_config), f"run_dir={tmp_path / 'run'}", endless])
     started.append(process)
-    assert process.stderr is not None
-    while process.stderr.readline() != "in a step\n":
-        assert process.poll() is None
+    wait_for(process, lambda: "in a step\n" in process.output()[1], "the first step")
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    time.sleep(1)
+    time.sleep(0.5)
     process.send_signal(signal.SIGINT)  # the same one
     time.sleep(5)
     assert process.poll() is None
@@ -192,7 +194,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once_and_leaves_no_process(
 def test_the_last_line_says_why_a_run_ended_and_how_it_goes_on(
     number: signal.Signals,
     why: str,
-    start_long: Callable[..., subprocess.Popen[str]],
+    start_long: Callable[..., Launched],
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"
@@ -203,11 +205,9 @@ def test_the_last_line_says_why_a_run_ended_and_how_it_goes_on(
             process.send_signal(number)
             time.sleep(0.2)
     else:
-        children = psutil.Process(process.pid).children()
-        (rank_1,) = (child for child in children if child.environ().get("RANK") == "1")
-        rank_1.send_signal(number)
+        _rank(process, 1).send_signal(number)
     _, stderr = process.communicate(timeout=240)
-    assert process.returncode == 1
+    assert process.poll() == 1
     way_on = rf"the same command with --resume continues from {run_dir}/checkpoints/step_\d+"
     assert re.fullmatch(f"bapo-megatron: {why}; {way_on}", stderr.splitlines()[-1])
 
