@@ -20,6 +20,8 @@ from bapo_megatron.types import EncodedBatch, Group, RolloutBatch
 from tests.data.samples import make_sample
 from tests.fakes.fake_sglang import FakeSglang
 from tests.launch import run, start
+from tests.reward.own_functions import EVEN_LENGTH
+from tests.rollout.forked_collector import forked_collectors
 from tests.trainer.chaos import wait_for
 
 if TYPE_CHECKING:
@@ -40,43 +42,48 @@ def config(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path
         "parallel: {tensor: 7}\n"
         "rollout:\n"
         "  {groups_per_step: 4, samples_per_group: 3, max_response_tokens: 40,\n"
-        "   oversample_groups: 2, server: {max_total_tokens: 8192, mem_fraction: 0.3}}\n"
-        "reward: {workers: 1}\n"
+        "   oversample_groups: 2}\n"
+        f"reward: {{workers: 1, functions: [{json.dumps(EVEN_LENGTH)}]}}\n"
         "train: {steps: 1, max_tokens_per_micro_batch: 8}\n"
     )
     return path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["local", "sglang"])
-def test_batches_are_dumped_and_counted(config: Path, tmp_path: Path, engine: str) -> None:
-    run_dir = tmp_path / "run"
-    arguments = ["generate", str(config), f"run_dir={run_dir}", f"rollout.engine={engine}"]
-    with FakeSglang(stop_at=60, token_interval_s=0.005) as fake:
-        if engine == "sglang":
-            arguments.append(f"rollout.servers=['{fake.address}']")
-        result = run([*arguments, "--steps", "2"])
-    assert result.returncode == 0, result.stdout + result.stderr
-    batches = [read_batch(run_dir / "rollouts" / f"step_{step:06d}.parquet") for step in (1, 2)]
-    names = ["step_000001.parquet", "step_000002.parquet"]
-    files = sorted(str(p.relative_to(run_dir / "rollouts")) for p in run_dir.rglob("*.parquet"))
-    assert files == [*names, *(f"texts/{name}" for name in names)]
+def check_batches(run_dir: Path, steps: int) -> None:
+    """Dumps, texts and metrics of the first steps are complete and belong to each other."""
+    rollouts = run_dir / "rollouts"
+    batches = [read_batch(rollouts / f"step_{step:06d}.parquet") for step in range(1, steps + 1)]
     samples = [sample for batch in batches for sample in batch.samples]
     assert {span.version for sample in samples for span in sample.versions} == {0}
-    assert len({group.group_id for batch in batches for group in batch.groups}) == 8
-    assert len(samples) == 24
-    for step, (row, batch) in enumerate(
-        zip(read_metrics(run_dir / "metrics.jsonl"), batches, strict=True), 1
-    ):
+    assert len({group.group_id for batch in batches for group in batch.groups}) == 4 * steps
+    assert len(samples) == 12 * steps
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    for step, (row, batch) in enumerate(zip(rows, batches, strict=False), 1):
         lengths = [len(sample.response_token_ids) for sample in batch.samples]
         assert row["step"] == step
         assert row["rollout/response_tokens_mean"] == pytest.approx(statistics.fmean(lengths))
         assert row["rollout/response_tokens_max"] == max(lengths)
         assert row["rollout/generated_tokens"] == batch.stats.generated_tokens
         assert row["time/rollout_s"] > 0
-        assert f"{step}/2" in result.stdout
 
-    again = run(arguments)
+
+def test_batches_are_dumped_and_counted(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    with FakeSglang(stop_at=60, token_interval_s=0.005) as fake, forked_collectors():
+        overrides = [f"run_dir={run_dir}", f"rollout.servers=['{fake.address}']"]
+        generate_batches(load_config(config, overrides), steps=2)
+    names = ["step_000001.parquet", "step_000002.parquet"]
+    files = sorted(str(p.relative_to(run_dir / "rollouts")) for p in run_dir.rglob("*.parquet"))
+    assert files == [*names, *(f"texts/{name}" for name in names)]
+    assert len(read_metrics(run_dir / "metrics.jsonl")) == 2
+    check_batches(run_dir, 2)
+    written = capsys.readouterr().out
+    assert "1/2" in written
+    assert "2/2" in written
+
+    again = run(["generate", str(config), *overrides])
     assert again.returncode == 1
     assert f"{run_dir} already holds a run" in again.stderr
 
@@ -86,8 +93,12 @@ def test_an_interrupt_leaves_complete_dumps_and_no_process(config: Path, tmp_pat
     run_dir = tmp_path / "run"
     arguments = ["generate", str(config), f"run_dir={run_dir}", "rollout.engine=local"]
     process = start([*arguments, "--steps", "100000"])
-    rollouts = run_dir / "rollouts"
-    wait_for(process, lambda: any(rollouts.glob("step_*.parquet")), "a batch")
+    rollouts, metrics = run_dir / "rollouts", run_dir / "metrics.jsonl"
+
+    def has_two_rows() -> bool:
+        return metrics.exists() and metrics.read_text().count("\n") >= 2
+
+    wait_for(process, has_two_rows, "two batches")
     started = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -98,6 +109,7 @@ def test_an_interrupt_leaves_complete_dumps_and_no_process(config: Path, tmp_pat
     for path in rollouts.glob("*.parquet"):
         assert texts_path(path).exists()
         assert len(read_batch(path).groups) == 4
+    check_batches(run_dir, 2)
 
 
 def test_weights_are_loaded_before_the_first_batch_and_into_servers_that_restarted(

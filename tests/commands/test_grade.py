@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+import typer
 
-from bapo_megatron.commands.grade import grade_file
+from bapo_megatron import cli
+from bapo_megatron.commands.grade import _parse, grade_file
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.runtime.processes import run_async
 from tests.launch import REPOSITORY, run
+from tests.reward.own_functions import EVEN_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,20 +42,25 @@ def responses(tmp_path):
     return tmp_path / "responses.jsonl"
 
 
-@pytest.fixture
-def config(tmp_path):
+def write_config(tmp_path, *functions):
     """A run with rewards of its own; nothing but its reward section counts."""
     path = tmp_path / "run.yaml"
-    path.write_text(
-        f"name: x\nrun_dir: {tmp_path}\nmodel: {{path: none}}\n"
-        "reward:\n"
-        "  workers: 1\n"
-        "  overlong: {buffer_tokens: 4}\n"
-        "  functions:\n"
-        "    - {name: facts, function: 'tests.reward.own_functions:everything'}\n"
-        "    - {name: math, function: math, weight: 2}\n"
-    )
+    reward = {"workers": 1, "overlong": {"buffer_tokens": 4}, "functions": functions}
+    run = {"name": "x", "run_dir": str(tmp_path), "model": {"path": "none"}, "reward": reward}
+    path.write_text(json.dumps(run))
     return path
+
+
+@pytest.fixture
+def config(tmp_path):
+    facts = {"name": "facts", "function": "tests.reward.own_functions:everything"}
+    return write_config(tmp_path, facts, {"name": "math", "function": "math", "weight": 2})
+
+
+@pytest.fixture
+def cheap(tmp_path):
+    """A run whose worker starts at once: what has an even length scores 1."""
+    return write_config(tmp_path, EVEN_LENGTH)
 
 
 @contextlib.contextmanager
@@ -140,53 +149,64 @@ def test_a_configuration_gives_the_rewards_of_its_run_without_shaping(responses,
         (b'{"response": "x", "answer": 1, "finish_reason": ["stop"]}', "'finish_reason' must"),
     ],
 )
-def test_a_fault_of_a_line_is_named_after_the_results_before_it(tmp_path, responses, bad, message):
-    responses.write_bytes(line_of(r"\boxed{1}", "1").encode() + b"\n" + bad + b"\n")
-    results = os.open(tmp_path / "results", os.O_CREAT | os.O_RDWR)
+def test_a_fault_of_a_line_is_named(bad, message):
+    with pytest.raises(ValueError, match=rf"^responses:3: {re.escape(message)}") as raised:
+        _parse("responses:3", bad)
 
-    with pytest.raises(ValueError, match="responses") as raised:
-        run_async(grade_file(responses, RewardConfig(workers=1), output=results))
-
-    assert json.loads(os.pread(results, 1000, 0))["score"] == 1.0
-    os.close(results)
-    assert str(raised.value).startswith(f"{responses}:3: {message}")
     assert "\n" not in str(raised.value)
 
 
-def test_a_line_without_an_end_is_refused_before_memory_is_full(tmp_path, responses, monkeypatch):
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        # Refused before memory is full.
+        (b"x" * (5 << 20), r"responses\.jsonl:2: longer than 3 MB"),
+        (b"\n{\n", r"responses\.jsonl:3: not valid JSON"),
+    ],
+    ids=["a line without an end", "a line that is not valid"],
+)
+def test_a_fault_is_named_after_the_results_before_it(
+    tmp_path, responses, monkeypatch, rest, message
+):
     monkeypatch.setattr("bapo_megatron.commands.grade.MAX_LINE_BYTES", 3 << 20)
-    responses.write_bytes(line_of(r"\boxed{1}", "1").encode() + b"x" * (5 << 20))
+    responses.write_bytes(line_of("even", "1").encode() + rest)
     results = os.open(tmp_path / "results", os.O_CREAT | os.O_RDWR)
+    rewards = RewardConfig.model_validate({"functions": [EVEN_LENGTH], "workers": 1})
 
-    with pytest.raises(ValueError, match=r"responses\.jsonl:2: longer than 3 MB"):
-        run_async(grade_file(responses, RewardConfig(workers=1), output=results))
+    with pytest.raises(ValueError, match=message):
+        run_async(grade_file(responses, rewards, output=results))
 
     assert json.loads(os.pread(results, 1000, 0))["score"] == 1.0
     os.close(results)
 
 
-def test_a_file_or_function_that_is_not_there_is_one_line(tmp_path, config):
-    missing = run(["grade", str(tmp_path / "none.jsonl")])
-    assert missing.returncode == 1
-    assert missing.stderr.startswith(f"bapo-megatron: {tmp_path}/none.jsonl: no such file")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["NONE"], "bapo-megatron: NONE: no such file"),
+        (["-", "--config", "RUN"], "'tests.reward.own_functions:nothing'"),
+        (["-", "reward.workers=2"], "override 'reward.workers=2': give --config"),
+    ],
+)
+def test_a_file_or_function_that_is_not_there_is_one_line(tmp_path, capfd, arguments, message):
+    path = write_config(tmp_path, {"name": "no", "function": "tests.reward.own_functions:nothing"})
+    typed = [str(path) if argument == "RUN" else argument for argument in arguments]
 
-    config.write_text(config.read_text().replace(":everything", ":nothing"))
-    unknown = run(["grade", "-", "--config", str(config)])
-    assert unknown.returncode == 1
-    assert "'tests.reward.own_functions:nothing'" in unknown.stderr
-    assert unknown.stderr.count("\n") == 1
-    assert (
-        "override 'reward.workers=2': give --config"
-        in run(["grade", "-", "reward.workers=2"]).stderr
-    )
+    with pytest.raises((OSError, ValueError, RewardError, typer.BadParameter)) as caught:
+        cli.app(["grade", *typed], standalone_mode=False)
+
+    assert cli._report(caught.value) != 0
+    complaint = capfd.readouterr().err
+    assert message in complaint
+    assert complaint.count("\n") == 1
 
 
-def test_results_come_while_the_input_is_still_open_and_a_closed_pipe_ends_it():
-    with grading_from_pipe() as grading:
-        grading.send(line_of(r"\boxed{1}", "1"))
+def test_results_come_while_the_input_is_still_open_and_a_closed_pipe_ends_it(cheap):
+    with grading_from_pipe("--config", str(cheap)) as grading:
+        grading.send(line_of("even", "1"))
         assert json.loads(grading.stdout.readline())["score"] == 1.0
         grading.stdout.close()
-        grading.send(line_of(r"\boxed{1}", "1") * 3)
+        grading.send(line_of("even", "1") * 3)
         assert grading.wait(20) == 141
         assert grading.stderr.read() == b""
 
@@ -206,14 +226,12 @@ def test_an_interrupt_ends_it_and_its_workers_at_once(config):
         assert psutil.wait_procs(workers, timeout=5)[1] == []
 
 
-def test_a_large_file_is_graded_in_bounded_memory(responses):
-    with responses.open("w") as stream:
-        for _ in range(1500):  # 30 MB
-            stream.write(line_of("x" * 20_000 + r"\boxed{3}", "3"))
+def test_a_large_file_is_graded_in_bounded_memory(responses, cheap):
+    responses.write_text(line_of("x" * 20_000, "3") * 1500)  # 30 MB
     program = (
         "import resource, sys\n"
         "from bapo_megatron import cli\n"
-        "sys.argv = ['bapo-megatron', 'grade', sys.argv[1]]\n"
+        "sys.argv = ['bapo-megatron', 'grade', sys.argv[1], '--config', sys.argv[2]]\n"
         "try:\n"
         "    cli.main()\n"
         "finally:\n"
@@ -223,7 +241,7 @@ def test_a_large_file_is_graded_in_bounded_memory(responses):
 
     done, small = (
         subprocess.run(
-            [sys.executable, "-c", program, path],
+            [sys.executable, "-c", program, path, cheap],
             capture_output=True,
             text=True,
             timeout=100,

@@ -91,6 +91,13 @@ def hang():
         time.sleep(1)
 
 
+def spin(response):
+    """Compute for ever, unless there is nothing to be done."""
+    while response:
+        pass
+    return 1.0
+
+
 def count_tries(response):
     with Path(response).open("a") as stream:
         stream.write(f"{os.getpid()}\n")

@@ -142,13 +142,16 @@ def test_every_gsm8k_solution_grades_its_own_answer_and_no_other(shared_data, na
     ]
     assert len(solutions) == {"gsm8k_train": 7473, "gsm8k_test": 1319}[name]
 
+    boxed = set()
     for solution in solutions:
         reference = parse_answer(solution)
         wrong = str(int(reference.replace(",", "")) + 1)
         assert grade_math_answer(solution, reference).reward == 1.0
-        assert grade_math_answer(rf"So \boxed{{{reference}}}", reference).reward == 1.0
         assert grade_math_answer(solution, wrong).reward == 0.0
-        assert grade_math_answer(rf"So \boxed{{{wrong}}}", reference).reward == 0.0
+        if reference not in boxed:
+            boxed.add(reference)
+            assert grade_math_answer(rf"So \boxed{{{reference}}}", reference).reward == 1.0
+            assert grade_math_answer(rf"So \boxed{{{wrong}}}", reference).reward == 0.0
 
 
 @pytest.mark.parametrize(
@@ -267,7 +270,7 @@ def test_fractions_are_right_if_and_only_if_they_are_equal(top, bottom, other_to
 
 
 @pytest.mark.slow
-@_FAST
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.text(max_size=60), st.text(max_size=20))
 def test_any_text_has_a_score_and_the_same_one_again(response, reference):
     for text in (response, rf"\boxed{{{response}}}", f"the answer is {response}"):

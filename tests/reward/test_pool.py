@@ -17,12 +17,12 @@ from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.runtime import workers as workers_module
 from tests.reward.scoring import score_in_turn
 
-HANGING = r"\boxed{\prod_{k=1}^{10^9} (k+x)}"
-"""sympy writes out this product, which no machine ends."""
 TIMED_OUT = Score(reward=0.0, answer_found=False, timed_out=True, reason="limit")
 OWN = "tests.reward.own_functions"
 LENGTH = (f"{OWN}:length",)
 """For workers that grade no mathematics: those start sooner."""
+SPIN = (f"{OWN}:spin",)
+"""It computes for ever, but for an empty response."""
 
 
 def children() -> set[int]:
@@ -48,16 +48,15 @@ def wait_until(condition, limit_s=10.0):
 
 def test_answers_are_graded_concurrently_and_closing_leaves_no_process():
     async def grade():
-        async with RewardPool(workers=2, timeout_s=10) as pool:
-            asked = [pool.score(rf"\boxed{{{i}}}", str(i - i % 2)) for i in range(50)]
+        async with RewardPool(workers=2, timeout_s=10, functions=LENGTH) as pool:
+            asked = [pool.score("x" * i) for i in range(50)]
             scores = await asyncio.gather(*asked)
             assert len(children()) == 2
         return scores
 
     scores = asyncio.run(grade())
 
-    assert [score.reward for score in scores] == [1.0, 0.0] * 25
-    assert scores[7] == Score(reward=0.0, extracted="7", reason="different")
+    assert [score.reward for score in scores] == list(range(50))
     assert children() == set()
 
 
@@ -103,9 +102,9 @@ def test_two_processes_on_one_processor_starve():
 
 def test_an_answer_is_not_delayed_by_one_that_hangs_elsewhere():
     async def grade():
-        async with RewardPool(workers=2, timeout_s=30) as pool:
-            hanging = asyncio.create_task(pool.score(HANGING, "1"))
-            scores = [await pool.score(r"\boxed{1}", "1") for _ in range(5)]
+        async with RewardPool(workers=2, timeout_s=30, functions=SPIN) as pool:
+            hanging = asyncio.create_task(pool.score("x"))
+            scores = [await pool.score("") for _ in range(5)]
             assert not hanging.done()
             hanging.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -191,7 +190,7 @@ def test_a_worker_that_cannot_start_is_an_error(monkeypatch):
     ],
 )
 def test_a_function_that_cannot_be_used_is_one_line_before_any_answer(function, message):
-    assert re.search(message, refusal_of("math", function))
+    assert re.search(message, refusal_of(function))
 
 
 def refusal_of(*functions, memory_limit_mb=2048):
@@ -227,7 +226,7 @@ def test_a_function_may_replace_what_the_json_module_has():
 )
 def test_the_processes_that_a_function_started_end_with_their_worker(tmp_path, function, score):
     started = str(tmp_path / "pid")
-    assert score_in_turn(started, function=f"{OWN}:{function}", timeout_s=3) == [score]
+    assert score_in_turn(started, function=f"{OWN}:{function}", timeout_s=1) == [score]
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: is_gone(pid))
 
@@ -277,10 +276,10 @@ def test_a_pattern_that_is_none_is_one_line_that_names_its_key():
 
 def test_a_closed_pool_refuses_answers_and_ends_those_in_progress():
     async def grade():
-        pool = RewardPool(workers=2, timeout_s=60)
-        await pool.score(r"\boxed{1}", "1")
+        pool = RewardPool(workers=2, timeout_s=60, functions=SPIN)
+        await pool.score("")
         # One finds its worker running, the other is still waiting for its own to start.
-        tasks = [asyncio.create_task(pool.score(HANGING, "1")) for _ in range(2)]
+        tasks = [asyncio.create_task(pool.score("x")) for _ in range(2)]
         while len(children()) < 2:
             await asyncio.sleep(0.01)
         await pool.close()
@@ -299,10 +298,10 @@ def test_workers_die_with_a_killed_parent_even_while_they_hang():
         "import asyncio\n"
         "from bapo_megatron.reward.pool import RewardPool\n"
         "async def main():\n"
-        "    pool = RewardPool(1, 600)\n"
-        "    await pool.score('', '')\n"
+        f"    pool = RewardPool(1, 600, {SPIN})\n"
+        "    await pool.score('')\n"
         "    print(next(iter(pool._workers._running)).pid, flush=True)\n"
-        f"    await pool.score({HANGING!r}, '1')\n"
+        "    await pool.score('x')\n"
         "asyncio.run(main())\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)

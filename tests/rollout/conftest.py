@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import psutil
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import RunConfig
 
     Open = Callable[..., CollectorClient]
-    """The ``open_client`` fixture: of a configuration, and ``is_fork``."""
+    """The ``open_client`` fixture: of a configuration."""
 
 
 def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
@@ -31,16 +30,16 @@ def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
 
 @pytest.fixture
 def open_client() -> Iterator[Open]:
-    """Starts clients, with forks as collectors by default; checks that nothing is left of them."""
+    """Starts clients, with forks as collectors; checks that nothing is left of them."""
     prepare_forks()
     others = descendants()
     clients = []
     progress: list[str] = []
 
-    def open_(config: RunConfig, *, is_fork: bool = True) -> CollectorClient:
+    def open_(config: RunConfig) -> CollectorClient:
         client = CollectorClient(config, on_progress=progress.append)
         clients.append(client)
-        with forked_collectors() if is_fork else contextlib.nullcontext():
+        with forked_collectors():
             client.launch()
         return client
 

@@ -26,20 +26,24 @@ AT_START = RolloutState(
 """The state of a collector that has drawn nothing, for buffers without one."""
 
 
+_MEMORY = "/dev/shm"
+"""Where a flush to the disk takes no time."""
+
+
 def without_clock(saved: SavedRollout) -> bytes:
     """All of the file that repeats."""
     return file_of(replace(saved, about=replace(saved.about, generation_s=0.0)))
 
 
 def file_of(saved: SavedRollout) -> bytes:
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=_MEMORY) as directory:
         path = Path(directory) / "rollout.parquet"
         write_saved(path, saved)
         return path.read_bytes()
 
 
 def read_file(content: bytes) -> SavedRollout:
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=_MEMORY) as directory:
         path = Path(directory) / "rollout.parquet"
         path.write_bytes(content)
         return read_saved(path)

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import json
 import logging
-import shutil
 import socket
 import statistics
 import threading
@@ -20,17 +19,21 @@ import pytest
 
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.dump import decode_batch, read_batch
+from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.evaluation.results import read_results
 from bapo_megatron.evaluation.samples import load_sets
 from bapo_megatron.rollout.client import CollectorClient
-from bapo_megatron.rollout.collector import _send, _WarningsToClient
-from bapo_megatron.rollout.messages import COLLECT
+from bapo_megatron.rollout.collector import Collector, _send, _WarningsToClient
+from bapo_megatron.rollout.messages import COLLECT, CONNECT, Open
 from bapo_megatron.rollout.saved import read_saved
+from bapo_megatron.runtime.calls import Failure, Request
 from bapo_megatron.types import FinishReason
 from bapo_megatron.weight_sync.receive import LOAD, RESUME, Load
 from tests.engine.helpers import descendants, reference_logprobs
 from tests.fakes.fake_sglang import FakeSglang
+from tests.launch import REPOSITORY
+from tests.reward.own_functions import EVEN_LENGTH
 from tests.rollout.conftest import changed
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tests.engine.helpers import MakeConfig
-    from tests.rollout.conftest import Open
+    from tests.rollout.conftest import Open as OpenClient
 
     OpenOn = Callable[..., CollectorClient]
 
@@ -48,11 +51,17 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def open_on(open_client: Open, make_config: MakeConfig, tmp_path: Path) -> OpenOn:
+def make_config(make_config: MakeConfig) -> MakeConfig:
+    """Of a reward whose workers start sooner than those that grade mathematics."""
+    return lambda **rollout: changed(make_config(**rollout), "reward", functions=[EVEN_LENGTH])
+
+
+@pytest.fixture
+def open_on(open_client: OpenClient, make_config: MakeConfig, tmp_path: Path) -> OpenOn:
     """Starts clients of a server that has weights version 1."""
 
-    def open_(fake: FakeSglang, *, is_fork: bool = True, **rollout: Any) -> CollectorClient:
-        client = open_client(make_config(servers=(fake.address,), **rollout), is_fork=is_fork)
+    def open_(fake: FakeSglang, **rollout: Any) -> CollectorClient:
+        client = open_client(make_config(servers=(fake.address,), **rollout))
         client.sync_weights(tmp_path, 1)
         return client
 
@@ -65,12 +74,12 @@ def process_of(client: CollectorClient) -> psutil.Process:
 
 
 def test_batches_and_evaluations_from_a_model(
-    make_config: MakeConfig, model_dir: Path, open_client: Open
+    make_config: MakeConfig, model_dir: Path, open_client: OpenClient
 ) -> None:
     config = make_config(
         engine="local",
         local={"max_rows": 8},  # so that responses do not begin, and end, together
-        max_response_tokens=100,
+        max_response_tokens=60,
         temperature=0.6,
         oversample_groups=3,
     )
@@ -131,31 +140,32 @@ def test_batches_and_evaluations_from_a_model(
     assert {group.group_id for group in before} <= {group.group_id for group in after}
 
 
-@pytest.mark.sglang
-def test_a_server_that_cannot_be_started_again_is_an_error_with_the_end_of_its_log(
-    make_config: MakeConfig,
-    open_client: Open,
-    model_dir: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+async def test_without_a_server_that_can_be_started_again_the_error_ends_with_its_log(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(health={"timeout_s": 5, "patience_s": 15})
-    model = tmp_path / "model"
-    shutil.copytree(model_dir, model)
-    config = changed(config, "model", path=str(model))
-    client = open_client(config)
-    client.sync_weights(model, 1)
-    assert client.collect(1) is not None
-    (model / "model.safetensors").unlink()
-    (server,) = descendants(process_of(client).pid, mentioning="sglang.launcher")
-    server.kill()
-    with pytest.raises(RolloutError) as caught, caplog.at_level(logging.WARNING):
-        client.collect(2)
-    first, second, *log = str(caught.value).splitlines()
-    assert first.startswith("no usable server for 15 s (rollout.health.patience_s): http://127.0")
+    monkeypatch.setattr(sglang_server, "LAUNCHER", "tests.fakes.fake_launcher")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    fate = tmp_path / "fate"
+    fate.write_text("serve")
+    server = {"extra_args": [f"--fate={fate}"]}
+    config = make_config(server=server, health={"interval_s": 0.1, "patience_s": 3})
+    collector = Collector(lambda reply: None)
+    try:
+        await collector.open(Open(config=config, for_training=True, awaits_weights=True))
+        connecting = asyncio.create_task(collector.answer(Request(1, CONNECT.name, None)))
+        while not hasattr(collector, "_pool"):
+            await asyncio.sleep(0.02)
+        fate.write_text("exit")
+        (launcher,) = descendants(mentioning=str(fate))
+        launcher.kill()
+        failure = await connecting
+    finally:
+        await collector.close()
+    assert isinstance(failure, Failure)
+    first, second, *log = failure.error.splitlines()
+    assert first.startswith("no answer for 3 s (rollout.health.patience_s): http://127.0.0.1:")
     assert second.startswith("the SGLang server at http://127.0.0.1:")
-    assert log
-    assert "died (SIGKILL); it is started again (" in caplog.text
+    assert log[-1] == "    fate: exit; an api key: True"
 
 
 @contextlib.contextmanager
@@ -180,18 +190,17 @@ def crashing(fake: FakeSglang) -> Iterator[None]:
         thread.join()
 
 
-@pytest.mark.parametrize("call", ["collect", "evaluate"])
 def test_a_prompt_that_crashes_every_server_is_not_sent_for_ever(
-    make_config: MakeConfig, open_client: Open, tmp_path: Path, call: str
+    make_config: MakeConfig, open_client: OpenClient, tmp_path: Path
 ) -> None:
     syncs = 0
 
     def sync_until_it_ends(client: CollectorClient) -> None:
         nonlocal syncs
-        while syncs < 10:
+        for call in (client.collect, client.evaluate) * 5:
             client.sync_weights(tmp_path, 1)
             syncs += 1
-            assert getattr(client, call)(0) is None
+            assert call(0) is None
 
     with FakeSglang(token_interval_s=1.0) as fake, crashing(fake):
         health = {"interval_s": 0.1, "timeout_s": 5}
@@ -203,14 +212,6 @@ def test_a_prompt_that_crashes_every_server_is_not_sent_for_ever(
     reasons = (f"it needs weights again: {fake.address}", "it has weights version default")
     assert any(f"{fake.address} (stale): {reason}" in str(error.value) for reason in reasons)
     assert "\n" not in str(error.value)
-
-
-def test_a_collector_that_dies_shows_its_last_lines(open_on: OpenOn) -> None:
-    with FakeSglang(stop_at=60) as fake:
-        client = open_on(fake, is_fork=False)
-        process_of(client).kill()
-        with pytest.raises(RolloutError, match=r"process died \(SIGKILL\).*collector\.log"):
-            client.collect(1)
 
 
 async def test_warnings_for_a_client_that_is_gone_go_to_the_log_only() -> None:
@@ -228,20 +229,7 @@ async def test_warnings_for_a_client_that_is_gone_go_to_the_log_only() -> None:
         writer.close()
 
 
-def test_a_collector_ends_in_the_middle_of_a_batch_when_its_client_is_gone(open_on: OpenOn) -> None:
-    with FakeSglang(token_interval_s=0.2) as fake:
-        client = open_on(fake)
-        client.start(COLLECT, 0)
-        while not fake.requests:
-            time.sleep(0.02)
-        collector = process_of(client)
-        assert client._socket is not None
-        client._socket.close()  # as the end of the process does
-        collector.wait(timeout=10)
-    assert "Traceback" not in client._log_path.read_text()
-
-
-def test_a_disk_that_is_full_is_named_and_nothing_half_written_is_left(
+def test_a_full_disk_and_a_signal_that_ends_it_are_named_and_nothing_half_written_is_left(
     open_on: OpenOn, tmp_path: Path
 ) -> None:
     rollouts = tmp_path / "run" / "rollouts"
@@ -252,11 +240,14 @@ def test_a_disk_that_is_full_is_named_and_nothing_half_written_is_left(
         message = f"^{rollouts}/.*step_000001.parquet: file too large; "
         with pytest.raises(RolloutError, match=message):
             client.collect(1)
-    assert not any(entry.is_file() for entry in rollouts.rglob("*"))
+        assert not any(entry.is_file() for entry in rollouts.rglob("*"))
+        process_of(client).kill()
+        with pytest.raises(RolloutError, match=r"process died \(SIGKILL\).*collector\.log"):
+            client.collect(1)
 
 
 def test_an_evaluation_beside_rollouts_has_one_version_whatever_becomes_of_its_servers(
-    make_config: MakeConfig, open_client: Open, tmp_path: Path
+    make_config: MakeConfig, open_client: OpenClient, tmp_path: Path
 ) -> None:
     with FakeSglang(stop_at=60) as first, FakeSglang(stop_at=60) as second:
         config = make_config(servers=(first.address, second.address), health={"interval_s": 0.1})
@@ -315,54 +306,53 @@ def test_an_evaluation_beside_rollouts_has_one_version_whatever_becomes_of_its_s
 
 
 def test_an_engine_that_is_driven_refuses_evaluations_beside_rollouts(
-    make_config: MakeConfig, open_client: Open
+    make_config: MakeConfig, open_client: OpenClient
 ) -> None:
     client = open_client(changed(make_config(engine="local"), "eval", overlap=True))
     with pytest.raises(RolloutError, match=r"^eval\.overlap: must be false"):
         client.wait_ready()
 
 
-def test_without_dumps_batches_leave_no_file(open_on: OpenOn, tmp_path: Path) -> None:
-    with FakeSglang(stop_at=60) as fake:
-        assert len(decode_batch(open_on(fake, dump=False).collect(1)).groups) == 3
-    assert not (tmp_path / "run" / "rollouts").exists()
-
-
-def test_an_unreadable_row_is_named_and_long_prompts_are_counted(
-    make_config: MakeConfig, open_client: Open, caplog: pytest.LogCaptureFixture
+def test_an_unreadable_row_is_named_and_an_evaluation_leaves_no_prompt_out(
+    make_config: MakeConfig, open_client: OpenClient
 ) -> None:
-    config = make_config(servers=("http://127.0.0.1:1",), health={"patience_s": 1})
+    config = make_config(servers=("http://127.0.0.1:1",))
     assert config.data.train is not None
-    train = config.data.train.path
-    rows = train.read_text()
-    train.write_text(json.dumps({"prompt": "1" * 100, "answer": "1"}) + "\n" + rows)
-    client = open_client(config)
-    with pytest.raises(RolloutError, match=r"1 of 17 .* an evaluation leaves none out"):
-        client.wait_ready()
-
-    sums = train.with_name("sums.jsonl")
-    sums.write_text(rows)
-    config = changed(config, "eval", sets=[{"path": str(sums), "name": "sums"}])
-    client = open_client(config)
-    with caplog.at_level(logging.WARNING), pytest.raises(RolloutError, match="no answer for 1 s"):
-        client.wait_ready()
-    assert "1 of 17 prompts are longer than 32 tokens" in caplog.text
-    assert "5 of 5 prompts of evaluation set 'sums' are in training set 'train' too" in caplog.text
-
-    train.write_text(rows + '{"prompt": "1+1=?"}\n')
+    rows = config.data.train.path.read_text()
+    config.data.train.path.write_text(rows + '{"prompt": "1+1=?"}\n')
     client = open_client(config)
     with pytest.raises(RolloutError, match=r"train.jsonl:17: no column 'answer'"):
         client.wait_ready()
 
+    long = json.dumps({"prompt": "1" * 100, "answer": "1"})
+    config.data.train.path.write_text(f"{long}\n{rows}")
+    renderer = ChatRenderer(load_tokenizer(config.model.path), config.data)
+    with pytest.raises(ValueError, match=r"1 of 17 .* an evaluation leaves none out"):
+        load_sets(config.eval, renderer, 32)
 
-def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded(
-    make_config: MakeConfig, open_client: Open, tmp_path: Path
+
+def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded_and_batches_leave_no_file(
+    make_config: MakeConfig,
+    open_client: OpenClient,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     file = tmp_path / "servers"
+    config = make_config(servers_file=file, min_servers=1, dump=False)
+    assert config.data.train is not None
+    train = config.data.train.path
+    sums = train.rename(train.with_name("sums.jsonl"))
+    long = json.dumps({"prompt": "1" * 100, "answer": "1"})
+    train.write_text(f"{long}\n{sums.read_text()}")
+    config = changed(config, "eval", sets=[{"path": str(sums), "name": "sums"}])
     with FakeSglang(stop_at=60) as fake:
         file.write_text(f"{fake.address}\nhttp://127.0.0.1:1\n")
-        client = open_client(make_config(servers_file=file, min_servers=1))
-        client.wait_ready()
+        client = open_client(config)
+        with caplog.at_level(logging.WARNING):
+            client.wait_ready()
+        assert "1 of 17 prompts are longer than 32 tokens" in caplog.text
+        overlap = "5 of 5 prompts of evaluation set 'sums' are in training set 'train' too"
+        assert overlap in caplog.text
         load = client.weights.start(LOAD, Load(model_dir=tmp_path, version=7))
         assert client._lacks_weights
         load()
@@ -371,6 +361,20 @@ def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded(
         assert not client._lacks_weights
         client.ensure_weights()
         assert fake.version == "7"
+        assert len(decode_batch(client.collect(1)).groups) == 3
+        assert not (tmp_path / "run" / "rollouts").exists()
+
+        # Its client is gone in the middle of a batch.
+        fake.token_interval_s = 0.2
+        num_requests = len(fake.requests)
+        client.start(COLLECT, 2)
+        while len(fake.requests) == num_requests:
+            time.sleep(0.02)
+        collector = process_of(client)
+        assert client._socket is not None
+        client._socket.close()  # as the end of the process does
+        collector.wait(timeout=10)
+    assert "Traceback" not in client._log_path.read_text()
 
 
 def test_a_checkpoint_of_a_replay_cannot_be_continued_live(

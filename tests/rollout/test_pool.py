@@ -140,12 +140,12 @@ async def test_drain_ends_although_a_server_hangs_or_ignores_aborts() -> None:
 async def test_paused_requests_go_on_with_new_weights_where_they_stopped(mode: str) -> None:
     changes = {"num_retractions": 3}  # one of them by the pause, if it retracts
     fake = FakeSglang(token_interval_s=0.01, changes=changes)
-    async with pool_on(fake, request_timeout_s=2.0) as pool:
+    async with pool_on(fake, request_timeout_s=1.0) as pool:
         response = Response(pool, 200)
         await until(lambda: len(response.token_ids) >= 5)
         await pool.pause(mode)
         assert fake.pause_mode == mode
-        await asyncio.sleep(3.0)  # longer than a request may be silent
+        await asyncio.sleep(1.5)  # longer than a request may be silent
         fake.version = "1"
         pool.states.version = 1
         pool.states.mark_updated(pool.states.engines[0], 1)
@@ -207,8 +207,8 @@ async def test_a_request_that_waits_for_its_turn_while_others_get_tokens_is_left
     fake = FakeSglang(stalls={3: 5}, token_interval_s=0.05)
     async with pool_on(fake, request_timeout_s=1.0) as pool:
         waiting = Response(pool)
-        busy = Response(pool, 60, prompt=[1, 2, 3, 4])
-        await busy.check(60, FinishReason.LENGTH)  # 3 s
+        busy = Response(pool, 36, prompt=[1, 2, 3, 4])
+        await busy.check(36, FinishReason.LENGTH)  # 1.8 s
         fake.stalls.clear()
         await waiting.check(20, FinishReason.LENGTH)
         assert pool.num_lost_requests == 0

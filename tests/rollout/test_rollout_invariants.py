@@ -205,6 +205,8 @@ class RolloutMachine(RuleBasedStateMachine):
         async def settle() -> None:
             for _ in range(24):
                 await asyncio.sleep(0)
+                if not self.loop._ready:
+                    break
 
         self.loop.run_until_complete(settle())
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from bapo_megatron import cli
+from examples.study import tier_b
 from examples.study.tier_b import Plan, Setting, compute
+from tests.distributed_launch import start_fork
 from tests.reward.own_functions import EVEN_LENGTH
+from tests.rollout.forked_collector import forked_collectors
 from tests.trainer.dumps import make_random_model
 
 if TYPE_CHECKING:
@@ -18,7 +23,22 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-def test_the_yoked_run_has_the_bounds_of_another_seed_s_bapo(tmp_path: Path) -> None:
+def call(out: Path, *arguments: str) -> None:
+    """Run a command of the project; it and its collector are forks, which start sooner."""
+    process = start_fork(_run, arguments, out / "log")
+    process.join()
+    assert process.exitcode == 0, (out / "log").read_text()
+
+
+def _run(arguments: tuple[str, ...], log: Path) -> None:
+    with log.open("w") as out, redirect_stdout(out), redirect_stderr(out), forked_collectors():
+        cli.app(arguments, standalone_mode=False)
+
+
+def test_the_yoked_run_has_the_bounds_of_another_seed_s_bapo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_b, "_call", call)
     reward = f"reward.functions=[{json.dumps(EVEN_LENGTH)}]"
     plan = Plan(lags=(0,), rates=(1e-3,), seeds=(0, 1), steps=1, overrides=(reward,))
     rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(9) for b in range(9)]
@@ -36,6 +56,6 @@ def test_the_yoked_run_has_the_bounds_of_another_seed_s_bapo(tmp_path: Path) -> 
     path.write_text("[0, 1.0, 1.0]\n")
     (yoked,) = compute(Setting("yoked", 0, 1e-3, 0, 1), plan, tmp_path)
     assert yoked["seed"] == 0
-    clipped = [run["clipped_low"][0] + run["clipped_high"][0] for run in (bapo, yoked)]
+    clipped = [row["clipped_low"][0] + row["clipped_high"][0] for row in (bapo, yoked)]
     assert clipped[0] < 0.2 < 0.3 < clipped[1]
     assert not (tmp_path / "runs" / "yoked_lag0_lr0.001_seed0").exists()

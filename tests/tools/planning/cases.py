@@ -30,7 +30,7 @@ PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek-r1-distill-qwen-32b": (
             {"tensor": 8, "sequence": True, "pipeline": 2, "context": 4},
             {"tensor": 4, "sequence": True, "pipeline": 4, "virtual_pipeline": 4},
-            {"pipeline": 64},
+            {"pipeline": 8},
         ),
         "octothinker-3b": (
             {},

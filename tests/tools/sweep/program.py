@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bapo_megatron import cli
 from bapo_megatron.tools.sweep.file import PlannedRun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FAKE = Path(__file__).parents[2] / "fakes" / "fake_train.py"
 
 
 def main() -> None:
-    outcomes = sys.argv.pop(1)
-
-    def command(run: PlannedRun) -> list[str]:
-        return [sys.executable, str(FAKE), outcomes, *run.arguments, "--resume"]
-
-    PlannedRun.command = command  # type: ignore[method-assign]
+    PlannedRun.command = command_with(sys.argv.pop(1))  # type: ignore[method-assign]
     cli.main()
+
+
+def command_with(outcomes: str) -> Callable[[PlannedRun], list[str]]:
+    """The method of a run that returns its command."""
+    return lambda run: [sys.executable, str(FAKE), outcomes, *run.arguments, "--resume"]
 
 
 if __name__ == "__main__":

@@ -11,14 +11,16 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import psutil
 import pytest
 
-from bapo_megatron.tools.sweep.file import load_sweep
-from bapo_megatron.tools.sweep.run import run_sweep
+from bapo_megatron import cli
+from bapo_megatron.tools.sweep.file import PlannedRun, load_sweep
+from bapo_megatron.tools.sweep.run import SweepError, run_sweep
 from tests.launch import REPOSITORY
 from tests.tools.sweep import program
 from tests.tools.sweep.files import write_sweep
@@ -26,45 +28,54 @@ from tests.tools.sweep.files import write_sweep
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    Start = Callable[[Path], subprocess.Popen[str]]
+    Finish = Callable[..., tuple[int, str, str]]
+
 pytestmark = pytest.mark.slow
 
 
-class Started:
-    """A sweep in a process of its own."""
+@pytest.fixture
+def start(outcomes: Path, started: list[subprocess.Popen[str]]) -> Iterator[Start]:
+    """Starts sweeps with the stand-in for ``train``; what still runs at the end is killed."""
 
-    def __init__(self, *command: str) -> None:
-        inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-        self.process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=REPOSITORY,
-            env={**inherited, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+    def start(file: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, program.__file__, str(outcomes), "sweep", str(file)]
+        pipe, env = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        started.append(
+            subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=env,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                start_new_session=True,
+            )
         )
+        return started[-1]
 
-    def finish(self) -> tuple[int, str, str]:
-        """Exit status, standard output and standard error."""
-        out, err = self.process.communicate(timeout=120)
-        return self.process.returncode, out, err
+    yield start
+    for process in runs_of(outcomes):
+        process.kill()
 
 
 @pytest.fixture
-def fake(outcomes: Path) -> Iterator[object]:
-    """Starts sweeps with the stand-in for ``train``; what still runs at the end is killed."""
-    sweeps = []
+def finish(
+    outcomes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Finish:
+    """Runs sweeps with the stand-in for ``train`` to their end, in this process."""
+    monkeypatch.setattr(PlannedRun, "command", program.command_with(str(outcomes)))
+    return partial(_finish, capsys)
 
-    def start(file: Path, *options: str) -> Started:
-        sweeps.append(Started(program.__file__, str(outcomes), "sweep", str(file), *options))
-        return sweeps[-1]
 
-    yield start
-    for sweep in sweeps:
-        if sweep.process.poll() is None:
-            sweep.process.kill()
-    for process in runs_of(outcomes):
-        process.kill()
+def _finish(capsys: pytest.CaptureFixture[str], file: Path, *options: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error."""
+    status = 0
+    try:
+        cli.app(["sweep", str(file), *options], standalone_mode=False)
+    except SweepError as error:
+        status = cli._report(error)
+    return status, *capsys.readouterr()
 
 
 def runs_of(outcomes: Path) -> list[psutil.Process]:
@@ -89,8 +100,8 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in re.split("[│┃]", line)[1:-1]]
 
 
-def test_variants_are_compared_seed_by_seed(fake, base: Path, tmp_path: Path) -> None:
-    status, out, err = fake(write_sweep(tmp_path, base, seeds=[0, 1, 2])).finish()
+def test_variants_are_compared_seed_by_seed(finish: Finish, base: Path, tmp_path: Path) -> None:
+    status, out, err = finish(write_sweep(tmp_path, base, seeds=[0, 1, 2]))
     assert status == 0, err
     rows = [cells(line) for line in out.splitlines() if "│" in line]
     # Right of ten: GRPO 2, 3, 4, and BAPO 3, 5, 7, so that differences are 0.1, 0.2, 0.3.
@@ -113,14 +124,14 @@ def test_variants_are_compared_seed_by_seed(fake, base: Path, tmp_path: Path) ->
     assert (tmp_path / "sweep" / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
     # Nothing is left to do: the same command shows the same.
-    status, again, err = fake(tmp_path / "sweep.yaml", "--json").finish()
+    status, again, err = finish(tmp_path / "sweep.yaml", "--json")
     assert status == 0
     assert "6 of 6 runs are finished already" in err
     assert json.loads(again) == results
 
 
 def test_a_run_that_fails_stops_no_other_and_is_continued_by_the_same_command(
-    fake, base: Path, tmp_path: Path, outcomes: Path
+    finish: Finish, base: Path, tmp_path: Path, outcomes: Path
 ) -> None:
     (outcomes / "fails").write_text("bapo/seed1\n")
     three = {
@@ -128,7 +139,7 @@ def test_a_run_that_fails_stops_no_other_and_is_continued_by_the_same_command(
         for name, o in (("grpo", "clip"), ("bapo", "bapo"), ("none", "none"))
     }
     file = write_sweep(tmp_path, base, variants=three, seeds=[0, 1, 2])
-    status, out, err = fake(file).finish()
+    status, out, err = finish(file)
     assert status == 1
     log = tmp_path / "sweep" / "bapo" / "seed1" / "logs" / "sweep.log"
     failed = "bapo/seed1 failed: model.path: 'x' is broken; repair it (exit status 1)"
@@ -142,7 +153,7 @@ def test_a_run_that_fails_stops_no_other_and_is_continued_by_the_same_command(
     assert rows[2][8:] == ["1.0000", "1.0000"]
 
     (outcomes / "fails").unlink()
-    status, out, err = fake(file).finish()
+    status, out, err = finish(file)
     assert status == 0, err
     assert "8 of 9 runs are finished already" in err
     steps = (tmp_path / "sweep" / "bapo" / "seed1" / "metrics.jsonl").read_text().splitlines()
@@ -150,25 +161,24 @@ def test_a_run_that_fails_stops_no_other_and_is_continued_by_the_same_command(
 
 
 def test_ctrl_c_has_the_runs_save_and_leaves_none_behind(
-    fake, base: Path, tmp_path: Path, outcomes: Path
+    start: Start, finish: Finish, base: Path, tmp_path: Path, outcomes: Path
 ) -> None:
     (outcomes / "waits").write_text("grpo/seed0 bapo/seed0\n")
     file = write_sweep(tmp_path, base)
-    sweep = fake(file)
+    sweep = start(file)
     runs = [tmp_path / "sweep" / name / "seed0" for name in ("grpo", "bapo")]
     until(lambda: all((run / "waiting").exists() for run in runs), "two runs wait")
-    second = fake(file)
-    assert f"bapo-megatron: {tmp_path}/sweep: in use by another sweep" in second.finish()[2]
-    sweep.process.send_signal(signal.SIGINT)
-    status, _, err = sweep.finish()
-    assert status == 130
+    assert f"bapo-megatron: {tmp_path}/sweep: in use by another sweep" in finish(file)[2]
+    sweep.send_signal(signal.SIGINT)
+    _, err = sweep.communicate(timeout=120)
+    assert sweep.returncode == 130
     assert "saving and ending grpo/seed0, bapo/seed0; " in err
     assert "interrupted; rerun the command" in err
     assert all((run / "saved").exists() for run in runs)
     assert runs_of(outcomes) == []
 
     (outcomes / "waits").unlink()
-    assert fake(file).finish()[0] == 0
+    assert finish(file)[0] == 0
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
@@ -197,42 +207,42 @@ def test_what_another_sweep_finishes_before_this_one_has_the_lock_is_not_started
 
 
 def test_a_second_ctrl_c_ends_runs_that_do_not(
-    fake, base: Path, tmp_path: Path, outcomes: Path
+    start: Start, base: Path, tmp_path: Path, outcomes: Path
 ) -> None:
     (outcomes / "waits").write_text("stubborn/seed0\n")
     file = write_sweep(
         tmp_path, base, variants={"stubborn": ["algorithm.objective=clip"]}, seeds=[0]
     )
-    sweep = fake(file)
+    sweep = start(file)
     until(lambda: (tmp_path / "sweep/stubborn/seed0/waiting").exists(), "the run waits")
-    sweep.process.send_signal(signal.SIGINT)
+    sweep.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert len(runs_of(outcomes)) == 1
-    sweep.process.send_signal(signal.SIGINT)
-    status, _, err = sweep.finish()
-    assert (status, "ending them at once" in err) == (130, True)
+    sweep.send_signal(signal.SIGINT)
+    _, err = sweep.communicate(timeout=120)
+    assert (sweep.returncode, "ending them at once" in err) == (130, True)
     assert runs_of(outcomes) == []
 
 
 def test_runs_save_and_end_when_the_sweep_is_killed(
-    fake, base: Path, tmp_path: Path, outcomes: Path
+    start: Start, base: Path, tmp_path: Path, outcomes: Path
 ) -> None:
     (outcomes / "waits").write_text("grpo/seed0\n")
-    sweep = fake(write_sweep(tmp_path, base, jobs=1))
+    sweep = start(write_sweep(tmp_path, base, jobs=1))
     run = tmp_path / "sweep" / "grpo" / "seed0"
     until(lambda: (run / "waiting").exists(), "the run waits")
-    sweep.process.kill()
+    sweep.kill()
     until(lambda: (run / "saved").exists(), "the run has saved")
     until(lambda: not runs_of(outcomes), "the run has ended")
 
 
 def test_a_slurm_array_has_a_task_per_run_and_continues_what_was_saved(
-    base: Path, tmp_path: Path
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "my sweep"
     wide = {"wide": ["parallel.tensor=2"]}
     file = write_sweep(tmp_path, base, variants=wide, jobs=3, dir=str(directory))
-    status, out, err = Started("-m", "bapo_megatron", "sweep", str(file), "--slurm").finish()
+    status, out, err = _finish(capsys, file, "--slurm")
     script = directory / "sweep.sbatch"
     assert (status, out) == (0, "")
     assert f"wrote {script} for 2 runs; submit it with: sbatch '{script}'\n" in err
@@ -278,15 +288,16 @@ def test_a_slurm_array_has_a_task_per_run_and_continues_what_was_saved(
     assert not (tmp_path / "calls").exists()
 
 
-def test_a_sweep_runs_the_real_train(base: Path, tmp_path: Path) -> None:
-    file = write_sweep(
-        tmp_path, base, variants={"bapo": ["algorithm.objective=bapo"]}, seeds=[5], jobs=1
-    )
-    status, out, err = Started("-m", "bapo_megatron", "sweep", str(file)).finish()
+def test_a_sweep_runs_the_real_train(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bapo = ["algorithm.objective=bapo", "train.steps=1"]
+    file = write_sweep(tmp_path, base, variants={"bapo": bapo}, seeds=[5], jobs=1)
+    status, out, err = _finish(capsys, file)
     assert status == 0, err + (tmp_path / "sweep/bapo/seed5/logs/sweep.log").read_text()
     assert "bapo/seed5: finished" in err
     (row,) = [cells(line) for line in out.splitlines() if "avg@1" in line]
     assert row[2:4] == ["bapo", "1"]
     assert row[5:] == ["–"]  # one seed has no interval, one variant nothing to be compared with
     assert json.loads((tmp_path / "sweep/bapo/seed5/summary.json").read_text())["seed"] == 5
-    assert " 3/3 " in (tmp_path / "sweep/bapo/seed5/logs/sweep.log").read_text()
+    assert " 1/1 " in (tmp_path / "sweep/bapo/seed5/logs/sweep.log").read_text()
