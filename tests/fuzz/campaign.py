@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 _SETUP_S = 300.0
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=2400)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="*", default=[])
     parser.add_argument("--out", type=Path, help="gets every case as a line of JSON")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", NO_COLOR="1")
     from tests.fuzz.forks import load_commands
 

@@ -6,6 +6,7 @@ A fork makes a case's files, then is the command. Nothing here starts a thread b
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -27,6 +28,7 @@ LIMIT_S = 60.0
 MAX_LINE_CHARS = 600
 _POLL_S = 0.005
 _BROKEN_CASE = 99
+_IMPORTED_LATE = ("bapo_megatron.tools.report.page", "matplotlib.figure", "pandas")
 _ERROR_LINE = re.compile(r"bapo-megatron: (.*)")
 
 
@@ -63,10 +65,11 @@ def load_commands() -> None:
 
     import tests.preloaded  # noqa: F401
     from bapo_megatron import commands
-    from bapo_megatron.policy import convert  # noqa: F401
 
-    for module in pkgutil.iter_modules(commands.__path__, "bapo_megatron.commands."):
-        importlib.import_module(module.name)
+    found = pkgutil.iter_modules(commands.__path__, "bapo_megatron.commands.")
+    for name in (*_IMPORTED_LATE, *(module.name for module in found)):
+        importlib.import_module(name)
+    gc.freeze()  # collections in a fork would copy every page
 
 
 def in_fork(work: Callable[[], None], out: Path, limit_s: float) -> int | None:

@@ -271,7 +271,7 @@ def resumed(name: str, change: Callable[[Path], Any], place: str, is_wrong: bool
 def chain(files: Path) -> None:
     """Two thousand files that inherit from one another."""
     for number in range(2000):
-        (files / f"{number}.yaml").write_text(yaml.safe_dump({"inherit": f"{number + 1}.yaml"}))
+        (files / f"{number}.yaml").write_text(f"inherit: {number + 1}.yaml\n")
     (files / "base.yaml").rename(files / "2000.yaml")
 
 
@@ -416,7 +416,6 @@ EVALUATIONS = {
     "finish reason that is a list": graded('"answer": "1", "finish_reason": []', "finish_reason"),
     "answer in 900 lists": graded(f'"answer": {"[" * 900}"1"{"]" * 900}', "'answer'"),
     "answer that ends in ####": graded('"answer": "x #### "', "'answer'"),
-    "line of 66 MiB": graded('"answer": "' + "a" * (66 << 20) + '"', "responses.jsonl:1"),
 }
 
 
