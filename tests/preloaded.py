@@ -1,7 +1,4 @@
-"""What forked processes have imported when they begin: Megatron, as the commands import it.
-
-And what commands import later: seconds, in each of hundreds of forks.
-"""
+"""What forks have imported when they begin: Megatron, as commands do, and what they load late."""
 
 import gc
 

@@ -151,9 +151,8 @@ def test_a_correction_changes_neither_bounds_nor_entropy(one_rank: Updates, kind
 def test_tokens_that_icepop_leaves_out_keep_their_entropy_bonus(one_rank: Updates) -> None:
     name = "lm_head.weight"
     assert one_rank["bonus"]["sums"]["policy_loss"] == 0.0
-    bonus, nothing = (
-        float(one_rank[n]["gradients"][name].abs().max()) for n in ("bonus", "nothing")
-    )
+    gradients = [one_rank[case]["gradients"][name] for case in ("bonus", "nothing")]
+    bonus, nothing = (float(gradient.abs().max()) for gradient in gradients)
     assert bonus > 1e4 * nothing > 0
 
 

@@ -127,24 +127,18 @@ def bits(value: Any) -> Any:
     return value.hex() if isinstance(value, float) else value
 
 
+TWO_EPOCHS = {"behaviour": "recomputed", "updates_per_batch": 4, "epochs": 2}
+RECOMPUTED = {"recompute": "full"}
 CASES = {
     1: (
         Case("one rank", modes=("never", "always", "auto")),
-        Case(
-            "μ recomputed, two epochs",
-            algorithm={"behaviour": "recomputed", "updates_per_batch": 4, "epochs": 2},
-        ),
+        Case("μ recomputed, two epochs", algorithm=TWO_EPOCHS),
         Case("spoiled values", algorithm={"on_nonfinite": "skip_update"}, spoils="values"),
     ),
     2: (
         Case("TP 2, M2PO", {"tensor": 2}, {"objective": "m2po", "m2po": {"budget": 1.0}}),
         Case("PP 2", {"pipeline": 2}, modes=("never", "auto")),
-        Case(
-            "CP 2, chunks",
-            {"context": 2},
-            ops={"logits_chunk_tokens": 13},
-            megatron={"recompute": "full"},
-        ),
+        Case("CP 2, chunks", {"context": 2}, {}, {"logits_chunk_tokens": 13}, RECOMPUTED),
         Case("DP 2, one without a token", algorithm={"updates_per_batch": 4}, spoils="responses"),
     ),
 }
