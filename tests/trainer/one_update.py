@@ -101,6 +101,13 @@ def make_updates(
         }
 
 
+def make_updates_in_layouts(
+    model_dir: Path, dump: Path, layouts: Mapping[str, tuple[dict[str, Any], Mapping[Any, Case]]]
+) -> dict[str, Updates]:
+    """``make_updates`` in one layout after the other, by the layout's name: sizes and cases."""
+    return {name: make_updates(model_dir, dump, *layout) for name, layout in layouts.items()}
+
+
 def _make_update(
     model_dir: Path, dump: Path, groups: ProcessGroups, sizes: dict[str, Any], case: Case
 ) -> dict[str, Any]:

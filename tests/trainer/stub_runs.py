@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import psutil
 import torch
 
 from bapo_megatron.algorithm.advantage import group_advantages
@@ -70,7 +72,7 @@ class Outcome:
 
 
 def _train(num_steps: int) -> dict[str, int]:
-    return {"steps": num_steps, "max_tokens_per_micro_batch": 128}
+    return {"steps": num_steps, "max_tokens_per_micro_batch": 512}
 
 
 def _evaluate(root: Path, **changes: Any) -> dict[str, Any]:
@@ -176,6 +178,21 @@ def _ask_to_stop() -> None:
 def grpo_and_stop(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
     """What ``grpo`` computes; asks the run to stop while it trains its first batch."""
     _ask_to_stop()
+    return group_advantages(rewards[None], torch.ones(1, len(rewards)), "grpo")[0]
+
+
+_groups = itertools.count()
+
+
+def grpo_and_be_killed(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """What ``grpo`` computes; kills the process while it trains its second batch of four groups.
+
+    The file that ``CHILDREN`` names tells what it has started then.
+    """
+    if next(_groups) == 4:
+        children = psutil.Process().children(recursive=True)
+        Path(os.environ["CHILDREN"]).write_text(json.dumps([child.pid for child in children]))
+        os.kill(os.getpid(), signal.SIGKILL)
     return group_advantages(rewards[None], torch.ones(1, len(rewards)), "grpo")[0]
 
 
@@ -332,6 +349,7 @@ def stand_still(model: Path, dumps: Path, root: Path) -> Outcome:
             dumps,
             root / "still",
             train=_train(2),
+            checkpoint={"at_end": False},
             log={**QUIET, "hang_s": 2.0},  # a busy machine may keep a thread from telling for 1 s
         )
 

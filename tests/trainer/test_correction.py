@@ -17,7 +17,13 @@ from bapo_megatron.data.staleness import spans_of, token_versions
 from bapo_megatron.types import RolloutBatch, Sample
 from tests.distributed_launch import run_ranks
 from tests.trainer.exact_policy import ExactPolicy
-from tests.trainer.one_update import Case, Updates, assert_same_gradients, make_updates
+from tests.trainer.one_update import (
+    Case,
+    Updates,
+    assert_same_gradients,
+    make_updates,
+    make_updates_in_layouts,
+)
 from tests.trainer.runs import differing_weights, refusal, train
 
 if TYPE_CHECKING:
@@ -37,6 +43,8 @@ def _correction(kind: str) -> dict[str, Any]:
 
 COUNTS = ("corrected_tokens", "correction_capped", "correction_masked")
 
+OUTSIDE = {**RECOMPUTED, "correction": {"kind": "icepop", "low": 1.0, "high": 1.0}}
+"""A range that nothing is in: it leaves the entropy bonus alone."""
 KINDS = ("token", "sequence", "icepop", "geometric")
 CASES = {
     "none": Case(RECOMPUTED),
@@ -44,6 +52,8 @@ CASES = {
     "masked tokens": Case(staleness=MASKED_TOKENS),
     "masked responses": Case({"loss_aggregation": "sequence_mean"}, MASKED_RESPONSES),
     "sequence, masked tokens": Case(_correction("sequence"), MASKED_TOKENS),
+    "bonus": Case(OUTSIDE),
+    "nothing": Case({**OUTSIDE, "entropy_coefficient": 1e-9}),
 }
 DIVIDED = ("icepop", "geometric", "masked responses", "sequence, masked tokens")
 """What a layout could get wrong: limits per token and per response, and both masks."""
@@ -138,20 +148,11 @@ def test_a_correction_changes_neither_bounds_nor_entropy(one_rank: Updates, kind
     assert not torch.allclose(corrected["gradients"][name], plain["gradients"][name], rtol=1e-3)
 
 
-def test_tokens_that_icepop_leaves_out_keep_their_entropy_bonus(
-    random_model: Path, stale_dump: Path
-) -> None:
-    # A range that nothing is in leaves the bonus alone.
-    outside = {"kind": "icepop", "low": 1.0, "high": 1.0}
-    algorithm = {**RECOMPUTED, "correction": outside}
-    cases = {
-        "bonus": Case(algorithm),
-        "nothing": Case({**algorithm, "entropy_coefficient": 1e-9}),
-    }
-    (updates,) = run_ranks(make_updates, 1, random_model, stale_dump, {}, cases)
+def test_tokens_that_icepop_leaves_out_keep_their_entropy_bonus(one_rank: Updates) -> None:
     name = "lm_head.weight"
-    assert updates["bonus"]["sums"]["policy_loss"] == 0.0
-    bonus, nothing = (float(updates[n]["gradients"][name].abs().max()) for n in cases)
+    assert one_rank["bonus"]["sums"]["policy_loss"] == 0.0
+    gradients = [one_rank[case]["gradients"][name] for case in ("bonus", "nothing")]
+    bonus, nothing = (float(gradient.abs().max()) for gradient in gradients)
     assert bonus > 1e4 * nothing > 0
 
 
@@ -182,15 +183,17 @@ def test_masked_tokens_are_in_no_sum(one_rank: Updates, exact: list[Any], name: 
     assert sums["policy_loss"] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [{"context": 2}, {"tensor": 2}, {"pipeline": 2}, {}], ids=str)
 def test_layouts_weigh_and_mask_alike(
-    one_rank: Updates, random_model: Path, stale_dump: Path, sizes: dict[str, int]
+    one_rank: Updates, random_model: Path, stale_dump: Path
 ) -> None:
     cases = {name: CASES[name] for name in DIVIDED}
-    ranks = run_ranks(make_updates, 2, random_model, stale_dump, sizes, cases)
-    for updates in ranks[:1] if "pipeline" in sizes else ranks:
-        for name in DIVIDED:
-            _assert_same_update(updates[name], one_rank[name])
+    sizes = {"CP 2": {"context": 2}, "TP 2": {"tensor": 2}, "PP 2": {"pipeline": 2}, "DP 2": {}}
+    layouts = {name: (size, cases) for name, size in sizes.items()}
+    ranks = run_ranks(make_updates_in_layouts, 2, random_model, stale_dump, layouts)
+    for layout in layouts:
+        for updates in ranks[:1] if layout == "PP 2" else ranks:
+            for name in DIVIDED:
+                _assert_same_update(updates[layout][name], one_rank[name])
 
 
 def test_a_batch_in_which_everything_is_masked_is_skipped_on_every_rank(

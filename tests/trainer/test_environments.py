@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from typing import TYPE_CHECKING
+import signal
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import yaml
 from pyarrow.parquet import read_table
@@ -18,6 +20,8 @@ from bapo_megatron.engine.base import sample_seed
 from bapo_megatron.evaluation.samples import iterate_samples
 from bapo_megatron.rollout.saved import read_saved
 from bapo_megatron.types import FinishReason
+from tests.engine.sglang.servers import lent
+from tests.fakes.fake_sglang import FakeSglang
 from tests.launch import run
 from tests.trainer.chaos import steps
 from tests.trainer.runs import assert_same_training, refusal, sampling_settings, train
@@ -25,6 +29,7 @@ from tests.trainer.runs import assert_same_training, refusal, sampling_settings,
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from bapo_megatron.engine.sglang.server import SglangServer
     from bapo_megatron.types import RolloutBatch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -105,10 +110,10 @@ REWARD = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
     """The random model; one token in sixteen ends a turn."""
     path = tmp_path_factory.mktemp("model") / "random"
-    shutil.copytree(random_model, path)
+    shutil.copytree(model_dir, path)
     config = path / "generation_config.json"
     changed = json.loads(config.read_text()) if config.exists() else {}
     config.write_text(json.dumps({**changed, "eos_token_id": [1, *range(9, 260, 16)]}))
@@ -139,7 +144,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
         reward=REWARD,
         train={"steps": STEPS},
         checkpoint={"every_steps": 1, "keep_last": 9},
-        eval={"max_prompts": 12, "max_response_tokens": LONGEST, "every_steps": 2},
+        eval={"max_prompts": 6, "max_response_tokens": LONGEST, "every_steps": 1},
         log={"tensorboard": False},
     )
     path = directory / "run.yaml"
@@ -153,6 +158,16 @@ def _search_path(config: Path) -> dict[str, str]:
 
 def _train(config: Path, run_dir: Path, *overrides: str) -> None:
     train(config, run_dir, *overrides, environment=_search_path(config))
+
+
+def _on_servers(config: Path, **rollout: Any) -> Path:
+    """The configuration on SGLang servers, with other fields of ``rollout``."""
+    settings = yaml.safe_load(config.read_text())
+    del settings["rollout"]["local"]
+    settings["rollout"] |= {"engine": "sglang", **rollout}
+    path = config.parent / "served.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
 
 
 def _batches(run_dir: Path) -> list[RolloutBatch]:
@@ -213,7 +228,7 @@ def test_an_evaluation_plays_whole_episodes_and_is_graded_again_to_the_same(
 ) -> None:
     path = finished / "eval" / "start_sums.jsonl"
     samples = list(iterate_samples(path))
-    assert len(samples) == 12 * 2
+    assert len(samples) == 6 * 2
     assert {len(sample.turns) for sample in samples} == {0, 3}
     for sample in samples:
         assert (sample.num_environment_tokens > 0) == (len(sample.turns) == 3)
@@ -232,32 +247,49 @@ def test_an_evaluation_plays_whole_episodes_and_is_graded_again_to_the_same(
         environment=_search_path(config),
     )
     assert result.returncode == 0, result.stderr
-    assert "regraded 24 samples, 0 rewards changed" in result.stderr
+    assert "regraded 12 samples, 0 rewards changed" in result.stderr
     by_key = {sample.key: sample for sample in iterate_samples(again / path.name)}
     assert by_key == {sample.key: sample for sample in samples}
 
 
-def test_a_resumed_run_continues_its_episodes_bit_for_bit(
+def test_what_is_sampled_ahead_is_older(finished: Path) -> None:
+    rows = steps(finished)
+    # Each step has two updates: tokens are 0 or 1 updates old when the batch is trained, and older
+    # where they were sampled before the last push.
+    assert any(row["rollout/age_max"] >= 2 for row in rows)
+    assert any(row["rollout/resumed_samples"] > 0 for row in rows)
+
+
+def test_a_run_that_was_stopped_and_killed_equals_another_one_bit_for_bit(
     config: Path, finished: Path, tmp_path: Path
 ) -> None:
     # Checkpoints with an unfinished episode in its second turn.
-    numbers = [
-        number
+    assert any(
+        pending.has_begun and pending.sample.written
         for number in range(1, STEPS)
         for group in read_saved(
             finished / "checkpoints" / f"step_{number}" / "rollout.parquet"
         ).buffer
         for pending in group.samples
         if not pending.is_finished
-        if pending.has_begun and pending.sample.written
-    ]
-    assert numbers
-    run_dir = tmp_path / "run"
-    shutil.copytree(
-        finished, run_dir, ignore=shutil.ignore_patterns("rollouts", "eval", "hf", "summary.json")
     )
-    # Forget what came later, as if the run had been killed.
-    (run_dir / "checkpoints" / "latest").write_text(f"step_{numbers[0]}\n")
+    run_dir, children = tmp_path / "run", tmp_path / "children"
+    advantage = "algorithm.advantage=tests.trainer.stub_runs:"
+    _train(config, run_dir, f"{advantage}grpo_and_stop")
+    assert (run_dir / "stopped").read_text() == "stopped by SIGTERM\n"
+    assert steps(run_dir) == []  # it came before the evaluation of its step
+    killed = run(
+        ["train", str(config), f"run_dir={run_dir}", "--resume", f"{advantage}grpo_and_be_killed"],
+        environment={**_search_path(config), "CHILDREN": str(children)},
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    pids = json.loads(children.read_text())
+    assert pids
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    assert psutil.wait_procs(alive, timeout=30)[1] == []
+    dumps = sorted((run_dir / "rollouts").glob("step_*.parquet"))
+    # Whatever has its final name is whole.
+    assert [len(read_batch(dump).groups) for dump in dumps] == [4, 4, 4]
     _train(config, run_dir, "resume=true")
     assert_same_training(run_dir, finished)
 
@@ -313,7 +345,7 @@ def test_what_a_failing_environment_did_is_counted_and_the_run_goes_on(outlasted
 
 def test_an_environment_that_hangs_ends_its_episodes_only(outlasted: Path) -> None:
     samples = list(iterate_samples(outlasted / "eval" / "start_sums.jsonl"))
-    assert len(samples) == 12 * 2
+    assert len(samples) == 6 * 2
     hanging = [s for s in samples if any(question in s.prompt for question in HANGING)]
     assert len(hanging) == 2 * 2
     # Those whose turn has no end are not asked about.
@@ -335,8 +367,17 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_environment_is_one_line(config: Path, tmp_path: Path, name: str) -> None:
     command, *parts = BAD[name]
-    arguments = [f"run_dir={tmp_path / 'run'}", f"rollout.environment=own_world:{name}"]
-    _, line = refusal([command, str(config), *arguments], environment=_search_path(config))
+    with FakeSglang(stop_at=12) as fake:
+        path = _on_servers(
+            config,
+            servers=[fake.address],
+            environment=f"own_world:{name}",
+            weight_sync={"method": "disk", "verify": "none"},
+        )
+        _, line = refusal(
+            [command, str(path), f"run_dir={tmp_path / 'run'}", "eval.at_start=false"],
+            environment=_search_path(config),
+        )
     for part in ("rollout.environment", *parts):
         assert part in line
     assert name != "Nobody" or not list(tmp_path.glob("run/eval/*.jsonl"))
@@ -344,28 +385,24 @@ def test_a_bad_environment_is_one_line(config: Path, tmp_path: Path, name: str) 
 
 @pytest.mark.sglang
 def test_a_server_continues_episodes_of_earlier_weights(
-    config: Path, model: Path, tmp_path: Path
+    config: Path, model: Path, server: SglangServer, model_dir: Path, tmp_path: Path
 ) -> None:
     """The trainer finds the server's log-probs, in each turn and after what was written."""
     run_dir = tmp_path / "run"
-    settings = yaml.safe_load(config.read_text())
-    del settings["rollout"]["local"]
-    settings["rollout"] |= {
-        "engine": "sglang",
-        "async_steps": 0,
+    path = _on_servers(
+        config,
+        servers=[server.address],
+        async_steps=0,
         # The others begin as these end: some are unfinished when four groups are complete.
-        "oversample_groups": 8,
-        "max_connections": 12,
-        "max_response_tokens": 120,
-        "stream_tokens": 2,
-        "server": {"max_total_tokens": 8192, "mem_fraction": 0.3},
-    }
-    settings["train"]["steps"] = 4
-    settings["checkpoint"] = {"at_end": False}
-    settings["eval"] = {}
-    path = config.parent / "sglang.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    train(path, run_dir, environment=_search_path(config))
+        oversample_groups=8,
+        max_connections=12,
+        max_response_tokens=120,
+        stream_tokens=2,
+    )
+    overrides = ["train.steps=4", "checkpoint.every_steps=0", "checkpoint.at_end=false"]
+    overrides += ["eval.at_start=false", "eval.at_end=false", "eval.every_steps=0"]
+    with lent(server, model_dir) as keys:
+        train(path, run_dir, *overrides, environment=_search_path(config) | keys)
     batches, rows = _batches(run_dir), steps(run_dir)
     _check_samples(batches, run_dir, ChatRenderer(load_tokenizer(model), DataConfig()), longest=120)
     samples = [sample for batch in batches for sample in batch.samples]

@@ -28,7 +28,7 @@ EQUAL = (
 
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dict[str, Path]:
-    return write_dump_shapes(tmp_path_factory.mktemp("dumps"), random_model, steps=2)
+    return write_dump_shapes(tmp_path_factory.mktemp("dumps"), random_model, steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,12 @@ def test_a_layout_trains_like_one_rank_and_exports_its_weights(
     trained: dict[str, Outcome], random_model: Path, case: Case
 ) -> None:
     outcome, expected = trained[case.name], trained[case.reference.name]
-    assert len(outcome.rows) == len(expected.rows) == 2
-    for row, reference in zip(outcome.rows, expected.rows, strict=True):
-        assert row["policy/grad_norm"] > 0.01
-        for name in SAME:
-            assert row[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-5), name
-        for name in EQUAL:
-            assert row[name] == reference[name], name
+    (row,), (reference,) = outcome.rows, expected.rows  # of two updates
+    assert row["policy/grad_norm"] > 0.01
+    for name in SAME:
+        assert row[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-5), name
+    for name in EQUAL:
+        assert row[name] == reference[name], name
     start = load_file(random_model / "model.safetensors")
     assert outcome.weights.keys() == expected.weights.keys() == start.keys()
     for name, weight in outcome.weights.items():

@@ -47,8 +47,7 @@ def test_a_second_start_names_the_first_and_after_a_kill_the_run_goes_on(
         "eval.max_response_tokens=64",
     ]
     for arguments in (
-        [*train, f"run_dir={link}", "seed=7"],
-        [*train, f"run_dir={run_dir}", "--resume", "seed=7"],
+        [*train, f"run_dir={link}", "--resume", "seed=7"],
         ["eval", str(replay_config), *sampling, f"eval.sets=[{{path: {data}}}]"],
         ["generate", str(replay_config), *sampling, f"data.train.path={data}"],
     ):

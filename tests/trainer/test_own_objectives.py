@@ -10,21 +10,27 @@ Shape legend: R = tokens of one response, what an environment wrote included.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed_launch import run_ranks
+from bapo_megatron.config.load import load_config
+from bapo_megatron.runtime.distributed import shutdown_distributed
+from tests.distributed_launch import run_ranks, take_port
 from tests.trainer.dumps import write_dumps
 from tests.trainer.exact_policy import ExactPolicy
-from tests.trainer.one_update import Case, assert_same_gradients, make_updates
-from tests.trainer.runs import differing_weights, refusal, train
+from tests.trainer.one_update import (
+    Case,
+    Updates,
+    assert_same_gradients,
+    make_updates_in_layouts,
+)
+from tests.trainer.runs import differing_weights, refusal, train, train_whole_run
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -53,13 +59,16 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 LAYOUTS = {
     "one rank": (1, {}, 4096, 0),
-    "TP 2": (2, {"tensor": 2}, 64, 0),
+    "TP 2": (2, {"tensor": 2}, 256, 0),
     "TP 2, chunks": (2, {"tensor": 2}, 256, 13),
     "CP 2": (2, {"context": 2}, 64, 0),
     "CP 2, chunks": (2, {"context": 2}, 64, 7),
     "PP 2": (2, {"pipeline": 2}, 64, 0),
     "DP 2": (2, {}, 64, 0),
 }
+"""Ranks, fields of ``ParallelConfig``, tokens of a micro-batch and of a chunk of logits."""
+DIVIDED = ("cispo", "gspo", "high entropy", "gmpo", "m2po of high entropy")
+"""What a layout could get wrong: a token's loss, sums over responses, and over the update."""
 
 
 def _cispo(exact: ExactPolicy) -> Tensor:
@@ -171,24 +180,37 @@ def expected(exact: ExactPolicy) -> dict[str, tuple[float, dict[str, Tensor]]]:
     return {name: (loss.item(), exact.gradients(loss)) for name, loss in losses.items()}
 
 
+def _cases(layout: str) -> tuple[dict[str, int], dict[str, Case]]:
+    num_ranks, sizes, budget, chunk_tokens = LAYOUTS[layout]
+    return sizes, {
+        name: Case(
+            {"entropy_coefficient": 0.0, **ALGORITHMS[name]},
+            ops={"logits_chunk_tokens": chunk_tokens},
+            budget=budget,
+        )
+        for name in (ALGORITHMS if num_ranks == 1 else DIVIDED)
+    }
+
+
+@pytest.fixture(scope="module")
+def updates(random_model: Path, episode_dump: Path) -> dict[str, Updates]:
+    """Those of rank 0 in each layout."""
+    made: dict[str, Updates] = {}
+    for ranks in (1, 2):
+        layouts = {name: _cases(name) for name in LAYOUTS if LAYOUTS[name][0] == ranks}
+        made |= run_ranks(make_updates_in_layouts, ranks, random_model, episode_dump, layouts)[0]
+    return made
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_objectives_have_the_gradient_of_their_formula(
-    random_model: Path,
-    episode_dump: Path,
-    expected: dict[str, tuple[float, dict[str, Tensor]]],
-    layout: str,
+    updates: dict[str, Updates], expected: dict[str, tuple[float, dict[str, Tensor]]], layout: str
 ) -> None:
-    num_ranks, sizes, budget, chunk_tokens = LAYOUTS[layout]
-    ops = {"logits_chunk_tokens": chunk_tokens}
-    cases = {
-        name: Case({"entropy_coefficient": 0.0, **algorithm}, ops=ops, budget=budget)
-        for name, algorithm in ALGORITHMS.items()
-    }
-    updates = run_ranks(make_updates, num_ranks, random_model, episode_dump, sizes, cases)[0]
-    for name, (loss, gradients) in expected.items():
+    for name, update in updates[layout].items():
+        loss, gradients = expected[name]
         if name not in ("cispo", "gspo"):  # their values are no losses: stop-gradients
-            assert updates[name]["loss"] == pytest.approx(loss, abs=1e-6)
-        assert_same_gradients(updates[name]["gradients"], gradients, 1e-6)
+            assert update["loss"] == pytest.approx(loss, abs=1e-6)
+        assert_same_gradients(update["gradients"], gradients, 1e-6)
 
 
 def test_an_objective_that_trains_zero_advantages_is_not_skipped(
@@ -207,26 +229,43 @@ def test_an_objective_that_trains_zero_advantages_is_not_skipped(
 NONFINITE = "tokens with finite values a loss or gradient that is NaN or infinite"
 
 
-@pytest.mark.parametrize(
-    ("setting", "problem"),
-    [
-        (f"objective={OWN}:raises", "KeyError: 'negative' (/"),
-        (f"objective={OWN}:fails_late", "the second update is too much (/"),
-        (f"objective={OWN}:nan_late", NONFINITE),
-        (f"objective={OWN}:NanStatistics", NONFINITE),
-        (f"objective={OWN}:nan_entropy_late", NONFINITE),
-        (f"objective={OWN}:TakenName", "'policy/entropy'"),
-        (f"advantage={OWN}:bad_advantage", "tensor [] for 4"),
-        (f"advantage={OWN}:infinite_advantage", "must be finite"),
-    ],
-)
+MISTAKES = {
+    f"objective={OWN}:nan_late": NONFINITE,
+    f"objective={OWN}:NanStatistics": NONFINITE,
+    f"objective={OWN}:nan_entropy_late": NONFINITE,
+    f"objective={OWN}:TakenName": "'policy/entropy'",
+    f"advantage={OWN}:infinite_advantage": "must be finite",
+}
+
+
+def refused_runs(config: Path, equal_dumps: Path, root: Path) -> dict[str, str]:
+    """Train with each mistake; returns the errors."""
+    errors = {}
+    for number, setting in enumerate(MISTAKES):
+        take_port()
+        overrides = [f"run_dir={root / str(number)}", "train.steps=2", f"algorithm.{setting}"]
+        if "infinite_advantage" in setting:
+            overrides.append(f"replay={equal_dumps}")
+        try:
+            train_whole_run(load_config(config, overrides))
+        except ValueError as error:
+            errors[setting] = str(error)
+        finally:
+            shutdown_distributed()
+    return errors
+
+
 def test_a_mistake_of_the_user_ends_the_run_with_one_line(
-    replay_config: Path, random_model: Path, tmp_path: Path, setting: str, problem: str
+    replay_config: Path, random_model: Path, tmp_path: Path
 ) -> None:
-    arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", "train.steps=2"]
-    if "infinite_advantage" in setting:
-        dumps = write_dumps(tmp_path / "equal", random_model, steps=2, rewards="equal")
-        arguments.append(f"replay={dumps}")
-    _, line = refusal([*arguments, f"algorithm.{setting}"])
-    assert problem in line
-    assert "TakenName" in setting or setting.partition("=")[2] in line
+    late = f"algorithm.objective={OWN}:fails_late"
+    _, line = refusal(["train", str(replay_config), f"run_dir={tmp_path / 'run'}", late])
+    assert "the second update is too much (/" in line
+    assert f"{OWN}:fails_late" in line
+    equal = write_dumps(tmp_path / "equal", random_model, steps=2, rewards="equal")
+    (errors,) = run_ranks(refused_runs, 1, replay_config, equal, tmp_path)
+    assert errors.keys() == MISTAKES.keys()
+    for setting, error in errors.items():
+        assert MISTAKES[setting] in error
+        assert "\n" not in error
+        assert "TakenName" in setting or setting.partition("=")[2] in error

@@ -1,22 +1,24 @@
 """Servers and trainers that end while samples are on their way: nothing is lost.
 
-One run is followed through three processes: one is interrupted after faults of its servers, the
-next one loses its server for good, the last one goes on to the end.
+One run is followed through three processes: one is interrupted after faults of its real server, the
+next one loses a fake one for good, the last one goes on to the end with another fake.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
+import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
-from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
-from tests.launch import free_port, run, start
+from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ApiKeys
+from tests.fakes.fake_server import BrokenError
+from tests.fakes.fake_sglang import FakeSglang
+from tests.launch import run, start
 from tests.trainer.chaos import (
     GROUPS_PER_STEP,
     assert_balanced,
@@ -28,14 +30,16 @@ from tests.trainer.chaos import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
+SHORT = "rollout.max_response_tokens=64"
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.slow]
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A run whose servers failed, and which was interrupted then."""
+    """A run whose server failed, and which was interrupted then."""
 
     config: Path
     run_dir: Path
@@ -44,17 +48,17 @@ class Interrupted:
     left_behind: list[psutil.Process]
     """What it had started and still runs."""
     new_servers_from: int
-    """How many steps had been made when the first of the new servers came."""
+    """How many steps had been made when the new server came."""
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Interrupted:
-    """One of two servers hangs for a while, then both are killed."""
+def interrupted(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Interrupted:
+    """The server hangs for a while, and is killed later."""
     directory = tmp_path_factory.mktemp("faults")
     # A step changes log-probs by far more than their error; with one update all tokens count.
     config = write_config(
         directory,
-        random_model,
+        model_dir,
         algorithm={"entropy_coefficient": 0.01},
         optimizer={"lr": 1e-3},
         reward={"workers": 1},
@@ -65,23 +69,22 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, random_model: Path) ->
     def num_returns() -> int:
         return log.read_text().count("needs weights")
 
-    process = start(["train", str(config), "train.steps=1000"])
+    process = start(["train", str(config), "rollout.server.count=1", SHORT, "train.steps=1000"])
     try:
-        wait_for(process, lambda: len(steps(run_dir)) >= 2, "the first steps")
-        hung, other = servers(process)
-        signal_server(hung, signal.SIGSTOP)
+        wait_for(process, lambda: len(steps(run_dir)) >= 1, "the first step")
+        (server,) = servers(process)
+        signal_server(server, signal.SIGSTOP)
         wait_for(process, lambda: "is taken out" in log.read_text(), "the time-out")
         returns = num_returns()
-        signal_server(hung, signal.SIGCONT)
+        signal_server(server, signal.SIGCONT)
         wait_for(process, lambda: num_returns() > returns, "its return")
         num_steps = len(steps(run_dir))
-        wait_for(process, lambda: len(steps(run_dir)) >= num_steps + 2, "steps with both servers")
+        wait_for(process, lambda: len(steps(run_dir)) >= num_steps + 1, "a step after that")
         returns = num_returns()
-        for server in (hung, other):
-            signal_server(server, signal.SIGKILL)
+        signal_server(server, signal.SIGKILL)
         wait_for(process, lambda: num_returns() > returns, "a new server")
         num_steps = len(steps(run_dir))
-        wait_for(process, lambda: len(steps(run_dir)) >= num_steps + 3, "steps with new servers")
+        wait_for(process, lambda: len(steps(run_dir)) >= num_steps + 3, "steps with the new one")
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
@@ -93,16 +96,20 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, random_model: Path) ->
     return Interrupted(config, run_dir, process.returncode, err, alive, num_steps)
 
 
-def test_a_run_outlives_a_server_that_hangs_for_a_while_and_the_death_of_all(
+def test_a_run_outlives_a_server_that_hangs_for_a_while_and_its_death(
     interrupted: Interrupted,
 ) -> None:
     rows = steps(interrupted.run_dir)
     assert "died (SIGKILL); it is started again (" in interrupted.err
-    # Every step was made once, and what the servers lost was sampled again.
+    # Every step was made once, and what the server lost was sampled again.
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert sum(row["rollout/lost_requests"] for row in rows) > 0
-    # Servers that return have the trainer's weights, not those that they started with.
-    _assert_servers_had_the_trainers_weights(rows[interrupted.new_servers_from :])
+    # Servers that return have the trainer's weights, not those that they started with. Only tokens
+    # of the newest weights can be compared.
+    fresh = [row for row in rows[interrupted.new_servers_from :] if row["mismatch/tokens"] > 0]
+    assert fresh
+    for row in fresh:
+        assert 0 < row["mismatch/logprob_abs_max"] <= 1e-4
 
 
 def test_an_interrupted_run_leaves_neither_processes_nor_unfinished_files(
@@ -115,49 +122,49 @@ def test_an_interrupted_run_leaves_neither_processes_nor_unfinished_files(
     assert not [path for path in unfinished if "checkpoints" not in path.parts]
 
 
+LOAD = "/update_weights_from_disk"
+KEYS = ApiKeys("key-of-a-user-01", "key-of-the-admin")
+
+
+@dataclass
+class Mortal(FakeSglang):
+    """Dies of a request when it is time."""
+
+    is_time: Callable[[], bool] = lambda: False
+
+    def generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if self.is_time():
+            threading.Thread(target=self.crash).start()
+            raise BrokenError
+        return super().generate(body)
+
+
 def test_a_resumed_run_without_servers_saves_and_ends_and_resumes_to_its_end(
-    interrupted: Interrupted, started: list[subprocess.Popen[str]]
+    interrupted: Interrupted,
 ) -> None:
     run_dir = interrupted.run_dir
-    # Not ahead: every step has tokens of the newest weights, once the saved groups are used up.
-    alone = ["rollout.server.count=1", "rollout.async_steps=0"]
-    resumed = ["train", str(interrupted.config), "--resume", *alone]
+    # Not ahead: every step asks for new samples, once the saved groups are used up.
+    settings = ["rollout.async_steps=0", "rollout.weight_sync={method: disk, verify: none}"]
+    settings += ["checkpoint.every_steps=1000", "rollout.health.patience_s=3"]
+    keys = {API_KEY_VARIABLE: KEYS.api_key, ADMIN_API_KEY_VARIABLE: KEYS.admin_api_key}
+    resumed = ["train", str(interrupted.config), "--resume", SHORT, *settings]
     num_steps = len(steps(run_dir))
-    rare = ["checkpoint.every_steps=1000", "rollout.health.patience_s=3"]
-    # Nobody starts a server again whose owner is killed.
-    keys = {API_KEY_VARIABLE: "key-of-a-user-01", ADMIN_API_KEY_VARIABLE: "key-of-the-admin"}
-    port = free_port()
-    serve = ["serve", str(interrupted.config), "rollout.server.count=1"]
-    serving = start([*serve, f"rollout.server.port={port}"], environment=keys)
-    started.append(serving)
-    served = [f"rollout.servers=[http://127.0.0.1:{port}]", "train.steps=1000", *rare]
-    assert serving.stdout is not None
-    assert f"http://127.0.0.1:{port}" in serving.stdout.readline()
-    process = start([*resumed, *served], environment=keys)
-    started.append(process)
-    wait_for(process, lambda: len(steps(run_dir)) >= num_steps + 2, "steps after the resumption")
-    serving.kill()
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 1, err
+    with Mortal(keys=KEYS, is_time=lambda: len(steps(run_dir)) >= num_steps + 2) as fake:
+        served = [f"rollout.servers=[{fake.address}]", "train.steps=1000"]
+        result = run([*resumed, *served], environment=keys)
+    assert result.returncode == 1, result.stderr
     # For 3 s, while samples or new weights waited for a server.
-    assert "rollout.health.patience_s" in err, err
-    assert "continue with resume=true" in err
+    assert "rollout.health.patience_s" in result.stderr, result.stderr
+    assert "continue with resume=true" in result.stderr
     saved = len(steps(run_dir))
     assert saved >= num_steps + 2
     assert assert_balanced(run_dir)["trained"] == saved * GROUPS_PER_STEP
 
-    result = run([*resumed, f"train.steps={saved + 2}"], timeout_s=400)
+    with FakeSglang(keys=KEYS) as fake:
+        served = [f"rollout.servers=[{fake.address}]", f"train.steps={saved + 2}"]
+        result = run([*resumed, *served], environment=keys)
     assert result.returncode == 0, result.stderr
-    rows = steps(run_dir)
-    assert [row["step"] for row in rows] == list(range(1, saved + 3))
+    assert [row["step"] for row in steps(run_dir)] == list(range(1, saved + 3))
     assert assert_balanced(run_dir)["trained"] == (saved + 2) * GROUPS_PER_STEP
-    # Their new servers had started with the model's first weights.
-    _assert_servers_had_the_trainers_weights(rows[num_steps:])
-
-
-def _assert_servers_had_the_trainers_weights(rows: list[dict[str, float]]) -> None:
-    """Only tokens of the newest weights can be compared."""
-    fresh = [row for row in rows if row["mismatch/tokens"] > 0]
-    assert fresh
-    for row in fresh:
-        assert 0 < row["mismatch/logprob_abs_max"] <= 1e-4
+    # It had started with the model's first weights.
+    assert fake.calls.index(LOAD) < fake.calls.index("/generate")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import GenerateRequest, Readiness
 from bapo_megatron.engine.sglang.client import SglangClient
-from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ApiKeys
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.runtime.processes import tail
 from tests.engine.helpers import Kept
@@ -93,6 +93,14 @@ def wait_until_ready(server: SglangServer) -> None:
         if asyncio.run(server.ask(5.0)) is Readiness.READY:
             return
         time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def lent(server: SglangServer, model_dir: Path) -> Iterator[dict[str, str]]:
+    """The environment of a run that may use a server; it gets the weights of its model back."""
+    keys = server.keys
+    yield {API_KEY_VARIABLE: keys.api_key, ADMIN_API_KEY_VARIABLE: keys.admin_api_key}
+    with_client(server.address, lambda client: load_weights(client, model_dir, 0), keys)
 
 
 async def load_weights(client: SglangClient, model_dir: Path, version: int) -> None:
