@@ -136,13 +136,17 @@ class Launched:
 
     def communicate(self, timeout: float = 240) -> tuple[str, str]:
         """Wait for the end; returns standard output and error."""
-        self.wait(timeout)
+        try:
+            self.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.send_signal(signal.SIGKILL)
+            raise AssertionError(f"still running\n{self.output()}") from None
         return self.output()
 
     def wait(self, timeout: float) -> int:
         self._process.join(timeout)
         if (status := self.poll()) is None:
-            raise subprocess.TimeoutExpired("torchrun", timeout, *self.output())
+            raise subprocess.TimeoutExpired("torchrun", timeout)
         return status
 
     def output(self) -> tuple[str, str]:
