@@ -60,9 +60,11 @@ def start(
     )
 
 
-def torchrun(arguments: list[str], *, ranks: int) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    arguments: list[str], *, ranks: int, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run it under torchrun to its end; a run that hangs is killed and fails the test."""
-    process = start(arguments, ranks=ranks)
+    process = start(arguments, ranks=ranks, environment=environment)
     try:
         out, err = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:

@@ -11,6 +11,7 @@ import yaml
 from bapo_megatron.evaluation.results import read_results
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.docs.metric_names import unlisted
+from tests.engine.sglang.servers import lent
 from tests.launch import torchrun
 from tests.trainer.chaos import steps
 from tests.trainer.runs import sampling_settings, train
@@ -18,9 +19,10 @@ from tests.trainer.runs import sampling_settings, train
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from bapo_megatron.engine.sglang.server import SglangServer
+
 PROGRESS = (
     "reading the prompts",
-    "starting servers",
     "loading weights",
     "evaluation",
     "rollout",
@@ -31,13 +33,14 @@ pytestmark = [pytest.mark.sglang, pytest.mark.distributed]
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
+def config(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, server: SglangServer) -> Path:
     """Two steps of one update each, sampled at temperature 0.6."""
     directory = tmp_path_factory.mktemp("end_to_end")
     settings = sampling_settings(
         directory,
-        random_model,
-        rollout={"oversample_groups": 2, "server": {"max_total_tokens": 8192, "mem_fraction": 0.3}},
+        model_dir,
+        rollout={"oversample_groups": 2, "servers": [server.address]},
+        eval={"max_prompts": 6},
         # With the usual epsilon Adam's first step is the sign of each gradient: rounding would
         # decide where two layouts move the weights.
         optimizer={"eps": 1e-4},
@@ -48,11 +51,15 @@ def config(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path
 
 
 @pytest.fixture(scope="module")
-def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(
+    config: Path, model_dir: Path, server: SglangServer, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The run directory of a finished run on two tensor-parallel ranks."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     # By torchrun, so that what libraries say while they are imported is seen too.
-    result = torchrun(["train", str(config), f"run_dir={run_dir}", "parallel.tensor=2"], ranks=2)
+    arguments = ["train", str(config), f"run_dir={run_dir}", "parallel.tensor=2"]
+    with lent(server, model_dir) as keys:
+        result = torchrun(arguments, ranks=2, environment=keys)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stderr.splitlines()
     assert [line for line in lines if not line.startswith(PROGRESS)] == []
@@ -70,7 +77,7 @@ def test_trainer_and_engine_agree_on_every_token_of_every_step(finished: Path) -
 
 def test_the_run_reports_what_it_did(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
-    assert summary["num_prompts"] == 21
+    assert summary["num_prompts"] == 6
     assert 0 <= summary["accuracy_before"] <= 1
     assert 0 <= summary["accuracy_after"] <= 1
     assert summary["generated_tokens_per_s"] > 0
@@ -81,12 +88,12 @@ def test_the_run_reports_what_it_did(finished: Path) -> None:
     assert rows[0]["step"] == 0
     assert "eval/sums/pass_at_k" in rows[-1]
     (scored,) = read_results(finished / "eval" / "step_000002.json")
-    assert (scored.name, scored.num_prompts, scored.samples_per_prompt) == ("sums", 21, 2)
+    assert (scored.name, scored.num_prompts, scored.samples_per_prompt) == ("sums", 6, 2)
     last = {score.name: score for score in scored.scores}
     assert rows[-1]["eval/sums/avg_at_k"] == last["avg@2"].value == summary["accuracy_after"]
     assert rows[-1]["eval/sums/maj_at_k_high"] == last["maj@2"].high
     assert rows[-1]["eval/sums/pass_at_1"] == last["pass@1"].value
-    assert len((finished / "eval" / "start_sums.jsonl").read_text().splitlines()) == 42
+    assert len((finished / "eval" / "start_sums.jsonl").read_text().splitlines()) == 12
     assert (finished / "rollouts" / "step_000002.parquet").exists()
     assert not (finished / "weights").exists()
 
