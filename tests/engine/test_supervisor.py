@@ -39,6 +39,7 @@ PATIENCE_S = 60
 def fate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that says what a starting server does (tests/fakes/fake_launcher.py)."""
     monkeypatch.setattr(sglang_server, "LAUNCHER", "tests.fakes.fake_launcher")
+    monkeypatch.setattr("bapo_megatron.engine.supervisor._ASK_INTERVAL_S", 0.1)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     file = tmp_path / "fate"
     file.write_text("serve")
@@ -224,10 +225,11 @@ async def test_after_a_while_without_failure_a_server_is_started_again_at_once(
 ) -> None:
     async with supervised(fate) as supervisor:
         await supervisor.wait_ready(lambda line: None)
-        for num_starts in (2, 3):
-            await asyncio.sleep(1.5)  # longer than max_restart_wait_s
-            process_of(supervisor).kill()
-            await ready_after_starts(supervisor, num_starts)
+        process_of(supervisor).kill()
+        await ready_after_starts(supervisor, 2)
+        await asyncio.sleep(1.1)  # longer than max_restart_wait_s
+        process_of(supervisor).kill()
+        await ready_after_starts(supervisor, 3)
         assert len(warnings(caplog)) == 2
         assert all("it is started again (" in line for line in warnings(caplog))
 
@@ -262,7 +264,7 @@ async def test_while_restarts_are_held_nothing_is_started_and_a_port_that_is_tak
         (server,) = supervisor.servers
         process_of(supervisor).kill()
         await until(lambda: not server.is_started)
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.5)
         assert server.num_starts == 1
         with socket.socket() as occupant:
             occupant.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

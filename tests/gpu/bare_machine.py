@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from tests.gpu import acceptance
 
-PARTS = ("build", "model", "train", "kernels", "ipc", "nccl")
+PARTS = ("model", "train", "kernels", "ipc", "nccl")
 TINY = ["--device=cpu", "--sizes=tiny", "--tokens=64", "--columns=24", "--rounds=2"]
 
 

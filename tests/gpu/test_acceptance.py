@@ -98,17 +98,28 @@ def test_the_files_with_tests_for_a_gpu_are_found() -> None:
     assert "test_cuda_device.py" in {path.name for path in parts.gpu_tests()}
 
 
+def test_what_doctor_judges_is_a_check_unless_no_part_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verdicts = {"driver": "problem", "megatron-core": "ok", "apex": "note", "transformers": "ok"}
+    rows = [{"topic": topic, "verdict": verdict} for topic, verdict in verdicts.items()]
+    answer = argparse.Namespace(stdout=json.dumps(rows))
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(parts, "_python", lambda *words: asked.append(words) or answer)
+    checks = list(parts.build(argparse.Namespace()))
+    assert checks == [Check("doctor: driver", 0.0), Check("doctor: megatron-core", 1.0)]
+    assert asked == [("bapo_megatron", "doctor", "--json")]
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_part_that_dies_does_not_end_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = acceptance.parse(["all", f"--dir={tmp_path}", *bare_machine.TINY])
-    checks = acceptance.run_apart(["no such part", "model", "nccl"], options)
+    checks = acceptance.run_apart(["no such part", "nccl"], options)
     assert [(check.name, check.passes) for check in checks] == [
         ("no such part ended without an error", False),
-        ("model and batch (tiny)", True),
-        ("seconds (model)", True),
         ("a weight group of one", True),
         ("seconds (nccl)", True),
     ]
@@ -142,7 +153,6 @@ def test_the_listed_wheels_suffice_for_what_runs_on_the_cpu(tmp_path: Path) -> N
     lines = {part: list(map(json.loads, out.splitlines())) for part, (_, out, _) in results.items()}
     names = {part: [line["check"] for line in of_part] for part, of_part in lines.items()}
     assert (tmp_path / "tiny" / "batch.npz").is_file()
-    assert "doctor: megatron-core" in names["build"]
     assert names["train"] == [
         "gradient norm (tiny, plain)",
         "tokens per second (tiny, plain)",
@@ -159,7 +169,7 @@ def test_the_listed_wheels_suffice_for_what_runs_on_the_cpu(tmp_path: Path) -> N
     ]
     assert lines["train"][2]["figure"] > 0
     assert lines["train"][-3]["figure"] < 1e-5
-    for part in ("build", "model", "train", "ipc", "nccl"):
+    for part in ("model", "train", "ipc", "nccl"):
         status, _, table = results[part]
         assert (status, all(line["pass"] for line in lines[part])) == (0, True), table
     # Times on the CPU mean nothing, but every figure is there.

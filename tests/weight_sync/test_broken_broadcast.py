@@ -80,8 +80,8 @@ def test_who_hangs_in_a_broadcast_that_others_left_is_restarted_and_the_rest_get
             "model": {"path": tmp_path},
             "rollout": {
                 "server": {"count": 3},
-                "health": {"interval_s": 0.5, "timeout_s": 3, "stuck_timeout_s": 4},
-                "weight_sync": {"timeout_s": 12, "verify": "none"},
+                "health": {"interval_s": 0.5, "timeout_s": 3, "stuck_timeout_s": 3},
+                "weight_sync": {"timeout_s": 7, "verify": "none"},
             },
         }
     )
@@ -141,6 +141,6 @@ def test_who_hangs_in_a_broadcast_that_others_left_is_restarted_and_the_rest_get
     for server in (frozen, hanging):
         assert any(f"{server.address} is taken out" in line for line in warnings)
     restarted = [
-        line.partition(" gave no answer for 4 s ")[0] for line in warnings if "again" in line
+        line.partition(" gave no answer for 3 s ")[0] for line in warnings if "again" in line
     ]
     assert {f"the SGLang server at {s.address}" for s in (frozen, hanging)} <= set(restarted)

@@ -13,7 +13,14 @@ import pytest
 from bapo_megatron.engine.base import SamplingSettings
 from tests.distributed_launch import run_ranks
 from tests.engine.helpers import descendants, reference_logprobs
-from tests.engine.sglang.servers import KEYS, make_server, sample, wait_until_ready, with_client
+from tests.engine.sglang.servers import (
+    KEYS,
+    load_weights,
+    make_server,
+    running,
+    sample,
+    with_client,
+)
 from tests.weight_sync.ranks import Fault, Synced, sync_changed
 
 if TYPE_CHECKING:
@@ -32,24 +39,17 @@ VERIFIED = {"verify": "every", "verify_tolerance": 1e-4, "timeout_s": 60}
 
 
 @pytest.fixture(scope="module")
-def pair(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SglangServer]]:
-    """Two real servers with the same keys, which read no weights when they started.
+def pair(
+    server: SglangServer, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[SglangServer]]:
+    """Two real servers with the same keys. The first one read no weights when it started.
 
-    A test ends the first one; the others use the second.
+    The last test ends it; the other one gets back the weights that it had.
     """
-    servers = [
-        make_server(model_dir, tmp_path_factory.mktemp(f"server_{number}"), awaits_weights=True)
-        for number in range(2)
-    ]
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:
-            wait_until_ready(server)
-        yield servers
-    finally:
-        for server in servers:
-            server.close()
+    awaiting = make_server(model_dir, tmp_path_factory.mktemp("awaiting"), awaits_weights=True)
+    with running(awaiting):
+        yield [awaiting, server]
+    with_client(server.address, lambda client: load_weights(client, model_dir, 0), server.keys)
 
 
 def _assert_computes(address: str, version: int, exported: Path) -> None:
@@ -64,38 +64,6 @@ def _assert_computes(address: str, version: int, exported: Path) -> None:
     np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("method", "layout"),
-    [
-        ("broadcast", {"tensor": 2}),
-        ("broadcast", {"pipeline": 2}),
-        ("tensor", {"tensor": 2}),
-        ("disk", {"tensor": 2}),
-    ],
-)
-def test_servers_compute_with_new_weights_as_transformers_does(
-    pair: list[SglangServer], model_dir: Path, tmp_path: Path, method: str, layout: dict[str, int]
-) -> None:
-    _, server = pair
-    sync = functools.partial(sync_changed, factors=(1.5, 0.7), layout=layout)
-    rollout = {"weight_sync": {**VERIFIED, "method": method, "bucket_mb": 2}}
-    first, second = run_ranks(sync, 2, model_dir, (server.address,), rollout, tmp_path)[0]
-    for synced in (first, second):
-        assert (synced.error, synced.lost) == ("", {})
-        assert synced.report is not None
-        assert synced.report.difference < 1e-4
-        assert synced.report.num_bytes >= MODEL_BYTES
-    assert second.generation == ("pause", "resume", "pause", "resume")
-    # The same prompt each time: keys and values of older weights must not survive in the cache.
-    _assert_computes(server.address, 101, tmp_path / "1")
-    exported = [reference_logprobs(tmp_path / n, PROMPT, [5, 6, 7], 1.0) for n in ("0", "1")]
-    assert np.abs(exported[0] - exported[1]).max() > 0.01
-    if method != "disk":
-        assert not (tmp_path / "run" / "weights").exists()
-        assert second.calls.count("receive") + second.calls.count("take") > 4  # several buckets
-        assert second.calls.count("join") == (1 if method == "broadcast" else 0)
-
-
 def test_without_weights_a_server_computes_nothing_that_could_be_mistaken_for_the_model(
     pair: list[SglangServer], model_dir: Path
 ) -> None:
@@ -108,10 +76,42 @@ def test_without_weights_a_server_computes_nothing_that_could_be_mistaken_for_th
     assert np.abs(np.array(scores[-2:]) - expected).max() > 0.1
 
 
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("broadcast", {"pipeline": 2}),
+        ("tensor", {"tensor": 2}),
+        ("disk", {"tensor": 2}),
+    ],
+)
+def test_servers_compute_with_new_weights_as_transformers_does(
+    pair: list[SglangServer], model_dir: Path, tmp_path: Path, method: str, layout: dict[str, int]
+) -> None:
+    sync = functools.partial(sync_changed, factors=(1.5, 0.7), layout=layout)
+    rollout = {"weight_sync": {**VERIFIED, "method": method, "bucket_mb": 2}}
+    addresses = tuple(server.address for server in pair)
+    first, second = run_ranks(sync, 2, model_dir, addresses, rollout, tmp_path)[0]
+    for synced in (first, second):
+        assert (synced.error, synced.lost) == ("", {})
+        assert synced.report is not None
+        assert synced.report.difference < 1e-4
+        assert synced.report.num_bytes >= MODEL_BYTES
+    assert second.generation == ("pause", "resume", "pause", "resume")
+    # The same prompt each time: keys and values of older weights must not survive in the cache.
+    for address in addresses:
+        _assert_computes(address, 101, tmp_path / "1")
+    exported = [reference_logprobs(tmp_path / n, PROMPT, [5, 6, 7], 1.0) for n in ("0", "1")]
+    assert np.abs(exported[0] - exported[1]).max() > 0.01
+    if method != "disk":
+        assert not (tmp_path / "run" / "weights").exists()
+        assert second.calls.count("receive") + second.calls.count("take") > 4  # several buckets
+        assert second.calls.count("join") == (1 if method == "broadcast" else 0)
+
+
 def test_a_server_that_ends_in_the_middle_of_a_broadcast_is_left_out_and_the_rest_gets_all_weights(
     pair: list[SglangServer], model_dir: Path, tmp_path: Path
 ) -> None:
-    stopped = _sync_with_fault(pair, model_dir, tmp_path / "stop", signal.SIGSTOP, timeout_s=15)
+    stopped = _sync_with_fault(pair, model_dir, tmp_path / "stop", signal.SIGSTOP, timeout_s=8)
     assert "no answer within" in stopped.lost[pair[0].address]
     _assert_computes(pair[1].address, 100, tmp_path / "stop" / "0")
     # It goes on in a broadcast that everybody has left, and takes part in the next sync.

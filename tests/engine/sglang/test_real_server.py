@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from bapo_megatron.engine.base import Capabilities, MemoryPart, Readiness, SamplingSettings
@@ -14,28 +15,26 @@ from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
 from tests.engine.contract import Case, Response, sglang_case
-from tests.engine.helpers import ask
-from tests.engine.sglang.servers import KEYS, make_server, running, sample, with_client
+from tests.engine.helpers import ask, descendants
+from tests.engine.sglang.servers import KEYS, sample, with_client
 from tests.engine.test_contract import *  # noqa: F403 (every test, also those that are added)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from bapo_megatron.engine.sglang.server import SglangServer
 
 pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture(scope="module")
-def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
-    """A server; tests leave no request behind, and give it back its weights."""
-    with running(make_server(model_dir, tmp_path_factory.mktemp("server"))) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def case(server: SglangServer, model_dir: Path) -> Case:
     return sglang_case(server, model_dir)
+
+
+def processes_of(server: SglangServer) -> list[psutil.Process]:
+    (launcher,) = descendants(mentioning=f"--port={server.port}")
+    processes = [launcher, *launcher.children(recursive=True)]
+    assert len(processes) >= 3  # those of the scheduler and of the detokenizer
+    return processes
 
 
 def test_the_server_says_what_it_can_do_and_which_model_it_was_started_with(
@@ -115,15 +114,24 @@ def test_what_the_api_key_opens_and_the_command_of_the_server_hold_no_key(
         assert not any(key in text for key in (KEYS.api_key, KEYS.admin_api_key))
 
 
+def test_no_process_of_a_server_listens_beyond_the_loopback(server: SglangServer) -> None:
+    addresses = {
+        connection.laddr.ip
+        for process in processes_of(server)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1"}
+
+
 def test_keys_are_needed_and_neither_listed_nor_logged(server: SglangServer) -> None:
     keys = (server.keys.api_key, server.keys.admin_api_key)
     for path in ("/generate", "/abort_request", "/update_weights_from_disk"):
         assert ask(server.address + path, b"{}")[0] == 401
     listed = "".join(
         file.read_text(errors="replace")
-        for process in Path("/proc").glob("[0-9]*")
-        for file in (process / "cmdline", process / "environ")
-        if _is_readable(file)
+        for process in processes_of(server)
+        for file in (Path(f"/proc/{process.pid}/{name}") for name in ("cmdline", "environ"))
     )
     log = server.log_path.read_text()
     assert "admin_api_key" in log
@@ -155,11 +163,3 @@ def test_a_server_generates_again_after_it_released_its_memory(server: SglangSer
 
     with_client(server.address, use, server.keys)
     assert server.exit_reason() is None
-
-
-def _is_readable(file: Path) -> bool:
-    try:
-        file.read_bytes()
-    except OSError:
-        return False
-    return True

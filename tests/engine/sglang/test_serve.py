@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from bapo_megatron import cli
 from bapo_megatron.config.load import ConfigError
+from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.engine.sglang.kind import SglangKind
+from tests.distributed_launch import start_fork
 from tests.engine.helpers import ask, descendants
 from tests.launch import REPOSITORY
 
@@ -24,55 +27,72 @@ if TYPE_CHECKING:
 
     from tests.engine.helpers import MakeConfig
 
-    Start = Callable[..., subprocess.Popen[str]]
+    Start = Callable[..., "Serving"]
 
 pytestmark = pytest.mark.slow
 
-WITH_FAKE_SERVERS = """
-from bapo_megatron.engine.sglang import server as sglang_server
-sglang_server.LAUNCHER = "tests.fakes.fake_launcher"
-from bapo_megatron.cli import main
-main()
-"""
+
+def serve(arguments: list[str], environment: dict[str, str], directory: Path) -> None:
+    """Be the command, of which the output goes to files in ``directory``."""
+    os.setsid()
+    for name, descriptor in (("out", 1), ("err", 2)):
+        os.dup2(os.open(directory / name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(REPOSITORY)
+    sglang_server.LAUNCHER = "tests.fakes.fake_launcher"
+    sys.argv = ["bapo-megatron", "serve", *arguments]
+    cli.main()
+
+
+class Serving:
+    """The command with two fake servers, whose fate is in ``fate`` beside its run's directory."""
+
+    def __init__(self, directory: Path, *overrides: str, **environment: str) -> None:
+        self._directory = directory
+        keys = dict.fromkeys((ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE))
+        inherited = {name: value for name, value in os.environ.items() if name not in keys}
+        (directory / "out").write_text("")
+        self.process = start_fork(
+            serve,
+            [str(directory / "config.yaml"), *overrides],
+            {**inherited, "NO_COLOR": "1", **environment},
+            directory,
+        )
+
+    def first_lines(self, number: int) -> list[str]:
+        while (out := (self._directory / "out").read_text()).count("\n") < number:
+            assert self.process.is_alive(), (self._directory / "err").read_text()
+            time.sleep(0.02)
+        return out.splitlines()[:number]
+
+    def end(self, number: signal.Signals | None = None) -> tuple[int | None, str, str]:
+        """Exit status, output and errors, after a signal if there is one."""
+        assert self.process.pid is not None
+        if number is not None:
+            os.kill(self.process.pid, number)
+        self.process.join(60)
+        out, err = ((self._directory / name).read_text() for name in ("out", "err"))
+        return self.process.exitcode, out, err
 
 
 @pytest.fixture
 def start_serve(make_config: MakeConfig, tmp_path: Path) -> Iterator[Start]:
-    """Starts ``serve`` with two fake servers, whose fate is in ``tmp_path / "fate"``.
-
-    All that it started must be gone at the end.
-    """
+    """Starts the command; all that it started must be gone at the end."""
     (tmp_path / "fate").write_text("serve")
     server = {"count": 2, "extra_args": [f"--fate={tmp_path / 'fate'}"]}
-    config = tmp_path / "config.yaml"
-    config.write_text(make_config(server=server).model_dump_json())
-    others, processes = descendants(), []
+    (tmp_path / "config.yaml").write_text(make_config(server=server).model_dump_json())
+    started: list[Serving] = []
 
-    def start(*overrides: str, **environment: str) -> subprocess.Popen[str]:
-        keys = dict.fromkeys((ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE))
-        inherited = {name: value for name, value in os.environ.items() if name not in keys}
-        process = subprocess.Popen(
-            [sys.executable, "-c", WITH_FAKE_SERVERS, "serve", str(config), *overrides],
-            cwd=REPOSITORY,
-            env={**inherited, "NO_COLOR": "1", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        processes.append(process)
-        return process
+    def start(*overrides: str, **environment: str) -> Serving:
+        started.append(Serving(tmp_path, *overrides, **environment))
+        return started[-1]
 
     yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
-    assert not psutil.wait_procs(descendants() - others, timeout=20)[1]
-
-
-def first_lines(process: subprocess.Popen[str], number: int) -> list[str]:
-    assert process.stdout is not None
-    return [process.stdout.readline().rstrip("\n") for _ in range(number)]
+    for serving in started:
+        serving.process.kill()
+        serving.process.join()
+    assert not psutil.wait_procs(descendants(mentioning=str(tmp_path)), timeout=20)[1]
 
 
 def addresses_in(line: str) -> list[str]:
@@ -83,32 +103,25 @@ def addresses_in(line: str) -> list[str]:
     return line.removeprefix(start).removesuffix(end).split(",")
 
 
-def end(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
-    """Exit status and the rest of standard error."""
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    return process.returncode, errors
-
-
 def test_servers_are_ready_when_their_addresses_are_shown_with_a_key_that_nobody_else_can_read(
     start_serve: Start, tmp_path: Path
 ) -> None:
-    process = start_serve()
-    export, line = first_lines(process, 2)
+    serving = start_serve()
+    export, line = serving.first_lines(2)
     key_file = tmp_path / "run" / "admin_api_key"
     assert export == f"export {ADMIN_API_KEY_VARIABLE}=$(cat '{key_file}')"
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
     key = key_file.read_text().strip()
     assert len(key) == 32
     assert [ask(f"{address}/ready") for address in addresses_in(line)] == [(200, key)] * 2
-    servers = descendants(process.pid)
+    servers = descendants(serving.process.pid)
     assert len(servers) == 2
     assert not any(key in " ".join(server.cmdline()) for server in servers)
     for number in range(2):
         log = (tmp_path / "run" / "logs" / f"sglang_{number}.log").read_text()
         assert log.endswith("fate: serve; an api key: False\n")
         assert key not in log
-    status, errors = end(process, signal.SIGTERM)
+    status, _, errors = serving.end(signal.SIGTERM)
     assert status == 128 + signal.SIGTERM
     assert key not in errors
     assert not any(server.is_running() for server in servers)
@@ -117,7 +130,7 @@ def test_servers_are_ready_when_their_addresses_are_shown_with_a_key_that_nobody
 def test_servers_that_others_reach_want_a_key_for_generation_too(
     start_serve: Start, tmp_path: Path
 ) -> None:
-    *exports, _ = first_lines(start_serve("rollout.server.host=localhost"), 3)
+    *exports, _ = start_serve("rollout.server.host=localhost").first_lines(3)
     key_file = tmp_path / "run" / "api_key"
     assert exports == [
         f"export {API_KEY_VARIABLE}=$(cat '{key_file}')",
@@ -132,12 +145,12 @@ def test_keys_of_the_environment_are_used_and_kept_nowhere(
     start_serve: Start, tmp_path: Path
 ) -> None:
     admin, user = "admin-secret-of-27-bytes-ooo", "secret-of-16-byt"
-    process = start_serve(**{ADMIN_API_KEY_VARIABLE: admin, API_KEY_VARIABLE: user})
-    (line,) = first_lines(process, 1)
+    serving = start_serve(**{ADMIN_API_KEY_VARIABLE: admin, API_KEY_VARIABLE: user})
+    (line,) = serving.first_lines(1)
     assert ask(f"{addresses_in(line)[0]}/ready") == (200, admin)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
     assert "an api key: True" in (tmp_path / "run" / "logs" / "sglang_1.log").read_text()
-    status, errors = end(process, signal.SIGINT)
+    status, _, errors = serving.end(signal.SIGINT)
     assert (status, errors.splitlines()[-1]) == (130, "bapo-megatron: interrupted")
 
 
@@ -148,9 +161,8 @@ def test_an_empty_key_file_does_not_open_the_servers(
     (tmp_path / "run").mkdir()
     key_file = tmp_path / "run" / name
     key_file.write_text("\n")
-    process = start_serve("rollout.server.host=localhost")
-    output, errors = process.communicate(timeout=60)
-    assert (process.returncode, output) == (1, "")
+    status, output, errors = start_serve("rollout.server.host=localhost").end()
+    assert (status, output) == (1, "")
     (line,) = errors.splitlines()
     assert line.startswith(f"bapo-megatron: {key_file}: a key must have at least 16 bytes")
     assert not (tmp_path / "run" / "logs").exists()
@@ -159,17 +171,17 @@ def test_an_empty_key_file_does_not_open_the_servers(
 def test_servers_end_with_a_command_that_is_killed_and_the_next_one_has_the_same_key(
     start_serve: Start, tmp_path: Path
 ) -> None:
-    process = start_serve()
-    export, _ = first_lines(process, 2)
+    serving = start_serve()
+    export, _ = serving.first_lines(2)
     key_file = tmp_path / "run" / "admin_api_key"
     key = key_file.read_text()
-    servers = descendants(process.pid)
+    servers = descendants(serving.process.pid)
     assert len(servers) == 2
-    process.kill()
+    serving.process.kill()
     assert not psutil.wait_procs(servers, timeout=60)[1]
 
     again = start_serve()  # or another node with the same directory
-    assert first_lines(again, 2)[0] == export
+    assert again.first_lines(2)[0] == export
     assert key_file.read_text() == key
     assert sorted(path.name for path in key_file.parent.iterdir()) == ["admin_api_key", "logs"]
 
@@ -178,9 +190,8 @@ def test_a_server_that_never_starts_ends_the_command_with_the_end_of_its_log(
     start_serve: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "fate").write_text("exit")
-    process = start_serve("rollout.server.count=1")
-    output, errors = process.communicate(timeout=60)
-    assert (process.returncode, output) == (1, "")
+    status, output, errors = start_serve("rollout.server.count=1").end()
+    assert (status, output) == (1, "")
     (first,) = (line for line in errors.splitlines() if line.startswith("bapo-megatron: "))
     assert "died (exit status 3)" in first
     assert str(tmp_path / "run" / "logs" / "sglang.log") in first

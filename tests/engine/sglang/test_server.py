@@ -240,18 +240,6 @@ def test_of_the_shared_files_only_those_of_the_ended_group_are_removed(tmp_path:
 
 
 @pytest.mark.sglang
-def test_no_process_of_a_server_listens_beyond_the_loopback(server: SglangServer) -> None:
-    (launcher,) = descendants(mentioning=f"--port={server.port}")
-    addresses = {
-        connection.laddr.ip
-        for process in [launcher, *launcher.children(recursive=True)]
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
-    assert addresses == {"127.0.0.1"}
-
-
-@pytest.mark.sglang
 def test_no_process_or_temporary_file_outlives_an_owner_that_is_killed(
     make_config: MakeConfig, tmp_path: Path, scratch: Path
 ) -> None:
