@@ -11,6 +11,7 @@ from unittest import mock
 import psutil
 import pytest
 
+from bapo_megatron import cli
 from bapo_megatron.commands.generate import generate_batches
 from bapo_megatron.config.load import load_config
 from bapo_megatron.data.dump import encode_batch, read_batch, texts_path
@@ -72,18 +73,19 @@ def test_batches_are_dumped_and_counted(
 ) -> None:
     run_dir = tmp_path / "run"
     with FakeSglang(stop_at=60, token_interval_s=0.005) as fake, forked_collectors():
-        overrides = [f"run_dir={run_dir}", f"rollout.servers=['{fake.address}']"]
-        generate_batches(load_config(config, overrides), steps=2)
+        typed = ["generate", str(config), f"run_dir={run_dir}"]
+        typed.append(f"rollout.servers=['{fake.address}']")
+        assert not cli.app([*typed, "--steps", "2"], standalone_mode=False)
     names = ["step_000001.parquet", "step_000002.parquet"]
     files = sorted(str(p.relative_to(run_dir / "rollouts")) for p in run_dir.rglob("*.parquet"))
     assert files == [*names, *(f"texts/{name}" for name in names)]
     assert len(read_metrics(run_dir / "metrics.jsonl")) == 2
     check_batches(run_dir, 2)
     written = capsys.readouterr().out
-    assert "1/2" in written
-    assert "2/2" in written
+    for shown in ("1/2", "2/2", f"the metrics of each batch are in {run_dir}/metrics.jsonl\n"):
+        assert shown in written
 
-    again = run(["generate", str(config), *overrides])
+    again = run(typed)
     assert again.returncode == 1
     assert f"{run_dir} already holds a run" in again.stderr
 

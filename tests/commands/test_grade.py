@@ -156,24 +156,20 @@ def test_a_fault_of_a_line_is_named(bad, message):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("rest", "message"),
-    [
-        # Refused before memory is full.
-        (b"x" * (5 << 20), r"responses\.jsonl:2: longer than 3 MB"),
-        (b"\n{\n", r"responses\.jsonl:3: not valid JSON"),
-    ],
-    ids=["a line without an end", "a line that is not valid"],
-)
-def test_a_fault_is_named_after_the_results_before_it(
-    tmp_path, responses, monkeypatch, rest, message
+ENDLESS, INVALID = b"x" * (5 << 20), b"\n{\n"
+
+
+@pytest.mark.parametrize("rest", [ENDLESS, INVALID], ids=["endless", "invalid"])
+def test_results_before_a_fault_come_and_a_line_without_an_end_does_not_fill_memory(
+    tmp_path, responses, monkeypatch, rest
 ):
     monkeypatch.setattr("bapo_megatron.commands.grade.MAX_LINE_BYTES", 3 << 20)
     responses.write_bytes(line_of("even", "1").encode() + rest)
     results = os.open(tmp_path / "results", os.O_CREAT | os.O_RDWR)
     rewards = RewardConfig.model_validate({"functions": [EVEN_LENGTH], "workers": 1})
 
-    with pytest.raises(ValueError, match=message):
+    message = "2: longer than 3 MB" if rest is ENDLESS else "3: not valid JSON"
+    with pytest.raises(ValueError, match=rf"responses\.jsonl:{message}"):
         run_async(grade_file(responses, rewards, output=results))
 
     assert json.loads(os.pread(results, 1000, 0))["score"] == 1.0

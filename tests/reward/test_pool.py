@@ -226,7 +226,7 @@ def test_a_function_may_replace_what_the_json_module_has():
 )
 def test_the_processes_that_a_function_started_end_with_their_worker(tmp_path, function, score):
     started = str(tmp_path / "pid")
-    assert score_in_turn(started, function=f"{OWN}:{function}", timeout_s=1) == [score]
+    assert score_in_turn(started, function=f"{OWN}:{function}", timeout_s=2) == [score]
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: is_gone(pid))
 

@@ -71,6 +71,11 @@ def _do_nothing() -> None:
 def _collect(connection: socket.socket, environment: dict[str, str], log_path: Path) -> None:
     """Be the process that a client starts."""
     os.setsid()
+    for entry in Path("/proc/self/fd").iterdir():  # of a fork of the client: its own end, too
+        with contextlib.suppress(OSError):
+            is_socket = str(entry.readlink()).startswith("socket:")
+            if is_socket and int(entry.name) not in (0, 1, 2, connection.fileno()):
+                os.close(int(entry.name))
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from contextlib import redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import pytest
 from bapo_megatron import cli
 from examples.study import tier_b
 from examples.study.tier_b import Plan, Setting, compute
+from tests import distributed_launch
 from tests.distributed_launch import start_fork
 from tests.reward.own_functions import EVEN_LENGTH
 from tests.rollout.forked_collector import forked_collectors
@@ -31,6 +33,8 @@ def call(out: Path, *arguments: str) -> None:
 
 
 def _run(arguments: tuple[str, ...], log: Path) -> None:
+    # The server of forks is another process's child: here it would be started once more.
+    distributed_launch._CONTEXT = multiprocessing.get_context("fork")
     with log.open("w") as out, redirect_stdout(out), redirect_stderr(out), forked_collectors():
         cli.app(arguments, standalone_mode=False)
 
