@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -21,20 +20,15 @@ from tests.launch import REPOSITORY
 from tests.tools.report.made_runs import make_run
 
 LEFT_OUT = (".*", "build", "runs", "*.egg-info", "__pycache__", "*.so", "*.o")
-UNOPTIMISED = """#!/bin/sh
-exec COMPILER "$@" -O0 -g0
-"""
-"""A compiler that takes half the time of one that optimises."""
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])('dist')"
 
 
 LOOK = """
-import json, torch, bapo_megatron
+import torch, bapo_megatron
 from bapo_megatron.ops.extension import build_info
-built = build_info()
-ratio_T = torch.ops.bapo.importance_ratio(torch.zeros(1), torch.zeros(1))
 print(bapo_megatron.__file__)
-print(json.dumps([built["version"], built["git_commit"], ratio_T.item()]))
+print(build_info()["version"], build_info()["git_commit"])
+print(torch.ops.bapo.importance_ratio(torch.zeros(1), torch.zeros(1)).tolist())
 """
 
 
@@ -49,9 +43,12 @@ class Packages(NamedTuple):
 
 
 def build(what: str, folder: Path) -> Path:
-    """Build an sdist or a wheel of the sources in a folder, as pip without isolation does."""
+    """Build an sdist or a wheel of the sources in a folder, as pip without isolation does.
+
+    Nothing is optimised, which would take twice as long.
+    """
     compiler = folder.parent / "compiler"
-    compiler.write_text(UNOPTIMISED.replace("COMPILER", os.environ.get("CXX", "c++")))
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O0 -g0\n')
     compiler.chmod(0o700)
     result = subprocess.run(
         [sys.executable, "-c", BUILD, f"build_{what}"],
@@ -140,9 +137,9 @@ def test_the_wheel_has_the_package_its_extension_and_its_license(packages: Packa
 def test_the_installed_commands_run_without_the_repository(
     packages: Packages, tmp_path: Path
 ) -> None:
-    where, built = run(packages, tmp_path, "python", "-c", LOOK).splitlines()
+    where, *others = run(packages, tmp_path, "python", "-c", LOOK).splitlines()
     assert Path(where).is_relative_to(packages.programs.parent)
-    assert json.loads(built) == [__version__, "unknown", 1.0]
+    assert others == [f"{__version__} unknown", "[1.0]"]
     run_dir = make_run(tmp_path / "made")
     run(packages, tmp_path, "bapo-megatron", "report", str(run_dir))
     assert (run_dir / "report.html").stat().st_size > 1_000_000

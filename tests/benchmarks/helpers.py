@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bapo_megatron.runtime.cpu_torch import _unchanged
+from tests.benchmarks.harness import interleave
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,11 +28,13 @@ MACHINE: dict[str, Any] = {
 def run_main(name: str, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """Be ``python -m tests.benchmarks.<name>``; return its JSON and its page.
 
-    What it imports has been imported already, and nothing is compiled, which would take a minute.
+    What it imports has been imported already. Nothing is compiled, which would take a minute, nor
+    warmed up.
     """
     module = importlib.import_module(f"tests.benchmarks.{name}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", _unchanged)
+        patch.setitem(interleave.__kwdefaults__, "warmup", 0)
         patch.setattr(sys, "argv", [str(module.__file__), *arguments, f"--out={out}"])
         module.main()
     return json.loads(out.with_suffix(".json").read_text()), out.with_suffix(".md").read_text()

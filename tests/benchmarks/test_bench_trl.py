@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from bapo_megatron.config.load import load_config
 from bapo_megatron.data.dump import read_batch
 from tests.benchmarks import bench_trl
 from tests.benchmarks.bench_trl import Contender, Running, take_turns
@@ -19,9 +22,7 @@ from tests.benchmarks.trl_loads import (
     training_order,
     write_rollouts,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.engine.helpers import reference_logprobs
 
 SMALL = Load("small", 4, 2, 2, 4, 3, 9, (1,), 4096)
 
@@ -37,13 +38,19 @@ def test_a_rank_of_trl_gets_its_part_of_every_update() -> None:
     assert (names[0], names[8]) == ("step_000001:0", "step_000002:8")
 
 
-def test_updates_have_equally_many_tokens_and_groups_both_rewards(tmp_path: Path) -> None:
+def test_updates_have_equally_many_tokens_groups_both_rewards_and_log_probs_are_the_model_s(
+    tmp_path: Path,
+) -> None:
     make_tiny_model(tmp_path / "model")
     tokens = write_rollouts(tmp_path / "dumps", tmp_path / "model", SMALL, batches=2)
     lengths = []
     for number in (1, 2):
         batch = read_batch(tmp_path / f"dumps/step_00000{number}.parquet")
         lengths += [len(sample.response_token_ids) for sample in batch.samples]
+        for sample in batch.samples:
+            pair = sample.prompt.token_ids.tolist(), sample.response_token_ids.tolist()
+            expected = reference_logprobs(tmp_path / "model", *pair)
+            np.testing.assert_allclose(sample.behaviour_logprobs, expected, rtol=0, atol=1e-5)
         for group in batch.groups:
             assert {sample.reward for sample in group.samples} == {0.0, 1.0}
     updates = [
@@ -57,26 +64,23 @@ def test_updates_have_equally_many_tokens_and_groups_both_rewards(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_ranks_train_in_turns_and_recorded_log_probs_give_the_first_gradient(
-    tmp_path: Path,
-) -> None:
+def test_ranks_train_a_batch_at_each_turn(tmp_path: Path) -> None:
     model, dumps, scratch = (tmp_path / name for name in ("model", "dumps", "scratch"))
     make_tiny_model(model)
     scratch.mkdir()
     tokens = write_rollouts(dumps, model, SMALL, batches=2)
     trainers = bench_trl.contenders(SMALL, 1, model, dumps, scratch, 2, "no TRL here")
-    ours = [contender for contender in trainers if contender.module == "replay_ranks"]
-    replies = take_turns(ours, scratch, warmup=1, rounds=1)
-    rows = {
-        name: bench_trl.summarize(of_one, warmup=1, tokens=tokens, updates=2)
-        for name, of_one in replies.items()
-    }
-    same, shipped = rows[bench_trl.SAME_WORK], rows[bench_trl.AS_SHIPPED]
-    assert len(same["grad_norms"]) == len(same["losses"]) == 4
-    assert shipped["grad_norms"][0] == pytest.approx(same["grad_norms"][0], rel=1e-4)
-    assert same["losses"][0] == pytest.approx(shipped["losses"][0], abs=1e-5)
-    assert len(same["seconds"]) == 1
-    assert same["peak_mb"] > 50  # an interpreter with torch
+    same, shipped = (contender for contender in trainers if contender.module == "replay_ranks")
+    configs = [
+        load_config(Path(trainer.spec["config"]), [f"run_dir={tmp_path}/run"])
+        for trainer in (same, shipped)
+    ]
+    assert [config.algorithm.behaviour for config in configs] == ["recomputed", "rollout"]
+    replies = take_turns([same], scratch, warmup=1, rounds=1)
+    row = bench_trl.summarize(replies[same.name], warmup=1, tokens=tokens, updates=2)
+    assert len(row["grad_norms"]) == len(row["losses"]) == 4
+    assert len(row["seconds"]) == 1
+    assert row["peak_mb"] > 50  # an interpreter with torch
 
 
 def test_a_rank_that_ends_is_an_error_with_its_output(tmp_path: Path) -> None:

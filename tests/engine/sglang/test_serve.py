@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 
-def serve(arguments: list[str], environment: dict[str, str], directory: Path) -> None:
+def serve(overrides: tuple[str, ...], environment: dict[str, str], directory: Path) -> None:
     """Be the command, of which the output goes to files in ``directory``."""
     os.setsid()
     for name, descriptor in (("out", 1), ("err", 2)):
@@ -41,7 +41,7 @@ def serve(arguments: list[str], environment: dict[str, str], directory: Path) ->
     os.environ.update(environment)
     os.chdir(REPOSITORY)
     sglang_server.LAUNCHER = "tests.fakes.fake_launcher"
-    sys.argv = ["bapo-megatron", "serve", *arguments]
+    sys.argv = ["bapo-megatron", "serve", str(directory / "config.yaml"), *overrides]
     cli.main()
 
 
@@ -50,15 +50,8 @@ class Serving:
 
     def __init__(self, directory: Path, *overrides: str, **environment: str) -> None:
         self._directory = directory
-        keys = dict.fromkeys((ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE))
-        inherited = {name: value for name, value in os.environ.items() if name not in keys}
         (directory / "out").write_text("")
-        self.process = start_fork(
-            serve,
-            [str(directory / "config.yaml"), *overrides],
-            {**inherited, "NO_COLOR": "1", **environment},
-            directory,
-        )
+        self.process = start_fork(serve, overrides, {**os.environ, **environment}, directory)
 
     def first_lines(self, number: int) -> list[str]:
         while (out := (self._directory / "out").read_text()).count("\n") < number:
@@ -77,8 +70,13 @@ class Serving:
 
 
 @pytest.fixture
-def start_serve(make_config: MakeConfig, tmp_path: Path) -> Iterator[Start]:
+def start_serve(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Start]:
     """Starts the command; all that it started must be gone at the end."""
+    for name in (ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
     (tmp_path / "fate").write_text("serve")
     server = {"count": 2, "extra_args": [f"--fate={tmp_path / 'fate'}"]}
     (tmp_path / "config.yaml").write_text(make_config(server=server).model_dump_json())

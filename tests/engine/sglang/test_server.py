@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.engine.sglang.server import SglangServer
@@ -26,6 +27,7 @@ from bapo_megatron.runtime.processes import shared_files, unlink_shared_files
 from tests.engine.helpers import descendants
 from tests.engine.sglang.servers import KEYS, server_config
 from tests.launch import free_port
+from tests.reward.own_functions import EVEN_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -244,7 +246,8 @@ def test_no_process_or_temporary_file_outlives_an_owner_that_is_killed(
     make_config: MakeConfig, tmp_path: Path, scratch: Path
 ) -> None:
     config = tmp_path / "config.json"
-    config.write_text(make_config().model_dump_json())
+    reward = RewardConfig.model_validate({"functions": [EVEN_LENGTH], "workers": 1})
+    config.write_text(make_config().model_copy(update={"reward": reward}).model_dump_json())
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(config)],
         stdout=subprocess.DEVNULL,
