@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import signal
 import threading
@@ -70,6 +71,7 @@ def peak_growth_bytes(small: Path, large: Path, scratch: Path, max_file_bytes: i
     growth = []
     for name, model in (("small", small), ("large", large)):
         for source, target in ((model, scratch / name), (scratch / name, scratch / f"{name} back")):
+            gc.collect()
             ctypes.CDLL(None).malloc_trim(0)  # what an earlier conversion freed must not help
             before, peak, is_over = _anonymous_bytes(), 0, threading.Event()
 
@@ -264,7 +266,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(
         "qwen2",
         directory,
-        num_hidden_layers=24,
+        num_hidden_layers=28,
         hidden_size=512,
         intermediate_size=1536,
         num_attention_heads=8,
@@ -272,7 +274,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-LARGE_BYTES = 4 * (24 * (3 * 512 * 1536 + 2 * 512 * 512 + 2 * 512 * 128) + 2 * 97 * 512)
+LARGE_BYTES = 4 * (28 * (3 * 512 * 1536 + 2 * 512 * 512 + 2 * 512 * 128) + 2 * 97 * 512)
 
 
 @pytest.mark.distributed
@@ -280,11 +282,11 @@ def test_memory_holds_one_layer_and_one_file_whatever_the_model_weighs(
     deep_models: Models, large: Path, tmp_path: Path
 ) -> None:
     file_bytes = 40_000_000
-    layer_bytes = LARGE_BYTES // 24
+    layer_bytes = LARGE_BYTES // 28
     ((to_megatron, to_hf),) = run_ranks(
         peak_growth_bytes, 1, deep_models["qwen2"], large, tmp_path, file_bytes
     )
-    slack_bytes = 20_000_000  # what the allocator keeps, buffers of torch.load
+    slack_bytes = 30_000_000  # what the allocator keeps, buffers of torch.save and load
     assert to_megatron < layer_bytes + slack_bytes
     assert to_hf < layer_bytes + file_bytes + slack_bytes
     assert 4 * (layer_bytes + file_bytes + slack_bytes) < LARGE_BYTES

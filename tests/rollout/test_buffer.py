@@ -161,7 +161,9 @@ def test_a_damaged_file_and_one_of_another_format_are_refused_in_one_line(
     path = tmp_path / "rollout.parquet"
     content = _file(_filled())
     path.write_bytes(content[:-20])
-    with pytest.raises(DumpError, match=r"rollout\.parquet: not a readable parq.*; resume from"):
+    with pytest.raises(
+        DumpError, match=r"rollout\.parquet: not a readable parq.*; this checkpoint"
+    ):
         read_saved(path)
     path.write_bytes(content)
     assert len(read_saved(path).buffer) == 3
@@ -199,5 +201,5 @@ def test_what_no_run_writes_is_named_by_its_field(
         else:
             about[name] = value
     pq.write_table(table.replace_schema_metadata({key: json.dumps(about)}), path)
-    with pytest.raises(DumpError, match=f"rollout.parquet: .*{place}.*; resume from another"):
+    with pytest.raises(DumpError, match=f"rollout.parquet: .*{place}.*; this checkpoint cannot be"):
         read_saved(path)

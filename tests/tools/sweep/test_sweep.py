@@ -65,6 +65,7 @@ def finish(
 ) -> Finish:
     """Runs sweeps with the stand-in for ``train`` to their end, in this process."""
     monkeypatch.setattr(PlannedRun, "command", program.command_with(str(outcomes)))
+    monkeypatch.delenv("COLUMNS", raising=False)
     return partial(_finish, capsys)
 
 
