@@ -23,11 +23,11 @@ def test_rewards_are_those_of_the_process_that_was_asked(kind, capfd):
 
     async def grade():
         async with RewardPool(workers=2, timeout_s=20, functions=(name,)) as pool:
-            return await asyncio.gather(*(pool.score(str(number)) for number in range(50)))
+            return await asyncio.gather(*(pool.score(str(number)) for number in range(200)))
 
     rewards = [score.reward for score in asyncio.run(grade())]
 
-    assert rewards == list(range(50))
+    assert rewards == list(range(200))
     assert children() == set()
     written = capfd.readouterr().err
     assert ENDED.format(f"reward function '{name}'") in written
@@ -46,11 +46,11 @@ def test_states_of_an_environment_are_those_of_the_process_that_was_asked(capfd)
         environment = WorkerEnvironment(name, EpisodesConfig(workers=2))
         try:
             await environment.open()
-            return await asyncio.gather(*(episode(environment, n) for n in range(30)))
+            return await asyncio.gather(*(episode(environment, n) for n in range(100)))
         finally:
             await environment.close()
 
-    assert asyncio.run(play()) == [[str(n), str(n + 1)] for n in range(30)]
+    assert asyncio.run(play()) == [[str(n), str(n + 1)] for n in range(100)]
     written = capfd.readouterr().err
     for method in ("start", "step"):
         assert ENDED.format(f"rollout.environment: {name}.{method}") in written
