@@ -134,7 +134,8 @@ class Launched:
         return self._process.exitcode
 
     def send_signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, which is no error of Popen's
+            os.kill(self.pid, number)
 
     def communicate(self, timeout: float = 240) -> tuple[str, str]:
         """Wait for the end; returns standard output and error."""
