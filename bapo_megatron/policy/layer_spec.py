@@ -232,8 +232,8 @@ class PackedCausalAttention(nn.Module):
         num_queries, num_keys = len(query_SHD), len(key_SGD)
         bias = None
         if num_queries != num_keys:
-            # Only here, under context parallelism: it loads torch's compiler, almost a second,
-            # which of the other processes those without an optimizer never need.
+            # Only context parallelism needs it, and it loads torch's compiler: almost a second that
+            # processes without an optimizer (``convert``) save.
             from torch.nn.attention.bias import causal_lower_right
 
             # On a GPU no mask is made of it, whose entries would be the square of a sequence.

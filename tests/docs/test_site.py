@@ -102,7 +102,7 @@ def test_a_list_begins_after_an_empty_line(page: Path) -> None:
 def test_the_search_finds_the_guide_first_in_pages_opened_from_files(
     site: Path, tmp_path: Path
 ) -> None:
-    found = {
+    texts = {
         "dump_tokens": ("dumps.html", "reference/configuration.html"),
         "checkpoint": ("checkpoints.html", "reference/configuration.html"),
         "kernels": ("kernels.html", "benchmarks/kernel_code_sm90_202611.html"),
@@ -110,7 +110,7 @@ def test_the_search_finds_the_guide_first_in_pages_opened_from_files(
 
     async def look() -> Tab:
         async with chromium_tab(tmp_path / "profile") as tab:
-            for words, (first, another) in found.items():
+            for words, (first, another) in texts.items():
                 box = "document.querySelector('.md-search__input')"
                 await tab.open((site / "index.html").as_uri(), f"{box} !== null")
                 await tab.run(f"{box}.focus()")

@@ -66,8 +66,8 @@ def load_commands() -> None:
     import tests.preloaded  # noqa: F401
     from bapo_megatron import commands
 
-    found = pkgutil.iter_modules(commands.__path__, "bapo_megatron.commands.")
-    for name in (*_IMPORTED_LATE, *(module.name for module in found)):
+    modules = pkgutil.iter_modules(commands.__path__, "bapo_megatron.commands.")
+    for name in (*_IMPORTED_LATE, *(module.name for module in modules)):
         importlib.import_module(name)
     gc.freeze()  # collections in a fork would copy every page
 

@@ -21,37 +21,32 @@ import pytest
 from bapo_megatron import cli
 from bapo_megatron.tools.sweep.file import PlannedRun, load_sweep
 from bapo_megatron.tools.sweep.run import SweepError, run_sweep
-from tests.launch import REPOSITORY
+from tests.launch import Launched
 from tests.tools.sweep import program
 from tests.tools.sweep.files import write_sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    Start = Callable[[Path], subprocess.Popen[str]]
+    Start = Callable[[Path], Launched]
     Finish = Callable[..., tuple[int, str, str]]
 
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def _uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are as wide as their rows, whatever the terminal."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
-def start(outcomes: Path, started: list[subprocess.Popen[str]]) -> Iterator[Start]:
+def start(outcomes: Path, started: list[Launched]) -> Iterator[Start]:
     """Starts sweeps with the stand-in for ``train``; what still runs at the end is killed."""
 
-    def start(file: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, program.__file__, str(outcomes), "sweep", str(file)]
-        pipe, env = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-        started.append(
-            subprocess.Popen(
-                command,
-                cwd=REPOSITORY,
-                env=env,
-                stdout=pipe,
-                stderr=pipe,
-                text=True,
-                start_new_session=True,
-            )
-        )
+    def start(file: Path) -> Launched:
+        arguments = (program.__name__, str(outcomes), "sweep", str(file))
+        started.append(Launched(program=arguments))
         return started[-1]
 
     yield start
@@ -65,7 +60,6 @@ def finish(
 ) -> Finish:
     """Runs sweeps with the stand-in for ``train`` to their end, in this process."""
     monkeypatch.setattr(PlannedRun, "command", program.command_with(str(outcomes)))
-    monkeypatch.delenv("COLUMNS", raising=False)
     return partial(_finish, capsys)
 
 
@@ -172,7 +166,7 @@ def test_ctrl_c_has_the_runs_save_and_leaves_none_behind(
     assert f"bapo-megatron: {tmp_path}/sweep: in use by another sweep" in finish(file)[2]
     sweep.send_signal(signal.SIGINT)
     _, err = sweep.communicate(timeout=120)
-    assert sweep.returncode == 130
+    assert sweep.poll() == 130
     assert "saving and ending grpo/seed0, bapo/seed0; " in err
     assert "interrupted; rerun the command" in err
     assert all((run / "saved").exists() for run in runs)
@@ -221,7 +215,7 @@ def test_a_second_ctrl_c_ends_runs_that_do_not(
     assert len(runs_of(outcomes)) == 1
     sweep.send_signal(signal.SIGINT)
     _, err = sweep.communicate(timeout=120)
-    assert (sweep.returncode, "ending them at once" in err) == (130, True)
+    assert (sweep.poll(), "ending them at once" in err) == (130, True)
     assert runs_of(outcomes) == []
 
 
@@ -232,7 +226,7 @@ def test_runs_save_and_end_when_the_sweep_is_killed(
     sweep = start(write_sweep(tmp_path, base, jobs=1))
     run = tmp_path / "sweep" / "grpo" / "seed0"
     until(lambda: (run / "waiting").exists(), "the run waits")
-    sweep.kill()
+    sweep.send_signal(signal.SIGKILL)
     until(lambda: (run / "saved").exists(), "the run has saved")
     until(lambda: not runs_of(outcomes), "the run has ended")
 
