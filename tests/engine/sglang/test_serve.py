@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import stat
-import sys
 import time
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from bapo_megatron import cli
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.engine.sglang.kind import SglangKind
-from tests.distributed_launch import start_fork
 from tests.engine.helpers import ask, descendants
-from tests.launch import REPOSITORY
+from tests.launch import Launched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,41 +27,21 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 
-def serve(overrides: tuple[str, ...], environment: dict[str, str], directory: Path) -> None:
-    """Be the command, of which the output goes to files in ``directory``."""
-    os.setsid()
-    for name, descriptor in (("out", 1), ("err", 2)):
-        os.dup2(os.open(directory / name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(REPOSITORY)
-    sglang_server.LAUNCHER = "tests.fakes.fake_launcher"
-    sys.argv = ["bapo-megatron", "serve", str(directory / "config.yaml"), *overrides]
-    cli.main()
-
-
-class Serving:
+class Serving(Launched):
     """The command with two fake servers, whose fate is in ``fate`` beside its run's directory."""
 
-    def __init__(self, directory: Path, *overrides: str, **environment: str) -> None:
-        self._directory = directory
-        (directory / "out").write_text("")
-        self.process = start_fork(serve, overrides, {**os.environ, **environment}, directory)
-
     def first_lines(self, number: int) -> list[str]:
-        while (out := (self._directory / "out").read_text()).count("\n") < number:
-            assert self.process.is_alive(), (self._directory / "err").read_text()
+        while (out := self.output()[0]).count("\n") < number:
+            assert self.poll() is None, self.output()
             time.sleep(0.02)
         return out.splitlines()[:number]
 
     def end(self, number: signal.Signals | None = None) -> tuple[int | None, str, str]:
         """Exit status, output and errors, after a signal if there is one."""
-        assert self.process.pid is not None
         if number is not None:
-            os.kill(self.process.pid, number)
-        self.process.join(60)
-        out, err = ((self._directory / name).read_text() for name in ("out", "err"))
-        return self.process.exitcode, out, err
+            self.send_signal(number)
+        output, errors = self.communicate(60)
+        return self.poll(), output, errors
 
 
 @pytest.fixture
@@ -76,20 +51,21 @@ def start_serve(
     """Starts the command; all that it started must be gone at the end."""
     for name in (ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
     (tmp_path / "fate").write_text("serve")
     server = {"count": 2, "extra_args": [f"--fate={tmp_path / 'fate'}"]}
     (tmp_path / "config.yaml").write_text(make_config(server=server).model_dump_json())
     started: list[Serving] = []
 
     def start(*overrides: str, **environment: str) -> Serving:
-        started.append(Serving(tmp_path, *overrides, **environment))
+        arguments = ("serve", str(tmp_path / "config.yaml"), *overrides)
+        program = ("tests.fakes.fake_servers", *arguments)
+        started.append(Serving(program=program, environment=environment))
         return started[-1]
 
     yield start
     for serving in started:
-        serving.process.kill()
-        serving.process.join()
+        serving.send_signal(signal.SIGKILL)
+        serving.wait(20)
     assert not psutil.wait_procs(descendants(mentioning=str(tmp_path)), timeout=20)[1]
 
 
@@ -112,7 +88,7 @@ def test_servers_are_ready_when_their_addresses_are_shown_with_a_key_that_nobody
     key = key_file.read_text().strip()
     assert len(key) == 32
     assert [ask(f"{address}/ready") for address in addresses_in(line)] == [(200, key)] * 2
-    servers = descendants(serving.process.pid)
+    servers = descendants(serving.pid)
     assert len(servers) == 2
     assert not any(key in " ".join(server.cmdline()) for server in servers)
     for number in range(2):
@@ -173,9 +149,9 @@ def test_servers_end_with_a_command_that_is_killed_and_the_next_one_has_the_same
     export, _ = serving.first_lines(2)
     key_file = tmp_path / "run" / "admin_api_key"
     key = key_file.read_text()
-    servers = descendants(serving.process.pid)
+    servers = descendants(serving.pid)
     assert len(servers) == 2
-    serving.process.kill()
+    serving.send_signal(signal.SIGKILL)
     assert not psutil.wait_procs(servers, timeout=60)[1]
 
     again = start_serve()  # or another node with the same directory
