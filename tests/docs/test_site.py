@@ -105,7 +105,7 @@ def test_the_search_finds_the_guide_first_in_pages_opened_from_files(
     texts = {
         "dump_tokens": ("dumps.html", "reference/configuration.html"),
         "checkpoint": ("checkpoints.html", "reference/configuration.html"),
-        "kernels": ("kernels.html", "benchmarks/kernel_code_sm90_202611.html"),
+        "kernels": ("kernels.html", "benchmarks/gpu_h100_202611.html"),
     }
 
     async def look() -> Tab:

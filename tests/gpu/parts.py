@@ -18,6 +18,7 @@ from torch import Tensor
 from bapo_megatron.algorithm.objectives.bapo import BapoConfig
 from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
+from bapo_megatron.runtime.gpus import recognize_gpu
 from tests.benchmarks.harness import clocks_under_load, timed_s
 from tests.gpu.acceptance import HANG_S, Check
 from tests.gpu.training import model, train  # noqa: F401 - two of the parts
@@ -30,6 +31,8 @@ _BUFFERS = 3
 _LONG_ROWS = 152064
 _PARENT = Path(__file__).parents[2]
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
+_SANITIZED = "not 152064 and not more_rows_than"
+"""Without the largest tensors: a sanitizer takes minutes for each."""
 _UNUSED_PACKAGES = ("transformers",)
 """What runs need and no part does."""
 
@@ -109,6 +112,10 @@ def _logprob_checks(
     forward_s = took_s["forward"]
     bytes_per_s = 2 * num_bytes / took_s["copy"]
     yield Check(f"{name}copy TB/s", bytes_per_s / 1e12)
+    gpu = recognize_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if gpu is not None:
+        share = bytes_per_s / gpu.memory_bytes_per_s
+        yield Check(f"{name}copy share of the data sheet", share)
     yield Check(f"{name}forward bandwidth share", num_bytes / forward_s / bytes_per_s)
     # Last, since it overwrites the logits.
     gradient = gradient_alone(logits[0], target_T)
@@ -131,10 +138,12 @@ def sanitize(options: argparse.Namespace) -> Iterator[Check]:
     )
     if sanitizer is None:
         raise FileNotFoundError("compute-sanitizer is not installed; it is in the CUDA toolkit")
-    command = [sys.executable, *_PYTEST, "-x", "tests/ops/test_cuda_device.py"]
-    # Each tensor in memory of its own, else what lies beside it in torch's pool hides a fault.
-    for tool in ("memcheck", "racecheck", "initcheck"):
-        watch = [sanitizer, f"--tool={tool}", "--error-exitcode=9", "--target-processes=all"]
+    command = [sys.executable, *_PYTEST, "-x", "-k", _SANITIZED, "tests/ops/test_cuda_device.py"]
+    ours = ["--kernel-name", "kernel_substring=bapo"]
+    # initcheck must see what torch's kernels write.
+    for tool, which in {"memcheck": ours, "racecheck": ours, "initcheck": []}.items():
+        watch = [sanitizer, f"--tool={tool}", "--error-exitcode=9", *which]
+        # Each tensor in memory of its own, else what lies beside it in torch's pool hides a fault.
         status = _status([*watch, *command], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         yield Check(f"compute-sanitizer {tool}", float(status == 0))
 

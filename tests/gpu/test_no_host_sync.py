@@ -35,7 +35,7 @@ ONE_RANK = SplitShape(PackingRules(data_size=1, max_tokens=4096, flops=SequenceF
 
 CPU = torch.device("cpu")
 GPU = pytest.param(
-    torch.device("cuda"),
+    torch.device("cuda", 0),  # tensors know their number, as those of a rank do
     marks=[
         pytest.mark.gpu,
         pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

@@ -381,7 +381,9 @@ class Decoder:
     def _step(self, rows: _Rows) -> None:
         """Sample one token of every row."""
         cache = rows.cache
-        mask = rows.mask_B11W[..., cache.first : cache.end + 1] if rows.is_ragged else None
+        mask = None
+        if rows.is_ragged:  # a copy: attention kernels of a GPU read it in aligned vectors
+            mask = rows.mask_B11W[..., cache.first : cache.end + 1].contiguous()
         hidden_B1D = self._decoder(
             input_ids=rows.token_B1,
             position_ids=rows.place_B1,

@@ -295,7 +295,7 @@ class LocalEngine:
         except RolloutError:
             raise
         except Exception as error:
-            remedy = "see the error above"
+            remedy = "the end of collector.log says where"
             if isinstance(error, torch.OutOfMemoryError | MemoryError) or "memory" in str(error):
                 remedy = "lower rollout.local.max_rows or max_response_tokens"
             raise RolloutError(f"{ADDRESS}: the model failed ({shown(error)}); {remedy}") from error
