@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ MAX_LAYOUTS = 16
 """Process groups that one set of ranks can join, one after the other."""
 
 # Ranks are forks of a process that has imported Megatron and has done nothing else.
-_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT: BaseContext = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
@@ -76,6 +78,21 @@ def start_fork(function: Callable[..., None], *args: Any) -> BaseProcess:
     with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
         process.start()
     return process
+
+
+def forks_of_this_process() -> None:
+    """Let forks come from this process, which is one itself: it has no server of forks."""
+    global _CONTEXT
+    _CONTEXT = multiprocessing.get_context("fork")
+
+
+def forget_signal_handlers() -> None:
+    """Handle signals as a new process does, not as the one that this is a fork of."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def rank_environment(rank: int, num_ranks: int) -> dict[str, str]:

@@ -20,7 +20,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from tests import distributed_launch
 from tests.distributed_launch import rank_environment, start_fork, wait_for_ranks
+from tests.rollout.forked_collector import forked_collectors
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -178,10 +180,7 @@ class _Rank:
 
 
 def _be_rank(program: list[str], environment: dict[str, str], scratch: str) -> None:
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # torchrun's
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    distributed_launch.forget_signal_handlers()  # torchrun's
     _main(program, environment, scratch)
 
 
@@ -207,8 +206,10 @@ def _main(program: list[str], environment: dict[str, str], scratch: str) -> None
     tempfile.tempdir = None  # TMPDIR may be another one
     os.chdir(REPOSITORY)
     sys.argv = [str(REPOSITORY / "bapo_megatron" / "__main__.py"), *program[1:]]
+    distributed_launch.forks_of_this_process()
     try:
-        runpy.run_module(program[0], run_name="__main__")
+        with forked_collectors():
+            runpy.run_module(program[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
 

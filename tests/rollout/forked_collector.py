@@ -18,7 +18,7 @@ from unittest import mock
 
 from bapo_megatron.rollout import client
 from bapo_megatron.runtime.processes import OWNER_PID_VARIABLE
-from tests.distributed_launch import start_fork
+from tests.distributed_launch import forget_signal_handlers, start_fork
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -71,6 +71,7 @@ def _do_nothing() -> None:
 def _collect(connection: socket.socket, environment: dict[str, str], log_path: Path) -> None:
     """Be the process that a client starts."""
     os.setsid()
+    forget_signal_handlers()
     for entry in Path("/proc/self/fd").iterdir():  # of a fork of the client: its own end, too
         with contextlib.suppress(OSError):
             is_socket = str(entry.readlink()).startswith("socket:")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from contextlib import redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING
 
@@ -33,8 +32,7 @@ def call(out: Path, *arguments: str) -> None:
 
 
 def _run(arguments: tuple[str, ...], log: Path) -> None:
-    # The server of forks is another process's child: here it would be started once more.
-    distributed_launch._CONTEXT = multiprocessing.get_context("fork")
+    distributed_launch.forks_of_this_process()
     with log.open("w") as out, redirect_stdout(out), redirect_stderr(out), forked_collectors():
         cli.app(arguments, standalone_mode=False)
 

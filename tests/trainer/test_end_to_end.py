@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PROGRESS = (
     "reading the prompts",
+    "waiting for 1 of 1 servers",
     "loading weights",
     "evaluation",
     "rollout",
