@@ -32,6 +32,7 @@ from bapo_megatron.reward.math_text import as_number, canonical
         ("**Answer:** 12", "12"),
         ("Answer:\n12\nThank you", "12"),
         ("48 + 24 = 72\n#### 72", "72"),
+        ("<answer>1</answer>, or rather <answer> 2 </answer>", "2"),
     ],
 )
 def test_the_final_answer_is_found(response, text):
@@ -42,7 +43,8 @@ def test_the_final_answer_is_found(response, text):
 
 
 @pytest.mark.parametrize(
-    "response", ["", "42", r"\boxed{}", r"\boxed{42", "I answer nothing", "####"]
+    "response",
+    ["", "42", r"\boxed{}", r"\boxed{42", "I answer nothing", "####", "<answer> </answer>"],
 )
 def test_a_response_without_a_final_answer_has_none(response):
     assert extract_answer(response) is None

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import socket
 import statistics
 import threading
@@ -71,6 +72,18 @@ def open_on(open_client: OpenClient, make_config: MakeConfig, tmp_path: Path) ->
 def process_of(client: CollectorClient) -> psutil.Process:
     assert client._process is not None
     return psutil.Process(client._process.pid)
+
+
+def test_a_fork_of_the_owner_ends_no_collector(open_on: OpenOn) -> None:
+    with FakeSglang() as fake:
+        client = open_on(fake)
+        if (child := os.fork()) == 0:
+            client.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert client._process is not None
+        assert client._process.poll() is None
+        client.close()
 
 
 def test_batches_and_evaluations_from_a_model(

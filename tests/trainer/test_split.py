@@ -73,6 +73,12 @@ def _split(
     )
 
 
+def test_groups_of_different_sizes_are_refused() -> None:
+    batch = _batch((((10,), (9,)), ((10,), (9,), (8,))))
+    with pytest.raises(ValueError, match=r"step 0: groups have \[2, 3\] samples"):
+        _split({}, batch)
+
+
 def _tokens(update: SplitUpdate) -> dict[str, float]:
     """The counts of tokens and responses, without those of the packing."""
     return {n: v for n, v in update.counts.items() if not n.startswith(("packing", "f"))}

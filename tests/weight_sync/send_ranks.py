@@ -106,5 +106,10 @@ def sync_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
             run("no shared memory", resume_error="", num_ranks=(1,))
         if source is not None:
             outcomes["versions"] = source.versions
+        disk = WeightSync(WeightSyncConfig(method="disk"), directory, scorer.score, groups.device)
+        with mock.patch.object(policy, "export_hf", wraps=policy.export_hf) as export:
+            for again in (False, True):
+                disk.sync(policy, source, again=again)
+        outcomes["exports"] = export.call_count
         barrier(groups)
     return outcomes

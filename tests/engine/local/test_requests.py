@@ -130,6 +130,8 @@ async def test_a_closed_engine_refuses(model_dir: Path) -> None:
             await stream.task
         with pytest.raises(ServerGoneError, match="closed"):
             await engine.stream(request(PROMPT, LONG), CompletionSink())
+        with pytest.raises(ServerGoneError, match="closed"):
+            await engine.score(PROMPT, 60.0)
 
 
 @pytest.mark.parametrize(
