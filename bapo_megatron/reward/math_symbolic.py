@@ -92,7 +92,7 @@ _BUILDER = re.compile(
     r"\\\{([A-Za-z])(?:\\in\s*\\mathbb\{R\})?\s*(?:\\mid|[|:])\s*(.*(?<![A-Za-z])\1(?![A-Za-z]).*)\\\}"
 )
 """A set by its condition, which is compared as such: ``\\{x\\mid x>2\\}``."""
-_CONGRUENCE = re.compile(r"([^,=]+?)\\equiv\s*(-?\d+(?:,-?\d+)*)\\pmod\{(\d+)\}")
+_CONGRUENCE = re.compile(r"([^,=]+?)\\equiv\s*([-+]?\d+(?:,[-+]?\d+)*)\\pmod\{(\d+)\}")
 
 
 class TooLargeError(ValueError):
@@ -146,9 +146,13 @@ def _signed(text: str) -> str:
     r"""Each value with ``\pm`` as those that it stands for; both signs change with ``\mp``."""
     if _SIGN.search(text) is None:
         return text
-    if text.startswith(r"\{") and text.endswith(r"\}"):
-        return rf"\{{{_signed(text[2:-2])}\}}"
-    return ",".join(value for part in _split(text) for value in _values_of(part))
+    head, equals, last = text.rpartition("=")
+    if last.startswith(r"\{") and last.endswith(r"\}"):
+        last = last[2:-2]
+    values = ",".join(value for part in _split(last) for value in _values_of(part))
+    if len(_split(text)) > 1 or r"\equiv" in text:
+        return ",".join(value for part in _split(text) for value in _values_of(part))
+    return rf"{head}{equals}\{{{values}\}}"
 
 
 def _values_of(part: str) -> list[str]:

@@ -116,7 +116,7 @@ _CHOICE = re.compile(r"\\text\{\s*\(?([A-Ja-j])\)?[.:]?\s*\}|\(([A-Ja-j])\)|([A-
 _CHOICES = re.compile(r"\s*[A-J](?:(?:[\s,;]|and|和)*[A-J])+\s*")
 _OPTION = re.compile(
     r"(?:\\text\{\s*\(([A-J])\)\s*\}|\(([A-J])\)(?=\s|\\text\{)|([A-J])[.:)](?![A-Z]\b))[\s:]*"
-    r"(?!.*(?<!\w)(?:\([A-J]\)|[A-J][.:)])|(?:\\text\{)?\W*(?:(?:and|or|nor|but|if|unless|maybe|perhaps)\b"
+    r"(?!.*(?<![\w(])(?:\([A-J]\)|[A-J][.:)])|(?:\\text\{)?\W*(?:(?:and|or|nor|but|if|unless|maybe|perhaps)\b"
     r"|(?:is|was)(?:\b(?! correct| right)|n't)|(?:not|wrong|incorrect)\W*$))(?=\S)(?P<rest>.+)"
 )
 """An option and its text, which neither names another option nor takes this one back."""
