@@ -63,8 +63,9 @@ _ALL = re.compile(
     re.IGNORECASE,
 )
 _FOR_ALL = re.compile(
-    r"(?P<value>.+?)(?:[, (]|\\text\{,? ?(?:(?:for|where|with) ?)?(?P<all>(?:all|any|every|each) ?)?"
-    r"(?:(?P<kind>real|integer)s?(?: numbers?)? ?)?\}|(?P<sign>\\forall) ?)*"
+    r"(?P<value>.+?)(?:[, (]|\\text\{,? ?(?:(?:for|where|with) ?)?"
+    r"(?P<all>(?:all|any|every|each) ?)?(?:(?P<kind>real|integer)s?(?: numbers?)? ?)?\}"
+    r"|(?P<sign>\\forall) ?)*"
     r"(?P<letter>[A-Za-z])(?:\\in ?(?:\\mathbb\{)?(?P<set>[RZ])\}?)?\)?"
 )
 """What says only that a letter is any number of a kind."""

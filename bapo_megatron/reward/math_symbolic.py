@@ -146,29 +146,26 @@ def _signed(text: str) -> str:
     r"""Each value with ``\pm`` as those that it stands for; both signs change with ``\mp``."""
     if _SIGN.search(text) is None:
         return text
-    head, equals, last = text.rpartition("=")
-    if last.startswith(r"\{") and last.endswith(r"\}"):
-        last = last[2:-2]
-    values = ",".join(value for part in _split(last) for value in _values_of(part))
-    if len(_split(text)) > 1 or r"\equiv" in text:
-        return ",".join(value for part in _split(text) for value in _values_of(part))
-    return rf"{head}{equals}\{{{values}\}}"
+    head, equals, last = "", "", text
+    if len(_split(text)) == 1 and r"\equiv" not in text:
+        head, equals, last = text.rpartition("=")
+    values = ",".join(
+        value
+        for part in _split(last.removeprefix(r"\{").removesuffix(r"\}"))
+        for value in _both(part)
+    )
+    return values if last is text else rf"{head}{equals}\{{{values}\}}"
 
 
-def _values_of(part: str) -> list[str]:
-    signs = _SIGN.findall(part)
-    are_tied = "mp" in signs
-    if len(signs) > _MAX_SIGNS or (_kind(part) == "tuple" and len(signs) > 1 and not are_tied):
-        return [part]
-    choices = itertools.product("+-", repeat=1 if are_tied else len(signs))
-    turned = str.maketrans("+-", "-+")
-    values = []
-    for choice in choices:
-        left = iter(choice * len(signs) if are_tied else choice)
-        values.append(
-            _SIGN.sub(lambda m, left=left: next(left).translate(turned if m[1] == "mp" else {}), part)
-        )
-    return values
+def _both(part: str) -> list[str]:
+    first, *rest = _SIGN.split(part)
+    signs, texts = rest[::2], rest[1::2]
+    if len(signs) > _MAX_SIGNS or (_kind(part) == "tuple" and len(signs) > 1 and "mp" not in signs):
+        return [part]  # whether a point's signs are tied is not known
+    choices = list(itertools.product("+-", repeat=len(signs)))
+    if "mp" in signs:
+        choices = [tuple(pair[sign == "mp"] for sign in signs) for pair in ("+-", "-+")]
+    return [first + "".join(map(str.__add__, choice, texts)) for choice in choices]
 
 
 def _residues(text: str) -> frozenset[tuple[str, int, int]] | None:

@@ -13,35 +13,23 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_COMMANDS = {
+    "×": "times", "±": "pm", "π": "pi", "∞": "infty", "≤": "le", "≥": "ge", "≠": "ne", "∪": "cup",
+    "∩": "cap", "∅": "emptyset", "∈": "in", "√": "sqrt", "≈": "approx", "≡": "equiv", "·": "cdot",
+    "⋅": "cdot",
+}  # fmt: skip
 _SYMBOLS = str.maketrans(
     {
         **dict.fromkeys("−‐‑‒–﹣", "-"),
         **dict.fromkeys("\u00a0\u2002\u2003\u2009\u202f\u3000", " "),
         **dict.fromkeys("÷∕⁄", "/"),
-        **dict.fromkeys("·⋅", r"\cdot "),
-        **dict.fromkeys("、", ","),
-        "。": ".",
-        "￥": "¥",
-        "≈": r"\approx ",
-        "≡": r"\equiv ",
         **dict.fromkeys("°º", r"^\circ "),
-        "×": r"\times ",
-        "±": r"\pm ",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∅": r"\emptyset ",
-        "∈": r"\in ",
-        "√": r"\sqrt ",
-        "½": r"\frac{1}{2}",
-        "⅓": r"\frac{1}{3}",
-        "⅔": r"\frac{2}{3}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
+        **{sign: rf"\{command} " for sign, command in _COMMANDS.items()},
+        **{
+            sign: rf"\frac{{{top}}}{{{bottom}}}"
+            for sign, top, bottom in ("½12", "⅓13", "⅔23", "¼14", "¾34")
+        },
+        **{"、": ",", "。": ".", "￥": "¥"},
     }
 )
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
@@ -75,9 +63,7 @@ _FUNCTIONS = {
     for name in names.split()
 }  # fmt: skip
 _NAMES = "|".join(_FUNCTIONS)
-_FUNCTION = re.compile(
-    rf"\\text\{{\s*({_NAMES})\s*\}}(?=\s*[\w\\({{|^])|\\({_NAMES})(?![A-Za-z])"
-)
+_FUNCTION = re.compile(rf"\\text\{{\s*({_NAMES})\s*\}}(?=\s*[\w\\({{|^])|\\({_NAMES})(?![A-Za-z])")
 """A function in upright text, which has an argument, or as a command, also of Russian schools."""
 _UPRIGHT = re.compile(r"(?<=[A-Za-z])(?=\\text\{[ei]\})|\\text\{([ei])\}")
 _END_MARKS = re.compile(r"(?:[\s,;:]|\\[,;:! \\]|\\text\{[.,;]\})+$")
@@ -138,55 +124,27 @@ _MAX_DIGITS = 1000
 """A number is compared exactly up to this length; Python refuses far longer ones."""
 _MAX_EXPONENT = 1000
 
-_SPELLINGS = {
-    "m": "m meter metre 米",
-    "km": "km kilometer kilometre 千米 公里",
-    "cm": "cm centimeter centimetre 厘米",
-    "dm": "dm decimeter decimetre 分米",
-    "mm": "mm millimeter millimetre 毫米",
-    "inch": "in inch inche",
-    "foot": "ft foot feet",
-    "yard": "yd yard",
-    "mile": "mi mile",
-    "g": "g gram gm 克",
-    "kg": "kg kilogram 千克 公斤",
-    "mg": "mg milligram",
-    "pound": "lb pound £",
-    "ounce": "oz ounce",
-    "ton": "ton tonne 吨",
-    "s": "s sec second 秒",
-    "minute": "min minute 分钟",
-    "hour": "h hr hour 时 小时 个小时",
-    "day": "day 天 日",
-    "week": "week 周 星期",
-    "month": "month 月 个月",
-    "year": "yr year 年",
-    "liter": "l liter litre 升",
-    "ml": "ml milliliter millilitre 毫升",
-    "gallon": "gal gallon",
-    "dollar": r"\$ dollar usd buck 美元",
-    "cent": "cent ¢",
-    "euro": "€ euro eur 欧元",
-    "yen": "¥ yen 元",
-    "rupee": "₹ rupee rs",
-    "degree": "degree deg 度",
-    "radian": "rad radian",
-    "km/hour": "km/h kmh kph kmph 千米/时 千米/小时",
-    "mile/hour": "mph mi/h",
-    "m/s": "m/s 米/秒",
-    "joule": "j joule",
-    "newton": "n newton",
-    "watt": "w watt",
-    "volt": "v volt",
-    "%": "% percent percentage pct",
-    "角": "角",
-    "斤": "斤",
-    "": "个 人 个人 名 位 只 条 本 张 支 枝 块 棵 辆 件 种 次 组 倍 页 题 间 箱 袋 瓶 杯 盒 台 套 把 根 颗 粒 "
-    "朵 头 匹 座 层 排 行 列 步 场 局 轮 圈 班 份 岁 分 项 类 点",
-}
+_SPELLINGS = r"""
+    m meter metre 米; km kilometer kilometre 千米 公里; cm centimeter centimetre 厘米;
+    dm decimeter decimetre 分米; mm millimeter millimetre 毫米; inch in inche; foot ft feet;
+    yard yd; mile mi; g gram gm 克; kg kilogram 千克 公斤; mg milligram; pound lb £; ounce oz;
+    ton tonne 吨; s sec second 秒; minute min 分钟; hour h hr 时 小时 个小时; day 天 日;
+    week 周 星期; month 月 个月; year yr 年; liter l litre 升; ml milliliter millilitre 毫升;
+    gallon gal; dollar \$ usd buck 美元; cent ¢; euro € eur 欧元; yen ¥ 元; rupee ₹ rs; 角; 斤;
+    degree deg 度; radian rad; km/hour km/h kmh kph kmph 千米/时 千米/小时; mile/hour mph mi/h;
+    m/s 米/秒; joule j; newton n; watt w; volt v; % percent percentage pct
+    """
+"""Units with their spellings, the canonical one first."""
+_MEASURES = (
+    "个人名位只条本张支枝块棵辆件种次组倍页题间箱袋瓶杯盒台套把根颗粒朵头匹座层"
+    "排行列步场局轮圈班份岁分项类点"
+)
+"""Chinese words behind a number that are no units: 5个."""
 _CANONICAL = {
-    spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()
-}
+    spelling: spellings.split()[0]
+    for spellings in _SPELLINGS.split(";")
+    for spelling in spellings.split()
+} | dict.fromkeys([*_MEASURES, "个人"], "")
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3}
 _SCALES |= {"million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NO_UNIT_WORDS = """
@@ -202,8 +160,10 @@ _NO_UNIT_WORDS = """
     twice two union unless until up versus vs when whenever where which with xor yes zero
     """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
-_NO_CHINESE_UNIT = re.compile("[万亿千百十半零一二两三四五六七八九几多余或和与及且但不非无没若如除至到上下内外"
-    "以约近左右大小于等加减乘是否的之折成打倍方模双对]")
+_NO_CHINESE_UNIT = re.compile(
+    "[万亿千百十半零一二两三四五六七八九几多余或和与及且但不非无没若如除至到上下内外以约近左右大小于等加减乘"
+    "是否的之折成打倍方模双对]"
+)
 _POWER_WORDS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3"}
 _POWER_WORDS |= {"平方": "^2", "立方": "^3"}
 _MIN_WORD = 4
