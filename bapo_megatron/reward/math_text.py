@@ -140,7 +140,7 @@ _MEASURES = (
     "排行列步场局轮圈班份岁分项类点"
 )
 """Chinese words behind a number that are no units: 5个."""
-_CANONICAL = {
+_CANONICAL: dict[str, str] = {
     spelling: spellings.split()[0]
     for spellings in _SPELLINGS.split(";")
     for spelling in spellings.split()

@@ -305,11 +305,10 @@ async def test_a_run_that_has_ended_cannot_be_made_longer() -> None:
 def test_the_share_of_solved_prompts_with_one_answer_counts_each_prompt_once(solved, share):
     def group(answer, *rewards):
         prompt = SimpleNamespace(answer=answer)
-        samples = [
-            SimpleNamespace(prompt=prompt, reward=reward, reward_components={})
-            for reward in rewards
-        ]
-        return SimpleNamespace(samples=[SimpleNamespace(sample=sample) for sample in samples])
+        samples = [SimpleNamespace(reward=reward, reward_components={}) for reward in rewards]
+        return SimpleNamespace(
+            samples=[SimpleNamespace(sample=sample, prompt=prompt) for sample in samples]
+        )
 
     groups = [group(answer, 0.0, 1.0, 1.0) for answer in solved] + [group("9", 0.0)] * 3
 
