@@ -213,6 +213,9 @@ class RolloutStats:
     environment_errors: dict[str, Count] | None = None
     """Episodes that ended since the previous batch because their environment failed, by kind
     (``EnvironmentFailedError.kind``); None without an environment."""
+    same_answer_share: float = 0.0
+    """(m − 1) / (s − 1) of the s groups with a right response, m of which have the most common
+    reference answer of these; 0 where s < 2."""
     replayed_groups: Count = 0
     """Groups of the batch that an earlier batch held already."""
     equal_reward_groups: Count = 0

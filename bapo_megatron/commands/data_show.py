@@ -13,6 +13,7 @@ from rich.text import Text
 
 from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
 from bapo_megatron.config.check import check_data
+from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.overlap import find_overlaps
@@ -22,9 +23,11 @@ from bapo_megatron.telemetry.console import print_entry, print_table, uncut_cons
 from bapo_megatron.types import Prompt
 
 _HEADINGS = (
-    *("set", "use", "format", "rows", "bad", "too long", "duplicates", "prompts"),
+    *("set", "use", "format", "rows", "bad", "no answer", "too long", "duplicates", "prompts"),
     *("tokens min", "median", "p95", "max", "share", "steps per epoch"),
 )
+
+_COUNTS = ("rows", "bad", "no_answer", "too_long", "duplicates")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -74,9 +77,10 @@ def inspect_data(config: RunConfig, num_rows: int) -> dict[str, Any]:
     renderer = ChatRenderer(
         load_tokenizer(config.model.path, config.data.chat_template), config.data
     )
-    train_sets = load_train_sets(config.data, renderer)
+    train_sets = load_train_sets(config.data, renderer, config.reward.refused_answers)
+    eval_answers = eval_reward(config.reward, config.eval).refused_answers
     eval_sets = [
-        load_eval_set(dataset, renderer, config.data.max_prompt_tokens)
+        load_eval_set(dataset, renderer, config.data.max_prompt_tokens, eval_answers)
         for dataset in config.eval.sets
     ]
     shares: dict[str, float] = {}
@@ -138,7 +142,7 @@ def print_data(console: Console, report: dict[str, Any]) -> None:
     """Print the report of ``inspect_data``."""
     rows = []
     for entry in report["sets"]:
-        counts = [entry["report"][f"num_{n}"] for n in ("rows", "bad", "too_long", "duplicates")]
+        counts = [entry["report"][f"num_{n}"] for n in _COUNTS]
         rows.append(
             [
                 entry["name"],

@@ -21,7 +21,15 @@ SHAPING_TERMS = ("truncated", "overlong", "format", "repetition")
 """What may be added to the rewards of training samples, by the names of its keys and metrics."""
 
 _OWN_METRICS = (
-    *("mean", "solved_groups", "mixed_groups", "answer_found_share", "timeouts", "errors"),
+    *(
+        "mean",
+        "solved_groups",
+        "mixed_groups",
+        "answer_found_share",
+        "timeouts",
+        "errors",
+        "same_answer_share",
+    ),
     *SHAPING_TERMS,
 )
 """``reward/…`` metrics that no function may take the name of."""
@@ -153,6 +161,12 @@ class RewardConfig(Section):
     """Time limit of a function for one answer; beyond it the answer scores 0 and is counted."""
     memory_limit_mb: int = Field(2048, ge=256, le=MAX_MEMORY_MB)
     """Limit of a grader's address space, libraries included; treated like ``timeout_s``."""
+    no_answers: tuple[str, ...] = (
+        *("proof", "see proof", "proved", "notfound", "no answer", "no answer found"),
+        *("see solution", "see the solution", "see above", "not available"),
+    )
+    """References that are no answers, without case, spaces and marks. Where ``math`` scores,
+    training rows with one, or with an empty one, are left out and counted; empty: none is."""
     on_error: Literal["raise", "zero"] = "raise"
     """When a function fails: end the run, or score 0 and count the failure."""
     truncated: Literal["score", "zero", "mask"] = "score"
@@ -161,3 +175,9 @@ class RewardConfig(Section):
     overlong: OverlongConfig | None = None
     format: FormatConfig | None = None
     repetition: RepetitionConfig | None = None
+
+    @property
+    def refused_answers(self) -> tuple[str, ...]:
+        """``no_answers`` where ``math`` reads the references, else none."""
+        reads = any(entry.function == "math" for entry in self.functions)
+        return self.no_answers if reads else ()

@@ -5,17 +5,24 @@ A set is loaded once, at the start, before anything else is started. Loading log
 
 import json
 import logging
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.data.chat import ChatRenderer
-from bapo_megatron.data.rows import DataError, RowFormat, read_rows, recognise
+from bapo_megatron.data.rows import DataError, EmptyAnswerError, RowFormat, read_rows, recognise
 from bapo_megatron.types import Prompt
 
 _LOG = logging.getLogger(__name__)
+
+_MIN_COMMON_ROWS = 50
+_MIN_COMMON_SHARE = 0.05
+"""A reference of more prompts than this is reported: a constant response is right for them all. The
+most common one of GSM8K has 2.8%."""
 
 
 @dataclass(slots=True)
@@ -28,6 +35,10 @@ class SetReport:
     num_bad: int = 0
     first_bad: str = ""
     """Place, field and reason of the first bad row; empty without one."""
+    num_no_answer: int = 0
+    """Rows whose reference is no answer (``reward.no_answers``)."""
+    no_answers: dict[str, int] = field(default_factory=dict)
+    """These references, the most common ones first."""
     num_too_long: int = 0
     max_prompt_tokens: int = 0
     longest_tokens: int = 0
@@ -39,6 +50,11 @@ class SetReport:
     """Rendered prompts whose rows have different answers."""
     first_contradiction: str = ""
     """Two such rows with their answers; empty without any."""
+    common_answer: str = ""
+    """The reference of most prompts."""
+    num_common: int = 0
+    """Prompts with this reference."""
+    num_kept: int = 0
     dropped_columns: tuple[str, ...] = ()
     """Columns that reward functions do not get, because they hold bytes."""
 
@@ -49,6 +65,14 @@ class SetReport:
             lines.append(
                 f"{self.num_bad} of {self.num_rows} rows are bad and were left out "
                 f"(data.on_bad_row), the first: {self.first_bad}"
+            )
+        if self.num_no_answer:
+            lines.append(f"{self.no_answer()} and were left out (reward.no_answers)")
+        if self.num_common >= max(_MIN_COMMON_ROWS, _MIN_COMMON_SHARE * self.num_kept):
+            lines.append(
+                f"the constant answer '{self.common_answer}' is right for {self.num_common} of "
+                f"{self.num_kept} prompts ({self.num_common / self.num_kept:.1%}); leave such rows "
+                "out (reward.no_answers) unless this is meant, as with choices"
             )
         if self.num_too_long:
             lines.append(f"{self.too_long()} and were left out (data.max_prompt_tokens)")
@@ -73,9 +97,14 @@ class SetReport:
     def too_long(self) -> str:
         """Return how many prompts are too long, as part of a message."""
         return (
-            f"{self.num_too_long} of {self.num_rows - self.num_bad} prompts are longer than "
-            f"{self.max_prompt_tokens} tokens"
+            f"{self.num_too_long} of {self.num_rows - self.num_bad - self.num_no_answer} prompts "
+            f"are longer than {self.max_prompt_tokens} tokens"
         )
+
+    def no_answer(self) -> str:
+        """Return how many references are no answers, as part of a message."""
+        shown = ", ".join(f"'{text}' {number}" for text, number in self.no_answers.items())
+        return f"{self.num_no_answer} of {self.num_rows} references are no answers ({shown})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +118,20 @@ class PromptSet:
 
 
 def load_eval_set(
-    dataset: DatasetConfig, renderer: ChatRenderer, max_prompt_tokens: int
+    dataset: DatasetConfig,
+    renderer: ChatRenderer,
+    max_prompt_tokens: int,
+    no_answers: Sequence[str] = (),
 ) -> PromptSet:
     """Read and render an evaluation set, of which no prompt may be left out; see ``load_set``."""
-    loaded = load_set(dataset, renderer, DataConfig(max_prompt_tokens=max_prompt_tokens))
+    data = DataConfig(max_prompt_tokens=max_prompt_tokens)
+    loaded = load_set(dataset, renderer, data, no_answers=no_answers)
     report = loaded.report
+    if report.num_no_answer:
+        raise DataError(
+            f"{report.place}: {report.no_answer()}, and an evaluation leaves none out; remove "
+            "these rows, or change reward.no_answers"
+        )
     if report.num_too_long:
         raise DataError(
             f"{report.place}: {report.too_long()}, the longest has {report.longest_tokens}, and an "
@@ -102,9 +140,13 @@ def load_eval_set(
     return loaded
 
 
-def load_train_sets(data: DataConfig, renderer: ChatRenderer) -> list[PromptSet]:
+def load_train_sets(
+    data: DataConfig, renderer: ChatRenderer, no_answers: Sequence[str] = ()
+) -> list[PromptSet]:
     """Read and render every training set, in the order of the configuration; see ``load_set``."""
-    return [load_set(dataset, renderer, data, dataset.weight) for dataset in data.train_sets]
+    return [
+        load_set(dataset, renderer, data, dataset.weight, no_answers) for dataset in data.train_sets
+    ]
 
 
 def log_warnings(prompt_sets: Sequence[PromptSet]) -> None:
@@ -136,9 +178,15 @@ def shared_prompts(prompt_sets: Sequence[PromptSet]) -> list[str]:
 
 
 def load_set(
-    dataset: DatasetConfig, renderer: ChatRenderer, data: DataConfig, weight: float = 1.0
+    dataset: DatasetConfig,
+    renderer: ChatRenderer,
+    data: DataConfig,
+    weight: float = 1.0,
+    no_answers: Sequence[str] = (),
 ) -> PromptSet:
     """Read and render the prompts of a set, in its order, by the rules of ``data``.
+
+    Rows whose reference is one of ``no_answers``, or empty where there are any, are left out.
 
     Raises:
         DataError: A row cannot be used (``on_bad_row: raise``), or no prompt is left.
@@ -150,7 +198,8 @@ def load_set(
         max_prompt_tokens=data.max_prompt_tokens,
         duplicates_dropped=data.on_duplicate == "drop",
     )
-    rows = list(_read(dataset, renderer, report, skips_bad=data.on_bad_row == "skip"))
+    skips_bad = data.on_bad_row == "skip"
+    rows = list(_read(dataset, renderer, report, no_answers, skips_bad=skips_bad))
     texts = list(dict.fromkeys(text for _, text, _, _ in rows))
     token_ids_of = dict(zip(texts, renderer.token_ids(texts), strict=True))
     report.longest_tokens = max(map(len, token_ids_of.values()), default=0)
@@ -174,17 +223,27 @@ def load_set(
         prompts.append(prompt)
     report.num_contradictions = len(contradictions)
     report.first_contradiction = next(iter(contradictions.values()), "")
-    if not prompts:
+    if prompts:
+        answers = Counter(prompt.answer for prompt in prompts)
+        [(report.common_answer, report.num_common)] = answers.most_common(1)
+        report.num_kept = len(prompts)
+    else:
         bad = f", {report.num_bad} rows are bad (the first: {report.first_bad})"
         raise DataError(
             f"{report.place}: no prompt is left: {report.too_long()}{bad if report.num_bad else ''}"
+            f"{f', {report.no_answer()}' if report.num_no_answer else ''}"
             "; raise data.max_prompt_tokens, or give a file with prompts"
         )
     return PromptSet(dataset.label, tuple(prompts), report, weight)
 
 
 def _read(
-    dataset: DatasetConfig, renderer: ChatRenderer, report: SetReport, *, skips_bad: bool
+    dataset: DatasetConfig,
+    renderer: ChatRenderer,
+    report: SetReport,
+    no_answers: Sequence[str],
+    *,
+    skips_bad: bool,
 ) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Yield prompt id, rendered text, answer and the other columns of each good row."""
     row_format: RowFormat | None = None
@@ -194,6 +253,7 @@ def _read(
         """The text of a question given as JSON: each distinct one is rendered once."""
         return renderer.text(json.loads(question))
 
+    refused, unusable = set(map(_letters, no_answers)), Counter[str]()
     seen: set[str] = set()
     dropped: set[str] = set()
     for row in read_rows(dataset):
@@ -212,13 +272,25 @@ def _read(
                 row, dataset.row_columns, dropped, lambda question: render(json.dumps(question))
             )
         except DataError as error:
+            if refused and isinstance(error, EmptyAnswerError):
+                unusable[""] += 1
+                continue
             if not skips_bad:
                 raise
             report.num_bad += 1
             report.first_bad = report.first_bad or str(error)
+            continue
+        if _letters(answer) in refused:
+            unusable[answer] += 1
             continue
         if report.duplicates_dropped and text in seen:
             rest = {}  # a gigabyte in a set that repeats its prompts
         seen.add(text)
         yield row.prompt_id, text, answer, rest
     report.dropped_columns = tuple(sorted(dropped))
+    report.num_no_answer, report.no_answers = unusable.total(), dict(unusable.most_common(5))
+
+
+def _letters(answer: str) -> str:
+    """Its letters and digits without case; the answer itself where it has none."""
+    return re.sub(r"\\[A-Za-z]+|[\W_]", "", answer).casefold() or answer

@@ -35,6 +35,10 @@ class DataError(ValueError):
     """Prompts that cannot be used; one line with file, row, field and reason."""
 
 
+class EmptyAnswerError(DataError):
+    """A row's answer is null or empty."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row of a set, readable or not."""
@@ -229,7 +233,8 @@ class RowFormat:
             render: Takes a text, or chat messages that end before the assistant's turn.
 
         Raises:
-            DataError: A field is missing or cannot be used.
+            DataError: A field is missing or cannot be used; ``EmptyAnswerError``: the answer is
+                empty.
         """
         assert row.fields is not None, "unreadable rows have no fields"
         fields, present = row.fields, ", ".join(row.fields) or "none"
@@ -241,7 +246,8 @@ class RowFormat:
             column = self.prompt_column
             text = render(_parse_question(question_value))
         except ValueError as error:
-            raise DataError(
+            is_blank = column == self.answer_column and not str(answer_value or "").strip()
+            raise (EmptyAnswerError if is_blank else DataError)(
                 f"{row.place}: column '{column}' {error}; correct or remove this row"
             ) from error
         names = tuple(fields) if row_columns is None else row_columns

@@ -82,7 +82,12 @@ class EvalSet:
 
 
 def load_sets(
-    config: EvalConfig, renderer: ChatRenderer, max_prompt_tokens: int, *, warns: bool = True
+    config: EvalConfig,
+    renderer: ChatRenderer,
+    max_prompt_tokens: int,
+    no_answers: Sequence[str] = (),
+    *,
+    warns: bool = True,
 ) -> tuple[EvalSet, ...]:
     """Read every set of ``eval.sets``; ``warns``: log what a user should know about them.
 
@@ -93,7 +98,7 @@ def load_sets(
     sets = []
     for dataset in config.sets:
         sampling = config.sampling_of(dataset)
-        loaded = load_eval_set(dataset, renderer, max_prompt_tokens)
+        loaded = load_eval_set(dataset, renderer, max_prompt_tokens, no_answers)
         if warns:
             log_warnings([loaded])
         sets.append(EvalSet(dataset.label, loaded.prompts[: sampling.max_prompts], sampling))

@@ -9,6 +9,7 @@ import re
 from enum import StrEnum
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
 from bapo_megatron.reward.base import Score
 from bapo_megatron.reward.extraction import ExtractedAnswer, extract_answer
@@ -22,6 +23,7 @@ from bapo_megatron.reward.math_symbolic import (
 )
 from bapo_megatron.reward.math_text import (
     Quantity,
+    are_same_choices,
     as_number,
     canonical,
     choice_letter,
@@ -51,6 +53,22 @@ _MAX_ANSWER = 1000
 _MAX_REPORTED = 200
 _DECIMALS = 6
 _RELATIVE_TOLERANCE = Fraction(1, 10_000)
+
+
+_APPROXIMATE = re.compile(r"(.*(?<!\\not))\\approx(.*)")
+_NAME = re.compile(r"[A-Za-z]\w*(?:\([A-Za-z]\))?")
+_ALL = re.compile(
+    r"\\text\{(?:for )?(?:all|any|every)(?: (?P<kind>real|integer)s?(?: numbers?)?)? ?\}"
+    r"(?P<value>[A-Za-z](?:\\[gl]e|\\in|\\ne|[<>=]).*)",
+    re.IGNORECASE,
+)
+_FOR_ALL = re.compile(
+    r"(?P<value>.+?)(?:[, (]|\\text\{,? ?(?:(?:for|where|with) ?)?"
+    r"(?P<all>(?:all|any|every|each) ?)?(?:(?P<kind>real|integer)s?(?: numbers?)? ?)?\}"
+    r"|(?P<sign>\\forall) ?)*"
+    r"(?P<letter>[A-Za-z])(?:\\in ?(?:\\mathbb\{)?(?P<set>[RZ])\}?)?\)?"
+)
+"""What says only that a letter is any number of a kind."""
 
 
 class Reason(StrEnum):
@@ -149,33 +167,65 @@ def _sentence_answers(line: str) -> list[str]:
 
 
 def _compare(pred_text: str, gold_text: str) -> Reason:
-    pred, (gold, gold_parts) = canonical(pred_text), _reference(gold_text)
-    if not pred:
+    pred, gold = _read(pred_text), _reference(gold_text)
+    if not pred.text:
         return Reason.DIFFERENT  # not even where the reference is missing
-    if pred == gold:
-        return Reason.EQUAL_TEXT
-    if len(gold) > _MAX_ANSWER:
+    if pred.numbers and gold.numbers and pred.numbers != gold.numbers:
         return Reason.DIFFERENT
-    if max(nesting(pred), nesting(gold)) > MAX_NESTING:
+    if pred.text == gold.text:
+        return Reason.EQUAL_TEXT
+    if len(gold.text) > _MAX_ANSWER:
+        return Reason.DIFFERENT
+    if max(nesting(pred.text), nesting(gold.text)) > MAX_NESTING:
         return Reason.TOO_LARGE
-    if (reason := _compare_letters(pred, gold)) is not None:
+    if (reason := _compare_letters(pred.text, gold.text)) is not None:
         return reason
-    pred_parts = quantity(without_option(pred))
     try:
-        if contradicts_itself(pred):
+        if contradicts_itself(pred.text):
             return Reason.DIFFERENT
-        return _compare_quantities(pred_parts, gold_parts)
+        return _compare_quantities(pred.parts, gold.parts)
     except TooLargeError:
         return Reason.TOO_LARGE
 
 
+class _Answer(NamedTuple):
+    text: str
+    """Its canonical text, without what says that a letter is any number."""
+    parts: Quantity
+    numbers: str = ""
+    """``r`` or ``i`` where a letter is said to be any real number or integer."""
+
+
+def _read(text: str) -> _Answer:
+    text = canonical(text)
+    if len(text) > _MAX_ANSWER or nesting(text) > MAX_NESTING:
+        return _Answer(text, Quantity(text))
+    text, numbers = _without_qualifier(text)
+    if (approximate := _APPROXIMATE.fullmatch(text)) is not None:
+        exact, rounded = approximate.groups()
+        is_value = _NAME.fullmatch(exact) is None and not contradicts_itself(f"x={exact}={rounded}")
+        text = exact if is_value else f"{exact}={rounded}"
+    return _Answer(text, quantity(without_option(text)), numbers)
+
+
 @lru_cache(maxsize=256)
-def _reference(text: str) -> tuple[str, Quantity]:
-    """A reference's canonical text and its parts; all responses of a group share it."""
-    gold = canonical(text)
-    if len(gold) > _MAX_ANSWER:
-        return gold, Quantity(gold)
-    return gold, quantity(without_option(gold))
+def _reference(text: str) -> _Answer:
+    """A reference; all responses of a group share it."""
+    return _read(text)
+
+
+def _without_qualifier(text: str) -> tuple[str, str]:
+    r"""An answer without ``\text{ for all real }x`` or ``k\in\mathbb{Z}``, and which numbers."""
+    if "\\" not in text:
+        return text, ""
+    if (match := _ALL.fullmatch(text)) is not None:
+        return match["value"], (match["kind"] or "")[:1].lower()
+    match = _FOR_ALL.fullmatch(text)
+    if match is None or not (match["all"] or match["sign"] or match["set"]):
+        return text, ""
+    if not re.search(rf"(?<![A-Za-z]){match['letter']}(?![A-Za-z])", match["value"]):
+        return text, ""
+    return match["value"], {"R": "r", "Z": "i"}.get(match["set"] or "", (match["kind"] or "")[:1])
 
 
 def _compare_letters(pred: str, gold: str) -> Reason | None:
@@ -186,6 +236,8 @@ def _compare_letters(pred: str, gold: str) -> Reason | None:
         return Reason.EQUAL_TEXT if gold_letter == pred_letter else Reason.DIFFERENT
     if len(gold) == len(pred) == 1 and (gold + pred).isalpha():
         return Reason.DIFFERENT  # math-verify takes E for e
+    if are_same_choices(pred, gold):
+        return Reason.EQUAL_TEXT
     gold_words, pred_words = words(gold), words(pred)
     if gold_words is None or pred_words is None:
         return None

@@ -67,7 +67,7 @@ _CAPITAL = re.compile(
     r"\\(Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)(?![A-Za-z]|\s*[(_])"
 )
 _NESTED_SETS = re.compile(r"\\\{[^}]*\\\{")
-_BASE = re.compile(r"([0-9A-Za-z]+)_\{?(?:\\text\{)?(\d+)(?:\})?\}?")
+_BASE = re.compile(r"(\()?([0-9A-Za-z]+)(?(1)\))_\{?(?:\\text\{)?(\d+)(?:\})?\}?")
 _MISREAD = re.compile(
     r"(?:(?<![\d.])\d+|[^\d\s}])\s*\\ldots|(?<![\w.])0[xXbBoO][\dA-Fa-f]"
     r"|\\binom\{-\d+\}\{-"
@@ -84,8 +84,15 @@ _ARITHMETIC = re.compile(
     r"(?:[\d\s+\-*/^().,{}!]|\\(?:frac|sqrt|binom|cdot|times|div|pi)(?![A-Za-z]))+"
 )
 _SEPARATOR = re.compile(
-    r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*"
+    r",?\s*(?:\\text\{\s*(?:and|or|和|或)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[和或])\s*"
 )
+_SIGN = re.compile(r"\\(pm|mp)(?![A-Za-z])")
+_MAX_SIGNS = 3
+_BUILDER = re.compile(
+    r"\\\{([A-Za-z])(?:\\in\s*\\mathbb\{R\})?\s*(?:\\mid|[|:])\s*(.*(?<![A-Za-z])\1(?![A-Za-z]).*)\\\}"
+)
+"""A set by its condition, which is compared as such: ``\\{x\\mid x>2\\}``."""
+_CONGRUENCE = re.compile(r"([^,=]+?)\\equiv\s*([-+]?\d+(?:,[-+]?\d+)*)\\pmod\{(\d+)\}")
 
 
 class TooLargeError(ValueError):
@@ -104,7 +111,14 @@ def is_equal_symbolically(pred: str, gold: str) -> bool:
         _NUMBERS_SIDE_BY_SIDE.search(text) or _MISREAD.search(text) for text in (pred, gold)
     ):
         return False  # other letters; and the parser would add the numbers
-    pred, gold = _SEPARATOR.sub(",", pred), _SEPARATOR.sub(",", gold)
+    pred, gold = (_signed(_SEPARATOR.sub(",", text)) for text in (pred, gold))
+    if r"\equiv" in pred + gold:
+        return (classes := _residues(pred)) is not None and classes == _residues(gold)
+    builders = _BUILDER.fullmatch(pred), _BUILDER.fullmatch(gold)
+    if any(builders):
+        pred, gold = (b[2] if b else text for b, text in zip(builders, (pred, gold), strict=True))
+        # A condition stands for the set, so the other one may be what it gives.
+        pred, gold = (gold, pred) if builders[1] is None else (pred, gold)
     pred, gold = (_PRIME.sub(lambda match: "'" * match[1].count("p"), t) for t in (pred, gold))
     if _differ_in_primes(pred, gold) or _is_time(pred, gold):
         return False
@@ -126,6 +140,43 @@ def is_equal_symbolically(pred: str, gold: str) -> bool:
     ):
         return False  # several values are not one, as 5,5 would be
     return _is_same(left, right)
+
+
+def _signed(text: str) -> str:
+    r"""Each value with ``\pm`` as those that it stands for; both signs change with ``\mp``."""
+    if _SIGN.search(text) is None:
+        return text
+    head, equals, last = "", "", text
+    if len(_split(text)) == 1 and r"\equiv" not in text:
+        head, equals, last = text.rpartition("=")
+    values = ",".join(
+        value
+        for part in _split(last.removeprefix(r"\{").removesuffix(r"\}"))
+        for value in _both(part)
+    )
+    return values if last is text else rf"{head}{equals}\{{{values}\}}"
+
+
+def _both(part: str) -> list[str]:
+    first, *rest = _SIGN.split(part)
+    signs, texts = rest[::2], rest[1::2]
+    if len(signs) > _MAX_SIGNS or (_kind(part) == "tuple" and len(signs) > 1 and "mp" not in signs):
+        return [part]  # whether a point's signs are tied is not known
+    choices = list(itertools.product("+-", repeat=len(signs)))
+    if "mp" in signs:
+        choices = [tuple(pair[sign == "mp"] for sign in signs) for pair in ("+-", "-+")]
+    return [first + "".join(map(str.__add__, choice, texts)) for choice in choices]
+
+
+def _residues(text: str) -> frozenset[tuple[str, int, int]] | None:
+    """Congruences as name, residue and modulus; None for anything else."""
+    if _CONGRUENCE.sub("", text).strip(",") or not text:
+        return None
+    return frozenset(
+        (name, int(residue) % int(modulus), int(modulus))
+        for name, residues, modulus in _CONGRUENCE.findall(text)
+        for residue in residues.split(",")
+    )
 
 
 def _is_time(text: str, other: str) -> bool:
@@ -285,7 +336,7 @@ def _aligned(pred: str, gold: str) -> tuple[str, str] | None:
     nested = [_NESTED_SETS.search(text) is not None for text in (pred, gold)]
     if kinds == {"set", "tuple"} or nested[0] != nested[1]:
         return None
-    if kinds == {"list"} and r"\pm" not in pred + gold and len(_split(pred)) != len(_split(gold)):
+    if kinds == {"list"} and len(_split(pred)) != len(_split(gold)):
         return None
     if kinds == {"list"} and _assigns_several(pred) != _assigns_several(gold):
         return _bracketed(pred, "tuple"), _bracketed(gold, "tuple")
@@ -300,26 +351,26 @@ def _in_bases(pred: str, gold: str) -> tuple[str, str] | None:
     """Numerals such as ``204_5``: with two bases by value, with one the digits alone."""
     left, right = _BASE.fullmatch(pred), _BASE.fullmatch(gold)
     if left is not None and right is not None:
-        values = [_in_base(*match.groups()) for match in (left, right)]
+        values = [_in_base(match[2], match[3]) for match in (left, right)]
         if None not in values:
             return str(values[0]), str(values[1])
-        if left[1].isdigit() and right[1].isdigit():  # a base lacks a digit: no numbers, but names
+        if left[2].isdigit() and right[2].isdigit():  # a base lacks a digit: no numbers, but names
             # The parser would leave the bases out.
             return _named_numeral(left), _named_numeral(right)
-    if left is not None and left[1].isdigit() and gold.isdigit():
+    if left is not None and left[2].isdigit() and gold.isdigit():
         return _digits_of(left), gold
-    if right is not None and right[1].isdigit() and pred.isdigit():
+    if right is not None and right[2].isdigit() and pred.isdigit():
         return pred, _digits_of(right)
     return None
 
 
 def _digits_of(numeral: re.Match[str]) -> str:
     """Its digits; a name where the index is no base."""
-    return numeral[1] if 2 <= int(numeral[2]) <= _MAX_BASE else _named_numeral(numeral)
+    return numeral[2] if 2 <= int(numeral[3]) <= _MAX_BASE else _named_numeral(numeral)
 
 
 def _named_numeral(numeral: re.Match[str]) -> str:
-    return rf"X_{{{numeral[1]}in{numeral[2]}}}"
+    return rf"X_{{{numeral[2]}in{numeral[3]}}}"
 
 
 def _in_base(digits: str, base: str) -> int | None:
@@ -401,8 +452,7 @@ def _parse(text: str) -> Any:
     text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     if OF_AN_ANGLE.search(text):
         text = _DEGREES.sub(r"{\\frac{\1\\pi}{180}}", text)
-    if r"\equiv" not in text:
-        text = text.replace(r"\bmod", r"\mod")
+    text = text.replace(r"\bmod", r"\mod")
     try:
         latex = normalize_latex(text, _NORMALIZATION)
         try:

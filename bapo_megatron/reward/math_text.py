@@ -13,30 +13,23 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_COMMANDS = {
+    "×": "times", "±": "pm", "π": "pi", "∞": "infty", "≤": "le", "≥": "ge", "≠": "ne", "∪": "cup",
+    "∩": "cap", "∅": "emptyset", "∈": "in", "√": "sqrt", "≈": "approx", "≡": "equiv", "·": "cdot",
+    "⋅": "cdot",
+}  # fmt: skip
 _SYMBOLS = str.maketrans(
     {
         **dict.fromkeys("−‐‑‒–﹣", "-"),
         **dict.fromkeys("\u00a0\u2002\u2003\u2009\u202f\u3000", " "),
         **dict.fromkeys("÷∕⁄", "/"),
-        **dict.fromkeys("·⋅", r"\cdot "),
         **dict.fromkeys("°º", r"^\circ "),
-        "×": r"\times ",
-        "±": r"\pm ",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∅": r"\emptyset ",
-        "∈": r"\in ",
-        "√": r"\sqrt ",
-        "½": r"\frac{1}{2}",
-        "⅓": r"\frac{1}{3}",
-        "⅔": r"\frac{2}{3}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
+        **{sign: rf"\{command} " for sign, command in _COMMANDS.items()},
+        **{
+            sign: rf"\frac{{{top}}}{{{bottom}}}"
+            for sign, top, bottom in ("½12", "⅓13", "⅔23", "¼14", "¾34")
+        },
+        **{"、": ",", "。": ".", "￥": "¥"},
     }
 )
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
@@ -45,20 +38,50 @@ _ROOT = re.compile(r"\\sqrt\s+(\d+|[A-Za-z])")
 _LATEX_SPACE = re.compile(r"(?<!\\)\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|~")
 _NEGATIVE_SPACE = re.compile(r"\s*(?<!\\)\\!\s*")
 _DOLLAR = re.compile(r"(?<!\\)\$")
-_SIZING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])")
+_SIZING = re.compile(
+    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|bf|rm|it|bm|boldsymbol|underline)(?![A-Za-z])"
+)
 _FRACTION = re.compile(r"\\[dtc](frac|binom)(?![A-Za-z])")
-_BRACELESS = re.compile(r"\\(frac|binom)\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})|\\overline\s*(\d)")
-"""TeX takes one digit where there are no braces: ``\\frac13`` is 1/3."""
+_ARGUMENT = r"(\d|[A-Za-z]|\\(?:pi|alpha|beta|theta)(?![A-Za-z])|\{[^{}]*\})"
+_BRACELESS = re.compile(
+    rf"\\(frac|binom)\s*{_ARGUMENT}\s*{_ARGUMENT}"
+    r"|\\(overline|math(?:bb|bf)|sqrt\[\w+\])\s*(\d+|[A-Za-z])"
+)
+"""TeX takes one digit or letter where there are no braces: ``\\frac13`` is 1/3."""
 _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|textnormal|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox"
     r"|operatorname)\s*\{([^{}]*)\}"
 )
+_FUNCTIONS = {
+    name: rf"\{command}"
+    for command, names in {
+        "sin": "sin", "cos": "cos", "tan": "tan tg", "cot": "cot ctg cotg", "sec": "sec",
+        "csc": "csc cosec", "arcsin": "arcsin", "arccos": "arccos", "arctan": "arctan arctg",
+        "arccot": "arccot arcctg", "sinh": "sinh sh", "cosh": "cosh ch", "tanh": "tanh th",
+        "ln": "ln", "log": "log", "exp": "exp", "log_{10}": "lg",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
+_NAMES = "|".join(_FUNCTIONS)
+_FUNCTION = re.compile(rf"\\text\{{\s*({_NAMES})\s*\}}(?=\s*[\w\\({{|^])|\\({_NAMES})(?![A-Za-z])")
+"""A function in upright text, which has an argument, or as a command, also of Russian schools."""
+_UPRIGHT = re.compile(r"(?<=[A-Za-z])(?=\\text\{[ei]\})|\\text\{([ei])\}")
+_END_MARKS = re.compile(r"(?:[\s,;:]|\\[,;:! \\]|\\text\{[.,;]\})+$")
+_REMARK = re.compile(
+    r"(?<=[\w})])\s*(?:\\text\{\s*\(([^(){}]{2,})\)\s*\}|\(\\text\{([^(){}]+)\}\))$"
+)
+"""What stands in brackets behind a value: ``6\\text{ (ways)}``, ``5 (\\text{cm})``."""
+_MOD = re.compile(r"\(?\s*\\(?:[pb]?mod|text\{\s*mod\s*\})\s*\{?(\w+)\}?\s*\)?")
+_NAMED_CHOICE = re.compile(
+    r"(?:\\text\{\s*)?(?:(?:option|choice|answer)s?\b|选项?|答案)[\s:]*\}?(?=\W*[A-Ja-j](?!\w))",
+    re.IGNORECASE,
+)
 _NEEDLESS_SPACE = re.compile(r"(?<![\w,\\]) | (?![\w\\])|(?<=,) (?!\d)|(?<=\w) (?=\\)")
-_BRACED_COMMA = re.compile(r"\s*\{\s*,\s*\}\s*")
+_BRACED_COMMA = re.compile(r"\s*(?:\\text)?\{\s*,\s*\}\s*")
 _MATH_MARKS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _UNIT = re.compile(
     r"(?!0[xXbBoO][\dA-Fa-f]+$)(?P<value>.*[\d\w})\]!|])\s*"
-    r"(?:\\text\{(?P<text>[^{}]*)\}"
+    r"(?:\\text\{(?P<text>[^{}]*)\}|(?<![一-鿿])(?P<chinese>[一-鿿][一-鿿/]*)"
     r"|(?<![A-Za-z])(?<![A-Za-z]{2} )(?<!\\)(?P<plain>[A-Za-z][A-Za-z/. ]*))"
     r"(?P<power>\^\{?[23]\}?)?\.?",
     re.DOTALL,
@@ -76,9 +99,10 @@ _SUM = re.compile(r".[+-]|\\$")
 """In what stands before a percent sign, which then belongs to the last part alone."""
 _CURRENCY = re.compile(r"(?P<sign>-?)\s*(?P<mark>\\\$|£|€|¥|₹)\s*(?P<value>[\d.,].*)")
 _CHOICE = re.compile(r"\\text\{\s*\(?([A-Ja-j])\)?[.:]?\s*\}|\(([A-Ja-j])\)|([A-J])[.):]?")
+_CHOICES = re.compile(r"\s*[A-J](?:(?:[\s,;]|and|和)*[A-J])+\s*")
 _OPTION = re.compile(
-    r"(?:\\text\{\s*\(([A-J])\)\s*\}|\(([A-J])\)(?=\s|\\text\{))[\s:]*"
-    r"(?!.*(?<!\w)\([A-J]\)|(?:\\text\{)?\W*(?:(?:and|or|nor|but|if|unless|maybe|perhaps)\b"
+    r"(?:\\text\{\s*\(([A-J])\)\s*\}|\(([A-J])\)(?=\s|\\text\{)|([A-J])[.:)](?![A-Z]\b))[\s:]*"
+    r"(?!.*(?<![\w(])(?:\([A-J]\)|[A-J][.:)])|(?:\\text\{)?\W*(?:(?:and|or|nor|but|if|unless|maybe|perhaps)\b"
     r"|(?:is|was)(?:\b(?! correct| right)|n't)|(?:not|wrong|incorrect)\W*$))(?=\S)(?P<rest>.+)"
 )
 """An option and its text, which neither names another option nor takes this one back."""
@@ -100,50 +124,27 @@ _MAX_DIGITS = 1000
 """A number is compared exactly up to this length; Python refuses far longer ones."""
 _MAX_EXPONENT = 1000
 
-_SPELLINGS = {
-    "m": "m meter metre",
-    "km": "km kilometer kilometre",
-    "cm": "cm centimeter centimetre",
-    "mm": "mm millimeter millimetre",
-    "inch": "in inch inche",
-    "foot": "ft foot feet",
-    "yard": "yd yard",
-    "mile": "mi mile",
-    "g": "g gram gm",
-    "kg": "kg kilogram",
-    "mg": "mg milligram",
-    "pound": "lb pound £",
-    "ounce": "oz ounce",
-    "ton": "ton tonne",
-    "s": "s sec second",
-    "minute": "min minute",
-    "hour": "h hr hour",
-    "day": "day",
-    "week": "week",
-    "month": "month",
-    "year": "yr year",
-    "liter": "l liter litre",
-    "ml": "ml milliliter millilitre",
-    "gallon": "gal gallon",
-    "dollar": r"\$ dollar usd buck",
-    "cent": "cent ¢",
-    "euro": "€ euro eur",
-    "yen": "¥ yen",
-    "rupee": "₹ rupee rs",
-    "degree": "degree deg",
-    "radian": "rad radian",
-    "km/hour": "km/h kmh kph kmph",
-    "mile/hour": "mph mi/h",
-    "m/s": "m/s",
-    "joule": "j joule",
-    "newton": "n newton",
-    "watt": "w watt",
-    "volt": "v volt",
-    "%": "% percent percentage pct",
-}
-_CANONICAL = {
-    spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()
-}
+_SPELLINGS = r"""
+    m meter metre 米; km kilometer kilometre 千米 公里; cm centimeter centimetre 厘米;
+    dm decimeter decimetre 分米; mm millimeter millimetre 毫米; inch in inche; foot ft feet;
+    yard yd; mile mi; g gram gm 克; kg kilogram 千克 公斤; mg milligram; pound lb £; ounce oz;
+    ton tonne 吨; s sec second 秒; minute min 分钟; hour h hr 时 小时 个小时; day 天 日;
+    week 周 星期; month 月 个月; year yr 年; liter l litre 升; ml milliliter millilitre 毫升;
+    gallon gal; dollar \$ usd buck 美元; cent ¢; euro € eur 欧元; yen ¥ 元; rupee ₹ rs; 角; 斤;
+    degree deg 度; radian rad; km/hour km/h kmh kph kmph 千米/时 千米/小时; mile/hour mph mi/h;
+    m/s 米/秒; joule j; newton n; watt w; volt v; % percent percentage pct
+    """
+"""Units with their spellings, the canonical one first."""
+_MEASURES = (
+    "个人名位只条本张支枝块棵辆件种次组倍页题间箱袋瓶杯盒台套把根颗粒朵头匹座层"
+    "排行列步场局轮圈班份岁分项类点"
+)
+"""Chinese words behind a number that are no units: 5个."""
+_CANONICAL: dict[str, str] = {
+    spelling: spellings.split()[0]
+    for spellings in _SPELLINGS.split(";")
+    for spelling in spellings.split()
+} | dict.fromkeys([*_MEASURES, "个人"], "")
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3}
 _SCALES |= {"million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NO_UNIT_WORDS = """
@@ -159,7 +160,12 @@ _NO_UNIT_WORDS = """
     twice two union unless until up versus vs when whenever where which with xor yes zero
     """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
+_NO_CHINESE_UNIT = re.compile(
+    "[万亿千百十半零一二两三四五六七八九几多余或和与及且但不非无没若如除至到上下内外以约近左右大小于等加减乘"
+    "是否的之折成打倍方模双对]"
+)
 _POWER_WORDS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3"}
+_POWER_WORDS |= {"平方": "^2", "立方": "^3"}
 _MIN_WORD = 4
 _LETTERS = frozenset("uvwxyz")
 """``5ab`` and ``5 xy`` are products: fewer letters right after a number, or these alone."""
@@ -179,16 +185,23 @@ class Quantity:
 
 def canonical(answer: str) -> str:
     r"""Return one spelling of an answer; ``\text{…}`` stands for all commands of upright text."""
-    text = _unwrapped(_plain_unicode(answer).strip())
+    text = _END_MARKS.sub("", _unwrapped(_plain_unicode(answer).strip()))
     text = text.removesuffix(".").strip() if not text.endswith("..") else text
     text = _BRACELESS.sub(_braced, _FRACTION.sub(r"\\\1", _SIZING.sub("", text)))
-    text = text.replace(r"\varnothing", r"\emptyset")
+    text = text.replace(r"\varnothing", r"\emptyset").replace(r"\colon", ":")
     text = _TEXT.sub(r"\\text{\1}", _BRACED_COMMA.sub(",", text))
     text = _NEGATIVE_SPACE.sub("", text)
     text = " ".join(_LATEX_SPACE.sub(" ", text).replace(r"\%", "%").split())
     if (whole := _TEXT.fullmatch(text)) is not None and not _CHOICE.fullmatch(text):
-        text = whole[1].strip()
-    return _NEEDLESS_SPACE.sub("", text).strip().removeprefix("=").strip()
+        text = _END_MARKS.sub("", whole[1]).strip()
+    elif whole is None and "\\" in text:
+        text = _REMARK.sub(r"\\text{\1\2}", _FUNCTION.sub(_command, text))
+        text = _UPRIGHT.sub(lambda match: match[1] or " ", text)
+    if r"\equiv" in text:
+        text = _MOD.sub(r"\\pmod{\1}", text)
+    text = _NAMED_CHOICE.sub("", text, 1) if _NAMED_CHOICE.match(text) else text
+    text = _NEEDLESS_SPACE.sub("", text).strip()
+    return text.removeprefix("=").removeprefix(r"\approx").strip()
 
 
 def _plain_unicode(text: str) -> str:
@@ -220,9 +233,15 @@ def _unwrapped(text: str) -> str:
     return _DOLLAR.sub("", text)
 
 
+def _command(function: re.Match[str]) -> str:
+    """Its command, parted from a letter that follows."""
+    command = _FUNCTIONS[function[1] or function[2]]
+    return command + " " * function.string[function.end() :][:1].isalpha()
+
+
 def _braced(match: re.Match[str]) -> str:
     if match[4]:
-        return rf"\overline{{{match[4]}}}"
+        return rf"\{match[4]}{{{match[5]}}}"
     top, bottom = (part.strip("{}") for part in (match[2], match[3]))
     return rf"\{match[1]}{{{top}}}{{{bottom}}}"
 
@@ -250,8 +269,8 @@ def quantity(text: str) -> Quantity:
 
 
 def _with_unit(text: str, match: re.Match[str]) -> Quantity:
-    is_text = match["text"] is not None
-    words = match["text"] if is_text else match["plain"]
+    is_text = match["plain"] is None
+    words = match["plain"] or match["chinese"] or match["text"] or ""
     value = match["value"].strip()
     first, _, rest = words.strip().lower().partition(" ")  # "million dollars"
     if first in _SCALES and (number := as_number(value)) is not None:
@@ -274,7 +293,7 @@ def _known_unit(words: str, power: str = "", *, is_text: bool = True) -> str | N
     ``power`` is ``^2``, ``^{3}`` or nothing; ``is_text``: the words stood in ``\text{}``. Words
     that name no unit, such as "apples", give an empty text; what cannot be a unit gives None.
     """
-    parts = re.findall(r"[^\s.]+", words.strip().lower())
+    parts = re.findall(r"平方|立方|[^\s.]+?(?=平方|立方|[\s.]|$)", words.strip().lower())
     if not parts:
         return "" if is_text and not power else None
     exponent = power.replace("{", "").replace("}", "")
@@ -288,6 +307,8 @@ def _known_unit(words: str, power: str = "", *, is_text: bool = True) -> str | N
     if named is not None:
         return named + exponent
     if power or any(part in _NO_UNITS or len(part) < _MIN_LETTERS for part in parts):
+        return None
+    if _NO_CHINESE_UNIT.search(words):
         return None
     if exponent or not all(part.isalpha() for part in parts):
         return "" if parts in (["unit"], ["units"]) else None
@@ -357,10 +378,19 @@ def choice_letter(text: str) -> str | None:
     return None if match is None else next(filter(None, match.groups())).upper()
 
 
+def are_same_choices(one: str, other: str) -> bool:
+    """Whether two texts name the same several options, at least one of them in a list: A, C."""
+    plain = [_TEXT.sub(r" \1 ", text) for text in (one, other)]
+    if not all(map(_CHOICES.fullmatch, plain)):
+        return False
+    letters = [sorted(re.findall("[A-J]", text)) for text in plain]
+    return letters[0] == letters[1] and not all(text.isalpha() for text in plain)
+
+
 def option_letter(text: str) -> str | None:
     r"""Return the letter in ``\text{(B)} 12``."""
     match = _OPTION.fullmatch(text)
-    return None if match is None else match[1] or match[2]
+    return None if match is None else match[1] or match[2] or match[3]
 
 
 def without_option(text: str) -> str:

@@ -30,6 +30,7 @@ from bapo_megatron.rollout.episodes import BURST, Episodes, Grader, Interaction
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.saved import RolloutState, SavedRollout, settings_of
 from bapo_megatron.telemetry.console import describe_rate, reporting
+from bapo_megatron.telemetry.metrics import is_right
 from bapo_megatron.types import RolloutBatch, RolloutStats, SampleText
 
 _LAG_INTERVAL_S = 0.1
@@ -353,6 +354,7 @@ class BatchCollector:
             generation_s=generation_s,
             unfinished_samples=sum(not pending.is_finished for pending in staying),
             environment_errors=counted.environment_errors if self.config.has_environment else None,
+            same_answer_share=_same_answer_share(chosen),
             replayed_groups=num_replayed,
             equal_reward_groups=num_equal + num_filled,
             filled_groups=num_filled,
@@ -387,6 +389,16 @@ class BatchCollector:
         rate = describe_rate(self._new_tokens, self._started_s)
         ready = len(self._selection.ready())
         return f"{ready}/{self.config.groups_per_step} groups{rate}"
+
+
+def _same_answer_share(groups: Sequence[PendingGroup]) -> float:
+    answers = Counter(
+        group.samples[0].prompt.answer
+        for group in groups
+        if any(is_right(pending.sample) for pending in group.samples)
+    )
+    num_further = answers.total() - 1
+    return (max(answers.values()) - 1) / num_further if num_further > 0 else 0.0
 
 
 def _since(now: RolloutStats, before: RolloutStats) -> RolloutStats:

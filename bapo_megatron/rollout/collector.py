@@ -29,7 +29,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.dump import dump_path, write_batch, write_texts
 from bapo_megatron.data.overlap import find_overlaps
-from bapo_megatron.data.prompts import load_train_sets, log_warnings
+from bapo_megatron.data.prompts import PromptSet, load_train_sets, log_warnings
 from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.engine.base import START_VERSION, Backend
 from bapo_megatron.engine.load import load_kind
@@ -153,7 +153,9 @@ class Collector:
         self._wire_dir = wire_dir.path
         tokenizer = load_tokenizer(run.model.path, run.data.chat_template)
         renderer = ChatRenderer(tokenizer, run.data)
-        train_sets = load_train_sets(run.data, renderer) if request.for_training else []
+        train_sets: list[PromptSet] = []
+        if request.for_training:
+            train_sets = load_train_sets(run.data, renderer, run.reward.refused_answers)
         log_warnings(train_sets)
         self._probe_prompts = train_sets[0].prompts[:4] if train_sets else ()
         shaping = Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
@@ -166,7 +168,13 @@ class Collector:
             BatchPlan(run.seed, run.train.steps, run.algorithm.updates_per_batch),
             self._report,
         )
-        sets = load_sets(run.eval, renderer, run.data.max_prompt_tokens, warns=request.for_training)
+        sets = load_sets(
+            run.eval,
+            renderer,
+            run.data.max_prompt_tokens,
+            eval_reward(run.reward, run.eval).refused_answers,
+            warns=request.for_training,
+        )
         for overlap in find_overlaps(train_sets, [(s.name, s.prompts) for s in sets]):
             _LOG.warning("%s", overlap.warning())
         self._evaluator = Evaluator(

@@ -91,6 +91,7 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         / num_groups,
         "reward/mixed_groups": sum(min(group) < max(group) for group in rewards) / num_groups,
         "reward/answer_found_share": sum(sample.answer_found for sample in samples) / num_samples,
+        "reward/same_answer_share": batch.stats.same_answer_share,
         "reward/timeouts": float(batch.stats.reward_timeouts),
         "reward/errors": float(batch.stats.reward_errors),
         **{f"reward/{name}": mean for name, mean in components.items()},

@@ -16,6 +16,7 @@ from bapo_megatron.config.check import check_data, check_model
 from bapo_megatron.config.data import DataConfig, TrainSetConfig
 from bapo_megatron.config.load import literal, parse_section
 from bapo_megatron.config.megatron import ModelConfig
+from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.settings import flat_settings
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
@@ -107,7 +108,7 @@ def _read_inputs(model: ModelConfig, train_set: TrainSetConfig) -> _Inputs:
     suffix = "" if "\\boxed" in text else _BOX_REQUEST
     train_set = train_set.model_copy(update=names)
     data = data.model_copy(update={"train": train_set, "prompt_suffix": suffix})
-    [prompts] = load_train_sets(data, ChatRenderer(tokenizer, data))
+    [prompts] = load_train_sets(data, ChatRenderer(tokenizer, data), RewardConfig().refused_answers)
     return _Inputs(hf, raw.get("dtype") or raw.get("torch_dtype"), row_format, data, prompts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -97,10 +98,10 @@ def test_a_pipe_gets_markdown(config_file):
         for line in lines
         if line.startswith("|")
     ][:4]
-    assert header[:8] == [
-        "set", "use", "format", "rows", "bad", "too long", "duplicates", "prompts",
+    assert header[:9] == [
+        "set", "use", "format", "rows", "bad", "no answer", "too long", "duplicates", "prompts",
     ]  # fmt: skip
-    assert mixed[:8] == ["mixed", "train", "columns", "4", "1", "1", "1", "2"]
+    assert mixed[:9] == ["mixed", "train", "columns", "4", "1", "0", "1", "1", "2"]
     assert any(line.startswith("- ") and "rows are bad" in line for line in lines)
     (start,) = [n for n, line in enumerate(lines) if line.startswith("### train · sums.jsonl:0 · ")]
     text = [f"    {line}" for line in rendered("What is 0+1?").splitlines()]
@@ -125,3 +126,16 @@ def test_lengths_are_quantiles_by_nearest_rank():
 
     assert token_lengths(prompts) == {"min": 1, "median": 20, "p95": 38, "max": 40}
     assert token_lengths(prompts[:1]) == {"min": 1, "median": 1, "p95": 1, "max": 1}
+
+
+def test_references_that_are_no_answers_are_counted_in_the_table_and_named(config_file, tmp_path):
+    rows = [{"prompt": f"q{n}", "answer": a} for n, a in enumerate(["proof", "notfound", "7"])]
+    write_jsonl(tmp_path / "proofs.jsonl", *rows)
+    override = f"data.train={{path: {tmp_path}/proofs.jsonl}}"
+
+    text = printed(inspect_data(load_config(config_file, [override]), num_rows=0))
+    kept = inspect_data(load_config(config_file, [override, "reward.no_answers=[]"]), num_rows=0)
+
+    assert "2 of 3 references are no answers ('proof' 1, 'notfound' 1) and were left out" in text
+    assert re.search(r"\| proofs +\| train \| columns +\| +3 \| +0 \| +2 \|", text)
+    assert kept["sets"][0]["kept"] == 3

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
+from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.prompts import (
     DataError,
@@ -188,3 +189,41 @@ def test_each_training_set_follows_the_rules_of_the_data_section(tmp_path, token
     assert (first.report.num_bad, first.report.num_duplicates) == (1, 1)
     assert (second.name, second.weight, second.prompts[0].answer) == ("second", 1.0, "5")
     assert second.report.row_format == "gsm8k"
+
+
+def test_references_that_are_no_answers_are_left_out_and_counted(tmp_path, tokenizer):
+    answers = ["proof", r"\text{Proof.}", "not found", "", None, "see solution", "5", "proofs"]
+    rows = [{"prompt": f"q{n}", "answer": answer} for n, answer in enumerate(answers)]
+    data = DataConfig(train={"path": write_jsonl(tmp_path / "a.jsonl", *rows)})
+    renderer = ChatRenderer(tokenizer, data)
+
+    [loaded] = load_train_sets(data, renderer, RewardConfig().refused_answers)
+
+    assert [prompt.answer for prompt in loaded.prompts] == ["5", "proofs"]
+    assert (loaded.report.num_no_answer, loaded.report.num_bad) == (6, 0)
+    (line,) = loaded.report.warnings()
+    assert "6 of 8 references are no answers ('' 2, 'proof' 1" in line
+    assert line.endswith("and were left out (reward.no_answers)")
+    with pytest.raises(DataError, match=r"no answers .* an evaluation leaves none out; remove"):
+        load_eval_set(data.train_sets[0], renderer, 999, RewardConfig().refused_answers)
+
+
+def test_the_list_of_no_answers_is_the_users_and_applies_where_math_scores():
+    own = RewardConfig(no_answers=("todo",))
+    by_url = {"functions": [{"name": "own", "function": "my_module:score"}]}
+
+    assert own.refused_answers == ("todo",)
+    assert "proof" in RewardConfig().refused_answers
+    assert RewardConfig.model_validate(by_url).refused_answers == ()
+
+
+def test_a_constant_answer_that_is_right_for_many_prompts_is_reported(tmp_path, tokenizer):
+    answers = ["yes"] * 50 + [str(n) for n in range(50)]
+    rows = [{"prompt": f"q{n}", "answer": answer} for n, answer in enumerate(answers)]
+    path = write_jsonl(tmp_path / "a.jsonl", *rows)
+    fewer = write_jsonl(tmp_path / "b.jsonl", *rows[1:])
+
+    (line,) = load_one(path, tokenizer).report.warnings()
+
+    assert "the constant answer 'yes' is right for 50 of 100 prompts (50.0%)" in line
+    assert load_one(fewer, tokenizer).report.warnings() == []

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.reward.math_answer import grade_math_answer
 from bapo_megatron.reward.pool import RewardPool
 
-PAIRS = [
-    json.loads(line)
-    for line in Path(__file__).with_name("answer_pairs.jsonl").read_text().splitlines()
-]
+PAIRS, REPORTED = (
+    [json.loads(line) for line in Path(__file__).with_name(name).read_text().splitlines()]
+    for name in ("answer_pairs.jsonl", "reported_pairs.jsonl")
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +76,19 @@ def test_no_known_limit_gives_a_reward_for_a_wrong_answer(scores):
 @pytest.mark.slow
 def test_no_pair_needs_the_limits_of_the_workers(scores):
     assert [pair["answer"] for pair, s in zip(PAIRS, scores, strict=True) if s.timed_out] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted({pair["kind"] for pair in REPORTED}))
+def test_reported_pairs_of_a_kind_are_graded_right(kind):
+    """Pairs of public reports, others like them, and wrong ones written before the code."""
+    pairs = [pair for pair in REPORTED if pair["kind"] == kind]
+    assert sum(not pair["equal"] for pair in pairs) >= 10
+
+    wrong = [
+        (pair["pred"], pair["answer"])
+        for pair in pairs
+        if grade_math_answer(rf"\boxed{{{pair['pred']}}}", pair["answer"]).reward != pair["equal"]
+    ]
+
+    assert wrong == []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.batching import LoopLag
+from bapo_megatron.rollout.batching import LoopLag, _same_answer_share
 from tests.fakes.fake_pool import deliver
 from tests.rollout.batching_setup import TOTAL_STEPS, Setup, ids, settle
 from tests.rollout.saved_files import file_of, read_file, without_clock
@@ -295,3 +296,20 @@ async def test_a_run_that_has_ended_cannot_be_made_longer() -> None:
         RolloutError, match=r"^rollout\.fixed_lag: .* step 2 .* got 0 .*train\.steps"
     ):
         await ended.batches.collect(2, deliver)
+
+
+@pytest.mark.parametrize(
+    ("solved", "share"),
+    [([], 0.0), (["proof"], 0.0), (["proof"] * 4 + ["5"], 0.75), (["1", "2", "3"], 0.0)],
+)
+def test_the_share_of_solved_prompts_with_one_answer_counts_each_prompt_once(solved, share):
+    def group(answer, *rewards):
+        prompt = SimpleNamespace(answer=answer)
+        samples = [SimpleNamespace(reward=reward, reward_components={}) for reward in rewards]
+        return SimpleNamespace(
+            samples=[SimpleNamespace(sample=sample, prompt=prompt) for sample in samples]
+        )
+
+    groups = [group(answer, 0.0, 1.0, 1.0) for answer in solved] + [group("9", 0.0)] * 3
+
+    assert _same_answer_share(groups) == share

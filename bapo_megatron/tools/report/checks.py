@@ -38,6 +38,8 @@ _MIN_SPIKES = 3
 """Steps with such a norm. Single ones are common when most groups are solved."""
 _MIN_REWARD_RATIO = 0.6
 """Ratio of the last reward to the best one."""
+_MAX_SAME_ANSWER = 0.5
+"""Share of further solved prompts that have the most common answer; of two choices, about half."""
 _MIN_STEPS = 5
 """Steps that half of a trend needs."""
 
@@ -271,6 +273,17 @@ def _unanswered(run: RunRecord) -> Iterator[Finding]:
         yield Finding("caution", text)
 
 
+def _same_answer(run: RunRecord) -> Iterator[Finding]:
+    last = _tail(run.points("reward/same_answer_share"))
+    if last and _mean(last) > _MAX_SAME_ANSWER:
+        yield Finding(
+            "caution",
+            f"{_mean(last):.0%} of the solved prompts have one reference answer ({_steps(last)}): "
+            "a constant response may earn the reward. Look at the answers by data show, and leave "
+            "those that are none out (reward.no_answers).",
+        )
+
+
 def _errors(run: RunRecord) -> Iterator[Finding]:
     for metric, text in FAULTS.items():
         if steps := _steps_above(run, metric, 0.0):
@@ -298,6 +311,7 @@ CHECKS = (
     Check("entropy collapse", _entropy_collapse, _ENTROPY, "Policy entropy", "", _MIN_STEPS),
     Check("truncated responses", _truncated, _TRUNCATED, "Response length", "exit"),
     Check("responses without an answer", _unanswered, _ANSWERED, _REWARD, "reward"),
+    Check("one answer for many prompts", _same_answer, ("reward/same_answer_share",), _REWARD),
     Check("errors and time-outs", _errors, tuple(FAULTS), _REWARD),
 )
 

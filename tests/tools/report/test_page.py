@@ -200,6 +200,7 @@ def test_weight_syncs_evaluations_faults_and_restarts_are_events() -> None:
         ("rollout/age_p90", [2] * 6 + [40] * 6, "caution", "(mean of steps 7 to 12)"),
         ("rollout/truncated_share", [0.5], "caution", "50% of the responses are truncated (step"),
         ("reward/answer_found_share", [0.9, 0.2, 0.2, 0.2], "caution", "Only 20% of the responses"),
+        ("reward/same_answer_share", [0.3, 0.9], "caution", "60% of the solved prompts have one"),
         ("reward/errors", [0, 2], "caution", "(step 2), reward functions failed on 2 responses"),
     ],
 )
