@@ -78,8 +78,8 @@ def _draw_panel(axis: Any, panel: Mapping[str, Any], colors: Sequence[Any]) -> N
             axis.errorbar(x, y, [below, above], color=color, elinewidth=1, **look)
         else:
             look = {"linestyle": _LINE_STYLES[number % len(_LINE_STYLES)], "linewidth": 1.6}
-            border = {"linewidth": 1.6 + _HALO * above, "alpha": 0.45, "linestyle": "-"}
-            axis.plot(x, y, color=color, **(border if above else look))
+            border = {"linewidth": 1.6 + _HALO * above, "alpha": 0.45} if above else {}
+            axis.plot(x, y, color=color, **look | border)
             if "low" in part:
                 axis.fill_between(x, part["low"], part["high"], color=color, alpha=0.15, lw=0)
         looks[_plain(part["name"])] = look | {"color": color if len(colors) == 1 else _GREY}
