@@ -100,7 +100,7 @@ const Figures = (() => {
       const above = depth(curve, stacked); // a curve below others is a border around them
       const line = {
         x: xOf(curve), y: curve.y, mode: curve.x.length === 1 ? "markers" : "lines", type: "scatter",
-        line: { color: above ? faded(style.color, 0.45) : style.color, dash: above ? "solid" : style.dash, width: WIDTH + HALO * above },
+        line: { color: above ? faded(style.color, 0.6) : style.color, dash: above ? "solid" : style.dash, width: WIDTH + HALO * above },
         marker: { color: style.color, size: 6 + HALO * above },
       };
       const isSmooth = smoothing > 0 && curve.x.length > 1;
@@ -206,7 +206,7 @@ const Figures = (() => {
       font: { family: css("--sans"), color: css("--ink"), size: 12 },
       xaxis: {
         ...common, showgrid: false, title: { text: isTime ? "step" : axis, standoff: 4, font: { size: 11 } },
-        tickformat: isTime || isStep() ? ",d" : "~s", range: stepRange(isTime), nticks: 6,
+        tickformat: isTime || isStep() ? ",d" : "~s", range: stepRange(isTime),
       },
       yaxis: { ...common, tickformat: ",~g", ...extra },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },

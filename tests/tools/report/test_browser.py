@@ -41,6 +41,15 @@ async def press(tab: Tab, *keys: str) -> None:
         await tab.send("Input.dispatchKeyEvent", type="keyDown", key=key, code=key)
 
 
+async def point_at(tab: Tab, plot: str, x: float) -> None:
+    """Move the pointer to a value of a plot's x-axis."""
+    await tab.run(
+        f"(plot => {{ const axis = plot._fullLayout.xaxis;"
+        f"const x = plot.getBoundingClientRect().left + axis._offset + axis.d2p({x});"
+        f"plot.dispatchEvent(new MouseEvent('mousemove', {{clientX: x}})); }})({plot})"
+    )
+
+
 def visit(address: str, profile: Path, look: Callable[[Tab], Awaitable[None]]) -> Tab:
     """Open a page and look at it; nothing may fail in it."""
 
@@ -196,12 +205,7 @@ def test_panels_show_values_of_the_pointer_s_step_only_and_mark_those_of_a_findi
         reward = plot.format("Reward and")
 
         async def label(step: float) -> str:
-            await tab.run(
-                f"(plot => {{ const axis = plot._fullLayout.xaxis;"
-                f"const x = plot.getBoundingClientRect().left + axis._offset + axis.d2p({step});"
-                "plot.dispatchEvent(new MouseEvent('mousemove', {clientX: x})); })"
-                f"({reward})"
-            )
+            await point_at(tab, reward, step)
             return await tab.run(f"{reward}.querySelector('.tip').textContent")
 
         assert await label(0.2) == "step 0heldout: accuracy 25.0%evaluation: heldout 25.0%"
@@ -265,15 +269,11 @@ def test_curves_are_smoothed_by_tokens_or_prompts_and_of_any_metric(tmp_path: Pa
         assert await lines_of("line.width") == [1, 1.8]
         await choose(tab, "pick-axis", "trained tokens")
         assert await lines_of("x") == [[10, 20, 30, 40, 50, 60]] * 2
-        await tab.run(
-            f"(plot => {{ const axis = plot._fullLayout.xaxis;"
-            "const x = plot.getBoundingClientRect().left + axis._offset + axis.d2p(19);"
-            f"plot.dispatchEvent(new MouseEvent('mousemove', {{clientX: x}})); }})({plot})"
-        )
+        await point_at(tab, plot, 19)
         assert await text(tab, "#panels .tip") == (
             "20 trained tokens, step 2mean reward 1 (smoothed 0.6667)weight sync, 0.00 s"
         )
-        assert (await text(tab, "#time-plot .tip")).startswith("step 2rollout 2 s")
+        assert (await text(tab, "#time-plot .tip")).startswith("step 2training 6 s")
         await choose(tab, "pick-axis", "prompts")
         assert await lines_of("x") == [[2, 4, 6, 8, 10, 12]] * 2
         name = f"own/{SCRIPT}"
@@ -287,6 +287,32 @@ def test_curves_are_smoothed_by_tokens_or_prompts_and_of_any_metric(tmp_path: Pa
         assert await tab.run("document.querySelectorAll('main img, main script').length") == 0
         await tab.run("document.querySelector('#panels .close').click()")
         assert await text(tab, "#panels h3") == "Reward and held-out accuracy mean"
+
+    visit(page.as_uri(), tmp_path / "profile", look)
+
+
+@pytest.mark.browser
+def test_at_one_number_of_tokens_every_configuration_has_its_own_step(tmp_path: Path) -> None:
+    runs = []
+    for name, tokens in (("slow", 10.0), ("fast", 20.0)):
+        run = make_run(tmp_path / name, changes={"optimizer": {"lr": tokens}})
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for row in rows[1:]:
+            row |= {"reward/mean": 0.1 * row["step"], "train/trained_tokens": tokens}
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        runs.append(run)
+    page = tmp_path / "page.html"
+    page.write_text(render(page_data(runs)))
+    plot = "document.querySelector('#panels .plot')"
+
+    async def look(tab: Tab) -> None:
+        await choose(tab, "pick-axis", "trained tokens")
+        await point_at(tab, plot, 41)
+        assert await text(tab, "#panels .tip") == (
+            "40 trained tokensslow: mean reward 0.4fast: mean reward 0.2weight sync, 0.00 s"
+        )
+        await point_at(tab, plot, 99)  # beyond the 60 tokens of one
+        assert await text(tab, "#panels .tip") == "100 trained tokensfast: mean reward 0.5"
 
     visit(page.as_uri(), tmp_path / "profile", look)
 
@@ -331,7 +357,8 @@ def test_tables_fit_a_wide_window_and_show_on_a_phone_that_they_go_on(tmp_path: 
         heights = "[...document.querySelectorAll('.figures dt')].map(dt => dt.offsetHeight)"
         assert max(await tab.run(heights)) < 25
         await width(390)
-        assert await tab.run("document.documentElement.scrollWidth") == 390
+        root = "document.documentElement"
+        assert await tab.run(f"{root}.scrollWidth === {root}.clientWidth")
         assert await tab.run(f"{cut}.length") > 3
         assert await tab.run(f"{cut}.every(box => box.closest('.wide-table'))")
         inner = "[...document.querySelectorAll('#cards *')]"
