@@ -269,24 +269,26 @@ const Figures = (() => {
     return at < 0 ? [] : data.phases[timeRun].phases.map((phase, nth) => [color(nth), phase.name, `${number(phase.y[at])} s`]);
   }
 
-  // The step of each group under the pointer, and of which group it is exactly; an evaluation, fault
-  // or restart within a few pixels comes first.
+  // The step of each group under the pointer, and the group that it is nearest to; an evaluation,
+  // fault or restart within a few pixels comes first. A group that ended before has none.
   function stepsAt(plot, x) {
     const { xaxis } = plot._fullLayout, isTime = plot.id === "time-plot";
-    const distance = (group, step) => Math.abs(xaxis.d2p(isTime ? step : place(data.groups[group].runs, step)) - x);
-    const nearest = (group, known) => known.reduce((best, step) => (distance(group, step) < distance(group, best) ? step : best), known[0]);
-    const visible = steps.map((_, group) => group).filter((group) => !hidden.groups.has(group) && steps[group].length);
+    const placed = (group, step) => place(data.groups[group].runs, step);
+    const away = (group, step) => Math.abs(xaxis.d2p(isTime ? step : placed(group, step)) - x);
+    const least = (values, cost) => values.reduce((best, value) => (cost(value) < cost(best) ? value : best), values[0]);
+    const nearest = (group) => least(steps[group], (step) => away(group, step));
+    const visible = [...steps.keys()].filter((group) => !hidden.groups.has(group) && steps[group].length);
     if (!visible.length) return null;
     const rare = shownEvents().filter((event) => event.kind !== "sync").map((event) => event.step);
-    const eventGroup = groupOf(eventRun), event = nearest(eventGroup, rare);
-    const isEvent = event !== undefined && distance(eventGroup, event) <= 4;
-    const at = steps.map((known, group) => nearest(group, known));
-    const first = isEvent ? eventGroup : visible.reduce((best, group) => (distance(group, at[group]) < distance(best, at[best]) ? group : best));
-    if (isEvent) at[first] = event;
-    // Elsewhere a group that ended long before has no value.
-    const last = (group) => place(data.groups[group].runs, steps[group][steps[group].length - 1]);
-    const value = place(data.groups[first].runs, at[first]);
-    return { first, at: isTime || isStep() ? at.map(() => at[first]) : at.map((step, group) => (group === first || value <= last(group) ? step : null)) };
+    const eventGroup = groupOf(eventRun), event = least(rare, (step) => away(eventGroup, step));
+    const isEvent = event !== undefined && away(eventGroup, event) <= 4;
+    const first = isEvent ? eventGroup : isTime ? groupOf(timeRun) : least(visible, (group) => away(group, nearest(group)));
+    const step = isEvent ? event : nearest(first), value = placed(first, step);
+    const at = steps.map((known, group) => {
+      if (group === first || isStep()) return step;
+      return value <= placed(group, known[known.length - 1]) ? least(known, (other) => Math.abs(placed(group, other) - value)) : null;
+    });
+    return { first, at };
   }
 
   function point(found) {
