@@ -63,7 +63,7 @@ def _draw_panel(axis: Any, panel: Mapping[str, Any], colors: Sequence[Any]) -> N
 
     names = list(dict.fromkeys(part["name"] for part in (*panel["curves"], *panel["points"])))
     looks: dict[str, dict[str, Any]] = {}
-    for part, above in (*_with_depth(panel["curves"]), *_with_depth(panel["points"])):
+    for part, num_above in (*_with_depth(panel["curves"]), *_with_depth(panel["points"])):
         number = names.index(part["name"])
         color = colors[part["group"]] if len(colors) > 1 else f"C{number}"
         x, y = part["x"], part["y"]
@@ -71,14 +71,14 @@ def _draw_panel(axis: Any, panel: Mapping[str, Any], colors: Sequence[Any]) -> N
             look = {
                 "linestyle": "",
                 "marker": _MARKERS[number % len(_MARKERS)],
-                "markersize": 5 + _HALO * above,
+                "markersize": 5 + _HALO * num_above,
             }
             below = [max(0.0, mean - low) for mean, low in zip(y, part["low"], strict=True)]
             above = [max(0.0, high - mean) for mean, high in zip(y, part["high"], strict=True)]
             axis.errorbar(x, y, [below, above], color=color, elinewidth=1, **look)
         else:
             look = {"linestyle": _LINE_STYLES[number % len(_LINE_STYLES)], "linewidth": 1.6}
-            border = {"linewidth": 1.6 + _HALO * above, "alpha": 0.45} if above else {}
+            border = {"linewidth": 1.6 + _HALO * num_above, "alpha": 0.45} if num_above else {}
             axis.plot(x, y, color=color, **look | border)
             if "low" in part:
                 axis.fill_between(x, part["low"], part["high"], color=color, alpha=0.15, lw=0)
