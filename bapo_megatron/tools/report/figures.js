@@ -7,7 +7,9 @@ const Figures = (() => {
   const EVENT_KINDS = ["sync", "evaluation", "fault", "restart"];
   const hidden = { groups: new Set(), events: new Set() };
   const PRINT_WIDTH = { panel: 320, wide: 660 };
+  const WIDTH = 1.8, HALO = 3.6, MAX_DEPTH = 2;
   let data, eventRun = 0, timeRun = 0, plots = [], marked = null, isZooming = false, isPrinting = false;
+  let axis = "step", smoothing = 0, places = new Map(), steps = [];
 
   function css(name) {
     return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -42,34 +44,88 @@ const Figures = (() => {
     return [...new Set(panel.points.map((points) => points.name))];
   }
 
+  const isStep = () => axis === "step";
+  const groupOf = (run) => data.groups.findIndex((group) => group.runs.includes(run));
+  const runNamed = (name) => Math.max(0, data.runs.findIndex((run) => run.name === name));
+  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
+  // What runs had used at a step, on average: tokens or prompts; between recorded steps in proportion.
+  function place(runs, step) {
+    if (isStep()) return step;
+    const key = `${runs} ${step}`;
+    if (!places.has(key)) {
+      places.set(key, mean(runs.map((run) => {
+        const { step: known, [axis]: used } = data.runs[run].progress;
+        const next = known.findIndex((other) => other >= step);
+        const at = Math.max(1, next < 0 ? known.length - 1 : next);
+        return known.length < 2 ? 0 : used[at - 1] + (used[at] - used[at - 1]) * (step - known[at - 1]) / (known[at] - known[at - 1]);
+      })));
+    }
+    return places.get(key);
+  }
+
+  const runsOf = (part) => (part.run === undefined ? data.groups[part.group].runs : [runNamed(part.run)]);
+  const xOf = (part) => part.x.map((step) => place(runsOf(part), step));
+
+  // An exponential moving average without the pull of its start towards 0, over recorded values.
+  function smoothed(values) {
+    let sum = 0, weight = 0;
+    return values.map((value) => {
+      sum = smoothing * sum + (1 - smoothing) * value;
+      weight = smoothing * weight + 1 - smoothing;
+      return sum / weight;
+    });
+  }
+
+  // The shown curves, or scores, that lie on each other, first drawn first; more than one.
+  function stacks(parts) {
+    const byFirst = new Map();
+    parts.forEach((part, number) => {
+      const first = part.same_as ?? number;
+      if (!hidden.groups.has(part.group)) byFirst.set(first, [...(byFirst.get(first) ?? []), part]);
+    });
+    return [...byFirst.values()].filter((stack) => stack.length > 1);
+  }
+
+  // How many lie above it.
+  function depth(part, stacked) {
+    const stack = stacked.find((other) => other.includes(part)) ?? [part];
+    return Math.min(MAX_DEPTH, stack.length - 1 - stack.indexOf(part));
+  }
+
   function curveTraces(panel) {
-    const names = curveNames(panel);
+    const names = curveNames(panel), stacked = stacks(panel.curves);
     return panel.curves.filter((curve) => !hidden.groups.has(curve.group)).flatMap((curve) => {
       const style = styleOf(curve.group, names.indexOf(curve.name));
-      const single = curve.x.length === 1;
+      const above = depth(curve, stacked); // a curve below others is a border around them
       const line = {
-        x: curve.x, y: curve.y, mode: single ? "markers" : "lines", type: "scatter",
-        line: { color: style.color, dash: style.dash, width: 1.8 }, marker: { color: style.color },
+        x: xOf(curve), y: curve.y, mode: curve.x.length === 1 ? "markers" : "lines", type: "scatter",
+        line: { color: above ? faded(style.color, 0.6) : style.color, dash: above ? "solid" : style.dash, width: WIDTH + HALO * above },
+        marker: { color: style.color, size: 6 + HALO * above },
       };
-      if (!curve.low) return [line];
-      const edge = { x: curve.x, mode: "lines", type: "scatter", line: { width: 0 } };
+      const isSmooth = smoothing > 0 && curve.x.length > 1;
+      const lines = isSmooth
+        ? [{ ...line, line: { ...line.line, color: faded(style.color, 0.3), width: 1, dash: "solid" } }, { ...line, y: smoothed(curve.y) }]
+        : [line];
+      if (!curve.low) return lines;
+      const edge = { x: line.x, mode: "lines", type: "scatter", line: { width: 0 } };
       return [
         { ...edge, y: curve.low },
         { ...edge, y: curve.high, fill: "tonexty", fillcolor: faded(style.color, 0.18) },
-        line,
+        ...lines,
       ];
     });
   }
 
   function pointTraces(panel) {
-    const names = pointNames(panel), first = curveNames(panel).length;
+    const names = pointNames(panel), first = curveNames(panel).length, stacked = stacks(panel.points);
     return panel.points.filter((points) => !hidden.groups.has(points.group)).map((points) => {
       const number = names.indexOf(points.name);
       const shown = data.groups.length === 1 ? color(first + number) : color(points.group);
       const difference = (from, to) => from.map((value, at) => value - to[at]);
       return {
-        x: points.x, y: points.y, mode: "markers", type: "scatter",
-        marker: { color: shown, size: 8, symbol: ["circle", "diamond", "square"][number % 3] },
+        x: xOf(points), y: points.y, mode: "markers", type: "scatter",
+        marker: { color: shown, size: 8 + HALO * depth(points, stacked), symbol: ["circle", "diamond", "square"][number % 3] },
         error_y: {
           type: "data", symmetric: false, thickness: 1.5, width: 4, color: shown,
           array: difference(points.high, points.y), arrayminus: difference(points.y, points.low),
@@ -82,10 +138,10 @@ const Figures = (() => {
 
   function eventTraces() {
     return EVENT_KINDS.map((kind) => {
-      const steps = [...new Set(shownEvents().filter((event) => event.kind === kind).map((event) => event.step))];
-      const isSync = kind === "sync";
+      const shown = new Set(shownEvents().filter((event) => event.kind === kind).map((event) => event.step));
+      const at = [...shown].map((step) => place([eventRun], step)), isSync = kind === "sync";
       return {
-        x: steps.flatMap((step) => [step, step, null]), y: steps.flatMap(() => [0, isSync ? 0.04 : 1, null]),
+        x: at.flatMap((x) => [x, x, null]), y: at.flatMap(() => [0, isSync ? 0.04 : 1, null]),
         yaxis: "y2", mode: "lines", type: "scatter",
         line: {
           color: faded(css(`--${kind}`), isSync ? 1 : 0.55), width: isSync ? 1.5 : 1,
@@ -96,9 +152,11 @@ const Figures = (() => {
   }
 
   // The same in every panel, so that a step is at one place in all.
-  function stepRange() {
-    const steps = data.panels.flatMap((panel) => [...panel.curves, ...panel.points].flatMap(({ x }) => [x[0], x[x.length - 1]]));
-    const [low, high] = [Math.min(...steps), Math.max(...steps)];
+  function stepRange(isTime) {
+    const ends = data.panels.flatMap((panel) => [...panel.curves, ...panel.points].flatMap(
+      (part) => [part.x[0], part.x[part.x.length - 1]].map((step) => (isTime ? step : place(runsOf(part), step)))
+    ));
+    const [low, high] = [Math.min(...ends), Math.max(...ends)];
     const margin = Math.max(0.5, 0.02 * (high - low));
     return [low - margin, high + margin];
   }
@@ -126,30 +184,33 @@ const Figures = (() => {
   }
 
   // Neighbouring steps are one band.
-  function bands() {
+  function bands(isTime) {
     const rects = [];
     for (const step of marked?.steps ?? []) {
       const last = rects[rects.length - 1];
       if (last && step === last.x1 + 0.5) last.x1 = step + 0.5;
       else rects.push({ type: "rect", layer: "below", yref: "paper", y0: 0, y1: 1, x0: step - 0.5, x1: step + 0.5, line: { width: 0 }, fillcolor: faded(css("--fault"), 0.12) });
     }
-    return rects;
+    return isTime ? rects : rects.map((rect) => ({ ...rect, x0: place([eventRun], rect.x0), x1: place([eventRun], rect.x1) }));
   }
 
-  function layoutOf(extra) {
-    const axis = {
+  function layoutOf(extra, isTime = false) {
+    const common = {
       color: css("--quiet"), gridcolor: css("--line"), zeroline: false, tickfont: { size: 11 },
       automargin: true,
     };
     return {
-      uirevision: "kept", width: isPrinting ? PRINT_WIDTH.panel : undefined,
+      uirevision: isTime ? "step" : axis, width: isPrinting ? PRINT_WIDTH.panel : undefined,
       height: 240, margin: { l: 48, r: 8, t: 8, b: 38 }, showlegend: false, hovermode: false,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: css("--raised"),
       font: { family: css("--sans"), color: css("--ink"), size: 12 },
-      xaxis: { ...axis, showgrid: false, title: { text: "step", standoff: 4, font: { size: 11 } }, tickformat: ",d", range: stepRange() },
-      yaxis: { ...axis, tickformat: ",~g", ...extra },
+      xaxis: {
+        ...common, showgrid: false, title: { text: isTime ? "step" : axis, standoff: 4, font: { size: 11 } },
+        tickformat: isTime || isStep() ? ",d" : "~s", range: stepRange(isTime),
+      },
+      yaxis: { ...common, tickformat: ",~g", ...extra },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
-      shapes: bands(),
+      shapes: bands(isTime),
     };
   }
 
@@ -168,9 +229,18 @@ const Figures = (() => {
       const style = styleOf(0, number);
       return key(name, one ? style : { ...style, color: css("--quiet") }, "curve");
     });
+    // Configurations whose curves lie on each other, with the names of the curves; or these names.
+    const same = new Map();
+    for (const stack of stacks(panel.curves)) {
+      const isOne = !one && stack.every((curve) => curve.name === stack[0].name);
+      const label = (curve) => [...(one ? [] : [data.groups[curve.group].label]), ...(isOne ? [] : [curve.name])].join(" ");
+      const equal = stack.map(label).join(" = ");
+      same.set(equal, [...(same.get(equal) ?? []), ...(isOne ? [stack[0].name] : [])]);
+    }
+    const labels = [...same].map(([equal, curves]) => equal + (curves.length && curves.length < names.length ? ` (${curves.join(", ")})` : ""));
     return [...all, ...points.map((name, number) => key(
       name, { color: one ? color(names.length + number) : css("--quiet") }, "point"
-    ))];
+    )), ...(labels.length ? [el("span", { class: "same" }, `Same curve: ${labels.join("; ")}`)] : [])];
   }
 
   function draw(panel, plot) {
@@ -178,17 +248,19 @@ const Figures = (() => {
     return Plotly.react(plot, traces, layoutOf(valueAxis(panel)), OPTIONS);
   }
 
-  // What a panel shows at a step, and nothing of its neighbours: colour, name and value.
-  function valuesAt(panel, step) {
+  // What a panel shows at each group's step, and nothing of its neighbours: colour, name and value.
+  function valuesAt(panel, at) {
     const names = curveNames(panel), points = pointNames(panel), one = data.groups.length === 1;
-    const isShown = (part) => !hidden.groups.has(part.group) && part.x.includes(step);
+    const isShown = (part) => !hidden.groups.has(part.group) && part.x.includes(at[part.group]);
     const curves = panel.curves.filter(isShown).map((curve) => {
       const label = one ? curve.name : `${data.groups[curve.group].label}: ${curve.name}`;
-      return [styleOf(curve.group, names.indexOf(curve.name)).color, label, number(curve.y[curve.x.indexOf(step)], 4)];
+      const nth = curve.x.indexOf(at[curve.group]), value = number(curve.y[nth], 4);
+      const shown = smoothing > 0 && curve.x.length > 1 ? `${value} (smoothed ${number(smoothed(curve.y)[nth], 4)})` : value;
+      return [styleOf(curve.group, names.indexOf(curve.name)).color, label, shown];
     });
     return curves.concat(panel.points.filter(isShown).map((scores) => [
       color(one ? names.length + points.indexOf(scores.name) : scores.group),
-      data.runs.length > 1 ? `${scores.run}: ${scores.name}` : scores.name, percent(scores.y[scores.x.indexOf(step)]),
+      data.runs.length > 1 ? `${scores.run}: ${scores.name}` : scores.name, percent(scores.y[scores.x.indexOf(at[scores.group])]),
     ]));
   }
 
@@ -197,36 +269,54 @@ const Figures = (() => {
     return at < 0 ? [] : data.phases[timeRun].phases.map((phase, nth) => [color(nth), phase.name, `${number(phase.y[at])} s`]);
   }
 
-  // The step under the pointer; an evaluation, fault or restart within a few pixels comes first.
-  function stepAt(axis, x) {
-    const nearest = (steps) => steps.reduce((best, step) => (Math.abs(axis.d2p(step) - x) < Math.abs(axis.d2p(best) - x) ? step : best), steps[0] ?? null);
-    const parts = [data.phases[timeRun], ...data.panels.flatMap((panel) => [...panel.curves, ...panel.points])];
+  // The step of each group under the pointer, and the group that it is nearest to; an evaluation,
+  // fault or restart within a few pixels comes first. A group that ended before has none.
+  function stepsAt(plot, x) {
+    const { xaxis } = plot._fullLayout, isTime = plot.id === "time-plot";
+    const placed = (group, step) => place(data.groups[group].runs, step);
+    const away = (group, step) => Math.abs(xaxis.d2p(isTime ? step : placed(group, step)) - x);
+    const least = (values, cost) => values.reduce((best, value) => (cost(value) < cost(best) ? value : best), values[0]);
+    const nearest = (group) => least(steps[group], (step) => away(group, step));
+    const visible = [...steps.keys()].filter((group) => !hidden.groups.has(group) && steps[group].length);
+    if (!visible.length) return null;
     const rare = shownEvents().filter((event) => event.kind !== "sync").map((event) => event.step);
-    const near = rare.filter((step) => Math.abs(axis.d2p(step) - x) <= 4);
-    return nearest(near.length ? near : [...new Set(parts.flatMap((part) => part.x))]);
+    const eventGroup = groupOf(eventRun), event = least(rare, (step) => away(eventGroup, step));
+    const isEvent = event !== undefined && away(eventGroup, event) <= 4;
+    const first = isEvent ? eventGroup : isTime ? groupOf(timeRun) : least(visible, (group) => away(group, nearest(group)));
+    const step = isEvent ? event : nearest(first), value = placed(first, step);
+    const at = steps.map((known, group) => {
+      if (group === first || isStep()) return step;
+      return value <= placed(group, known[known.length - 1]) ? least(known, (other) => Math.abs(placed(group, other) - value)) : null;
+    });
+    return { first, at };
   }
 
-  function point(step) {
+  function point(found) {
+    const run = eventRun, step = found?.at[groupOf(run)];
     const events = shownEvents().filter((event) => event.step === step).map((event) => [css(`--${event.kind}`), event.text, ""]);
-    for (const { plot, values } of [...plots.map((entry) => ({ plot: entry.plot, values: (at) => valuesAt(entry.panel, at) })), { plot: byId("time-plot"), values: phasesAt }]) {
+    const here = found && place(data.groups[found.first].runs, found.at[found.first]);
+    const all = plots.map(({ panel, plot }) => ({ plot, x: here, values: () => valuesAt(panel, found.at) }));
+    const phase = found?.at[groupOf(timeRun)] ?? null;
+    for (const { plot, x: value, values } of [...all, { plot: byId("time-plot"), x: phase, values: () => phasesAt(phase) }]) {
       plot.querySelector(".pointer")?.remove();
-      const axis = plot._fullLayout.xaxis, x = step === null ? -1 : axis.d2p(step);
-      if (x < 0 || x > axis._length) continue;
-      const lines = [...values(step), ...events].map(([shade, name, value]) => {
+      const { xaxis } = plot._fullLayout, x = value === null ? -1 : xaxis.d2p(value);
+      if (x < 0 || x > xaxis._length) continue;
+      const lines = [...values(), ...events].map(([shade, name, text]) => {
         const swatch = el("i", { class: "key point" });
         swatch.style.setProperty("--key", shade);
-        return el("div", {}, swatch, name, value && el("b", {}, ` ${value}`));
+        return el("div", {}, swatch, name, text && el("b", {}, ` ${text}`));
       });
-      const tip = el("div", { class: `pointer ${x > axis._length / 2 ? "left" : ""}` }, el("div", { class: "tip" }, `step ${whole(step)}`, ...lines));
-      tip.style.left = `${axis._offset + x}px`;
+      const title = isStep() || plot.id === "time-plot" ? `step ${whole(value)}`
+        : `${whole(Math.round(value))} ${axis}${data.groups.length === 1 ? `, step ${whole(step)}` : ""}`;
+      const tip = el("div", { class: `pointer ${x > xaxis._length / 2 ? "left" : ""}` }, el("div", { class: "tip" }, title, ...lines));
+      tip.style.left = `${xaxis._offset + x}px`;
       plot.append(tip);
     }
   }
 
   function synchronise(plot) {
     plot.addEventListener("mousemove", (event) => {
-      const axis = plot._fullLayout.xaxis;
-      point(stepAt(axis, event.clientX - plot.getBoundingClientRect().left - axis._offset));
+      point(stepsAt(plot, event.clientX - plot.getBoundingClientRect().left - plot._fullLayout.xaxis._offset));
     });
     plot.addEventListener("mouseleave", () => point(null));
     if (plot.id === "time-plot") return;
@@ -253,7 +343,7 @@ const Figures = (() => {
       x: ends(run.x, 0.5), y: ends(phase.y, 0), type: "scatter", mode: "lines", stackgroup: "time",
       line: { width: 0, shape: "hvh" }, fillcolor: faded(color(number), 0.75),
     }));
-    const layout = { ...layoutOf({ ticksuffix: " s" }), height: 270, width: isPrinting ? PRINT_WIDTH.wide : undefined };
+    const layout = { ...layoutOf({ ticksuffix: " s" }, true), height: 270, width: isPrinting ? PRINT_WIDTH.wide : undefined };
     delete layout.yaxis2;
     return Plotly.react(byId("time-plot"), traces, layout, OPTIONS);
   }
@@ -298,7 +388,7 @@ const Figures = (() => {
   // Mark steps in all panels, and go to the one with this title.
   function mark(title, steps, run) {
     marked = steps.length ? { title, steps } : null;
-    eventRun = Math.max(0, data.runs.findIndex((other) => other.name === run));
+    eventRun = runNamed(run);
     redraw();
     plots.find(({ panel }) => panel.title === title).plot.closest("figure").scrollIntoView({ block: "center" });
   }
@@ -306,35 +396,72 @@ const Figures = (() => {
   function redraw(forPrint = false) {
     isPrinting = forPrint;
     legends();
-    const drawn = plots.map(({ panel, plot, keys }) => {
-      keys.replaceChildren(...keysOf(panel));
-      return draw(panel, plot);
-    });
-    return Promise.all([...drawn, drawTime()]);
+    return Promise.all([...plots.map(drawEntry), drawTime()]);
   }
 
-  function show(newest) {
-    data = newest;
-    eventRun = Math.min(eventRun, data.runs.length - 1);
-    timeRun = Math.min(timeRun, data.runs.length - 1);
-    if (plots.length !== data.panels.length) {
-      plots = data.panels.map(() => ({ plot: el("div", { class: "plot" }), keys: el("div", { class: "keys" }) }));
-      byId("panels").replaceChildren(...plots.map(({ plot, keys }, number) => {
-        const panel = data.panels[number];
-        const unit = panel.unit ? el("small", {}, ` ${panel.unit}`) : "";
-        const note = panel.note ? [el("p", { class: "note" }, panel.note)] : [];
-        return el("figure", { class: "panel" }, el("h3", {}, panel.title, unit), ...note, keys, plot);
-      }));
-    }
-    plots.forEach((entry, number) => { entry.panel = data.panels[number]; });
-    return redraw().then(() => {
-      for (const plot of [...plots.map((entry) => entry.plot), byId("time-plot")]) {
-        if (!plot.dataset.synchronised) {
-          plot.dataset.synchronised = "yes";
-          synchronise(plot);
-        }
-      }
+  function addPanel(panel, isFirst = false) {
+    const plot = el("div", { class: "plot" }), keys = el("div", { class: "keys" });
+    const entry = { panel, plot, keys }, note = panel.note ? [el("p", { class: "note" }, panel.note)] : [];
+    const close = panel.isPicked ? [button("×", () => remove(entry), { class: "close", "aria-label": `Remove ${panel.title}` })] : [];
+    const unit = panel.unit ? el("small", {}, ` ${panel.unit}`) : "";
+    const figure = el("figure", { class: "panel" }, el("h3", {}, panel.title, unit), ...close, ...note, keys, plot);
+    if (isFirst) byId("panels").prepend(figure); else byId("panels").append(figure);
+    plots.push(entry);
+    return entry;
+  }
+
+  function remove(entry) {
+    plots = plots.filter((other) => other !== entry);
+    Plotly.purge(entry.plot);
+    entry.plot.closest("figure").remove();
+    byId("pick-metric").querySelector(`[value="${CSS.escape(entry.panel.title)}"]`).disabled = false;
+  }
+
+  function drawEntry({ panel, plot, keys }) {
+    keys.replaceChildren(...keysOf(panel));
+    return draw(panel, plot);
+  }
+
+  // A panel of any metric, before the others.
+  function pickMetric(event) {
+    const name = event.target.value;
+    event.target.value = "";
+    event.target.querySelector(`[value="${CSS.escape(name)}"]`).disabled = true;
+    const entry = addPanel({ title: name, unit: "", curves: data.metrics[name], points: [], min_top: 0, isPicked: true }, true);
+    drawEntry(entry).then(() => synchronise(entry.plot));
+  }
+
+  function controls() {
+    const names = Object.keys(data.runs[0].progress).filter((name) => data.runs.every((run) => run.progress[name]));
+    byId("pick-axis").replaceChildren(...names.map((name) => el("option", {}, name)));
+    byId("pick-axis").addEventListener("change", (event) => {
+      [axis, places] = [event.target.value, new Map()];
+      redraw();
     });
+    let timer;
+    byId("smoothing").addEventListener("input", (event) => {
+      smoothing = Number(event.target.value);
+      byId("smoothing-value").textContent = smoothing.toFixed(2);
+      byId("smoothing-note").hidden = !smoothing;
+      clearTimeout(timer);
+      timer = setTimeout(redraw, 60);
+    });
+    const metrics = Object.keys(data.metrics), kindOf = (name) => name.split("/")[0];
+    byId("pick-metric").replaceChildren(el("option", { value: "" }, `choose of ${metrics.length}`), ...[...new Set(metrics.map(kindOf))].map(
+      (kind) => el("optgroup", { label: kind }, ...metrics.filter((name) => kindOf(name) === kind).map((name) => el("option", { value: name }, name)))
+    ));
+    byId("pick-metric").addEventListener("change", pickMetric);
+  }
+
+  function show(all) {
+    data = all;
+    steps = data.groups.map((_, group) => {
+      const parts = data.panels.flatMap((panel) => [...panel.curves, ...panel.points]).concat(Object.values(data.metrics).flat());
+      return [...new Set(parts.filter((part) => part.group === group).flatMap((part) => part.x))].sort((a, b) => a - b);
+    });
+    controls();
+    data.panels.forEach((panel) => addPanel(panel));
+    return redraw().then(() => [...plots.map((entry) => entry.plot), byId("time-plot")].forEach(synchronise));
   }
 
   return { show, redraw, variable, has, mark };

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
@@ -13,7 +14,18 @@ _MAX_POINTS = 1500
 """Points of a curve; of a longer one every n-th is kept."""
 _ALL_POINTS = 8000
 """Points of the curves of all groups in one panel, by which their number is limited further."""
+_ALL_NUMBERS = 500_000
+"""Numbers of the curves of all metrics, about 4 MB: by them, too, points are limited."""
 _MIN_PHASE_SHARE = 0.0005
+_EQUAL_SHARE = 0.75
+"""Share of its steps at which a curve lies on another one, if it hides it."""
+_EQUAL_RANGE = 0.005
+"""Share of a panel's range that is less than the width of a line."""
+_AXES = {
+    "trained tokens": "train/trained_tokens",
+    "generated tokens": "rollout/generated_tokens",
+}
+"""Metric whose sum is on an axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +165,9 @@ def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """Return the panels that have a curve.
 
     A curve has ``group`` (its number), ``name``, ``x`` and ``y``; with several seeds ``y`` is their
-    mean, and ``low`` and ``high`` the smallest and largest of them. ``points`` are accuracies with
-    their intervals, one entry per run and evaluation set.
+    mean, and ``low`` and ``high`` the smallest and largest of them. A curve that hides an earlier
+    one has its number in ``same_as``. ``points`` are accuracies with their intervals, one entry per
+    run and evaluation set, with ``same_as`` among themselves.
     """
     panels = []
     limit = min(_MAX_POINTS, max(100, _ALL_POINTS // len(groups)))
@@ -171,11 +184,63 @@ def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
             for run in group.runs
             for points in (_scores_of(run) if panel.scores else [])
         ]
+        _mark_equal(curves)
+        _mark_equal(points)
         if curves or points:
             keys = ("title", "unit", "log", "from_zero", "min_top", "note")
             about = {key: getattr(panel, key) for key in keys}
             panels.append({**about, "curves": curves, "points": points})
     return panels
+
+
+def metric_curves(groups: Sequence[RunGroup]) -> dict[str, list[dict[str, Any]]]:
+    """Return the curves of every metric, as those of a panel, by its name."""
+    names = sorted({name for group in groups for run in group.runs for name in run.metrics})
+    series = sum(2 if len(group.runs) == 1 else 4 for group in groups)
+    limit = min(_MAX_POINTS, max(10, _ALL_NUMBERS // (series * max(1, len(names)))))
+    metrics = {}
+    for name in names:
+        curves = [
+            {"group": number, "name": name, **curve}
+            for number, group in enumerate(groups)
+            if (curve := _curve_of(group.runs, name, limit))
+        ]
+        _mark_equal(curves)
+        metrics[name] = curves
+    return metrics
+
+
+def _mark_equal(curves: Sequence[dict[str, Any]]) -> None:
+    """Set ``same_as`` in curves, or scores, that hide an earlier one of their panel."""
+    values = [value for curve in curves for value in curve["y"]]
+    tolerance = _EQUAL_RANGE * (max(values) - min(values)) if values else 0.0
+    uppermost: dict[int, dict[float, float]] = {}
+    for number, curve in enumerate(curves):
+        points = dict(zip(curve["x"], curve["y"], strict=True))
+        for other, known in uppermost.items():
+            shared = points.keys() & known.keys()
+            num_equal = sum(abs(points[step] - known[step]) <= tolerance for step in shared)
+            if shared and num_equal >= _EQUAL_SHARE * len(shared):
+                curve["same_as"] = other
+                break
+        else:
+            uppermost[number] = points
+
+
+def progress_of(run: RunRecord) -> dict[str, list[float]]:
+    """Return the ``step`` of each row, and what the run had used by then: tokens, prompts.
+
+    Tokens are sums of metrics; an axis whose metric was never recorded is left out.
+    """
+    rows = [row for row in run.rows if row["step"] > 0]
+    progress = {"step": [0.0, *(row["step"] for row in rows)]}
+    for axis, metric in _AXES.items():
+        if run.values(metric):
+            used = accumulate((row.get(metric, 0.0) for row in rows), initial=0.0)
+            progress[axis] = list(used)
+    if isinstance(num_groups := run.settings.get("rollout.groups_per_step"), int):
+        progress["prompts"] = [num_groups * step for step in progress["step"]]
+    return {axis: list(_thinned(values, _MAX_POINTS)) for axis, values in progress.items()}
 
 
 def _metrics_of(panel: Panel, group: RunGroup) -> Mapping[str, str]:

@@ -29,6 +29,8 @@ def card_of(group: RunGroup) -> dict[str, Any]:
     ``rows`` has a row per run under ``headings``; a finding names its run where there are several.
     """
     several = len(group.runs) > 1
+    names = [run.name for run in group.runs]
+    checks = [[check.result(run) for run in group.runs] for check in CHECKS]
     figures = [_figures(run) for run in group.runs]
     labels = list(dict.fromkeys(label for values in figures for label in values))
     return {
@@ -44,12 +46,12 @@ def card_of(group: RunGroup) -> dict[str, Any]:
             for run in group.runs
             for finding in findings_of(run)
         ],
+        "results": [result for row in checks for _, result, _ in row],
         "checks": {
-            "headings": ["check", "result", "steps measured", *["run"] * several],
+            "headings": ["check", *(names if several else ["result"])],
             "rows": [
-                [*check.result(run), *[run.name] * several]
-                for run in group.runs
-                for check in CHECKS
+                [row[0][0], *(f"{result}, {measured} steps" for _, result, measured in row)]
+                for row in checks
             ],
         },
         "settings": {"headings": ["setting", "value"], "rows": _setting_rows(group)},
@@ -82,22 +84,29 @@ def _figures(run: RunRecord) -> dict[str, str]:
     last_step = run.steps[-1] if run.steps else 0
     total = run.settings.get("train.steps")
     figures = {"steps": f"{last_step:,}{f' of {total:,}' if isinstance(total, int) else ''}"}
+    files = list(evaluations_in(run.path).values())
+    k = (
+        {result.name: result.samples_per_prompt for result in read_results(files[-1])}
+        if files
+        else {}
+    )
     for name in run.eval_sets:
         metric = f"eval/{name}/avg_at_k"
         first, *others = [row for row in run.rows if metric in row]
+        score = f"{name} avg@{k.get(name, 'k')}"
         if others:
-            figures[f"{name} accuracy at first"] = _percent(first[metric])
-        figures[f"{name} accuracy (95% interval)"] = _score([first, *others][-1], metric)
+            figures[f"{score}, first"] = _percent(first[metric])
+        figures[f"{score}, last (95% interval)"] = _score([first, *others][-1], metric)
     for label, metric, form in (
         ("reward", "reward/mean", "{:.3f}"),
-        ("entropy, nats", "policy/entropy", "{:.3f}"),
-        ("oldest token, updates", "rollout/age_max", "{:.0f}"),
+        ("entropy", "policy/entropy", "{:.3f} nats"),
+        ("oldest token", "rollout/age_max", "{:.0f} updates"),
     ):
         if values := run.values(metric):
             figures[f"{label}, last step"] = form.format(values[-1])
     if updates := run.values("train/updates"):
         num_made, skipped = sum(updates), sum(run.values("train/skipped_updates"))
-        figures["updates made"] = f"{num_made:,.0f} of {num_made + skipped:,.0f}"
+        figures["updates"] = f"{num_made:,.0f} of {num_made + skipped:,.0f}"
     return figures
 
 

@@ -50,9 +50,9 @@ function card(group, number) {
   const figures = group.rows.length > 1 ? sortable(group) : el("dl", { class: "figures" }, ...group.headings.slice(2).map(
     (label, at) => el("div", {}, el("dd", {}, group.rows[0][at + 2]), el("dt", {}, label))
   ));
-  const count = (result) => group.checks.rows.filter((row) => row[1] === result).length;
+  const count = (result) => group.results.filter((other) => other === result).length;
   const total = RESULTS.filter(count).map((result) => `${count(result)} ${result}`).join(", ");
-  const fine = `All ${group.checks.rows.length - count("not measured")} checks with enough data passed.`;
+  const fine = `All ${group.results.length - count("not measured")} checks with enough data passed.`;
   return el(
     "article", { class: "card" }, el("h3", {}, swatch, group.label + seed), el("p", {}, group.words), figures,
     el("ul", { class: "findings" }, ...(findings.length ? findings : [el("li", { class: "finding fine" }, fine)])),
@@ -97,7 +97,13 @@ function sortable(table) {
     return head;
   });
   fill(table.rows);
-  return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body));
+  const scroll = el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body));
+  const frame = el("div", { class: "table" }, scroll);
+  // A shadow on the side where there are more columns.
+  const mark = () => frame.classList.toggle("wide-table", scroll.scrollLeft + scroll.clientWidth < scroll.scrollWidth - 1);
+  scroll.addEventListener("scroll", mark);
+  new ResizeObserver(() => requestAnimationFrame(mark)).observe(scroll);
+  return frame;
 }
 
 function tableOr(id, table, otherwise) {
@@ -124,7 +130,7 @@ function timeTable(phases) {
 function show(data) {
   const labels = data.groups.map((group) => group.label);
   byId("title").textContent = labels.length > 3 ? `${data.runs.length} runs` : labels.join(" · ");
-  const seeds = data.groups.some((group) => group.seeds > 1);
+  const seeds = data.groups.some((group) => group.runs.length > 1);
   byId("cards").className = seeds ? "full" : "";
   for (const part of document.querySelectorAll("#differences, [href='#differences']")) part.hidden = data.runs.length === 1;
   tableOr("difference-table", data.differences, "All runs have the same configuration, apart from their seeds.");

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron import __version__
-from bapo_megatron.tools.report.figures import panels_of, phases_of
+from bapo_megatron.tools.report.figures import (
+    metric_curves,
+    panels_of,
+    phases_of,
+    progress_of,
+)
 from bapo_megatron.tools.report.overview import (
     card_of,
     difference_table,
@@ -47,13 +52,24 @@ def page_data(paths: Sequence[Path], tokenizer: Path | None = None) -> dict[str,
     runs = read_runs(paths)
     groups, differing = group_runs(runs)
     data: dict[str, Any] = {
-        "groups": [{"label": group.label, "seeds": len(group.runs)} for group in groups],
+        "groups": [
+            {"label": group.label, "runs": [runs.index(run) for run in group.runs]}
+            for group in groups
+        ],
         "cards": [card_of(group) for group in groups],
-        "runs": [{"name": run.name, "events": list(map(asdict, events_of(run)))} for run in runs],
+        "runs": [
+            {
+                "name": run.name,
+                "events": list(map(asdict, events_of(run))),
+                "progress": progress_of(run),
+            }
+            for run in runs
+        ],
         "differences": difference_table(groups, differing),
         "seeds": seed_table(groups),
         "evaluations": evaluation_table(runs),
         "panels": panels_of(groups),
+        "metrics": metric_curves(groups),
         "phases": [phases_of(run) for run in runs],
     }
     room = _MARGIN * (MAX_BYTES - _CODE_BYTES - len(as_json(data)))

@@ -368,24 +368,18 @@ const Reader = (() => {
     byId("rollout").replaceChildren(el("p", { class: "note" }, current().samples.length ? "Choose a response to read it." : "This run has no rollouts."));
   }
 
-  function show(newest) {
-    const isFirst = !runs.length;
-    const key = (sample) => [groupOf(sample).step, groupOf(sample).id, sample.index].join();
-    const before = chosen && key(chosen);
-    runs = newest;
+  function show(all) {
+    runs = all;
     byId("pick-run").replaceChildren(...runs.map((other, at) => el("option", { value: at }, `${other.run} (${whole(other.samples.length)})`)));
     byId("pick-run").parentElement.hidden = runs.length < 2;
-    if (isFirst) listen();
+    listen();
     const wanted = /^#rollout=(\d+)\.(\d+)$/.exec(location.hash);
-    const first = runs.findIndex((other) => other.samples.length);
-    pick(isFirst ? (wanted && runs[wanted[1]] ? Number(wanted[1]) : Math.max(0, first)) : Math.min(run, runs.length - 1));
-    const again = isFirst ? current().samples[wanted?.[2]] : current().samples.find((sample) => key(sample) === before);
-    if (!again) return;
-    const hadFocus = isFirst || byId("list").contains(document.activeElement);
-    chosen = again;
+    pick(wanted && runs[wanted[1]] ? Number(wanted[1]) : Math.max(0, runs.findIndex((other) => other.samples.length)));
+    chosen = current().samples[wanted?.[2]] ?? null;
+    if (!chosen) return;
     list();
-    open(again);
-    if (hadFocus) reveal(again);
+    open(chosen);
+    reveal(chosen);
   }
 
   const has = (name) => runs.some((other) => other.run === name && other.samples.length);

@@ -71,6 +71,11 @@ class RunRecord:
         """Sorted names of the sets that it was evaluated on."""
         return self.matching("eval/", "/avg_at_k")
 
+    @property
+    def metrics(self) -> set[str]:
+        """Names of the metrics that were recorded in any step."""
+        return {name for row in self.rows for name in row} - {"step"}
+
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Steps and values of a metric, where it was recorded."""
         return [(row["step"], row[metric]) for row in self.rows if metric in row]
@@ -82,8 +87,7 @@ class RunRecord:
     def matching(self, start: str, end: str) -> list[str]:
         """Sorted middles of the metrics that begin with ``start`` and finish with ``end``."""
         pattern = re.compile(f"{re.escape(start)}(.+){re.escape(end)}", re.DOTALL)
-        names = {name for row in self.rows for name in row}
-        return sorted(match[1] for match in map(pattern.fullmatch, names) if match)
+        return sorted(match[1] for match in map(pattern.fullmatch, self.metrics) if match)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -39,6 +39,15 @@ async def choose(tab: Tab, name: str, value: str, event: str = "change") -> None
 async def press(tab: Tab, *keys: str) -> None:
     for key in keys:
         await tab.send("Input.dispatchKeyEvent", type="keyDown", key=key, code=key)
+
+
+async def point_at(tab: Tab, plot: str, x: float) -> None:
+    """Move the pointer to a value of a plot's x-axis."""
+    await tab.run(
+        f"(plot => {{ const axis = plot._fullLayout.xaxis;"
+        f"const x = plot.getBoundingClientRect().left + axis._offset + axis.d2p({x});"
+        f"plot.dispatchEvent(new MouseEvent('mousemove', {{clientX: x}})); }})({plot})"
+    )
 
 
 def visit(address: str, profile: Path, look: Callable[[Tab], Awaitable[None]]) -> Tab:
@@ -196,12 +205,7 @@ def test_panels_show_values_of_the_pointer_s_step_only_and_mark_those_of_a_findi
         reward = plot.format("Reward and")
 
         async def label(step: float) -> str:
-            await tab.run(
-                f"(plot => {{ const axis = plot._fullLayout.xaxis;"
-                f"const x = plot.getBoundingClientRect().left + axis._offset + axis.d2p({step});"
-                "plot.dispatchEvent(new MouseEvent('mousemove', {clientX: x})); })"
-                f"({reward})"
-            )
+            await point_at(tab, reward, step)
             return await tab.run(f"{reward}.querySelector('.tip').textContent")
 
         assert await label(0.2) == "step 0heldout: accuracy 25.0%evaluation: heldout 25.0%"
@@ -229,6 +233,141 @@ def test_panels_show_values_of_the_pointer_s_step_only_and_mark_those_of_a_findi
         await tab.until(
             "document.getElementById('rollouts').getBoundingClientRect().top < innerHeight"
         )
+
+    visit(page.as_uri(), tmp_path / "profile", look)
+
+
+def write_replayed(folder: Path) -> list[Path]:
+    """A run with rewards 0, 1, 1, 1, 1, 1 and 10 tokens per step, and its replay."""
+    runs = [make_run(folder / "first"), make_run(folder / "again", changes={"replay": "first"})]
+    for run in runs:
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for row in rows[1:]:
+            row |= {"reward/mean": float(row["step"] > 1), "train/trained_tokens": 10.0}
+            row[f"own/{SCRIPT}"] = 2.0 * row["step"]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return runs
+
+
+@pytest.mark.browser
+def test_curves_are_smoothed_by_tokens_or_prompts_and_of_any_metric(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(render(page_data(write_replayed(tmp_path)[:1])))
+    plot = "document.querySelector('#panels .plot')"
+    lines = f"{plot}.data.filter(trace => !trace.yaxis && trace.mode === 'lines')"
+
+    async def look(tab: Tab) -> None:
+        async def lines_of(key: str) -> list[Any]:
+            return await tab.run(f"{lines}.map(trace => trace.{key})")
+
+        await choose(tab, "smoothing", "0.5", "input")
+        await tab.until(f"{lines}.length === 2")
+        faint, smooth = await lines_of("y")
+        assert faint == [0, 1, 1, 1, 1, 1]
+        # Weights 1/2, 1/4 …, divided by their sum: (0·1/4 + 1·1/2) / (3/4), then 6/7.
+        assert smooth[:3] == pytest.approx([0, 2 / 3, 6 / 7])
+        assert await lines_of("line.width") == [1, 1.8]
+        await choose(tab, "pick-axis", "trained tokens")
+        assert await lines_of("x") == [[10, 20, 30, 40, 50, 60]] * 2
+        await point_at(tab, plot, 19)
+        assert await text(tab, "#panels .tip") == (
+            "20 trained tokens, step 2mean reward 1 (smoothed 0.6667)weight sync, 0.00 s"
+        )
+        assert (await text(tab, "#time-plot .tip")).startswith("step 2training 6 s")
+        await choose(tab, "pick-axis", "prompts")
+        assert await lines_of("x") == [[2, 4, 6, 8, 10, 12]] * 2
+        name = f"own/{SCRIPT}"
+        await tab.run(
+            "(pick => { pick.value = [...pick.options].find(o => o.value.startsWith('own/')).value;"
+            "pick.dispatchEvent(new Event('change')); })(document.getElementById('pick-metric'))"
+        )
+        assert await text(tab, "#panels h3") == name
+        await tab.until(f"{plot}.data !== undefined")
+        assert (await lines_of("y"))[0] == [2, 4, 6, 8, 10, 12]
+        assert await tab.run("document.querySelectorAll('main img, main script').length") == 0
+        await tab.run("document.querySelector('#panels .close').click()")
+        assert await text(tab, "#panels h3") == "Reward and held-out accuracy mean"
+
+    visit(page.as_uri(), tmp_path / "profile", look)
+
+
+@pytest.mark.browser
+def test_at_one_number_of_tokens_every_configuration_has_its_own_step(tmp_path: Path) -> None:
+    runs = []
+    for name, tokens in (("slow", 10.0), ("fast", 20.0)):
+        run = make_run(tmp_path / name, changes={"optimizer": {"lr": tokens}})
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for row in rows[1:]:
+            row |= {"reward/mean": 0.1 * row["step"], "train/trained_tokens": tokens}
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        runs.append(run)
+    page = tmp_path / "page.html"
+    page.write_text(render(page_data(runs)))
+    plot = "document.querySelector('#panels .plot')"
+
+    async def look(tab: Tab) -> None:
+        await choose(tab, "pick-axis", "trained tokens")
+        await point_at(tab, plot, 41)
+        assert await text(tab, "#panels .tip") == (
+            "40 trained tokensslow: mean reward 0.4fast: mean reward 0.2weight sync, 0.00 s"
+        )
+        await point_at(tab, plot, 99)  # beyond the 60 tokens of one
+        assert await text(tab, "#panels .tip") == "100 trained tokensfast: mean reward 0.5"
+
+    visit(page.as_uri(), tmp_path / "profile", look)
+
+
+@pytest.mark.browser
+def test_a_curve_under_that_of_a_replay_shows_as_a_border_and_in_words(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(render(page_data(write_replayed(tmp_path))))
+    widths = "document.querySelector('#panels .plot').data"
+    widths += ".filter(trace => !trace.yaxis && trace.mode === 'lines').map(t => t.line.width)"
+
+    async def look(tab: Tab) -> None:
+        assert await tab.run(widths) == pytest.approx([5.4, 1.8])
+        assert await text(tab, "#panels .same") == "Same curve: first = again"
+        await tab.run("document.querySelectorAll('#group-legend input')[1].click()")
+        assert await tab.run(widths) == [1.8]
+        assert await tab.run("document.querySelector('#panels .same')") is None
+
+    visit(page.as_uri(), tmp_path / "profile", look)
+
+
+@pytest.mark.browser
+def test_tables_fit_a_wide_window_and_show_on_a_phone_that_they_go_on(tmp_path: Path) -> None:
+    seeds = [make_run(tmp_path / f"seed{seed}", seed=seed) for seed in range(3)]
+    page = tmp_path / "page.html"
+    page.write_text(render(page_data([*seeds, *write_replayed(tmp_path)])))
+    cut = (
+        "[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth)"
+    )
+
+    async def look(tab: Tab) -> None:
+        async def width(pixels: int) -> None:
+            size = {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            await tab.send("Emulation.setDeviceMetricsOverride", **size)
+            await tab.until(
+                "new Promise(done => requestAnimationFrame(() => setTimeout(done, 99, 1)))"
+            )
+
+        await tab.run("document.querySelectorAll('details').forEach(part => { part.open = true; })")
+        await width(1400)
+        assert await tab.run(f"{cut}.map(box => box.textContent.slice(0, 40))") == []
+        heights = "[...document.querySelectorAll('.figures dt')].map(dt => dt.offsetHeight)"
+        assert max(await tab.run(heights)) < 25
+        await width(390)
+        root = "document.documentElement"
+        assert await tab.run(f"{root}.scrollWidth === {root}.clientWidth")
+        assert await tab.run(f"{cut}.length") > 3
+        assert await tab.run(f"{cut}.every(box => box.closest('.wide-table'))")
+        inner = "[...document.querySelectorAll('#cards *')]"
+        inner += ".some(part => /auto|scroll/.test(getComputedStyle(part).overflowY)"
+        inner += " && part.scrollHeight > part.clientHeight + 1)"
+        assert await tab.run(inner) is False
+        last = f"{cut}[0]"
+        await tab.run(f"{last}.scrollLeft = 9999")
+        await tab.until(f"!{last}.closest('.wide-table')")
 
     visit(page.as_uri(), tmp_path / "profile", look)
 

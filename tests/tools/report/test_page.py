@@ -17,7 +17,13 @@ from bapo_megatron.data.token_dump import read_token_dump, token_dump_path, writ
 from bapo_megatron.evaluation.results import write_results
 from bapo_megatron.telemetry.run_dir import Start
 from bapo_megatron.tools.report.checks import CHECKS, Finding, findings_of
-from bapo_megatron.tools.report.figures import PANELS, panels_of, phases_of
+from bapo_megatron.tools.report.figures import (
+    PANELS,
+    metric_curves,
+    panels_of,
+    phases_of,
+    progress_of,
+)
 from bapo_megatron.tools.report.overview import (
     card_of,
     difference_table,
@@ -283,8 +289,64 @@ def test_the_card_says_how_many_updates_were_possible_and_of_which_step_a_figure
     (group,) = group_runs([run_of(*rows)])[0]
     card = card_of(group)
     shown = dict(zip(card["headings"], card["rows"][0], strict=True))
-    assert shown["updates made"] == "5 of 8"
+    assert shown["updates"] == "5 of 8"
     assert shown["reward, last step"] == "0.200"
+
+
+def test_a_score_on_the_card_says_of_how_many_responses_it_is_the_mean(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "a")
+    four = result({"a:0": ["2", "2", "3", "4"]}, name="heldout")
+    write_results([four], path / "eval" / "step_000006.json")
+    (group,) = group_runs(read_runs([path]))[0]
+    labels = card_of(group)["headings"][3:5]
+    assert labels == ["heldout avg@4, first", "heldout avg@4, last (95% interval)"]
+
+
+def test_checks_have_a_column_for_every_seed() -> None:
+    rows = series("reward/mean", [0.1, 0.2, 0.3])
+    runs = [run_of(*rows, name=f"a-{n}", **{"seed": n, "train.steps": 3}) for n in (0, 1)]
+    card = card_of(group_runs(runs)[0][0])
+    assert card["checks"]["headings"] == ["check", "a-0", "a-1"]
+    assert card["checks"]["rows"][:2] == [
+        ["constant reward", "passed, 3 of 3 steps", "passed, 3 of 3 steps"],
+        ["data set without reward", "not measured, 0 of 3 steps", "not measured, 0 of 3 steps"],
+    ]
+    assert len(card["results"]) == 28
+
+
+def test_a_curve_and_a_score_that_hide_those_of_another_run_name_it() -> None:
+    rows = series("reward/mean", [0.1, 0.2, 0.3, 0.9])
+    rows[3]["eval/heldout/avg_at_k"] = 0.5
+    almost = [*rows[:3], {**rows[3], "reward/mean": 0.8}]
+    other = [{**row, "reward/mean": 0.5, "eval/heldout/avg_at_k": 0.6} for row in rows]
+    runs = [run_of(*r, name=str(n)) for n, r in enumerate((rows, other, rows, almost))]
+    panel = panels_of(group_runs(runs)[0])[0]
+    assert [curve.get("same_as") for curve in panel["curves"]] == [None, None, 0, 0]
+    assert [points.get("same_as") for points in panel["points"]] == [None, None, 0, 0]
+
+
+def test_progress_sums_the_tokens_and_prompts_that_a_run_had_used_at_each_step() -> None:
+    start, *steps = series("train/trained_tokens", [7.0, 100.0, 50.0])
+    rows = [{**start, "step": 0}, {**steps[0], "step": 1}, {**steps[1], "step": 2}]
+    assert progress_of(run_of(*rows, **{"rollout.groups_per_step": 4})) == {
+        "step": [0, 1, 2],
+        "trained tokens": [0, 100, 150],
+        "prompts": [0, 4, 8],
+    }
+
+
+def test_any_metric_has_curves_and_all_together_are_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [{"step": n, "reward/own": 0.5 * n, "loss/policy": 1.0} for n in range(1, 41)]
+    (group,) = group_runs([run_of(*rows)])[0]
+    curves = metric_curves([group])
+    assert list(curves) == ["loss/policy", "reward/own"]
+    (curve,) = curves["reward/own"]
+    assert (len(curve["x"]), curve["y"][:3]) == (40, [0.5, 1.0, 1.5])
+    monkeypatch.setattr("bapo_megatron.tools.report.figures._ALL_NUMBERS", 80)
+    (curve,) = metric_curves([group])["reward/own"]
+    assert curve["x"] == [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39]
 
 
 def test_the_card_holds_the_configuration_and_versions() -> None:
