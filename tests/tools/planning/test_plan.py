@@ -117,6 +117,7 @@ def test_the_disk_of_a_run_by_hand() -> None:
         rollout=rollout,
         train={**RUN_7B["train"], "steps": 200},
         checkpoint=checkpoint,
+        eval={"sets": [{"path": "x.jsonl"}]},
         replay={"batches": 2},
     )
     # Kept: 3 newest, 2 whose step is a multiple of 20 and 50, the best; and one that is written.
