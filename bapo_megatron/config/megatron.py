@@ -15,7 +15,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation type; with bfloat16 the optimizer keeps float32 master weights."""
     ignored_config_fields: tuple[str, ...] = ()
-    """Fields of config.json that do not change what the model computes, beside those known to."""
+    """More fields of config.json that do not change what the model computes; any value is taken."""
 
 
 class ParallelConfig(Section):
