@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from bapo_megatron.commands.options import IgnoreFieldOption
 from bapo_megatron.telemetry.console import ProgressLine
 
 
@@ -31,6 +32,7 @@ def command(
             help="Size limit of a weight file, and of host memory, in 10^9 bytes.",
         ),
     ] = 5.0,
+    ignore_field: IgnoreFieldOption = None,
     force: Annotated[
         bool, typer.Option("--force", help="Delete and replace a TARGET that is not empty.")
     ] = False,
@@ -54,6 +56,7 @@ def command(
             hf_dir=hf,
             dtype=dtype,
             max_file_bytes=int(max_file_gb * 1e9),
+            ignored_fields=ignore_field or (),
             force=force,
             report=report,
         )

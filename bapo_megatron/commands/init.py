@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
+from bapo_megatron.commands.options import IgnoreFieldOption
 from bapo_megatron.config.data import TrainSetConfig, is_pattern
+from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.tools.init import write_first_config
 from bapo_megatron.tools.planning.plan import PlanOptions
 from bapo_megatron.tools.planning.scenario import MAX_GPUS
@@ -25,6 +27,7 @@ def command(
     ] = 8192,
     prompt_column: Annotated[str, typer.Option(help="Default: by the file's columns.")] = "",
     answer_column: Annotated[str, typer.Option(help="Default: by the file's columns.")] = "",
+    ignore_field: IgnoreFieldOption = None,
 ) -> None:
     """Write DIR/run.yaml, a commented configuration to begin with, and say what comes next."""
     train_set = TrainSetConfig(
@@ -33,9 +36,10 @@ def command(
         answer_column=answer_column or None,
         name="train" if is_pattern(data) else "",
     )
+    policy = ModelConfig(path=model, ignored_config_fields=tuple(ignore_field or ()))
     options = PlanOptions(gpu=gpu, node_gpus=node_gpus)
     typer.echo(
         write_first_config(
-            directory, model, train_set, options, gpus=gpus, response_tokens=response_tokens
+            directory, policy, train_set, options, gpus=gpus, response_tokens=response_tokens
         )
     )

@@ -13,6 +13,10 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Dotted overrides: rollout.temperature=0.6"),
 ]
+IgnoreFieldOption = Annotated[
+    list[str] | None,
+    typer.Option(help="As model.ignored_config_fields: a field of config.json; repeatable."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

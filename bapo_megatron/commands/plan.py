@@ -88,7 +88,8 @@ def command(
             f"model.path: no such file '{file}'; give a config.json by --model-config FILE, or "
             "download one (hf download OWNER/MODEL config.json --local-dir DIRECTORY)"
         )
-    plan = make_plan(run_config, read_hf_config_file(file), options)
+    hf = read_hf_config_file(file, run_config.model.ignored_config_fields)
+    plan = make_plan(run_config, hf, options)
     if as_json:
         typer.echo(json.dumps(asdict(plan), indent=2))
     else:

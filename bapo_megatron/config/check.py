@@ -21,6 +21,8 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.runtime.calls import decode_json
 from bapo_megatron.runtime.files import read_regular
 
+POSITIONS = "max_position_embeddings"
+"""Field of config.json: the longest prompt and response, together."""
 _RELATIVE = "paths are relative to the current directory"
 
 
@@ -32,16 +34,25 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
     """
     hf_config = check_model(config.model)
     _check_layout(hf_config, config, world_size)
-    check_updates(config)
-    if not owns_files:
+    check_settings(config, _count(hf_config, POSITIONS))
+    if not owns_files or config.replay.dumps is not None:
         return
+    _check_generation(config)
+    _check_weight_sync(config)
+    if config.eval.sets:
+        _check_eval(config)
+
+
+def check_settings(config: RunConfig, max_positions: int) -> None:
+    """Check what needs no file, for a model with so many positions; ``plan`` does so too."""
+    _check_updates(config)
     _require_below(config, "log.hang_s", "parallel.timeout_s")
     if config.rollout.keep_dumps:  # a replay from the newest checkpoint needs the steps after it
         _require_below(config, "checkpoint.every_steps", "rollout.keep_dumps")
     if config.replay.dumps is None:
-        _check_generation(hf_config, config)
+        _check_rollout_positions(config, max_positions)
+        _check_eval_positions(config, max_positions)
         _check_budget(config)
-        _check_weight_sync(config)
     if config.eval.every_steps and not config.eval.sets:
         raise ConfigError(
             f"eval.every_steps: needs eval.sets, got {config.eval.every_steps} without a set; "
@@ -49,8 +60,6 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
         )
     if config.checkpoint.best:
         _check_best(config)
-    if config.eval.sets and config.replay.dumps is None:
-        _check_eval(hf_config, config)
 
 
 def _require_below(config: RunConfig, key: str, limit_key: str, *, or_equal: bool = False) -> None:
@@ -69,7 +78,8 @@ def check_eval_config(config: RunConfig) -> None:
         raise ConfigError(
             "eval.sets: needs at least one set, got none; set eval.sets=[{path: FILE}]"
         )
-    _check_eval(check_model(config.model), config)
+    _check_eval_positions(config, _count(check_model(config.model), POSITIONS))
+    _check_eval(config)
 
 
 def check_generate_config(config: RunConfig) -> None:
@@ -79,7 +89,8 @@ def check_generate_config(config: RunConfig) -> None:
             f"replay: must be left out for generate, got '{config.replay.dumps}': these samples "
             "exist already; set replay.dumps=null"
         )
-    _check_generation(check_model(config.model), config)
+    _check_rollout_positions(config, _count(check_model(config.model), POSITIONS))
+    _check_generation(config)
 
 
 def check_data(config: RunConfig) -> None:
@@ -148,7 +159,7 @@ def _check_layout(hf_config: dict[str, Any], config: RunConfig, world_size: int)
     check_layers(hf_config, parallel)
 
 
-def check_updates(config: RunConfig) -> None:
+def _check_updates(config: RunConfig) -> None:
     """Check that learning rate, batches and ages of tokens go with the run's updates."""
     optimizer, algorithm, rollout = config.optimizer, config.algorithm, config.rollout
     if optimizer.schedule != "constant":
@@ -182,9 +193,8 @@ def check_updates(config: RunConfig) -> None:
         )
 
 
-def _check_generation(hf_config: dict[str, Any], config: RunConfig) -> None:
+def _check_generation(config: RunConfig) -> None:
     _check_sets(config.data, "data.train", config.data.train)
-    _check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
     check_rewards(config.reward.functions)
     if config.reward.overlong is not None:
         limited, limit = "reward.overlong.buffer_tokens", "rollout.max_response_tokens"
@@ -218,10 +228,18 @@ def packing_multiples(parallel: ParallelConfig, megatron: MegatronConfig) -> tup
     return per_sequence, math.lcm(per_sequence, per_rank * parallel.context)
 
 
-def _check_positions(
-    hf_config: dict[str, Any], config: RunConfig, section: str, max_response_tokens: int
-) -> None:
-    limit = _count(hf_config, "max_position_embeddings")
+def _check_rollout_positions(config: RunConfig, limit: int) -> None:
+    _check_positions(config, "rollout", config.rollout.max_response_tokens, limit)
+
+
+def _check_eval_positions(config: RunConfig, limit: int) -> None:
+    for number, dataset in enumerate(config.eval.sets):
+        section = f"eval.sets[{number}]" if dataset.max_response_tokens is not None else "eval"
+        max_response_tokens = config.eval.sampling_of(dataset).max_response_tokens
+        _check_positions(config, section, max_response_tokens, limit)
+
+
+def _check_positions(config: RunConfig, section: str, max_response_tokens: int, limit: int) -> None:
     prompt = config.data.max_prompt_tokens
     if limit and prompt + max_response_tokens > limit:
         raise ConfigError(
@@ -295,7 +313,7 @@ def check_rewards(functions: Sequence[RewardFunctionConfig], key: str = "reward.
             )
 
 
-def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
+def _check_eval(config: RunConfig) -> None:
     evaluation = config.eval
     if evaluation.functions is None:
         check_rewards(config.reward.functions)
@@ -309,9 +327,6 @@ def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
                 f"{key}.name: must consist of letters, digits, '.', '_' and '-', since it is part "
                 f"of file and metric names, got '{dataset.label}'; give another name"
             )
-        sampling = evaluation.sampling_of(dataset)
-        section = key if dataset.max_response_tokens is not None else "eval"
-        _check_positions(hf_config, config, section, sampling.max_response_tokens)
 
 
 def _check_best(config: RunConfig) -> None:

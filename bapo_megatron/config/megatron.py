@@ -14,6 +14,8 @@ class ModelConfig(Section):
     """Directory of a Hugging Face model (config.json, safetensors, tokenizer)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation type; with bfloat16 the optimizer keeps float32 master weights."""
+    ignored_config_fields: tuple[str, ...] = ()
+    """More fields of config.json that do not change what the model computes; any value is taken."""
 
 
 class ParallelConfig(Section):

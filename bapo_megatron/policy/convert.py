@@ -10,7 +10,7 @@ the same role are one tensor whose first axis counts the layers.
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -82,6 +82,7 @@ def convert(
     hf_dir: Path | None = None,
     dtype: str | None = None,
     max_file_bytes: int,
+    ignored_fields: Collection[str] = (),
     force: bool = False,
     report: Report,
 ) -> Conversion:
@@ -91,7 +92,8 @@ def convert(
     are those the model computes with, also where its optimizer holds float32 copies. ``hf_dir`` has
     the config.json and the tokenizer of its model: if None, what the checkpoint keeps itself, or
     the ``model.path`` of its run. Without ``dtype`` (``float32`` or ``bfloat16``) every weight
-    keeps its bits. Weights beyond ``max_file_bytes`` are divided over several files.
+    keeps its bits. Weights beyond ``max_file_bytes`` are divided over several files. Of config.json
+    the ``ignored_fields`` are not checked.
 
     Raises:
         ValueError: The source is not complete or not of a known kind, or the target may not be
@@ -113,7 +115,7 @@ def convert(
         raise ValueError(f"{target}: must end in a name of its own; choose another target")
     target = Path(os.path.realpath(target))
     _check_target(target, [source, hf_dir], force=force)
-    hf = read_hf_config_file(hf_dir / "config.json")
+    hf = read_hf_config_file(hf_dir / "config.json", ignored_fields)
     weight_export.companion_files(hf_dir)  # what is wrong with them is better said now
     read, dtypes = (_open_checkpoint if is_checkpoint else _open_model)(source, hf)
     target_dtype = _target_dtype(source, dtypes, dtype)

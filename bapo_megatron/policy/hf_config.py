@@ -4,9 +4,10 @@ Everything that would change what the model computes is either understood here o
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
@@ -33,8 +34,32 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnRope:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071), ``rope_type: yarn``: frequencies and attention."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    factor: Annotated[float, Field(ge=1, lt=1e30, strict=True)]
+    original_max_position_embeddings: Positive
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
+    truncate: Annotated[bool, Field(strict=True)] = True
+    """Whether the range of interpolated channels ends at whole numbers."""
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor of the cosines and sines of queries and of keys."""
+        numerator, denominator = self.mscale, self.mscale_all_dim
+        if numerator is None or denominator is None:
+            numerator, denominator = 1.0, 0.0
+        log = 0.1 * math.log(self.factor)
+        return (1 + numerator * log) / (1 + denominator * log)
+
+
+@dataclass(frozen=True, slots=True)
 class HfConfig:
-    """One dense decoder-only model: Qwen2/Qwen2.5, Qwen3 or Llama."""
+    """One dense decoder-only model: Qwen2/Qwen2.5, Qwen3, Llama or Mistral."""
 
     model_type: str
     vocab_size: int
@@ -47,12 +72,14 @@ class HfConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     rope_theta: float
-    rope_scaling: Llama3Rope | None
+    rope_scaling: Llama3Rope | YarnRope | None
     tied_embeddings: bool
     qkv_bias: bool
     """Biases on the query, key and value projections."""
     qk_norm: bool
     """RMSNorm over each head's query and key."""
+    output_bias: bool = False
+    """Bias on the output projection of attention."""
 
     @property
     def sequence_flops(self) -> "SequenceFlops":
@@ -112,13 +139,19 @@ class _Family:
     architecture: str
     qkv_bias: bool
     qk_norm: bool
+    has_attention_bias: bool = False
+    """Whether ``attention_bias: true`` adds biases to all four projections of attention."""
 
 
 FAMILIES = {
     "qwen2": _Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False),
-    "qwen3": _Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True),
-    "llama": _Family("LlamaForCausalLM", qkv_bias=False, qk_norm=False),
+    "qwen3": _Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, has_attention_bias=True),
+    "llama": _Family("LlamaForCausalLM", qkv_bias=False, qk_norm=False, has_attention_bias=True),
+    "mistral": _Family("MistralForCausalLM", qkv_bias=False, qk_norm=False),
 }
+
+DEFAULT_ROPE_THETA = 10_000.0
+"""Base of rotary embeddings where config.json gives none, as in transformers."""
 
 
 class RopeJson(BaseModel):
@@ -126,25 +159,41 @@ class RopeJson(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     rope_theta: Positive | None = None
-    rope_type: Literal["default", "llama3"] = Field(
+    rope_type: Literal["default", "llama3", "yarn"] = Field(
         "default", validation_alias=AliasChoices("rope_type", "type")
     )
     partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] = 1
+    attention_factor: Positive | None = None
 
-    @property
-    def scaling(self) -> Llama3Rope | None:
-        """The scaling of frequencies; raises ``ValueError`` where a field of it is missing."""
+    def scaling(self, max_position_embeddings: int) -> Llama3Rope | YarnRope | None:
+        """Return the scaling of frequencies.
+
+        Raises:
+            ValueError: A field of it is missing, or engines would understand it differently.
+        """
+        fields = {name: value for name, value in (self.model_extra or {}).items() if name != "type"}
         if self.rope_type == "default":
             return None
-        return decode(Llama3Rope, self.model_extra)
+        if self.rope_type == "llama3":
+            return decode(Llama3Rope, fields)
+        original = {"original_max_position_embeddings": max_position_embeddings}
+        yarn = decode(YarnRope, original | fields)
+        actual, expected = self.attention_factor, yarn.attention_factor
+        if actual is not None and not math.isclose(actual, expected, rel_tol=1e-6):
+            raise ValueError(
+                f"'attention_factor' must be {expected:.7g}, which follows from 'factor' and "
+                f"'mscale' and is what SGLang uses, got {actual}"
+            )
+        return yarn
 
 
 Heads = Annotated[int, Field(ge=1, le=1 << 12)]
 
 
 class ConfigJson(BaseModel):
-    """What is read of config.json; of other fields only ``HARMLESS_FIELDS`` may be on.
+    """What is read of config.json.
 
+    Of other fields only ``HARMLESS_FIELDS`` and ``model.ignored_config_fields`` may be on.
     Limits are far above any model, so that a damaged file is refused before it takes all memory.
     """
 
@@ -168,15 +217,18 @@ class ConfigJson(BaseModel):
     partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = None
     pretraining_tp: Literal[1] | None = None
     layer_types: list[Literal["full_attention"]] | None = None
+    attention_bias: bool | None = None
+    sliding_window: int | None = None
 
 
 HARMLESS_FIELDS = (
-    # A window that use_sliding_window and layer_types rule out.
-    *("sliding_window", "max_window_layers"),
+    # Of a window that use_sliding_window and layer_types rule out.
+    "max_window_layers",
     # Training from scratch, generation, and the file itself.
     *("initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("dtype", "torch_dtype", "transformers_version", "_name_or_path", "id2label", "label2id"),
     *("problem_type", "return_dict", "output_attentions", "output_hidden_states"),
+    *("_attn_implementation_autoset", "unsloth_fixed", "unsloth_version"),
 )
 """Fields that do not change what the model computes."""
 
@@ -199,15 +251,24 @@ def read_fields(path: Path) -> dict[str, Any]:
     return fields
 
 
-def read_hf_config_file(path: Path) -> HfConfig:
+def read_hf_config_file(path: Path, ignored_fields: Collection[str] = ()) -> HfConfig:
     """Read and check a model's ``config.json``.
 
+    Of ``ignored_fields`` (``model.ignored_config_fields``) any value is accepted.
+
     Raises:
+        ConfigError: One of ``ignored_fields`` is a field that is read.
         OSError: It cannot be read.
         ValueError: It describes a model that is not supported; the message names the file, the
             field and the value.
     """
-    fields = read_fields(path)
+    for name in ignored_fields:
+        if name in ConfigJson.model_fields:
+            raise ConfigError(
+                f"model.ignored_config_fields: must not name a field that is read, got '{name}'; "
+                "remove it"
+            )
+    fields = {k: value for k, value in read_fields(path).items() if k not in ignored_fields}
     try:
         return _understand(decode(ConfigJson, fields))
     except ValueError as error:
@@ -226,8 +287,20 @@ def _understand(fields: ConfigJson) -> HfConfig:
         if name not in HARMLESS_FIELDS and value:
             raise ValueError(
                 f"{name!r} is not known here and may change what the model computes, got "
-                f"{shown_value(value)}"
+                f"{shown_value(value)}; if it does not, name it in model.ignored_config_fields "
+                "(convert and init: --ignore-field)"
             )
+    if fields.attention_bias and not family.has_attention_bias:
+        raise ValueError(
+            f"'attention_bias' must be false with model_type {fields.model_type}, got true"
+        )
+    # Qwen's window needs use_sliding_window, Mistral's is there by default.
+    has_window = fields.sliding_window or "sliding_window" not in fields.model_fields_set
+    if fields.model_type == "mistral" and has_window:
+        raise ValueError(
+            "'sliding_window' must be null with model_type mistral, which has a window by default, "
+            f"got {fields.sliding_window or 'none'}"
+        )
     num_kv_heads = fields.num_key_value_heads or num_heads
     head_dim = fields.head_dim or fields.hidden_size // num_heads
     if num_heads % num_kv_heads or not head_dim:
@@ -238,9 +311,10 @@ def _understand(fields: ConfigJson) -> HfConfig:
     # transformers 5 writes rope_parameters, older ones two fields; readers differ in which counts.
     ropes = [rope for rope in (fields.rope_parameters, fields.rope_scaling) if rope]
     bases = [fields.rope_theta, *(rope.rope_theta for rope in ropes)]
-    thetas = {theta for theta in bases if theta is not None}
-    scalings = {rope.scaling for rope in ropes if rope.model_fields_set}
-    if len(thetas) != 1 or len(scalings) > 1:
+    thetas = {theta for theta in bases if theta is not None} or {DEFAULT_ROPE_THETA}
+    positions = fields.max_position_embeddings
+    scalings = {rope.scaling(positions) for rope in ropes if rope.model_fields_set}
+    if len(thetas) > 1 or len(scalings) > 1:
         raise ValueError(
             "'rope_theta', 'rope_parameters' and 'rope_scaling' must give one base and one "
             f"scaling, got {shown_value(sorted(thetas))} and {shown_value(list(scalings))}"
@@ -259,6 +333,7 @@ def _understand(fields: ConfigJson) -> HfConfig:
         rope_theta=thetas.pop(),
         rope_scaling=scalings.pop() if scalings else None,
         tied_embeddings=fields.tie_word_embeddings,
-        qkv_bias=family.qkv_bias,
+        qkv_bias=family.qkv_bias or bool(fields.attention_bias),
         qk_norm=family.qk_norm,
+        output_bias=bool(fields.attention_bias),
     )

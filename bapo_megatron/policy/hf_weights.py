@@ -27,6 +27,8 @@ from bapo_megatron.runtime.distributed import ProcessGroups
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_NAMES_IN_ERROR = 5
+TIED_ROWS = 4096
+"""Rows of tied weights that are compared at a time."""
 SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -84,6 +86,7 @@ QKV_BIAS = Weight(
     0,
     "qkv",
 )
+OUTPUT_BIAS = Weight("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), ("hidden",))
 QK_NORM = (
     Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head",)),
     Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head",)),
@@ -92,7 +95,8 @@ QK_NORM = (
 
 def weight_table(hf: HfConfig) -> list[Weight]:
     """Return every parameter of the model, in the order of the layers."""
-    biases, norms = (QKV_BIAS,) if hf.qkv_bias else (), QK_NORM if hf.qk_norm else ()
+    biases = (*([QKV_BIAS] if hf.qkv_bias else []), *([OUTPUT_BIAS] if hf.output_bias else []))
+    norms = QK_NORM if hf.qk_norm else ()
     layers = [
         replace(
             weight,
@@ -224,11 +228,11 @@ class _Index:
 
 
 def find_tensors(hf: HfConfig, model_dir: Path) -> tuple[dict[str, Path], dict[str, torch.dtype]]:
-    """Return the file and the dtype of every tensor by name; only headers of files are read.
+    """Return the file and the dtype of every tensor by name; headers and tied weights are read.
 
     Raises:
         ValueError: A file is missing or not readable; tensors are missing, unexpected, of another
-            shape than config.json describes, or hold no floats. All are named.
+            shape than config.json describes, or hold no floats; tied weights differ. All are named.
     """
     files: dict[str, Path] = {}
     shapes: dict[str, list[int]] = {}
@@ -247,7 +251,7 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> tuple[dict[str, Path], dict[s
     expected = {n: shape for w in weight_table(hf) for n, shape in hf_shapes(w, hf).items()}
     for name in list(shapes):
         # Old checkpoints hold frequencies, which are computed from the config. Some tools write the
-        # tied output layer beside the embedding; it is the same tensor.
+        # tied output layer beside the embedding.
         is_tied = hf.tied_embeddings and name in OUTPUT.hf
         if is_tied or name.endswith("rotary_emb.inv_freq"):
             del shapes[name]
@@ -258,7 +262,32 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> tuple[dict[str, Path], dict[s
                 f"{model_dir}: {name} must be stored as {', '.join(SAFETENSORS_DTYPES)}, got "
                 f"{kinds[name]}; save the model as one of them"
             )
+    if hf.tied_embeddings:
+        _check_tied(files, model_dir)
     return files, {name: SAFETENSORS_DTYPES[kinds[name]] for name in expected}
+
+
+def _check_tied(files: Mapping[str, Path], model_dir: Path) -> None:
+    (embedding,), (output,) = EMBEDDING.hf, OUTPUT.hf
+    if output not in files:
+        return
+    with (
+        safe_open(files[embedding], framework="pt") as embeddings,
+        safe_open(files[output], framework="pt") as outputs,
+    ):
+        first, second = embeddings.get_slice(embedding), outputs.get_slice(output)
+        shape = first.get_shape()
+        is_equal = shape == second.get_shape() and all(
+            # A few rows at a time: the whole would be a copy of both.
+            bool((first[row : row + TIED_ROWS] == second[row : row + TIED_ROWS]).all())
+            for row in range(0, shape[0], TIED_ROWS)
+        )
+    if not is_equal:
+        raise ValueError(
+            f"{model_dir}: {output} must equal {embedding}, since config.json has "
+            "tie_word_embeddings true, got another tensor; set tie_word_embeddings to false, or "
+            "remove the one that is not the model's"
+        )
 
 
 def _weight_files(model_dir: Path) -> list[Path]:

@@ -39,14 +39,18 @@ from torch import Tensor, nn
 
 
 def layer_spec(
-    config: TransformerConfig, device: torch.device, vp_stage: int | None
+    config: TransformerConfig, device: torch.device, vp_stage: int | None, *, output_bias: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the spec of the decoder's layers on ``device``.
 
-    ``vp_stage`` is the number of this rank's chunk of layers; None where it has only one.
+    ``vp_stage`` is the number of this rank's chunk of layers; None where it has only one. With
+    ``output_bias`` the output projection of attention has a bias.
     """
     if uses_transformer_engine(device, config.params_dtype):
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        if output_bias:
+            _add_output_bias(layer)
+        return layer
     layer = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
@@ -57,12 +61,21 @@ def layer_spec(
     attention.core_attention = PackedCausalAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if output_bias:
+        _add_output_bias(layer)
     mlp = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
     submodules.mlp = partial(MLP.as_mlp_submodule, submodules=mlp)
     # The local spec renames separate norms to the fused names in checkpoints; ours have them.
     submodules.sharded_state_dict_keys_map = {}
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def _add_output_bias(layer: ModuleSpec) -> None:
+    """Give the output projection a bias; Megatron's own switch gives the MLP biases too."""
+    attention = layer.submodules.self_attention.submodules
+    linear = attention.linear_proj
+    attention.linear_proj = lambda *args, **options: linear(*args, **{**options, "bias": True})
 
 
 def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
@@ -176,11 +189,12 @@ class PackedCausalAttention(nn.Module):
         config: TransformerConfig,
         *args: Any,
         pg_collection: ProcessGroupCollection | None = None,
+        softmax_scale: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         assert pg_collection is not None
-        self.scale = config.kv_channels**-0.5
+        self.scale = softmax_scale or config.kv_channels**-0.5
         self.context = pg_collection.cp
 
     def forward(

@@ -99,7 +99,7 @@ class MegatronPolicy:
             ValueError: The model is unusable, or the layout or a setting does not suit it.
         """
         megatron = megatron or MegatronConfig()
-        hf = read_hf_config_file(model.path / "config.json")
+        hf = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
         files, _ = find_tensors(hf, model.path)  # checked before memory is allocated
         seed_everything(seed, groups)
         chunks = build_chunks(hf, model, parallel, megatron, groups)

@@ -6,12 +6,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_find_correction_range,
+    _yarn_linear_ramp_mask,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-from bapo_megatron.policy.hf_config import HfConfig, check_division, padded_vocab_size
+from bapo_megatron.policy.hf_config import HfConfig, YarnRope, check_division, padded_vocab_size
 from bapo_megatron.policy.layer_spec import fuse_rotation, layer_spec, uses_transformer_engine
 from bapo_megatron.runtime.distributed import ProcessGroups
 
@@ -41,7 +46,9 @@ def build_chunks(
         vp_stage = chunk if parallel.virtual_pipeline > 1 else None
         gpt = GPTModel(
             config=config,
-            transformer_layer_spec=layer_spec(config, groups.device, vp_stage),
+            transformer_layer_spec=layer_spec(
+                config, groups.device, vp_stage, output_bias=hf.output_bias
+            ),
             vocab_size=padded_vocab_size(hf.vocab_size, parallel.tensor),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=groups.is_first_stage and chunk == 0,
@@ -52,14 +59,43 @@ def build_chunks(
             rotary_base=hf.rope_theta,
             vp_stage=vp_stage,
         )
-        if hf.rope_scaling is not None:
-            # GPTModel's own option fixes all values but the factor.
-            rope = gpt.rotary_pos_emb
-            rope.inv_freq = rope._apply_scaling(rope.inv_freq, **asdict(hf.rope_scaling))
+        _scale_frequencies(gpt.rotary_pos_emb, hf)
         if not uses_transformer_engine(groups.device, config.params_dtype):
             fuse_rotation(gpt)
         chunks.append(gpt.to(groups.device))
     return chunks
+
+
+def _scale_frequencies(rope: RotaryEmbedding, hf: HfConfig) -> None:
+    scaling = hf.rope_scaling
+    if isinstance(scaling, YarnRope):
+        # Not Megatron's YaRN: of packed batches its fused kernel drops the attention factor.
+        low, high = _yarn_find_correction_range(
+            scaling.beta_fast,
+            scaling.beta_slow,
+            hf.head_dim,
+            hf.rope_theta,
+            scaling.original_max_position_embeddings,
+            scaling.truncate,
+        )
+        kept = 1 - _yarn_linear_ramp_mask(low, high, hf.head_dim // 2, rope.inv_freq.device)
+        powers = hf.rope_theta ** (
+            torch.arange(0, hf.head_dim, 2, device=kept.device) / hf.head_dim
+        )
+        rope.inv_freq = 1 / (scaling.factor * powers) * (1 - kept) + rope.inv_freq * kept
+    elif scaling is not None:
+        # GPTModel's own option fixes all values but the factor.
+        rope.inv_freq = rope._apply_scaling(rope.inv_freq, **asdict(scaling))
+
+
+def _softmax_scale(hf: HfConfig) -> float | None:
+    """Return the scale of attention scores, None for the usual one.
+
+    YaRN's factor of rotated queries and keys is its square on their products.
+    """
+    if not isinstance(hf.rope_scaling, YarnRope):
+        return None
+    return float(hf.rope_scaling.attention_factor**2 * hf.head_dim**-0.5)
 
 
 def _transformer_config(
@@ -78,6 +114,7 @@ def _transformer_config(
         num_attention_heads=hf.num_heads,
         num_query_groups=hf.num_kv_heads,
         kv_channels=hf.head_dim,
+        softmax_scale=_softmax_scale(hf),
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,

@@ -60,7 +60,7 @@ class _Inputs:
 
 def write_first_config(
     directory: Path,
-    model: Path,
+    model: ModelConfig,
     train_set: TrainSetConfig,
     options: PlanOptions,
     *,
@@ -75,7 +75,7 @@ def write_first_config(
     target = directory / FILE_NAME
     if os.path.lexists(target):
         raise ValueError(f"{target}: exists and is not overwritten; remove it, or give another DIR")
-    inputs = _read_inputs(ModelConfig(path=model), train_set)
+    inputs = _read_inputs(model, train_set)
     draft = _draft(directory, model, inputs, response_tokens)
     config, plan = choose_layout(draft, inputs.hf, options, gpus)
     text = _as_yaml(config, inputs, plan, gpus)
@@ -93,7 +93,7 @@ def write_first_config(
 def _read_inputs(model: ModelConfig, train_set: TrainSetConfig) -> _Inputs:
     """Read the model's config.json and tokenizer and every prompt."""
     raw = check_model(model)
-    hf = read_hf_config_file(model.path / "config.json")
+    hf = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
     data = DataConfig(
         train=train_set,
         max_prompt_tokens=min(_MAX_PROMPT_TOKENS, hf.max_position_embeddings // 2),
@@ -128,7 +128,7 @@ def _first_row(train_set: TrainSetConfig) -> tuple[Row, RowFormat]:
     return row, row_format
 
 
-def _draft(directory: Path, model: Path, inputs: _Inputs, response_tokens: int) -> RunConfig:
+def _draft(directory: Path, model: ModelConfig, inputs: _Inputs, response_tokens: int) -> RunConfig:
     """Return the configuration without a layout; lengths and batch size follow from ``inputs``."""
     positions, report = inputs.hf.max_position_embeddings, inputs.prompts.report
     prompt = min(_rounded_up(report.longest_tokens, _TOKENS_MULTIPLE), report.max_prompt_tokens)
@@ -141,8 +141,9 @@ def _draft(directory: Path, model: Path, inputs: _Inputs, response_tokens: int) 
             "name": name,
             "run_dir": directory / "run",
             "model": {
-                "path": model,
+                "path": model.path,
                 "dtype": "float32" if inputs.stored_dtype == "float32" else "bfloat16",
+                "ignored_config_fields": model.ignored_config_fields,
             },
             "data": inputs.data.model_copy(update={"max_prompt_tokens": prompt}),
             "rollout": {
@@ -220,6 +221,7 @@ def _reasons(config: RunConfig, inputs: _Inputs, plan: Plan) -> dict[str, str]:
         "run_dir": "everything that the run writes; one run each",
         "model.path": f"{plan.model_parameters:,} parameters",
         "model.dtype": stored if inputs.stored_dtype else "its config.json names none",
+        "model.ignored_config_fields": "by --ignore-field",
         "parallel.tensor": "",
         "parallel.sequence": "divides what lies between the GEMMs, too",
         "parallel.pipeline": "",

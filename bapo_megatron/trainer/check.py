@@ -32,7 +32,8 @@ def check_training(
         load_kind(config.rollout.engine).check(config, is_here=trains_here)
         if trains_here:
             _check_gpus(config.rollout)
-    read_hf_config_file(config.model.path / "config.json")
+    model = config.model
+    read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
     algorithm = config.algorithm
     # ``LossStage`` loads the objective again, for its device and kernels.
     if ":" in algorithm.objective or algorithm.entropy_share < 1:

@@ -87,6 +87,7 @@ def test_options_and_overrides_change_the_plan(config: str) -> None:
         (["--model-config", MODEL, "--gpus", "12"], 1, "--gpus: must be a multiple of"),
         (["--model-config", MODEL, "--gpu", "h1000"], 1, "--gpu: must be one of A100, H100"),
         (["--model-config", MODEL, "parallel.tensor=3"], 2, "num_attention_heads = 28"),
+        (["--model-config", MODEL, "rollout.max_response_tokens=131072"], 2, "131072 positions"),
     ],
 )
 def test_what_is_wrong_is_one_line(

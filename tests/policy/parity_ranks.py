@@ -99,7 +99,7 @@ def run_layout(models: Models, sizes: dict[str, int], export_root: Path) -> dict
             problems = local_problems(groups)
             logits = policy.forward_only(
                 [problem.micro_batch for problem in problems],
-                lambda logits_NV, _: _gather_columns(logits_NV, groups),
+                lambda logits_NV, _: gather_columns(logits_NV, groups),
             )
             sums = forward_backward(policy, problems)
             gradients = hf_gradients(policy)
@@ -188,7 +188,7 @@ def two_ranks(models: Models, export_root: Path) -> dict[str, Any]:
     return results
 
 
-def _gather_columns(logits_NV: Tensor, groups: ProcessGroups) -> Tensor:
+def gather_columns(logits_NV: Tensor, groups: ProcessGroups) -> Tensor:
     parts = [torch.empty_like(logits_NV) for _ in range(groups.tensor_size)]
     dist.all_gather(parts, logits_NV.contiguous(), group=groups.tensor)
     return torch.cat(parts, dim=1)[:, :VOCAB_SIZE]

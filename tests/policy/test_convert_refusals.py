@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,43 @@ def test_a_config_of_another_model_is_refused_in_both_directions(
     set_config_field(model, **fields)
     assert str(model) in error_of(model, tmp_path / "megatron")
     assert message in error_of(converted["qwen2"], tmp_path / "back", hf_dir=model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda output: output[96].add_(1.0),
+        lambda output: output.resize_(96, 32),
+        lambda output: output[0].fill_(torch.nan),
+    ],
+    ids=["one row", "fewer rows", "no number"],
+)
+def test_tied_weights_that_are_not_equal_are_refused_with_both_names(
+    deep_models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[torch.Tensor], object],
+) -> None:
+    def add_output_layer(tensors: dict[str, torch.Tensor]) -> None:
+        output = tensors["model.embed_tokens.weight"].clone()
+        change(output)
+        tensors["lm_head.weight"] = output.clone()
+
+    monkeypatch.setattr("bapo_megatron.policy.hf_weights.TIED_ROWS", 40)
+    model = copy_with(deep_models["qwen3"], tmp_path / "model", add_output_layer)
+    error = error_of(model, tmp_path / "megatron")
+    assert f"{model}: lm_head.weight must equal model.embed_tokens.weight" in error
+
+
+def test_a_field_of_config_json_that_is_to_be_ignored_is_written_back(
+    deep_models: Models, tmp_path: Path
+) -> None:
+    model = copy_with(deep_models["qwen2"], tmp_path / "model")
+    set_config_field(model, logit_scale=0.5)
+    assert "--ignore-field" in error_of(model, tmp_path / "megatron")
+    run_convert(model, tmp_path / "megatron", ignored_fields=["logit_scale"])
+    config = tmp_path / "megatron" / "hf" / "config.json"
+    assert json.loads(config.read_text())["logit_scale"] == 0.5
 
 
 @pytest.fixture

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.config.load import ConfigError
 from bapo_megatron.policy.hf_config import (
     FAMILIES,
     HARMLESS_FIELDS,
     ConfigJson,
     HfConfig,
     Llama3Rope,
+    YarnRope,
     read_hf_config_file,
 )
 from tests.policy.tiny_models import model_class
@@ -46,6 +48,15 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
+}
+
+YARN_ROPE = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+"""As Qwen2.5's page gives it for long texts."""
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": None,
 }
 
 
@@ -105,11 +116,58 @@ def test_qwen3_has_norms_on_heads_and_its_own_head_dim(tmp_path: Path) -> None:
 def test_llama3_frequency_scaling_is_read_in_both_spellings(
     tmp_path: Path, spelling: dict[str, Any]
 ) -> None:
-    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **spelling}
-    config = read_hf_config_file(write(tmp_path, llama))
+    config = read_hf_config_file(write(tmp_path, LLAMA | spelling))
     assert config.rope_theta == 500000.0
     assert config.rope_scaling == Llama3Rope(32.0, 1.0, 4.0, 8192)
     assert not config.qkv_bias
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_scaling": YARN_ROPE},
+        {"rope_theta": "absent", "rope_parameters": YARN_ROPE | {"rope_theta": 1e6}},
+        {"rope_scaling": {"rope_type": "yarn", "type": "yarn", "factor": 4}},
+    ],
+    ids=["transformers 4", "transformers 5", "original positions by default"],
+)
+def test_yarn_is_read_in_both_spellings(tmp_path: Path, spelling: dict[str, Any]) -> None:
+    config = read_hf_config_file(write(tmp_path, spelling))
+    assert config.rope_theta == 1e6
+    assert config.rope_scaling == YarnRope(factor=4.0, original_max_position_embeddings=32768.0)
+
+
+def test_yarn_s_factor_of_attention_follows_from_its_fields(tmp_path: Path) -> None:
+    fields = [{}, {"mscale": 2.0}, {"mscale": 2.0, "mscale_all_dim": 0.5}]
+    scalings = [
+        read_hf_config_file(write(tmp_path, {"rope_scaling": YARN_ROPE | more})).rope_scaling
+        for more in fields
+    ]
+    # 0.1 ln 4 + 1; (0.2 ln 4 + 1) / (0.05 ln 4 + 1)
+    factors = [scaling.attention_factor for scaling in scalings if isinstance(scaling, YarnRope)]
+    assert factors == pytest.approx([1.138629436, 1.138629436, 1.194464876], rel=1e-9)
+
+
+def test_a_config_without_a_base_has_that_of_transformers(tmp_path: Path) -> None:
+    for fields in ({}, {"rope_parameters": {"rope_type": "default"}}):
+        path = write(tmp_path, {"rope_theta": "absent", **fields})
+        assert read_hf_config_file(path).rope_theta == 10000.0
+
+
+def test_mistral_without_a_window_and_attention_biases_are_read(tmp_path: Path) -> None:
+    mistral = read_hf_config_file(write(tmp_path, MISTRAL))
+    assert (mistral.qkv_bias, mistral.output_bias, mistral.qk_norm) == (False, False, False)
+    llama = read_hf_config_file(write(tmp_path, LLAMA | {"attention_bias": True}))
+    assert (llama.qkv_bias, llama.output_bias) == (True, True)
+
+
+def test_fields_that_a_user_ignores_may_have_any_value_but_none_that_is_read(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, {"logit_scale": 0.5, "unsloth_fixed": True})
+    assert read_hf_config_file(path, ["logit_scale"]) == read_hf_config_file(write(tmp_path, {}))
+    with pytest.raises(ConfigError, match=r"^model\.ignored_config_fields: .* got 'rope_scaling'"):
+        read_hf_config_file(path, ["logit_scale", "rope_scaling"])
 
 
 def test_without_key_value_heads_every_head_has_its_own(tmp_path: Path) -> None:
@@ -121,12 +179,22 @@ def test_without_key_value_heads_every_head_has_its_own(tmp_path: Path) -> None:
     ("changes", "rule"),
     [
         ({"rope_scaling": {**LLAMA3_ROPE, "factor": None}}, "'factor'"),
-        ({"rope_theta": "absent"}, "'rope_theta', 'rope_parameters'"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "'rope_theta', 'rope_parameters'"),
         (
             {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": LLAMA3_ROPE},
             "'rope_theta', 'rope_parameters'",
         ),
+        ({"rope_scaling": {"type": "yarn"}}, "'factor' is missing"),
+        ({"rope_scaling": YARN_ROPE | {"factor": 0.5}}, "'factor' must be greater"),
+        # SGLang reads attn_factor, transformers attention_factor.
+        ({"rope_scaling": YARN_ROPE | {"attn_factor": 2.0}}, "'attn_factor' is no field of it"),
+        (
+            {"rope_scaling": YARN_ROPE | {"attention_factor": 1.0}},
+            r"'attention_factor' must be 1\.138629, .* got 1\.0",
+        ),
+        (MISTRAL | {"sliding_window": 4096}, "'sliding_window' must be null .* got 4096"),
+        (MISTRAL | {"sliding_window": "absent"}, "'sliding_window' must be null .* got none"),
+        (MISTRAL | {"attention_bias": True}, "'attention_bias' must be false with .* mistral"),
         ({"hidden_size": 8}, "'num_attention_heads' .* 'hidden_size' 8"),
         ({"num_key_value_heads": 3}, "'num_attention_heads' .* 'num_key_value_heads' 3"),
         *(
@@ -135,7 +203,6 @@ def test_without_key_value_heads_every_head_has_its_own(tmp_path: Path) -> None:
                 *(("model_type", "qwen2_moe"), ("model_type", "absent")),
                 ("architectures", ["Qwen2ForSequenceClassification"]),
                 ("layer_types", ["full_attention", "sliding_attention"]),
-                ("rope_scaling", {"rope_type": "yarn"}),
                 ("rope_scaling", {"type": "linear"}),
                 ("rope_parameters", {"rope_theta": 1e6, "partial_rotary_factor": 0.5}),
                 *(("attention_bias", True), ("mlp_bias", True), ("use_sliding_window", True)),

@@ -6,6 +6,7 @@ Shape legend: N = packed tokens, V = vocabulary, S = tokens of one sequence.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from bapo_megatron.data.micro_batch import TOKEN_FIELDS, shard_context
 from bapo_megatron.types import MicroBatch
 
 VOCAB_SIZE = 97  # prime, so that padding is needed for every tensor-parallel size
-FAMILIES = ("qwen2", "qwen3", "llama")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 Models = dict[str, Path]
 """Directories of models, or of checkpoints, by family."""
 Ranks = list[dict[str, Any]]
@@ -63,6 +64,7 @@ def model_class(family: str) -> Any:
         "qwen2": transformers.Qwen2ForCausalLM,
         "qwen3": transformers.Qwen3ForCausalLM,
         "llama": transformers.LlamaForCausalLM,
+        "mistral": transformers.MistralForCausalLM,
     }[family]
 
 
@@ -72,6 +74,7 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
         "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
         "llama": {
             "tie_word_embeddings": True,
+            "attention_bias": True,
             "rope_parameters": {
                 "rope_type": "llama3",
                 "rope_theta": 10000.0,
@@ -79,6 +82,16 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 16,
+            },
+        },
+        "mistral": {
+            "tie_word_embeddings": False,
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
             },
         },
     }
@@ -107,14 +120,17 @@ class Problem:
 
 
 def make_problems(
-    seed: int = 0, pad_to_multiple: int = 2, sequence_multiple: int = 1
+    seed: int = 0,
+    pad_to_multiple: int = 2,
+    sequence_multiple: int = 1,
+    batches: Sequence[Sequence[Sequence[int]]] = SEQUENCES,
 ) -> list[Problem]:
-    """One per entry of SEQUENCES; with the seed, tokens are shifted and coefficients drawn.
+    """One per entry of ``batches``; with the seed, tokens are shifted and coefficients drawn.
 
     Padding, of each sequence and at the end, has coefficient 0: it changes no gradient.
     """
     problems = []
-    for number, sequences in enumerate(SEQUENCES):
+    for number, sequences in enumerate(batches):
         generator = torch.Generator().manual_seed(10 * seed + number)
         padded, coefficients = [], []
         for sequence in sequences:

@@ -42,6 +42,7 @@ FAMILIES = {
     "qwen2": "deepseek-r1-distill-qwen-7b",
     "qwen3": "qwen3-0.6b",
     "llama": "octothinker-3b",
+    "llama with attention biases": "octothinker-3b",
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -86,7 +87,9 @@ def imaginary_gpu() -> Iterator[torch.device]:
 
 def published(family: str) -> HfConfig:
     """A published model, but for its number of layers."""
-    return replace(read_hf_config_file(MODELS / f"{FAMILIES[family]}.json"), num_layers=2)
+    hf = read_hf_config_file(MODELS / f"{FAMILIES[family]}.json")
+    biases = {"qkv_bias": True, "output_bias": True} if "biases" in family else {}
+    return replace(hf, num_layers=2, **biases)
 
 
 def held(hf: HfConfig, parallel: dict[str, Any]) -> dict[str, Any]:

@@ -119,6 +119,18 @@ def test_a_model_of_7b_is_divided_so_that_it_fits_and_its_number_format_is_kept(
     assert run_printed_commands(printed, capsys)["fits"]
 
 
+def test_a_field_of_config_json_that_is_to_be_ignored_is_written_into_the_file(
+    published, sums: Path, tmp_path: Path
+) -> None:
+    model = published("qwen3-0.6b")
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(fields | {"logit_scale": 0.5}))
+    with pytest.raises(ValueError, match=r"'logit_scale' .* init: --ignore-field"):
+        init(tmp_path / "run", model, sums, 2)
+    config = init(tmp_path / "run", model, sums, 2, "--ignore-field", "logit_scale")
+    assert config.model.ignored_config_fields == ("logit_scale",)
+
+
 def test_every_key_of_the_file_has_its_reason_and_the_file_is_a_screen(
     random_model: Path, sums: Path, tmp_path: Path
 ) -> None:

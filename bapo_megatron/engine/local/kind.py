@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.engine.base import Backend
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama")
+MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 """All of their layers attend to all positions, whose KV cache ``cache`` holds."""
 
 _NO_SERVER = "it has no server"
@@ -49,13 +49,16 @@ class LocalKind:
         hf_config = check_model(config.model)
         names = ("model_type", "use_sliding_window", "layer_types")
         model_type, is_sliding, layers = map(hf_config.get, names)
+        if model_type == "mistral":  # its window is on by default
+            is_sliding = hf_config.get("sliding_window", 4096) is not None
         others = set(layers or ()) - {"full_attention"}
         if model_type not in MODEL_TYPES or is_sliding or others:
             raise ConfigError(
                 f"model.path: with rollout.engine=local, model_type must be one of "
-                f"{', '.join(MODEL_TYPES)}, without use_sliding_window and with full_attention in "
-                f"all layers, whose KV cache has all positions, got {model_type}, {is_sliding} and "
-                f"{sorted(others) or layers}; choose another model, or another rollout.engine"
+                f"{', '.join(MODEL_TYPES)}, without use_sliding_window (mistral: with "
+                f"sliding_window null) and with full_attention in all layers, whose KV cache has "
+                f"all positions, got {model_type}, {is_sliding} and {sorted(others) or layers}; "
+                "choose another model, or another rollout.engine"
             )
 
     def open(self, config: RunConfig, device: str, *, awaits_weights: bool) -> Backend:

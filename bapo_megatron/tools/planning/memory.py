@@ -41,7 +41,7 @@ def layer_parameters(hf: HfConfig, tensor: int) -> int:
     With hidden size h, query channels q, key (and value) channels k and MLP channels f, all but the
     norms divided over t ranks:
 
-        2h + [D + D] + ((q + 2k)·h + [q + 2k] + q·h + 3·h·f) / t
+        2h + [D + D] + [h] + ((q + 2k)·h + [q + 2k] + q·h + 3·h·f) / t
 
     where the bracketed norms over the D channels of a head and biases are those of models that have
     them.
@@ -50,7 +50,8 @@ def layer_parameters(hf: HfConfig, tensor: int) -> int:
     projections = (2 * query + 2 * key + 3 * hf.intermediate_size) * hf.hidden_size
     biases = query + 2 * key if hf.qkv_bias else 0
     norms = 2 * hf.hidden_size + (2 * hf.head_dim if hf.qk_norm else 0)
-    return norms + (projections + biases) // tensor
+    output_bias = hf.hidden_size if hf.output_bias else 0
+    return norms + output_bias + (projections + biases) // tensor
 
 
 def embedding_parameters(hf: HfConfig, tensor: int) -> int:

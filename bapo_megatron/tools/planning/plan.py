@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bapo_megatron.config.check import check_updates
+from bapo_megatron.config.check import check_settings
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import Section
@@ -149,7 +149,7 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
     Raises:
         ValueError: Something does not divide or fit, or the GPU is unknown; one line.
     """
-    check_updates(config)
+    check_settings(config, hf.max_position_embeddings)
     layout = configured_layout(config.parallel, options.gpus)
     check_division(hf, config.parallel)
     assumptions = make_assumptions(config, layout.gpus, options)
@@ -208,12 +208,6 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
     ):
         if mean is not None and mean > longest:
             raise ValueError(f"{option}: must be at most {key} = {longest}, got {mean}; lower it")
-    room = config.train.max_tokens_per_micro_batch * config.parallel.context
-    if room < prompt + response:
-        raise ValueError(
-            "train.max_tokens_per_micro_batch × parallel.context: must hold data.max_prompt_tokens "
-            f"+ rollout.max_response_tokens = {prompt + response}, got {room}; raise it"
-        )
     gpu = find_gpu(options.gpu)
     placement = _placement(config.rollout)
     server = config.rollout.server

@@ -63,6 +63,7 @@ def test_what_it_cannot_do_is_refused(
     [
         {"model_type": "qwen3_next"},
         {"use_sliding_window": True},
+        {"model_type": "mistral", "sliding_window": 4096},
         {"layer_types": ["full_attention", "linear_attention"]},
     ],
 )

@@ -95,7 +95,7 @@ def small_model(family: str, layers: int) -> HfConfig:
         num_kv_heads=2,
         head_dim=64 if family == "qwen3" else 32,
         rms_norm_eps=1e-6,
-        max_position_embeddings=4096,
+        max_position_embeddings=131072,
         rope_theta=1e4,
         rope_scaling=None,
         tied_embeddings=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,13 @@ def test_every_chunk_of_every_stage_has_the_parameters_that_megatron_builds(
         for stage in range(layout.pipeline)
     ]
     assert planned == measured["parameters"][case]
+
+
+def test_biases_of_all_projections_of_attention_are_counted() -> None:
+    plain = small_model("qwen3", 2)
+    biased = replace(plain, qkv_bias=True, output_bias=True)
+    # In each layer 512 of the query, 128 of the key, 128 of the value, 256 of the output.
+    assert model_parameters(biased) == model_parameters(plain) + 2 * 1024
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ def test_the_disk_of_a_run_by_hand() -> None:
         rollout=rollout,
         train={**RUN_7B["train"], "steps": 200},
         checkpoint=checkpoint,
+        eval={"sets": [{"path": "x.jsonl"}]},
         replay={"batches": 2},
     )
     # Kept: 3 newest, 2 whose step is a multiple of 20 and 50, the best; and one that is written.
@@ -304,7 +305,10 @@ def test_the_bubble_is_that_of_the_schedules() -> None:
         ({}, {"rollout": {"server": {"max_total_tokens": 5119}}}, r"max_total_tokens: .* got 5119"),
         ({}, {"algorithm": {"updates_per_batch": 7}}, "algorithm.updates_per_batch"),
         ({"gpu_memory_gb": 1}, {}, "rollout.server.mem_fraction: 0.8 of 4 GPUs"),
-        ({}, {"train": {"max_tokens_per_micro_batch": 9215}}, "= 9216, got 9215"),
+        ({}, {"train": {"max_tokens_per_micro_batch": 9215}}, "= 9216, .* got 9215"),
+        ({}, {"data": {"max_prompt_tokens": 131072}}, "in the model's 131072 positions"),
+        ({}, {"eval": {"every_steps": 1}}, "eval.every_steps: needs eval.sets"),
+        ({}, {"checkpoint": {"best": "eval/a/avg_at_k"}}, "checkpoint.best: must be one of none"),
         ({"response_tokens": 8193}, {}, "--response-tokens: .* 8192"),
         ({"gpu": "A100"}, {"megatron": {"fp8": "hybrid"}}, "A100"),
     ],
