@@ -28,8 +28,6 @@ MARK = "BAPO_MEGATRON_KILL_CAMPAIGN"
 """Environment variable that every process of the campaign inherits."""
 KEYS = {"BAPO_MEGATRON_ADMIN_API_KEY": "kill-admin" * 2, "BAPO_MEGATRON_API_KEY": "kill" * 4}
 DISK_BYTES = 400 << 20
-SHAPE = Shape(GROUPS_PER_STEP, samples_per_group=4, num_prompts=81)
-"""The run of ``write_config``."""
 LAST_STEPS = 3
 """Steps that are left after the last fault."""
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "freeze": signal.SIGSTOP}
@@ -307,7 +305,8 @@ class KilledRun:
             self.owner.terminate()
             self.owner.wait(_LIMIT_S)
             self.owner = None
-        account = audit(self.run_dir, SHAPE)
+        num_prompts = len((self.directory / "train.jsonl").read_text().splitlines())
+        account = audit(self.run_dir, Shape(GROUPS_PER_STEP, 4, num_prompts))
         again = self.directory / "replay"
         self.start_job(
             f"run_dir={again}",
