@@ -76,7 +76,12 @@ def inspect_data(config: RunConfig, num_rows: int) -> dict[str, Any]:
     )
     train_sets = load_train_sets(config.data, renderer)
     eval_sets = [
-        load_eval_set(dataset, renderer, config.data.max_prompt_tokens)
+        load_eval_set(
+            dataset,
+            renderer,
+            config.data.max_prompt_tokens,
+            has_environment=config.rollout.has_environment,
+        )
         for dataset in config.eval.sets
     ]
     shares: dict[str, float] = {}

@@ -12,7 +12,14 @@ import importlib
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, create_model, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.evaluation import EvalConfig
@@ -271,5 +278,14 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    eval: EvalConfig = EvalConfig()
+    eval: EvalConfig = Field(EvalConfig(), validate_default=True)
     log: LogConfig = LogConfig()
+
+    @field_validator("eval")
+    @classmethod
+    def _evaluate_as_long(cls, evaluation: EvalConfig, info: ValidationInfo) -> EvalConfig:
+        """Give evaluations the rollout's longest response where they set none."""
+        if "rollout" not in info.data or "max_response_tokens" in evaluation.model_fields_set:
+            return evaluation
+        limit = info.data["rollout"].max_response_tokens
+        return evaluation.model_copy(update={"max_response_tokens": limit})

@@ -35,10 +35,16 @@ class SetReport:
     num_duplicates: int = 0
     """Rows, neither bad nor too long, whose rendered prompt an earlier row has."""
     duplicates_dropped: bool = False
+    duplicates_reason: str = "data.on_duplicate"
+    """Why they stay or were left out."""
     num_contradictions: int = 0
     """Rendered prompts whose rows have different answers."""
     first_contradiction: str = ""
     """Two such rows with their answers; empty without any."""
+    num_rendered: int = 0
+    """Good rows whose question contains marks of a chat template, which is applied all the same."""
+    first_rendered: str = ""
+    """Prompt id and mark of the first such row; empty without one."""
     dropped_columns: tuple[str, ...] = ()
     """Columns that reward functions do not get, because they hold bytes."""
 
@@ -53,15 +59,21 @@ class SetReport:
         if self.num_too_long:
             lines.append(f"{self.too_long()} and were left out (data.max_prompt_tokens)")
         if self.num_duplicates:
-            action = "were left out" if self.duplicates_dropped else "stay (data.on_duplicate)"
+            action = "were left out" if self.duplicates_dropped else "stay"
             lines.append(
                 f"{self.num_duplicates} of {self.num_rows} rows repeat the prompt of an earlier "
-                f"one and {action}"
+                f"one and {action} ({self.duplicates_reason})"
             )
         if self.num_contradictions:
             lines.append(
                 f"{self.num_contradictions} prompts have rows with different answers, the first: "
                 f"{self.first_contradiction}"
+            )
+        if self.num_rendered:
+            lines.append(
+                f"{self.num_rendered} of {self.num_rows} prompts contain the marks of a chat "
+                f"template, which is applied to them again, the first: {self.first_rendered}; give "
+                "bare questions, or a data.chat_template that prints messages[-1].content alone"
             )
         if self.dropped_columns:
             lines.append(
@@ -89,10 +101,24 @@ class PromptSet:
 
 
 def load_eval_set(
-    dataset: DatasetConfig, renderer: ChatRenderer, max_prompt_tokens: int
+    dataset: DatasetConfig,
+    renderer: ChatRenderer,
+    max_prompt_tokens: int,
+    *,
+    has_environment: bool = False,
 ) -> PromptSet:
-    """Read and render an evaluation set, of which no prompt may be left out; see ``load_set``."""
-    loaded = load_set(dataset, renderer, DataConfig(max_prompt_tokens=max_prompt_tokens))
+    """Read and render an evaluation set, each distinct prompt once; see ``load_set``.
+
+    No distinct prompt may be left out. ``has_environment``: rows with one prompt are different
+    problems, since an environment reads the other columns.
+    """
+    reason = "an evaluation has each prompt once, sampled eval.samples_per_prompt times"
+    if has_environment:
+        reason = "an environment may read their other columns"
+    data = DataConfig(
+        max_prompt_tokens=max_prompt_tokens, on_duplicate="keep" if has_environment else "drop"
+    )
+    loaded = load_set(dataset, renderer, data, duplicates_reason=reason)
     report = loaded.report
     if report.num_too_long:
         raise DataError(
@@ -136,7 +162,12 @@ def shared_prompts(prompt_sets: Sequence[PromptSet]) -> list[str]:
 
 
 def load_set(
-    dataset: DatasetConfig, renderer: ChatRenderer, data: DataConfig, weight: float = 1.0
+    dataset: DatasetConfig,
+    renderer: ChatRenderer,
+    data: DataConfig,
+    weight: float = 1.0,
+    *,
+    duplicates_reason: str = "data.on_duplicate",
 ) -> PromptSet:
     """Read and render the prompts of a set, in its order, by the rules of ``data``.
 
@@ -149,6 +180,7 @@ def load_set(
         dataset.row_format,
         max_prompt_tokens=data.max_prompt_tokens,
         duplicates_dropped=data.on_duplicate == "drop",
+        duplicates_reason=duplicates_reason,
     )
     rows = list(_read(dataset, renderer, report, skips_bad=data.on_bad_row == "skip"))
     texts = list(dict.fromkeys(text for _, text, _, _ in rows))
@@ -192,8 +224,12 @@ def _read(
     @cache
     def render(question: str) -> str:
         """The text of a question given as JSON: each distinct one is rendered once."""
-        return renderer.text(json.loads(question))
+        text = renderer.text(json.loads(question))
+        if mark := renderer.template_mark(json.loads(question)):
+            marks[text] = mark
+        return text
 
+    marks: dict[str, str] = {}
     seen: set[str] = set()
     dropped: set[str] = set()
     for row in read_rows(dataset):
@@ -217,6 +253,9 @@ def _read(
             report.num_bad += 1
             report.first_bad = report.first_bad or str(error)
             continue
+        if text in marks:
+            report.num_rendered += 1
+            report.first_rendered = report.first_rendered or f"{row.prompt_id} has {marks[text]}"
         if report.duplicates_dropped and text in seen:
             rest = {}  # a gigabyte in a set that repeats its prompts
         seen.add(text)

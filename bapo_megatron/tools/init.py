@@ -168,7 +168,7 @@ def _as_yaml(config: RunConfig, inputs: _Inputs, plan: Plan, gpus: int) -> str:
     values = flat_settings(config)
     values["reward.functions"] = [{"name": "math", "function": "math"}]
     needed_gb = max(plan.worst_stage.total_bytes, plan.sampling_bytes) / 1e9
-    hardware, response = plan.assumptions, config.rollout.max_response_tokens
+    hardware = plan.assumptions
     needs = f"{needed_gb:.0f} of {hardware.gpu_memory_bytes / 1e9:.0f} GB on the fullest GPU"
     is_colocated = hardware.placement == "colocated"
     division = "sampling in turns" if is_colocated else "the others sample"
@@ -191,7 +191,7 @@ def _as_yaml(config: RunConfig, inputs: _Inputs, plan: Plan, gpus: int) -> str:
         lines.append(f"{line:<35} # {why}" if why else line)
     lines += [
         "# For held-out accuracy add another file, of the same format as the training data:",
-        f"# eval: {{sets: [{{path: FILE}}], every_steps: 10, max_response_tokens: {response}}}",
+        "# eval: {sets: [{path: FILE}], every_steps: 10}",
     ]
     return "".join(f"{line}\n" for line in lines)
 
