@@ -75,12 +75,13 @@ SHIFTED = ("grpo_no_std", "rloo", "opo")
 """Those whose baseline ``algorithm.baseline_shift`` moves: they are R minus a baseline."""
 
 
+_USUAL_NAMES = {name: f"the loss of {name.upper()} is clip" for name in ("grpo", "ppo")}
+
+
 class _AlgorithmKeys(Section):
     """The keys that do not belong to one objective."""
 
-    objective: Annotated[str, built_in_or_own(OBJECTIVES, "name", "; the loss of GRPO is clip")] = (
-        "bapo"
-    )
+    objective: Annotated[str, built_in_or_own(OBJECTIVES, "name", _USUAL_NAMES)] = "bapo"
     """The loss: ``bapo``; ``clip``, PPO's loss with fixed bounds, which is GRPO; ``none``, without
     a clip; another one of docs/objectives.md; or ``package.module:name``, your function or
     class."""
