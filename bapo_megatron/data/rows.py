@@ -268,7 +268,7 @@ def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | 
             "columns", dataset.prompt_column or "prompt", dataset.answer_column or "answer"
         )
     # AIME files have "Problem" and "Answer".
-    names = {name.lower(): name for name in reversed(fields)}
+    names = {name.lower(): name for name in reversed(list(fields))}
     problem, answer = names.get("problem", "problem"), names.get("answer", "answer")
     has_answer = fields.get(answer) is not None
     formats = {
@@ -287,11 +287,11 @@ def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | 
         return formats["gsm8k"]
     if problem in fields and (has_answer or "solution" in names):
         return formats["math"]
-    columns = [
-        next((names[name] for name in known if name in names), None)
+    question, reference = (
+        next((names[name] for name in known if name in names), "")
         for known in (_QUESTIONS, _ANSWERS)
-    ]
-    return RowFormat("columns", *columns) if all(columns) else None
+    )
+    return RowFormat("columns", question, reference) if question and reference else None
 
 
 def _take(row: Row, column: str, setting: str, present: str) -> Any:
@@ -348,13 +348,11 @@ def _parse_question(value: Any) -> str | list[Message]:
 
 def _joined(content: Any) -> Any:
     """The text of a message's content that is a list of parts, if all are texts."""
-    if not isinstance(content, list) or not content:
-        return content
-    texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    is_text = isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
         for part in content
-    ]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+    )
+    return "".join(part["text"] for part in content) if content and is_text else content
 
 
 def _utf8(text: str) -> str:
