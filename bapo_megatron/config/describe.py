@@ -161,7 +161,7 @@ def _suggestion(location: Sequence[int | str], root: type[BaseModel], is_section
         if not is_section or _nested_section(field.annotation)
     }
     anywhere = {name.rpartition(".")[2]: name for name in reversed(known)}
-    for candidates in (nearby, {} if is_section else anywhere):
-        for near in difflib.get_close_matches(str(wanted), candidates, n=1):
+    for candidates, cutoff in ((nearby, 0.6), ({} if is_section else anywhere, 0.75)):
+        for near in difflib.get_close_matches(str(wanted), candidates, 1, cutoff):
             return f"did you mean '{candidates[near]}'?"
     return f"its section's keys: {', '.join(section.model_fields)}"

@@ -36,6 +36,7 @@ def test_an_unknown_key_is_named_with_the_one_that_was_meant(folder, text, meant
         ("zzz: 1", "zzz", "name, run_dir, "),
         ("critic: {lr: 1.0e-5}", "critic", "name, run_dir, "),
         ("lora: {rank: 8}", "lora", "name, run_dir, "),
+        ("lora: 8", "lora", "name, run_dir, "),
     ],
 )
 def test_an_unknown_key_that_resembles_none_is_referred_to_the_list(folder, text, key, section):
