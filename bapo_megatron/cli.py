@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -56,6 +57,9 @@ COMMANDS = {
     "doctor": "Report what was built, which kernels will run, and what does not fit together.",
 }
 """Help line of each command. The code of ``x`` is ``commands.x.command``."""
+
+_TILDE = re.compile(r"((?:--[a-z-]+=)?)(~(?:/.*)?)", re.DOTALL)
+"""A path of the home directory, which shells leave as it is behind an option's ``=``."""
 
 _MODULES = {"eval": "evaluate", "data": "data_show", "make-tiny": "make_tiny"}
 
@@ -117,8 +121,14 @@ class _StandardOutput(io.FileIO):
 
 
 def _prepare() -> None:
-    """Check the arguments and standard output, which gets its class."""
-    for argument in sys.argv[1:]:
+    """Check the arguments, in which ``~`` is the home directory, and standard output.
+
+    The current directory is searched for your code whether or not ``python -m`` started this.
+    """
+    here = str(Path.cwd())
+    if not sys.flags.safe_path and here not in sys.path:
+        sys.path.insert(0, here)
+    for number, argument in enumerate(sys.argv[1:], start=1):
         try:
             argument.encode()
         except UnicodeEncodeError:
@@ -126,6 +136,8 @@ def _prepare() -> None:
             raise ValueError(
                 f"argument {shown}: must be UTF-8, names of files, too; rename the file"
             ) from None
+        if match := _TILDE.fullmatch(argument):
+            sys.argv[number] = match[1] + str(Path(match[2]).expanduser())
     if sys.stdout is None:
         raise ValueError("standard output: closed; redirect it to a file, or to /dev/null")
     if sys.stdout is sys.__stdout__:

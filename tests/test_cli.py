@@ -65,6 +65,29 @@ for is_replaced in (False, True):
     assert result.returncode == 0
 
 
+def test_the_script_finds_modules_of_the_current_directory_and_of_home(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "bapo-megatron"  # as pip writes it
+    script.write_text(
+        "import sys\nfrom bapo_megatron import cli\n"
+        "from bapo_megatron.runtime.names import load_named\n"
+        "try:\n    cli.main()\nexcept SystemExit:\n"
+        "    print(load_named('my_losses:loss')(), *sys.argv[1:])\n"
+    )
+    (tmp_path / "my_losses.py").write_text("def loss(): return 7\n")
+    (tmp_path / "~").mkdir()
+    environment = {**os.environ, "HOME": "/home/me", "PYTHONPATH": str(REPOSITORY)}
+    result = subprocess.run(
+        [sys.executable, script, "--version", "--out=~/a", "~", "a~", "run_dir=~/b"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.splitlines()[-1] == "7 --version --out=/home/me/a /home/me a~ run_dir=~/b"
+
+
 def test_version_and_help_name_the_package_and_its_commands() -> None:
     assert run(["--version"]).stdout == f"bapo-megatron {bapo_megatron.__version__}\n"
     listed = run(["--help"], environment={"COLUMNS": "200"}).stdout

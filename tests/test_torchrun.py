@@ -147,6 +147,23 @@ def test_what_would_open_the_store_or_hide_it_is_refused(
         torchrun.main()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_term_exit_alike(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bapo_megatron import torchrun
+
+    def stopped(args: object) -> None:
+        raise torchrun.SignalException("", signal.Signals(number))
+
+    monkeypatch.setattr(sys, "argv", ["torchrun", "--nproc-per-node", "1", "never.py"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process stays as it is
+    monkeypatch.setattr(torchrun.rendezvous_handler_registry, "_registry", {})
+    monkeypatch.setattr(torchrun, "run", stopped)
+    with pytest.raises(SystemExit) as ended:  # a text: exit status 1
+        torchrun.main()
+    line = f"ended by {signal.Signals(number).name}; start all nodes of the run again"
+    assert ended.value.code == f"bapo-megatron: {line}"
+
+
 def test_after_the_first_signal_only_a_ctrl_c_that_follows_another_after_5_s_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

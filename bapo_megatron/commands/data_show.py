@@ -80,7 +80,13 @@ def inspect_data(config: RunConfig, num_rows: int) -> dict[str, Any]:
     train_sets = load_train_sets(config.data, renderer, config.reward.refused_answers)
     eval_answers = eval_reward(config.reward, config.eval).refused_answers
     eval_sets = [
-        load_eval_set(dataset, renderer, config.data.max_prompt_tokens, eval_answers)
+        load_eval_set(
+            dataset,
+            renderer,
+            config.data.max_prompt_tokens,
+            eval_answers,
+            has_environment=config.rollout.has_environment,
+        )
         for dataset in config.eval.sets
     ]
     shares: dict[str, float] = {}

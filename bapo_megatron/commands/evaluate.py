@@ -90,8 +90,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     load_kind(config.rollout.engine).check(config)
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
     renderer = ChatRenderer(tokenizer, config.data)
-    answers = eval_reward(config.reward, config.eval).refused_answers
-    sets = load_sets(config.eval, renderer, config.data.max_prompt_tokens, answers)
+    sets = load_sets(config, renderer)
     files = fingerprint(config.model.path)
     model = f"{config.model.path.name} ({config.model.dtype}, files {files})"
     with run_dir_locked(config.run_dir, "eval"):

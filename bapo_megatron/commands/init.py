@@ -18,13 +18,18 @@ def command(
     model: Annotated[Path, typer.Option(help="Directory of a Hugging Face model.")],
     data: Annotated[Path, typer.Option(help="Prompts with answers: jsonl, json or parquet.")],
     gpus: Annotated[
-        int, typer.Option(min=1, max=MAX_GPUS, help="GPUs in all, to train and to sample.")
+        int,
+        typer.Option(min=0, max=MAX_GPUS, help="GPUs to train and to sample; 0: a CPU."),
     ],
     gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
     node_gpus: Annotated[int, typer.Option(min=1, max=MAX_GPUS, help="GPUs per node.")] = 8,
     response_tokens: Annotated[
-        int, typer.Option(min=1, help="Longest response, as far as the model's positions go.")
-    ] = 8192,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest response, as far as the model's positions go: 8192, on a CPU 256.",
+        ),
+    ] = None,
     prompt_column: Annotated[str, typer.Option(help="Default: by the file's columns.")] = "",
     answer_column: Annotated[str, typer.Option(help="Default: by the file's columns.")] = "",
     ignore_field: IgnoreFieldOption = None,
@@ -40,6 +45,11 @@ def command(
     options = PlanOptions(gpu=gpu, node_gpus=node_gpus)
     typer.echo(
         write_first_config(
-            directory, policy, train_set, options, gpus=gpus, response_tokens=response_tokens
+            directory,
+            policy,
+            train_set,
+            options,
+            gpus=gpus,
+            response_tokens=response_tokens or (8192 if gpus else 256),
         )
     )

@@ -114,8 +114,9 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
     place = place if isinstance(place, str) else place(location)
     key = dotted(location)
     if details["type"] == "extra_forbidden":
-        return f"{place}: unknown key '{key}'; {_suggestion(location, root)}"
-    known = _find(key, root)
+        is_section = isinstance(details["input"], dict)
+        return f"{place}: unknown key '{key}'; {_suggestion(location, root, is_section)}"
+    known = find_key(key, root)
     if details["type"] == "missing":
         return f"{place}: missing key '{key}'; add it"
     if details["type"] == "value_error":
@@ -124,7 +125,7 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
         # A rule of a section begins with the key in it that the rule is about.
         name, _, rest = rule.partition(" ")
         inner = dotted((*location, name))
-        if _find(inner, root):
+        if find_key(inner, root):
             return f"{place}: '{inner}' {rest}"
         return f"{place}: '{key}' {rule}" if key else f"{place}: {rule}"
     rule, remedy = rule_of(details), "correct it"
@@ -135,14 +136,17 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
     return f"{place}: '{key}' {rule}, got {shown_value(details['input'])}; {remedy}"
 
 
-def _find(key: str, root: type[BaseModel]) -> KeyInfo | None:
+def find_key(key: str, root: type[BaseModel]) -> KeyInfo | None:
     """Return what is known of a key; what is one section or a list of them is listed as one."""
     names = (re.sub(r"\[\d+\]", "[]", key), re.sub(r"\[\d+\]", "", key))
     return next((known for known in describe_keys(root) if known.name in names), None)
 
 
-def _suggestion(location: Sequence[int | str], root: type[BaseModel]) -> str:
-    """What an unknown key may have meant: the nearest of its section, else of any section."""
+def _suggestion(location: Sequence[int | str], root: type[BaseModel], is_section: bool) -> str:
+    """What an unknown key may have meant: the nearest of its section, else of any section.
+
+    A section means no key that has one value.
+    """
     *parents, wanted = location
     section = root
     for part in parents:
@@ -151,9 +155,13 @@ def _suggestion(location: Sequence[int | str], root: type[BaseModel]) -> str:
             assert nested is not None, "only sections refuse unknown keys"
             section = nested[0]
     known = [key.name for key in describe_keys(root)]
-    nearby = {name: dotted([*parents, name]) for name in section.model_fields}
+    nearby = {
+        name: dotted([*parents, name])
+        for name, field in section.model_fields.items()
+        if not is_section or _nested_section(field.annotation)
+    }
     anywhere = {name.rpartition(".")[2]: name for name in reversed(known)}
-    for candidates in (nearby, anywhere):
-        for near in difflib.get_close_matches(str(wanted), candidates, n=1):
+    for candidates, cutoff in ((nearby, 0.6), ({} if is_section else anywhere, 0.75)):
+        for near in difflib.get_close_matches(str(wanted), candidates, 1, cutoff):
             return f"did you mean '{candidates[near]}'?"
     return f"its section's keys: {', '.join(section.model_fields)}"

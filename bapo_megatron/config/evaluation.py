@@ -26,7 +26,7 @@ class EvalSamplingConfig(Section):
     top_k: int = Field(-1, ge=-1)
     """Sample from the k likeliest tokens (evaluation only); -1: from all."""
     max_response_tokens: int = Field(4096, ge=1)
-    """Longest response."""
+    """Longest response; by default ``rollout.max_response_tokens``."""
 
 
 class EvalSetConfig(DatasetConfig):

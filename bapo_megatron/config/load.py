@@ -18,12 +18,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from bapo_megatron.config.describe import Place, explain
+from bapo_megatron.config.describe import Place, explain, find_key
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import Section
 from bapo_megatron.runtime.files import read_regular
 
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=(?P<value>.*)", re.DOTALL)
+_QUOTED = re.compile(r"""\s*["']""")
+"""The start of a text in quotes, whose escapes YAML reads."""
 _MAX_FILES = 20
 """Files of one chain of ``inherit``."""
 _MAX_SHOWN = 120
@@ -37,8 +39,8 @@ class ConfigError(ValueError):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read and validate the configuration of a run; every default is filled in.
 
-    An override is ``dotted.key=value`` with the value in YAML (``rollout.servers=[http://a:1]``);
-    nothing after the ``=`` is the empty text.
+    An override is ``dotted.key=value``. A text or path is taken as it is, unless it is in quotes or
+    ``null`` is a value of the key; other values are YAML (``rollout.servers=[http://a:1]``).
 
     Raises:
         ConfigError: A file is missing or not YAML, a key is unknown or missing, or a value breaks
@@ -107,7 +109,7 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, dict[
         return [(str(path), settings)]
     if not isinstance(base, str):
         raise ConfigError(f"{path}: 'inherit' must be one file name, got {base!r}; name one file")
-    return [*_read_files(path.parent / base, chain), (str(path), settings)]
+    return [*_read_files(path.parent / Path(base).expanduser(), chain), (str(path), settings)]
 
 
 def read_mapping(path: Path, asked_by: str = "") -> dict[str, Any]:
@@ -135,9 +137,19 @@ def _parse_override(override: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(
             f"{place}: must be dotted.key=value, such as rollout.temperature=0.6; correct it"
         )
-    setting = override if match["value"].strip() else f"{match['key']}=''"
-    remedy = "quote the value, or close its brackets"
-    return place, _parse(place, remedy, lambda: OmegaConf.from_dotlist([setting]))
+    text, is_quoted = match["value"], _QUOTED.match(match["value"]) is not None
+    known = find_key(match["key"], RunConfig)
+    kind, null, _ = known.type.partition(" | null") if known else ("", "", "")
+    settings: Any = text
+    if kind not in ("text", "path") or is_quoted or (null and text == "null"):
+        setting = f"value={text}" if text.strip() else "value=''"
+        remedy = "quote the value, or close its brackets"
+        value = _parse(place, remedy, lambda: OmegaConf.from_dotlist([setting]))["value"]
+        # A mapping of the user's may hold texts, too.
+        settings = text if known is None and isinstance(value, str) and not is_quoted else value
+    for part in reversed(match["key"].split(".")):
+        settings = {part: settings}
+    return place, settings
 
 
 def _parse(place: str | Path, remedy: str, load: Callable[[], Any]) -> Any:

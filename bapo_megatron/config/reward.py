@@ -62,7 +62,7 @@ class RewardFunctionConfig(Section):
     """Factor of its reward in the sum."""
     function: Annotated[
         str | None,
-        built_in_or_own(BUILT_IN_FUNCTIONS, "function", "; put a colon before the function's name"),
+        built_in_or_own(BUILT_IN_FUNCTIONS, "function"),
     ] = None
     """``math``, or ``package.module:function`` (a static method: ``package.module:Class.method``),
     run by the worker processes."""

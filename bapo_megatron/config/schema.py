@@ -12,7 +12,14 @@ import importlib
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, create_model, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.evaluation import EvalConfig
@@ -68,12 +75,13 @@ SHIFTED = ("grpo_no_std", "rloo", "opo")
 """Those whose baseline ``algorithm.baseline_shift`` moves: they are R minus a baseline."""
 
 
+_USUAL_NAMES = {name: f"the loss of {name.upper()} is clip" for name in ("grpo", "ppo")}
+
+
 class _AlgorithmKeys(Section):
     """The keys that do not belong to one objective."""
 
-    objective: Annotated[str, built_in_or_own(OBJECTIVES, "name", "; the loss of GRPO is clip")] = (
-        "bapo"
-    )
+    objective: Annotated[str, built_in_or_own(OBJECTIVES, "name", _USUAL_NAMES)] = "bapo"
     """The loss: ``bapo``; ``clip``, PPO's loss with fixed bounds, which is GRPO; ``none``, without
     a clip; another one of docs/objectives.md; or ``package.module:name``, your function or
     class."""
@@ -271,5 +279,14 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    eval: EvalConfig = EvalConfig()
+    eval: EvalConfig = Field(EvalConfig(), validate_default=True)
     log: LogConfig = LogConfig()
+
+    @field_validator("eval")
+    @classmethod
+    def _evaluate_as_long(cls, evaluation: EvalConfig, info: ValidationInfo) -> EvalConfig:
+        """Give evaluations the rollout's longest response where they set none."""
+        if "rollout" not in info.data or "max_response_tokens" in evaluation.model_fields_set:
+            return evaluation
+        limit = info.data["rollout"].max_response_tokens
+        return evaluation.model_copy(update={"max_response_tokens": limit})

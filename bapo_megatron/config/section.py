@@ -1,9 +1,12 @@
 """The base of every section of the configuration, and what several sections share."""
 
+import difflib
 import ipaddress
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Self
 from urllib.parse import SplitResult, urlsplit
 
@@ -20,18 +23,21 @@ MAX_INTEGER = 2**53
 
 
 def _named(path: Any) -> Any:
-    if path == "":  # it would be the current directory
+    if isinstance(path, str) and not path.strip():  # it would be the current directory
         raise ValueError("must be a path, got ''; name one (is a variable not set?)")
     return path
 
 
-AbsolutePath = Annotated[
+HomePath = Annotated[
     Path,
     BeforeValidator(_named),
-    AfterValidator(lambda path: Path(os.path.expanduser(path)).absolute()),  # noqa: PTH111
+    AfterValidator(lambda path: Path(os.path.expanduser(path))),  # noqa: PTH111
 ]
-"""A path that is made absolute when it is read: user code may change the working directory. ``~``
-is the user's home directory. Symbolic links stay."""
+"""A path in which ``~`` is the user's home directory."""
+
+AbsolutePath = Annotated[HomePath, AfterValidator(Path.absolute)]
+"""One that is made absolute when it is read: user code may change the working directory. Symbolic
+links stay."""
 
 SET_TAG, LIST_TAG = "<set>", "<list>"
 """What validation puts between the keys of a value that is one section or a list of them."""
@@ -57,14 +63,23 @@ class Section(BaseModel):
         return self
 
 
-def built_in_or_own(built_in: tuple[str, ...], kind: str, remedy: str = "") -> AfterValidator:
-    """Accept the names ``built_in``, and ``package.module:object`` of a ``kind`` for messages."""
+def built_in_or_own(
+    built_in: tuple[str, ...], kind: str, remedies: Mapping[str, str] = MappingProxyType({})
+) -> AfterValidator:
+    """Accept the names ``built_in``, and ``package.module:object`` of a ``kind`` for messages.
+
+    ``remedies`` are for names that people try; others are told the nearest one.
+    """
 
     def check(name: str | None) -> str | None:
         if name is None or name in built_in or _NAMED_OBJECT.fullmatch(name):
             return name
         wanted = f"{', '.join(built_in)} or package.module:{kind}"
-        raise ValueError(f"must be {wanted}, got '{name}'{remedy}")
+        remedy = "correct it" if ":" in name else f"put a colon before the {kind.lower()}'s name"
+        for near in difflib.get_close_matches(name, built_in, n=1):
+            remedy = f"did you mean '{near}'?"
+        remedy = remedies.get(name.lower(), remedy)
+        raise ValueError(f"must be {wanted}, got '{name}'; {remedy}")
 
     return AfterValidator(check)
 

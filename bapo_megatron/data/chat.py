@@ -17,6 +17,8 @@ Message = dict[str, str]
 """A chat message: ``role`` and ``content``."""
 
 _TEXTS_PER_CALL = 1000
+_MARK = re.compile(r"<[|｜][^\s<>|｜]{1,40}[|｜]>|<start_of_turn>|\[INST\]")
+"""Marks of templates: ``<|im_start|>``, ``<｜User｜>``, Gemma's, Llama 2's and Mistral's."""
 _ANSWER = "4ecb5f"
 """An assistant's message that no template writes by itself."""
 
@@ -118,6 +120,14 @@ class ChatRenderer:
         if not text:
             raise ValueError("is left out by the chat template, which renders nothing")
         return text
+
+    def template_mark(self, question: str | Sequence[Message]) -> str:
+        """Return the first mark of a chat template, any model's, in a question; empty without one.
+
+        Such a question has probably been rendered already.
+        """
+        contents = [question] if isinstance(question, str) else [m["content"] for m in question]
+        return next((mark[0] for text in contents if (mark := _MARK.search(text))), "")
 
     def token_ids(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Tokenise rendered conversations.

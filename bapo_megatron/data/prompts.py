@@ -14,7 +14,14 @@ from typing import Any
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.data.chat import ChatRenderer
-from bapo_megatron.data.rows import DataError, EmptyAnswerError, RowFormat, read_rows, recognise
+from bapo_megatron.data.rows import (
+    DataError,
+    EmptyAnswerError,
+    Row,
+    RowFormat,
+    read_rows,
+    recognise,
+)
 from bapo_megatron.types import Prompt
 
 _LOG = logging.getLogger(__name__)
@@ -46,6 +53,8 @@ class SetReport:
     num_duplicates: int = 0
     """Rows, neither bad nor too long, whose rendered prompt an earlier row has."""
     duplicates_dropped: bool = False
+    duplicates_reason: str = "data.on_duplicate"
+    """Why they stay or were left out."""
     num_contradictions: int = 0
     """Rendered prompts whose rows have different answers."""
     first_contradiction: str = ""
@@ -55,6 +64,10 @@ class SetReport:
     num_common: int = 0
     """Prompts with this reference."""
     num_kept: int = 0
+    num_rendered: int = 0
+    """Good rows whose question contains marks of a chat template, which is applied all the same."""
+    first_rendered: str = ""
+    """Prompt id and mark of the first such row; empty without one."""
     dropped_columns: tuple[str, ...] = ()
     """Columns that reward functions do not get, because they hold bytes."""
 
@@ -77,15 +90,21 @@ class SetReport:
         if self.num_too_long:
             lines.append(f"{self.too_long()} and were left out (data.max_prompt_tokens)")
         if self.num_duplicates:
-            action = "were left out" if self.duplicates_dropped else "stay (data.on_duplicate)"
+            action = "were left out" if self.duplicates_dropped else "stay"
             lines.append(
                 f"{self.num_duplicates} of {self.num_rows} rows repeat the prompt of an earlier "
-                f"one and {action}"
+                f"one and {action} ({self.duplicates_reason})"
             )
         if self.num_contradictions:
             lines.append(
                 f"{self.num_contradictions} prompts have rows with different answers, the first: "
                 f"{self.first_contradiction}"
+            )
+        if self.num_rendered:
+            lines.append(
+                f"{self.num_rendered} of {self.num_rows} prompts contain the marks of a chat "
+                f"template, which is applied to them again, the first: {self.first_rendered}; give "
+                "bare questions, or a data.chat_template that prints messages[-1].content alone"
             )
         if self.dropped_columns:
             lines.append(
@@ -122,10 +141,21 @@ def load_eval_set(
     renderer: ChatRenderer,
     max_prompt_tokens: int,
     no_answers: Sequence[str] = (),
+    *,
+    has_environment: bool = False,
 ) -> PromptSet:
-    """Read and render an evaluation set, of which no prompt may be left out; see ``load_set``."""
-    data = DataConfig(max_prompt_tokens=max_prompt_tokens)
-    loaded = load_set(dataset, renderer, data, no_answers=no_answers)
+    """Read and render an evaluation set, each distinct prompt once; see ``load_set``.
+
+    No distinct prompt may be left out. ``has_environment``: rows with one prompt are different
+    problems, since an environment reads the other columns.
+    """
+    reason = "an evaluation has each prompt once, sampled eval.samples_per_prompt times"
+    if has_environment:
+        reason = "an environment may read their other columns"
+    data = DataConfig(
+        max_prompt_tokens=max_prompt_tokens, on_duplicate="keep" if has_environment else "drop"
+    )
+    loaded = load_set(dataset, renderer, data, no_answers=no_answers, duplicates_reason=reason)
     report = loaded.report
     if report.num_no_answer:
         raise DataError(
@@ -183,6 +213,8 @@ def load_set(
     data: DataConfig,
     weight: float = 1.0,
     no_answers: Sequence[str] = (),
+    *,
+    duplicates_reason: str = "data.on_duplicate",
 ) -> PromptSet:
     """Read and render the prompts of a set, in its order, by the rules of ``data``.
 
@@ -197,6 +229,7 @@ def load_set(
         dataset.row_format,
         max_prompt_tokens=data.max_prompt_tokens,
         duplicates_dropped=data.on_duplicate == "drop",
+        duplicates_reason=duplicates_reason,
     )
     skips_bad = data.on_bad_row == "skip"
     rows = list(_read(dataset, renderer, report, no_answers, skips_bad=skips_bad))
@@ -251,22 +284,19 @@ def _read(
     @cache
     def render(question: str) -> str:
         """The text of a question given as JSON: each distinct one is rendered once."""
-        return renderer.text(json.loads(question))
+        text = renderer.text(json.loads(question))
+        if mark := renderer.template_mark(json.loads(question)):
+            marks[text] = mark
+        return text
 
     refused, unusable = set(map(_letters, no_answers)), Counter[str]()
+    marks: dict[str, str] = {}
     seen: set[str] = set()
     dropped: set[str] = set()
     for row in read_rows(dataset):
         report.num_rows += 1
         try:
-            if row.fields is None:
-                raise DataError(f"{row.place}: {row.problem}; correct or remove it")
-            row_format = row_format or recognise(dataset, row.fields)
-            if row_format is None:
-                raise DataError(
-                    f"{row.place}: the columns {', '.join(row.fields) or '(none)'} are of no known "
-                    "format; set prompt_column and answer_column (docs/data.md)"
-                )
+            row_format = _recognised(dataset, row, row_format)
             report.row_format = row_format.name
             text, answer, rest = row_format.read(
                 row, dataset.row_columns, dropped, lambda question: render(json.dumps(question))
@@ -283,12 +313,28 @@ def _read(
         if _letters(answer) in refused:
             unusable[answer] += 1
             continue
+        if text in marks:
+            report.num_rendered += 1
+            report.first_rendered = report.first_rendered or f"{row.prompt_id} has {marks[text]}"
         if report.duplicates_dropped and text in seen:
             rest = {}  # a gigabyte in a set that repeats its prompts
         seen.add(text)
         yield row.prompt_id, text, answer, rest
     report.dropped_columns = tuple(sorted(dropped))
     report.num_no_answer, report.no_answers = unusable.total(), dict(unusable.most_common(5))
+
+
+def _recognised(dataset: DatasetConfig, row: Row, row_format: RowFormat | None) -> RowFormat:
+    """Return the format of a readable row: that of the rows before it, if any."""
+    if row.fields is None:
+        raise DataError(f"{row.place}: {row.problem}; correct or remove it")
+    row_format = row_format or recognise(dataset, row.fields)
+    if row_format is None:
+        raise DataError(
+            f"{row.place}: the columns {', '.join(row.fields) or '(none)'} are of no known format; "
+            "set prompt_column and answer_column (docs/data.md)"
+        )
+    return row_format
 
 
 def _letters(answer: str) -> str:

@@ -28,6 +28,11 @@ _BATCH_ROWS = 1024
 """Rows that are held as Python values at a time; a row may have columns of megabytes."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$]+))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
+"""The start of chat messages that are JSON inside a text."""
+_QUESTIONS = ("prompt", "question", "problem")
+_ANSWERS = ("answer", "label", "solutions")
+"""Columns that ``auto`` takes, whatever their case; ``label`` is slime's, ``solutions`` AReaL's."""
 _NOT_JSON = object()
 
 
@@ -268,27 +273,31 @@ def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | 
         return RowFormat(
             "columns", dataset.prompt_column or "prompt", dataset.answer_column or "answer"
         )
-    has_answer = fields.get("answer") is not None
+    # AIME files have "Problem" and "Answer".
+    names = {name.lower(): name for name in reversed(list(fields))}
+    problem, answer = names.get("problem", "problem"), names.get("answer", "answer")
+    has_answer = fields.get(answer) is not None
     formats = {
         "verl": RowFormat("verl", "prompt", "reward_model.ground_truth"),
         "gsm8k": RowFormat("gsm8k", "question", "answer", worked_answer),
-        "math": RowFormat("math", "problem", "solution", boxed_answer),
+        "math": RowFormat("math", problem, names.get("solution", "solution"), boxed_answer),
     }
     if has_answer:
-        formats["math"] = RowFormat("math", "problem", "answer")
+        formats["math"] = RowFormat("math", problem, answer)
     if dataset.row_format != "auto":
         return formats[dataset.row_format]
-    truth = fields.get("reward_model")
-    if "prompt" in fields and isinstance(truth, dict) and "ground_truth" in truth:
+    truth = _struct(fields.get("reward_model"))
+    if "prompt" in fields and truth is not None and "ground_truth" in truth:
         return formats["verl"]
     if "question" in fields and _marked_answer(fields.get("answer")):
         return formats["gsm8k"]
-    if "problem" in fields and (has_answer or "solution" in fields):
+    if problem in fields and (has_answer or "solution" in names):
         return formats["math"]
-    question = next((name for name in ("prompt", "question") if name in fields), None)
-    if question and "answer" in fields:
-        return RowFormat("columns", question, "answer")
-    return None
+    question, reference = (
+        next((names[name] for name in known if name in names), "")
+        for known in (_QUESTIONS, _ANSWERS)
+    )
+    return RowFormat("columns", question, reference) if question and reference else None
 
 
 def _take(row: Row, column: str, setting: str, present: str) -> Any:
@@ -298,16 +307,29 @@ def _take(row: Row, column: str, setting: str, present: str) -> Any:
         return fields.pop(column)
     *parents, leaf = column.split(".")
     for part in parents:
-        fields = fields.get(part) if isinstance(fields, dict) else None
-    if not isinstance(fields, dict) or leaf not in fields:
+        inner = _struct(fields.get(part)) if fields is not None else None
+        if inner is not None:
+            fields[part] = inner  # no JSON text any more
+        fields = inner
+    if fields is None or leaf not in fields:
         raise DataError(
             f"{row.place}: no column '{column}', only {present}; correct the data, or set {setting}"
         )
     return fields.pop(leaf)
 
 
+def _struct(value: Any) -> dict[str, Any] | None:
+    """A struct, which may be JSON inside a text; None for any other value."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = _parse_json(value)
+    return value if isinstance(value, dict) else None
+
+
 def _parse_question(value: Any) -> str | list[Message]:
     if isinstance(value, str):
+        messages = _parse_json(value) if _JSON_MESSAGES.match(value) else None
+        if isinstance(messages, list):
+            return _parse_question(messages)
         if not value.strip():
             raise ValueError("must be a question, got an empty text")
         return _utf8(value)
@@ -316,7 +338,7 @@ def _parse_question(value: Any) -> str | list[Message]:
     messages = []
     for message in value:
         fields = message if isinstance(message, dict) else {}
-        role, content = fields.get("role"), fields.get("content")
+        role, content = fields.get("role"), _joined(fields.get("content"))
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(
                 f"must hold messages with role and content, got {shown_value(message)}"
@@ -328,6 +350,15 @@ def _parse_question(value: Any) -> str | list[Message]:
             f"{shown_value(content)}"
         )
     return messages
+
+
+def _joined(content: Any) -> Any:
+    """The text of a message's content that is a list of parts, if all are texts."""
+    is_text = isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    )
+    return "".join(part["text"] for part in content) if content and is_text else content
 
 
 def _utf8(text: str) -> str:

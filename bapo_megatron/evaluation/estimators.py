@@ -186,13 +186,14 @@ def _resampled_means(values_PM: np.ndarray, num_resamples: int, seed: int) -> np
     return np.concatenate(means)
 
 
-def difference_over_seeds(differences_S: np.ndarray) -> PairedDifference:
+def difference_over_seeds(differences_S: np.ndarray, limit: float = math.inf) -> PairedDifference:
     """Compare two groups of runs seed by seed, by Student's paired t-test.
 
     Values that are all equal tell nothing of their spread: p is then 0, or 1 where they are 0.
 
     Args:
         differences_S: [S] float64 with S ≥ 2, the second group's score minus the first's.
+        limit: Largest absolute difference that is possible: 1 for scores in [0, 1].
     """
     from scipy import special  # takes a fifth of a second
 
@@ -203,21 +204,27 @@ def difference_over_seeds(differences_S: np.ndarray) -> PairedDifference:
         p_value = 0.0
     else:
         p_value = 2 * float(special.stdtr(len(differences_S) - 1, -abs(mean) / error))
-    return PairedDifference(mean, *student_interval(differences_S), p_value)
+    ends = student_interval(differences_S, limits=(-limit, limit))
+    return PairedDifference(mean, *ends, p_value)
 
 
-def student_interval(values_S: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+def student_interval(
+    values_S: np.ndarray, level: float = 0.95, limits: tuple[float, float] = (-math.inf, math.inf)
+) -> tuple[float, float]:
     """Return the ends of Student's interval of the mean: x̄ ± t · s / √S with S − 1 degrees.
+
+    An end beyond the limits is cut to them, which leaves the coverage as it is.
 
     Args:
         values_S: [S] float64 with S ≥ 2.
         level: Share of such intervals that cover the true mean, if the values are normal.
+        limits: Least and greatest value that the mean can have.
     """
     from scipy import special
 
     mean, error = float(values_S.mean()), _standard_error(values_S)
     half = error * float(special.stdtrit(len(values_S) - 1, (1 + level) / 2))
-    return mean - half, mean + half
+    return max(mean - half, limits[0]), min(mean + half, limits[1])
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

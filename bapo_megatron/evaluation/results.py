@@ -171,6 +171,17 @@ def is_shown(name: str, problems: Sequence[EvalProblem]) -> bool:
     )
 
 
+def limits_of(name: str, problems: Sequence[EvalProblem]) -> tuple[float, float]:
+    """Return the least and the greatest value that a score can have.
+
+    They are 0 and 1, except for avg@n where a reward is outside.
+    """
+    is_share = not name.startswith("avg@") or all(
+        0 <= reward <= 1 for problem in problems for reward in problem.rewards
+    )
+    return (0.0, 1.0) if is_share else (-math.inf, math.inf)
+
+
 def votes_pool(config: RewardConfig) -> RewardPool:
     """Make the pool that compares answers, by the function ``math`` whatever functions reward."""
     return RewardPool(config.workers, config.timeout_s, memory_limit_mb=config.memory_limit_mb)

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, StrictBool, StrictInt
 
-from bapo_megatron.config.evaluation import MAX_SAMPLES, EvalConfig, EvalSamplingConfig, eval_reward
+from bapo_megatron.config.evaluation import MAX_SAMPLES, EvalSamplingConfig, eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import MAX_INTEGER
@@ -82,12 +82,7 @@ class EvalSet:
 
 
 def load_sets(
-    config: EvalConfig,
-    renderer: ChatRenderer,
-    max_prompt_tokens: int,
-    no_answers: Sequence[str] = (),
-    *,
-    warns: bool = True,
+    config: RunConfig, renderer: ChatRenderer, *, warns: bool = True
 ) -> tuple[EvalSet, ...]:
     """Read every set of ``eval.sets``; ``warns``: log what a user should know about them.
 
@@ -96,9 +91,16 @@ def load_sets(
         OSError: A file cannot be read.
     """
     sets = []
-    for dataset in config.sets:
-        sampling = config.sampling_of(dataset)
-        loaded = load_eval_set(dataset, renderer, max_prompt_tokens, no_answers)
+    no_answers = eval_reward(config.reward, config.eval).refused_answers
+    for dataset in config.eval.sets:
+        sampling = config.eval.sampling_of(dataset)
+        loaded = load_eval_set(
+            dataset,
+            renderer,
+            config.data.max_prompt_tokens,
+            no_answers,
+            has_environment=config.rollout.has_environment,
+        )
         if warns:
             log_warnings([loaded])
         sets.append(EvalSet(dataset.label, loaded.prompts[: sampling.max_prompts], sampling))

@@ -168,13 +168,7 @@ class Collector:
             BatchPlan(run.seed, run.train.steps, run.algorithm.updates_per_batch),
             self._report,
         )
-        sets = load_sets(
-            run.eval,
-            renderer,
-            run.data.max_prompt_tokens,
-            eval_reward(run.reward, run.eval).refused_answers,
-            warns=request.for_training,
-        )
+        sets = load_sets(run, renderer, warns=request.for_training)
         for overlap in find_overlaps(train_sets, [(s.name, s.prompts) for s in sets]):
             _LOG.warning("%s", overlap.warning())
         self._evaluator = Evaluator(

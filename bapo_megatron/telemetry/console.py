@@ -175,7 +175,8 @@ class ProgressLine:
     def __init__(self) -> None:
         self._console = _VisibleConsole(stderr=True)
         self._status = self._console.status("starting") if self._console.is_terminal else None
-        self._last_print_s = time.monotonic()
+        self._text, self._last_print_s = "", time.monotonic()
+        """Without a terminal, the newest line: an equal one is not printed again."""
         self._file: Path | None = None
 
     def __enter__(self) -> Self:
@@ -195,13 +196,13 @@ class ProgressLine:
         """Show the progress, such as ``rollout 12: 40/64 groups, 2100 tokens/s``."""
         if self._status is not None:
             self._status.update(Text(visible(text)))
-        elif time.monotonic() - self._last_print_s >= _PLAIN_INTERVAL_S:
+        elif text != self._text and time.monotonic() - self._last_print_s >= _PLAIN_INTERVAL_S:
             with suppress(OSError):  # no run ends because the disk is too full to say how it goes
                 if self._file is None:
                     self._console.print(Text(visible(text)), soft_wrap=True)
                 else:
                     self._file.write_text(f"{text}\n", encoding="utf-8")
-            self._last_print_s = time.monotonic()
+            self._text, self._last_print_s = text, time.monotonic()
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def batch_metrics(batch: RolloutBatch, phase_s: dict[str, float]) -> dict[str, f
     if total_s > 0:
         tokens = sum(sample.num_sampled for sample in batch.samples)
         values["throughput/tokens_per_s"] = tokens / total_s
-    if batch.stats.generation_s > 0:
+    if batch.stats.generated_tokens and batch.stats.generation_s > 0:
         rate = batch.stats.generated_tokens / batch.stats.generation_s
         values["throughput/generated_tokens_per_s"] = rate
     return values

@@ -40,7 +40,8 @@ _EVALUATION_TIME = "time/evaluation_s"
 
 _MAX_VALUE = 1e150
 """Limit of a metric: sums and differences of such stay finite, also where figures make them."""
-_Metric = Annotated[float, Field(ge=-_MAX_VALUE, le=_MAX_VALUE)]
+_Metric = Annotated[int | float, Field(ge=-_MAX_VALUE, le=_MAX_VALUE)]
+"""Whole numbers stay whole where a resumed run writes rows again."""
 
 
 class SampleRow(NamedTuple):
@@ -217,6 +218,8 @@ class WeightsAndBiases:
                 quiet=True,  # else the end of a run is thirty lines of its numbers
             ),
         )
+        # Not W&B's own count, which only grows: steps are trained again after a crash.
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to every curve and, where it is due, a table of samples."""
@@ -225,7 +228,7 @@ class WeightsAndBiases:
         if is_due and (rows := self._rows(step)):
             columns, cells = list(SampleRow._fields), [list(row) for row in rows]
             logged["samples"] = self._make_table(columns=columns, data=cells)
-        self._run.log(logged, step=step)
+        self._run.log({"step": step, **logged})
 
     def _rows(self, step: int) -> Sequence[SampleRow]:
         """Return samples of a step; none any more after they could not be read."""

@@ -4,6 +4,7 @@ Shape legend: P = problems, S = seeds, M = estimates.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,12 @@ from bapo_megatron.evaluation.estimators import (
     paired_difference,
     student_interval,
 )
-from bapo_megatron.evaluation.results import is_shown, read_results, values_by_problem
+from bapo_megatron.evaluation.results import (
+    is_shown,
+    limits_of,
+    read_results,
+    values_by_problem,
+)
 from bapo_megatron.evaluation.samples import ResultsError
 from bapo_megatron.types import EvalProblem, EvalResult
 
@@ -236,7 +242,12 @@ def group_scores(group: ResultsBySeed) -> list[GroupScore]:
         if all(key in scores for scores in by_seed.values()):
             values = {seed: scores[key] for seed, scores in by_seed.items()}
             values_S = np.array(list(values.values()))
-            low, high = student_interval(values_S) if len(values) > 1 else (None, None)
+            all_results = (result for results in group.values() for result in results)
+            problems = [p for r in all_results if r.name == key[0] for p in r.problems]
+            limits = limits_of(key[1], problems)
+            low, high = (
+                student_interval(values_S, limits=limits) if len(values) > 1 else (None, None)
+            )
             group_scores.append(GroupScore(*key, values, float(values_S.mean()), low, high))
     return group_scores
 
@@ -248,7 +259,9 @@ def _scores_over_seeds(pairs: Sequence[_Pair]) -> list[ScoreDifference]:
         if all(name in pair.estimates for pair in pairs):
             means = [[value_P.mean() for value_P in pair.estimates[name]] for pair in pairs]
             first_S, second_S = np.array(means).T
-            paired = difference_over_seeds(second_S - first_S)
+            values_P = np.concatenate([v_P for pair in pairs for v_P in pair.estimates[name]])
+            limit = 1.0 if values_P.min() >= 0 and values_P.max() <= 1 else math.inf
+            paired = difference_over_seeds(second_S - first_S, limit)
             scores.append(_score(name, first_S, second_S, paired))
     return scores
 

@@ -22,11 +22,13 @@ from bapo_megatron.config.settings import flat_settings
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.prompts import PromptSet, load_train_sets
 from bapo_megatron.data.rows import DataError, Row, RowFormat, read_rows, recognise
+from bapo_megatron.engine.load import load_kind
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.telemetry.console import say
-from bapo_megatron.tools.planning.plan import Plan, PlanOptions, choose_layout
+from bapo_megatron.tools.planning.memory import model_parameters
+from bapo_megatron.tools.planning.plan import Plan, PlanOptions, choose_layout, with_values
 
 FILE_NAME = "run.yaml"
 """The configuration in DIR."""
@@ -37,6 +39,8 @@ _MICRO_BATCH_TOKENS = 16384
 _TOKENS_MULTIPLE = 64
 """Limits of tokens are rounded up to a multiple of it."""
 _MAX_GROUPS_PER_STEP = 64
+_CPU_GROUPS_PER_STEP = 8
+_CPU_MICRO_BATCH_TOKENS = 2048
 _UPDATES_PER_BATCH = 4
 _LONG_ANSWER_CHARS = 100
 """A longer answer is hardly a number or a formula."""
@@ -69,6 +73,8 @@ def write_first_config(
 ) -> str:
     """Write ``directory/run.yaml``, a commented configuration; return what to run next.
 
+    Without GPUs, one rank trains on the CPU and samples by itself.
+
     Raises:
         ValueError: The file exists, the model or the data cannot be used, or nothing fits the GPUs.
     """
@@ -77,7 +83,11 @@ def write_first_config(
         raise ValueError(f"{target}: exists and is not overwritten; remove it, or give another DIR")
     inputs = _read_inputs(model, train_set)
     draft = _draft(directory, model, inputs, response_tokens)
-    config, plan = choose_layout(draft, inputs.hf, options, gpus)
+    plan: Plan | None = None
+    if gpus:
+        config, plan = choose_layout(draft, inputs.hf, options, gpus)
+    else:
+        config = _on_cpu(draft)
     text = _as_yaml(config, inputs, plan, gpus)
     settings = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
     written = parse_section(RunConfig, settings, str(target))
@@ -164,25 +174,44 @@ def _draft(directory: Path, model: ModelConfig, inputs: _Inputs, response_tokens
     )
 
 
-def _as_yaml(config: RunConfig, inputs: _Inputs, plan: Plan, gpus: int) -> str:
+def _on_cpu(draft: RunConfig) -> RunConfig:
+    """The configuration for one rank without a GPU: float32, small batches, no server."""
+    longest = draft.data.max_prompt_tokens + draft.rollout.max_response_tokens
+    tokens = max(_CPU_MICRO_BATCH_TOKENS, _rounded_up(longest, _TOKENS_MULTIPLE))
+    config = with_values(
+        draft,
+        model={"dtype": "float32"},
+        rollout={
+            "engine": "local",
+            "groups_per_step": min(draft.rollout.groups_per_step, _CPU_GROUPS_PER_STEP),
+        },
+        train={"max_tokens_per_micro_batch": tokens},
+    )
+    load_kind("local").check(config)
+    return config
+
+
+def _as_yaml(config: RunConfig, inputs: _Inputs, plan: Plan | None, gpus: int) -> str:
     """The file: the keys of ``_reasons``, if they are always shown or have no default value."""
     changed = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
     values = flat_settings(config)
     values["reward.functions"] = [{"name": "math", "function": "math"}]
-    needed_gb = max(plan.worst_stage.total_bytes, plan.sampling_bytes) / 1e9
-    hardware, response = plan.assumptions, config.rollout.max_response_tokens
-    needs = f"{needed_gb:.0f} of {hardware.gpu_memory_bytes / 1e9:.0f} GB on the fullest GPU"
-    is_colocated = hardware.placement == "colocated"
-    division = "sampling in turns" if is_colocated else "the others sample"
-    lines = [
-        f"# By `bapo-megatron init` for {gpus} {hardware.gpu.name}: {plan.gpus} train, {division}.",
-        f"# `plan`: {needs}.",
+    lines = ["# By `bapo-megatron init` for a CPU: one process trains and samples in turns."]
+    if plan is not None:
+        needed_gb = max(plan.worst_stage.total_bytes, plan.sampling_bytes) / 1e9
+        hardware = plan.assumptions
+        needs = f"{needed_gb:.0f} of {hardware.gpu_memory_bytes / 1e9:.0f} GB on the fullest GPU"
+        is_colocated = hardware.placement == "colocated"
+        division = "sampling in turns" if is_colocated else "the others sample"
+        place = f"{gpus} {hardware.gpu.name}: {plan.gpus} train, {division}"
+        lines = [f"# By `bapo-megatron init` for {place}.", f"# `plan`: {needs}."]
+    lines += [
         "# Paths are relative to the directory in which commands are run. All keys with their",
         "# meaning: bapo-megatron config",
     ]
     above: list[str] = []
-    for key, why in _reasons(config, inputs, plan).items():
-        if key not in changed and key not in _ALWAYS:
+    for key, why in _reasons(config, inputs).items():
+        if key not in changed and (key not in _ALWAYS or (plan is None and "server" in key)):
             continue
         *parents, name = key.split(".")
         for depth, section in enumerate(parents):
@@ -193,7 +222,7 @@ def _as_yaml(config: RunConfig, inputs: _Inputs, plan: Plan, gpus: int) -> str:
         lines.append(f"{line:<35} # {why}" if why else line)
     lines += [
         "# For held-out accuracy add another file, of the same format as the training data:",
-        f"# eval: {{sets: [{{path: FILE}}], every_steps: 10, max_response_tokens: {response}}}",
+        "# eval: {sets: [{path: FILE}], every_steps: 10}",
     ]
     return "".join(f"{line}\n" for line in lines)
 
@@ -207,10 +236,14 @@ _ALWAYS = {
 """Keys that are written even with their default."""
 
 
-def _reasons(config: RunConfig, inputs: _Inputs, plan: Plan) -> dict[str, str]:
+def _reasons(config: RunConfig, inputs: _Inputs) -> dict[str, str]:
     """The keys of the file in their order, each with the reason for its value."""
     report, row_format, prompts = inputs.prompts.report, inputs.row_format, inputs.prompts.prompts
-    stored = f"its config.json says {shown_value(inputs.stored_dtype)}"
+    stored = "its config.json names none"
+    if inputs.stored_dtype:
+        stored = f"its config.json says {shown_value(inputs.stored_dtype)}"
+    if config.rollout.engine == "local":
+        stored = "faster on a CPU than bfloat16"
     columns = f"columns {row_format.prompt_column} and {row_format.answer_column}"
     num_long = sum(len(prompt.answer) > _LONG_ANSWER_CHARS for prompt in prompts)
     grading = "1 if the answer is right, else 0; or package.module:function"
@@ -219,8 +252,8 @@ def _reasons(config: RunConfig, inputs: _Inputs, plan: Plan) -> dict[str, str]:
     return {
         "name": "",
         "run_dir": "everything that the run writes; one run each",
-        "model.path": f"{plan.model_parameters:,} parameters",
-        "model.dtype": stored if inputs.stored_dtype else "its config.json names none",
+        "model.path": f"{model_parameters(inputs.hf):,} parameters",
+        "model.dtype": stored,
         "model.ignored_config_fields": "by --ignore-field",
         "parallel.tensor": "",
         "parallel.sequence": "divides what lies between the GEMMs, too",
@@ -238,6 +271,7 @@ def _reasons(config: RunConfig, inputs: _Inputs, plan: Plan) -> dict[str, str]:
         "rollout.groups_per_step": "prompts per step",
         "rollout.samples_per_group": "responses per prompt, compared with each other",
         "rollout.max_response_tokens": f"of {inputs.hf.max_position_embeddings:,} positions",
+        "rollout.engine": "samples in the trainer's process, without a server",
         "rollout.colocated": "servers release their memory while the trainer works",
         "rollout.weight_sync.method": "NCCL cannot place two ranks on one GPU",
         "rollout.async_steps": "sample the next step meanwhile",
@@ -255,9 +289,12 @@ def _reasons(config: RunConfig, inputs: _Inputs, plan: Plan) -> dict[str, str]:
     }
 
 
-def _next_commands(target: Path, plan: Plan, gpus: int) -> str:
-    run, node_gpus = "python -m bapo_megatron", plan.assumptions.node_gpus
-    file, ranks = shlex.quote(str(target)), plan.layout.gpus
+def _next_commands(target: Path, plan: Plan | None, gpus: int) -> str:
+    run, file = "python -m bapo_megatron", shlex.quote(str(target))
+    if plan is None:
+        commands = ("data show {}", "config {}", "train {} --resume")
+        return "\n".join(f"{run} {command.format(file)}" for command in commands)
+    node_gpus, ranks = plan.assumptions.node_gpus, plan.layout.gpus
     hardware = f"--gpus {ranks} --gpu {plan.assumptions.gpu.name}"
     if node_gpus != PlanOptions().node_gpus:
         hardware += f" --node-gpus {node_gpus}"

@@ -182,7 +182,7 @@ class Run:
         if config.resume:
             with fail_together(self._groups, StoppedError):
                 self.progress = self.checkpoints.load()
-        with self.timer.phase("server_start"):
+        with self.timer.phase("engine_start"):
             self.generation.wait_ready()
         self.generation.check()
         if self.generation.source is not None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -14,6 +15,7 @@ from rich.table import Table
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.settings import public_settings
 from bapo_megatron.data.dump import dump_path, read_batch, texts_by_sample
+from bapo_megatron.rollout.evaluation import results_file
 from bapo_megatron.runtime.distributed import ProcessGroups, gather_objects
 from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.runtime.gpus import peak_flops, recognize_gpu
@@ -162,23 +164,45 @@ def report_run(config: RunConfig, progress: RunProgress, phase_s: dict[str, floa
     }
     atomic_write_text(config.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     if config.log.console:
-        show(_table(f"{config.run_dir}, seed {config.seed}", summary))
+        show(_table(config, summary))
     if progress.updates == 0:
         say(
             "nothing was trained: all updates were skipped; see reward/mixed_groups, "
             "rollout/masked_token_share and train/nonfinite_tokens in "
             f"{config.run_dir / 'metrics.jsonl'}"
         )
+    if config.log.console:
+        for line in next_steps(config):
+            show(line)
 
 
-def _table(title: str, summary: Mapping[str, Any]) -> Table:
-    table = Table(title=title, show_header=False)
+def next_steps(config: RunConfig) -> list[str]:
+    """Return what to do with a finished run, as lines: where the model is, and commands."""
+    here, run = Path.cwd(), config.run_dir
+    run = run.relative_to(here) if run.is_relative_to(here) else run
+    scores = [results_file(run, name) for name in ("start", f"step_{config.train.steps:06d}")]
+    commands = [["report", str(run)]]
+    if config.checkpoint.at_end:
+        sets = [] if config.eval.sets else ["eval.sets=[{path: FILE}]"]
+        places = [f"model.path={run}/hf", f"run_dir={run}-eval"]
+        commands.append(["eval", str(run / "config.yaml"), *places, *sets])
+    if all(path.exists() for path in scores):
+        commands.append(["compare", *map(str, scores)])
+    model = [f"the trained model: {run}/hf"] if config.checkpoint.at_end else []
+    return [*model, *(f"python -m bapo_megatron {shlex.join(words)}" for words in commands)]
+
+
+def _table(config: RunConfig, summary: Mapping[str, Any]) -> Table:
+    table = Table(title=f"{config.run_dir}, seed {config.seed}", show_header=False)
+    score = "avg@k"
+    for dataset in config.eval.sets[:1]:
+        score = f"avg@{config.eval.sampling_of(dataset).samples_per_prompt}"
     table.add_column("what")
     table.add_column("value", justify="right")
     rows = [
         ("held-out prompts", "{}", summary["num_prompts"] or None),
-        ("accuracy before", "{:.1%}", summary["accuracy_before"]),
-        ("accuracy after", "[bold]{:.1%}[/bold]", summary["accuracy_after"]),
+        (f"{score} before", "{:.1%}", summary["accuracy_before"]),
+        (f"{score} after", "[bold]{:.1%}[/bold]", summary["accuracy_after"]),
         ("steps", "{}", summary["steps"]),
         ("optimizer updates", "{}", summary["updates"]),
         ("generated tokens/s", "{:,.0f}", summary["generated_tokens_per_s"]),

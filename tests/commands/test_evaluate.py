@@ -152,7 +152,7 @@ def test_samples_that_are_there_are_neither_replaced_nor_mixed_with_others(
         evaluate_model(resumed)
     weights = f"{random_model.name} (bfloat16, files {fingerprint(random_model)})"
     renderer = ChatRenderer(load_tokenizer(random_model), DataConfig())
-    (eval_set,) = load_sets(config.eval, renderer, config.data.max_prompt_tokens)
+    (eval_set,) = load_sets(config, renderer)
     write_settings(samples, settings_of(eval_set, config, weights))
     (scored,) = evaluate_model(resumed)  # nothing is missing: no server is asked
     assert scored.avg_at_k == 1.0

@@ -34,6 +34,9 @@ def test_an_unknown_key_is_named_with_the_one_that_was_meant(folder, text, meant
     [
         ("model: {zzz: 1}", "model.zzz", "path, dtype"),
         ("zzz: 1", "zzz", "name, run_dir, "),
+        ("critic: {lr: 1.0e-5}", "critic", "name, run_dir, "),
+        ("lora: {rank: 8}", "lora", "name, run_dir, "),
+        ("lora: 8", "lora", "name, run_dir, "),
     ],
 )
 def test_an_unknown_key_that_resembles_none_is_referred_to_the_list(folder, text, key, section):
@@ -66,7 +69,10 @@ def test_an_unknown_key_that_resembles_none_is_referred_to_the_list(folder, text
         ("optimizer: {lr: .nan}", "optimizer.lr", "a finite number, got NaN"),
         ("name: 5", "name", "a string, got 5"),
         ("name: a b", "name", "must match pattern"),
-        ("algorithm: {objective: bapoo}", "algorithm.objective", "the loss of GRPO is clip"),
+        ("algorithm: {objective: bpao}", "algorithm.objective", "'bpao'; did you mean 'bapo'?"),
+        ("algorithm: {objective: GRPO}", "algorithm.objective", "the loss of GRPO is clip"),
+        ("algorithm: {objective: a.loss}", "algorithm.objective", "put a colon before the name's"),
+        ("algorithm: {advantage: rlooo}", "algorithm.advantage", "did you mean 'rloo'?"),
         ("algorithm: {loss_aggregation: mean}", "algorithm.loss_aggregation", "'sequence_mean' or"),
         ("rollout: {servers: x}", "rollout.servers", "a list, got 'x'; its default is []"),
         ("rollout:", "rollout", "a section of keys, got null"),

@@ -51,6 +51,30 @@ def test_overrides_stand_above_the_file_which_stands_above_its_base(folder):
     assert config.eval.sets[0].path == Path("x.jsonl").absolute()
 
 
+def test_text_overrides_arrive_exactly_as_given(folder):
+    config = load_config(
+        folder / "base.yaml",
+        [
+            "data.prompt_suffix= Put your answer after ####.",
+            "data.system_prompt=Rule: be brief\nand [right",
+            "run_dir=runs/a #b",
+            "data.train.path=x #y.jsonl",
+            "log.wandb_group=2024",
+            "data.chat_template=null",
+            "algorithm.objective=mine:loss",
+            "algorithm.objective_options.note= a #b",
+            "algorithm.objective_options.scale=2.5",
+        ],
+    )
+    assert config.data.prompt_suffix == " Put your answer after ####."
+    assert config.data.system_prompt == "Rule: be brief\nand [right"
+    assert (config.run_dir.name, config.data.train_sets[0].path.name) == ("a #b", "x #y.jsonl")
+    assert (config.log.wandb_group, config.data.chat_template) == ("2024", None)
+    assert config.algorithm.objective_options == {"note": " a #b", "scale": 2.5}
+    quoted = load_config(folder / "base.yaml", [r'data.prompt_suffix="\n #1"']).data
+    assert quoted.prompt_suffix == "\n #1"
+
+
 def test_inherit_is_relative_to_the_file_that_says_it(folder):
     (folder / "deep").mkdir()
     write(folder / "deep", "inherit: ../base.yaml\nseed: 3\n", "d.yaml")
@@ -150,8 +174,9 @@ def test_an_override_that_is_no_assignment_is_refused(folder, override):
         (f"seed={'[' * 300}{']' * 300}", "maximum recursion depth"),
         (f"seed={'[' * 5000}", "not valid YAML: exceeded maximum nesting depth"),
         (f"seed={'1' * 5000}", "integer string conversion"),
-        ("name=!!binary aGk=", "not JSON serializable"),
+        ("seed=!!binary aGk=", "not JSON serializable"),
         ("run_dir=", "'run_dir' must be a path"),
+        ("run_dir= ", "'run_dir' must be a path"),
     ],
 )
 def test_an_override_that_cannot_be_read_is_refused(folder, override, problem):
@@ -211,8 +236,10 @@ def test_a_section_is_parsed_from_options():
 def test_paths_are_absolute_from_the_start_and_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
+    Path("home").mkdir()
+    Path("home/base.yaml").write_text("name: a\n")
     Path("a.yaml").write_text(
-        "name: a\nrun_dir: ~/runs/a\nmodel: {path: ./model}\n"
+        "inherit: ~/base.yaml\nrun_dir: ~/runs/a\nmodel: {path: ./model}\n"
         "data: {train: {path: 'parts/*.jsonl', name: parts}, chat_template: ./t.jinja}\n"
         "eval: {sets: [{path: e.jsonl}]}\n"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
@@ -151,6 +152,45 @@ def test_rows_that_repeat_a_prompt_are_counted_and_contradicting_answers_named(t
         repeated, contradicting = loaded.report.warnings()
         assert f"4 of 6 rows repeat the prompt of an earlier one and {action}" in repeated
         assert contradicting.endswith("the first: a.jsonl:0 has '1', a.jsonl:3 has '2'")
+
+
+def test_an_evaluation_has_each_distinct_prompt_once(tmp_path, tokenizer):
+    rows = [{"prompt": q, "answer": "1", "id": i} for i in range(3) for q in "abcd"]
+    dataset = DatasetConfig(path=write_jsonl(tmp_path / "a.jsonl", *rows))
+    renderer = ChatRenderer(tokenizer, DataConfig())
+
+    loaded = load_eval_set(dataset, renderer, 4096)
+    assert [p.prompt_id for p in loaded.prompts] == [f"a.jsonl:{row}" for row in range(4)]
+    (line,) = loaded.report.warnings()
+    assert "8 of 12 rows repeat the prompt of an earlier one and were left out (an eval" in line
+    assert "data.on_duplicate" not in line
+
+    # The state of an environment may follow from the other columns.
+    loaded = load_eval_set(dataset, renderer, 4096, has_environment=True)
+    assert len(loaded.prompts) == 12
+    (line,) = loaded.report.warnings()
+    assert "and stay (an environment may read their other columns)" in line
+
+
+@pytest.mark.parametrize(
+    ("question", "mark"),
+    [
+        ("<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>"),
+        ("<｜User｜>1+1?<｜Assistant｜><think>", "<｜User｜>"),
+        ([{"role": "user", "content": "<start_of_turn>user\n1+1?"}], "<start_of_turn>"),
+        ("[INST] 1+1? [/INST]", "[INST]"),
+        ("|<x>| < |y| > 1 and a <| b |> c [I]", ""),
+    ],
+)
+def test_prompts_that_are_rendered_already_are_warned_of(tmp_path, tokenizer, question, mark):
+    rows = [{"prompt": question, "answer": "1"}, GOOD]
+    report = load_one(write_jsonl(tmp_path / "a.jsonl", *rows), tokenizer).report
+
+    assert report.num_rendered == bool(mark)
+    expected = "1 of 2 prompts contain the marks of a chat template, .* the first: a.jsonl:0 has "
+    assert bool(mark) == any(
+        re.search(expected + re.escape(mark), line) for line in report.warnings()
+    )
 
 
 def test_prompts_that_several_sets_of_a_mixture_have_are_reported():

@@ -38,6 +38,8 @@ from tests.data.rows import (
 )
 from tests.fakes.fake_hub import FakeHub
 
+USER = {"role": "user", "content": "1+1?"}
+
 
 def read(fields: dict[str, Any], **settings: Any):
     """The format's name, and question, answer and the other columns of a row."""
@@ -83,6 +85,54 @@ def read(fields: dict[str, Any], **settings: Any):
 )
 def test_a_known_schema_is_recognised_from_its_columns(fields, name, question, rest):
     assert read(fields) == (name, question, "2", rest)
+
+
+@pytest.mark.parametrize(
+    ("fields", "columns", "rest"),
+    [
+        ({"prompt": [USER], "label": "2", "metadata": {}}, ([USER], "2"), {"metadata": {}}),
+        ({"prompt": "1+1?", "solutions": ["2"], "task": "math"}, ("1+1?", "2"), {"task": "math"}),
+        ({"prompt": "1+1?", "solutions": ["1", "2"]}, ("1+1?", '["1", "2"]'), {}),
+        (
+            {"ID": 7, "Problem": "1+1?", "Solution": "s", "Answer": 2},
+            ("1+1?", "2"),
+            {"ID": 7, "Solution": "s"},
+        ),
+        ({"Problem": "1+1?", "Solution": "$\\boxed{2}$"}, ("1+1?", "2"), {}),
+        ({"Question": "1+1?", "Answer": "2"}, ("1+1?", "2"), {}),
+    ],
+    ids=["slime", "areal", "several", "aime", "boxed", "capitals"],
+)
+def test_columns_of_slime_areal_and_aime_files_are_recognised(fields, columns, rest):
+    assert read(fields)[1:] == (*columns, rest)
+
+
+PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": "1+1"}, {"type": "text", "text": "?"}],
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [PARTS], "answer": "2"},
+        {"prompt": json.dumps([USER]), "answer": "2"},
+        {"prompt": json.dumps([PARTS]), "reward_model": {"ground_truth": "2"}},
+        {"prompt": [USER], "reward_model": json.dumps({"ground_truth": "2"})},
+    ],
+    ids=["parts", "prompt as text", "both", "reward_model as text"],
+)
+def test_messages_in_parts_and_structs_as_json_text_are_read_as_plain_ones(fields):
+    assert read(fields)[1:3] == ([USER], "2")
+
+
+def test_what_only_looks_like_json_or_has_an_image_is_as_it_was():
+    for text in ('[{"role": "user"', "[1, 2] is a list?", '{"a": 1}'):
+        assert read({"prompt": text, "answer": "2"})[1] == text
+    image = {"role": "user", "content": [{"type": "image", "image": "x.png"}]}
+    with pytest.raises(DataError, match="column 'prompt' must hold messages with role and content"):
+        read({"prompt": [image], "answer": "2"})
 
 
 @pytest.mark.parametrize(

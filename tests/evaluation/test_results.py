@@ -9,12 +9,14 @@ import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bapo_megatron.config.evaluation import EvalConfig, eval_reward
 from bapo_megatron.config.reward import RewardConfig
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.evaluation import results as summary
 from bapo_megatron.evaluation.estimators import NO_VOTE
 from bapo_megatron.evaluation.results import (
@@ -282,6 +284,22 @@ def test_a_set_has_its_own_sampling_settings_where_it_gives_some():
 def votes_of(*answers: str, pool: TextEquality | None = None) -> tuple[tuple[int, ...], int]:
     (votes,) = asyncio.run(count_votes([answers], pool or TextEquality()))
     return votes
+
+
+def test_evaluations_are_as_long_as_the_rollout_where_they_set_no_length():
+    def lengths(**sections: Any) -> list[int]:
+        values = {"name": "a", "run_dir": "r", "model": {"path": "m"}, **sections}
+        config = RunConfig.model_validate(values)
+        sets = [config.eval.sampling_of(dataset) for dataset in config.eval.sets]
+        return [config.eval.max_response_tokens, *(s.max_response_tokens for s in sets)]
+
+    sets = [{"path": "a.jsonl"}, {"path": "b.jsonl", "max_response_tokens": 9}]
+    assert lengths(rollout={"max_response_tokens": 80}) == [80]
+    assert lengths(rollout={"max_response_tokens": 80}, eval={"sets": sets}) == [80, 80, 9]
+    assert lengths(
+        rollout={"max_response_tokens": 80}, eval={"sets": sets, "max_response_tokens": 70}
+    ) == [70, 70, 9]
+    assert lengths(eval={"sets": sets}) == [4096, 4096, 9]
 
 
 def test_equal_answers_share_a_cluster_and_none_is_no_vote():

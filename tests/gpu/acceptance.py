@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.runtime.processes import end_by_exception, end_group
-
 WHEELS = Path(__file__).parents[2] / "requirements" / "gpu_acceptance.txt"
 """What is installed beside torch; behind each version the size of its wheel in MB."""
 
@@ -136,6 +134,8 @@ def run_apart(parts: list[str], options: argparse.Namespace) -> list[Check]:
 
     A part that hangs is killed after ``HANG_S``, with its own children.
     """
+    from bapo_megatron.runtime.processes import end_group
+
     arguments = [f"--{name}={getattr(options, name)}" for name in _OPTIONS]
     done = []
     for part in parts:
@@ -165,6 +165,8 @@ def run_apart(parts: list[str], options: argparse.Namespace) -> list[Check]:
 
 
 def _give_up(part: str, process: subprocess.Popen[str]) -> None:
+    from bapo_megatron.runtime.processes import end_group
+
     print(f"{part}: given up after {HANG_S:g} s", file=sys.stderr)  # noqa: T201
     end_group(process)
 
@@ -194,12 +196,18 @@ def main(arguments: list[str] | None = None) -> int:
     if options.part == "needs":
         print(needs())  # noqa: T201
         return 0
-    import torch
-
+    try:
+        import torch
+    except ImportError as error:
+        line = f"no torch ({error}): nothing was checked; install it as docs/gpu.md says"
+        print(line, file=sys.stderr)  # noqa: T201
+        return EXIT_NO_GPU
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was checked", file=sys.stderr)  # noqa: T201
         return EXIT_NO_GPU
     if options.part == "all":
+        from bapo_megatron.runtime.processes import end_by_exception
+
         end_by_exception()  # so that the part that runs ends, too
         checks = run_apart(list(PARTS), options)
     else:

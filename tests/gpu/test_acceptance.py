@@ -64,6 +64,17 @@ def test_without_a_gpu_nothing_is_checked(
     assert capsys.readouterr() == ("", "no CUDA device: nothing was checked\n")
 
 
+def test_without_torch_nothing_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert acceptance.main(["all"]) == 3
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("no torch (")
+    assert err.endswith("): nothing was checked; install it as docs/gpu.md says\n")
+
+
 def test_a_part_that_raises_is_a_failed_check(capsys: pytest.CaptureFixture[str]) -> None:
     def broken(options: argparse.Namespace) -> Iterator[Check]:
         yield Check("first", 1.0)

@@ -270,7 +270,7 @@ def test_an_evaluation_beside_rollouts_has_one_version_whatever_becomes_of_its_s
         eval_sets = [{"path": str(questions), "name": "sums"}]
         config = changed(config, "eval", sets=eval_sets, overlap=True)
         renderer = ChatRenderer(load_tokenizer(config.model.path), config.data)
-        (eval_set,) = load_sets(config.eval, renderer, 32, warns=False)
+        (eval_set,) = load_sets(config, renderer, warns=False)
         # Evaluations stand still until they are let go.
         length = len(eval_set.prompts[0].token_ids)
         first.stalls = second.stalls = stalls = {length: 3}
@@ -341,7 +341,7 @@ def test_an_unreadable_row_is_named_and_an_evaluation_leaves_no_prompt_out(
     config.data.train.path.write_text(f"{long}\n{rows}")
     renderer = ChatRenderer(load_tokenizer(config.model.path), config.data)
     with pytest.raises(ValueError, match=r"1 of 17 .* an evaluation leaves none out"):
-        load_sets(config.eval, renderer, 32)
+        load_sets(config, renderer)
 
 
 def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded_and_batches_leave_no_file(

@@ -142,6 +142,9 @@ def test_lengths_ages_and_throughput_count_sampled_tokens() -> None:
     assert values["throughput/tokens_per_s"] == 5.0
     assert values["throughput/generated_tokens_per_s"] == 10.0
     assert values["rollout/truncated_share"] == 0.25  # the limit of turns is none of tokens
+    # Where all was generated beside the step before, there is no rate.
+    ahead = replace(episodes, stats=replace(episodes.stats, generated_tokens=0))
+    assert "throughput/generated_tokens_per_s" not in values_of(ahead, train=2.0)
     without = values_of(plain, train=2.0)
     assert {name: values[name] for name in without} == without
 

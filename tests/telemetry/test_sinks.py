@@ -69,6 +69,13 @@ def test_a_run_of_an_earlier_version_goes_on_under_the_present_names(tmp_path: P
     assert "bapo" not in path.read_text()
 
 
+def test_whole_numbers_stay_whole_when_a_resumed_run_writes_rows_again(tmp_path: Path) -> None:
+    path, row = tmp_path / "metrics.jsonl", '{"step": 1, "a": 2, "b": 2.0, "c": 1e-07}\n'
+    path.write_text(row)
+    write(tmp_path, first=2)
+    assert path.read_text() == row
+
+
 def test_a_torn_last_line_does_not_block_a_resumed_run(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a"')
@@ -125,6 +132,7 @@ def test_without_a_terminal_progress_does_not_stand_between_the_rows(
     monkeypatch.setattr("bapo_megatron.telemetry.console._PLAIN_INTERVAL_S", 0.0)
     with ProgressLine() as progress:
         progress.update("server 0: loading")
+        progress.update("server 0: loading")  # nothing new
         progress.move_to(tmp_path / "progress")
         progress.update("rollout 1: 3/4 groups")
         write(tmp_path, (1, {"reward/mean": 0.5}), console=True)
@@ -279,6 +287,28 @@ def test_samples_that_cannot_be_read_end_no_run_and_are_told_once(
     assert line.endswith("from now on: step_000001.texts.parquet: format 4")
 
 
+def test_weights_and_biases_shows_steps_that_are_trained_again_after_a_crash(
+    tmp_path: Path, end_client: Callable[[], None]
+) -> None:
+    config = config_of(wandb_project="p").log
+    tracker = WeightsAndBiases(tmp_path, "run", config, {}, lambda _: ())
+    for step, reward in ((1, 0.0), (2, 0.25), (3, 0.5), (2, 0.75)):
+        tracker.write(step, {"reward/mean": reward})
+    tracker.close()
+    end_client()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    records = records_of(file)
+    rows = [
+        {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    expected = [(1, 0.0), (2, 0.25), (3, 0.5), (2, 0.75)]
+    assert [(row["step"], row["reward/mean"]) for row in rows] == expected
+    axes = [r.metric for r in records if r.WhichOneof("record_type") == "metric"]
+    assert ("*", "step") in [(axis.glob_name, axis.step_metric) for axis in axes]
+
+
 def test_weights_and_biases_gets_settings_group_tags_and_samples_but_no_secret(
     tmp_path: Path, end_client: Callable[[], None]
 ) -> None:
@@ -316,7 +346,7 @@ def test_weights_and_biases_gets_settings_group_tags_and_samples_but_no_secret(
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
-    assert [(row["_step"], row["reward/mean"]) for row in rows] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0.0), (1, 0.25), (2, 0.5)]
     assert ["samples/path" in row for row in rows] == [False, False, True]
     assert not any("x" in row for row in rows)
     table = json.loads((first.parent / "files" / rows[2]["samples/path"]).read_text())

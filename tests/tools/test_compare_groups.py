@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,7 @@ from bapo_megatron.tools.compare import (
     newest_results,
     read_group,
 )
+from bapo_megatron.types import EvalProblem
 from tests.evaluation.results import result
 from tests.launch import run
 
@@ -87,11 +89,23 @@ def test_a_pair_is_on_the_same_problems_and_sets() -> None:
 def test_scores_of_a_group_have_intervals_over_its_seeds() -> None:
     average, majority = group_scores({1: [scored(1, 4)], 0: [scored(0, 2)]})
     assert (average.name, average.by_seed) == ("avg@1", {0: 0.2, 1: 0.4})
-    # s / √2 = 0.1, t(0.975, 1) = 12.706.
-    assert (average.low, average.high) == pytest.approx((-0.9706, 1.5706), abs=1e-4)
     assert majority.name == "maj@1"
     alone = group_scores({0: [scored(0, 2)]})[0]
     assert (alone.mean, alone.low, alone.high) == (0.2, None, None)
+
+
+def test_intervals_of_scores_in_0_to_1_stay_within_their_bounds() -> None:
+    average, majority = group_scores({1: [scored(1, 4)], 0: [scored(0, 2)]})
+    # s / √2 = 0.1, t(0.975, 1) = 12.706: uncut from -0.9706 to 1.5706.
+    assert (average.low, average.high) == (majority.low, majority.high) == (0.0, 1.0)
+    # A reward of 1.5 is no share: its mean may be anywhere.
+    beyond = replace(scored(0, 2), problems=(EvalProblem("a:0", "2", (1.5,), (0,)),))
+    average, majority = group_scores({1: [scored(1, 4)], 0: [beyond]})
+    assert (average.low, average.high) == pytest.approx((-0.9706, 1.5706), abs=1e-4)
+    assert (majority.low, majority.high) == (0.0, 1.0)
+    # Differences 1 and 0: mean 0.5, s / √2 = 0.5.
+    (comparison,) = groups_of({0: 0, 1: 5}, {0: 10, 1: 5})
+    assert (comparison.scores[0].paired.low, comparison.scores[0].paired.high) == (-1.0, 1.0)
 
 
 def test_the_newest_evaluation_of_a_run_is_its_own_or_that_of_its_last_step(tmp_path: Path) -> None:

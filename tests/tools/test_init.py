@@ -13,7 +13,9 @@ import pytest
 from bapo_megatron import cli
 from bapo_megatron.config.load import load_config
 from bapo_megatron.data.rows import DataError
+from bapo_megatron.telemetry.sinks import read_metrics
 from tests.data.rows import write_jsonl
+from tests.launch import run
 from tests.tools.planning.cases import MODELS
 
 if TYPE_CHECKING:
@@ -104,6 +106,34 @@ def test_the_commands_that_it_prints_accept_what_it_has_written(
     # A server that shares the trainer's GPU takes 40 % of it.
     needed = {1: 32, 8: 0, 24: 0}[gpus]
     assert f"`plan`: {needed} of 80 GB" in (tmp_path / "first" / "run.yaml").read_text()
+
+
+def test_without_gpus_it_writes_a_cpu_configuration(
+    random_model: Path, sums: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = init(tmp_path / "run", random_model, sums, 0)
+    printed = capsys.readouterr().out
+    commands = re.findall(r"^python -m bapo_megatron (.+)$", printed, re.M)
+    assert [command.split()[0] for command in commands] == ["data", "config", "train"]
+    for command in commands[:2]:
+        cli.app(shlex.split(command), standalone_mode=False)
+    assert (config.rollout.engine, config.model.dtype) == ("local", "float32")
+    assert (config.rollout.groups_per_step, config.rollout.max_response_tokens) == (8, 256)
+    text = (tmp_path / "run" / "run.yaml").read_text()
+    assert text.startswith("# By `bapo-megatron init` for a CPU: ")
+    assert "server" not in text.replace("without a server", "")
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_cpu_configuration_trains(random_model: Path, sums: Path, tmp_path: Path) -> None:
+    init(tmp_path / "mine", random_model, sums, 0, "--response-tokens", "8")
+    limits = ["train.steps=2", "rollout.samples_per_group=2", "log.tensorboard=false"]
+    result = run(["train", str(tmp_path / "mine" / "run.yaml"), *limits])
+    assert result.returncode == 0, result.stderr
+    steps = [row["step"] for row in read_metrics(tmp_path / "mine/run/metrics.jsonl")]
+    assert steps == [1, 2]
+    assert f"the trained model: {tmp_path}/mine/run/hf" in result.stdout
 
 
 def test_a_model_of_7b_is_divided_so_that_it_fits_and_its_number_format_is_kept(

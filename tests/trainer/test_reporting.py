@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from bapo_megatron.config.load import load_config
 from bapo_megatron.data.dump import texts_path, write_batch, write_texts
 from bapo_megatron.trainer.checkpointing import RunProgress
-from bapo_megatron.trainer.reporting import report_run, sample_rows
+from bapo_megatron.trainer.reporting import next_steps, report_run, sample_rows
 from bapo_megatron.types import Group, RolloutBatch, SampleText
 from tests.config.files import run_config
 from tests.data.samples import make_sample
@@ -40,14 +40,16 @@ def test_the_table_and_the_file_have_the_same_numbers_and_no_empty_times(tmp_pat
         accuracy_after=0.5,
         num_prompts=40,
     )
-    report_run(run_config(tmp_path), progress, {"training": 1.25, "export": 0.01})
+    sets = {"sets": [{"path": "a.jsonl", "samples_per_prompt": 4}, {"path": "b.jsonl"}]}
+    config = run_config(tmp_path, eval=sets)
+    report_run(config, progress, {"training": 1.25, "export": 0.01})
     output = capsys.readouterr()
     assert output.err == ""
     rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in output.out.splitlines()]
     assert [row for row in rows if row] == [
         ["held-out prompts", "40"],
-        ["accuracy before", "25.0%"],
-        ["accuracy after", "50.0%"],
+        ["avg@4 before", "25.0%"],
+        ["avg@4 after", "50.0%"],
         ["steps", "6"],
         ["optimizer updates", "12"],
         ["generated tokens/s", "2,500"],
@@ -57,6 +59,34 @@ def test_the_table_and_the_file_have_the_same_numbers_and_no_empty_times(tmp_pat
     assert summary["updates"] == 12
     assert summary["phase_s"] == {"training": 1.25, "export": 0.01}
     assert summary["versions"]["megatron-core"] == "0.19.2"
+
+
+def test_the_end_of_a_run_says_where_the_model_is_and_what_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = "python -m bapo_megatron"
+    plain = run_config("runs/a b", train={"steps": 20})
+    assert next_steps(plain) == [
+        "the trained model: runs/a b/hf",
+        f"{run} report 'runs/a b'",
+        f"{run} eval 'runs/a b/config.yaml' 'model.path=runs/a b/hf' 'run_dir=runs/a b-eval' "
+        "'eval.sets=[{path: FILE}]'",
+    ]
+    config = run_config(
+        "runs/a", train={"steps": 20}, eval={"sets": [{"path": "a"}]}, checkpoint={"at_end": False}
+    )
+    assert next_steps(config) == [f"{run} report runs/a"]
+    (tmp_path / "runs/a/eval").mkdir(parents=True)
+    for name in ("start", "step_000020"):
+        (tmp_path / f"runs/a/eval/{name}.json").touch()
+    assert (
+        next_steps(config)[1]
+        == f"{run} compare runs/a/eval/start.json runs/a/eval/step_000020.json"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert next_steps(config)[0] == f"{run} report {tmp_path}/runs/a"
 
 
 def write_step(directory: Path, rewards: list[float]) -> Path:

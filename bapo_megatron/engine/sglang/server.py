@@ -38,7 +38,9 @@ from bapo_megatron.runtime.processes import (
     shared_files,
     unlink_shared_files,
 )
-from bapo_megatron.telemetry.console import ProgressLine, say
+from bapo_megatron.telemetry.console import ProgressLine
+
+_LOG = logging.getLogger(__name__)
 
 LAUNCHER = "bapo_megatron.engine.sglang.launcher"
 """The module that a server process runs."""
@@ -323,7 +325,7 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
             supervisor.start()
             with ProgressLine() as progress:
                 await supervisor.wait_ready(progress.update)
-            say("ready; for the trainer's environment and command:")
+            _LOG.info("ready; for the trainer's environment and command:")
             for export in exports:
                 show(export)
             show(f"'rollout.servers=[{','.join(server.address for server in servers)}]'")

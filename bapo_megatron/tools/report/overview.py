@@ -1,5 +1,6 @@
 """What a page says of its runs in words and tables: overview, differences, evaluations."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,7 +10,7 @@ import numpy as np
 
 from bapo_megatron.config.settings import public_setting
 from bapo_megatron.evaluation.estimators import difference_over_seeds, student_interval
-from bapo_megatron.evaluation.results import read_results
+from bapo_megatron.evaluation.results import limits_of, read_results
 from bapo_megatron.evaluation.samples import ResultsError
 from bapo_megatron.tools.compare import compare_results, evaluations_in
 from bapo_megatron.tools.report.checks import CHECKS, findings_of
@@ -183,12 +184,14 @@ def seed_table(groups: Sequence[RunGroup]) -> Table:
             if len(scores) < 2:
                 continue
             values_S = np.array(list(scores.values()))
-            text = _interval(values_S.mean(), *student_interval(values_S))
+            limits = _limits([group], name, step)
+            text = _interval(values_S.mean(), *student_interval(values_S, limits=limits))
             row = [group.label, name, step, len(scores), text]
             if len(several) > 1:
                 shared = [seed for seed in scores if seed in base[1] and step == base[0]]
                 pairs = [scores[seed] - base[1][seed] for seed in shared]
-                row.append(_difference(pairs) if group is not several[0] else "")
+                limit = _limits([several[0], group], name, step)[1]
+                row.append(_difference(pairs, limit) if group is not several[0] else "")
             rows.append(row)
     return {"headings": headings, "rows": rows}
 
@@ -202,11 +205,20 @@ def _last_scores(group: RunGroup, metric: str) -> tuple[int, dict[str, float]]:
     return int(step), {seed: by_step[step] for seed, by_step in scores.items()}
 
 
-def _difference(pairs: Sequence[float]) -> str:
+def _limits(groups: Sequence[RunGroup], name: str, step: int) -> tuple[float, float]:
+    """The least and the greatest avg@k of a set that these runs, scored at ``step``, can have."""
+    files = [evaluations_in(run.path).get(step) for group in groups for run in group.runs]
+    if None in files:
+        return -math.inf, math.inf
+    results = [result for file in filter(None, files) for result in read_results(file)]
+    return limits_of("avg@k", [p for r in results if r.name == name for p in r.problems])
+
+
+def _difference(pairs: Sequence[float], limit: float) -> str:
     """A mean difference over seeds, with its interval and p-value; empty for fewer than two."""
     if len(pairs) < 2:
         return ""
-    paired = difference_over_seeds(np.array(pairs))
+    paired = difference_over_seeds(np.array(pairs), limit)
     return f"{_points(paired.difference, paired.low, paired.high)}, p = {paired.p_value:.2g}"
 
 

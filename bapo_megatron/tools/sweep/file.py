@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from bapo_megatron.config.load import ConfigError, load_config, parse_section, read_mapping
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.config.section import Section
+from bapo_megatron.config.section import HomePath, Section
 from bapo_megatron.config.settings import differing, flat_settings
 from bapo_megatron.runtime.gpus import count_gpus
 from bapo_megatron.runtime.processes import environment_set
@@ -37,9 +37,9 @@ _GridValues = Annotated[tuple[bool | int | float | str, ...], Field(min_length=1
 class SweepConfig(Section):
     """The keys of a sweep's file."""
 
-    config: Path
+    config: HomePath
     """Configuration of every run: a path relative to this file."""
-    dir: Path
+    dir: HomePath
     """Directory for everything that the sweep writes; runs are in ``<dir>/<variant>/seed<n>``."""
     overrides: tuple[str, ...] = ()
     """``KEY=VALUE`` for every run."""

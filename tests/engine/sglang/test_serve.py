@@ -98,6 +98,7 @@ def test_servers_are_ready_when_their_addresses_are_shown_with_a_key_that_nobody
     status, _, errors = serving.end(signal.SIGTERM)
     assert status == 128 + signal.SIGTERM
     assert key not in errors
+    assert errors.count("ready; for the trainer's environment and command") == 1
     assert not any(server.is_running() for server in servers)
 
 
