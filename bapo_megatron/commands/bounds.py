@@ -132,7 +132,7 @@ def _read_tokens(path: Path) -> dict[str, npt.NDArray[np.float32]]:
         if raw[name].dtype.kind not in "fiub" or raw[name].shape != (length,):
             raise ValueError(
                 f"{path}: column '{name}' must hold {length} numbers, one per token, got "
-                f"{raw[name].dtype} of shape {list(raw[name].shape)}"
+                f"{raw[name].dtype} of shape {list(raw[name].shape)}; write one row per token"
             )
         with np.errstate(over="ignore"):
             columns[name] = np.ascontiguousarray(raw[name], dtype=np.float32)
