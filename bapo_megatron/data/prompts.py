@@ -13,6 +13,8 @@ from functools import cache
 from typing import Any
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
+from bapo_megatron.config.evaluation import eval_reward
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.rows import (
     DataError,
@@ -168,6 +170,19 @@ def load_eval_set(
             "evaluation leaves none out; raise data.max_prompt_tokens"
         )
     return loaded
+
+
+def load_eval_sets(config: RunConfig, renderer: ChatRenderer) -> Iterator[PromptSet]:
+    """Read and render each set of ``eval.sets``, one after the other; see ``load_eval_set``."""
+    no_answers = eval_reward(config.reward, config.eval).refused_answers
+    for dataset in config.eval.sets:
+        yield load_eval_set(
+            dataset,
+            renderer,
+            config.data.max_prompt_tokens,
+            no_answers,
+            has_environment=config.rollout.has_environment,
+        )
 
 
 def load_train_sets(

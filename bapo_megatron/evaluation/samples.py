@@ -28,7 +28,7 @@ from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import MAX_INTEGER
 from bapo_megatron.data.chat import ChatRenderer
-from bapo_megatron.data.prompts import load_eval_set, log_warnings
+from bapo_megatron.data.prompts import load_eval_sets, log_warnings
 from bapo_megatron.runtime.calls import decode, decode_json, shown_value
 from bapo_megatron.runtime.files import (
     atomic_write_text,
@@ -91,16 +91,9 @@ def load_sets(
         OSError: A file cannot be read.
     """
     sets = []
-    no_answers = eval_reward(config.reward, config.eval).refused_answers
-    for dataset in config.eval.sets:
+    loaded_sets = load_eval_sets(config, renderer)
+    for dataset, loaded in zip(config.eval.sets, loaded_sets, strict=True):
         sampling = config.eval.sampling_of(dataset)
-        loaded = load_eval_set(
-            dataset,
-            renderer,
-            config.data.max_prompt_tokens,
-            no_answers,
-            has_environment=config.rollout.has_environment,
-        )
         if warns:
             log_warnings([loaded])
         sets.append(EvalSet(dataset.label, loaded.prompts[: sampling.max_prompts], sampling))

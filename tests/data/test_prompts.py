@@ -249,10 +249,10 @@ def test_references_that_are_no_answers_are_left_out_and_counted(tmp_path, token
 
 
 def test_the_list_of_no_answers_is_the_users_and_applies_where_math_scores():
-    own = RewardConfig(no_answers=("todo",))
+    custom = RewardConfig(no_answers=("todo",))
     by_url = {"functions": [{"name": "own", "function": "my_module:score"}]}
 
-    assert own.refused_answers == ("todo",)
+    assert custom.refused_answers == ("todo",)
     assert "proof" in RewardConfig().refused_answers
     assert RewardConfig.model_validate(by_url).refused_answers == ()
 
