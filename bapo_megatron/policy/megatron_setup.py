@@ -37,7 +37,7 @@ def build_chunks(
         first stage's first chunk has the embedding, the last stage's last one the output layer.
 
     Raises:
-        ValueError: The model cannot be divided so, or a setting needs what this machine lacks.
+        ValueError: The model does not fit the layout, or the machine lacks what a setting needs.
     """
     check_division(hf, parallel)
     config = _transformer_config(hf, model, parallel, megatron, groups)
@@ -69,7 +69,7 @@ def build_chunks(
 def _scale_frequencies(rope: RotaryEmbedding, hf: HfConfig) -> None:
     scaling = hf.rope_scaling
     if isinstance(scaling, YarnRope):
-        # Not Megatron's YaRN: of packed batches its fused kernel drops the attention factor.
+        # Not Megatron's YaRN: for packed batches its fused kernel drops the attention factor.
         low, high = _yarn_find_correction_range(
             scaling.beta_fast,
             scaling.beta_slow,
@@ -91,7 +91,7 @@ def _scale_frequencies(rope: RotaryEmbedding, hf: HfConfig) -> None:
 def _softmax_scale(hf: HfConfig) -> float | None:
     """Return the scale of attention scores, None for the usual one.
 
-    YaRN's factor of rotated queries and keys is its square on their products.
+    YaRN scales rotated queries and keys, and so their products by the square.
     """
     if not isinstance(hf.rope_scaling, YarnRope):
         return None
@@ -181,14 +181,14 @@ def _speed_options(device: torch.device, *, fused: bool, interleaved: bool) -> d
     """
     on_gpu = device.type == "cuda"
     return {
-        # Else every micro-batch's gradient of a weight is rounded to bfloat16 before it is added.
+        # Otherwise each micro-batch's weight gradient is rounded to bfloat16 before it is added.
         "gradient_accumulation_fusion": on_gpu,
         "bias_activation_fusion": fused,
         # The unfused form reads sequence lengths from the device, once per layer.
         "apply_rope_fusion": fused,
         "overlap_p2p_comm": on_gpu and interleaved,
         "batch_p2p_comm": on_gpu and not interleaved,
-        # It is there for a race that torch 1.13 mended, and would stop the host at every message.
+        # Works around a race that torch 1.13 fixed, and would block the host at every message.
         "batch_p2p_sync": False,
     }
 
