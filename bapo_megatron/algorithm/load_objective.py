@@ -103,7 +103,7 @@ def _from_user(code: UserCode, options: Mapping[str, Any]) -> Objective:
     else:
         code.refuse(f"is a {type(named).__name__}; name a function or a class")
     for method in _METHODS:
-        # Also where the user's class is a frozen dataclass.
+        # Works even if the user's class is a frozen dataclass.
         object.__setattr__(objective, method, code.guarded(getattr(objective, method)))
     object.__setattr__(objective, "guarded", code.guard)
     return objective

@@ -46,7 +46,7 @@ class TokenGradient(NamedTuple):
     logprob_T: Tensor
     """[T] ∂(Σ weight · loss)/∂ℓ."""
     entropy_T: Tensor | None
-    """[T] ∂(Σ weight · loss)/∂H; None where the loss does not depend on the entropy."""
+    """[T] ∂(Σ weight · loss)/∂H; None if the loss does not depend on the entropy."""
 
 
 def differentiate(

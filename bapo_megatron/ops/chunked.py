@@ -267,7 +267,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(
         ctx: Any, grad_loss: Tensor, *_: None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        assert ctx.gradients is not None, "gradients are returned once; compute the loss again"
+        assert ctx.gradients is not None, "gradients are handed out once; compute the loss again"
         torch._assert_async(
             grad_loss == 1,
             "the loss of chunked_loss arrives at its backward pass with a gradient other than 1; "

@@ -221,7 +221,7 @@ class LossGradient(NamedTuple):
     logprob_T: Tensor
     """[T] ∂loss/∂ℓ."""
     entropy_T: Tensor | None
-    """[T] ∂loss/∂H; None where the loss does not depend on the entropy."""
+    """[T] ∂loss/∂H; None if the loss does not depend on the entropy."""
 
 
 class TokenLoss(Protocol):
@@ -237,7 +237,7 @@ def apply_token_loss(logprob_T: Tensor, entropy_T: Tensor, token_loss: TokenLoss
 
     Args:
         logprob_T: [T] ℓ, with a graph.
-        entropy_T: [T] H, with a graph; no gradient reaches it where the loss does not depend on it.
+        entropy_T: [T] H, with a graph; no gradient reaches it if the loss does not depend on it.
         token_loss: Not called without tokens; the loss is then 0.
     """
     loss: Tensor = _AppliedLoss.apply(logprob_T, entropy_T, token_loss)

@@ -182,7 +182,7 @@ def holds_checkpoints(root: Path) -> bool:
 
 
 def find_latest(root: Path) -> Path | None:
-    """Return the checkpoint that ``latest`` names, complete or not; None where there is no file.
+    """Return the checkpoint that ``latest`` names, complete or not; None if there is no file.
 
     Raises:
         DamagedError: It cannot be read, or names no checkpoint beside it; the message names it.
@@ -240,7 +240,7 @@ def other_checkpoint(directory: Path) -> str:
 
 
 def find_best(root: Path) -> BestCheckpoint | None:
-    """Return the best checkpoint under ``root``, or None where no evaluation chose one.
+    """Return the best checkpoint under ``root``, or None if no evaluation chose one.
 
     Raises:
         CheckpointError: ``best`` is damaged, or names a checkpoint that is not there.
@@ -350,7 +350,7 @@ def verify_small_files(directory: Path, checksums: Checksums) -> None:
 
 
 def remove_unfinished(root: Path) -> None:
-    """Remove what killed saves and removals left; put back what was about to be replaced."""
+    """Remove leftovers of killed saves and removals; put back a checkpoint being replaced."""
     for path in root.glob(".step_*.tmp"):
         step = root / path.name.removeprefix(".").partition(".")[0]
         is_replaced = path == replaced_directory(step)
@@ -364,7 +364,7 @@ def begin_at(root: Path, directory: Path) -> str:
     """Start a run at a checkpoint: newer ones move aside, whole, and ``latest`` names it.
 
     Returns:
-        One line about those that moved; '' where there are none.
+        One line about those that moved; '' if there are none.
     """
     pointer, step = root / LATEST_NAME, step_of(directory)
     newer = [step_directory(root, other) for other in find_steps(root) if other > step]

@@ -102,8 +102,8 @@ class ShardWriter:
             if not is_main_replica(shard.replica_id):
                 continue
             if self._copies and isinstance(shard, ShardedTensor):
-                # Beside a GPU, what is in host memory already was brought there for this save;
-                # without one it may be the weights themselves.
+                # With a GPU, tensors in host memory were copied there for this save; without one
+                # they may be the weights themselves.
                 copy = self._groups.device.type == "cpu"
                 shard.data = shard.data.detach().to("cpu", copy=copy)
             is_object = isinstance(shard, ShardedObject)

@@ -287,9 +287,8 @@ def _find_companions(source: Path) -> Path:
         companions = Path(str(read_settings(run_config).get("model.path")))
     if not (companions / "config.json").is_file():
         raise ValueError(
-            f"{source}: its model is unknown: no config.json in {COMPANIONS_NAME}/ or in the "
-            f"model.path of {run_config}; name the directory with config.json and tokenizer with "
-            "--hf"
+            f"{source}: unknown model: no config.json in {COMPANIONS_NAME}/ or by "
+            f"model.path in {run_config}; name a directory with config.json and tokenizer by --hf"
         )
     return companions
 

@@ -340,7 +340,7 @@ def check_shapes(
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names for an error message, the first few where there are many."""
+    """Return names for an error message, the first few if there are many."""
     shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
     more = len(names) - MAX_NAMES_IN_ERROR
     return f"{shown} and {more} more" if more > 0 else shown

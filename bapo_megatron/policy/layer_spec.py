@@ -43,7 +43,7 @@ def layer_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the spec of the decoder's layers on ``device``.
 
-    ``vp_stage`` is the number of this rank's chunk of layers; None where it has only one. With
+    ``vp_stage`` is the number of this rank's chunk of layers; None if it has only one. With
     ``output_bias`` the output projection of attention has a bias.
     """
     if uses_transformer_engine(device, config.params_dtype):
@@ -235,7 +235,7 @@ class PackedCausalAttention(nn.Module):
         if size == 1:
             return self._causal(query_SHD, key_SGD, value_SGD)
         chunk, rank = len(key_SGD) // (2 * size), self.context.rank()
-        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)  # of what a local chunk may see
+        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)  # of the keys for a chunk
         parts = zip(query_SHD.chunk(2), ends, strict=True)
         return torch.cat(
             [self._causal(part, key_SGD[:end], value_SGD[:end]) for part, end in parts]

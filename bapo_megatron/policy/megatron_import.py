@@ -69,7 +69,7 @@ def _mute(logger: str, pattern: str) -> None:
 
 
 def stand_in_for_apex() -> None:
-    """Register ``APEX_PRODUCTS`` where there is no apex."""
+    """Register a substitute for ``APEX_PRODUCTS`` if there is no apex."""
     if importlib.util.find_spec(APEX_PRODUCTS) is not None:
         return
     module = types.ModuleType(APEX_PRODUCTS)

@@ -71,7 +71,7 @@ class MegatronPolicy:
     optimizer: MegatronOptimizer
     optimizer_config: OptimizerConfig
     total_updates: int
-    """Updates of the whole run: where a decaying schedule ends."""
+    """Updates of the whole run, over which the schedule decays."""
     num_updates: int = 0
     """Optimizer updates made so far."""
     on_micro_batch: Callable[[], None] = lambda: None

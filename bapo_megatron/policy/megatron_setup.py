@@ -135,7 +135,7 @@ def _transformer_config(
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         context_parallel_size=parallel.context,
-        # A stage needs the shape of what it sent, not the values.
+        # A stage needs only the shape of its sent output, not the values.
         deallocate_pipeline_outputs=True,
         # Losses come with global denominators: neither schedule nor DDP may divide gradients.
         calculate_per_token_loss=True,
@@ -175,7 +175,7 @@ def memory_options(megatron: MegatronConfig, has_transformer_engine: bool) -> di
 
 
 def _speed_options(device: torch.device, *, fused: bool, interleaved: bool) -> dict[str, Any]:
-    """Choose fused kernels and messages by what the machine has; results agree up to rounding.
+    """Choose fused kernels and p2p communication for the machine; results agree up to rounding.
 
     Our own layers (``fused`` is False) use PyTorch's kernels alone.
     """

@@ -77,7 +77,7 @@ def build_optimizer(
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": megatron.optimizer_offload_share,
             "overlap_cpu_optimizer_d2h_h2d": True,
-            # The host's optimizer reads gradients where this flag has them put.
+            # This flag puts gradients where the host's optimizer reads them.
             "use_precision_aware_optimizer": True,
         }
     optimizer = get_megatron_optimizer(
@@ -166,7 +166,7 @@ class OptimizerStep:
     """Outcome of one optimizer step, equal on every rank."""
 
     applied: bool
-    """False where the gradient norm was not finite or a fault was counted: weights and optimizer
+    """False if the gradient norm was not finite or a fault was counted: weights and optimizer
     are untouched."""
     grad_norm: float
     """Global gradient norm before clipping."""

@@ -89,7 +89,7 @@ class Checkpoints:
         self.saver = CheckpointSaver(self._root, config.checkpoint, on_publish=on_publish)
 
     def load(self) -> RunProgress:
-        """Continue from a checkpoint; start from the beginning where there is none yet.
+        """Continue from a checkpoint; start from the beginning if there is none yet.
 
         Newer ones move aside, once it is loaded.
 
@@ -154,7 +154,7 @@ class Checkpoints:
     def save_if_due(self, evaluated: Mapping[str, float] | None) -> None:
         """Save after every ``checkpoint.every_steps`` steps, the last one, and the best one.
 
-        ``evaluated`` are the metrics of the step's evaluation, on rank 0; None where it has none.
+        ``evaluated`` are the metrics of the step's evaluation, on rank 0; None if it has none.
         """
         due = is_due(self._config, self.progress.finished_steps, self._last_step)
         is_best = evaluated is not None and self._is_best(evaluated)

@@ -68,7 +68,7 @@ class LossInputs:
     micro_batches: tuple[MicroBatch, ...]
     """This rank's, with what the objective collected."""
     decision: Tensor | None = None
-    """[D] float64, equal on all ranks of the last stage; None where the objective needs none."""
+    """[D] float64, equal on all ranks of the last stage; None if the objective needs none."""
     total: Tensor | None = None
     """[K] int64, the statistics of all ranks behind the decision; None for sums over responses."""
     faults: Tensor | None = None

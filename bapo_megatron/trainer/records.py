@@ -93,7 +93,7 @@ class TokenView:
     importance_T: Tensor
     """π_recomputed / π_rollout of the token or its response, which the correction limits."""
     cap: float
-    """Limit of the correction; infinite where it has none."""
+    """Limit of the correction; infinite if it has none."""
 
 
 def _kl_behaviour(view: TokenView) -> Tensor:
@@ -142,7 +142,7 @@ MAXIMA: dict[str, tuple[Value, str]] = {
     "correction/weight_max": (lambda v: v.importance_T, "corrected_tokens"),
 }
 """Metric → values [T] ≥ 0, whose largest among tokens with m = 1 is reported; and the sum that
-counts them: where it is 0, nothing is reported."""
+counts them: if it is 0, nothing is reported."""
 
 QUOTIENTS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "policy/entropy": ("entropy", "tokens"),
@@ -168,7 +168,7 @@ QUOTIENTS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "train/prediction_hit_share": ("hits", "predictions"),
     "train/prediction_used_share": ("relied", "predictions"),
 }
-"""Metric → a sum and what it is divided by; not reported where that is 0."""
+"""Metric → a sum and its divisor; not reported if that is 0."""
 
 TOTALS = {
     "train/trained_tokens": "tokens",
@@ -179,7 +179,7 @@ TOTALS = {
     "loss/positive_sum": "positive_contribution",
     "loss/negative_sum": "negative_contribution",
 }
-"""Metric → the sum that it is, 0 where no update was made."""
+"""Metric → the sum that it reports, 0 without updates."""
 
 _REPORT = "report: "
 """Prefix of the sums that the objective reports; they are divided by ``tokens``."""
@@ -272,7 +272,7 @@ class Measurement:
     counts: dict[str, float]
     """Sums known to the host."""
     measured: MeasuredUpdate | None = None
-    """None where the update was skipped."""
+    """None if the update was skipped."""
     grad_norm: float = 0.0
 
 

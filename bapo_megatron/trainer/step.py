@@ -182,7 +182,7 @@ class BatchTrainer:
         return replace(split, micro_batches=micro_batches), policy
 
     def _known_statistics(self, splits: Sequence[SplitUpdate], version: int) -> Tensor | None:
-        """Return what a prediction needs of each update, [U, K], on the last stage."""
+        """Return what a prediction needs from each update, [U, K], on the last stage."""
         if not self._speculation.predicts or not self._groups.is_last_stage:
             return None
         begin = UpdateContext(num_updates=version, rollout_version=None)

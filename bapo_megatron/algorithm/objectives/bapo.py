@@ -58,7 +58,7 @@ class BapoConfig(Section):
     preset: Literal["paper", "recipe"] = "paper"
     """``paper``: Algorithm 1 as published, with the defaults of this section. ``recipe``: the
     authors' released code."""
-    target: float = Field(0.4, gt=0)
+    target: float = Field(0.4, gt=2.0**-25)
     """ρ0: the positive share (or ratio) that the search tries to reach."""
     lower: RangeConfig = RangeConfig(start=0.6, max=0.9, step=0.02)
     """Range of c_low."""
