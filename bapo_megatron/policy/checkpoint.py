@@ -273,7 +273,7 @@ def _read_together(directory: Path, groups: ProcessGroups) -> Iterator[None]:
     with fail_together(groups, files.CheckpointError):
         try:
             yield
-        except (Exception, CheckpointException) as error:  # torch's is not one
+        except (Exception, CheckpointException) as error:  # torch's is a BaseException
             first: BaseException = error
             if isinstance(error, CheckpointException) and error.failures:
                 first, _ = next(iter(error.failures.values()))

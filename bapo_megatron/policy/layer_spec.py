@@ -235,7 +235,7 @@ class PackedCausalAttention(nn.Module):
         if size == 1:
             return self._causal(query_SHD, key_SGD, value_SGD)
         chunk, rank = len(key_SGD) // (2 * size), self.context.rank()
-        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)  # of the keys for a chunk
+        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)  # keys that each chunk sees
         parts = zip(query_SHD.chunk(2), ends, strict=True)
         return torch.cat(
             [self._causal(part, key_SGD[:end], value_SGD[:end]) for part, end in parts]

@@ -138,20 +138,20 @@ class LossStage:
             total = self._statistics(tokens.values())
         reduce_over(self.data_group, total)
         decision = None if by_response else objective.decide(total)
-        completed = list(micro_batches)
+        results = list(micro_batches)
         for index, safe in safe_of.items():
             batch = tokens[index]
             faults[0] += (safe.trains_T & ~safe.finite(*policy[index])).sum()
-            completed[index] = replace(completed[index], entropy_T=batch.entropy)
+            results[index] = replace(results[index], entropy_T=batch.entropy)
             if by_response:
                 sum_T = response_sums(total, batch.response)
-                completed[index] = replace(completed[index], response_sum_T=sum_T)
+                results[index] = replace(results[index], response_sum_T=sum_T)
                 tokens[index] = replace(batch, response_sums=sum_T.to(batch.logprob.dtype))
             else:
                 tokens[index] = replace(batch, decision=decision)
         if objective.selects_tokens:
-            self._select(completed, tokens, num_samples)
-        return LossInputs(tuple(completed), decision, None if by_response else total, faults)
+            self._select(results, tokens, num_samples)
+        return LossInputs(tuple(results), decision, None if by_response else total, faults)
 
     def loss(
         self,
@@ -227,22 +227,22 @@ class LossStage:
         return total_K
 
     def _select(
-        self, completed: list[MicroBatch], tokens: dict[int, TokenBatch], num_samples: int
+        self, results: list[MicroBatch], tokens: dict[int, TokenBatch], num_samples: int
     ) -> None:
         """Apply the objective's selection of tokens, and recompute the weights of those kept."""
         count_B = torch.zeros(num_samples, dtype=torch.int64, device=self._device)
         for index, batch in tokens.items():
             selected_T = self.objective.select(batch) & (batch.mask > 0)
-            completed[index] = replace(completed[index], selected_T=selected_T)
+            results[index] = replace(results[index], selected_T=selected_T)
             count_B.index_add_(0, batch.response, selected_T.to(torch.int64))
         reduce_over(self.data_group, count_B)
         kind, constant = self._config.loss_aggregation, self._config.token_sum_norm_constant
         for index, batch in tokens.items():
-            kept_T = completed[index].selected_T
+            kept_T = results[index].selected_T
             assert kept_T is not None
             tokens_T = count_B[batch.response]
             weight_T = token_weights(kept_T, tokens_T, kind, count_B, constant)
-            completed[index] = replace(completed[index], loss_weight_T=weight_T)
+            results[index] = replace(results[index], loss_weight_T=weight_T)
 
     def _measure(
         self, token_loss: _MicroBatchLoss, tokens: TokenBatch, policy: TokenLogprobs

@@ -62,7 +62,7 @@ def find_peak_flops(config: RunConfig, groups: ProcessGroups) -> float | None:
 def cost_metrics(
     values: Mapping[str, float], groups: ProcessGroups, peak: float | None
 ) -> dict[str, float]:
-    """Return the metrics of all ranks' times and memory in a step; {} except on rank 0.
+    """Return a step's times, memory, throughput and MFU over all ranks; {} except on rank 0.
 
     A collective of all ranks, whose ``values`` have the same phases.
     """
