@@ -93,15 +93,15 @@ def load_objective(
 
 def _from_user(code: UserCode, options: Mapping[str, Any]) -> Objective:
     """Make an objective of the named class or function; its errors name file and line."""
-    named = code.object
-    if inspect.isclass(named):
+    definition = code.object
+    if inspect.isclass(definition):
         with code.guard():
             # Gives the defaults also to a class that does not derive from Objective.
-            objective: Objective = type(named.__name__, (named, Objective), {})(**options)
-    elif callable(named):
-        objective = FunctionObjective(functools.partial(named, **options))
+            objective: Objective = type(definition.__name__, (definition, Objective), {})(**options)
+    elif callable(definition):
+        objective = FunctionObjective(functools.partial(definition, **options))
     else:
-        code.refuse(f"is a {type(named).__name__}; name a function or a class")
+        code.refuse(f"is a {type(definition).__name__}; name a function or a class")
     for method in _METHODS:
         # Works even if the user's class is a frozen dataclass.
         object.__setattr__(objective, method, code.guarded(getattr(objective, method)))

@@ -70,9 +70,9 @@ class UserCode:
 
     def _defined_at(self) -> str:
         """``file:line`` where the function or class begins."""
-        named = inspect.unwrap(self.object)
+        definition = inspect.unwrap(self.object)
         try:
-            return f"{inspect.getsourcefile(named)}:{inspect.getsourcelines(named)[1]}"
+            return f"{inspect.getsourcefile(definition)}:{inspect.getsourcelines(definition)[1]}"
         except (TypeError, OSError):
             return self.name
 

@@ -244,9 +244,9 @@ class _AgreeingLoadStrategy(TorchDistLoadShardedStrategy):
         super().__init__()
         self._groups = groups
 
-    def load(self, wanted: dict[str, Any], directory: Path, *args: Any) -> dict[str, Any]:
+    def load(self, state: dict[str, Any], directory: Path, *args: Any) -> dict[str, Any]:
         with _read_together(Path(directory), self._groups):
-            loaded: dict[str, Any] = super().load(wanted, directory, *args)
+            loaded: dict[str, Any] = super().load(state, directory, *args)
             return loaded
 
 
@@ -254,13 +254,13 @@ def _load_shards(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
     # One rank of a data-parallel group reads a shard and sends it to the others.
     groups = policy.groups
     strategy = FullyParallelLoadStrategyWrapper(_AgreeingLoadStrategy(groups), groups.data)
-    wanted = _sharded_state(policy, is_loading=True)
+    state = _sharded_state(policy, is_loading=True)
     # Restricts what objects among the shards may name.
     with environment_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1"):
         with _read_together(directory, groups):
             # ``load`` reads it again, but outside the strategy: ranks must agree on failures here.
             dist_checkpointing.load_common_state_dict(str(directory))
-        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), strategy)
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory), strategy)
     return loaded
 
 

@@ -419,13 +419,13 @@ def remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None
     A damaged ``best`` is a ``CheckpointError``, and nothing is removed.
     """
     steps = [step for step in find_steps(root) if step <= saved_step]
-    kept = set(steps[-config.keep_last :])
+    kept_steps = set(steps[-config.keep_last :])
     if config.keep_every > 0:
-        kept.update(step for step in steps if step % config.keep_every == 0)
+        kept_steps.update(step for step in steps if step % config.keep_every == 0)
     best = find_best(root)
     if best is not None:
-        kept.add(best.step)
-    for step in set(steps) - kept:
+        kept_steps.add(best.step)
+    for step in set(steps) - kept_steps:
         # Renamed first: a kill in the middle must not leave half a checkpoint under a valid name.
         removed = unfinished_directory(root, step)
         step_directory(root, step).rename(removed)

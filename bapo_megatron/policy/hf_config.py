@@ -286,7 +286,7 @@ def _understand(fields: ConfigJson) -> HfConfig:
     for name, value in (fields.model_extra or {}).items():
         if name not in HARMLESS_FIELDS and value:
             raise ValueError(
-                f"{name!r} is not known here and may change what the model computes, got "
+                f"{name!r} is unknown and may change what the model computes, got "
                 f"{shown_value(value)}; if it does not, name it in model.ignored_config_fields "
                 "(convert and init: --ignore-field)"
             )

@@ -78,11 +78,11 @@ def _scale_frequencies(rope: RotaryEmbedding, hf: HfConfig) -> None:
             scaling.original_max_position_embeddings,
             scaling.truncate,
         )
-        kept = 1 - _yarn_linear_ramp_mask(low, high, hf.head_dim // 2, rope.inv_freq.device)
+        mask = 1 - _yarn_linear_ramp_mask(low, high, hf.head_dim // 2, rope.inv_freq.device)
         powers = hf.rope_theta ** (
-            torch.arange(0, hf.head_dim, 2, device=kept.device) / hf.head_dim
+            torch.arange(0, hf.head_dim, 2, device=mask.device) / hf.head_dim
         )
-        rope.inv_freq = 1 / (scaling.factor * powers) * (1 - kept) + rope.inv_freq * kept
+        rope.inv_freq = 1 / (scaling.factor * powers) * (1 - mask) + rope.inv_freq * mask
     elif scaling is not None:
         # GPTModel's own option fixes all values but the factor.
         rope.inv_freq = rope._apply_scaling(rope.inv_freq, **asdict(scaling))

@@ -140,8 +140,8 @@ class Checkpoints:
         if progress.best is not None and not files.find_checkpoint(root, progress.best.step):
             progress.best = None
         if progress.best is None:
-            named = files.find_best(root)
-            if named is not None and named.step > progress.finished_steps:
+            best = files.find_best(root)
+            if best is not None and best.step > progress.finished_steps:
                 (root / files.BEST_NAME).unlink()
         elif files.find_best(root) != progress.best:
             files.name_best(root, progress.best)

@@ -104,9 +104,9 @@ def write_config(config: RunConfig) -> None:
         changed = [key for key in keys if key != "resume"]
         if changed:
             names = (path.with_name(f"config.{number}.yaml") for number in itertools.count(1))
-            kept = next(name for name in names if not name.exists())
-            atomic_write_text(kept, path.read_text(encoding="utf-8"))
-            say(f"changed since the last start ({kept}): {', '.join(changed)}")
+            backup = next(name for name in names if not name.exists())
+            atomic_write_text(backup, path.read_text(encoding="utf-8"))
+            say(f"changed since the last start ({backup}): {', '.join(changed)}")
     header = "".join(f"# {line}\n" for line in own_software().lines())
     atomic_write_text(path, header + text)
 

@@ -242,8 +242,8 @@ class Numbers:
         ]
         if self._report_names:
             reported = _stack([report[name] for name in self._report_names])
-            kept = torch.where(view.counts_T, reported, 0.0)
-            parts.append(kept.sum(dim=1, dtype=torch.float64))
+            counted = torch.where(view.counts_T, reported, 0.0)
+            parts.append(counted.sum(dim=1, dtype=torch.float64))
         return torch.cat(parts), torch.where(view.trains_T, maxima, 0.0).amax(dim=1).double()
 
 

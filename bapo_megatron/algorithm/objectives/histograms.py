@@ -162,8 +162,8 @@ class HighEntropy(Objective):
         from_K = _from_each_bin(total_K[:ENTROPY_BINS]).double()
         first = (from_K >= self.share * from_K[0]).sum() - 1
         # A tensor as index would be read on the host.
-        kept = from_K.gather(0, first[None])[0] / from_K[0].clamp(min=1)
-        threshold = torch.stack([first.double(), kept])
+        kept_share = from_K.gather(0, first[None])[0] / from_K[0].clamp(min=1)
+        threshold = torch.stack([first.double(), kept_share])
         if self.inner.needs == "token":
             return threshold
         return torch.cat([threshold, self.inner.decide(total_K[ENTROPY_BINS:])])
