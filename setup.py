@@ -37,7 +37,7 @@ FLAGS = ["-O3", "-ffp-contract=off", "-fno-trapping-math", "-Wall", "-Wextra", "
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
-    "-fmad=false",  # as above: fused operations are written where they are meant
+    "-fmad=false",  # as above: fused operations are written out
     "-Xcompiler",
     "-fPIC,-Wall,-Wextra",
 ]
@@ -59,7 +59,7 @@ def num_jobs() -> int:
     """How many files to compile at once."""
     value = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
     if not value.isdigit() or int(value) < 1:
-        raise SetupError(f"MAX_JOBS must be a number from 1 on, got '{value}'")
+        raise SetupError(f"MAX_JOBS must be a whole number >= 1, got '{value}'")
     return int(value)
 
 
@@ -109,7 +109,7 @@ def find_torch() -> Path:
 
 @dataclass(frozen=True)
 class CudaToolkit:
-    """The nvcc that compiles csrc/cuda, and for what."""
+    """The nvcc that compiles csrc/cuda, and the architectures."""
 
     nvcc: Path
     archs: tuple[str, ...]
@@ -141,9 +141,9 @@ class CudaToolkit:
     @staticmethod
     def _find_nvcc() -> Path | None:
         folders = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-        beside, default = (Path(f) / "bin" / "nvcc" if f else None for f in folders)
+        in_home, default = (Path(f) / "bin" / "nvcc" if f else None for f in folders)
         on_path = shutil.which("nvcc")
-        for candidate in (beside, Path(on_path) if on_path else None, default):
+        for candidate in (in_home, Path(on_path) if on_path else None, default):
             if candidate is not None and candidate.is_file():
                 return candidate
         return None
@@ -220,7 +220,7 @@ class BuildExtension(build_ext):
     """Compiles with the flags above, after checking that the compiler can do C++17."""
 
     def build_extensions(self) -> None:
-        """Check what is needed, compile what nvcc compiles, then build the rest."""
+        """Check the requirements, compile csrc/cuda with nvcc, then build the rest."""
         jobs = num_jobs()
         self.add_torch(find_torch())
         self.check_compiler()
@@ -235,7 +235,7 @@ class BuildExtension(build_ext):
         """Compile and link against this torch."""
         (extension,) = self.extensions
         extension.extra_compile_args += ["-isystem", str(torch / "include")]
-        # No symbol of libtorch is used here, but it leads to libtorch_cuda where there is one:
+        # No symbol of libtorch is used here, but it loads libtorch_cuda where there is one:
         # without it the weak symbol of the current CUDA stream would stay null.
         extension.extra_link_args += [f"-L{torch / 'lib'}", "-Wl,--no-as-needed"]
         extension.extra_link_args += ["-ltorch", "-ltorch_cpu", "-lc10"]
@@ -269,7 +269,7 @@ class BuildExtension(build_ext):
 
 
 def make_extension() -> Pybind11Extension:
-    """The extension without torch and CUDA, which are looked for when it is built."""
+    """The extension without torch and CUDA, which are found when it is built."""
     return Pybind11Extension(
         "bapo_megatron._C",
         sources=sorted(str(path.relative_to(ROOT)) for path in CSRC.rglob("*.cpp")),

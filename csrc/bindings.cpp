@@ -1,5 +1,5 @@
-// Python module bapo_megatron._C: the grid of candidates, and the bound search with its whole path
-// for a person to look at. The ops on tensors, torch.ops.bapo.*, are registered by torch_ops/ when
+// Python module bapo_megatron._C: the grid of candidates, and the bound search with its whole path,
+// for inspection. The ops on tensors, torch.ops.bapo.*, are registered by torch_ops/ when
 // the module is loaded.
 
 #include <pybind11/pybind11.h>

@@ -70,7 +70,7 @@ def build(folder: Path, variables: dict[str, str]) -> subprocess.CompletedProces
             {"BAPO_SKIP_CUDA_BUILD": "1", "BAPO_FORCE_CUDA_BUILD": "1"},
             "BAPO_SKIP_CUDA_BUILD and BAPO_FORCE_CUDA_BUILD are both 1; unset one of them",
         ),
-        ({"MAX_JOBS": "many"}, "MAX_JOBS must be a number from 1 on, got 'many'"),
+        ({"MAX_JOBS": "many"}, "MAX_JOBS must be a whole number >= 1, got 'many'"),
         (
             {"CXX": "/no/such/c++", "CC": "/no/such/cc"},
             "bapo_megatron needs a C++17 compiler (GCC >= 9 or Clang >= 11) and found none",

@@ -1,4 +1,4 @@
-"""Advantages: how much better one response is than its siblings, or than the batch's others.
+"""Advantages: how much better a response is than the others of its group or batch.
 
 A user's function is called once per group, with the rewards [G] float64 and the group's samples,
 and returns [G]:
@@ -35,7 +35,7 @@ class Advantages:
 
         Args:
             kind: One of ``config.schema.ADVANTAGES`` or ``package.module:function``.
-            baseline_shift: As of ``group_advantages``.
+            baseline_shift: See ``group_advantages``.
 
         Raises:
             UserCodeError: The function cannot be imported.
@@ -52,8 +52,8 @@ class Advantages:
             groups: All groups of the batch, of equal size.
 
         Raises:
-            ValueError: The rewards do not fit ``group_advantages``.
-            UserCodeError: The user's function raised, or returned what is not [G] and finite.
+            ValueError: A reward is not finite, or groups have fewer than 2 samples.
+            UserCodeError: The user's function raised, or its result is not [G] or not finite.
         """
         rewards = [[sample.reward for sample in group.samples] for group in groups]
         reward_PG = torch.tensor(rewards, dtype=torch.float64)
@@ -86,30 +86,30 @@ def group_advantages(
 ) -> Tensor:
     """Compute the advantage of every response.
 
-    R minus a baseline, to which ``baseline_shift`` is added (AsymRE, arXiv 2506.20520: below 0):
+    R minus a baseline raised by ``baseline_shift`` (negative in AsymRE, arXiv 2506.20520):
 
     - ``grpo_no_std``: mean of the group (Dr. GRPO, arXiv 2503.20783);
     - ``rloo``: mean of the other G − 1 responses, so that A = (R − mean) · G / (G − 1);
     - ``opo``: mean of the group weighted by the responses' lengths (arXiv 2505.23585).
 
-    Scaled:
+    Also scaled:
 
     - ``grpo``: (R − mean) / (std + 1e-6) of the group, with the unbiased standard deviation;
     - ``reinforce_pp``: R whitened over the batch (REINFORCE++, arXiv 2501.03262): (R − m) / √(v +
       1e-8), where m is the mean and v the unbiased variance over all *tokens* of the batch;
-    - ``reinforce_pp_baseline``: the same of R − mean of the group.
+    - ``reinforce_pp_baseline``: the same for R − mean of the group.
 
-    A group whose rewards are all equal gets exactly 0, minus the shift, so that it counts as having
-    no gradient; with the last two kinds only where all rewards of the batch are equal.
+    A group of equal rewards gets exactly 0 minus the shift; without a shift it counts as having no
+    gradient. With the ``reinforce_pp`` kinds this needs equal rewards in the whole batch.
 
     Args:
-        reward_PG: [P, G] R; all groups of the batch, on every rank alike.
+        reward_PG: [P, G] R of all groups of the batch, identical on every rank.
         length_PG: [P, G] number of tokens of each response.
         kind: One of ``config.schema.ADVANTAGES``.
         baseline_shift: For those in ``config.schema.SHIFTED``, else 0.
 
     Returns:
-        [P, G] float32 advantages; formed in float64 and rounded once. Sums over the batch are
+        [P, G] float32 advantages; computed in float64, rounded once. Sums over the batch are
         exact: the order of groups does not matter.
 
     Raises:
@@ -126,8 +126,8 @@ def group_advantages(
     if kind == "reinforce_pp":
         return _whitened(exact_PG, length_PG).to(torch.float32)
     weight_PG = length_PG.clamp(min=1) if kind == "opo" else torch.ones_like(exact_PG)
-    weighed_P1 = (exact_PG * weight_PG).sum(dim=1, keepdim=True)
-    centred_PG = exact_PG - weighed_P1 / weight_PG.sum(dim=1, keepdim=True)
+    weighted_P1 = (exact_PG * weight_PG).sum(dim=1, keepdim=True)
+    centred_PG = exact_PG - weighted_P1 / weight_PG.sum(dim=1, keepdim=True)
     all_equal_P1 = exact_PG.amax(dim=1, keepdim=True) == exact_PG.amin(dim=1, keepdim=True)
     centred_PG = torch.where(all_equal_P1, 0.0, centred_PG)
     if kind == "grpo":

@@ -1,8 +1,8 @@
-"""Trying an objective on a few tokens: at the start of a run, and in tests of your own.
+"""Checks an objective on a few tokens, at the start of a run and in your own tests.
 
-A loss must follow from each token alone. One that secretly mixes tokens, by a mean or a sort, say,
-would make results depend on micro-batches and ranks. So the objective is run on a small batch,
-whole and in shuffled parts, and what it declares is compared with what it does:
+A token's loss must depend on that token alone: one that mixes tokens, say by a mean or a sort,
+would make results depend on micro-batches and ranks. The objective runs on a small batch, whole and
+in shuffled parts, and must behave as it declares:
 
     check_objective(QuantileClip(share=0.02))
 
@@ -32,21 +32,21 @@ _NO_GRADIENT = (
 
 
 class ObjectiveError(UserCodeError):
-    """An objective breaks a rule; the message says what it does and what to do."""
+    """An objective breaks a rule; the message says which, and what to do."""
 
 
 def check_objective(
     objective: Objective, device: torch.device = CPU, kernels: Kernels | None = None
 ) -> None:
-    """Refuse an objective whose results depend on which tokens come together.
+    """Refuse an objective whose results depend on which tokens share a batch.
 
     Args:
         objective: An instance, with its options.
-        device: Where tokens will be.
-        kernels: Those of the importance ratio; None: the best for the device.
+        device: Device of the tokens.
+        kernels: For the importance ratio; None: the best for the device.
 
     Raises:
-        ObjectiveError: For the first rule that it breaks; what it raises itself passes through.
+        ObjectiveError: It breaks a rule; the first one is named. Its own errors pass through.
     """
     _check_declarations(objective)
     tokens, untouched = trial_tokens(device), trial_tokens(device)
@@ -67,13 +67,13 @@ def check_objective(
     _require(any(bool(value.any()) for value in gradients), _NO_GRADIENT)
     for index in _parts(device):
         part = _values(objective, tokens.select(index), kernels)
-        has_all = part.keys() == whole.keys()
-        _require(has_all, "reports different names for different tokens; report the same always")
+        same_names = part.keys() == whole.keys()
+        _require(same_names, "reports different names for different tokens; always use the same")
         for name, value_T in part.items():
             _require(
                 torch.allclose(value_T, whole[name][index], rtol=_TOLERANCE, atol=_TOLERANCE),
-                f"mixes tokens: its {name} changes where others come with them, so results would "
-                "depend on micro-batches and ranks; use values of the token alone, and declare "
+                f"mixes tokens: its {name} changes with the other tokens of the batch, so results "
+                "would depend on micro-batches and ranks; use values of one token, and declare "
                 "needs = 'response' or 'update' for sums over others",
             )
     if objective.trains_zero_advantage is False:
@@ -82,7 +82,7 @@ def check_objective(
         return
     values = objective.report_decision(tokens.decision.tolist()).values()
     are_numbers = all(isinstance(value, int | float) for value in values)
-    _require(are_numbers, "reports a decision that is no number; return floats")
+    _require(are_numbers, "reports a decision value that is not a number; return floats")
     objective.refuses(tokens.decision)
     objective.explain_refusal(tokens.decision.tolist())
     if objective.decisive is not None:
@@ -120,9 +120,9 @@ def trial_tokens(device: torch.device = CPU) -> TokenBatch:
         "response": response_T,
         "response_tokens": tokens_B[response_T],
     }
-    moved = {name: value.to(device) for name, value in values.items()}
-    ratio_T = importance_ratio(moved["logprob"], moved["behaviour_logprob"])
-    return TokenBatch(**moved, ratio=ratio_T, response_sums=None, decision=None, update=0)
+    values = {name: value.to(device) for name, value in values.items()}
+    ratio_T = importance_ratio(values["logprob"], values["behaviour_logprob"])
+    return TokenBatch(**values, ratio=ratio_T, response_sums=None, decision=None, update=0)
 
 
 def _parts(device: torch.device) -> tuple[Tensor, ...]:
@@ -157,14 +157,14 @@ def _check_declarations(objective: Objective) -> None:
         ),
         (
             not decisive or (needs == "update" and not selects),
-            "declares decisive, which is for needs = 'update' without selects_tokens; remove it",
+            "declares decisive, which requires needs = 'update' and no selects_tokens; remove it",
         ),
     ):
         _require(holds, problem)
 
 
 def _check_statistics(objective: Objective, tokens: TokenBatch) -> None:
-    """Statistics can be summed over ranks, and the decision be broadcast."""
+    """Require statistics that ranks can sum and, of an update, a decision they can broadcast."""
     statistics = objective.statistics(tokens)
     if objective.needs == "response":
         _check_per_token("statistics", statistics, tokens)
@@ -172,7 +172,7 @@ def _check_statistics(objective: Objective, tokens: TokenBatch) -> None:
     _require(
         isinstance(statistics, Tensor) and statistics.dtype == torch.int64,
         f"returns {kind_of(statistics)} with needs = {objective.needs!r}; return an int64 tensor "
-        "[K], since only integers add up to the same on any ranks",
+        "[K], since only sums of integers are the same on any ranks",
     )
     sums = [objective.statistics(tokens.select(index)) for index in _parts(statistics.device)]
     _require(
@@ -199,7 +199,7 @@ def _check_per_token(method: str, value_T: Any, tokens: TokenBatch) -> None:
 def _check_zero_advantage(
     objective: Objective, tokens: TokenBatch, kernels: Kernels | None
 ) -> None:
-    """A = 0 gives a token neither a loss, a gradient nor a part in the statistics."""
+    """Require that A = 0 gives a token no loss, no gradient and no part in the statistics."""
     is_zero_T = tokens.response == 0
     tokens = replace(tokens, advantage=tokens.advantage.masked_fill(is_zero_T, 0.0))
     values = _values(objective, tokens, kernels)
@@ -211,8 +211,8 @@ def _check_zero_advantage(
     _require(
         not takes_part,
         "declares trains_zero_advantage = False, but A = 0 gives tokens a loss, a gradient or a "
-        "part in the statistics; remove the declaration, or set it to True where updates with "
-        "A = 0 everywhere must train",
+        "part in the statistics; remove the declaration, or set it to True if updates whose tokens "
+        "all have A = 0 must train",
     )
 
 
@@ -235,7 +235,7 @@ def _values(objective: Objective, tokens: TokenBatch, kernels: Kernels | None) -
     if objective.selects_tokens:
         selected_T = objective.select(tokens)
         _check_per_token("select", selected_T, tokens)
-        _require(selected_T.dtype == torch.bool, "selects by numbers; return bool [T]")
+        _require(selected_T.dtype == torch.bool, "returns numbers from select; return bool [T]")
         values["select"] = selected_T.float()
     limits = objective.bounds(tokens)
     if limits is not None:

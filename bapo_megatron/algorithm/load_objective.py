@@ -1,4 +1,4 @@
-"""The objective that ``algorithm.objective`` names; a user's is tried before it is used."""
+"""Loads the objective that ``algorithm.objective`` names, and checks a user's before use."""
 
 import functools
 import inspect
@@ -37,9 +37,9 @@ class LoadedObjective:
     report_names: tuple[str, ...]
     """Keys of ``report``."""
     statistic_size: int
-    """K of ``needs: update`` and ``micro_batch``, else 0."""
+    """K with ``needs: update`` or ``micro_batch``, else 0."""
     decision_size: int
-    """D of ``needs: update`` and ``micro_batch``, else 0."""
+    """D with ``needs: update`` or ``micro_batch``, else 0."""
 
     @property
     def collects(self) -> bool:
@@ -50,16 +50,16 @@ class LoadedObjective:
 def load_objective(
     config: AlgorithmConfig, device: torch.device = CPU, kernels: Kernels | None = None
 ) -> LoadedObjective:
-    """Make the objective; try one of a user.
+    """Make the objective; check a user's.
 
     Args:
         config: The algorithm section.
-        device: Where tokens will be.
+        device: Device of the tokens.
         kernels: None: the best for the device.
 
     Raises:
         UserCodeError: The user's code cannot be imported, raises, or returns what cannot be used.
-        ConfigError: ``entropy_share`` does not go with the objective.
+        ConfigError: ``entropy_share`` does not work with the objective.
     """
     kernels = kernels or select_kernels("auto", device)
     if named := NAMED.get(config.objective):
@@ -76,8 +76,8 @@ def load_objective(
     if config.entropy_share < 1:
         if objective.needs not in ("token", "update") or objective.speculate == "always":
             raise ConfigError(
-                "algorithm.entropy_share: must be 1 with an objective that needs a response or a "
-                f"micro-batch, or with speculate: always, got {config.entropy_share:g}; leave it "
+                "algorithm.entropy_share: must be 1 with an objective that sums over responses or "
+                f"micro-batches, or with speculate: always, got {config.entropy_share:g}; leave it "
                 "out, or choose another objective (docs/objectives.md)"
             )
         objective = HighEntropy(objective, config.entropy_share)
@@ -92,18 +92,18 @@ def load_objective(
 
 
 def _from_user(code: UserCode, options: Mapping[str, Any]) -> Objective:
-    """Make an instance of the named class, or of the named function; its errors name its place."""
-    named = code.object
-    if inspect.isclass(named):
+    """Make an objective of the named class or function; its errors name file and line."""
+    definition = code.object
+    if inspect.isclass(definition):
         with code.guard():
-            # A class that is no subclass of Objective gets the defaults as well.
-            objective: Objective = type(named.__name__, (named, Objective), {})(**options)
-    elif callable(named):
-        objective = FunctionObjective(functools.partial(named, **options))
+            # Gives the defaults also to a class that does not derive from Objective.
+            objective: Objective = type(definition.__name__, (definition, Objective), {})(**options)
+    elif callable(definition):
+        objective = FunctionObjective(functools.partial(definition, **options))
     else:
-        code.refuse(f"is a {type(named).__name__}; name a function or a class")
+        code.refuse(f"is a {type(definition).__name__}; name a function or a class")
     for method in _METHODS:
-        # Also where the user's class is a frozen dataclass.
+        # Works even if the user's class is a frozen dataclass.
         object.__setattr__(objective, method, code.guarded(getattr(objective, method)))
     object.__setattr__(objective, "guarded", code.guard)
     return objective

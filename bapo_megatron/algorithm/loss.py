@@ -2,14 +2,13 @@
 
 The loss of an update is Σ_t weight_t · loss_t over all its tokens, on every rank and in every
 micro-batch. Weights hold the *global* denominators, so partial sums simply add up: neither
-micro-batching nor the number of ranks changes the gradient. What one token contributes is the
-objective's (``algorithm.objective``).
+micro-batching nor the number of ranks changes the gradient. The objective
+(``algorithm.objective``) defines the loss of a token.
 
-The correction is for what lies between the trainer's log-probs and the engine's. With μ recomputed
-by the trainer at the start of the step and π_rollout as the engine recorded it, a token has the
-importance weight w = exp(clamp(μ − log π_rollout, ±20)). It holds the engine's different arithmetic
-and, for tokens that older weights sampled, their staleness. It multiplies the policy loss of the
-token and nothing else.
+The correction accounts for the difference between the trainer's log-probs and the engine's. With μ
+recomputed by the trainer at the start of the step and π_rollout as the engine recorded it, a token
+has the importance weight w = exp(clamp(μ − log π_rollout, ±20)). It covers the engine's different
+arithmetic and the staleness of stale tokens, and scales the token's policy loss and nothing else.
 
 Shape legend: T = response tokens of a micro-batch, B = responses of the step's batch, R = responses
 of an update.
@@ -34,11 +33,11 @@ RESPONSE_UNIT = 2.0**-36
 tokens nor on the ranks that hold them."""
 
 RESPONSE_LIMIT = 256.0
-"""Terms are clamped to ±this, so that 2^18 tokens of a response fit in int64 whatever they are."""
+"""Terms are clamped to ±this, so that the sum over 2^18 tokens of a response fits in int64."""
 
 
 class TokenGradient(NamedTuple):
-    """Losses of tokens and the derivatives of their weighted sum; nothing has a graph."""
+    """Losses of tokens and the derivatives of their weighted sum; all detached."""
 
     ratio_T: Tensor
     """[T] r."""
@@ -47,7 +46,7 @@ class TokenGradient(NamedTuple):
     logprob_T: Tensor
     """[T] ∂(Σ weight · loss)/∂ℓ."""
     entropy_T: Tensor | None
-    """[T] ∂(Σ weight · loss)/∂H; None where the loss does not depend on the entropy."""
+    """[T] ∂(Σ weight · loss)/∂H; None if the loss does not depend on the entropy."""
 
 
 def differentiate(
@@ -57,9 +56,9 @@ def differentiate(
 
     Args:
         objective: What is differentiated.
-        tokens: At least one; its ratio is computed again, with a graph.
+        tokens: At least one; the ratio is recomputed with a graph.
         weight_T: [T] weight of each token in the sum, 0 for tokens that do not train.
-        kernels: Those of the importance ratio; None: the best for the device.
+        kernels: For the importance ratio; None: the best for the device.
     """
     with torch.enable_grad():
         logprob_T = tokens.logprob.detach().requires_grad_()
@@ -80,7 +79,7 @@ def differentiate(
 def add_over_responses(sum_B: Tensor, value_T: Tensor, response_T: Tensor) -> None:
     """Add values of tokens to the sums of their responses, exactly.
 
-    Sums of several ranks that hold parts of the same responses are added up.
+    Ranks that hold parts of the same responses add up their sums afterwards.
 
     Args:
         sum_B: [B] int64 in units of ``RESPONSE_UNIT``; changed in place.
@@ -97,7 +96,7 @@ def response_sums(sum_B: Tensor, response_T: Tensor) -> Tensor:
 
 
 def with_sums(objective: Objective, tokens: TokenBatch) -> TokenBatch:
-    """Return the tokens of a whole update with what the objective needs of them together."""
+    """Add the sums or the decision that the objective needs to the tokens of a whole update."""
     if objective.needs == "token":
         return tokens
     statistics = objective.statistics(tokens)
@@ -134,7 +133,7 @@ def token_weights(
 ) -> Tensor:
     """Weight each token so that Σ_t weight_t · loss_t over the whole update is its loss.
 
-    Nothing waits for the device. A response counts where at least one of its tokens trains.
+    Nothing waits for the device. A response counts if at least one of its tokens trains.
 
     - ``token_mean``: m / Σm of all responses;
     - ``sequence_mean``: m / (Σm of the token's response · responses), the mean of response means;
@@ -142,11 +141,11 @@ def token_weights(
 
     Args:
         mask_T: [T], 1 for tokens that train, else 0.
-        response_tokens_T: [T] Σm over the *whole* response that the token belongs to, also where
+        response_tokens_T: [T] Σm over the *whole* response that the token belongs to, even if
             context parallelism or masking leaves only a part of it here.
         aggregation: How token losses are combined.
-        response_tokens_R: [R] Σm of every response of the whole update: of all micro-batches of all
-            data- and context-parallel ranks, each once.
+        response_tokens_R: [R] Σm of every response of the update, each once, over all micro-batches
+            and data- and context-parallel ranks.
         constant: The constant of ``token_sum_norm``.
 
     Returns:
@@ -167,8 +166,8 @@ def log_weights(recomputed_T: Tensor, rollout_T: Tensor, mask_T: Tensor) -> Tens
     """Return log w of every token, [T] float32; 0 where m = 0 or a log-prob is not finite.
 
     Args:
-        recomputed_T: [T] log-prob by the trainer at the start of the step.
-        rollout_T: [T] log-prob by the engine.
+        recomputed_T: [T] the trainer's log-prob at the start of the step.
+        rollout_T: [T] the engine's log-prob.
         mask_T: [T], 1 for tokens that train, else 0.
     """
     log_weight_T = recomputed_T - rollout_T
@@ -177,14 +176,14 @@ def log_weights(recomputed_T: Tensor, rollout_T: Tensor, mask_T: Tensor) -> Tens
 
 
 def limit_weights(importance_T: Tensor, config: CorrectionConfig) -> Tensor:
-    """Return what the policy loss of every token is multiplied by, [T].
+    """Return the factor of each token's policy loss, [T].
 
     - ``token``, ``sequence``: min(w, cap);
     - ``icepop``: w where low ≤ w ≤ high, else 0;
     - ``geometric``: 1 where low ≤ w ≤ high, else 0.
 
     Args:
-        importance_T: [T] w of the token, or of its response ∏ w or the geometric mean of w.
+        importance_T: [T] w of the token, or ∏ w or the geometric mean of w over its response.
         config: Kind and limits; not ``none``.
     """
     if config.kind in ("token", "sequence"):

@@ -1,8 +1,8 @@
 """What an optimizer update minimises: objectives over the response tokens of an update.
 
-An objective sees a ``TokenBatch`` and returns the loss of every token. The caller weighs, masks and
-sums the losses, and autograd gives their derivatives with respect to ℓ and H, which the kernels
-spread over the logits (``algorithm.loss``). So one function of a user is a new objective:
+An objective sees a ``TokenBatch`` and returns the loss of every token. The caller weights, masks
+and sums the losses, and autograd gives their derivatives with respect to ℓ and H, which the kernels
+spread over the logits (``algorithm.loss``). A new objective can be a single function:
 
     def reinforce(tokens: TokenBatch) -> Tensor:
         return -tokens.advantage * tokens.logprob
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from bapo_megatron.ops.backend import Kernels
 
 Needs = Literal["token", "response", "update", "micro_batch"]
-"""What an objective must know of other tokens before the first gradient."""
+"""What an objective must know about other tokens before the first gradient."""
 
 Speculate = Literal["auto", "never", "always"]
 """Whether the loss pass runs with a predicted decision (docs/algorithm.md)."""
@@ -66,7 +66,7 @@ class TokenBatch:
     entropy: Tensor
     """H of the distribution that the token was drawn from, differentiable."""
     collected_entropy: Tensor
-    """H from the collection pass, before the first gradient; without one, ``entropy`` detached."""
+    """H before the first gradient, by the forward-only pass; else ``entropy``, detached."""
     response: Tensor
     """int64: index of the token's response in the step's batch."""
     response_tokens: Tensor
@@ -97,39 +97,38 @@ class Objective(ABC):
     """A loss over tokens. Subclass it and write ``loss``; everything else has a default.
 
     Methods see tokens of one micro-batch or chunk only, in any order: nothing may depend on which
-    tokens come together. What must be known of other tokens is a sum that the caller forms over all
-    micro-batches and data- and context-parallel ranks, exactly, in integers.
+    tokens share it. All they know about other tokens is a sum, which the caller computes exactly
+    (in integers) over all micro-batches and data- and context-parallel ranks.
     """
 
     needs: Needs = "token"
-    """- ``token``: nothing of other tokens.
+    """- ``token``: nothing about other tokens.
     - ``response``: ``statistics`` returns a float [T]; its sum over each response comes back as
       ``tokens.response_sums`` (over tokens that train; in units of 2^-36, each term clamped to
       ±256).
-    - ``update``: ``statistics`` returns int64 [K] of the tokens with mask 1, which is added up over
-      the whole update; what ``decide`` makes of the total comes back as ``tokens.decision``.
+    - ``update``: ``statistics`` returns int64 [K] over the tokens with mask 1, which is summed over
+      the whole update; ``decide`` turns the total into ``tokens.decision``.
     - ``micro_batch``: the same over the micro-batches that all data-parallel ranks compute at the
-      same time. No collection pass, but the result depends on the division into micro-batches.
+      same time. No forward-only pass, but results depend on the split into micro-batches.
 
-    ``response`` and ``update`` cost a forward pass over the update before its first gradient, the
-    latter only where ``decisive`` cannot save it."""
+    ``response`` costs a forward-only pass over the update before its first gradient; so does
+    ``update``, unless its decision is predicted (``decisive``)."""
     decisive: slice | None = None
     """With ``needs: update``: the entries of a decision that ``loss``, ``bounds`` and ``report``
     read, if they lie on a grid, so that a prediction can be right to the last bit. The loss pass
-    then need not wait for them (docs/algorithm.md). None: predictions are not tried."""
+    then need not wait for them (docs/algorithm.md). None: nothing is predicted."""
     speculate: Speculate = "auto"
-    """Whether the loss pass runs with predicted entries, where ``decisive`` names some."""
+    """Whether the loss pass runs with predictions of the ``decisive`` entries."""
     trains_zero_advantage: bool | None = None
     """Whether A = 0 gives a token a loss, a gradient or a part in ``statistics``.
 
     - False: none of them. Responses with A = 0 are not computed, unless an entropy bonus needs
       them; denominators count their tokens.
     - True: they train like all others.
-    - None, where it is not declared: they are computed, but an update that holds only such is
-      skipped."""
+    - None (not declared): they are computed, but an update without others is skipped."""
     selects_tokens: bool = False
-    """Whether ``select`` leaves tokens out; the denominators then count those that it keeps. Needs
-    ``needs`` to be ``response`` or ``update``."""
+    """Whether ``select`` leaves tokens out; the denominators then count those that it keeps.
+    Requires ``needs`` ``response`` or ``update``."""
 
     @abstractmethod
     def loss(self, tokens: TokenBatch) -> Tensor:
@@ -144,14 +143,14 @@ class Objective(ABC):
         raise NotImplementedError
 
     def decide(self, total_K: Tensor) -> Tensor:
-        """Return the decision, [D] float64, that follows from the summed statistics."""
+        """Turn the summed statistics into the decision, [D] float64."""
         return total_K.double()
 
     def foresee(self, known_K: Tensor, recent_K: Tensor | None) -> Tensor:
         """Return the predicted total of an update's statistics, [K] int64, for ``decide``.
 
-        ``known_K`` are the statistics of its tokens with ℓ = μ. ``recent_K`` are those of earlier
-        updates, added up so that newer ones count more; None before the first.
+        ``known_K`` are the statistics of its tokens at ℓ = μ. ``recent_K`` is a decaying sum over
+        earlier updates; None before the first.
         """
         return known_K
 
@@ -171,15 +170,15 @@ class Objective(ABC):
         return {}
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Return the context in which the loss is differentiated: it may translate errors."""
+        """Return a context for differentiating the loss; it may translate errors."""
         return nullcontext()
 
     def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
-        """Return numbers of one decision by metric name; the step reports their means."""
+        """Return metrics of one decision by name; the step reports their means."""
         return {}
 
     def refuses(self, decision: Tensor) -> Tensor | None:
-        """Return a bool tensor (no dimensions) on the device: the update must not be made."""
+        """Return a 0-d bool tensor on the device: whether the update must be refused."""
         return None
 
     def explain_refusal(self, decision: Sequence[float]) -> str:
@@ -204,10 +203,10 @@ class NamedObjective:
     """An objective that ``algorithm.objective`` names."""
 
     make: Callable[[Any, AlgorithmConfig, Kernels], Objective]
-    """Makes it of its options (None without any), the whole section and the device's kernels."""
+    """Makes it from its options (None without any), the whole section and the device's kernels."""
     options: type[Section] | None = None
-    """They are ``algorithm.<name>``."""
+    """The section ``algorithm.<name>``."""
     dual_clip: bool = False
-    """Whether ``algorithm.dual_clip`` is for it."""
+    """Whether ``algorithm.dual_clip`` applies to it."""
     key: str = ""
-    """Where its options are, if not under its name."""
+    """Key of its options, if not its name."""

@@ -36,7 +36,7 @@ class UserCode:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn an exception of the user's code into one line that names its place."""
+        """Turn an exception of the user's code into one line with file and line number."""
         try:
             with self._forks_ended():
                 yield
@@ -50,8 +50,8 @@ class UserCode:
             ) from error
 
     def _forks_ended(self) -> AbstractContextManager[None]:
-        """End a forked child that comes back: it would go on as a second rank."""
-        line = f"{self.key}: '{self.name}' forked a process that came back; it was ended\n"
+        """End a forked child that returns: it would continue as a second rank."""
+        line = f"{self.key}: '{self.name}' forked a process that returned; it was ended\n"
         return forks_ended(lambda _: sys.stderr.write(line))
 
     def guarded[**P, ReturnT](self, function: Callable[P, ReturnT]) -> Callable[P, ReturnT]:
@@ -70,15 +70,15 @@ class UserCode:
 
     def _defined_at(self) -> str:
         """``file:line`` where the function or class begins."""
-        named = inspect.unwrap(self.object)
+        definition = inspect.unwrap(self.object)
         try:
-            return f"{inspect.getsourcefile(named)}:{inspect.getsourcelines(named)[1]}"
+            return f"{inspect.getsourcefile(definition)}:{inspect.getsourcelines(definition)[1]}"
         except (TypeError, OSError):
             return self.name
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value is, for messages."""
+    """Describe a value for messages."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor {list(value.shape)}".replace("torch.", "")
     return f"a {type(value).__module__}.{type(value).__name__}".replace(" builtins.", " ")

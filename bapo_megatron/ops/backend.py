@@ -1,7 +1,7 @@
-"""Which implementation of the kernels runs.
+"""Selects the implementation of the kernels.
 
 ``Kernels`` are six functions on tensors, documented in csrc/README.md: the extension's for CPU and
-CUDA, or ``reference``, whose signatures and docstrings are those of both.
+CUDA, or ``reference``, whose signatures and docstrings hold for both.
 """
 
 import functools
@@ -27,7 +27,7 @@ _NO_CUDA = (
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernels:
-    """``torch.ops.bapo`` itself; the dispatcher takes the version of the tensors' device.
+    """``torch.ops.bapo`` itself; the dispatcher picks the version for the tensors' device.
 
     It never waits for the device. Arguments that do not fit are refused with a RuntimeError that
     names argument, rule and value.
@@ -55,7 +55,7 @@ def select_kernels(name: Backend, device: torch.device) -> Kernels:
     ``auto`` takes the compiled ones, or the reference on a GPU for which none were built.
 
     Raises:
-        ValueError: Kernels were asked for by name that this device or this build does not have.
+        ValueError: The named kernels do not exist for this device or in this build.
     """
     if name == "auto":
         return _choose(device.type)
@@ -73,7 +73,7 @@ def select_kernels(name: Backend, device: torch.device) -> Kernels:
 
 @functools.cache
 def _choose(device_type: str) -> Kernels:
-    """The choice of ``auto``, made and reported once per kind of device."""
+    """Choose for ``auto``; logged once per device type."""
     if device_type == "cuda" and not extension.build_info()["cuda"]:
         logger.warning("ops.backend: auto runs the slow reference on cuda: %s", _NO_CUDA)
         return REFERENCE

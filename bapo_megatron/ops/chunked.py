@@ -1,13 +1,13 @@
 """Log-probs and a loss over tokens from hidden states, without the logits of all tokens at once.
 
-The response tokens are walked in chunks. Per chunk of the loss, with W the language-model head:
+Response tokens are processed in chunks. Per chunk of the loss, with W the language-model head:
 
     logits = hidden · Wᵀ → partials → all-gather → log-prob → loss and coefficient
     → ∂loss/∂logits, in place → ∂loss/∂hidden = ∂logits · W,  ∂loss/∂W += ∂logitsᵀ · hidden
 
-That is three matrix products, and nothing per logit outlives its chunk. What the loss of a token
-depends on is known before the forward pass, which therefore computes the gradients as well; the
-backward pass only hands them out. Both gradients are added up in float32.
+That is three GEMMs, and nothing of a logit outlives its chunk. All that a token's loss depends on
+is known before the forward pass, which therefore computes the gradients too; the backward pass only
+returns them. Both gradients are accumulated in float32.
 
 Context-parallel ranks each call it with the tokens they hold: loss weights are over the global
 denominators and rows already point at the predicting position, so their sums and gradients add up.
@@ -35,7 +35,7 @@ from bapo_megatron.ops.logprob import (
 )
 
 PRODUCT_ROWS = 2048
-"""Rows of the weight's gradient per product, where products cannot be added up in place."""
+"""Rows of the weight gradient per GEMM, where GEMMs cannot accumulate in place."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +43,8 @@ class OutputHead:
     """The language-model head on one rank of a tensor-parallel group."""
 
     weight: Tensor
-    """[V, H] this rank's rows of the (padded) vocabulary. Where Megatron's data parallelism has
-    given it a ``main_grad``, gradients are added there."""
+    """[V, H] this rank's rows of the (padded) vocabulary. If Megatron's data parallelism gave
+    it a ``main_grad``, gradients accumulate there."""
     tensor_group: dist.ProcessGroup | None = None
     """The ranks that share the vocabulary; None: this rank holds all of it."""
     sequence_parallel: bool = False
@@ -65,7 +65,7 @@ class OutputHead:
         return hidden_NH
 
     def sum_over_ranks(self, grad_NH: Tensor) -> Tensor:
-        """Add up what the ranks' columns contribute; returns this rank's rows [M, H]."""
+        """Sum the contributions of the ranks' columns; return this rank's rows [M, H]."""
         if self.num_ranks == 1:
             return grad_NH
         if not self.sequence_parallel:
@@ -89,11 +89,11 @@ def chunked_logprobs(
 ) -> TokenLogprobs:
     """Compute log-prob and entropy of the targets, without gradient.
 
-    A collective: every rank of the head's group calls it with the same tokens, with none too. One
+    A collective: every rank of the head's group calls it with the same tokens, even if none. One
     all-gather of [T, 4], and under sequence parallelism one of the hidden states.
 
     Args:
-        hidden_MH: [M, H] what the head is applied to; float32, bfloat16 or float16.
+        hidden_MH: [M, H] input of the head; float32, bfloat16 or float16.
         head: The head, of the same dtype.
         target_T: [T] int64 global vocabulary ids.
         rows_T: [T] int64, the row of [N, H] that predicts each target.
@@ -131,14 +131,14 @@ def chunked_loss(
     chunk_tokens: int,
     kernels: Kernels | None = None,
 ) -> tuple[Tensor, TokenLogprobs]:
-    """Compute a loss over tokens and, at once, its gradients.
+    """Compute a loss over tokens together with its gradients.
 
-    A collective: every rank of the head's group calls it with the same tokens, with none too. One
+    A collective: every rank of the head's group calls it with the same tokens, even if none. One
     all-gather of [C, 4] per chunk, and one reduction of the hidden states' gradient.
 
-    The backward pass must arrive with the gradient 1 (checked on the device, nothing waits for it),
-    and arrives once. The weight's gradient is added to its ``main_grad`` here, in the forward pass:
-    a caller that does not go on to the backward pass must clear it.
+    The backward pass must run once, with the gradient 1 (checked on the device without waiting).
+    The weight's gradient is added to its ``main_grad`` here, in the forward pass: a caller that
+    skips the backward pass must clear it.
 
     ``token_loss`` is the loss of a chunk's tokens; the other arguments are those of
     ``chunked_logprobs``.
@@ -146,7 +146,7 @@ def chunked_loss(
     Returns:
         The loss (scalar float32); ℓ and H of all tokens, without gradient.
     """
-    # Gradients would be added to the weights under no_grad, too.
+    # Gradients would be added to the weights even under no_grad.
     assert torch.is_grad_enabled(), "call chunked_logprobs"
     columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
     kernels = kernels or select_kernels("auto", hidden_MH.device)
@@ -157,7 +157,7 @@ def chunked_loss(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunks:
-    """The tokens, and how the logits of a chunk of them are made and read."""
+    """The tokens, and how a chunk's logits are computed and reduced."""
 
     head: OutputHead
     target_T: Tensor
@@ -172,7 +172,7 @@ class _Chunks:
         return [slice(begin, min(begin + self.size, num_tokens)) for begin in begins]
 
     def new_buffer(self) -> Tensor:
-        """Return room for the logits of any chunk: one allocation for all of them."""
+        """Allocate one buffer for the logits of every chunk."""
         weight_VH = self.head.weight
         return weight_VH.new_empty(min(self.size, len(self.target_T)), len(weight_VH))
 
@@ -217,7 +217,7 @@ class _Chunks:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Computes the gradients forward and keeps them, not what they are computed from."""
+    """Computes the gradients in the forward pass and saves nothing but them."""
 
     @staticmethod
     def forward(
@@ -247,15 +247,15 @@ class _ChunkedLoss(torch.autograd.Function):
             loss += chunk_loss
             if grad_weight_VH is not None:
                 add_product_(grad_weight_VH, grad_CV.t(), hidden_CH)
-            del hidden_CH  # its room is needed for the other product
+            del hidden_CH  # frees memory for the other GEMM
             if grad_hidden_NH is not None:
                 grad_hidden_NH.index_add_(0, rows_C, _product(grad_CV, weight_VH.detach()))
-        del grad_CV, buffer_CV  # their room is needed for what follows
+        del grad_CV, buffer_CV  # frees memory for what follows
         grad_hidden_MH = None
         if grad_hidden_NH is not None:
             grad_hidden_MH = chunks.head.sum_over_ranks(grad_hidden_NH).to(hidden_MH.dtype)
         ctx.gradients = (grad_hidden_MH, grad_weight_VH)
-        # Not saved for backward: that is for values, and only its attributes are needed.
+        # Not by save_for_backward, which is for values: only attributes are needed.
         ctx.weight = weight_VH
         ctx.in_main_grad = main_grad_VH is not None
         ctx.mark_non_differentiable(logprob_T, entropy_T)
@@ -281,7 +281,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _product(left_AC: Tensor, right_CB: Tensor) -> Tensor:
-    """Left · right in float32; on CUDA, 16-bit matrices are not rounded in between."""
+    """Left · right in float32; on CUDA not rounded to 16 bits in between."""
     if left_AC.is_cuda:
         return torch.mm(left_AC, right_CB, out_dtype=torch.float32)
     return torch.mm(left_AC, right_CB).to(torch.float32)
@@ -297,7 +297,7 @@ def add_product_(total_AB: Tensor, left_AC: Tensor, right_CB: Tensor) -> None:
     elif total_AB.is_cuda:
         torch.addmm(total_AB, left_AC, right_CB, out_dtype=total_AB.dtype, out=total_AB)
     else:
-        # PyTorch has no such product on the CPU. Blocks, each rounded once, keep the products and
+        # PyTorch has no such GEMM on the CPU. Blocks, each rounded once, keep the products and
         # the float32 copies that add_ makes of them small.
         for begin in range(0, len(total_AB), PRODUCT_ROWS):
             block = slice(begin, begin + PRODUCT_ROWS)
@@ -305,9 +305,9 @@ def add_product_(total_AB: Tensor, left_AC: Tensor, right_CB: Tensor) -> None:
 
 
 def _placeholder(weight_VH: Tensor) -> Tensor:
-    """Return the gradient that stands for one already in ``main_grad``, as Megatron's layers do.
+    """Return a dummy gradient for one already in ``main_grad``, as Megatron's layers do.
 
-    Megatron's hook drops it, but autograd must bring it so that the hook runs. With
+    Megatron's hook drops it, but would not run without it. With
     ``zero_out_wgrad`` (tied embeddings) the hook adds it, together with the embedding's gradient.
     """
     weight_VH.grad_added_to_main_grad = True  # type: ignore[attr-defined]

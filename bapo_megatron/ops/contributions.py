@@ -2,8 +2,8 @@
 
 One update: ``contributions`` of every micro-batch of this rank, added up and sum-reduced over the
 ranks, then ``bounds``. The sums are integers, so the same tokens give the same bounds for any
-order, split or number of ranks. All of it stays on the device of the tokens, and nothing waits for
-it but ``path`` and ``count_tokens``.
+order, split or number of ranks. All of it stays on the device of the tokens; only ``path`` and
+``count_tokens`` wait for it.
 
 Shape legend: T = response tokens, K = slots of the table of sums.
 """
@@ -18,7 +18,7 @@ from bapo_megatron.ops.backend import Kernels, select_kernels
 from bapo_megatron.ops.extension import BOUNDS_FIELDS as BOUNDS_FIELDS
 
 EXIT_NAMES = ("start", "met", "exhausted", "unsearched", "refused")
-"""What ``exit`` means; ``unsearched``: no token has a sign, so there are no shares."""
+"""What ``exit`` means; ``unsearched``: no token has A ≠ 0, so there are no shares."""
 
 _BIN_SLOTS = 4
 """Slots of a bin of ratios: Σ |w A| of its tokens, and three of Σ |w A| r."""
@@ -114,8 +114,8 @@ class BoundSearch:
     def rescale(self, table_K: Tensor, like_K: Tensor) -> Tensor:
         """Return a table with the importance ratios of one and the Σ |w A| of another.
 
-        Σ |w A| over the tokens of each sign becomes that of ``like_K``, to rounding; a sign without
-        tokens in either is taken from ``like_K`` as it is. So are the counts.
+        Σ |w A| over the tokens of each sign becomes that of ``like_K``, up to rounding. Signs
+        without tokens in either table, and the counts, are copied from ``like_K``.
         """
         rescaled_K = like_K.clone()
         for side in self._sides:

@@ -1,4 +1,4 @@
-"""Loads the compiled extension, or says in one line how to get it.
+"""Loads the compiled extension, or says in one line how to build it.
 
 Importing this module registers ``torch.ops.bapo``, and what its operations return for tensors
 without data, which torch.compile, export and ``opcheck`` ask for.

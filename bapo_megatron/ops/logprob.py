@@ -3,10 +3,10 @@
 Each rank of the tensor-parallel group holds the columns [V · rank, V · (rank + 1)) of the padded
 vocabulary. A rank reduces its columns to four numbers per token, one all-gather of [T, 4] exchanges
 them, and every rank merges them in rank order (csrc/README.md has the formulae). The backward needs
-no collective: it makes each logit's gradient from the logit and three numbers per token.
+no collective: it computes each logit's gradient from the logit and three numbers per token.
 
-The kernels know a loss over tokens as a ``TokenLoss`` only: a function from log-probs and entropies
-to a number and its derivatives. ``apply_token_loss`` applies it to log-probs of whole logits,
+To the kernels a loss over tokens is a ``TokenLoss``: a function from log-probs and entropies to a
+number and its derivatives. ``apply_token_loss`` applies it to log-probs of whole logits,
 ``ops.chunked`` to hidden states.
 
 Shape legend: N = rows of the logits, V = local columns, T = response tokens, P = ranks of the
@@ -47,7 +47,7 @@ class Columns(NamedTuple):
 def columns_of_rank(
     num_columns: int, vocab_size: int, temperature: float, group: dist.ProcessGroup | None
 ) -> Columns:
-    """Return the columns of this rank, which has as many as every rank of the group."""
+    """Return the columns of this rank; all ranks of the group have equally many."""
     rank = 0 if group is None else dist.get_rank(group)
     num_ranks = 1 if group is None else dist.get_world_size(group)
     assert 0 < vocab_size <= num_columns * num_ranks, "pass the vocabulary size without padding"
@@ -67,8 +67,8 @@ def vocab_parallel_logprobs(
 ) -> TokenLogprobs:
     """Compute log-prob and entropy of the targets, differentiable in the logits.
 
-    A collective: every rank of ``group`` calls it with the same targets, rows and temperature, with
-    zero tokens too. It computes in float32 (in float64 for float64 logits, with the reference
+    A collective: every rank of ``group`` calls it with the same targets, rows and temperature, even
+    with zero tokens. It computes in float32 (in float64 for float64 logits, with the reference
     kernels). The gradient of the entropy is only computed where something depends on the entropy.
     NaN and +inf logits make the token's results NaN; a −inf logit adds nothing. Double backward is
     not supported.
@@ -84,16 +84,16 @@ def vocab_parallel_logprobs(
         rows_T: [T] int64, the row of the logits that predicts each target, each at most once; None:
             row t for target t.
         temperature: Logits are divided by it, > 0.
-        group: The tensor-parallel group; None: the logits are whole.
+        group: The tensor-parallel group; None: the logits have all columns.
         kernels: None: the best for the device.
-        overwrite_logits: Make the gradient in the memory of the logits instead of a copy.
+        overwrite_logits: Write the gradient over the logits instead of into a copy.
 
     Returns:
         Log-probs and entropies, equal on all ranks of the group.
 
     Raises:
         RuntimeError: For shapes or types that do not fit together, and for a target or row out of
-            range (on the CPU; on a GPU, where this would be a wait for the device, the token's
+            range (on the CPU; on a GPU, where the check would wait for the device, the token's
             results are NaN).
     """
     columns = columns_of_rank(logits_NV.shape[1], vocab_size, temperature, group)
@@ -148,7 +148,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         )
         ctx.kernels.logits_backward_(grad_NV, rows_T, target_T, *softmax, *gradients, *ctx.columns)
         if ctx.overwrite_logits:
-            # A kernel's write bumps nothing by itself, and a second backward would be wrong.
+            # Kernels do not bump the version, and a second backward would be wrong.
             torch.autograd.graph.increment_version(logits_NV)
         return grad_NV, None, None, None, None, None, None
 
@@ -158,7 +158,7 @@ def gather_partials(partials_T4: Tensor, group: dist.ProcessGroup | None) -> Ten
     if group is None or dist.get_world_size(group) == 1:
         return partials_T4[None]
     partials_PT4 = partials_T4.new_empty(dist.get_world_size(group), *partials_T4.shape)
-    # gloo takes no [P, T, 4].
+    # gloo does not accept [P, T, 4].
     dist.all_gather_into_tensor(partials_PT4.flatten(0, 1), partials_T4, group=group)
     return partials_PT4
 
@@ -214,21 +214,21 @@ class _ImportanceRatio(torch.autograd.Function):
 
 
 class LossGradient(NamedTuple):
-    """A loss, summed over tokens, and its derivatives; nothing has a graph."""
+    """A loss, summed over tokens, and its derivatives; all detached."""
 
     loss: Tensor
     """float64, no dimensions."""
     logprob_T: Tensor
     """[T] ∂loss/∂ℓ."""
     entropy_T: Tensor | None
-    """[T] ∂loss/∂H; None where the loss does not depend on the entropy."""
+    """[T] ∂loss/∂H; None if the loss does not depend on the entropy."""
 
 
 class TokenLoss(Protocol):
-    """The loss of a part of the tokens of a micro-batch; sums over parts are the whole."""
+    """The loss of a part of a micro-batch's tokens; parts add up to the whole."""
 
     def __call__(self, logprob_T: Tensor, entropy_T: Tensor, part: slice) -> LossGradient:
-        """Compute it for the tokens ``part``, at least one, whose ℓ and H are given, detached."""
+        """Compute it for the tokens ``part``, at least one, from their detached ℓ and H."""
         ...
 
 
@@ -237,15 +237,15 @@ def apply_token_loss(logprob_T: Tensor, entropy_T: Tensor, token_loss: TokenLoss
 
     Args:
         logprob_T: [T] ℓ, with a graph.
-        entropy_T: [T] H, with a graph; no gradient reaches it where the loss does not depend on it.
-        token_loss: Is not called where there is no token: the loss is 0 then.
+        entropy_T: [T] H, with a graph; no gradient reaches it if the loss does not depend on it.
+        token_loss: Not called without tokens; the loss is then 0.
     """
     loss: Tensor = _AppliedLoss.apply(logprob_T, entropy_T, token_loss)
     return loss
 
 
 class _AppliedLoss(torch.autograd.Function):
-    """Keeps one or two floats per token: the derivatives, which the forward pass knows."""
+    """Keeps one or two floats per token: the derivatives, from the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, logprob_T: Tensor, entropy_T: Tensor, token_loss: TokenLoss) -> Tensor:

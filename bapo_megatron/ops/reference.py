@@ -77,7 +77,7 @@ class ReferenceKernels:
         log_sum_T = total_T.log()
         logprob_T = (target_PT.sum(dim=0) - max_T) / temperature - log_sum_T
         entropy_T = log_sum_T - weighted_T / total_T
-        # A poisoned row, or one without any column: all four say so.
+        # A poisoned row, or one without true columns: all four become NaN.
         poisoned_T = ~torch.isfinite(log_sum_T)
         logprob_T, entropy_T, max_T, log_sum_T = (
             values_T.masked_fill(poisoned_T, math.nan).to(partials.dtype)
@@ -119,7 +119,7 @@ class ReferenceKernels:
             at_target_C = torch.where(owned_C, grad_logprob_C, 0).to(grad_CV.dtype)
             grad_CV.scatter_add_(1, local_C[:, None], at_target_C[:, None])
             grad_CV.div_(temperature)
-            # Without a gradient the row takes no part, whatever it holds.
+            # A token without a gradient gets zeros, whatever its logits hold.
             idle_C = (grad_logprob_C == 0) & (grad_entropy_C == 0)
             grad_CV.masked_fill_(idle_C[:, None], 0.0)
             _padding(grad_CV, vocab_size - vocab_start).fill_(0.0)
@@ -186,7 +186,7 @@ def _padding(values_CV: Tensor, num_true: int) -> Tensor:
 
 
 def _outside(logits_NV: Tensor, rows_T: Tensor | None, target_T: Tensor, vocab_size: int) -> Tensor:
-    """Mark targets and rows that do not exist; on the CPU, where nothing waits, refuse them."""
+    """Mark targets and rows out of range; on the CPU, where checking costs no wait, refuse them."""
     outside_T = (target_T < 0) | (target_T >= vocab_size)
     if not logits_NV.is_cuda and bool(outside_T.any()):
         raise RuntimeError(

@@ -85,11 +85,11 @@ class CheckpointSaver:
         *,
         save_rollout: Callable[[Path], Callable[[], None]] | None = None,
     ) -> Path:
-        """Save everything that training continues from; return the checkpoint's directory.
+        """Save everything needed to resume; return the checkpoint's directory.
 
         The directory exists once the checkpoint is complete; one of the same number is replaced.
-        ``extra`` is state of the caller, plain JSON values; ``best`` is what the file ``best`` says
-        then. ``save_rollout`` begins to write a further file, and returns what waits for its end.
+        ``extra`` is the caller's state, plain JSON values; ``best`` goes into the file ``best``.
+        ``save_rollout`` starts writing a further file and returns a function that waits for it.
         """
         self.wait()
         groups, unfinished = policy.groups, files.unfinished_directory(self._root, step)
@@ -111,7 +111,7 @@ class CheckpointSaver:
             "num_updates": policy.num_updates,
             "layout": rng_layout(groups),
             "distributed_optimizer": _is_distributed(policy),
-            "extra": json.loads(json.dumps(extra)),  # a copy: the caller goes on changing it
+            "extra": json.loads(json.dumps(extra)),  # a copy: the caller keeps changing it
         }
         self._save = _Save(step, fields, writer, groups, best, wait_for_rollout)
         if self._config.asynchronous:
@@ -139,13 +139,13 @@ class CheckpointSaver:
                 raise OSError(files.reason_of(writer.error)) from writer.error
             if save.wait_for_rollout is not None:
                 save.wait_for_rollout()
-        of_ranks = gather_objects((writer.results, writer.pieces), groups)
+        by_rank = gather_objects((writer.results, writer.pieces), groups)
         with _written_together(root, save.step, groups):
-            if of_ranks is not None:
-                writer.write_metadata([results for results, _ in of_ranks])
-                pieces = {name: sums for _, part in of_ranks for name, sums in part.items()}
+            if by_rank is not None:
+                writer.write_metadata([results for results, _ in by_rank])
+                pieces = {name: sums for _, part in by_rank for name, sums in part.items()}
                 files.write_checksums(files.unfinished_directory(root, save.step), pieces)
-                names = [*pieces, *(_rng_name(rank) for rank in range(len(of_ranks)))]
+                names = [*pieces, *(_rng_name(rank) for rank in range(len(by_rank)))]
                 files.publish(root, save.step, save.fields, names)
                 self._on_publish(files.step_directory(root, save.step))
                 if save.best is not None:
@@ -159,7 +159,7 @@ class CheckpointSaver:
         barrier(groups)
 
     def close(self) -> None:
-        """Give up what is still being written. Not a collective: other ranks may be gone."""
+        """Abandon a save in progress. Not a collective: other ranks may be gone."""
         if self._save is not None:
             self._save.writer.abandon()
             self._save = None
@@ -167,7 +167,7 @@ class CheckpointSaver:
 
 @contextmanager
 def _written_together(root: Path, step: int, groups: ProcessGroups) -> Iterator[None]:
-    """Raise an operating-system error of the block on every rank, and leave nothing of it."""
+    """Raise an ``OSError`` of the block on every rank, and remove what was written."""
     try:
         with fail_together(groups):
             try:
@@ -188,8 +188,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Continue from a checkpoint of this layout or another; return its ``extra``.
 
-    A collective over all ranks. Nothing that the files hold is run. With ``verify`` files are first
-    compared with their checksums. Random states are restored where the layout is the same.
+    A collective over all ranks. No code from the files runs. With ``verify``, files are first
+    compared with their checksums. Random states are restored if the layout is the same.
 
     Raises:
         CheckpointError: The checkpoint is incomplete, damaged or of another model; raised on every
@@ -202,10 +202,10 @@ def load_checkpoint(
             if groups.rank == 0:
                 files.check_files(directory, state)
         if state.distributed_optimizer != _is_distributed(policy):
-            wanted = f"megatron.distributed_optimizer: {str(state.distributed_optimizer).lower()}"
+            setting = f"megatron.distributed_optimizer: {str(state.distributed_optimizer).lower()}"
             raise files.CheckpointError(
-                f"{directory}: saved with {wanted}, whose state the other optimizer does not read; "
-                f"resume with {wanted}"
+                f"{directory}: saved with {setting}, whose state the other optimizer cannot read; "
+                f"resume with {setting}"
             )
     with fail_together(groups, files.CheckpointError), files.damage_of(directory):
         _check_content(directory, groups, verify=verify)
@@ -224,10 +224,10 @@ def load_checkpoint(
 
 
 def _check_content(directory: Path, groups: ProcessGroups, *, verify: bool) -> None:
-    """Raise ``DamagedError`` for what this rank finds in its part of the checks."""
+    """Check this rank's share of the contents; raise ``DamagedError`` if damaged."""
     reader = CheckpointReader(directory, verify=verify, small_files=groups.rank == 0)
     places = list(reader.places.values())
-    # Where the layout has not changed, a rank has the file that it wrote in its page cache.
+    # If the layout has not changed, the file that a rank wrote is in its page cache.
     names = sorted({place.relative_path for place in places}, key=lambda name: (len(name), name))
     my_names = names[groups.rank :: groups.world_size]
     reader.verify(place for place in places if place.relative_path in my_names)
@@ -244,36 +244,36 @@ class _AgreeingLoadStrategy(TorchDistLoadShardedStrategy):
         super().__init__()
         self._groups = groups
 
-    def load(self, wanted: dict[str, Any], directory: Path, *args: Any) -> dict[str, Any]:
+    def load(self, state: dict[str, Any], directory: Path, *args: Any) -> dict[str, Any]:
         with _read_together(Path(directory), self._groups):
-            loaded: dict[str, Any] = super().load(wanted, directory, *args)
+            loaded: dict[str, Any] = super().load(state, directory, *args)
             return loaded
 
 
 def _load_shards(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
-    # One rank of a data-parallel group reads a shard, and sends it to the others.
+    # One rank of a data-parallel group reads a shard and sends it to the others.
     groups = policy.groups
     strategy = FullyParallelLoadStrategyWrapper(_AgreeingLoadStrategy(groups), groups.data)
-    wanted = _sharded_state(policy, is_loading=True)
-    # Objects among the shards may name only what this admits.
+    state = _sharded_state(policy, is_loading=True)
+    # Restricts what objects among the shards may name.
     with environment_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1"):
         with _read_together(directory, groups):
-            # ``load`` reads it once more, but outside the strategy, where nothing is agreed on.
+            # ``load`` reads it again, but outside the strategy: ranks must agree on failures here.
             dist_checkpointing.load_common_state_dict(str(directory))
-        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), strategy)
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory), strategy)
     return loaded
 
 
 @contextmanager
 def _read_together(directory: Path, groups: ProcessGroups) -> Iterator[None]:
-    """Raise what the libraries cannot load as a ``CheckpointError``, on every rank.
+    """Turn an error of the libraries into a ``CheckpointError`` on every rank.
 
     The block reads files; it has no collective.
     """
     with fail_together(groups, files.CheckpointError):
         try:
             yield
-        except (Exception, CheckpointException) as error:  # torch's is no Exception
+        except (Exception, CheckpointException) as error:  # torch's is a BaseException
             first: BaseException = error
             if isinstance(error, CheckpointException) and error.failures:
                 first, _ = next(iter(error.failures.values()))
@@ -326,7 +326,7 @@ def _restore_rng(state: dict[str, Any]) -> None:
 
 
 def rng_layout(groups: ProcessGroups) -> dict[str, int]:
-    """Return what decides which random streams a rank has: equal layouts can exchange them."""
+    """Return the sizes that determine each rank's random streams; equal ones can restore them."""
     return {
         "tensor": groups.tensor_size,
         "pipeline": groups.pipeline_size,

@@ -8,9 +8,8 @@
 
 A checkpoint is written under a temporary name, flushed, and renamed; only then ``latest`` moves,
 and then ``best`` if it is the best one. A kill at any moment leaves the previous checkpoint in
-place; where one of the same number was being replaced, under the name of
-``files.replaced_directory``, until the next save puts it back. Saves remove only checkpoints of
-steps up to their own.
+place; one of the same step that was being replaced keeps its ``replaced_directory`` name until the
+next save puts it back. Saves remove only checkpoints of steps up to their own.
 """
 
 import itertools
@@ -55,12 +54,12 @@ class CheckpointError(ValueError):
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint has changed, or holds what none may; the message has no remedy."""
+    """A checkpoint file has changed, or holds what it must not; the message has no remedy."""
 
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Raise what reading a damaged file raises as a ``DamagedError`` that names it."""
+    """Turn any error of reading a file into a ``DamagedError`` that names it."""
     try:
         yield
     except DamagedError:
@@ -72,7 +71,7 @@ def reading(name: str) -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a file cannot be read, in the operating system's words where there are any."""
+    """Return why a file cannot be read, in the operating system's words if it has any."""
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
         # torch's message suggests trusting the file.
         return "a pickle is damaged, or names what might run code"
@@ -84,7 +83,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def damage_of(directory: Path, remedy: str = "") -> Iterator[None]:
-    """Name the checkpoint of a damaged file, and the remedy (``other_checkpoint``)."""
+    """Add directory and remedy (``other_checkpoint``) to a ``DamagedError``."""
     try:
         yield
     except DamagedError as error:
@@ -99,7 +98,7 @@ class Checksums:
     files: dict[str, str]
     """Checksum of every small file; state.json and rollout.parquet have their own."""
     pieces: dict[str, dict[str, str]]
-    """Checksum of each piece of a file of shards, by its first byte; ``convert`` reads some."""
+    """Checksum of each piece of a shard file, by its first byte; ``convert`` reads some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ class CheckpointState:
     """Contents of state.json."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-    """For ``calls.decode_json``: a field that is not here is another version's."""
+    """For ``calls.decode_json``: an unknown field comes from another version."""
     num_updates: int
     """Optimizer updates made; the schedule follows from it."""
     layout: dict[str, int]
@@ -140,23 +139,23 @@ class BestCheckpoint:
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """Return where the checkpoint of a step lies."""
+    """Return the directory of a step's checkpoint."""
     return root / f"step_{step}"
 
 
 def unfinished_directory(root: Path, step: int) -> Path:
-    """Return where the checkpoint of a step lies while it is written or removed."""
+    """Return the directory of a step's checkpoint while it is written or removed."""
     return root / f".step_{step}.tmp"
 
 
 def find_checkpoint(root: Path, step: int) -> Path | None:
-    """Return where the checkpoint of a step lies; a kill may have left it under its other name."""
+    """Find the checkpoint of a step; a kill may have left it under its other name."""
     directory = step_directory(root, step)
     return next((d for d in (directory, replaced_directory(directory)) if d.is_dir()), None)
 
 
 def step_name(directory: Path) -> str:
-    """Return what ``latest`` calls a checkpoint."""
+    """Return the name of a checkpoint in ``latest``."""
     match = STEP_PATTERN.search(directory.name)
     assert match is not None, "a checkpoint of a run"
     return match[0]
@@ -176,14 +175,14 @@ def find_steps(root: Path) -> list[int]:
 
 
 def holds_checkpoints(root: Path) -> bool:
-    """Return whether a run has saved under ``root``, as far as names tell."""
+    """Return whether a run has saved under ``root``, judging by names."""
     patterns = ("step_*", ".step_*.replaced.tmp", "abandoned_*")
     has_any = any(path for pattern in patterns for path in root.glob(pattern))
     return has_any or os.path.lexists(root / LATEST_NAME)
 
 
 def find_latest(root: Path) -> Path | None:
-    """Return the checkpoint that ``latest`` names, complete or not; None where there is no file.
+    """Return the checkpoint that ``latest`` names, complete or not; None if there is no file.
 
     Raises:
         DamagedError: It cannot be read, or names no checkpoint beside it; the message names it.
@@ -205,9 +204,9 @@ def find_latest(root: Path) -> Path | None:
 
 
 def check_complete(directory: Path) -> None:
-    """Raise ``DamagedError`` for what sizes and the checksums of small files tell of damage.
+    """Raise ``DamagedError`` if sizes or the checksums of small files show damage.
 
-    Damage of shards shows only when they are read. Another format is a ``CheckpointError``.
+    Damaged shards show only when they are read. Another format is a ``CheckpointError``.
     """
     check_files(directory, read_state(directory))
     checksums = read_checksums(directory)
@@ -241,7 +240,7 @@ def other_checkpoint(directory: Path) -> str:
 
 
 def find_best(root: Path) -> BestCheckpoint | None:
-    """Return the best checkpoint under ``root``, or None where no evaluation chose one.
+    """Return the best checkpoint under ``root``, or None if no evaluation chose one.
 
     Raises:
         CheckpointError: ``best`` is damaged, or names a checkpoint that is not there.
@@ -313,12 +312,12 @@ def check_files(directory: Path, state: CheckpointState) -> None:
 
 
 def checksum(content: bytes) -> str:
-    """Return what ``Checksums`` holds of some bytes."""
+    """Return the checksum of some bytes, as in ``Checksums``."""
     return xxhash.xxh3_64(content).hexdigest()
 
 
 def write_checksums(directory: Path, pieces: Mapping[str, Mapping[str, str]]) -> None:
-    """Complete a checkpoint's files but state.json; ``pieces`` are those of ``Checksums``."""
+    """Write checksums.json, the last file but state.json; ``pieces`` as in ``Checksums``."""
     files = {
         path.name: checksum(path.read_bytes())
         for path in sorted(directory.iterdir())
@@ -329,7 +328,7 @@ def write_checksums(directory: Path, pieces: Mapping[str, Mapping[str, str]]) ->
 
 
 def read_checksums(directory: Path) -> Checksums | None:
-    """Read checksums.json; None where there is none, as other tools leave it.
+    """Read checksums.json; None if there is none, as in checkpoints of other tools.
 
     Raises:
         DamagedError: It cannot be read.
@@ -351,7 +350,7 @@ def verify_small_files(directory: Path, checksums: Checksums) -> None:
 
 
 def remove_unfinished(root: Path) -> None:
-    """Remove what killed saves and removals left; put back what was about to be replaced."""
+    """Remove leftovers of killed saves and removals; put back a checkpoint being replaced."""
     for path in root.glob(".step_*.tmp"):
         step = root / path.name.removeprefix(".").partition(".")[0]
         is_replaced = path == replaced_directory(step)
@@ -362,10 +361,10 @@ def remove_unfinished(root: Path) -> None:
 
 
 def begin_at(root: Path, directory: Path) -> str:
-    """Let a run begin at a checkpoint: newer ones move aside, whole, and ``latest`` names it.
+    """Start a run at a checkpoint: newer ones move aside, whole, and ``latest`` names it.
 
     Returns:
-        One line about those that moved; '' where there are none.
+        One line about those that moved; '' if there are none.
     """
     pointer, step = root / LATEST_NAME, step_of(directory)
     newer = [step_directory(root, other) for other in find_steps(root) if other > step]
@@ -407,7 +406,7 @@ def publish(root: Path, step: int, fields: dict[str, Any], names: Collection[str
 
 
 def not_shared(name: str) -> OSError:
-    """Return the error of a rank that does not see what another rank wrote."""
+    """Return the error of a rank that does not see another rank's file."""
     return OSError(
         f"{name}, which another rank wrote, is not there; put run_dir on a file system that all "
         "nodes share"
@@ -415,18 +414,18 @@ def not_shared(name: str) -> OSError:
 
 
 def remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None:
-    """Keep the newest checkpoints, those to keep for good, the best one, and later steps.
+    """Remove checkpoints, except the newest, those to keep forever, the best and later steps.
 
     A damaged ``best`` is a ``CheckpointError``, and nothing is removed.
     """
     steps = [step for step in find_steps(root) if step <= saved_step]
-    kept = set(steps[-config.keep_last :])
+    kept_steps = set(steps[-config.keep_last :])
     if config.keep_every > 0:
-        kept.update(step for step in steps if step % config.keep_every == 0)
+        kept_steps.update(step for step in steps if step % config.keep_every == 0)
     best = find_best(root)
     if best is not None:
-        kept.add(best.step)
-    for step in set(steps) - kept:
+        kept_steps.add(best.step)
+    for step in set(steps) - kept_steps:
         # Renamed first: a kill in the middle must not leave half a checkpoint under a valid name.
         removed = unfinished_directory(root, step)
         step_directory(root, step).rename(removed)

@@ -1,8 +1,8 @@
-"""The one reader of checkpoints: what ``resume`` and ``convert`` check before they load anything.
+"""Reads checkpoints: what ``resume`` and ``convert`` check before they load anything.
 
 torch's reader unpickles ``.metadata``, and its planner unpickles the objects among the shards: a
 crafted checkpoint runs code. Here ``.metadata`` may name only the records that torch and Megatron
-write, and must have been read so before Megatron reads it; objects may name only what
+write, which is checked before Megatron reads it; objects may name only what
 ``torch.load(weights_only=True)`` admits.
 """
 
@@ -54,16 +54,16 @@ _RECORDS = {
 
 
 class CheckpointReader:
-    """A checkpoint whose description can be trusted, and what its pieces are compared with.
+    """A checkpoint with trusted metadata, and the checksums of its pieces.
 
     Attributes:
         metadata: torch's description: tensors, and the file and offset of each of their pieces.
     """
 
     def __init__(self, directory: Path, *, verify: bool = True, small_files: bool = True) -> None:
-        """Read the description; ``DamagedError`` for it and, with ``verify``, small files.
+        """Read the metadata and, with ``verify``, check small files; may raise ``DamagedError``.
 
-        Pieces are compared with checksums.json, if there is one, when read or named to ``verify``.
+        Pieces are compared with checksums.json, if there is one, when read or passed to ``verify``.
         """
         self._directory = directory
         self._checksums = read_checksums(directory) if verify else None
@@ -141,12 +141,12 @@ def hash_pieces(
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Read ``.metadata``; ``DamagedError`` if it names what no checkpoint needs."""
+    """Read ``.metadata``; ``DamagedError`` if it names anything that no checkpoint needs."""
     with reading(METADATA_NAME):
         with (directory / METADATA_NAME).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise DamagedError(f"{METADATA_NAME} holds no description of a checkpoint")
+            raise DamagedError(f"{METADATA_NAME} is not the metadata of a checkpoint")
         for place in (metadata.storage_data or {}).values():
             if Path(place.relative_path).name != place.relative_path:
                 raise DamagedError(

@@ -1,8 +1,7 @@
-"""Writing this rank's shards of a checkpoint, at once or while training goes on.
+"""Writes this rank's checkpoint shards, at once or while training continues.
 
 Megatron decides what is saved and which replica writes it; torch's planner and file writer do the
-rest, in a thread, which ends with its process (docs/checkpoints.md says why Megatron's own
-background save is not used).
+rest, in a thread, which ends with its process.
 """
 
 import io
@@ -48,7 +47,7 @@ def torch_bytes(value: Any) -> bytes:
 
 
 class _Planner(MCoreSavePlanner):
-    """Megatron's planner, until it is stopped."""
+    """Megatron's planner, which can be stopped."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -77,11 +76,11 @@ class ShardWriter:
     def __init__(
         self, state: dict[str, Any], directory: Path, groups: ProcessGroups, *, copies: bool
     ) -> None:
-        """Decide who writes what into an existing, empty directory; a collective over all ranks.
+        """Plan which rank writes what into an existing, empty directory; a collective of all ranks.
 
         ``state`` is Megatron's sharded state dict. Ranks of ``groups.data``, which have the same
-        weights, divide them among each other. With ``copies`` training may change what is saved as
-        soon as this returns; otherwise when ``write`` has ended.
+        weights, divide them among each other. With ``copies``, training may change what is saved as
+        soon as this returns; otherwise once ``write`` has ended.
         """
         self._directory, self._groups, self._copies = directory, groups, copies
         # A thread's current device is GPU 0, and copies are in host memory: copy nothing ahead.
@@ -97,14 +96,14 @@ class ShardWriter:
         dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
 
     def async_save(self, sharded_state_dict: dict[str, Any], *_: Any) -> AsyncRequest:
-        """Plan what this rank writes; ``dist_checkpointing.save`` calls it, as a strategy's."""
+        """Plan what this rank writes; called by ``dist_checkpointing.save``, as on a strategy."""
         shards: dict[str, list[ShardedBase]] = defaultdict(list)
         for shard in nested_values(sharded_state_dict):
             if not is_main_replica(shard.replica_id):
                 continue
             if self._copies and isinstance(shard, ShardedTensor):
-                # Beside a GPU, what is in host memory already was brought there for this save;
-                # without one it may be the weights themselves.
+                # With a GPU, tensors in host memory were copied there for this save; without one
+                # they may be the weights themselves.
                 copy = self._groups.device.type == "cpu"
                 shard.data = shard.data.detach().to("cpu", copy=copy)
             is_object = isinstance(shard, ShardedObject)
@@ -133,7 +132,7 @@ class ShardWriter:
             for place, checksum in hash_pieces(self._directory, places):
                 self.pieces[place.relative_path][str(place.offset)] = checksum
                 planner.check_running()
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for this writer
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits for this writer
             self.error = error
         planner.state_dict = {}  # all that was to be written
 

@@ -1,7 +1,7 @@
 """Conversion between Hugging Face model directories and Megatron's torch_dist checkpoints.
 
-One process, on the CPU; in memory are the weights of a layer and, on the way to Hugging Face, of
-one file of the result. A checkpoint written here keeps config.json and tokenizer under ``hf/``.
+One process, on the CPU, holds one layer's weights in memory and, when it writes Hugging Face, one
+output file. A checkpoint written here keeps config.json and tokenizer under ``hf/``.
 
 A checkpoint describes whole tensors, whatever layout wrote it. The parameters of all layers with
 the same role are one tensor whose first axis counts the layers.
@@ -88,20 +88,20 @@ def convert(
 ) -> Conversion:
     """Convert a Hugging Face model to a torch_dist checkpoint, or a checkpoint to a model.
 
-    A checkpoint is one of a run (``step_<n>``), or any of a model this project knows; its weights
-    are those the model computes with, also where its optimizer holds float32 copies. ``hf_dir`` has
-    the config.json and the tokenizer of its model: if None, what the checkpoint keeps itself, or
-    the ``model.path`` of its run. Without ``dtype`` (``float32`` or ``bfloat16``) every weight
-    keeps its bits. Weights beyond ``max_file_bytes`` are divided over several files. Of config.json
-    the ``ignored_fields`` are not checked.
+    A checkpoint is one of a run (``step_<n>``), or any other of a supported model; its weights are
+    those the model computes with, even if its optimizer holds float32 copies. ``hf_dir`` has the
+    config.json and the tokenizer of its model; None: the checkpoint's own, or the ``model.path`` of
+    its run. Without ``dtype`` (``float32`` or ``bfloat16``) every weight keeps its bits. Weights
+    beyond ``max_file_bytes`` are split over several files. ``ignored_fields`` of config.json are
+    not checked.
 
     Raises:
-        ValueError: The source is not complete or not of a known kind, or the target may not be
+        ValueError: The source is incomplete or of no known kind, or the target must not be
             written; one line that names the directory, file or tensor.
         OSError: The target cannot be written; nothing is left under its name.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"--dtype: {dtype} is none of {', '.join(DTYPES)}; choose one of them")
+        raise ValueError(f"--dtype: must be one of {', '.join(DTYPES)}, got {dtype}")
     is_checkpoint = (source / METADATA_NAME).is_file()
     if not is_checkpoint and not (source / "config.json").is_file():
         raise ValueError(
@@ -116,7 +116,7 @@ def convert(
     target = Path(os.path.realpath(target))
     _check_target(target, [source, hf_dir], force=force)
     hf = read_hf_config_file(hf_dir / "config.json", ignored_fields)
-    weight_export.companion_files(hf_dir)  # what is wrong with them is better said now
+    weight_export.companion_files(hf_dir)  # fail before the work
     read, dtypes = (_open_checkpoint if is_checkpoint else _open_model)(source, hf)
     target_dtype = _target_dtype(source, dtypes, dtype)
     table = hf_weights.weight_table(hf)
@@ -170,7 +170,7 @@ def _stacked(weight: Weight, hf: HfConfig) -> tuple[str, tuple[int, ...], int | 
 
 
 def _open_checkpoint(directory: Path, hf: HfConfig) -> tuple[Read, dict[str, torch.dtype]]:
-    """Return what reads a checkpoint of any layout, and the dtypes of its tensors by key."""
+    """Return a reader of a checkpoint of any layout, and the dtypes of its tensors by key."""
     with damage_of(directory, _REMEDY):
         reader = CheckpointReader(directory)
     stored = {
@@ -207,7 +207,7 @@ def _write_checkpoint(
     directory: Path,
     max_file_bytes: int,
 ) -> int:
-    """Write a checkpoint of ``parameters``, in the order of the table; return its files' number."""
+    """Write a checkpoint of ``parameters``, in the order of the table; return the file count."""
     states, tensors = _empty_states(hf), dict[str, TensorStorageMetadata]()
     places: dict[MetadataIndex, _StorageInfo] = {}
     pieces: dict[str, dict[str, str]] = {}
@@ -287,9 +287,8 @@ def _find_companions(source: Path) -> Path:
         companions = Path(str(read_settings(run_config).get("model.path")))
     if not (companions / "config.json").is_file():
         raise ValueError(
-            f"{source}: does not say which model it is of, neither in {COMPANIONS_NAME}/ nor by "
-            f"model.path in {run_config}; give the directory with config.json and tokenizer with "
-            "--hf"
+            f"{source}: unknown model: no config.json in {COMPANIONS_NAME}/ or by "
+            f"model.path in {run_config}; name a directory with config.json and tokenizer by --hf"
         )
     return companions
 

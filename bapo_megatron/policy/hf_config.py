@@ -83,10 +83,10 @@ class HfConfig:
 
     @property
     def sequence_flops(self) -> "SequenceFlops":
-        """Operations of a forward pass: two per weight and token, and causal attention.
+        """FLOPs of a forward pass: two per weight and token, and causal attention.
 
         Attention multiplies queries with keys and scores with values, half of the L² pairs each:
-        2 · 2 · L²/2 · channels operations per layer. The embedding is a lookup.
+        2 · 2 · L²/2 · channels FLOPs per layer. The embedding is a lookup.
         """
         from bapo_megatron.data.packing import SequenceFlops  # imports numpy
 
@@ -97,7 +97,7 @@ class HfConfig:
 
     @property
     def division_fields(self) -> dict[str, int]:
-        """The config.json fields by which ``config.check`` checks a division."""
+        """The config.json fields by which ``config.check`` checks a layout."""
         return {
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
@@ -155,7 +155,7 @@ DEFAULT_ROPE_THETA = 10_000.0
 
 
 class RopeJson(BaseModel):
-    """What is read of ``rope_parameters`` or ``rope_scaling``."""
+    """The fields read from ``rope_parameters`` or ``rope_scaling``."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     rope_theta: Positive | None = None
@@ -191,9 +191,9 @@ Heads = Annotated[int, Field(ge=1, le=1 << 12)]
 
 
 class ConfigJson(BaseModel):
-    """What is read of config.json.
+    """The fields read from config.json.
 
-    Of other fields only ``HARMLESS_FIELDS`` and ``model.ignored_config_fields`` may be on.
+    No other field may be on, except ``HARMLESS_FIELDS`` and ``model.ignored_config_fields``.
     Limits are far above any model, so that a damaged file is refused before it takes all memory.
     """
 
@@ -222,7 +222,7 @@ class ConfigJson(BaseModel):
 
 
 HARMLESS_FIELDS = (
-    # Of a window that use_sliding_window and layer_types rule out.
+    # For a window that use_sliding_window and layer_types rule out.
     "max_window_layers",
     # Training from scratch, generation, and the file itself.
     *("initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
@@ -237,7 +237,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     """Read the fields of a ``config.json``, whatever model it describes.
 
     Raises:
-        ValueError: It is damaged or no JSON object; the message names the file.
+        ValueError: It is damaged or not a JSON object; the message names the file.
         OSError: It cannot be read.
     """
     try:
@@ -254,7 +254,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 def read_hf_config_file(path: Path, ignored_fields: Collection[str] = ()) -> HfConfig:
     """Read and check a model's ``config.json``.
 
-    Of ``ignored_fields`` (``model.ignored_config_fields``) any value is accepted.
+    ``ignored_fields`` (``model.ignored_config_fields``) may have any value.
 
     Raises:
         ConfigError: One of ``ignored_fields`` is a field that is read.
@@ -286,7 +286,7 @@ def _understand(fields: ConfigJson) -> HfConfig:
     for name, value in (fields.model_extra or {}).items():
         if name not in HARMLESS_FIELDS and value:
             raise ValueError(
-                f"{name!r} is not known here and may change what the model computes, got "
+                f"{name!r} is unknown and may change what the model computes, got "
                 f"{shown_value(value)}; if it does not, name it in model.ignored_config_fields "
                 "(convert and init: --ignore-field)"
             )

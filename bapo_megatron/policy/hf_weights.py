@@ -215,7 +215,7 @@ def load_weights(
     for weight, parameter in local_weights(chunks, hf):
         shard = read_shard(weight, files, hf, groups.tensor_rank, groups.tensor_size)
         assert parameter.shape == shard.shape, (weight.megatron, parameter.shape, shard.shape)
-        # Megatron takes others for copies, and their share of the gradient norm from one rank.
+        # Megatron takes others for replicas, and counts one rank's in the gradient norm.
         is_marked = getattr(parameter, "tensor_model_parallel", False)
         assert is_marked or weight.axis is None, weight.megatron
         parameter.copy_(shard)
@@ -240,7 +240,7 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> tuple[dict[str, Path], dict[s
     for path in _weight_files(model_dir):
         try:
             with safe_open(path, framework="pt") as reader:
-                for name in reader.keys():  # noqa: SIM118 - it is no dict
+                for name in reader.keys():  # noqa: SIM118 - not a dict
                     stored = reader.get_slice(name)
                     files[name], shapes[name] = path, stored.get_shape()
                     kinds[name] = stored.get_dtype()
@@ -278,7 +278,7 @@ def _check_tied(files: Mapping[str, Path], model_dir: Path) -> None:
         first, second = embeddings.get_slice(embedding), outputs.get_slice(output)
         shape = first.get_shape()
         is_equal = shape == second.get_shape() and all(
-            # A few rows at a time: the whole would be a copy of both.
+            # A few rows at a time: comparing all at once would copy both.
             bool((first[row : row + TIED_ROWS] == second[row : row + TIED_ROWS]).all())
             for row in range(0, shape[0], TIED_ROWS)
         )
@@ -340,7 +340,7 @@ def check_shapes(
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names for an error message, the first few where there are many."""
+    """Return names for an error message, the first few if there are many."""
     shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
     more = len(names) - MAX_NAMES_IN_ERROR
     return f"{shown} and {more} more" if more > 0 else shown

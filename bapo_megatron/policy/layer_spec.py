@@ -43,7 +43,7 @@ def layer_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the spec of the decoder's layers on ``device``.
 
-    ``vp_stage`` is the number of this rank's chunk of layers; None where it has only one. With
+    ``vp_stage`` is the number of this rank's chunk of layers; None if it has only one. With
     ``output_bias`` the output projection of attention has a bias.
     """
     if uses_transformer_engine(device, config.params_dtype):
@@ -98,7 +98,7 @@ def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32; Megatron's refuses sequence parallel."""
+    """Root-mean-square norm, computed in float32; Megatron's refuses sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -128,8 +128,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 class PackedRotaryEmbedding(nn.Module):
     """Rotations of the tokens of a packed batch, computed once for all layers.
 
-    Megatron has the angles by position, and without Transformer Engine rotates one sequence after
-    the other, in every layer.
+    Megatron has the angles by position and, without Transformer Engine, rotates each sequence
+    separately in every layer.
     """
 
     def __init__(self, by_position: RotaryEmbedding, dtype: torch.dtype) -> None:
@@ -235,7 +235,7 @@ class PackedCausalAttention(nn.Module):
         if size == 1:
             return self._causal(query_SHD, key_SGD, value_SGD)
         chunk, rank = len(key_SGD) // (2 * size), self.context.rank()
-        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)  # of what a local chunk may see
+        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)  # keys that each chunk sees
         parts = zip(query_SHD.chunk(2), ends, strict=True)
         return torch.cat(
             [self._causal(part, key_SGD[:end], value_SGD[:end]) for part, end in parts]
@@ -250,7 +250,7 @@ class PackedCausalAttention(nn.Module):
             # processes without an optimizer (``convert``) save.
             from torch.nn.attention.bias import causal_lower_right
 
-            # On a GPU no mask is made of it, whose entries would be the square of a sequence.
+            # On a GPU it never becomes a mask, whose size is quadratic in the length.
             bias = causal_lower_right(num_queries, num_keys)
         output_HSD = F.scaled_dot_product_attention(
             query_SHD.transpose(0, 1)[None],
@@ -267,7 +267,7 @@ class PackedCausalAttention(nn.Module):
 def _norm_weight(config: TransformerConfig, size: int) -> nn.Parameter:
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
-    # Under sequence parallel each rank sees a part of the tokens: Megatron sums marked gradients.
+    # Sequence-parallel ranks see a part of the tokens each: Megatron sums marked gradients.
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight
 

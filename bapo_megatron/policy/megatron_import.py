@@ -14,11 +14,11 @@ from bapo_megatron.ops.chunked import add_product_
 from bapo_megatron.runtime.cpu_torch import uncompiled_imports
 
 APEX_PRODUCTS = "fused_weight_gradient_mlp_cuda"
-"""The module of apex with which Megatron accumulates the gradients of weights, its only one."""
+"""The only apex module that Megatron uses: it accumulates weight gradients."""
 
 MESSAGES = (
     r"(Transformer Engine and )?Apex (is|are) not installed",  # optional; layer_spec.py chooses
-    r"If you are using transformer_engine as the transformer implementation",  # a guess of its own
+    r"If you are using transformer_engine as the transformer implementation",  # Megatron's guess
     r"full scope is deprecated",  # Megatron about its own default
     r"`torch\.distributed\.\w+` is deprecated",  # torch about Megatron's calls
     r"When using (sequence parallelism|async grad allreduce) it is recommended",  # tuning for GPUs
@@ -30,7 +30,7 @@ MESSAGES = (
     r"The argument order of load has been changed",  # torch about Megatron's call
     r"torch\.distributed is disabled, unavailable or uninitialized",  # reading the common state
 )
-"""Beginnings of warnings at every start, with who emits them and why."""
+"""Beginnings of the warnings muted at every start, with who emits them and why."""
 
 LOGGED = {
     # nvcc without a GPU; Megatron imports the module whether it compiles or not.
@@ -40,7 +40,7 @@ LOGGED = {
     # The layout that it computes is the one to pass.
     "megatron.core.distributed.distributed_data_parallel": r".*full_param_layout not provided",
 }
-"""Beginnings of messages at every start, by logger."""
+"""Beginnings of the messages muted at every start, by logger."""
 
 
 def import_megatron() -> None:
@@ -51,8 +51,8 @@ def import_megatron() -> None:
         _mute(name, pattern)
     if torch.cuda.is_available():
         stand_in_for_apex()
-    # Where W&B is installed, importing it makes directories for temporary files, which a killed
-    # rank leaves behind: Megatron finds none, and a run that uses it imports it.
+    # Importing W&B creates temporary directories, which a killed rank leaves behind: hide it from
+    # Megatron. A run that uses it imports it later.
     is_imported = "wandb" in sys.modules
     if not is_imported:
         sys.modules["wandb"] = None  # type: ignore[assignment]
@@ -69,7 +69,7 @@ def _mute(logger: str, pattern: str) -> None:
 
 
 def stand_in_for_apex() -> None:
-    """Register ``APEX_PRODUCTS`` where there is no apex."""
+    """Register a substitute for ``APEX_PRODUCTS`` if there is no apex."""
     if importlib.util.find_spec(APEX_PRODUCTS) is not None:
         return
     module = types.ModuleType(APEX_PRODUCTS)

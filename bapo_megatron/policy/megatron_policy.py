@@ -1,13 +1,13 @@
 """The policy on one rank: forward, forward and backward, and the optimizer step.
 
 Every method is a collective: all ranks call it, in the same order. Ranks of a tensor group and all
-pipeline stages pass the same micro-batches, ranks of a context group the parts that
-``data.micro_batch`` makes of them. Their number is equal on all ranks, and with interleaved stages
-a multiple of the number of stages.
+pipeline stages pass the same micro-batches, ranks of a context group their parts of them
+(``data.micro_batch``). Their number is equal on all ranks, and with interleaved stages a multiple
+of the number of stages.
 
-Messages between pipeline stages have one shape: what travels is padded to the longest micro-batch
-and cut where it arrives, so that nothing is computed on padding. ``variable_seq_lengths`` would
-wait for each shape on the host, and hangs with interleaved stages (docs/runtime.md).
+Messages between pipeline stages have one shape: they are padded to the longest micro-batch and cut
+on arrival, so that nothing is computed on padding. ``variable_seq_lengths`` would wait for each
+shape on the host, and hangs with interleaved stages.
 
 Shape legend: N = packed tokens of a micro-batch on this rank, M = tokens of the longest one, H =
 hidden size, V = columns of the padded vocabulary on this rank.
@@ -71,7 +71,7 @@ class MegatronPolicy:
     optimizer: MegatronOptimizer
     optimizer_config: OptimizerConfig
     total_updates: int
-    """Updates of the whole run: where a decaying schedule ends."""
+    """Updates of the whole run, over which the schedule decays."""
     num_updates: int = 0
     """Optimizer updates made so far."""
     on_micro_batch: Callable[[], None] = lambda: None
@@ -121,7 +121,7 @@ class MegatronPolicy:
         """Run the model without gradients; return ``fn``'s results on the last stage, elsewhere [].
 
         ``fn`` is called with the logits [N, V] in the model's dtype (or the hidden states [N, H],
-        [N / tensor, H] under sequence parallel) and the micro-batch, on ``groups.device``; it may
+        [N / tensor, H] if sequence-parallel) and the micro-batch, on ``groups.device``; it may
         use collectives of ``groups.tensor``.
         """
         if not micro_batches:
@@ -155,23 +155,23 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def optimizer_step(
-        self, faults: Tensor | None = None, remarks: Tensor | None = None
+        self, faults: Tensor | None = None, flags: Tensor | None = None
     ) -> OptimizerStep:
         """Clip the gradients by their global norm and update the weights.
 
         With a non-finite norm or a fault nothing is changed, where Megatron's ``step`` would write
         a NaN into all weights. ``faults`` are [F] counts on the device, equal on all ranks; any
-        above 0 forbids the step. ``remarks`` [R] forbid nothing. The host waits for the device.
+        above 0 forbids the step. ``flags`` are only read. The host waits for the device.
         """
         optimizer, lr = self.optimizer, self.lr
         optimizer.prepare_grads()  # it returns what loss scaling needs, which bfloat16 does not use
         grad_norm = float(optimizer.get_grad_norm())
         none = torch.empty(0, device=self.groups.device)
-        faults, remarks = (none if values is None else values for values in (faults, remarks))
-        values = tuple(torch.cat([faults, remarks]).tolist())
-        fault_counts, remark_values = values[: len(faults)], values[len(faults) :]
+        faults, flags = (none if values is None else values for values in (faults, flags))
+        values = tuple(torch.cat([faults, flags]).tolist())
+        fault_counts, flag_values = values[: len(faults)], values[len(faults) :]
         if not math.isfinite(grad_norm) or any(fault_counts):
-            return OptimizerStep(False, grad_norm, fault_counts, remark_values)
+            return OptimizerStep(False, grad_norm, fault_counts, flag_values)
         for inner in optimizer.chained_optimizers:
             clip_grad_by_total_norm_fp32(
                 inner.get_parameters(),
@@ -183,7 +183,7 @@ class MegatronPolicy:
             group["lr"] = lr
         optimizer.step_with_ready_grads()
         self.num_updates += 1
-        return OptimizerStep(True, grad_norm, fault_counts, remark_values)
+        return OptimizerStep(True, grad_norm, fault_counts, flag_values)
 
     def export_hf(
         self,
@@ -243,11 +243,11 @@ class MegatronPolicy:
                 return output.new_empty(0), lambda *_, **__: result
             return output, lambda output: on_output(output.squeeze(0), micro_batch)
 
-        # Each chunk of an interleaved stage walks through the micro-batches by itself.
-        walks = [iter(micro_batches) for _ in self.chunks]
+        # Each chunk of an interleaved stage iterates over the micro-batches by itself.
+        iterators = [iter(micro_batches) for _ in self.chunks]
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=walks if len(walks) > 1 else walks[0],
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.wrapped,
             num_microbatches=len(micro_batches),
             seq_length=longest * self.groups.context_size,  # of the messages between stages
@@ -259,7 +259,7 @@ class MegatronPolicy:
     def _forward_chunk(
         self, host_batch: MicroBatch, model: nn.Module, longest: int
     ) -> tuple[MicroBatch, Tensor]:
-        """Return a micro-batch on the device and a chunk's output of it, padded to be sent on."""
+        """Return a micro-batch on the device and a chunk's output for it, padded for sending."""
         self.on_micro_batch()
         transformer = self.chunks[0].config
         # Ranks that divide the tokens of a micro-batch between the matrix products.
@@ -323,7 +323,7 @@ def _take_off_head(gpt: GPTModel, tensor_group: dist.ProcessGroup) -> OutputHead
         return hidden_N1H, None
 
     gpt.output_layer.forward = forward
-    # The method that finds a shared weight returns the embedding's where nothing is shared, too.
+    # ``shared_embedding_or_output_weight`` returns the embedding's even if nothing is shared.
     is_tied = gpt.share_embeddings_and_output_weights
     return OutputHead(
         weight=gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight,

@@ -37,7 +37,7 @@ def build_chunks(
         first stage's first chunk has the embedding, the last stage's last one the output layer.
 
     Raises:
-        ValueError: The model cannot be divided so, or a setting needs what this machine lacks.
+        ValueError: The model does not fit the layout, or the machine lacks what a setting needs.
     """
     check_division(hf, parallel)
     config = _transformer_config(hf, model, parallel, megatron, groups)
@@ -69,7 +69,7 @@ def build_chunks(
 def _scale_frequencies(rope: RotaryEmbedding, hf: HfConfig) -> None:
     scaling = hf.rope_scaling
     if isinstance(scaling, YarnRope):
-        # Not Megatron's YaRN: of packed batches its fused kernel drops the attention factor.
+        # Not Megatron's YaRN: for packed batches its fused kernel drops the attention factor.
         low, high = _yarn_find_correction_range(
             scaling.beta_fast,
             scaling.beta_slow,
@@ -78,11 +78,11 @@ def _scale_frequencies(rope: RotaryEmbedding, hf: HfConfig) -> None:
             scaling.original_max_position_embeddings,
             scaling.truncate,
         )
-        kept = 1 - _yarn_linear_ramp_mask(low, high, hf.head_dim // 2, rope.inv_freq.device)
+        mask = 1 - _yarn_linear_ramp_mask(low, high, hf.head_dim // 2, rope.inv_freq.device)
         powers = hf.rope_theta ** (
-            torch.arange(0, hf.head_dim, 2, device=kept.device) / hf.head_dim
+            torch.arange(0, hf.head_dim, 2, device=mask.device) / hf.head_dim
         )
-        rope.inv_freq = 1 / (scaling.factor * powers) * (1 - kept) + rope.inv_freq * kept
+        rope.inv_freq = 1 / (scaling.factor * powers) * (1 - mask) + rope.inv_freq * mask
     elif scaling is not None:
         # GPTModel's own option fixes all values but the factor.
         rope.inv_freq = rope._apply_scaling(rope.inv_freq, **asdict(scaling))
@@ -91,7 +91,7 @@ def _scale_frequencies(rope: RotaryEmbedding, hf: HfConfig) -> None:
 def _softmax_scale(hf: HfConfig) -> float | None:
     """Return the scale of attention scores, None for the usual one.
 
-    YaRN's factor of rotated queries and keys is its square on their products.
+    YaRN scales rotated queries and keys, and so their products by the square.
     """
     if not isinstance(hf.rope_scaling, YarnRope):
         return None
@@ -135,7 +135,7 @@ def _transformer_config(
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         context_parallel_size=parallel.context,
-        # A stage needs the shape of what it sent, not the values.
+        # A stage needs only the shape of its sent output, not the values.
         deallocate_pipeline_outputs=True,
         # Losses come with global denominators: neither schedule nor DDP may divide gradients.
         calculate_per_token_loss=True,
@@ -175,20 +175,20 @@ def memory_options(megatron: MegatronConfig, has_transformer_engine: bool) -> di
 
 
 def _speed_options(device: torch.device, *, fused: bool, interleaved: bool) -> dict[str, Any]:
-    """Choose fused kernels and messages by what the machine has; results agree up to rounding.
+    """Choose fused kernels and p2p communication for the machine; results agree up to rounding.
 
     Our own layers (``fused`` is False) use PyTorch's kernels alone.
     """
     on_gpu = device.type == "cuda"
     return {
-        # Else every micro-batch's gradient of a weight is rounded to bfloat16 before it is added.
+        # Otherwise each micro-batch's weight gradient is rounded to bfloat16 before it is added.
         "gradient_accumulation_fusion": on_gpu,
         "bias_activation_fusion": fused,
         # The unfused form reads sequence lengths from the device, once per layer.
         "apply_rope_fusion": fused,
         "overlap_p2p_comm": on_gpu and interleaved,
         "batch_p2p_comm": on_gpu and not interleaved,
-        # It is there for a race that torch 1.13 mended, and would stop the host at every message.
+        # Works around a race that torch 1.13 fixed, and would block the host at every message.
         "batch_p2p_sync": False,
     }
 

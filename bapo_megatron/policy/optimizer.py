@@ -1,8 +1,8 @@
 """Gradients over data-parallel ranks, AdamW in Megatron's distributed optimizer, the schedule.
 
-Megatron knows Transformer Engine's and apex's Adam, which count steps once per group; torch's
+Megatron expects Transformer Engine's or apex's Adam, which counts steps once per group; torch's
 counts them in the state of every parameter. ``_prepare`` makes up for it when the optimizer is
-built, ``load_state`` when it is loaded, whichever of Megatron's optimizers is around it.
+built, ``load_state`` when it is loaded, whichever of Megatron's optimizers wraps it.
 """
 
 import math
@@ -44,7 +44,7 @@ def wrap_for_data_parallel(
                 grad_reduce_in_fp32=True,
             ),
             Float16Module(config, gpt) if config.bf16 else gpt,
-            # The other chunks' messages are behind the work of the first one anyway.
+            # The other chunks' communication overlaps with the first one's compute anyway.
             disable_bucketing=number > 0,
         )
         for number, gpt in enumerate(chunks)
@@ -77,7 +77,7 @@ def build_optimizer(
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": megatron.optimizer_offload_share,
             "overlap_cpu_optimizer_d2h_h2d": True,
-            # The host's optimizer reads gradients where this flag has them put.
+            # This flag puts gradients where the host's optimizer reads them.
             "use_precision_aware_optimizer": True,
         }
     optimizer = get_megatron_optimizer(
@@ -98,9 +98,9 @@ def build_optimizer(
         wrapped,
     )
     for group in optimizer.param_groups:
-        # Megatron leaves that to a scheduler of its own, and decays everything without it.
+        # Megatron leaves that to its own scheduler, and decays everything without it.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
-        # Loading finds a group by all that Megatron's scheduler reads of it, and so would refuse
+        # Loading matches groups by all that Megatron's scheduler reads from them, and would refuse
         # to resume with another learning rate; ours reads none of it.
         del group["max_lr"], group["min_lr"]
     _prepare(optimizer)
@@ -146,8 +146,8 @@ def _is_torch(inner: MegatronOptimizer) -> bool:
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
     """Return the learning rate of an update, counted from 0.
 
-    The warm-up rises linearly to ``lr`` at update ``warmup_updates − 1`` (its first is not wasted
-    on a rate of 0). A decay starts one update later and reaches ``min_lr`` at ``total_updates``.
+    The warm-up rises linearly to ``lr`` at update ``warmup_updates − 1`` (the first update does not
+    have a rate of 0). A decay starts one update later and reaches ``min_lr`` at ``total_updates``.
     """
     if update < config.warmup_updates:
         return config.lr * (update + 1) / config.warmup_updates
@@ -166,20 +166,20 @@ class OptimizerStep:
     """Outcome of one optimizer step, equal on every rank."""
 
     applied: bool
-    """False where the gradient norm was not finite or a fault was counted: weights and optimizer
+    """False if the gradient norm was not finite or a fault was counted: weights and optimizer
     are untouched."""
     grad_norm: float
     """Global gradient norm before clipping."""
     faults: tuple[float, ...] = ()
     """The caller's faults, read from the device."""
-    remarks: tuple[float, ...] = ()
-    """The caller's remarks, read from the device."""
+    flags: tuple[float, ...] = ()
+    """The caller's flags, read from the device."""
 
 
 def sharded_state(
     optimizer: MegatronOptimizer, model_state: dict[str, Any], *, is_loading: bool, **options: Any
 ) -> dict[str, Any]:
-    """Return Megatron's sharded state dict, when saving with owned states only; a collective."""
+    """Return Megatron's sharded state dict; to save, of owned states only. A collective."""
     state: dict[str, Any] = optimizer.sharded_state_dict(
         model_state, is_loading=is_loading, **options
     )
@@ -212,9 +212,9 @@ def _owners(inner: DistributedOptimizer) -> dict[torch.nn.Parameter, int]:
 def _states_of_owners(
     self: DistributedOptimizer, *, empty_data: bool = False, **_: Any
 ) -> dict[int, Any]:
-    """Bring the states of each parameter together on its owner, through gloo and host memory.
+    """Gather the states of each parameter on its owner, through gloo and host memory.
 
-    ``get_parameter_state_dp_zero`` would bring all of them to the first rank, or through the GPU.
+    ``get_parameter_state_dp_zero`` would gather all of them on the first rank, or on the GPU.
     One tensor per buffer and kind of state uses memory only where something is written.
     """
     states: dict[int, Any] = {}
@@ -225,11 +225,11 @@ def _states_of_owners(
         for parameter, (start, end, _) in buffer.param_index_map.items():
             views[parameter] = {name: tensor[start:end] for name, tensor in whole.items()}
     if not empty_data:
-        _bring_together(self, views)
+        _gather_to_owners(self, views)
     return states
 
 
-def _bring_together(
+def _gather_to_owners(
     inner: DistributedOptimizer, views: dict[torch.nn.Parameter, dict[str, Tensor]]
 ) -> None:
     group, owners = inner.data_parallel_group_gloo, _owners(inner)
@@ -265,7 +265,7 @@ def _bring_together(
 
 
 def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load what ``dist_checkpointing.load`` has made of ``sharded_state``.
+    """Load the ``sharded_state`` that ``dist_checkpointing.load`` has filled.
 
     Betas, eps and weight decay are those of the configuration, not those of the checkpoint.
 

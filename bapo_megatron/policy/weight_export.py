@@ -136,7 +136,7 @@ def write_weights(
 
 
 def _write_file(weights: Iterator[tuple[str, Tensor]], sizes: dict[str, int], path: Path) -> None:
-    # One block of memory: of many small ones the allocator would keep a good part for itself.
+    # One allocation: of many small ones the allocator would retain a good part.
     content = torch.empty(sum(sizes.values()), dtype=torch.uint8)
     tensors = {}
     parts = content.split(list(sizes.values()))

@@ -1,4 +1,4 @@
-"""What training needs, checked before anything is started.
+"""Checks what training needs before anything starts.
 
 torch is imported only for a user's code and for ``algorithm.entropy_share``.
 """
@@ -20,7 +20,7 @@ def check_training(
 ) -> None:
     """Check packages, configuration, engine, objective and advantage; see ``check_config``.
 
-    With ``trains_here`` also that this machine has the GPUs, and ranks and servers share none.
+    With ``trains_here`` also that the engine runs here, and that ranks and servers share no GPU.
 
     Raises:
         ConfigError: A rule is broken, or the engine cannot do what is asked.
@@ -47,7 +47,7 @@ def check_training(
 
 
 def _check_packages(wandb_project: str) -> None:
-    # Megatron takes any package of this name for NVIDIA's.
+    # Megatron takes any package called apex for NVIDIA's.
     if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
         raise ConfigError(
             "apex: must be NVIDIA's with its CUDA extensions, got no module 'amp_C'; pip uninstall "

@@ -1,4 +1,4 @@
-"""What a run must remember to continue: how it is saved with the weights, and which is the best.
+"""Saves and restores the state of a run with its weights, and tracks the best checkpoint.
 
 ``checkpoint.best`` names the metric; ``policy.checkpoint_files`` keeps the best checkpoint.
 """
@@ -44,11 +44,11 @@ class RunProgress:
     best: files.BestCheckpoint | None = None
     """By ``checkpoint.best``; on rank 0."""
     unreported: dict[str, float] | None = None
-    """Metrics of the last step, if its evaluation was interrupted and has to be made."""
+    """Metrics of the last step, if its evaluation was interrupted and is still to be made."""
 
     @property
     def first_unreported(self) -> int:
-        """The step whose metrics come next; 0 before the first one."""
+        """The step whose metrics are reported next; 0 before the first one."""
         steps = self.finished_steps
         return steps + (self.unreported is None) if steps else BEFORE_TRAINING
 
@@ -70,7 +70,7 @@ class RunProgress:
 
 
 def is_due(section: EvalConfig | CheckpointConfig, step: int, last_step: int) -> bool:
-    """Whether what a section configures comes after ``step``."""
+    """Whether the section's evaluation or checkpoint is due after ``step``."""
     is_nth = section.every_steps > 0 and step % section.every_steps == 0
     return is_nth or (step == last_step and section.at_end)
 
@@ -89,7 +89,7 @@ class Checkpoints:
         self.saver = CheckpointSaver(self._root, config.checkpoint, on_publish=on_publish)
 
     def load(self) -> RunProgress:
-        """Continue from a checkpoint; start from the beginning where there is none yet.
+        """Continue from a checkpoint; start from the beginning if there is none yet.
 
         Newer ones move aside, once it is loaded.
 
@@ -131,30 +131,30 @@ class Checkpoints:
         return self.progress
 
     def _restore_best(self) -> None:
-        """Let ``best`` name what the resumed checkpoint knows as the best one; rank 0 only.
+        """Reset ``best`` to what it was at the resumed checkpoint; rank 0 only.
 
-        They differ after a kill between the two files, and where a run goes on from an older
+        They differ after a kill between the two files, and if a run continues from an older
         checkpoint: what was better later is abandoned.
         """
         root, progress = self._root, self.progress
         if progress.best is not None and not files.find_checkpoint(root, progress.best.step):
             progress.best = None
         if progress.best is None:
-            named = files.find_best(root)
-            if named is not None and named.step > progress.finished_steps:
+            best = files.find_best(root)
+            if best is not None and best.step > progress.finished_steps:
                 (root / files.BEST_NAME).unlink()
         elif files.find_best(root) != progress.best:
             files.name_best(root, progress.best)
 
     def end_step(self, step: int) -> None:
-        """Count a step, and complete checkpoints that are written in the background."""
+        """Count a step, and publish a checkpoint that was written in the background."""
         self.saver.poll()
         self.progress.finished_steps = step
 
     def save_if_due(self, evaluated: Mapping[str, float] | None) -> None:
         """Save after every ``checkpoint.every_steps`` steps, the last one, and the best one.
 
-        ``evaluated`` are the metrics of the step's evaluation, on rank 0; None where it has none.
+        ``evaluated`` are the metrics of the step's evaluation, on rank 0; None if it has none.
         """
         due = is_due(self._config, self.progress.finished_steps, self._last_step)
         is_best = evaluated is not None and self._is_best(evaluated)
@@ -180,7 +180,7 @@ class Checkpoints:
                     files.name_best(self._root, self.progress.best)
 
     def _is_best(self, evaluated: Mapping[str, float]) -> bool:
-        """Note the checkpoint of the last step as the best one, if it is; say so on every rank.
+        """Record the last step's checkpoint as the best one, if it is; return that on every rank.
 
         Rank 0 has the metrics, and the best one so far. The first of equal ones stays.
         """
@@ -188,7 +188,7 @@ class Checkpoints:
         if not metric:
             return False
         best, value, is_best = self.progress.best, evaluated.get(metric), False
-        # The value of another metric, from before a resume, compares with nothing.
+        # A value of another metric, from before a resume, is not comparable.
         if value is not None and (best is None or best.metric != metric or value > best.value):
             name, is_best = f"step_{self.progress.finished_steps}", True
             self.progress.best = files.BestCheckpoint(name, metric, value)

@@ -50,21 +50,21 @@ from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
 from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch, StepMetrics, UpdateResult
 from bapo_megatron.weight_sync.send import SyncReport, WeightSync, sync_metrics
 
-# What rank 0 has all ranks do next; the first byte of what it broadcasts.
+# What all ranks do next: the first byte of rank 0's broadcast.
 _BATCH, _DONE, _SYNC_WEIGHTS, _FAILED, _STOPPED = b"B", b"D", b"W", b"F", b"S"
 
 _MAX_SILENCE_S = 5.0
-"""Rank 0 tells the others at least this often that it still waits for its source, and learns
+"""Rank 0 tells the others at least this often that it is still waiting for its source, and learns
 whether one of them was asked to stop."""
 
 
 def train(config: RunConfig, stopping: Stopping, opening: Opening) -> None:
-    """Train from the configuration's start, or from the newest checkpoint, to its last step.
+    """Train from the first step, or from the checkpoint to resume from, to the last step.
 
-    Every rank calls it. Whatever it starts is ended again, also after an error or an interrupt.
+    Every rank calls it. Whatever it starts ends with it, also after an error or an interrupt.
 
     Raises:
-        StoppedError: The run was asked to stop; what there is to save is saved.
+        StoppedError: The run was asked to stop; its state is saved.
     """
     with Run.open(config, stopping, opening) as run:
         run.begin()
@@ -136,7 +136,7 @@ class Run:
                 cpu_compat.install()  # lets Megatron-core run without CUDA
             with stopping.joining():
                 groups = init_distributed(config.parallel)
-            # Only now: a rank that has met rank 0 knows that it holds the run directory.
+            # Only now: a rank that has met rank 0 knows that rank 0 holds the run directory.
             stack.enter_context(stacks_appended_to(logs / f"stacks_rank_{groups.rank}.txt"))
             watch = HangWatch(
                 pulse,
@@ -172,8 +172,8 @@ class Run:
             except StoppedError:  # by all ranks alike
                 shutdown_distributed()
                 raise
-            # Only after success: where this rank fails, the others learn it when the process has
-            # cleaned up and said why, not while it does.
+            # Only after success: if this rank fails, the others must not notice before the process
+            # has cleaned up and said why.
             shutdown_distributed()
 
     def begin(self) -> None:
@@ -189,12 +189,12 @@ class Run:
             record_start(config.run_dir, self.progress.finished_steps, self._groups.world_size)
             self._sinks = reporting.open_sinks(config, self.progress, self._opening.show_row)
             self._stack.callback(self._sinks.close)
-            self._stack.callback(self._write_late, {})  # where the run ends before
+            self._stack.callback(self._write_late, {})  # if the run ends first
             if config.log.console:
                 show(f"loss stage: {self.trainer.output.kernels.name} kernels")
         with self.timer.phase("weight_sync"):
             self.generation.sync_weights()
-            self.generation.sync_reports.clear()  # no part of a step
+            self.generation.sync_reports.clear()  # not part of a step
         if config.eval.at_start and self.progress.finished_steps == 0:
             with self.timer.phase("evaluation"):
                 before = self._evaluate(BEFORE_TRAINING)
@@ -237,7 +237,7 @@ class Run:
         return []
 
     def complete_evaluation(self) -> None:
-        """Wait for the evaluation beside this step; without its weights it is given up."""
+        """Wait for the evaluation beside this step; abandon it if its weights are gone."""
         if not self._evaluating:
             return
         evaluated = eval_metrics(self._evaluate(self._evaluating, syncs=False))
@@ -250,11 +250,11 @@ class Run:
         self._evaluating, self.progress.unreported = 0, None
         if step and values is not None and self._sinks is not None:
             if not evaluated:
-                say(f"the evaluation of step {step} is given up; what it sampled is in eval/")
+                say(f"evaluation of step {step} abandoned; its samples so far are in eval/")
             self._sinks.write(StepMetrics(step, values | evaluated))
 
     def _evaluate(self, step: int, *, resume: bool = False, syncs: bool = True) -> list[EvalResult]:
-        """Evaluate, and say and note how good the policy is; see ``Generation.evaluate``."""
+        """Evaluate, record and print the scores; see ``Generation.evaluate``."""
         if not self._has_evaluation:
             return []
         results = self.generation.evaluate(step, resume=resume, syncs=syncs)
@@ -284,7 +284,7 @@ class Run:
             self.generation.sync_reports.clear()
 
     def save_if_due(self, step: int, evaluated: dict[str, float]) -> None:
-        """Save a checkpoint if one is due; a run that is to stop is saved and ends."""
+        """Save a checkpoint if one is due; save and end a run that is to stop."""
         self.checkpoints.end_step(step)
         generation = self.generation
         if generation.failure is None and step < self.config.train.steps:
@@ -299,7 +299,7 @@ class Run:
         failure = self.generation.failure
         assert failure is not None
         if self.config.checkpoint.every_steps or self.config.checkpoint.at_end:
-            self.checkpoints.save()  # also where one has the same steps: samples have come since
+            self.checkpoints.save()  # even if one has the same step: there are new samples
             self.checkpoints.saver.wait()
             if isinstance(failure, StoppedError):
                 if self.generation.source is not None:
@@ -319,9 +319,9 @@ class Run:
 
 
 class Generation:
-    """Rank 0's rollout source as all ranks use it: collectives, but for ``check`` and ``close``.
+    """Rank 0's rollout source for all ranks: collectives, except ``check`` and ``close``.
 
-    Rank 0 asks the source and tells the others what to do next. Nobody waits for a server inside a
+    Rank 0 asks the source and tells the others what to do next. No rank waits for a server inside a
     collective that has a time limit, and a run that is to stop is not kept waiting.
     """
 
@@ -335,8 +335,8 @@ class Generation:
     ) -> None:
         self.source = opening.source
         self.failure: RolloutError | OSError | StoppedError | None = None
-        """Why the run ends as soon as everything is saved; known to all ranks, and nothing is
-        asked any more."""
+        """Why the run ends as soon as everything is saved; known to all ranks, which then make no
+        more requests."""
         self.sync_reports: list[SyncReport] = []
         """On rank 0."""
         self.has_servers = config.replay.dumps is None
@@ -350,7 +350,7 @@ class Generation:
         self._ask(lambda source: source.wait_ready())
 
     def next_batch(self, step: int) -> RolloutBatch | None:
-        """Collect the batch on rank 0 and give every rank its bytes; None: see ``failure``."""
+        """Collect the batch on rank 0 and send its bytes to every rank; None: see ``failure``."""
         encoded: EncodedBatch | None = None
 
         def collect(source: RolloutSource) -> bytes:
@@ -374,14 +374,14 @@ class Generation:
         return None
 
     def sync_weights(self, *, again: bool = False) -> None:
-        """Give the current weights to the servers, with ``again`` also to those that have them.
+        """Sync the current weights to the servers, with ``again`` also to those that have them.
 
         A ``failure`` ends the run at the next ``next_batch`` or ``save_if_due``, which save first.
         """
         if not self.has_servers or self.failure is not None:
             return
         if self._is_colocated:
-            # What the allocator of any rank keeps is missing where servers take their memory again.
+            # Memory that any rank's allocator caches is missing when servers reclaim theirs.
             torch.cuda.empty_cache()
             barrier(self._groups)
             again = True  # released weights are lost, whether or not there are newer ones
@@ -395,7 +395,7 @@ class Generation:
                 self.sync_reports.append(report)
 
     def begin_evaluation(self, step: int) -> bool:
-        """Have the evaluation run beside the next batch; return whether it does."""
+        """Start the evaluation beside the next batch; return whether it started."""
         return self._ask(lambda source: source.begin_evaluation(step))[0] == _DONE
 
     def evaluate(self, step: int, *, resume: bool = False, syncs: bool = True) -> list[EvalResult]:
@@ -430,9 +430,9 @@ class Generation:
     def _ask(
         self, ask: Callable[[RolloutSource], bytes | None], *, syncs: bool = True
     ) -> tuple[bytes, bytes]:
-        """Return what all ranks do next, and what belongs to it, from the source of rank 0.
+        """Return what all ranks do next, and its content, from the source of rank 0.
 
-        Where it lacks weights, all ranks sync them and it is asked again, unless ``syncs`` is off.
+        If it lacks weights, all ranks sync them and it is asked again, unless ``syncs`` is off.
         """
         while self.failure is None:
             kind, content = self._ask_once(ask)
@@ -449,7 +449,7 @@ class Generation:
                 try:
                     self._stopping.check()
                     reply = ask(source) or _DONE
-                    if reply == _SYNC_WEIGHTS:  # as a call returns that was interrupted, too
+                    if reply == _SYNC_WEIGHTS:  # also returned by an interrupted call
                         self._stopping.check()
                     return reply
                 except (RolloutError, StoppedError) as error:

@@ -1,7 +1,7 @@
 """The loss of a micro-batch on the last pipeline stage, and the decision that it depends on.
 
-A step calls ``LossStage.collect``, which decides, then ``loss``, which the backward pass starts
-from. Below are the tokens as an objective sees them (``SafeTokens``) and their log-probs from the
+A step calls ``LossStage.collect``, which decides, then ``loss``, from which the backward pass
+starts. Below are the tokens as an objective sees them (``SafeTokens``) and their log-probs from the
 model's output (``PolicyOutput``). With compiled kernels nothing here waits for the device.
 
 Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, T = response tokens,
@@ -57,31 +57,31 @@ class UpdateContext:
     num_updates: int
     """Optimizer updates made before this one: the age of a token is this minus its version."""
     rollout_version: int | None
-    """While the policy still has the weights that the engines held, their version: its tokens are
-    compared with the trainer's log-probs. None once the weights have moved."""
+    """Version of the engines' weights while the policy still has them: log-probs of tokens of this
+    version are compared with the trainer's. None once the weights have moved."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
-    """What the loss pass of an update runs with."""
+class LossInputs:
+    """What the loss pass of an update runs with: data, decision, and whether that is predicted."""
 
     micro_batches: tuple[MicroBatch, ...]
-    """This rank's, with what the objective asked for."""
+    """This rank's, with what the objective collected."""
     decision: Tensor | None = None
-    """[D] float64, equal on all ranks of the last stage; None where the objective needs none."""
+    """[D] float64, equal on all ranks of the last stage; None if the objective needs none."""
     total: Tensor | None = None
-    """[K] int64, the statistics of all ranks that it follows from. Not those of responses."""
+    """[K] int64, the statistics of all ranks behind the decision; None for sums over responses."""
     faults: Tensor | None = None
-    """[2] int64, of the collection pass: tokens of this rank that train and whose values are not
-    finite; and those to which the objective gave a statistic that is not."""
+    """[2] int64, of the forward-only pass on this rank: trained tokens with non-finite values, and
+    tokens with a non-finite statistic."""
     prediction: Prediction | None = None
-    """With which the decision is compared after the loss pass."""
+    """Compared with the decision after the loss pass."""
     is_predicted: bool = False
-    """Whether the loss pass runs with the prediction, which must be right."""
+    """Whether the loss pass runs with the prediction, and repeats if that is wrong."""
     is_trial: bool = False
     """Whether the statistics of the loss pass are compared with ``total``."""
     num_passes: int = 0
-    """Passes without gradients that were made for it."""
+    """Forward-only passes made for it."""
 
 
 class LossStage:
@@ -105,7 +105,7 @@ class LossStage:
         self.decision_size = loaded.decision_size
         """D."""
         self.zero_advantage = _zero_advantage(loaded.objective, config)
-        """What becomes of responses with A = 0."""
+        """How responses with A = 0 are treated."""
         self.numbers = Numbers(loaded.report_names, corrects=config.correction.kind != "none")
         self._statistic_size = loaded.statistic_size
 
@@ -116,10 +116,10 @@ class LossStage:
         context: UpdateContext,
         *,
         num_samples: int,
-    ) -> Decided:
-        """Form what the objective must know of these tokens of this rank and of all others.
+    ) -> LossInputs:
+        """Collect what the objective must know about the tokens of all ranks.
 
-        A collective over the data-parallel group: one integer all-reduce, another one where the
+        A collective over the data-parallel group: one integer all-reduce, another one if the
         objective selects tokens. ``policy`` has ℓ and H of each micro-batch; ``num_samples`` is B.
         """
         objective, kernels = self.objective, self._output.kernels
@@ -138,20 +138,20 @@ class LossStage:
             total = self._statistics(tokens.values())
         reduce_over(self.data_group, total)
         decision = None if by_response else objective.decide(total)
-        known = list(micro_batches)
+        results = list(micro_batches)
         for index, safe in safe_of.items():
             batch = tokens[index]
             faults[0] += (safe.trains_T & ~safe.finite(*policy[index])).sum()
-            known[index] = replace(known[index], entropy_T=batch.entropy)
+            results[index] = replace(results[index], entropy_T=batch.entropy)
             if by_response:
                 sum_T = response_sums(total, batch.response)
-                known[index] = replace(known[index], response_sum_T=sum_T)
+                results[index] = replace(results[index], response_sum_T=sum_T)
                 tokens[index] = replace(batch, response_sums=sum_T.to(batch.logprob.dtype))
             else:
                 tokens[index] = replace(batch, decision=decision)
         if objective.selects_tokens:
-            self._select(known, tokens, num_samples)
-        return Decided(tuple(known), decision, None if by_response else total, faults)
+            self._select(results, tokens, num_samples)
+        return LossInputs(tuple(results), decision, None if by_response else total, faults)
 
     def loss(
         self,
@@ -160,19 +160,19 @@ class LossStage:
         *,
         decision: Tensor | None,
         context: UpdateContext,
-        adds_up: bool = False,
+        with_statistics: bool = False,
     ) -> tuple[Tensor, TokenReport]:
         """Return the loss of one micro-batch over the global denominators, and its report.
 
         ``output`` has logits [N, V], which their gradient overwrites, or hidden states [N, H];
-        micro-batch and ``decision`` are those of ``collect``, if there was one. With ``adds_up``
-        the report has the tokens' statistics.
+        micro-batch and ``decision`` are those of ``collect``, if there was one. ``with_statistics``
+        adds the tokens' statistics to the report.
         """
         reader, head = self._output, self._output.head
         policy = reader.differentiable(output, micro_batch) if head is None else None
         if self.decides_locally:
             # Over the micro-batches that all data-parallel ranks hold at this position. With
-            # chunks it takes one more pass over them.
+            # chunked logits this takes one more pass over them.
             current = reader.read(output, micro_batch) if policy is None else _detached(policy)
             decision = self.collect([current], [micro_batch], context, num_samples=0).decision
         safe = SafeTokens(self._config, micro_batch, decision, context, self._device)
@@ -183,19 +183,19 @@ class LossStage:
         else:
             loss, policy = reader.chunked(output, micro_batch, token_loss)
         sums, maxima = self.numbers.zeros(self._device)
-        known: list[TokenBatch] = []
+        batches: list[TokenBatch] = []
         if len(policy.logprob_T):
-            known.append(token_loss.tokens or safe.batch(*policy, kernels=reader.kernels))
-            sums, maxima = self._measure(token_loss, known[0], policy)
+            batches.append(token_loss.tokens or safe.batch(*policy, kernels=reader.kernels))
+            sums, maxima = self._measure(token_loss, batches[0], policy)
         if decision is None:
             decision = sums.new_zeros(0)
-        statistics = self._statistics(known) if adds_up else None
+        statistics = self._statistics(batches) if with_statistics else None
         return loss, TokenReport(sums, maxima, decision, policy, statistics)
 
     def known_statistics(
         self, updates: Sequence[Sequence[MicroBatch]], context: UpdateContext
     ) -> Tensor:
-        """Return the statistics that the tokens of each update have with ℓ = μ, [U, K] int64.
+        """Return the statistics of the tokens of each update at ℓ = μ, [U, K] int64.
 
         ``context`` is that of the first. A collective over the data-parallel group: one integer
         all-reduce.
@@ -220,34 +220,34 @@ class LossStage:
         }
 
     def _statistics(self, tokens: Iterable[TokenBatch]) -> Tensor:
-        """Return the statistics of this rank's tokens, [K] int64; there may be none."""
+        """Return the statistics of this rank's tokens, [K] int64; 0 without tokens."""
         total_K = torch.zeros(self._statistic_size, dtype=torch.int64, device=self._device)
         for batch in tokens:
             total_K += self.objective.statistics(batch)
         return total_K
 
     def _select(
-        self, known: list[MicroBatch], tokens: dict[int, TokenBatch], num_samples: int
+        self, results: list[MicroBatch], tokens: dict[int, TokenBatch], num_samples: int
     ) -> None:
-        """Let the objective leave tokens out, and count the denominators of those that stay."""
+        """Apply the objective's selection of tokens, and recompute the weights of those kept."""
         count_B = torch.zeros(num_samples, dtype=torch.int64, device=self._device)
         for index, batch in tokens.items():
             selected_T = self.objective.select(batch) & (batch.mask > 0)
-            known[index] = replace(known[index], selected_T=selected_T)
+            results[index] = replace(results[index], selected_T=selected_T)
             count_B.index_add_(0, batch.response, selected_T.to(torch.int64))
         reduce_over(self.data_group, count_B)
         kind, constant = self._config.loss_aggregation, self._config.token_sum_norm_constant
         for index, batch in tokens.items():
-            kept_T = known[index].selected_T
+            kept_T = results[index].selected_T
             assert kept_T is not None
             tokens_T = count_B[batch.response]
             weight_T = token_weights(kept_T, tokens_T, kind, count_B, constant)
-            known[index] = replace(known[index], loss_weight_T=weight_T)
+            results[index] = replace(results[index], loss_weight_T=weight_T)
 
     def _measure(
         self, token_loss: _MicroBatchLoss, tokens: TokenBatch, policy: TokenLogprobs
     ) -> tuple[Tensor, Tensor]:
-        """Return sums and maxima over the tokens with mask 1, of which there is one or more."""
+        """Return sums and maxima over the tokens with mask 1; there is at least one token."""
         safe, correction = token_loss.safe, self._config.correction
         micro_batch, context = safe.micro_batch, safe.context
         mismatch_T = (policy.logprob_T - micro_batch.rollout_logprob_T).abs_()
@@ -295,7 +295,7 @@ class _MicroBatchLoss:
         self.derivative_T = torch.empty_like(self.weight_T)
         self.finite_T = torch.empty_like(safe.trains_T)
         self.tokens: TokenBatch | None = None
-        """All of them, where they came in one part."""
+        """All of them, if they came in one part."""
         self._objective = objective
         self._kernels = kernels
 
@@ -326,7 +326,7 @@ class _MicroBatchLoss:
 
 
 class SafeTokens:
-    """The tokens of a micro-batch for an objective: every value is finite, harmless without mask.
+    """The tokens of a micro-batch for an objective: all values are finite, harmless where masked.
 
     What does not depend on ℓ and H is prepared once, on the device.
     """
@@ -339,35 +339,35 @@ class SafeTokens:
         context: UpdateContext,
         device: torch.device,
     ) -> None:
-        self.micro_batch = there = on_device(micro_batch, device)
+        self.micro_batch = batch = on_device(micro_batch, device)
         self.entropy_coefficient = config.entropy_coefficient
-        self.trains_T = there.mask_T > 0
+        self.trains_T = batch.mask_T > 0
         self.correction_T: Tensor | None = None
         if config.correction.kind != "none":
-            self.correction_T = limit_weights(there.importance_T, config.correction)
+            self.correction_T = limit_weights(batch.importance_T, config.correction)
         self.context = context
-        self._finite_T = self.trains_T & is_finite(there.behaviour_logprob_T + there.advantage_T)
-        behaviour_T = torch.where(self._finite_T, there.behaviour_logprob_T, SAFE_LOGPROB)
-        has_rollout_T = self._finite_T & is_finite(there.rollout_logprob_T)
+        self._finite_T = self.trains_T & is_finite(batch.behaviour_logprob_T + batch.advantage_T)
+        behaviour_T = torch.where(self._finite_T, batch.behaviour_logprob_T, SAFE_LOGPROB)
+        has_rollout_T = self._finite_T & is_finite(batch.rollout_logprob_T)
         self._fixed = TokenBatch(
             logprob=behaviour_T,
             behaviour_logprob=behaviour_T,
-            rollout_logprob=torch.where(has_rollout_T, there.rollout_logprob_T, behaviour_T),
+            rollout_logprob=torch.where(has_rollout_T, batch.rollout_logprob_T, behaviour_T),
             ratio=behaviour_T,
-            advantage=there.advantage_T,
-            reward=there.reward_T,
-            mask=(self.trains_T if there.selected_T is None else there.selected_T).float(),
+            advantage=batch.advantage_T,
+            reward=batch.reward_T,
+            mask=(self.trains_T if batch.selected_T is None else batch.selected_T).float(),
             entropy=behaviour_T,
-            collected_entropy=behaviour_T if there.entropy_T is None else there.entropy_T,
-            response=there.sample_T,
-            response_tokens=there.response_tokens_T,
-            response_sums=None if there.response_sum_T is None else there.response_sum_T.float(),
+            collected_entropy=behaviour_T if batch.entropy_T is None else batch.entropy_T,
+            response=batch.sample_T,
+            response_tokens=batch.response_tokens_T,
+            response_sums=None if batch.response_sum_T is None else batch.response_sum_T.float(),
             decision=decision,
             update=context.num_updates,
         )
 
     def finite(self, logprob_T: Tensor, entropy_T: Tensor, part: slice = slice(None)) -> Tensor:
-        """Return which tokens of ``part`` train and have finite values only, [T] bool."""
+        """Return which tokens of ``part`` train and have only finite values, [T] bool."""
         return self._finite_T[part] & is_finite(logprob_T + entropy_T)
 
     def as_sampled(self, kernels: Kernels) -> TokenBatch:
@@ -385,7 +385,7 @@ class SafeTokens:
     ) -> TokenBatch:
         """Return tokens with these ℓ and H, [T] each.
 
-        Without kernels ``differentiate`` makes the ratio.
+        Without kernels ``differentiate`` computes the ratio.
         """
         is_whole = part.indices(len(logprob_T))[:2] == (0, len(self._fixed))
         fixed = self._fixed if is_whole else self._fixed.select(part)
@@ -412,7 +412,7 @@ class PolicyOutput:
     """The model's output as log-probs of the response tokens, with the kernels of this run.
 
     The output is logits [N, V], or with ``ops.logits_chunk_tokens`` hidden states [N, H], from
-    which logits are made chunk by chunk.
+    which logits are computed chunk by chunk.
 
     Raises:
         ValueError: ``ops.backend`` names kernels that this machine does not have.
@@ -421,10 +421,10 @@ class PolicyOutput:
     ops: OpsConfig
     vocab_size: int
     temperature: float
-    """That of the sampling, by which logits are divided."""
+    """Sampling temperature, by which logits are divided."""
     groups: ProcessGroups
     head: OutputHead | None
-    """Where the model returns hidden states."""
+    """Set if the model returns hidden states."""
 
     def __post_init__(self) -> None:
         self.kernels = select_kernels(self.ops.backend, self.groups.device)
@@ -482,8 +482,8 @@ class PolicyOutput:
 def _zero_advantage(objective: Objective, config: AlgorithmConfig) -> ZeroAdvantage:
     if config.entropy_coefficient > 0 or objective.trains_zero_advantage:
         return "trained"
-    # The denominators of a selection count its tokens wherever they are, and decisions of
-    # micro-batches depend on which samples share one.
+    # A selection counts all its tokens in the denominators, and decisions of micro-batches depend
+    # on which samples share one.
     needs_all = objective.selects_tokens or objective.needs == "micro_batch"
     return "computed" if needs_all or objective.trains_zero_advantage is None else "left_out"
 

@@ -1,7 +1,7 @@
-"""What a run begins with before Megatron is imported, so that servers load meanwhile.
+"""Starts a run before Megatron is imported, so that servers load meanwhile.
 
 It claims the run directory, starts generation, and chooses the checkpoint to continue from. Neither
-this module nor what it imports may import torch: a test sees to that.
+this module nor what it imports may import torch: a test checks that.
 """
 
 import itertools
@@ -41,11 +41,11 @@ _REMEDY = "restore one from a copy, or change run_dir"
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a rank has before it has a policy."""
+    """What a rank has before the policy is built."""
 
     timer: PhaseTimer
     source: RolloutSource | None = None
-    """On rank 0, and started."""
+    """On rank 0, already started."""
     progress: ProgressLine | None = None
     """On rank 0."""
     show_row: ShowRow | None = None
@@ -78,7 +78,7 @@ def open_run(config: RunConfig, stopping: Stopping) -> Iterator[Opening]:
 
 
 def claim_run_dir(config: RunConfig) -> None:
-    """Let torchrun know the run's directory; a ``ValueError`` if it holds another run."""
+    """Tell torchrun the run's directory; a ``ValueError`` if it holds another run."""
     run_dir = config.run_dir
     if not config.resume and _holds_run(run_dir):
         raise ValueError(
@@ -97,16 +97,16 @@ def _holds_run(run_dir: Path) -> bool:
 
 
 def write_config(config: RunConfig) -> None:
-    """Write ``config.yaml``; one of an earlier start that differs becomes ``config.1.yaml``, …."""
+    """Write ``config.yaml``; keep a different one of an earlier start as ``config.1.yaml``, …."""
     path, text = config.run_dir / "config.yaml", dump_yaml(config)
     if config.resume and path.exists():
         keys = differing(read_settings(path), flat_settings(config))
         changed = [key for key in keys if key != "resume"]
         if changed:
             names = (path.with_name(f"config.{number}.yaml") for number in itertools.count(1))
-            kept = next(name for name in names if not name.exists())
-            atomic_write_text(kept, path.read_text(encoding="utf-8"))
-            say(f"changed since the last start ({kept}): {', '.join(changed)}")
+            backup = next(name for name in names if not name.exists())
+            atomic_write_text(backup, path.read_text(encoding="utf-8"))
+            say(f"changed since the last start ({backup}): {', '.join(changed)}")
     header = "".join(f"# {line}\n" for line in own_software().lines())
     atomic_write_text(path, header + text)
 
@@ -133,7 +133,7 @@ def open_source(
 
 @contextmanager
 def as_checkpoint_error() -> Iterator[None]:
-    """Raise what is wrong with a file as a ``CheckpointError``, which ranks raise together."""
+    """Turn errors of files into a ``CheckpointError``, which ranks raise together."""
     try:
         yield
     except files.CheckpointError:
@@ -146,14 +146,14 @@ def as_checkpoint_error() -> Iterator[None]:
 
 @as_checkpoint_error()
 def choose_checkpoint(run_dir: Path, *, checks_latest: bool = True) -> tuple[Path | None, str]:
-    """Return the checkpoint to continue from, and what to say where ``latest`` does not name it.
+    """Return the checkpoint to continue from, and a message if ``latest`` does not name it.
 
     None: no checkpoint was saved yet. Without ``checks_latest`` the one that ``latest`` names may
-    be damaged: ``load_checkpoint`` says the same of it.
+    be damaged, which ``load_checkpoint`` reports in the same words.
 
     Raises:
-        CheckpointError: The one that ``latest`` names is damaged; or there is none that is complete
-            though there was one. The message says how to go on.
+        CheckpointError: The one that ``latest`` names is damaged; or none is complete, though one
+            was saved. The message says how to continue.
     """
     root = run_dir / "checkpoints"
     try:
@@ -187,7 +187,7 @@ def note_save(run_dir: Path, checkpoint: Path) -> None:
 
 
 def evidence_of_save(run_dir: Path) -> str:
-    """Return what shows that a run has saved or finished; '' if it may have ended before that."""
+    """Return the evidence that a run has saved or finished; '' if there is none."""
     saved = run_dir / SAVED_NAME
     if saved.exists():
         return f"{saved} names {shown_value(read_regular(saved).decode(errors='replace').strip())}"
@@ -197,7 +197,7 @@ def evidence_of_save(run_dir: Path) -> str:
 
 
 def how_to_continue(run_dir: Path) -> str:
-    """Return what a message says after the reason for which a run ended."""
+    """Return the end of a message that says why a run ended: how to continue it."""
     try:
         checkpoint, _ = choose_checkpoint(run_dir)
     except files.CheckpointError as error:

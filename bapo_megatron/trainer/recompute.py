@@ -1,4 +1,4 @@
-"""Log-probs by the trainer itself: for μ and the importance weights, and to verify the servers.
+"""Log-probs recomputed by the trainer: for μ, importance weights and checks of the servers.
 
 Shape legend: T = response tokens of a micro-batch, B = samples of the batch.
 """
@@ -29,14 +29,14 @@ def with_recomputed_behaviour(
     num_samples: int,
     context_group: dist.ProcessGroup | None,
 ) -> tuple[MicroBatch, ...]:
-    """Replace μ by the trainer's log-probs and, with a correction, weigh tokens by importance.
+    """Replace μ by the trainer's log-probs and, with a correction, set importance weights.
 
     ``logprobs`` [T] are those of each micro-batch at the start of the step. With ``kind: sequence``
     and ``geometric`` it is a collective over the context-parallel ranks, which hold parts of the
     same responses.
 
-    With a correction, an engine's log-prob that is not finite stays μ: the token has no weight, and
-    is reported as any whose μ is not finite.
+    With a correction, a non-finite engine log-prob stays μ: the token has no weight, and is
+    reported like any other with a non-finite μ.
     """
     if correction.kind == "none":
         return tuple(

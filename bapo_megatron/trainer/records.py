@@ -1,6 +1,6 @@
-"""What a step reports: numbers over tokens, the metrics made of them, and dumps of the tokens.
+"""What a step reports: sums over tokens, the metrics made from them, and dumps of the tokens.
 
-A new number is one entry in ``SUMS`` or ``COUNTS`` and one in ``QUOTIENTS`` (docs/extending.md).
+A new metric is one entry in ``SUMS`` or ``COUNTS`` and one in ``QUOTIENTS`` (docs/extending.md).
 Sums and counts are reduced over micro-batches and ranks first; a quotient is formed once, at the
 end of the step, so that no mean of means appears. ``train.dump_tokens`` writes the tokens of whole
 updates for analysis outside the run.
@@ -45,11 +45,11 @@ class TokenReport:
     maxima: Tensor
     """[M] float64: ``Numbers.max_names``."""
     decision: Tensor
-    """[D] float64: the objective's decision that held; empty where it needs none."""
+    """[D] float64: the objective's decision; empty if it needs none."""
     policy: TokenLogprobs
     """[T] ℓ and H; for dumps, and to explain a failure."""
     statistics: Tensor | None = None
-    """[K] int64: those of the objective, where the loss pass was to add them up."""
+    """[K] int64: the objective's, if the loss pass was asked for them."""
 
 
 Tokens = Sequence[tuple[MicroBatch, TokenReport]]
@@ -67,7 +67,7 @@ class TokenView:
     finite_T: Tensor
     """bool: m = 1 and every value is finite."""
     counts_T: Tensor
-    """bool: of those, the ones that objective and correction give a loss."""
+    """bool: those of them to which objective and correction give a loss."""
     loss_T: Tensor
     """Loss, without its weight."""
     weight_T: Tensor
@@ -93,7 +93,7 @@ class TokenView:
     importance_T: Tensor
     """π_recomputed / π_rollout of the token or its response, which the correction limits."""
     cap: float
-    """Limit of the correction; infinite where it has none."""
+    """Limit of the correction; infinite if it has none."""
 
 
 def _kl_behaviour(view: TokenView) -> Tensor:
@@ -121,8 +121,8 @@ COUNTS: dict[str, Value] = {
     "correction_capped": lambda v: v.importance_T > v.cap,
     "correction_masked": lambda v: _correction(v) == 0,
 }
-"""Conditions, bool [T], by name; counted over the tokens with m = 1. What begins with
-``correct`` needs ``algorithm.correction``, also in ``SUMS``."""
+"""Conditions, bool [T], by name; counted over the tokens with m = 1. Names that begin with
+``correct`` need ``algorithm.correction``, also in ``SUMS``."""
 
 SUMS: dict[str, Value] = {
     "policy_loss": lambda v: torch.where(v.counts_T, v.weight_T * v.loss_T, 0.0),
@@ -142,7 +142,7 @@ MAXIMA: dict[str, tuple[Value, str]] = {
     "correction/weight_max": (lambda v: v.importance_T, "corrected_tokens"),
 }
 """Metric → values [T] ≥ 0, whose largest among tokens with m = 1 is reported; and the sum that
-counts them: where it is 0, nothing is reported."""
+counts them: if it is 0, nothing is reported."""
 
 QUOTIENTS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "policy/entropy": ("entropy", "tokens"),
@@ -168,7 +168,7 @@ QUOTIENTS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "train/prediction_hit_share": ("hits", "predictions"),
     "train/prediction_used_share": ("relied", "predictions"),
 }
-"""Metric → a sum and what it is divided by; not reported where that is 0."""
+"""Metric → a sum and its divisor; not reported if that is 0."""
 
 TOTALS = {
     "train/trained_tokens": "tokens",
@@ -179,10 +179,10 @@ TOTALS = {
     "loss/positive_sum": "positive_contribution",
     "loss/negative_sum": "negative_contribution",
 }
-"""Metric → the sum that it is, 0 where no update was made."""
+"""Metric → the sum that it reports, 0 without updates."""
 
 _REPORT = "report: "
-"""Begins the names of sums that the objective reports; they are divided by ``tokens``."""
+"""Prefix of the sums that the objective reports; they are divided by ``tokens``."""
 
 
 class Numbers:
@@ -194,10 +194,10 @@ class Numbers:
         Raises:
             ValueError: The objective reports a metric of this module.
         """
-        taken = set(report_names) & (QUOTIENTS.keys() | TOTALS.keys() | MAXIMA.keys())
-        if taken:
+        clashes = set(report_names) & (QUOTIENTS.keys() | TOTALS.keys() | MAXIMA.keys())
+        if clashes:
             raise ValueError(
-                f"algorithm.objective: it reports '{min(taken)}', a metric of the trainer; choose "
+                f"algorithm.objective: reports '{min(clashes)}', a metric of the trainer; choose "
                 "another name"
             )
 
@@ -215,10 +215,10 @@ class Numbers:
         first = self.sum_names.index("nonfinite_tokens")
         self.faults = slice(first, self.sum_names.index("nonfinite_losses") + 1)
         """The two adjacent sums that must be 0 before an optimizer step."""
-        assert self.faults.stop - self.faults.start == 2, "they are read as two"
+        assert self.faults.stop - self.faults.start == 2, "both are read as one slice"
 
     def zeros(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the sums [S] and maxima [M] of no token."""
+        """Return the sums [S] and maxima [M] over no tokens."""
         sizes = len(self.sum_names), len(self.max_names)
         sums, maxima = (torch.zeros(n, dtype=torch.float64, device=device) for n in sizes)
         return sums, maxima
@@ -231,8 +231,8 @@ class Numbers:
         return sums, torch.stack([report.maxima for report in reports]).amax(dim=0)
 
     def measure(self, view: TokenView, report: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the sums [S] and maxima [M] of one token or more, float64 on the device."""
-        # Conditions of one kind go through one operation: launches are what this costs.
+        """Return the sums [S] and maxima [M] over at least one token, float64 on the device."""
+        # One operation for all values of a kind: the cost is kernel launches.
         counts = _stack([value(view) for value in self._counts.values()]) & view.trains_T
         sums = _stack([value(view) for value in self._sums.values()])
         maxima = _stack([value(view) for value in self._maxima.values()])
@@ -242,8 +242,8 @@ class Numbers:
         ]
         if self._report_names:
             reported = _stack([report[name] for name in self._report_names])
-            kept = torch.where(view.counts_T, reported, 0.0)
-            parts.append(kept.sum(dim=1, dtype=torch.float64))
+            counted = torch.where(view.counts_T, reported, 0.0)
+            parts.append(counted.sum(dim=1, dtype=torch.float64))
         return torch.cat(parts), torch.where(view.trains_T, maxima, 0.0).amax(dim=1).double()
 
 
@@ -267,12 +267,12 @@ class MeasuredUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One update until the end of its step."""
+    """One update, kept until the end of its step."""
 
     counts: dict[str, float]
-    """Sums that the host knew by itself."""
+    """Sums known to the host."""
     measured: MeasuredUpdate | None = None
-    """None where the update was skipped."""
+    """None if the update was skipped."""
     grad_norm: float = 0.0
 
 
@@ -369,7 +369,7 @@ class TokenDump:
     def write_if_due(
         self, tokens: Tokens, batch: RolloutBatch, update: int, groups: ProcessGroups
     ) -> None:
-        """Gather an update's tokens in every N-th step; a collective of all ranks.
+        """Write an update's tokens in every N-th step; a collective of all ranks.
 
         The first rank of the last stage writes: with a pipeline over several nodes, ``run_dir``
         must be on a shared file system.

@@ -31,7 +31,7 @@ _MAX_CHARS = 4000
 
 
 def open_sinks(config: RunConfig, progress: RunProgress, show_row: ShowRow | None) -> MetricsSinks:
-    """Open what takes the metrics of a run, from the first step that has none."""
+    """Open the metrics sinks of a run, from the first step that is not reported."""
     return MetricsSinks(
         config.run_dir,
         config.name,
@@ -45,7 +45,7 @@ def open_sinks(config: RunConfig, progress: RunProgress, show_row: ShowRow | Non
 
 
 def find_peak_flops(config: RunConfig, groups: ProcessGroups) -> float | None:
-    """Return the operations per second of all ranks' GPUs; None on a CPU or an unknown GPU."""
+    """Return the peak FLOP/s of all ranks' GPUs together; None on a CPU or an unknown GPU."""
     if config.log.peak_tflops is not None:
         return config.log.peak_tflops * 1e12 * groups.world_size
     if groups.device.type == "cpu":
@@ -62,9 +62,9 @@ def find_peak_flops(config: RunConfig, groups: ProcessGroups) -> float | None:
 def cost_metrics(
     values: Mapping[str, float], groups: ProcessGroups, peak: float | None
 ) -> dict[str, float]:
-    """Return the metrics that follow from a step's ``values`` of each rank; {} but on rank 0.
+    """Return a step's times, memory, throughput and MFU over all ranks; {} except on rank 0.
 
-    A collective of all ranks, which have the same phases.
+    A collective of all ranks, whose ``values`` have the same phases.
     """
     measured = {n.removeprefix("time/"): s for n, s in values.items() if n.startswith("time/")}
     measured |= _memory(groups.device)
@@ -99,7 +99,7 @@ def _memory(device: torch.device) -> dict[str, float]:
 def sample_rows(dumps: Path, step: int) -> list[SampleRow]:
     """Return samples of a step from the lowest reward to the highest, evenly spaced by rank.
 
-    Samples without a text are left out, and so is the middle of a long text. Raises ``DumpError``.
+    Samples without text are left out, and long texts shortened. Raises ``DumpError``.
     """
     path = dump_path(dumps, step)
     try:
@@ -177,7 +177,7 @@ def report_run(config: RunConfig, progress: RunProgress, phase_s: dict[str, floa
 
 
 def next_steps(config: RunConfig) -> list[str]:
-    """Return what to do with a finished run, as lines: where the model is, and commands."""
+    """Return next steps after a run, as lines: where the model is, and commands."""
     here, run = Path.cwd(), config.run_dir
     run = run.relative_to(here) if run.is_relative_to(here) else run
     scores = [results_file(run, name) for name in ("start", f"step_{config.train.steps:06d}")]

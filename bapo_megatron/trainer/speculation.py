@@ -1,7 +1,7 @@
-"""A decision by prediction: the loss pass runs with it and repeats on a miss (docs/algorithm.md).
+"""Runs the loss pass on a predicted decision, and again on a miss (docs/algorithm.md).
 
-A prediction that is right saves the forward-only pass, a wrong one costs a second loss pass. What
-is counted here is equal on all ranks, so that all decide alike.
+A hit saves the forward-only pass, a miss costs a second loss pass. All counts here are equal on all
+ranks, so that all decide alike.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from bapo_megatron.algorithm.objective import Objective, Speculate
 from bapo_megatron.algorithm.prediction import Predictor
 from bapo_megatron.runtime.distributed import ProcessGroups, broadcast_bytes
 from bapo_megatron.telemetry.console import say
-from bapo_megatron.trainer.loss import Decided
+from bapo_megatron.trainer.loss import LossInputs
 
 if TYPE_CHECKING:
     from bapo_megatron.trainer.step import Attempt, Update
 
 TRIAL_UPDATES = 2
-"""Updates in the order without predictions with which ``auto`` begins: the two passes are timed and
-their log-probs compared."""
+"""Updates in the plain order with which ``auto`` begins, to time the two passes and compare their
+log-probs."""
 
 WINDOW = 32
-"""Number of the newest predictions whose misses count."""
+"""Number of the newest predictions in the miss rate."""
 
 
 class Speculation:
-    """Decides updates: collects, then decides; or predicts every decision as well.
+    """Decides updates by collected statistics (plain order) or by predictions.
 
     It relies on predictions while that pays; ``auto`` begins with trials, which rely on nothing.
-    Where the log-probs of an update are known, a prediction saves nothing and is not made.
+    If the log-probs of an update are known, a prediction saves nothing and is not made.
     """
 
     def __init__(self, mode: Speculate, objective: Objective, groups: ProcessGroups) -> None:
@@ -60,17 +60,17 @@ class Speculation:
     def relies(self) -> bool:
         """Whether the loss pass of the next update runs with the prediction.
 
-        A pass without gradients that takes the share x of a loss pass pays for x misses per update.
+        A forward-only pass that takes a fraction x of a loss pass pays for x misses per update.
         """
         if self._mode == "auto":
             misses_paid_for = self._break_even * len(self._missed)
             return not self.is_trial and sum(self._missed) < misses_paid_for
         return self._mode == "always"
 
-    def decide(self, update: Update, collect: Callable[[Update], Decided]) -> Decided:
+    def decide(self, update: Update, collect: Callable[[Update], LossInputs]) -> LossInputs:
         """Return what the loss pass of an update runs with; a collective of all ranks.
 
-        What is predicted is collected as well, unless the prediction is relied on.
+        Predicted updates are collected as well, unless the prediction is relied on.
         """
         if not self.predicts or update.policy is not None:
             return collect(update)
@@ -78,25 +78,25 @@ class Speculation:
         prediction = None if known_K is None else self._predictor.predict(known_K)
         if self.relies:
             decision = None if prediction is None else prediction.decision
-            return Decided(micro_batches, decision, prediction=prediction, is_predicted=True)
+            return LossInputs(micro_batches, decision, prediction=prediction, is_predicted=True)
         began_s = self._clock_s()
-        decided = collect(update)
+        inputs = collect(update)
         self._decided_s = self._clock_s()
         self._collect_s = self._decided_s - began_s
-        return replace(decided, prediction=prediction, is_trial=self.is_trial)
+        return replace(inputs, prediction=prediction, is_trial=self.is_trial)
 
-    def learn(self, update: Update, decided: Decided, first: Attempt) -> dict[str, float]:
-        """Count the prediction of an update and take in its statistics; return sums to report."""
+    def learn(self, update: Update, inputs: LossInputs, first: Attempt) -> dict[str, float]:
+        """Count the prediction of an update and learn its statistics; return sums to report."""
         if not self.predicts or update.policy is not None:
             return {}
-        missed, differs = (bool(remark) for remark in first.step.remarks)
+        missed, differs = (bool(flag) for flag in first.step.flags)
         self.count(missed=missed)
         if self.is_trial:
             loss_s = self._clock_s() - self._decided_s
             self.end_trial(self._collect_s, loss_s, differs=differs)
-        if first.decided.total is not None:
-            self._predictor.learn(first.decided.total)
-        relied = float(decided.is_predicted)
+        if first.inputs.total is not None:
+            self._predictor.learn(first.inputs.total)
+        relied = float(inputs.is_predicted)
         return {"predictions": 1.0, "hits": float(not missed), "relied": relied}
 
     def count(self, *, missed: bool) -> None:
@@ -104,9 +104,9 @@ class Speculation:
         self._missed.append(missed)
 
     def end_trial(self, forward_only_s: float, loss_s: float, *, differs: bool) -> None:
-        """Take in rank 0's times of the two passes, and whether their statistics differ.
+        """Take rank 0's times of the two passes, and whether their statistics differ.
 
-        A collective. Of the trials, the smallest share of forward-only time counts.
+        A collective. The trial with the smallest share of forward-only time counts.
         """
         self._trials_left -= 1
         share_text = None if self._groups.rank else (forward_only_s / loss_s).hex().encode()

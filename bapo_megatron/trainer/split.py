@@ -1,4 +1,4 @@
-"""From a batch of samples to the optimizer updates of a step, on this rank.
+"""Splits a batch of samples into the optimizer updates of a step, on this rank.
 
 Every rank holds the whole batch, so advantages, global denominators and the split into updates,
 ranks and micro-batches are computed alike everywhere, without any communication.
@@ -26,7 +26,7 @@ from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch, Sample
 
 ZeroAdvantage = Literal["trained", "computed", "left_out"]
-"""What becomes of responses with A = 0: trained like all others; computed, except in updates that
+"""How responses with A = 0 are treated: trained like all others; computed, except in updates that
 hold only such; never computed."""
 
 
@@ -35,9 +35,9 @@ class SplitUpdate:
     """One optimizer update, before it is made."""
 
     counts: dict[str, float]
-    """Sampled tokens over all ranks, how many of them have m = 0 and m = 1 and how many of the
-    latter are computed, and responses with A > 0 and A < 0 with their tokens. With micro-batches
-    also how full all ranks' are, and how equal the ranks' work. Sums for ``trainer.records``."""
+    """Sums for ``trainer.records`` over all ranks: sampled tokens, those with m = 0 and m = 1, the
+    computed ones of the latter, responses with A > 0 and A < 0 and their tokens. With micro-batches
+    also how full they are, and how equal the ranks' work is."""
     micro_batches: tuple[MicroBatch, ...] = ()
     """This rank's share; equally many on every rank. Without any, the update is skipped."""
 
@@ -98,7 +98,7 @@ def split_step(
 ) -> tuple[SplitUpdate, ...]:
     """Divide a batch into the updates of one epoch; further epochs repeat them.
 
-    Tokens that ``staleness`` finds too old do not train, nor do responses that ended for one of
+    Tokens that are too old for ``staleness`` do not train, nor do responses that ended for one of
     ``masked_reasons``. Responses without a token that trains are not computed. The weights count
     all tokens with m = 1, whether or not ``zero_advantage`` has them computed.
 
@@ -157,9 +157,9 @@ def _counts(
         "unmasked_tokens": unmasked,
     }
     advantage_R = advantage_B[indices]
-    for name, is_meant_R in (("positive", advantage_R > 0), ("negative", advantage_R < 0)):
-        counts[f"{name}_responses"] = float(np.count_nonzero(is_meant_R))
-        counts[f"{name}_length"] = float(length_R[is_meant_R].sum())
+    for name, has_sign_R in (("positive", advantage_R > 0), ("negative", advantage_R < 0)):
+        counts[f"{name}_responses"] = float(np.count_nonzero(has_sign_R))
+        counts[f"{name}_length"] = float(length_R[has_sign_R].sum())
     return counts
 
 

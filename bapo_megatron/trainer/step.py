@@ -1,4 +1,4 @@
-"""One training step: the updates that one batch is used for.
+"""One training step: the optimizer updates of one batch.
 
 split → (recompute μ) → for each epoch and update: collect what the objective must know → decide →
 attempt: forward, backward, faults over all ranks → optimizer step, or the update is refused. At the
@@ -6,8 +6,8 @@ end of the step the sums of all its updates are reduced.
 
 With ``speculation`` the loss pass runs with a predicted decision and repeats on a miss.
 
-The host waits for the device in one place per loss pass, where the gradient norm and the faults of
-the update are read, and once at the end of the step for its metrics.
+The host waits for the device once per loss pass, to read the gradient norm and the faults of the
+update, and once at the end of the step, for its metrics.
 
 Shape legend: E = decisions of an update, U = updates, K = entries of a statistic, D = entries of a
 decision.
@@ -15,6 +15,7 @@ decision.
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from bapo_megatron.runtime.distributed import (
     first_message,
     reduce_over,
 )
-from bapo_megatron.trainer.loss import Decided, LossStage, PolicyOutput, UpdateContext
+from bapo_megatron.trainer.loss import LossInputs, LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.trainer.recompute import with_recomputed_behaviour
 from bapo_megatron.trainer.records import (
     MeasuredUpdate,
@@ -44,32 +45,32 @@ from bapo_megatron.trainer.records import (
 )
 from bapo_megatron.trainer.speculation import Speculation
 from bapo_megatron.trainer.split import SplitShape, SplitUpdate, split_step
-from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch, UpdateResult
+from bapo_megatron.types import FinishReason, RolloutBatch, UpdateResult
 
 NUM_FAULTS = 5
-"""Counts at the beginning of a verdict, which must be 0 before an optimizer step: tokens and losses
-of the loss pass that are not finite, tokens and statistics of the collection pass that are not, and
-refused decisions. Two remarks follow, 1 where it is so: the decision is not the predicted one; the
-passes with and without gradients gave different statistics."""
+"""Counts at the beginning of a verdict, which must be 0 before an optimizer step: non-finite tokens
+and losses of the loss pass, non-finite tokens and statistics of the forward-only pass, and refused
+decisions. Two flags (1: yes) follow: the decision is not the predicted one; the loss pass and the
+forward-only pass gave different statistics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One of the updates that a batch is used for."""
+    """One of a batch's optimizer updates."""
 
     batch: RolloutBatch
     split: SplitUpdate
     context: UpdateContext
     policy: list[TokenLogprobs] | None
-    """Its ℓ and H, where a pass with these weights was made."""
+    """Its ℓ and H, if a forward-only pass with these weights was made."""
     num_passes: int
-    """Passes without gradients that were made for it."""
+    """Forward-only passes made for it."""
     known_K: Tensor | None
-    """Statistics of its tokens with ℓ = μ, on the last stage where decisions are predicted."""
+    """Statistics of its tokens at ℓ = μ, on the last stage if decisions are predicted."""
 
     @property
     def name(self) -> str:
-        """For people who look for a hang."""
+        """For hang reports."""
         return f"update {self.context.num_updates + 1}"
 
 
@@ -77,7 +78,7 @@ class Update:
 class Attempt:
     """One loss pass of an update, and what became of its gradients."""
 
-    decided: Decided
+    inputs: LossInputs
     """What the objective knew of the update, or, with a prediction, should have known."""
     decisions: Tensor
     """[E, D] float64; zeros before the last stage."""
@@ -99,14 +100,14 @@ class BatchTrainer:
     config: AlgorithmConfig
     ops: OpsConfig
     temperature: float
-    """That of the rollouts, by which logits are divided."""
+    """Sampling temperature of the rollouts, by which logits are divided."""
     staleness: StalenessConfig
     shape: SplitShape
     masked_reasons: Set[FinishReason] = frozenset()
     """Responses that ended for one of these do not train."""
     dump: TokenDump | None = None
     note: Callable[[str], None] = lambda _: None
-    """Gets the name of the current phase, for hang reports."""
+    """Called with the name of each phase, for hang reports."""
 
     def __post_init__(self) -> None:
         self._groups = self.policy.groups
@@ -181,7 +182,7 @@ class BatchTrainer:
         return replace(split, micro_batches=micro_batches), policy
 
     def _known_statistics(self, splits: Sequence[SplitUpdate], version: int) -> Tensor | None:
-        """Return what a prediction needs of each update, [U, K], on the last stage."""
+        """Return what a prediction needs from each update, [U, K], on the last stage."""
         if not self._speculation.predicts or not self._groups.is_last_stage:
             return None
         begin = UpdateContext(num_updates=version, rollout_version=None)
@@ -190,68 +191,67 @@ class BatchTrainer:
     def _update(self, update: Update) -> tuple[Measurement, Tokens]:
         if not update.split.micro_batches:
             return Measurement(update.split.counts), ()
-        decided = self._speculation.decide(update, self._collect)
-        attempts = [self._attempt(update, decided)]
-        has_missed, _ = attempts[0].step.remarks
-        if decided.is_predicted and has_missed:
-            attempts.append(self._attempt(update, attempts[0].decided, " again"))
-        learnt = self._speculation.learn(update, decided, attempts[0])
-        return self._conclude(update, attempts, learnt)
+        inputs = self._speculation.decide(update, self._collect)
+        attempts = [self._attempt(update, inputs)]
+        has_missed, _ = attempts[0].step.flags
+        if inputs.is_predicted and has_missed:
+            attempts.append(self._attempt(update, attempts[0].inputs, " again"))
+        prediction_counts = self._speculation.learn(update, inputs, attempts[0])
+        return self._conclude(update, attempts, prediction_counts)
 
-    def _collect(self, update: Update) -> Decided:
-        """Collect what the objective must know, by a pass without gradients unless one was made."""
+    def _collect(self, update: Update) -> LossInputs:
+        """Collect what the objective must know, by a forward-only pass unless one was made."""
         micro_batches, policy = update.split.micro_batches, update.policy
         if not self._stage.collects:
-            return Decided(micro_batches)
+            return LossInputs(micro_batches)
         if policy is None:
             self.note(f"training, forward only of {update.name}")
             policy = self.policy.forward_only(micro_batches, self.output.read)
-        decided, context = Decided(micro_batches), update.context
+        inputs, context = LossInputs(micro_batches), update.context
         if self._groups.is_last_stage:
             num_samples = len(update.batch.samples)
-            decided = self._stage.collect(policy, micro_batches, context, num_samples=num_samples)
-        return replace(decided, num_passes=int(update.policy is None))
+            inputs = self._stage.collect(policy, micro_batches, context, num_samples=num_samples)
+        return replace(inputs, num_passes=int(update.policy is None))
 
-    def _attempt(self, update: Update, decided: Decided, again: str = "") -> Attempt:
-        stage, context = self._stage, update.context
-        adds_up = decided.is_predicted or decided.is_trial
-
-        def loss_fn(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, TokenReport]:
-            return stage.loss(
-                output, micro_batch, decision=decided.decision, context=context, adds_up=adds_up
-            )
-
+    def _attempt(self, update: Update, inputs: LossInputs, again: str = "") -> Attempt:
+        stage = self._stage
+        loss_fn = partial(
+            stage.loss,
+            decision=inputs.decision,
+            context=update.context,
+            with_statistics=inputs.is_predicted or inputs.is_trial,
+        )
         self.note(f"training, forward and backward of {update.name}{again}")
-        reports = self.policy.forward_backward(decided.micro_batches, loss_fn)
+        reports = self.policy.forward_backward(inputs.micro_batches, loss_fn)
         self.note(f"training, optimizer step of {update.name}{again}")
-        settled, decisions, verdict = check(reports, decided, stage, self._groups)
-        # With a wrong decision these are not the gradients of the update: the first remark.
-        num_faults = NUM_FAULTS + decided.is_predicted
+        settled, decisions, verdict = check(reports, inputs, stage, self._groups)
+        # The gradients of a wrong decision are not those of the update: the first flag is a fault.
+        num_faults = NUM_FAULTS + inputs.is_predicted
         step = self.policy.optimizer_step(verdict[:num_faults], verdict[NUM_FAULTS:])
         return Attempt(settled, decisions, reports, step)
 
     def _conclude(
-        self, update: Update, attempts: list[Attempt], learnt: dict[str, float]
+        self, update: Update, attempts: list[Attempt], prediction_counts: dict[str, float]
     ) -> tuple[Measurement, Tokens]:
         attempt, flops = attempts[-1], update.split.counts["forward_flops"]
         work = {
-            "forward_only_flops": (update.num_passes + attempt.decided.num_passes) * flops,
+            "forward_only_flops": (update.num_passes + attempt.inputs.num_passes) * flops,
             "forward_backward_flops": 3 * len(attempts) * flops,
         }
-        counts = update.split.counts | learnt | work
+        counts = update.split.counts | prediction_counts | work
         if not attempt.step.applied:
             return Measurement(counts | self._skip(update, attempt)), ()
         sums, maxima = self._stage.numbers.add(attempt.reports, self._groups.device)
         measured = MeasuredUpdate(sums, maxima, attempt.decisions)
         # No reports before the last stage.
-        tokens = tuple(zip(attempt.decided.micro_batches, attempt.reports, strict=False))
+        tokens = tuple(zip(attempt.inputs.micro_batches, attempt.reports, strict=False))
         return Measurement(counts, measured, attempt.step.grad_norm), tokens
 
     def _skip(self, update: Update, attempt: Attempt) -> dict[str, float]:
         """Return the faults of an update that is skipped, as sums; or raise, as configured."""
         faults = attempt.step.faults[:NUM_FAULTS]
         loss_tokens, losses, collected_tokens, statistics, refused = faults
-        # A collection pass of its own saw other log-probs than the loss did.
+        # A separate forward-only pass saw other log-probs than the loss did.
         nonfinite_tokens = max(loss_tokens, collected_tokens)
         if nonfinite_tokens == 0 and refused > 0:
             reason, objective = None, self._stage.objective
@@ -263,7 +263,7 @@ class BatchTrainer:
             return {"nonfinite_tokens": nonfinite_tokens} if nonfinite_tokens > 0 else {}
         elif nonfinite_tokens > 0:
             place = first_message(_describe_nonfinite(update, attempt.reports), self._groups) or (
-                "the log-probs of the collection pass are not finite, those of the loss pass are"
+                "the log-probs of the forward-only pass are not finite, those of the loss pass are"
             )
             problem = (
                 f"{place} ({nonfinite_tokens:.0f} such tokens in the update); "
@@ -278,33 +278,33 @@ class BatchTrainer:
         else:
             problem = (
                 f"the gradient norm is {attempt.step.grad_norm} although every log-prob is finite; "
-                "lower optimizer.lr, or set algorithm.on_nonfinite=skip_update to go on without "
-                "such updates"
+                "lower optimizer.lr, or set algorithm.on_nonfinite=skip_update to leave such "
+                "updates out"
             )
         raise ValueError(f"step {update.batch.step}: {problem}")
 
 
 def check(
-    reports: Sequence[TokenReport], decided: Decided, stage: LossStage, groups: ProcessGroups
-) -> tuple[Decided, Tensor, Tensor]:
-    """Return the decision of an update, and the verdict on gradients that were made with it.
+    reports: Sequence[TokenReport], inputs: LossInputs, stage: LossStage, groups: ProcessGroups
+) -> tuple[LossInputs, Tensor, Tensor]:
+    """Return the decision of an update, and the verdict on the gradients of its loss pass.
 
     A collective of all ranks: one integer all-reduce over the data-parallel group of the last
     stage, and a broadcast from there over the pipeline. Earlier stages have no reports.
 
     Returns:
-        ``decided`` as it is without a prediction; the decisions of the update, [E, D] float64; and
+        ``inputs`` with its prediction settled; the decisions of the update, [E, D] float64; and
         the verdict, [``NUM_FAULTS`` + 2] float64 on the device, equal on all ranks.
     """
-    settled = replace(decided, prediction=None, is_predicted=False, is_trial=False)
+    settled = replace(inputs, prediction=None, is_predicted=False, is_trial=False)
     verdict = torch.zeros(NUM_FAULTS + 2, dtype=torch.float64, device=groups.device)
     if not groups.is_last_stage:
-        num_decisions = len(decided.micro_batches) if stage.decides_locally else 1
+        num_decisions = len(inputs.micro_batches) if stage.decides_locally else 1
         decisions = verdict.new_zeros(num_decisions, stage.decision_size)
     else:
-        total_K, faults = _add_up(reports, decided.faults, stage)
+        total_K, faults = _add_up(reports, inputs.faults, stage)
         verdict[: NUM_FAULTS - 1] = faults
-        if decided.is_predicted:
+        if inputs.is_predicted:
             decision = stage.objective.decide(total_K)
             settled = replace(settled, decision=decision, total=total_K)
         decisions = torch.stack([report.decision for report in reports])
@@ -314,10 +314,10 @@ def check(
             is_refused = stage.objective.refuses(decision)
             if is_refused is not None:
                 verdict[NUM_FAULTS - 1] += is_refused
-        if decided.prediction is not None:
+        if inputs.prediction is not None:
             assert settled.decision is not None, "it was collected, or follows from the loss pass"
-            verdict[NUM_FAULTS] = decided.prediction.misses(settled.decision)
-        if decided.is_trial:
+            verdict[NUM_FAULTS] = inputs.prediction.misses(settled.decision)
+        if inputs.is_trial:
             assert settled.total is not None, "a trial collects"
             verdict[NUM_FAULTS + 1] = (total_K != settled.total).any()
     broadcast_from_last_stage(verdict, groups)
@@ -327,15 +327,15 @@ def check(
 def _add_up(
     reports: Sequence[TokenReport], collection_faults: Tensor | None, stage: LossStage
 ) -> tuple[Tensor, Tensor]:
-    """Return statistics [K] and faults [``NUM_FAULTS`` − 1] of a loss pass, of all ranks, int64.
+    """Return statistics [K] and faults [``NUM_FAULTS`` − 1] of a loss pass over all ranks, int64.
 
-    Without ``adds_up`` K is 0.
+    Without ``with_statistics`` K is 0.
     """
     loss_faults = torch.stack([report.sums[stage.numbers.faults] for report in reports]).sum(dim=0)
     parts = [loss_faults.to(torch.int64)]
     parts.append(torch.zeros_like(parts[0]) if collection_faults is None else collection_faults)
     statistics = [report.statistics for report in reports if report.statistics is not None]
-    assert len(statistics) in (0, len(reports)), "the loss pass was asked for them, or not"
+    assert len(statistics) in (0, len(reports)), "all reports have statistics, or none"
     parts += [torch.stack(statistics).sum(dim=0)] if statistics else []
     added = torch.cat(parts)
     reduce_over(stage.data_group, added)

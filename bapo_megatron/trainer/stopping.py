@@ -1,6 +1,6 @@
 """When a run is to stop: after a signal to any of its ranks, at a time, before its job ends.
 
-A rank only notes that; all ranks act on it together, at the safe points of ``Run``.
+A rank only takes note; all ranks act on it together, at the safe points of ``Run``.
 """
 
 import math
@@ -24,7 +24,7 @@ STOPPED_NAME = "stopped"
 _INTERRUPTED = b"\nSaving and exiting; press Ctrl-C again after 5 s to quit without saving\n"
 _BY_OTHER = "stopped by a signal to another rank"
 SAME_SIGNAL_S = 5.0
-"""Signals within this time count as one: torchrun and Slurm both pass the same one on."""
+"""Signals within this time count as one: torchrun and Slurm both forward the same one."""
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 _SAVING = (signal.SIGTERM, signal.SIGUSR1)
 _AT_ONCE = dict.fromkeys((*_SAVING, signal.SIGINT), signal.SIG_DFL)
@@ -47,7 +47,7 @@ class Stopping:
         """Note SIGTERM and SIGUSR1 and, on rank 0 (``keeps_time``), watch the clock from now on.
 
         Another rank notes nothing until it has joined: it has nothing to save, and torchrun waits
-        for it where rank 0 has failed.
+        for it if rank 0 has failed.
         """
         self._keeps_time = keeps_time
         if not keeps_time:
@@ -59,7 +59,7 @@ class Stopping:
         self._job_end_s = _job_end_s()
 
     def listen_to_interrupts(self) -> None:
-        """Note Ctrl-C as well from now on: before, there is nothing to save, and it ends all."""
+        """Note Ctrl-C as well from now on; before, there is nothing to save, and it ends all."""
         self._install({signal.SIGINT: self._note})
 
     @contextmanager
@@ -82,7 +82,7 @@ class Stopping:
         self._install(dict.fromkeys(_SAVING, self._note) | {signal.SIGINT: end_once})
 
     def error(self) -> StoppedError | None:
-        """Return what the run is to end with; None while it is to go on."""
+        """Return the error that the run is to end with; None while it is to continue."""
         lead_s = self._config.stop_lead_s
         if self._error is None and time.monotonic() >= self._stop_at_s:
             self._error = StoppedError("stopped by train.stop_after")
@@ -112,7 +112,7 @@ class Stopping:
             signal.signal(number, handler)
 
     def _keep_handlers(self) -> None:
-        """Restore handlers that a user's code has replaced; Python knows of none from C code."""
+        """Restore handlers that a user's code has replaced; Python cannot see those set in C."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -137,7 +137,7 @@ def _job_end_s() -> float:
         return math.inf
     try:
         end_s = float(text)
-        datetime.fromtimestamp(end_s)  # other numbers are no times
+        datetime.fromtimestamp(end_s)  # rejects what is not a time
     except (ValueError, OverflowError, OSError) as error:
         raise ValueError(
             "SLURM_JOB_END_TIME: must be the end of the job in seconds since 1970, got "

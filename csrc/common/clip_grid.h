@@ -8,7 +8,7 @@
 
 namespace bapo {
 
-// Candidates per side at most: keeps the table small and a GPU's copy of it in shared memory.
+// Maximum candidates per side: keeps the table small enough for a GPU's shared memory.
 constexpr int kMaxCandidates = 256;
 
 enum class Order { kUpperFirst, kLowerFirst };

@@ -28,7 +28,7 @@ enum class WeightKind { kUniform, kBehaviourProb };
 
 // Extra slots, summed by the same all-reduce.
 enum Counter : int {
-  kNonFinite,   // a log-prob or advantage is NaN or infinite
+  kNonFinite,   // a log-prob, the advantage or the mask is NaN or infinite
   kOutOfRange,  // |w A| >= 2^8, or a mask that is neither 0 nor 1
   kPositive,    // tokens with A > 0
   kNegative,    // tokens with A < 0

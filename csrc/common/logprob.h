@@ -64,7 +64,7 @@ BAPO_HD float clamp_exponent(float e2) {
 #endif
 }
 
-// What one rank says about one token. Four adjacent floats of the array [T, 4].
+// One rank's part of one token: four adjacent floats of the array [T, 4].
 struct Partials {
   float max;
   float sum;
@@ -89,8 +89,8 @@ BAPO_HD ShiftedSums rescale(const ShiftedSums& sums, float new_max, float scale)
   return {new_max, factor * sums.sum, factor * fused_multiply_add(step, sums.sum, sums.weighted)};
 }
 
-// Partials from the sums over all true columns of this rank; a NaN or +inf logit is seen as a NaN
-// maximum and sum.
+// Partials from the sums over all true columns of this rank; a NaN or +inf logit shows as a NaN
+// sum.
 BAPO_HD Partials finish_partials(const ShiftedSums& sums, float target, float scale) {
   if (is_nan(sums.sum)) return {kNaN, kNaN, kNaN, target};
   if (sums.max == -kInfinity) return {-kInfinity, 0.0f, 0.0f, target};

@@ -1,5 +1,5 @@
-// What the CPU and the CUDA version of each op are called with: plain pointers and numbers, checked
-// by torch_ops/. Shapes: N rows of logits, V local columns, T tokens, P tensor-parallel ranks.
+// Arguments of the CPU and the CUDA version of each op: plain pointers and numbers, checked by
+// torch_ops/. Shapes: N rows of logits, V local columns, T tokens, P tensor-parallel ranks.
 // Arrays are contiguous except the rows of the logits.
 #pragma once
 

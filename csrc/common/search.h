@@ -13,7 +13,7 @@ namespace bapo {
 enum class Contribution { kSurrogate, kGradient };
 enum class Measure { kShare, kRatio };
 
-// What the search wants of a pair of bounds.
+// The condition that a pair of bounds must meet.
 struct SearchRule {
   uint64_t target_units;  // target in units of 2^-24
   Contribution contribution;

@@ -58,13 +58,12 @@ void check_searchable(const int64_t* table, const ClipGrid& grid) {
   if (is_trustworthy(table, grid)) return;
   const int64_t* counters = table + counter_offset(grid);
   if (std::any_of(table, table + num_slots(grid), [](int64_t slot) { return slot < 0; })) {
-    fail("the table holds a negative sum; fill it by contributions_ and sum-reduce only");
+    fail("the table holds a negative sum; fill it with contributions_ and sum-reduce only");
   }
   if (counters[kNonFinite] > 0) {
-    fail(
-        "the table counted ", counters[kNonFinite],
-        " tokens with a log-prob or advantage that is not finite; find them and skip the update or "
-        "repair the batch");
+    fail("the table counted ", counters[kNonFinite],
+         " tokens with a log-prob, advantage or mask that is not finite; find them and skip the "
+         "update or repair the batch");
   }
   if (counters[kOutOfRange] > 0) {
     fail("the table counted ", counters[kOutOfRange],
@@ -87,7 +86,7 @@ SearchRule make_rule(double target, const std::string& contribution, const std::
     fail("target must lie between 0 and ", limit, " with measure ", measure, ", got ", target);
   }
   const double units = std::rint(target * kUnitsPerOne);
-  if (units < 1) fail("target must be at least 2^-25, got ", target);
+  if (units < 1) fail("target must be above 2^-25, got ", target);
   return {static_cast<uint64_t>(units), contribution_kind, measure_kind};
 }
 

@@ -30,8 +30,8 @@ enum class Spacing {
 ClipGrid make_clip_grid(const Range& lower, const Range& upper, Order order, Spacing spacing,
                         std::optional<double> dual_clip);
 
-// The rule from its names. Throws std::invalid_argument for an unknown name, and unless 0 < target
-// < 1 (share) or 256 (ratio) and it is at least 2^-25.
+// The rule from its names. Throws std::invalid_argument for an unknown name, and unless 2^-25 <
+// target < 1 (share) or 256 (ratio).
 SearchRule make_rule(double target, const std::string& contribution, const std::string& measure);
 
 // Throws std::invalid_argument unless the grid is one that make_clip_grid could have made.

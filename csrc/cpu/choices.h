@@ -8,7 +8,7 @@
 
 namespace bapo {
 
-// The choice of this name. Throws std::invalid_argument, which lists what is allowed.
+// The choice of this name. Throws std::invalid_argument, which lists the allowed names.
 template <typename T>
 T parse_choice(const char* argument, const std::string& value,
                std::initializer_list<std::pair<const char*, T>> choices) {

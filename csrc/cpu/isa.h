@@ -9,7 +9,7 @@ namespace bapo {
 // kAvx2 includes FMA and F16C; kAvx512 is F, BW, DQ and VL.
 enum class Isa { kPortable, kAvx2, kAvx512 };
 
-// Those that this machine can run, the best one last.
+// The instruction sets that this machine can run, the best one last.
 std::vector<Isa> available_isas();
 
 Isa best_isa();

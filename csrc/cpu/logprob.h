@@ -1,7 +1,7 @@
 // Log-probs and entropies from logits, and the gradient of the logits, on the CPU.
 //
-// Each function does tokens (or rows) begin <= i < end, so that a caller can share them out;
-// results do not depend on how. Shapes are in common/params.h.
+// Each function processes tokens (or rows) begin <= i < end, so that a caller can split them over
+// threads; results do not depend on the split. Shapes are in common/params.h.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What one instruction set's version of the logit kernels offers: a row at a time.
+// The logit kernels of one instruction set, a row at a time.
 #pragma once
 
 #include <cstdint>

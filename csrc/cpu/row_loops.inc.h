@@ -50,8 +50,8 @@ BAPO_HD Float exp2_vector(Float x) {
   return Simd::times_power(p, x);
 }
 
-// The lines of a chunk to come. Past the end of a row too, where the next row usually is; a
-// prefetch cannot fault.
+// Prefetches the lines of a later chunk, even past the end of a row, where the next one usually is;
+// a prefetch cannot fault.
 template <typename Element>
 void prefetch_chunk(const Element* chunk) {
   constexpr size_t kLineBytes = 64;
@@ -62,7 +62,7 @@ void prefetch_chunk(const Element* chunk) {
 }
 
 struct BlockSums {
-  Float max;  // raw logits; NaN is not seen
+  Float max;  // raw logits; ignores NaN
   Float sum;
   Float weighted;
 };

@@ -12,7 +12,7 @@ namespace bapo {
 constexpr int64_t kMinTokensPerThread = 1 << 14;
 
 // Adds the tokens' contributions to table [num_slots(params.grid)], which need not be the table of
-// params: threads sum apart.
+// params: threads sum separately.
 void add_contributions(const ContributionsParams& params, Isa isa, int64_t begin, int64_t end,
                        int64_t* table);
 

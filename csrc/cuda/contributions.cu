@@ -11,7 +11,7 @@ constexpr int64_t kTokensPerThread = 4;  // fewer blocks, fewer global additions
 constexpr int64_t kMaxBlocks = 512;
 
 // Most ratios lie near 1, so most tokens fall into two bins. Those two are summed in registers:
-// a 64-bit addition in shared memory is a loop that spins while others write the same word.
+// a 64-bit atomic in shared memory is a loop that spins while others write the same word.
 struct Crowded {
   unsigned long long slots[kSlotsPerBin];
 };

@@ -27,7 +27,7 @@ inline int64_t ceil_divide(int64_t value, int64_t divisor) {
   return (value + divisor - 1) / divisor;
 }
 
-// NaN loses against a number.
+// Ignores NaN unless all are.
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {

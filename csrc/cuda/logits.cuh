@@ -107,8 +107,8 @@ __device__ __forceinline__ uint4 pack_vector(const float* values) {
                     Word<Element>::pack(values + 3 * kPerWord));
 }
 
-// Largest element seen. 16-bit types compare in pairs, which takes a quarter of the instructions
-// that unpacking first would take. NaN loses against a number; the sums see it.
+// Largest element so far. 16-bit types compare in pairs, which takes a quarter of the instructions
+// that unpacking first would take. Ignores NaN, which reaches the sums.
 template <typename Element>
 class RunningMax {
  public:

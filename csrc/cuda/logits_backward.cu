@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMapThreads = 256;
-// Vectors a thread has in flight; 5 blocks of 256 threads ask for 100 kB per processor.
+// Vectors in flight per thread; 5 blocks of 256 threads request 100 kB per multiprocessor.
 constexpr int kVectorsPerThread = 5;
 constexpr int kBlocksPerProcessor = 5;
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ RowJob row_job(const LogitsBackwardParams& params, in
   }
   const float grad_logprob = params.grad_logprob == nullptr ? 0.0f : params.grad_logprob[token];
   const float grad_entropy = params.grad_entropy == nullptr ? 0.0f : params.grad_entropy[token];
-  // What the row holds does not matter then: NaN is reported by the loss, not spread from here.
+  // The row's values do not matter then: NaN is reported by the loss, not spread from here.
   if (grad_logprob == 0.0f && grad_entropy == 0.0f) return zero_row();
   const int64_t column = params.target[token] - logits.vocab_start;
   const bool is_local = column >= 0 && column < num_true;

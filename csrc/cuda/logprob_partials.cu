@@ -11,7 +11,7 @@ constexpr int kNumWarps = kThreads / kWarpSize;
 // 16-byte vectors that a thread keeps in registers: 256 * 10 of them hold 20,480 16-bit columns.
 constexpr int kVectorsPerThread = 10;
 constexpr int kPieceSize = kThreads * kVectorsPerThread;
-// Of 64 registers per thread; so one block's loads run under another's exponentials.
+// At 64 registers per thread; one block's loads then overlap with another's exponentials.
 constexpr int kBlocksPerProcessor = 4;
 
 // One thread's sums in two halves, relative to 2^shift; two chains of additions are in flight.
@@ -99,7 +99,7 @@ __device__ __forceinline__ ShiftedSums sum_row(const Element* row, int num_colum
 // Per token t, with x its row's true columns and k = log2(e) / temperature (common/logprob.h):
 //   partials[t] = {max x, sum e^((x - max) / temperature), the same weighted by (x - max) /
 //   temperature, x_target or 0 where another rank has it}.
-// NaN in all four where the row or the target is out of range: nothing is read then.
+// NaN in all four if the row or the target is out of range, without reading anything.
 // scale is k, divided once on the host.
 // Grid: one block of kThreads per token. logits [N, V], rows and target [T], partials [T, 4].
 template <typename Element>
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   const int num_columns = static_cast<int>(num_true_columns(logits));
   const int64_t target_column = target - logits.vocab_start;
   float target_logit = 0.0f;
-  // Asked for before the row, so that its latency is hidden.
+  // Loaded before the row, so that its latency is hidden.
   if (threadIdx.x == 0 && target_column >= 0 && target_column < num_columns) {
     target_logit = Word<Element>::load(row + target_column);
   }

@@ -18,7 +18,7 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 
 namespace bapo {
 
-// Whether the torch in this process can tell its CUDA stream.
+// Whether the torch in this process has CUDA streams.
 inline bool torch_has_cuda_streams() { return aoti_torch_get_current_cuda_stream != nullptr; }
 
 // Makes the tensor's device the current one for as long as it lives.
@@ -42,7 +42,7 @@ class LaunchScope {
   torch::stable::accelerator::DeviceGuard guard_;
 };
 
-// Calls the launcher and is true where the tensor is on a GPU.
+// Calls the launcher and returns true if the tensor is on a GPU.
 template <typename Params>
 bool launched(const char* op, int (*launcher)(const Params*, void*),
               const torch::stable::Tensor& tensor, const Params& params) {

@@ -24,8 +24,8 @@ void logits_backward_op(const Tensor& logits, const OptionalTensor& rows, const 
   STD_TORCH_CHECK(num_tokens <= checked.num_rows, "rows must select each row at most once, got ",
                   num_tokens, " tokens for ", checked.num_rows, " rows");
 
-  checked.data = logits.mutable_data_ptr();  // copies what is shared until the first write
-  // On a GPU rows that are in order need no map. It is kept alive until the kernel is queued.
+  checked.data = logits.mutable_data_ptr();  // materializes copy-on-write storage
+  // On a GPU rows in order need no map. It stays alive until the kernel is queued.
   const bool needs_map = rows.has_value() || logits.is_cpu();
   const Tensor token_of_row =
       torch::stable::new_empty(logits, {needs_map ? checked.num_rows : 0}, ScalarType::Int);

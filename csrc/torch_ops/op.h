@@ -22,7 +22,7 @@ void for_each_token_range(int64_t num_tokens, const Loop& loop) {
 }  // namespace bapo
 
 #if defined(BAPO_WITH_CUDA)
-// Queues the kernel and is true where the tensor is on a GPU.
+// Queues the kernel and is true if the tensor is on a GPU.
 #define BAPO_LAUNCHED(op, launcher, tensor, params) ::bapo::launched(#op, launcher, tensor, params)
 #define BAPO_REGISTER_OP(op, function) \
   BAPO_REGISTER_FOR(CPU, op, function) \

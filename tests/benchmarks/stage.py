@@ -18,7 +18,7 @@ from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.trainer.loss import Decided, LossStage, PolicyOutput
+from bapo_megatron.trainer.loss import LossInputs, LossStage, PolicyOutput
 from tests.distributed_launch import joined
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_tokens
 
@@ -83,7 +83,7 @@ class Stage:
         """All tokens, with the log-probs that the search sees."""
         return make_tokens(self.logprob_T, self.behaviour_T, self.advantage_T, self.mask_T)
 
-    def collect(self) -> Decided:
+    def collect(self) -> LossInputs:
         """Search the bounds of the update, its log-probs being known."""
         return collect(self.losses, self.logprob_T, self.micro_batches)
 
@@ -120,7 +120,7 @@ def make_losses(
     return LossStage(config, output, groups)
 
 
-def collect(losses: LossStage, logprob_T: Tensor, micro_batches: list[MicroBatch]) -> Decided:
+def collect(losses: LossStage, logprob_T: Tensor, micro_batches: list[MicroBatch]) -> LossInputs:
     """What the objective must know of an update, from the log-probs of its micro-batches."""
     parts = logprob_T.split([len(batch.target_T) for batch in micro_batches])
     policy = [TokenLogprobs(part, torch.zeros_like(part)) for part in parts]

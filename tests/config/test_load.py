@@ -227,6 +227,7 @@ def test_a_section_is_parsed_from_options():
         ({"taget": 0.4}, "unknown key 'taget'; did you mean 'target'"),
         ({"zzz": 1}, "unknown key 'zzz'; its section's keys: preset, target"),
         ({"target": 1.5}, "'target' must be below 1 with this measure, got 1.5"),
+        ({"target": 1e-9}, "'target' must be greater than 0.0000000298"),
         ({"lower": {"start": 0.1}}, "needs 0.5 <= lower.start"),
     ):
         with pytest.raises(ConfigError, match=f"^options: {message}"):

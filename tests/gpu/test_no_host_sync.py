@@ -20,7 +20,7 @@ from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.ops.chunked import OutputHead
-from bapo_megatron.trainer.loss import Decided, LossStage, PolicyOutput, UpdateContext
+from bapo_megatron.trainer.loss import LossInputs, LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.trainer.split import SplitShape, split_step
 from bapo_megatron.trainer.step import NUM_FAULTS, check
 from tests.gpu.training import read_batch_arrays, write_batch_arrays
@@ -142,7 +142,7 @@ def test_search_and_loss_never_wait_for_the_device(
         return hidden_NH.view_as(hidden_NH) if chunk_tokens else hidden_NH @ weight_VH.t()
 
     with _no_reads(device):
-        decided = Decided((micro_batch,))
+        decided = LossInputs((micro_batch,))
         if stage.collects:
             current = policy.read(output().detach(), micro_batch)
             decided = stage.collect([current], [micro_batch], context, num_samples=16)
@@ -161,9 +161,9 @@ def test_search_and_loss_never_wait_for_the_device(
                     micro_batch,
                     decision=prediction.decision,
                     context=context,
-                    adds_up=True,
+                    with_statistics=True,
                 )
-                relied = Decided((micro_batch,), prediction=prediction, is_predicted=True)
+                relied = LossInputs((micro_batch,), prediction=prediction, is_predicted=True)
                 settled, _, _ = check([predicted], relied, stage, groups)
                 predictor.learn(settled.total)
             trial = replace(decided, prediction=prediction, is_trial=True)

@@ -95,7 +95,7 @@ def test_every_field_of_transformers_own_configurations_is_known_here() -> None:
 
 def test_a_field_that_nobody_knows_is_refused_unless_it_is_off(tmp_path: Path) -> None:
     read_hf_config_file(write(tmp_path, {"use_mrope": False, "auto_map": None}))
-    with pytest.raises(ValueError, match=r"config.json: 'logit_scale' is not known here.*got 0.5"):
+    with pytest.raises(ValueError, match=r"config.json: 'logit_scale' is unknown.*got 0.5"):
         read_hf_config_file(write(tmp_path, {"logit_scale": 0.5}))
 
 

@@ -13,7 +13,7 @@ from bapo_megatron.algorithm.prediction import Prediction
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.runtime.distributed import ProcessGroups
-from bapo_megatron.trainer.loss import Decided, LossStage
+from bapo_megatron.trainer.loss import LossInputs, LossStage
 from bapo_megatron.trainer.records import (
     MeasuredUpdate,
     Measurement,
@@ -41,7 +41,7 @@ def reduce_on_two_stages(
             [_report(stage, scale, nonfinite_tokens, False), _report(stage, 10 * scale, 0, refused)]
             for scale in (1.0, 2.0)
         ]
-        decided = Decided((MICRO_BATCH, MICRO_BATCH), faults=torch.tensor(collected))
+        decided = LossInputs((MICRO_BATCH, MICRO_BATCH), faults=torch.tensor(collected))
         return _read(stage, updates, decided, staged)
 
 
@@ -51,7 +51,8 @@ def reduce_over_data_ranks() -> dict[str, Any]:
         stage = make_stage(groups, {})
         updates = [[_report(stage, scale + groups.rank, 0.0, False)] for scale in (1.0, 4.0)]
         faults = torch.tensor([groups.rank + 1, 2])
-        return _read(stage, updates, Decided((MICRO_BATCH,), _bounds(3.0), faults=faults), groups)
+        inputs = LossInputs((MICRO_BATCH,), _bounds(3.0), faults=faults)
+        return _read(stage, updates, inputs, groups)
 
 
 def compare_on_two_stages() -> list[list[float]]:
@@ -63,7 +64,7 @@ def compare_on_two_stages() -> list[list[float]]:
         remarks = []
         for predicted in (3.0, 4.0):
             prediction = Prediction(_bounds(predicted), slice(0, 2))
-            decided = Decided((MICRO_BATCH,), _bounds(3.0))
+            decided = LossInputs((MICRO_BATCH,), _bounds(3.0))
             if staged.is_last_stage:
                 decided = replace(decided, prediction=prediction)
             remarks.append(check(reports, decided, stage, staged)[2][NUM_FAULTS:].tolist())
@@ -82,7 +83,7 @@ def _two_stages(groups: ProcessGroups) -> ProcessGroups:
 
 
 def _read(
-    stage: LossStage, updates: list[list[TokenReport]], decided: Decided, groups: ProcessGroups
+    stage: LossStage, updates: list[list[TokenReport]], decided: LossInputs, groups: ProcessGroups
 ) -> dict[str, Any]:
     """Return what a rank learns of updates, and of the first before it is made."""
     reports = updates if groups.is_last_stage else [[] for _ in updates]

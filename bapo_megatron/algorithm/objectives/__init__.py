@@ -1,4 +1,4 @@
-"""The objectives with names, each in one file with its loss and its options (docs/objectives.md).
+"""The built-in objectives, each in one file with its loss and its options (docs/objectives.md).
 
 A file of this package lists its objectives in ``NAMED``, and all files are read here, so that a new
 objective costs one file. The configuration is a layer below and finds ``SECTIONS`` at run time, by

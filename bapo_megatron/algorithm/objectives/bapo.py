@@ -58,7 +58,7 @@ class BapoConfig(Section):
     preset: Literal["paper", "recipe"] = "paper"
     """``paper``: Algorithm 1 as published, with the defaults of this section. ``recipe``: the
     authors' released code."""
-    target: float = Field(0.4, gt=0)
+    target: float = Field(0.4, gt=2.0**-25)
     """ρ0: the positive share (or ratio) that the search tries to reach."""
     lower: RangeConfig = RangeConfig(start=0.6, max=0.9, step=0.02)
     """Range of c_low."""
@@ -75,10 +75,10 @@ class BapoConfig(Section):
     scope: Literal["update", "micro_batch"] = "update"
     """Bounds for each update or for each micro-batch."""
     speculate: Speculate = "auto"
-    """Bounds of an update follow from its log-probs. ``never``: a forward-only pass finds them
-    before the loss pass. ``always``: the loss pass runs with predicted bounds and finds the
-    log-probs itself; where the bounds prove wrong, it runs again. ``auto``: as long as that takes
-    less time, and both passes give the same log-probs. Results are equal."""
+    """How the bounds, which follow from the update's log-probs, reach the loss pass. ``never``: a
+    forward-only pass comes first. ``always``: the loss pass runs with predicted bounds, and again
+    if they prove wrong. ``auto``: predicts while that saves time and both passes give the same
+    log-probs. Results are equal."""
 
     @model_validator(mode="before")
     @classmethod
@@ -114,7 +114,7 @@ class BapoConfig(Section):
         return self
 
     def search(self, dual_clip: float | None = None, kernels: Kernels | None = None) -> BoundSearch:
-        """Lay out the candidates, without ``kernels`` for tensors on the CPU.
+        """Lay out the candidates; without ``kernels``, for tensors on the CPU.
 
         With ``contribution: gradient`` tokens above ``dual_clip`` have no gradient and drop out.
         """
@@ -155,9 +155,9 @@ class Bapo(Clip):
         return self.search.bounds(total_K)
 
     def foresee(self, known_K: Tensor, recent_K: Tensor | None) -> Tensor:
-        """Take the ratios of recent updates, with this update's own weight of each sign.
+        """Combine the ratios of recent updates with this update's Σ |w A| of each sign.
 
-        Σ |w A| of the tokens of a sign is known before their log-probs.
+        Σ |w A| is known before the log-probs.
         """
         return known_K if recent_K is None else self.search.rescale(recent_K, known_K)
 
@@ -193,7 +193,7 @@ class Bapo(Clip):
                 "rewards down"
             )
         return (
-            f"the bound search cannot add up {fields['tokens']:.0f} tokens, 2^31 or more, or with "
+            f"the bound search refused a table of {fields['tokens']:.0f} tokens: 2^31 or more, or "
             "a negative sum; use smaller batches, and one version on all ranks"
         )
 

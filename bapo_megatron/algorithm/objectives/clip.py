@@ -1,9 +1,9 @@
-"""Clips of the importance ratio: GRPO and PPO, clip-higher, or no clip at all.
+"""Clipping of the importance ratio: GRPO and PPO, clip-higher, or no clip at all.
 
     loss = −A · min(r, c_high)          where A > 0
            −A · clamp(r, c_low, dual)   where A < 0
 
-which is PPO's −min(r A, clip(r, c_low, c_high) A), with a dual clip where A < 0. The derivative
+which is PPO's −min(r A, clip(r, c_low, c_high) A), with a dual clip where A < 0. The gradient
 passes where r equals a limit. Shape legend: T = response tokens.
 """
 
@@ -44,7 +44,7 @@ def clipped_loss(
 def clipped_tokens(
     ratio_T: Tensor, advantage_T: Tensor, bounds: tuple[Tensor, Tensor], dual_clip: float | None
 ) -> dict[str, Tensor]:
-    """Return which tokens a limit of ``clipped_loss`` holds, [T] bool by metric."""
+    """Return which tokens ``clipped_loss`` clips, [T] bool by metric."""
     low, high = bounds
     is_negative_T = advantage_T < 0
     dual = math.inf if dual_clip is None else dual_clip
@@ -76,7 +76,7 @@ class Clip(Objective):
         return clipped_loss(tokens.ratio, tokens.advantage, self.bounds(tokens), self.dual_clip)
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
-        """Return which tokens a limit holds, [T] bool each."""
+        """Return which tokens are clipped, [T] bool each."""
         return clipped_tokens(tokens.ratio, tokens.advantage, self.bounds(tokens), self.dual_clip)
 
 
@@ -103,7 +103,7 @@ class FixedClip(Clip):
     dual_clip: float | None = None
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Return the configured bounds, in the dtype that they are compared in."""
+        """Return the configured bounds in the dtype of the ratios."""
         return tokens.ratio.new_full((), self.low), tokens.ratio.new_full((), self.high)
 
     def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:

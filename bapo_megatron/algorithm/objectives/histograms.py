@@ -1,7 +1,7 @@
 """Objectives that need quantiles or moments of an update: M2PO, and training on high entropy only.
 
-Both find a threshold in a histogram of integers with fixed bins, which adds up to the same over any
-ranks and micro-batches. The threshold is the edge of a bin: a sort would find one within that bin.
+Both take a threshold from an integer histogram with fixed bins, whose sum does not depend on ranks
+or micro-batches. The threshold is the edge of a bin; a sort would place it within that bin.
 Shape legend: T = response tokens, K = entries of a statistic.
 """
 
@@ -58,7 +58,7 @@ class M2poConfig(Section):
     min_high: float = Field(1.5, ge=1)
     """The upper bound is never below this."""
     speculate: Speculate = "auto"
-    """As in ``bapo``; where bounds are narrower than both limits, predictions are seldom right."""
+    """As in ``bapo``; where τ moves a bound beyond its limit, predictions are seldom right."""
 
 
 class M2po(Clip):
@@ -131,8 +131,8 @@ class HighEntropy(Objective):
 
     The 80/20 rule (arXiv 2506.01939) with a share of 0.2. The threshold is the lower edge of the
     bin that holds the k-th largest entropy, k = ⌈share · tokens⌉: at least the share trains. All
-    tokens with m = 1 are counted. The denominators of the loss count the tokens that train. What
-    the other objective decides for an update still follows from all tokens.
+    tokens with m = 1 are counted. The denominators of the loss count the tokens that train. The
+    inner objective still decides over all tokens.
     """
 
     needs = "update"
@@ -145,7 +145,7 @@ class HighEntropy(Objective):
         self.trains_zero_advantage = inner.trains_zero_advantage
 
     def statistics(self, tokens: TokenBatch) -> Tensor:
-        """Return the number of tokens in each bin of the entropy, then the other's statistics."""
+        """Return the number of tokens in each bin of the entropy, then the inner statistics."""
         import torch
 
         counted_T = (tokens.mask > 0).long()
@@ -156,14 +156,14 @@ class HighEntropy(Objective):
         return torch.cat([count_K, self.inner.statistics(tokens)])
 
     def decide(self, total_K: Tensor) -> Tensor:
-        """Return the first bin that trains and the share of tokens that do, then the other's."""
+        """Return the first bin that trains, the share of tokens that do, the inner decision."""
         import torch
 
         from_K = _from_each_bin(total_K[:ENTROPY_BINS]).double()
         first = (from_K >= self.share * from_K[0]).sum() - 1
         # A tensor as index would be read on the host.
-        kept = from_K.gather(0, first[None])[0] / from_K[0].clamp(min=1)
-        threshold = torch.stack([first.double(), kept])
+        kept_share = from_K.gather(0, first[None])[0] / from_K[0].clamp(min=1)
+        threshold = torch.stack([first.double(), kept_share])
         if self.inner.needs == "token":
             return threshold
         return torch.cat([threshold, self.inner.decide(total_K[ENTROPY_BINS:])])
@@ -177,33 +177,33 @@ class HighEntropy(Objective):
         return selected_T
 
     def loss(self, tokens: TokenBatch) -> Tensor:
-        """Return the other's loss, [T]."""
+        """Return the inner objective's loss, [T]."""
         return self.inner.loss(self._for_inner(tokens))
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor] | None:
-        """Return the other's bounds."""
+        """Return the inner objective's bounds."""
         return self.inner.bounds(self._for_inner(tokens))
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
-        """Return the other's values."""
+        """Return the inner objective's values."""
         return self.inner.report(self._for_inner(tokens))
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Return the other's context."""
+        """Return the inner objective's context."""
         return self.inner.guarded()
 
     def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
-        """Return the threshold and the share of tokens that train, then the other's numbers."""
-        first, kept, *others = decision
+        """Return the threshold, the share of tokens that train, and the inner metrics."""
+        first, kept, *inner = decision
         values = {"entropy_share/threshold": first * BIN_WIDTH, "entropy_share/kept_share": kept}
-        return {**values, **self.inner.report_decision(others)}
+        return {**values, **self.inner.report_decision(inner)}
 
     def refuses(self, decision: Tensor) -> Tensor | None:
-        """Return whether the other refuses."""
+        """Return whether the inner objective refuses."""
         return self.inner.refuses(decision[2:]) if self.inner.needs == "update" else None
 
     def explain_refusal(self, decision: Sequence[float]) -> str:
-        """Say why the other refuses."""
+        """Say why the inner objective refuses."""
         return self.inner.explain_refusal(decision[2:])
 
     def _for_inner(self, tokens: TokenBatch) -> TokenBatch:

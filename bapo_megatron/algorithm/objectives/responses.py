@@ -1,8 +1,8 @@
 """Objectives that need a sum over each response: GSPO, GMPO and OPSM.
 
 The sums are exact, so that context-parallel ranks, chunks and micro-batches all see the same. A
-response without a token that trains is in no update. The means of a response's losses make the
-published loss: ``loss_aggregation: sequence_mean`` (docs/objectives.md). Notation: x = ℓ − μ.
+response without a token that trains is in no update. The published losses of GSPO and GMPO need
+``loss_aggregation: sequence_mean`` (docs/objectives.md). Notation: x = ℓ − μ.
 Shape legend: T = response tokens.
 """
 
@@ -71,7 +71,7 @@ class Gspo(Objective):
         return clipped_loss(*self._clip(tokens))
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
-        """Return which tokens are in responses that a limit holds, [T] bool each."""
+        """Return which tokens belong to clipped responses, [T] bool each."""
         return clipped_tokens(*self._clip(tokens))
 
     def _clip(
@@ -114,7 +114,7 @@ class Gmpo(Objective):
         return -tokens.advantage * _geometric_mean(tokens, self.statistics(tokens))
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
-        """Return which tokens a limit holds, [T] bool each."""
+        """Return which tokens are clipped, [T] bool each."""
         x_T = tokens.logprob - tokens.behaviour_logprob
         return {
             "clip/fraction_high": (tokens.advantage > 0) & (x_T > self.options.log_high),
@@ -149,11 +149,11 @@ class Opsm(FixedClip):
         return FixedClip.loss(self, tokens).masked_fill(self._is_left_out(tokens), 0.0)
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
-        """Return which tokens are left out, and which of the others a limit holds, [T] bool."""
+        """Return which tokens are left out, and which of the others are clipped, [T] bool."""
         out_T = self._is_left_out(tokens)
         clipped = FixedClip.report(self, tokens)
-        held = {name: held_T & ~out_T for name, held_T in clipped.items()}
-        return {"opsm/masked_share": out_T, **held}
+        clipped = {name: clipped_T & ~out_T for name, clipped_T in clipped.items()}
+        return {"opsm/masked_share": out_T, **clipped}
 
     def _is_left_out(self, tokens: TokenBatch) -> Tensor:
         return (tokens.advantage < 0) & (_response_mean(tokens) > self.delta)

@@ -1,10 +1,10 @@
-"""Objectives that need nothing of other tokens: one function from tokens to their losses, [T].
+"""Objectives that need nothing about other tokens: one function from tokens to losses, [T].
 
-Most weigh log π by a factor without a gradient,
+Most weight log π by a detached factor,
 
     loss = −A · sg(c) · ℓ,     ∂loss/∂ℓ = −A · c,
 
-so their losses are no estimates of what is optimised; their gradients are the published ones.
+so the loss does not measure what is optimised; the gradients are the published ones.
 docs/objectives.md compares them. Notation: r = π/μ of the token, p = e^ℓ, q = e^μ. Shape legend:
 T = response tokens.
 """
@@ -30,12 +30,12 @@ def _weighted(tokens: TokenBatch, weight_T: Tensor) -> Tensor:
 
 
 def reinforce(tokens: TokenBatch) -> Tensor:
-    """Weigh by 1, whatever policy sampled the token: REINFORCE, AsymRE (arXiv 2506.20520)."""
+    """Weight by 1, whatever policy sampled the token: REINFORCE, AsymRE (arXiv 2506.20520)."""
     return -tokens.advantage * tokens.logprob
 
 
 class CispoConfig(Section):
-    """CISPO limits the weight r of a token, and leaves it its gradient."""
+    """CISPO clamps a token's weight r, but keeps its gradient."""
 
     low: float = Field(0.0, ge=0, le=1)
     """Smallest weight; 0: no lower limit."""
@@ -44,7 +44,7 @@ class CispoConfig(Section):
 
 
 def cispo(tokens: TokenBatch, options: CispoConfig) -> Tensor:
-    """Weigh by clamp(r, low, high): CISPO, MiniMax-M1 (arXiv 2506.13585), Eq. 4."""
+    """Weight by clamp(r, low, high): CISPO, MiniMax-M1 (arXiv 2506.13585), Eq. 4."""
     return _weighted(tokens, tokens.ratio.clamp(options.low, options.high))
 
 
@@ -97,18 +97,18 @@ def ce_gppo(
 
 
 class AspoConfig(Section):
-    """ASPO turns the ratio of positive tokens over; ``fixed`` has the bounds."""
+    """ASPO inverts the ratio of positive tokens; ``fixed`` has the bounds."""
 
     cap: float = Field(3.0, ge=1)
-    """Largest weight: of 1/r where A > 0, of r where A < 0."""
+    """Largest weight: limits 1/r where A > 0, and r where A < 0."""
 
 
 def aspo(tokens: TokenBatch, options: AspoConfig, fixed: FixedClipConfig) -> Tensor:
-    """Turn the ratio of positive tokens over: ASPO (arXiv 2510.06062).
+    """Invert the ratio of positive tokens: ASPO (arXiv 2510.06062).
 
     The weight is min(1/r, cap) where A > 0, and 0 where also r > c_high; min(r, cap) where A < 0,
     and 0 where also r < c_low. The release has wider bounds, 0.6 and 1.4, for the fifth of a
-    response's tokens with the highest entropy; here all have those of ``fixed``.
+    response's tokens with the highest entropy; here all use those of ``fixed``.
     """
     ratio_T = tokens.ratio
     positive_T = (1 / ratio_T).clamp(max=options.cap).masked_fill(ratio_T > fixed.high, 0.0)
@@ -117,7 +117,7 @@ def aspo(tokens: TokenBatch, options: AspoConfig, fixed: FixedClipConfig) -> Ten
 
 
 def topr(tokens: TokenBatch) -> Tensor:
-    """Weigh responses with a reward above 0 by 1, others by min(r, 1): TOPR (arXiv 2503.14286)."""
+    """Weight responses with a reward above 0 by 1, others by min(r, 1): TOPR (arXiv 2503.14286)."""
     return _weighted(tokens, tokens.ratio.clamp(max=1.0).masked_fill(tokens.reward > 0, 1.0))
 
 
