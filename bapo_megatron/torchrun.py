@@ -183,7 +183,7 @@ def _describe_failure(failed: ChildFailedError, run_dir_file: Path) -> str:
             place = f"rank {rank}: " if rank else ""
             first_line = message["message"].splitlines()[0].removesuffix(":")
             has_remedy = message.get("extraInfo", {}).get("has_remedy", False)
-            return f"{place}{first_line}{'' if has_remedy else _describe_remedy(run_dir_file)}"
+            return f"{place}{first_line}{'' if has_remedy else _remedy(run_dir_file)}"
     if early := [rank for rank in unfinished_ranks(run_dir_file) if rank not in failed.failures]:
         return _describe_early(early[0], run_dir_file)
     # torchrun sends the others SIGTERM, and SIGKILL half a minute later. Ranks that lost a peer
@@ -192,13 +192,13 @@ def _describe_failure(failed: ChildFailedError, run_dir_file: Path) -> str:
         failed.failures.items(),
         key=lambda pair: (pair[1].exitcode == -signal.SIGTERM, pair[1].timestamp, pair[1].exitcode),
     )
-    return f"rank {rank} ended by {describe_exit(first.exitcode)}{_describe_remedy(run_dir_file) or _AGAIN}"
+    return f"rank {rank} ended by {describe_exit(first.exitcode)}{_remedy(run_dir_file) or _AGAIN}"
 
 
 def _describe_early(rank: int, run_dir_file: Path) -> str:
     return (
         f"rank {rank} ended with exit status 0 before it was done: user or library code calls exit "
-        f"in C, or exec; remove that call{_describe_remedy(run_dir_file)}"
+        f"in C, or exec; remove that call{_remedy(run_dir_file)}"
     )
 
 
@@ -206,10 +206,10 @@ def _describe_stop(error: SignalException, run_dir_file: Path) -> str:
     """How the run ended: rank 0 writes a file once everything is saved."""
     is_saved = run_dir_file.exists() and (Path(run_dir_file.read_text()) / STOPPED_NAME).exists()
     how = "stopped" if is_saved else "ended"
-    return f"{how} by {signal.Signals(error.sigval).name}{_describe_remedy(run_dir_file) or _AGAIN}"
+    return f"{how} by {signal.Signals(error.sigval).name}{_remedy(run_dir_file) or _AGAIN}"
 
 
-def _describe_remedy(run_dir_file: Path) -> str:
+def _remedy(run_dir_file: Path) -> str:
     from bapo_megatron.trainer.opening import how_to_continue  # takes a moment to import
 
     return how_to_continue(Path(run_dir_file.read_text())) if run_dir_file.exists() else ""

@@ -208,7 +208,7 @@ class Engine(Protocol):
         """Return its weight calls; with ``flush_cache`` the last one drops the KV cache."""
 
     async def release_memory(self, timeout_s: float) -> None:
-        """Release weights and KV cache; if it is busy, release nothing and raise ``RolloutError``."""
+        """Release weights and KV cache; if busy, release nothing and raise ``RolloutError``."""
 
     async def take_memory(self, part: MemoryPart, timeout_s: float) -> None:
         """Take memory back: first for the weights, then for the KV cache."""

@@ -181,16 +181,17 @@ class EngineStates:
             RolloutError: Too few answer, or one cannot be used as it is.
         """
         self.watch()
-        began_s, quorum, num_engines = time.monotonic(), self._config.min_servers, len(self.engines)
+        began_s, quorum = time.monotonic(), self._config.min_servers
 
         def missing() -> list[PooledEngine]:
             silent = [pooled for pooled in self.engines if not pooled.is_answering]
+            num_engines = len(self.engines)  # may change meanwhile (``rollout.servers_file``)
             return silent if num_engines - len(silent) < (quorum or num_engines) else []
 
         def report_missing() -> None:
             if silent := missing():
                 report(
-                    f"waiting for {len(silent)} of {num_engines} servers, first "
+                    f"waiting for {len(silent)} of {len(self.engines)} servers, first "
                     f"{silent[0].address}: {time.monotonic() - began_s:.0f} s of at most "
                     f"{self._health.patience_s:g} s (rollout.health.patience_s)"
                 )
@@ -265,7 +266,7 @@ class EngineStates:
         """Stop using an engine; its requests move to others."""
         if pooled.is_lost:
             return
-        _LOG.warning("%s is taken out: %s", pooled.address, reason)
+        _LOG.warning("%s is lost: %s", pooled.address, reason)
         pooled.version, pooled.is_unproven, pooled.is_paused = None, True, False
         self._move(pooled, EngineState.LOST, reason)
         pooled.engine.give_up(reason)

@@ -88,7 +88,7 @@ class ServerSupervisor:
         await asyncio.gather(*self._tasks)
 
     def describe_failures(self) -> str:
-        """Describe restarted servers that are not ready, with the end of their logs; may be empty."""
+        """Describe servers that failed and are not ready, with the end of their logs."""
         return "\n".join(
             entry.describe_failure()
             for entry in self._supervised
@@ -120,8 +120,8 @@ class ServerSupervisor:
             entry.num_failures += 1
             self._raise_failed_start()
             wait_s = restart_wait_s(entry.num_failures, self._config.max_restart_wait_s)
-            after = f" in {wait_s:g} s" if wait_s else ""
-            event = f"{server.name} {entry.last_end}; it is started again{after}"
+            delay = f" in {wait_s:g} s" if wait_s else ""
+            event = f"{server.name} {entry.last_end}; restarting{delay}"
             _LOG.warning("%s (%s)", event, server.log_path)
             # In a thread, because it waits for a process group to end.
             await asyncio.to_thread(server.close)
@@ -156,7 +156,7 @@ class ServerSupervisor:
                 if entry.is_ready and readiness is not Readiness.SILENT:
                     deadline_s = now_s + self._stuck_s
                 elif now_s >= deadline_s and entry.is_ready:
-                    return f"gave no answer for {self._stuck_s:g} s (health.stuck_timeout_s)"
+                    return f"did not answer for {self._stuck_s:g} s (health.stuck_timeout_s)"
                 elif now_s >= deadline_s:
                     return (
                         f"did not answer within {start_timeout_s:g} s; raise "

@@ -138,9 +138,9 @@ class CollectorClient:
         if (released := free_after - free_before) < _MIN_RELEASED_BYTES:
             raise RolloutError(
                 "rollout.colocated: after the servers released their memory, the free memory of "
-                f"rank 0's GPU grew by only {released / 1e9:.2f} GB: torch_memory_saver is not at "
-                "work in them (its library needs libcudart, on LD_LIBRARY_PATH), or others took "
-                f"it; see {self._log_path.parent}, or set rollout.colocated=false"
+                f"rank 0's GPU grew by only {released / 1e9:.2f} GB: torch_memory_saver is not "
+                "active in them (its library needs libcudart, on LD_LIBRARY_PATH), or another "
+                f"process took it; see {self._log_path.parent}, or set rollout.colocated=false"
             )
 
     @property

@@ -48,7 +48,7 @@ class Membership:
             if reading == before != settled:
                 settled = reading
                 if problem:
-                    _LOG.warning("%s; the servers stay as they were", problem)
+                    _LOG.warning("%s; the servers stay unchanged", problem)
                 else:
                     await self._change(wanted)
             before = reading
@@ -58,7 +58,7 @@ class Membership:
         present = {pooled.address: pooled for pooled in self.pool.states.engines}
         for address in wanted:
             if address not in present:
-                _LOG.warning("%s is added to the servers", address)
+                _LOG.warning("%s was added to the servers", address)
                 self.pool.states.add(await self.backend.connect(address))
         leaving = (pooled for address, pooled in present.items() if address not in wanted)
         await asyncio.gather(*map(self._remove, leaving))
@@ -69,7 +69,7 @@ class Membership:
         await self.pool.drain_engine(pooled)
         await self.weights.forget(pooled)
         await self.pool.states.remove(pooled)
-        _LOG.warning("%s has left the servers; it may be stopped", pooled.address)
+        _LOG.warning("%s was removed from the servers; it can be stopped", pooled.address)
 
 
 @dataclass(eq=False)
@@ -146,7 +146,7 @@ class ColocatedServers:
             if isinstance(result, BaseException):
                 self._starts_at_release.pop(server, None)
             if isinstance(result, ServerError):
-                _LOG.warning("%s; it is killed (%s)", result, server.log_path)
+                _LOG.warning("%s; killing it (%s)", result, server.log_path)
                 server.kill()
                 self.pool.states.mark_lost(pooled, str(result))
         for result in results:

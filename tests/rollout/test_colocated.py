@@ -177,7 +177,7 @@ async def test_a_server_that_fails_is_killed_and_the_others_go_on(
     assert around.lost == [failing]
     assert events.count("kill") == 1
     assert failing.held == good.held == ALL
-    assert "http://server-0: no answer; it is killed (server.log)" in caplog.text
+    assert "http://server-0: no answer; killing it (server.log)" in caplog.text
 
 
 @pytest.mark.parametrize(("grown_by", "is_refused"), [(30_000_000_000, False), (2_000_000, True)])

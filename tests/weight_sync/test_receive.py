@@ -344,8 +344,8 @@ def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_ot
                 ended.append(entry.address)
 
         reason = f"{first.address}: a call failed (TimeoutError)"
-        assert await setting.receiver._together(call) == reason
-        await setting.receiver._take_out_failed(0.01)
+        assert await setting.receiver._call_members(call) == reason
+        await setting.receiver._remove_failed(0.01)
         assert setting.reason(0) == reason
         assert "hangs" in setting.reason(1)
         assert ended == [second.address]

@@ -36,7 +36,7 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' ``sdpa``; in a decode step, query heads of a group take the place of positions."""
+    """Attend as transformers' ``sdpa``; in a decode step, heads of a group act as positions."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     num_rows, num_heads, num_positions, head_size = query_BNSH.shape
@@ -65,7 +65,7 @@ class Prefill:
         return keys, values
 
     def copy_to(self, target_BMWH: Tensor, layer: int, part: int, end: int) -> None:
-        """Copy keys (part 0) or values (1) of a layer to their rows, which end at column ``end``."""
+        """Copy keys (part 0) or values (1) of a layer to their rows, right-aligned at ``end``."""
         source = self._layers[layer][part]
         longest = max(length for *_, length in self._starts)
         rows_R, inputs_R, lengths_R = torch.tensor(self._starts, device=source.device).T

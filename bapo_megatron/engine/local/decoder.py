@@ -34,7 +34,7 @@ kernels, whose results differ by more."""
 _DRAWS_PER_COUNT = 4
 """64-bit numbers that Philox generates per value of its counter."""
 _MIN_FREE_COLUMNS = 64
-"""Steps that a new cache has room for, or more: up to its length, at most what is needed."""
+"""Minimum room of a new cache, in steps; a longer one doubles, up to what is needed."""
 _MAX_PREFILL_TOKENS = 16384
 """Tokens of a forward pass, with padding; a longer input gets its own pass."""
 _SCORED_POSITIONS = 512
@@ -362,8 +362,8 @@ class Decoder:
             batch, inputs = inputs[-num_inputs:], inputs[:-num_inputs]
             padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in batch]
             starts = [
-                (row, place, len(tokens))
-                for place, tokens in enumerate(batch)
+                (row, index, len(tokens))
+                for index, tokens in enumerate(batch)
                 for row in rows_of[tokens]
             ]
             prefills.append(Prefill(starts))
