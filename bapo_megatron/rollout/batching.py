@@ -248,7 +248,7 @@ class BatchCollector:
             # Older groups may have been scored meanwhile; they come first unless they are too old.
             self._give_up_stale(version)
         chosen = choose()
-        await self._episodes.settle()  # counters must not depend on graders
+        await self._episodes.settle()  # so that counters do not depend on graders
         while not all(group.is_scored for group in chosen):
             await self._episodes.wait_for_change()
         return chosen, generation_s

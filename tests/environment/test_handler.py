@@ -85,7 +85,7 @@ def test_a_first_state_must_be_json():
         ("NOT_A_CLASS", "must name a class, got int"),
         ("WithoutStep", r"must have a method step\(state, turn\): "),
         ("StepOfOne", r"must have a method step\(state, turn\): too many"),
-        ("WithArguments", "must be made without arguments: .* 'path'; correct it"),
+        ("WithArguments", "must be created without arguments: .* 'path'; correct it"),
         ("Boundless", "must be made .* MemoryError:; raise rollout.episodes.memory_limit_mb"),
     ],
 )

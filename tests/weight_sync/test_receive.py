@@ -163,7 +163,7 @@ def test_the_only_server_that_answers_takes_part_again_though_it_failed() -> Non
         await setting.begin()
         server.hanging.add(BROADCAST)
         setting.pool.mark_lost(setting.pool.engines[0], "killed")
-        assert "lost meanwhile" in await setting.receive()
+        assert "lost during the call" in await setting.receive()
         server.hanging.clear()
         loop = asyncio.get_running_loop()
         loop.call_later(1.0, setattr, setting.pool.engines[0], "state", EngineState.STALE)
@@ -232,7 +232,7 @@ def test_a_server_that_hangs_is_left_out_after_the_time_limit_or_when_it_is_lost
         await asyncio.sleep(0.2)
         if is_noticed:
             setting.pool.mark_lost(setting.pool.engines[0], "silent")
-        assert ("lost meanwhile" if is_noticed else reason) in await receiving
+        assert ("lost during the call" if is_noticed else reason) in await receiving
         assert (await setting.broadcast()).addresses == (servers[1].address,)
         assert setting.states == ["lost", "usable"]
 
