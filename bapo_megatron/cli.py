@@ -1,4 +1,4 @@
-"""The table of commands; a user's error becomes one line and a non-zero exit status."""
+"""The command line: the commands, and errors as one line with a non-zero exit status."""
 
 import importlib
 import io
@@ -56,16 +56,16 @@ COMMANDS = {
     "make-tiny": "Make a tiny Qwen2 model, pretrained on sums, and its data (deterministic).",
     "doctor": "Report what was built, which kernels will run, and what does not fit together.",
 }
-"""Help line of each command. The code of ``x`` is ``commands.x.command``."""
+"""Help line of each command; command ``x`` is ``commands.x.command``."""
 
 _TILDE = re.compile(r"((?:--[a-z-]+=)?)(~(?:/.*)?)", re.DOTALL)
-"""A path of the home directory, which shells leave as it is behind an option's ``=``."""
+"""A path in the home directory; shells do not expand ``~`` after an option's ``=``."""
 
 _MODULES = {"eval": "evaluate", "data": "data_show", "make-tiny": "make_tiny"}
 
 
 class _Commands(TyperGroup):
-    """Imports a command when it is called, so that ``--help`` does not take seconds."""
+    """Imports a command only when it is called, so that ``--help`` is fast."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
@@ -97,7 +97,7 @@ def _options(
 
 
 def _listed() -> None:
-    """Stands for a command until it is called."""
+    """Placeholder for a command until it is called."""
 
 
 for _name, _help in COMMANDS.items():
@@ -105,15 +105,15 @@ for _name, _help in COMMANDS.items():
 
 
 class _StandardOutput(io.FileIO):
-    """Standard output whose errors name it; when its reader has ended, the command ends too."""
+    """Standard output whose errors name it; exits when the reader is gone."""
 
     def write(self, content: Any, /) -> int:
-        if not content:  # typer tests so whether it may write, and /dev/full refuses that
+        if not content:  # a probe of typer, which /dev/full would refuse
             return 0
         try:
             return super().write(content)
         except OSError as error:
-            # Nobody gets the rest, which Python would try to write once more at its exit.
+            # Discard the rest, which Python would write again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             if isinstance(error, BrokenPipeError):
                 raise RequestedExit(CLOSED_PIPE) from None
@@ -121,9 +121,9 @@ class _StandardOutput(io.FileIO):
 
 
 def _prepare() -> None:
-    """Check the arguments, in which ``~`` is the home directory, and standard output.
+    """Check the arguments and standard output, and expand ``~`` in the arguments.
 
-    The current directory is searched for your code whether or not ``python -m`` started this.
+    Adds the current directory to ``sys.path``, as ``python -m`` does: your code may be there.
     """
     here = str(Path.cwd())
     if not sys.flags.safe_path and here not in sys.path:
@@ -134,7 +134,7 @@ def _prepare() -> None:
         except UnicodeEncodeError:
             shown = repr(os.fsencode(argument)).removeprefix("b")
             raise ValueError(
-                f"argument {shown}: must be UTF-8, names of files, too; rename the file"
+                f"argument {shown}: must be UTF-8, file names included; rename the file"
             ) from None
         if match := _TILDE.fullmatch(argument):
             sys.argv[number] = match[1] + str(Path(match[2]).expanduser())
@@ -155,8 +155,8 @@ def _prepare() -> None:
 def main() -> None:
     """Run the command line.
 
-    What a user can cause (``ValueError``, ``OSError``, ``RolloutError``) becomes one line, and so
-    does the end of another rank; anything else is a defect and keeps its traceback.
+    Errors that a user can cause (``ValueError``, ``OSError``, ``RolloutError``) and the loss of
+    another rank become one line; anything else is a bug and keeps its traceback.
     ``BAPO_TRACEBACK=1`` shows every traceback.
     """
     end_by_exception()
@@ -168,8 +168,8 @@ def main() -> None:
         _prepare()
         own_compiler_cache()
         with exits_noticed(_end_early):
-            # standalone_mode=False returns the status that a command asked for instead of exiting;
-            # an interrupt inside a command comes back as a status too.
+            # standalone_mode=False returns the exit status instead of exiting, also for Ctrl-C
+            # inside a command.
             status = app(standalone_mode=False)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -177,8 +177,8 @@ def main() -> None:
     except InterruptedRunError as error:
         _complain(str(error))
         sys.exit(INTERRUPTED)
-    except Exception as error:  # noqa: BLE001 - the last handler; defects keep their traceback
-        # torch's C++ code may drop the exception of a signal and raise another one.
+    except Exception as error:  # noqa: BLE001 - the last handler; bugs keep their traceback
+        # torch's C++ code may replace the exception that a signal raised by another one.
         number = received_signal()
         status = _report(error) if number is None else 128 + number
         if status != INTERRUPTED:
@@ -191,19 +191,19 @@ def main() -> None:
 
 
 def _end_early(line: str) -> None:
-    """Report that user or library code ends this process."""
+    """Report that user or library code exits this process."""
     _complain(line)
     _tell_torchrun(line)
 
 
 def _report(error: Exception) -> int:
-    """Report what ended the command, and return its exit status."""
+    """Report the error that ended the command, and return the exit status."""
     from bapo_megatron.config.load import ConfigError
     from bapo_megatron.policy.checkpoint_files import CheckpointError
     from bapo_megatron.reward.base import RewardError
 
     lost_peer, cause = _lost_peer(error), first_cause(error)
-    # Rank 0 keeps its traceback: if the network failed and no rank ended, one rank must say so.
+    # Rank 0 keeps its traceback: if the network failed and no rank exited, one rank must say so.
     if lost_peer is not None and (lost_peer is error or os.environ.get("RANK", "0") != "0"):
         cause = lost_peer
     line = describe_cause(cause)
@@ -228,7 +228,7 @@ def _report(error: Exception) -> int:
 
 
 def _lost_peer(error: Exception) -> Exception | None:
-    """Return a ``LostPeerError`` if any collective failed because another rank ended."""
+    """Return a ``LostPeerError`` if a collective failed because another rank exited."""
     if not isinstance(error, RuntimeError):
         return None
     from bapo_megatron.runtime.distributed import LostPeerError, is_peer_loss  # torch takes seconds
@@ -239,9 +239,9 @@ def _lost_peer(error: Exception) -> Exception | None:
 
 
 def _complain(line: str) -> None:
-    """Print an error line, which names the rank unless it is rank 0.
+    """Print an error line, with the rank unless it is 0.
 
-    In one write, otherwise the lines of two ranks may mix.
+    A single write, so that lines of two ranks do not mix.
     """
     from bapo_megatron.telemetry.console import visible  # a quarter of a second
 
@@ -252,9 +252,9 @@ def _complain(line: str) -> None:
 
 
 def _tell_torchrun(line: str, *, has_remedy: bool = False) -> None:
-    """Give torchrun the error for its report, the last thing that it prints.
+    """Pass the error to torchrun, which prints it last.
 
-    With ``has_remedy`` the line says how to continue, and nothing is to be added.
+    With ``has_remedy`` the line already says how to continue.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:

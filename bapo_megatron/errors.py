@@ -5,12 +5,12 @@ import errno
 _REMEDIES = {
     errno.ENOENT: "check the path",
     errno.EISDIR: "give a file",
-    errno.ENOTDIR: "check the path: a part of it is a file",
+    errno.ENOTDIR: "check the path: one of its parents is a file",
     errno.EEXIST: "choose another path, or move away what is there",
-    errno.EACCES: "give this user the right to it",
-    errno.EROFS: "choose another file system, this one is read-only",
+    errno.EACCES: "grant this user access",
+    errno.EROFS: "choose another path; this file system is read-only",
     errno.ENOSPC: "free space, or choose another file system",
-    errno.EMFILE: "raise its limit, with ulimit -n",
+    errno.EMFILE: "raise the limit of open files with ulimit -n",
     errno.ENFILE: "raise the machine's limit, fs.file-max",
 }
 
@@ -25,7 +25,7 @@ class RolloutError(RuntimeError):
 
 
 class RefusedError(RolloutError):
-    """A server refuses a call: a setting is wrong, and every server would refuse it."""
+    """A server refuses a call because of a wrong setting; every server would."""
 
 
 class ServerError(RolloutError):
@@ -33,11 +33,11 @@ class ServerError(RolloutError):
 
 
 class ServerGoneError(ServerError):
-    """It did not answer: it ended, hangs, or took too long."""
+    """A server did not answer: it exited, hangs, or took too long."""
 
 
 class BrokenConnectionError(ServerGoneError):
-    """The connection could not be made, or broke; the server may live."""
+    """The connection failed or broke; the server may still be running."""
 
 
 def describe_cause(error: BaseException) -> str:
@@ -46,20 +46,20 @@ def describe_cause(error: BaseException) -> str:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Return what the operating system says of a file, and what to do about it."""
+    """Return the operating system's error for a file, with a remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "check the path and its file system")
     return f"{(error.strerror or type(error).__name__).lower()}; {remedy}"
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the first error of nested task groups."""
+    """Return the first error in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 class StoppedError(Exception):
-    """A run ends early because it was asked to, and loses nothing; the message says by what."""
+    """A run stops early on request and loses nothing; the message names the request."""
 
 
 class InterruptedRunError(Exception):

@@ -1,9 +1,10 @@
 """torchrun with a rendezvous store bound to one address: ``python -m bapo_megatron.torchrun …``.
 
-torchrun's own stores listen on all interfaces without a key: whoever reaches the dynamic one runs
-code here, by pickles, and the static one can redirect the ranks. This rendezvous is static, and its
-store listens on the loopback for a single node, else on ``--master-addr``. Logs are in a private
-directory. Below torchrun's report, the last line says what ended the run and how to continue.
+torchrun's own stores listen on all interfaces without a key: whoever reaches the dynamic one can
+run code here through its pickles, or redirect the ranks with the static one. This rendezvous is
+static; its store listens on the loopback for a single node, else on ``--master-addr``. Logs are in
+a private directory. The last line, below torchrun's report, says why the run ended and how to
+continue.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.elastic.multiprocessing import api as processes_of_torchrun
+from torch.distributed.elastic.multiprocessing import api as torchrun_processes
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -44,29 +45,28 @@ _DEFAULTS = {
     "PET_SHUTDOWN_TIMEOUT": "1800",
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
 }
-"""torchrun's variables where the environment has none: ranks that a signal stops have half an hour
-to save, and SIGUSR1 is such a signal."""
+"""Defaults of torchrun's variables: ranks get half an hour to save after a signal, also SIGUSR1."""
 _AGAIN = "; start all nodes of the run again"
 _END_S = 30
-"""Ranks that a second Ctrl-C ends have as long as torchrun would give them."""
-_MEETING_S = 600
-"""Time limit for all nodes to come, as in torchrun's static rendezvous."""
+"""Time for ranks to exit after a second Ctrl-C, as torchrun's default."""
+_RENDEZVOUS_TIMEOUT_S = 600
+"""Time limit for all nodes to join, as in torchrun's static rendezvous."""
 
 
 class BoundRendezvous(StaticTCPRendezvous):
-    """A static rendezvous at a store that listens on one address of the first node."""
+    """A static rendezvous whose store listens on one address of the first node."""
 
     def __init__(self, address: str, port: int, rank: int, num_nodes: int, run_id: str) -> None:
-        """Open the store where ``rank`` is 0; a ``port`` of 0 is a free one.
+        """Open the store on rank 0; port 0 picks a free one.
 
         Raises:
-            ValueError: ``address`` cannot be listened on, or other nodes do not reach it.
+            ValueError: Rank 0 cannot listen on ``address``, or other nodes cannot reach it.
         """
         listener = _listen(address, port, num_nodes) if rank == 0 else None
         if listener is not None:
             port = listener.getsockname()[1]
-        super().__init__(address, port, rank, num_nodes, run_id, _MEETING_S)
-        # Otherwise it would open one on all interfaces.
+        super().__init__(address, port, rank, num_nodes, run_id, _RENDEZVOUS_TIMEOUT_S)
+        # torchrun would open one on all interfaces.
         self._store = TCPStore(
             address,
             port,
@@ -77,7 +77,7 @@ class BoundRendezvous(StaticTCPRendezvous):
         )
 
     def get_backend(self) -> str:
-        """Return the name by which torchrun knows it."""
+        """Return the name under which torchrun knows it."""
         return _BACKEND
 
 
@@ -86,7 +86,7 @@ def _listen(address: str, port: int, num_nodes: int) -> socket.socket:
         family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if num_nodes > 1 and is_loopback(str(place[0])):
             raise ValueError(
-                f"--master-addr: {address} is {place[0]} on this node, which no other reaches; "
+                f"--master-addr: {address} is {place[0]} on this node, which others cannot reach; "
                 "give the address of the interface between the nodes"
             )
         return socket.create_server(place[:2], family=family, backlog=1024)
@@ -100,7 +100,7 @@ def _listen(address: str, port: int, num_nodes: int) -> socket.socket:
 def _make_rendezvous(params: RendezvousParameters) -> BoundRendezvous:
     address, _, port = params.endpoint.rpartition(":")
     rank = params.get_as_int("rank")
-    assert rank is not None, "main gives it"
+    assert rank is not None, "set by _bind"
     return BoundRendezvous(address, int(port), rank, params.max_nodes, params.run_id)
 
 
@@ -119,10 +119,10 @@ def _bind(args: argparse.Namespace) -> None:
 
 
 def _stop_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Do what torchrun's handler does, but once: a second time, it leaves ranks that save.
+    """Do what torchrun's handler does, but once: on a second signal it abandons ranks that save.
 
-    Only after Ctrl-C, a later one ends the ranks: torchrun, in whose wait for them the exception is
-    raised, then sends SIGTERM. Those that have not ended in time are killed with this process.
+    Only a second Ctrl-C ends the ranks: its exception interrupts torchrun's wait for them, and
+    torchrun sends SIGTERM. Ranks that do not exit in time are killed with this process.
     """
     for other in signal.valid_signals():
         if signal.getsignal(other) is _stop_once:
@@ -147,72 +147,72 @@ def main() -> None:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     args = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]
-    # Until there are ranks, torchrun handles no signal, and while the store waits for other nodes,
-    # in C++, Python would not handle Ctrl-C.
+    # torchrun handles no signal before it starts ranks, nor does Python handle Ctrl-C while the
+    # store waits for other nodes, in C++.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    processes_of_torchrun._terminate_process_handler = _stop_once  # type: ignore[assignment]
+    torchrun_processes._terminate_process_handler = _stop_once  # type: ignore[assignment]
     rendezvous_handler_registry.register(_BACKEND, _make_rendezvous)
     logs = PrivateDirectory()
-    noted = logs.path / "run_dir"
+    run_dir_file = logs.path / "run_dir"
     try:
         _bind(args)
         args.log_dir = args.log_dir or str(logs.path)
-        with environment_set(RUN_DIR_FILE, str(noted)):
+        with environment_set(RUN_DIR_FILE, str(run_dir_file)):
             run(args)  # type: ignore[no-untyped-call]
-        if early := unfinished_ranks(noted):
-            sys.exit(f"bapo-megatron: {_describe_early(early[0], noted)}")
+        if early := unfinished_ranks(run_dir_file):
+            sys.exit(f"bapo-megatron: {_describe_early(early[0], run_dir_file)}")
     except ChildFailedError as failed:
-        # torchrun's report; its traceback would only hide it
-        sys.exit(f"{failed}\nbapo-megatron: {_describe_failure(failed, noted)}")
+        # only torchrun's report, which its traceback would hide
+        sys.exit(f"{failed}\nbapo-megatron: {_describe_failure(failed, run_dir_file)}")
     except SignalException as error:
-        sys.exit(f"bapo-megatron: {_describe_stop(error, noted)}")
+        sys.exit(f"bapo-megatron: {_describe_stop(error, run_dir_file)}")
     except ValueError as error:
         sys.exit(f"bapo_megatron.torchrun: {error}")
     finally:
         logs.close()
 
 
-def _describe_failure(failed: ChildFailedError, noted: Path) -> str:
-    """Why the ranks failed: by the first of those that said it, else by the one that ended first.
+def _describe_failure(failed: ChildFailedError, run_dir_file: Path) -> str:
+    """Why the ranks failed: the reason of the lowest rank that gave one, else the first exit.
 
-    ``noted`` is where rank 0, if it is on this node, has written its run directory.
+    Rank 0, if it is on this node, has written its run directory to ``run_dir_file``.
     """
     for rank, failure in sorted(failed.failures.items()):
-        said: Any = failure.message  # a record by ``cli``, or torchrun's own text
-        if isinstance(said, dict):
+        message: Any = failure.message  # a record by ``cli``, or torchrun's own text
+        if isinstance(message, dict):
             place = f"rank {rank}: " if rank else ""
-            first_line = said["message"].splitlines()[0].removesuffix(":")
-            has_remedy = said.get("extraInfo", {}).get("has_remedy", False)
-            return f"{place}{first_line}{'' if has_remedy else _way_on(noted)}"
-    if early := [rank for rank in unfinished_ranks(noted) if rank not in failed.failures]:
-        return _describe_early(early[0], noted)
-    # torchrun ends the others by SIGTERM, and half a minute later by SIGKILL. Those that lost a
-    # peer have an exit status, and a signal's code is negative.
+            first_line = message["message"].splitlines()[0].removesuffix(":")
+            has_remedy = message.get("extraInfo", {}).get("has_remedy", False)
+            return f"{place}{first_line}{'' if has_remedy else _remedy(run_dir_file)}"
+    if early := [rank for rank in unfinished_ranks(run_dir_file) if rank not in failed.failures]:
+        return _describe_early(early[0], run_dir_file)
+    # torchrun sends the others SIGTERM, and SIGKILL half a minute later. Ranks that lost a peer
+    # have an exit status; the code of a signal is negative.
     rank, first = min(
         failed.failures.items(),
-        key=lambda of: (of[1].exitcode == -signal.SIGTERM, of[1].timestamp, of[1].exitcode),
+        key=lambda pair: (pair[1].exitcode == -signal.SIGTERM, pair[1].timestamp, pair[1].exitcode),
     )
-    return f"rank {rank} ended by {describe_exit(first.exitcode)}{_way_on(noted) or _AGAIN}"
+    return f"rank {rank} ended by {describe_exit(first.exitcode)}{_remedy(run_dir_file) or _AGAIN}"
 
 
-def _describe_early(rank: int, noted: Path) -> str:
+def _describe_early(rank: int, run_dir_file: Path) -> str:
     return (
         f"rank {rank} ended with exit status 0 before it was done: user or library code calls exit "
-        f"in C, or exec; remove that call{_way_on(noted)}"
+        f"in C, or exec; remove that call{_remedy(run_dir_file)}"
     )
 
 
-def _describe_stop(error: SignalException, noted: Path) -> str:
-    """How the run stopped: rank 0 writes a file once all is saved."""
-    is_saved = noted.exists() and (Path(noted.read_text()) / STOPPED_NAME).exists()
+def _describe_stop(error: SignalException, run_dir_file: Path) -> str:
+    """How the run ended: rank 0 writes a file once everything is saved."""
+    is_saved = run_dir_file.exists() and (Path(run_dir_file.read_text()) / STOPPED_NAME).exists()
     how = "stopped" if is_saved else "ended"
-    return f"{how} by {signal.Signals(error.sigval).name}{_way_on(noted) or _AGAIN}"
+    return f"{how} by {signal.Signals(error.sigval).name}{_remedy(run_dir_file) or _AGAIN}"
 
 
-def _way_on(noted: Path) -> str:
+def _remedy(run_dir_file: Path) -> str:
     from bapo_megatron.trainer.opening import how_to_continue  # takes a moment to import
 
-    return how_to_continue(Path(noted.read_text())) if noted.exists() else ""
+    return how_to_continue(Path(run_dir_file.read_text())) if run_dir_file.exists() else ""
 
 
 if __name__ == "__main__":

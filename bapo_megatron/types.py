@@ -1,4 +1,4 @@
-"""Every record that crosses a package border.
+"""The records that cross package borders.
 
 The life of a token: ``Prompt`` → ``Sample`` (one response) → ``Group`` (G responses to one prompt)
 → ``RolloutBatch`` (all groups of a step) → ``EncodedBatch`` (its bytes, for every rank) →
@@ -8,10 +8,9 @@ The life of a token: ``Prompt`` → ``Sample`` (one response) → ``Group`` (G r
 Text stays with the collector: ranks get token ids (``Sample``, ``PromptTokens``), people get
 ``SampleText``.
 
-Shape legend: P = prompt tokens, R = tokens of one response, Q = those of them that the policy
-sampled (all of them, unless an environment wrote some), N = packed tokens of a micro-batch
-(prompts, responses and padding), T = those of them that the policy sampled, S = sequences of a
-micro-batch.
+Shape legend: P = prompt tokens, R = response tokens, Q = response tokens that the policy sampled
+(all, unless an environment wrote some), N = packed tokens of a micro-batch (prompts, responses and
+padding), T = tokens of a micro-batch that the policy sampled, S = sequences of a micro-batch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
-"""A number of things; a float holds it exactly."""
+"""A counter; small enough for a float to hold it exactly."""
 
 
 class FinishReason(StrEnum):
@@ -45,7 +44,7 @@ class FinishReason(StrEnum):
     ENVIRONMENT = "environment"
     """The environment failed, and ``episodes.on_error`` lets the run go on."""
     ABORT = "abort"
-    """The engine was told to stop; the sample is unfinished and can be resumed."""
+    """The request was aborted; the sample is unfinished and can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class Prompt:
     """The other columns of its row, as JSON values, for reward functions."""
 
     def tokens(self) -> PromptTokens:
-        """Return what ranks get of it."""
+        """Return the part that ranks get."""
         return PromptTokens(self.prompt_id, np.array(self.token_ids, np.int32), self.source)
 
 
@@ -117,22 +116,21 @@ class Sample:
     behaviour_logprobs: np.ndarray
     """[Q] float32, log π_rollout of each sampled token by the weights that sampled it."""
     versions: VersionSpans
-    """Which weights version sampled which of the Q tokens."""
+    """The weights version of each of the Q tokens."""
     finish_reason: FinishReason
     written: tuple[WrittenSpan, ...] = ()
-    """What an environment wrote: ascending, never next to each other. The tokens between are the
-    policy's turns."""
+    """What an environment wrote: ascending, never adjacent. Between them are the policy's turns."""
     reward: float = 0.0
     """Reward of the finished response, shaping included."""
     reward_components: dict[str, float] = field(default_factory=dict)
-    """Where it comes from: what each reward function gave, without its weight, what shaping added,
-    and metrics of functions (``<function>/<metric>``)."""
+    """Unweighted reward of each function, shaping terms, and metrics of functions
+    (``<function>/<metric>``)."""
     answer_found: bool = False
     """Whether an answer could be extracted from the response, right or wrong."""
 
     @property
     def loss_mask(self) -> np.ndarray:
-        """[R] bool: the Q tokens that the policy sampled; no other is ever trained on."""
+        """[R] bool: the Q tokens that the policy sampled; no others are trained on."""
         mask_R = np.ones(len(self.response_token_ids), dtype=bool)
         for start, num_tokens in self.written:
             mask_R[start : start + num_tokens] = False
@@ -155,7 +153,7 @@ class Sample:
 
     @property
     def num_turns(self) -> int:
-        """Turns of the policy, the present one included."""
+        """Turns of the policy, the current one included."""
         return 1 + len(self.written)
 
     def segments(self) -> list[np.ndarray]:
@@ -166,7 +164,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
-    """What people read of a sample of a batch; written beside the dump, never sent to a rank."""
+    """The text of a sample, for people; written beside the dump, never sent to a rank."""
 
     group_id: int
     index: int
@@ -175,13 +173,13 @@ class SampleText:
     answer: str
     """The reference answer."""
     response_text: str
-    """The policy's last turn, decoded, special tokens left out: what was graded."""
+    """The policy's last turn, decoded without special tokens: what was graded."""
     turns: tuple[str, ...] = ()
-    """Where there are several, all texts in order, the policy's and the environment's by turns."""
+    """Texts of policy and environment in turn; empty for a single turn."""
     extracted: str = ""
-    """The answer that the first reward function found in it; empty if it reports none."""
+    """The answer that the first reward function extracted; empty if it reports none."""
     reason: str = ""
-    """Why that function says that it is right or wrong, in a word; empty where it does not."""
+    """Why that function judged it right or wrong, in a word; empty if it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +195,13 @@ class RolloutStats:
     """What the generation of one batch cost."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
-    """For ``calls.decode_json``: a counter that is not here is another version's."""
+    """For ``calls.decode_json``: an unknown counter comes from another version."""
     generated_tokens: Count = 0
     """Tokens received from the engines while this batch was collected, kept or not."""
     generation_s: float = 0.0
     """Wall time from the first request to the last complete group, in seconds."""
     resumed_samples: Count = 0
-    """Requests that continued a response begun earlier; one response may need several."""
+    """Requests that resumed a response; one response may need several."""
     unfinished_samples: Count = 0
     """Samples left unfinished in the buffer when the batch was complete."""
     reward_timeouts: Count = 0
@@ -217,11 +215,11 @@ class RolloutStats:
     """(m − 1) / (s − 1) of the s groups with a right response, m of which have the most common
     reference answer of these; 0 where s < 2."""
     replayed_groups: Count = 0
-    """Groups of the batch that an earlier batch held already."""
+    """Groups of the batch that were in an earlier batch."""
     equal_reward_groups: Count = 0
     """Finished groups left out because all their rewards were equal (dynamic sampling)."""
     filled_groups: Count = 0
-    """Such groups that are in the batch nevertheless because its limit was reached."""
+    """Such groups that fill the batch because its limit was reached."""
     dropped_groups: dict[str, Count] = field(default_factory=dict)
     """Dropped since the last batch: ``equal_rewards``, ``stale``, ``carried`` or ``surplus``."""
     regenerated_samples: Count = 0
@@ -232,8 +230,8 @@ class RolloutStats:
     retractions: Count = 0
     """Requests preempted since the previous batch by a full KV cache, not by a weight sync."""
     engine_load: dict[str, float] = field(default_factory=dict)
-    """Means and maxima of what engines with requests have reported since the previous batch
-    (``engine.base.LoadReport``)."""
+    """Mean and maximum of each ``engine.base.LoadReport`` field since the previous batch, over
+    engines with requests."""
     loop_lag_s: float = 0.0
     """Largest delay of the collector's event loop since the previous batch, in seconds."""
 
@@ -243,7 +241,7 @@ class RolloutBatch:
     """All groups of one training step: new ones by ``group_id``, replayed ones among them."""
 
     step: int
-    """From 1: how many are finished after it."""
+    """Number of the step, from 1."""
     version: int
     """Weights version the engines held while the batch was collected."""
     groups: tuple[Group, ...]
@@ -257,7 +255,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedBatch:
-    """A batch as its collector wrote it; ranks get these bytes (``data.dump``)."""
+    """A batch as the collector wrote it, in the bytes that ranks get (``data.dump``)."""
 
     name: str
     """Where it comes from, for messages."""
@@ -270,12 +268,12 @@ class MicroBatch:
     """Packed sequences of one forward pass on one data-parallel rank.
 
     Row ``rows_T[t]`` of the logits [N, V] is the distribution from which sampled token ``t`` was
-    drawn: the position *before* the token. What an environment wrote is among the N tokens only: it
-    has no loss, no gradient and no weight.
+    drawn: the position *before* the token. Environment tokens are among the N tokens only: they
+    have no loss, no gradient and no weight.
     """
 
     token_ids_N: torch.Tensor
-    """[N] int64: prompt + response of each sequence, one after the other, then padding."""
+    """[N] int64: prompt + response of each sequence in turn, then padding."""
     position_ids_N: torch.Tensor
     """[N] int64: 0, 1, … within each sequence."""
     cu_seqlens: torch.Tensor
@@ -303,7 +301,7 @@ class MicroBatch:
     sample_T: torch.Tensor
     """[T] int64: index of the token's sample in the step's batch."""
     response_tokens_T: torch.Tensor
-    """[T] float32: Σm over the token's whole response, whatever rank holds its parts."""
+    """[T] float32: Σm over the token's whole response, across ranks."""
     position_T: torch.Tensor
     """[T] int64: position of the token in its response (for error messages)."""
     version_T: torch.Tensor
@@ -326,20 +324,20 @@ class UpdateResult:
     """One optimizer update, reduced over all ranks (equal on every rank)."""
 
     sums: dict[str, float]
-    """Global sums and counts by name; quotients are formed once, at the end of the step."""
+    """Global sums and counts by name; ratios are formed once, at the end of the step."""
     maxima: dict[str, float]
-    """Largest values by the metric's name."""
+    """Maxima by metric name."""
     decisions: tuple[dict[str, float], ...]
-    """The objective's report of each decision, of the update or its micro-batches, by metric."""
+    """Metrics of each decision of the objective: one per update, or one per micro-batch."""
     grad_norm: float
     """Global gradient norm before clipping; 0 where the update was skipped."""
     skipped: bool
-    """No token had a gradient, or ``on_nonfinite: skip_update`` acted: nothing was stepped."""
+    """No optimizer step: no token had a gradient, or ``on_nonfinite: skip_update`` applied."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalScore:
-    """One estimate of a set, the mean over its problems (docs/evaluation.md)."""
+    """One score of a set, the mean over its problems (docs/evaluation.md)."""
 
     name: str
     """``avg@n``, ``pass@k`` or ``maj@k``."""
@@ -352,7 +350,7 @@ class EvalScore:
 
 @dataclass(frozen=True, slots=True)
 class EvalProblem:
-    """What the scores of one problem follow from."""
+    """The data behind the scores of one problem."""
 
     prompt_id: str
     answer: str
@@ -360,12 +358,12 @@ class EvalProblem:
     rewards: tuple[float, ...]
     """[n]."""
     votes: tuple[int, ...]
-    """[n]: number of each answer's cluster of equal ones, from 0; -1 without an answer."""
+    """[n]: cluster of equal answers that each sample belongs to, from 0; -1 without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Scores of one evaluation set, and what it cost."""
+    """Scores of one evaluation set, and their cost."""
 
     name: str
     num_prompts: int
@@ -380,29 +378,29 @@ class EvalResult:
     missing_answers: int
     """Samples from which no answer could be extracted."""
     grading_timeouts: int
-    """Samples whose grading was ended by its limit of time or memory; their reward is 0."""
+    """Samples whose grading exceeded its time or memory limit; their reward is 0."""
     comparison_timeouts: int
-    """Comparisons of answers with each other that a limit ended; they count as different."""
+    """Comparisons of two answers that exceeded a limit; they count as different."""
     generated_tokens: int
     wall_s: float
-    """From the start of the evaluation (of all sets) to the last sample of this one; earlier tries
-    of a resumed one count."""
+    """From the start of the evaluation (of all sets) to this set's last sample, including earlier
+    attempts of a resumed one."""
     tokens_per_s: float
     """``generated_tokens`` over ``wall_s``."""
     version: int
-    """Weights version that answered."""
+    """Weights version that was evaluated."""
     settings: Mapping[str, Any]
-    """What the samples were made with (``evaluation.samples``); empty where that is unknown."""
+    """How the samples were generated (``evaluation.samples``); empty if unknown."""
     scores: tuple[EvalScore, ...]
-    """Every estimate with its interval; avg@n is the first one."""
+    """Every score with its interval; avg@n comes first."""
     problems: tuple[EvalProblem, ...]
     environment_errors: int = 0
-    """Episodes that a failure of their environment ended; their reward is 0."""
+    """Episodes whose environment failed; their reward is 0."""
     grading_errors: int = 0
-    """Samples on which a reward function failed and gave 0 (``reward.on_error: zero``)."""
+    """Samples scored 0 because a reward function failed (``reward.on_error: zero``)."""
     reward_means: Mapping[str, float] = field(default_factory=dict)
-    """Mean reward of each function, if there are several, and mean of every metric, each over the
-    samples that have it."""
+    """Mean reward of each function, if there are several, and of every metric, over the samples
+    that have it."""
 
     @property
     def avg_at_k(self) -> float:
@@ -412,8 +410,8 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What one step reports; the names are an interface (docs/metrics.md)."""
+    """The metrics of one step; their names are a stable interface (docs/metrics.md)."""
 
     step: int
-    """How many are finished after it; 0 for what is measured before training."""
+    """Number of the step, from 1; 0 before training."""
     values: dict[str, float]

@@ -126,7 +126,7 @@ def test_ctrl_c_ends_the_wait_for_other_nodes(started: list[Launched]) -> None:
         (["--nnodes", "1:2"], r"--nnodes, .* give one number of nodes"),
         (
             ["--nnodes", "2", "--master-addr", "localhost"],
-            r"--master-addr: localhost is 127\.0\.0\.1 on this node, which no other",
+            r"--master-addr: localhost is 127\.0\.0\.1 on this node, which others",
         ),
         (
             ["--nnodes", "2", "--master-addr", "192.0.2.200"],

@@ -1,1 +1,1 @@
-"""Engines, which sample: their interface (``base``), and one folder for each kind."""
+"""Engines, which sample: their interface (``base``), and one package per kind."""

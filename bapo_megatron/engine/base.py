@@ -1,10 +1,10 @@
-"""The border between a run and whatever samples for it.
+"""The interface between a run and its engines, which sample.
 
 An ``Engine`` holds one copy of the model: a server, or the model in this process. A ``Backend`` has
-the run's own servers and makes an ``Engine`` for each. docs/extending.md says what another kind
-must provide, tests/engine/test_contract.py tests it.
+the run's own servers and makes an ``Engine`` for each. docs/extending.md lists what another kind
+must provide; tests/engine/test_contract.py tests it.
 
-R = tokens of one completion, or of one piece of it.
+R = tokens of a completion, or of a piece of one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from bapo_megatron.runtime.processes import nccl_settings
 from bapo_megatron.types import FinishReason, VersionSpans
 
 START_VERSION = 0
-"""Weights version that an engine reports at first: the weights of ``model.path``."""
+"""Weights version that an engine reports at the start: the weights of ``model.path``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How one request samples; no default of an engine applies."""
+    """Sampling settings of one request; an engine's defaults never apply."""
 
     temperature: float
     max_new_tokens: int
@@ -38,11 +38,11 @@ class SamplingSettings:
     top_k: int = -1
     """-1: all tokens."""
     seed: int | None = None
-    """The response's, in all of its requests; an engine that cannot repeat one ignores it."""
+    """Seed of the response, in all of its requests; ignored by engines that cannot use one."""
 
 
 def sample_seed(*identity: str | int) -> int:
-    """Derive the seed of one response from the run's seed and what identifies the response."""
+    """Derive the seed of a response from the run's seed and the response's identity."""
     return int.from_bytes(hashlib.sha256(json.dumps(identity).encode()).digest()[:4])
 
 
@@ -51,31 +51,31 @@ class GenerateRequest:
     """One request to one engine."""
 
     input_ids: Sequence[int]
-    """Prompt, and what was sampled before."""
+    """Prompt and response so far."""
     sampling: SamplingSettings
     label: str
     """Names the request in errors."""
     order: tuple[int, int] = (0, 0)
-    """A stepped engine admits what came between two bursts in this order, not as it came."""
+    """Order in which an engine with a stepper admits requests that arrive between two bursts."""
     version: int = START_VERSION
-    """Weights version that the engine is thought to hold; if it has another, all may come last."""
+    """Expected weights version; if the engine holds another, all tokens may come in one piece."""
     return_logprobs: bool = True
     sampled_tokens: int = 0
-    """How many of ``input_ids`` belong to the response: its random numbers continue there."""
+    """Response tokens among ``input_ids``: the response's random numbers continue there."""
     stream_tokens: int = 64
     """Approximate length of a piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one request sampled, or a piece of it."""
+    """The tokens of one request, or a piece of them."""
 
     token_ids: np.ndarray
-    """[R] int32; an end-of-sequence token is the last one."""
+    """[R] int32; an end-of-sequence token comes last."""
     logprobs: np.ndarray
     """[R] float32, finite: log_softmax(logits / T); empty if not asked for."""
     versions: VersionSpans
-    """Which weights version sampled which tokens."""
+    """The weights version of each token."""
     finish_reason: FinishReason
     """ABORT for every piece but the last."""
 
@@ -93,17 +93,17 @@ def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion
 
 
 class CompletionSink:
-    """Takes what a request yields."""
+    """Receives the output of a request."""
 
     def is_known(self, version: int) -> bool:
         """Whether this weights version may have sampled."""
         return True
 
     def retracted(self, num_times: int) -> None:
-        """Note that the cache was too full for the request, so that it was computed again."""
+        """Note that a full KV cache preempted the request, so that it was recomputed."""
 
     def take(self, part: Completion) -> None:
-        """Take a piece; the last one says why the request ended, and may have no token."""
+        """Take a piece; the last one has the finish reason, and may be empty."""
 
 
 PauseMode = Literal["retract", "in_place"]
@@ -112,26 +112,26 @@ PauseMode = Literal["retract", "in_place"]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine is and can do; does not change while it runs."""
+    """Properties of an engine, which do not change while it runs."""
 
     num_ranks: int
-    """Processes that share its requests; their number is counted per rank."""
+    """Processes that share its requests."""
     methods: frozenset[str]
-    """Values of ``rollout.weight_sync.method`` that it supports."""
+    """Supported values of ``rollout.weight_sync.method``."""
     cache_tokens: int | None = None
-    """Capacity of its KV cache, all ranks together; None: requests are admitted by number."""
+    """Capacity of its KV cache over all ranks; None: requests are admitted by number."""
     gpus: tuple[int, ...] = ()
-    """The GPU of each rank, in the trainer's numbering; empty where that is not known."""
+    """The GPU of each rank, as the trainer numbers them; empty if unknown."""
     nccl_settings: Mapping[str, str] = field(default_factory=dict)
-    """Its ``processes.nccl_settings``; empty if it does not report them."""
+    """Its ``processes.nccl_settings``; empty if unreported."""
 
     def check_nccl(self, address: str) -> None:
-        """Raise a ``RolloutError`` if this process has other ``nccl_settings``."""
+        """Raise a ``RolloutError`` if this process's ``nccl_settings`` differ."""
         for name, here in nccl_settings().items():
             if (there := self.nccl_settings.get(name, here)) != here:
                 raise RolloutError(
-                    f"{name}: must be the same for trainer and servers, whose NCCL group would "
-                    f"fail or hang otherwise, got {here} here and {there} at {address}; export "
+                    f"{name}: must be the same for trainer and servers, or their NCCL group would "
+                    f"fail or hang, got {here} here and {there} at {address}; export "
                     f"{name}={here} where that server is started, or leave it out on both sides"
                 )
 
@@ -141,25 +141,25 @@ class MemoryPart(Enum):
 
     WEIGHTS = "weights"
     CACHE = "cache"
-    """KV cache, and what else sampling needs besides the weights."""
+    """KV cache, and other memory that sampling needs besides the weights."""
 
 
 class Engine(Protocol):
     """One copy of the model; belongs to the event loop that uses it.
 
-    Every coroutine raises a ``ServerGoneError`` if no answer comes in time (a
-    ``BrokenConnectionError`` if the connection broke), another ``ServerError`` if the answer is
+    Every coroutine raises ``ServerGoneError`` if no answer comes in time
+    (``BrokenConnectionError`` if the connection broke), another ``ServerError`` if the answer is
     unusable, and another ``RolloutError`` if the engine refuses, as every other engine would. Time
-    limits concern the answers of another process.
+    limits apply only to engines in another process.
     """
 
     @property
     def address(self) -> str:
-        """``http://host:port``; a plain word in this process, whose weights come over loopback."""
+        """``http://host:port``; a plain word in this process, which gets weights over loopback."""
 
     @property
     def stepper(self) -> Stepper | None:
-        """Makes the engine sample; None if it samples by itself."""
+        """Drives the engine; None if it samples by itself."""
 
     @property
     def num_in_flight(self) -> int:
@@ -167,66 +167,66 @@ class Engine(Protocol):
 
     @property
     def silence_s(self) -> float:
-        """How long no request has received anything; 0 while paused or without requests."""
+        """Seconds since any request received output; 0 while paused or without requests."""
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
-        """Sample once, in pieces; return when ``sink`` has the last one.
+        """Sample one completion in pieces; return when ``sink`` has the last one.
 
-        It has no time limit; the caller watches the engine and calls ``give_up``. When it is
-        cancelled, nothing of the request stays behind.
+        No time limit: the caller watches the engine and calls ``give_up``. Cancelling it also ends
+        the request in the engine.
         """
 
     async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
-        """Return the log-prob of every token but the first, given those before it, at T = 1."""
+        """Return the log-prob of every token but the first, at T = 1."""
 
     async def abort(self, timeout_s: float) -> None:
-        """End every request with what there is; what has not ended after ``timeout_s`` is lost.
+        """Abort every request, which keeps its tokens if it ends within ``timeout_s``.
 
-        Repeat it until ``num_in_flight`` is 0: it may miss a request that is still on its way, and
-        those that are paused in place may end only after ``resume``.
+        Repeat until ``num_in_flight`` is 0: an abort may miss requests that are still on their way,
+        and requests that are paused in place may end only after ``resume``.
         """
 
     async def pause(self, mode: PauseMode) -> None:
-        """Sample nothing until ``resume``; requests stay, and may be silent."""
+        """Stop sampling until ``resume``; requests stay in the engine."""
 
     async def resume(self) -> None:
         """Continue after ``pause``; do nothing if not paused."""
 
     def give_up(self, reason: str) -> None:
-        """End every request at once with a ``ServerGoneError`` that has the reason."""
+        """End every request at once with a ``ServerGoneError`` that gives the reason."""
 
     async def version(self, timeout_s: float | None = None) -> str:
-        """Return the weights version that it reports: the cheapest health check."""
+        """Return the engine's weights version; also the cheapest health check."""
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
-        """Return what it can do; the process that samples must answer, which detects hangs."""
+        """Return its properties, from the process that samples, so that hangs are detected."""
 
     async def check(self) -> None:
-        """Raise a ``RolloutError`` if the run must not use it as it was started."""
+        """Raise a ``RolloutError`` if the run cannot use the engine as it was started."""
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
-        """Return its calls for new weights; ``flush_cache``: the last drops the old KV cache."""
+        """Return its weight calls; with ``flush_cache`` the last one drops the KV cache."""
 
     async def release_memory(self, timeout_s: float) -> None:
-        """Release weights and cache; raise a ``RolloutError``, releasing nothing, if it is busy."""
+        """Release weights and KV cache; if busy, release nothing and raise ``RolloutError``."""
 
     async def take_memory(self, part: MemoryPart, timeout_s: float) -> None:
-        """Take memory back: first for the weights, then for the cache."""
+        """Take memory back: first for the weights, then for the KV cache."""
 
     async def close(self) -> None:
-        """End what is in flight, and close every connection."""
+        """End requests in flight, and close every connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What an engine says of its queue and its cache at one moment."""
+    """Queue and KV cache of an engine at one time."""
 
     running: int
-    """Requests that it samples for."""
+    """Requests that are being sampled."""
     waiting: int
-    """Requests that it has not begun, or took out of a full cache."""
+    """Requests that are queued or preempted."""
     cache_used_share: float
-    """Use of its fullest rank's cache."""
+    """KV cache use of the fullest rank."""
 
 
 @runtime_checkable
@@ -234,27 +234,27 @@ class LoadReporter(Protocol):
     """An ``Engine`` that also reports its load; optional, and for metrics only."""
 
     async def report_load(self, timeout_s: float) -> LoadReport:
-        """Return the load of this moment, without asking what samples."""
+        """Return the current load, without asking the process that samples."""
 
 
 class Stepper(Protocol):
     """Drives an engine that does not sample by itself.
 
-    What is sampled between two decisions is counted in decode steps, not in seconds: two runs with
-    one seed are equal bit for bit.
+    Sampling between two decisions is counted in decode steps, not seconds, so two runs with one
+    seed are equal bit for bit.
     """
 
     async def decode(self, max_steps: int) -> int:
-        """Sample up to ``max_steps`` tokens of every request, hand them out, return the steps made.
+        """Sample up to ``max_steps`` tokens of every request and deliver them; return the steps.
 
         Fewer only if no request is left, none while paused. Which requests share a step depends
-        only on the order in which they came.
+        only on their order.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """The tensors in a bucket, one after the other."""
+    """The tensors in a bucket, in order."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -264,7 +264,7 @@ class BucketLayout:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """The ranks of one member of a collective group, and where the members meet."""
+    """One member's ranks in a collective group, and the rendezvous."""
 
     name: str
     master_address: str
@@ -277,10 +277,10 @@ class GroupPlace:
 
 
 class WeightControl(Protocol):
-    """One engine's calls for new weights; they raise as those of ``Engine``. None is repeated.
+    """One engine's calls for new weights; they raise as those of ``Engine``, and are not retried.
 
-    ``version`` is the version of the weights; it comes with their last part only, because an
-    engine that has a part of them keeps its old label and is not used.
+    ``version`` is passed only with the last part of the weights: an engine with only some of them
+    still reports its old version and is not used.
     """
 
     @property
@@ -288,21 +288,21 @@ class WeightControl(Protocol):
         """Number of ranks that join a group."""
 
     async def open_session(self, timeout_s: float) -> None:
-        """Make the engine ready for ``receive`` or ``take``."""
+        """Prepare the engine for ``receive`` or ``take``."""
 
     async def close_session(self, timeout_s: float) -> None:
-        """Let the engine finish what it does after the last weights."""
+        """Have the engine finish its work after the last weights."""
 
     async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
-        """Have the engine's ranks join a collective group; return when all members have."""
+        """Have the engine's ranks join a collective group; return once all members have joined."""
 
     async def leave_group(self, name: str, timeout_s: float) -> None:
-        """Have the engine's ranks forget a group."""
+        """Have the engine's ranks leave a group."""
 
     async def receive(
         self, bucket: BucketLayout, group_name: str, *, version: int | None, timeout_s: float
     ) -> None:
-        """Receive one flat tensor, broadcast by rank 0 of the group, and load what it holds."""
+        """Receive a bucket as one flat tensor, broadcast by rank 0 of the group, and load it."""
 
     async def take(self, payloads: Sequence[str], *, version: int | None, timeout_s: float) -> None:
         """Load a ``weight_sync.send.shared_memory_payload`` on each tensor-parallel rank."""
@@ -311,15 +311,15 @@ class WeightControl(Protocol):
         """Load a Hugging Face directory."""
 
     async def flush_idle(self, timeout_s: float) -> None:
-        """Drop the KV cache of old weights, unless requests are running, paused or not."""
+        """Drop the KV cache of old weights unless there are requests, paused or not."""
 
 
 class Readiness(Enum):
-    """What a server answers when it is asked whether it takes requests."""
+    """Whether a server takes requests."""
 
     SILENT = "silent"
     BUSY = "busy"
-    """It is starting, or takes weights that somebody waits for."""
+    """It is starting, or loading weights for a caller."""
     READY = "ready"
 
 
@@ -332,11 +332,11 @@ class EngineServer(Protocol):
 
     @property
     def name(self) -> str:
-        """Description for people, with its address."""
+        """Description for people, with the address."""
 
     @property
     def log_path(self) -> Path:
-        """File that it writes its log to."""
+        """Its log file."""
 
     @property
     def num_starts(self) -> int:
@@ -344,19 +344,19 @@ class EngineServer(Protocol):
 
     @property
     def is_started(self) -> bool:
-        """Whether there is a process that ``close`` has not ended."""
+        """Whether there is a process, running or exited, that ``close`` has not ended."""
 
     def start(self) -> None:
         """Start the process and return at once; after ``close``, at the same address."""
 
     def exit_reason(self) -> str | None:
-        """Say how it ended, for people; None while it runs."""
+        """Describe how it exited; None while it runs."""
 
     async def ask(self, timeout_s: float) -> Readiness:
-        """Ask what samples whether it takes requests, without one."""
+        """Ask the process that samples whether it takes requests, without sending one."""
 
     def kill(self) -> None:
-        """End it at once, without waiting; do nothing if it has ended."""
+        """Kill the process without waiting; do nothing if it has exited."""
 
     def close(self) -> None:
         """End the process group and wait for it; safe to call twice."""
@@ -367,13 +367,13 @@ class Backend(Protocol):
 
     @property
     def servers(self) -> Sequence[EngineServer]:
-        """The run's own servers on this host; empty if it needs none, or others run them."""
+        """The run's own servers on this host; empty if there are none or they are external."""
 
     def addresses(self) -> Sequence[str]:
-        """Say where the run's engines are now; own servers were started.
+        """Return the current addresses of the run's engines; own servers must have been started.
 
-        Raises a ``ConfigError`` where ``rollout.servers_file`` cannot be used.
+        Raises a ``ConfigError`` if ``rollout.servers_file`` cannot be used.
         """
 
     async def connect(self, address: str) -> Engine:
-        """Make the engine at an address, and send nothing; in this process, load ``model.path``."""
+        """Return the engine at an address, without calling it; a local one loads ``model.path``."""

@@ -1,7 +1,7 @@
-"""The collective group that brings weights from rank 0 to engines, and what travels through it.
+"""The collective group that broadcasts weights from rank 0 to engines, and its buckets.
 
-Members meet as in the ``init_custom_process_group`` that engines have in common: at a store of rank
-0, under prefixes with the group's name. The process's other groups are not touched.
+The rendezvous is that of ``init_custom_process_group``, which engines have in common: a store of
+rank 0, with prefixes from the group's name. Other groups of the process are not touched.
 """
 
 import math
@@ -28,29 +28,29 @@ LOOPBACK = "127.0.0.1"
 _MAX_FORM_S = 120.0
 """Time limit for forming a group."""
 _READY_S, _MIN_BYTES_PER_S = 60.0, 10e6
-"""A broadcast may take this long, plus the time its bytes take at this rate."""
+"""Time limit of a broadcast: this long, plus the time of its bytes at this rate."""
 
 
-def join_group(place: GroupPlace, meet_s: float, limit_s: float) -> Any:
-    """Meet the other members; return a process group (torch's stubs lack its collectives).
+def join_group(place: GroupPlace, store_limit_s: float, limit_s: float) -> Any:
+    """Join a group; return a process group (torch's stubs lack its collectives).
 
-    ``meet_s`` limits every answer of the store, ``limit_s`` the group's operations.
+    ``store_limit_s`` limits each answer of the store, ``limit_s`` the group's operations.
     """
     store: Store = TCPStore(
-        place.master_address, place.master_port, timeout=timedelta(seconds=meet_s)
+        place.master_address, place.master_port, timeout=timedelta(seconds=store_limit_s)
     )
-    # torch keeps the keys of a backend under the first device that it is made for.
+    # torch prefixes a backend's keys with the first device that it is created for.
     device = "cuda/" if place.backend == "nccl" else "cpu/"
     for prefix in (place.name, f"{place.name}/", device):
         store = PrefixStore(prefix, store)
     limit, rank = timedelta(seconds=limit_s), place.first_rank
     if place.backend == "gloo":
         return ProcessGroupGloo(store, rank, place.world_size, limit)
-    from torch._C._distributed_c10d import ProcessGroupNCCL  # not in a build for the CPU
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # not in CPU builds
 
     options = ProcessGroupNCCL.Options()
     options._timeout = limit
-    # Have the group raise if an operation fails; otherwise its watchdog ends the process.
+    # Makes failed operations raise; otherwise NCCL's watchdog would abort the process.
     with environment_set("TORCH_NCCL_BLOCKING_WAIT", "1"):
         return ProcessGroupNCCL(store, rank, place.world_size, options)
 
@@ -66,7 +66,7 @@ def start_thread[T](operation: Callable[[], T], name: str) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(operation())
-        except Exception as error:  # noqa: BLE001 — whatever it is, who waits gets it
+        except Exception as error:  # noqa: BLE001 — passed on to the waiting thread
             future.set_exception(RuntimeError(str(error)))
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -74,7 +74,7 @@ def start_thread[T](operation: Callable[[], T], name: str) -> Future[T]:
 
 
 def tensor_sizes(layout: BucketLayout) -> list[int]:
-    """Return the bytes of each tensor in a bucket."""
+    """Return the size of each tensor in a bucket, in bytes."""
     return [
         math.prod(shape) * getattr(torch, dtype).itemsize
         for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
@@ -91,7 +91,7 @@ def unpack(layout: BucketLayout, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def rank_zero_address(servers: Sequence[str], configured: str) -> str:
-    """Return the address of this process as the servers see it.
+    """Return the address at which servers reach this process.
 
     ``configured`` is ``rollout.weight_sync.master_address``.
     """
@@ -102,9 +102,9 @@ def rank_zero_address(servers: Sequence[str], configured: str) -> str:
 
 
 def choose_backend(configured: str, device: torch.device, servers: Sequence[str]) -> str:
-    """Return the backend that ``rollout.weight_sync.backend`` means.
+    """Resolve ``rollout.weight_sync.backend``.
 
-    NCCL allows one member per GPU, and an engine in the collector's process may be on rank 0's.
+    NCCL allows one member per GPU, and a local engine may be on rank 0's.
     """
     if configured != "auto":
         return configured
@@ -113,15 +113,15 @@ def choose_backend(configured: str, device: torch.device, servers: Sequence[str]
 
 
 class WeightGroup:
-    """Rank 0's end of one group; made for a set of servers, closed when that changes.
+    """Rank 0's end of a group with a fixed set of servers.
 
-    A server that ends or hangs leaves rank 0 in a collective that nothing can interrupt (gloo) or
+    If a server exits or hangs, rank 0 is stuck in a collective that nothing can interrupt (gloo) or
     that has no time limit of its own (NCCL's set-up). Every operation therefore runs in a thread,
-    and a group whose thread is stuck is given up with it.
+    and a group with a stuck thread is abandoned.
     """
 
     def __init__(self, address: str, backend: str, world_size: int, timeout_s: float) -> None:
-        """Open the store, on the loopback alone if that is the address."""
+        """Open the store, only on the loopback if that is the address."""
         self._timeout_s = timeout_s
         self._form_s = min(timeout_s, _MAX_FORM_S)
         self._group: Any = None
@@ -141,17 +141,17 @@ class WeightGroup:
         """Rank 0's."""
 
     def form(self) -> Future[None]:
-        """Start to meet the other ranks; the result is there when all have come."""
+        """Start forming the group; the future is done once all ranks have joined."""
         place = replace(self.place, master_address=LOOPBACK)
 
-        def meet() -> None:
-            # By a store client of its own: closing the server ends the wait.
+        def join() -> None:
+            # Through a separate store client: closing the server ends the wait.
             self._group = join_group(place, self._form_s, self._timeout_s)
 
-        return self._start(meet)
+        return self._start(join)
 
     def broadcast(self, flat: Tensor) -> Future[None]:
-        """Start to send a tensor to all other ranks; it must not change until they have it."""
+        """Start broadcasting a tensor, which must not change until all ranks have it."""
         group = self._group
         assert group is not None, "form comes first"
         limit_s = min(self._timeout_s, _READY_S + flat.numel() / _MIN_BYTES_PER_S)
@@ -164,7 +164,7 @@ class WeightGroup:
         return self._start(send)
 
     def close(self) -> Future[None] | None:
-        """Leave the group, close the store; return a stuck operation, which its limit ends."""
+        """Leave the group and close the store; return a stuck operation, which will time out."""
         self._store = None
         group, self._group = self._group, None
         running = self._running
@@ -178,12 +178,12 @@ class WeightGroup:
 
     def _start(self, operation: Callable[[], None]) -> Future[None]:
         self._running = start_thread(operation, self.place.name)
-        # Before the other ranks fail because of it: whoever hears of them finds the cause.
+        # Closed before the other ranks fail because of it, so that this error is seen as the cause.
         self._running.add_done_callback(self._close_if_failed)
         return self._running
 
     def _close_if_failed(self, future: Future[None]) -> None:
-        """Close the connections and the store, which wakes the other ranks."""
+        """Close connections and store after an error, which wakes the other ranks."""
         if future.exception() is not None:
             self._group = self._store = None
 

@@ -1,4 +1,4 @@
-"""From ``rollout.engine`` to the engine's own code."""
+"""Loads the kind of engine that ``rollout.engine`` names."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 class EngineKind(Protocol):
     """A kind of engine, as the commands see it; its class takes no arguments.
 
-    Importing it must be cheap: every process of a run does.
+    Importing it must be cheap, because every process of a run does.
     """
 
     packages: ClassVar[Mapping[str, str]]
-    """Distributions that its engines need, each with the version they were measured with."""
+    """Distributions that its engines need, each with the tested version."""
 
     def check(self, config: RunConfig, *, is_here: bool = True) -> None:
-        """Refuse by a ``ConfigError`` what this kind cannot do, before anything is started.
+        """Raise a ``ConfigError`` for unsupported settings, before anything is started.
 
-        Unless ``is_here``, this machine's GPUs do not matter.
+        Without ``is_here``, ignore this machine's GPUs.
         """
 
     def open(self, config: RunConfig, device: str, *, awaits_weights: bool) -> Backend:
         """Prepare the engines of a run on ``cuda`` or ``cpu``; nothing is started.
 
-        ``awaits_weights``: they get some before they are used, and need not read ``model.path``.
+        With ``awaits_weights`` a weight sync comes first: they need not read ``model.path``.
         """
 
     def serve(self, config: RunConfig, show: Callable[[str], None]) -> None:
-        """Start servers for trainers elsewhere, and keep them until this process is ended.
+        """Run servers for trainers elsewhere until this process is ended.
 
-        ``show`` takes what a trainer needs to use the servers, once they are ready.
+        ``show`` gets the lines that a trainer needs, once the servers are ready.
 
         Raises:
-            ConfigError: It has no servers, or the section cannot be used.
+            ConfigError: This kind has no servers, or a setting is wrong.
             RolloutError: A server died before it was ever ready, or a port is in use.
         """
 

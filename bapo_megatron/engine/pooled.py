@@ -1,15 +1,15 @@
 """The engines of a run, and which of them may be used.
 
 An engine is used only while it answers and holds the pool's weights version. One that dies, hangs
-or gives unusable answers is lost. When it answers again it needs weights first, whatever version it
-reports: it may be another process.
+or gives unusable answers is lost. Once it answers again it needs weights first, whatever version it
+reports, because it may be another process.
 
     starting ──answers──▶ usable ◀──weights── stale ◀──answers── lost
         └──answers, other weights──────────────▲                  ▲
                                  usable, stale ────fails──────────┘
 
-One task per engine asks ``Engine.version``, which is answered while the engine is paused or gets
-new weights. That it is stuck shows in tokens that do not come, or earlier to its supervisor.
+One task per engine polls ``Engine.version``, which is answered even while the engine is paused or
+gets new weights. A stuck engine shows by missing tokens, or earlier to its supervisor.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ class EngineState(StrEnum):
     USABLE = "usable"
     """It answers and holds the pool's weights version."""
     STALE = "stale"
-    """It answers but must get weights first."""
+    """It answers but needs weights first."""
     LOST = "lost"
-    """It failed; it is only asked whether it answers again."""
+    """It failed, and is polled until it answers again."""
     LEAVING = "leaving"
-    """It is no longer wanted: its requests go on elsewhere, then it is forgotten."""
+    """It is being removed: its requests move to others first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +51,9 @@ class PooledEngine:
     engine: Engine
     state: EngineState = EngineState.STARTING
     reason: str = "it has not answered yet"
-    """Why it is not usable, for people."""
+    """Why it is not usable."""
     version: str | None = None
-    """The weights version that it is thought to hold; None: unknown."""
+    """The weights version that it last reported or got; None: unknown."""
     num_ranks: int = 1
     """See ``Capabilities``."""
     cache_tokens: int | None = None
@@ -62,7 +62,7 @@ class PooledEngine:
     """See ``Capabilities``."""
     is_paused: bool = False
     watcher: asyncio.Task[None] | None = None
-    """Asks it whether it answers."""
+    """Polls it."""
     is_unproven: bool = True
     """Whether its log-probs have not been compared since it started or came back."""
 
@@ -83,21 +83,21 @@ class PooledEngine:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was taken out."""
+        """Whether it failed."""
         return self.state is EngineState.LOST
 
 
 class EngineStates:
-    """The engines and their states; what is done with them is up to the ``EnginePool``."""
+    """The engines and their states, for ``EnginePool``."""
 
     def __init__(
         self, engines: Sequence[Engine], config: RolloutConfig, version: int | None
     ) -> None:
         self.engines = tuple(PooledEngine(engine) for engine in engines)
-        self.memory_is_away = False
-        """Whether the engines have given their memory to the trainer (``colocated``)."""
+        self.memory_is_released = False
+        """Whether the trainer has the engines' memory (``colocated``)."""
         self._version = version
-        # Nobody knows what servers hold that others have started, whatever they report.
+        # External servers may hold anything, whatever they report.
         self._trusts_reports = version is not None
         self._config = config
         self._health = config.health
@@ -116,7 +116,7 @@ class EngineStates:
 
     @property
     def version(self) -> int | None:
-        """Weights version that an engine must hold to be used; setting it leaves others stale."""
+        """Weights version that an engine must hold to be used; setting it makes others stale."""
         return self._version
 
     @version.setter
@@ -133,7 +133,7 @@ class EngineStates:
         return EngineState.USABLE not in states and EngineState.STALE in states
 
     def describe(self) -> str:
-        """Name the engines that do not answer, or else those that are not usable, and why."""
+        """Name the engines that do not answer, or else those that are unusable, with reasons."""
         unusable = [pooled for pooled in self.engines if not pooled.is_usable]
         silent = [pooled for pooled in unusable if not pooled.is_answering]
         return "; ".join(
@@ -142,32 +142,32 @@ class EngineStates:
         )
 
     def watch(self) -> None:
-        """Watch the engines from now on; do nothing for those that are watched already."""
+        """Start polling the engines that are not polled yet."""
         for pooled in self.engines:
             if pooled.watcher is None:
                 pooled.watcher = self.run(self._watch(pooled))
 
     def run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run ``work`` until ``close``; whoever waits for an engine gets the error it ends with."""
+        """Run ``work`` until ``close``; its error is raised wherever an engine is awaited."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self.wake())
         self._tasks.add(task)
         return task
 
     def add(self, engine: Engine) -> None:
-        """Let an engine join, and watch it; it needs to be admitted, and may need weights."""
+        """Add an engine and start polling it; it must be admitted, and may need weights."""
         self.engines = (*self.engines, PooledEngine(engine))
         self.watch()
 
     def dismiss(self, pooled: PooledEngine) -> None:
-        """Give an engine no more requests and no more weights; once it is quiet, ``remove`` it."""
+        """Send an engine no more requests or weights; ``remove`` it once it has no requests."""
         if pooled.watcher is not None:
             self._tasks.discard(pooled.watcher)
             pooled.watcher.cancel()
-        self._move(pooled, EngineState.LEAVING, "it is no longer wanted")
+        self._move(pooled, EngineState.LEAVING, "it is being removed")
 
     async def remove(self, pooled: PooledEngine) -> None:
-        """Forget an engine that was dismissed, and close its connections."""
+        """Remove an engine that was dismissed, and close its connections."""
         self.engines = tuple(other for other in self.engines if other is not pooled)
         self.wake()
         await pooled.engine.close()
@@ -175,22 +175,23 @@ class EngineStates:
     async def wait_for_engines(self, report: Callable[[str], None] = lambda line: None) -> None:
         """Wait until ``rollout.min_servers`` or all answer, at most ``rollout.health.patience_s``.
 
-        ``report`` gets lines for people meanwhile.
+        ``report`` gets progress lines.
 
         Raises:
             RolloutError: Too few answer, or one cannot be used as it is.
         """
         self.watch()
-        began_s, quorum, num_engines = time.monotonic(), self._config.min_servers, len(self.engines)
+        began_s, quorum = time.monotonic(), self._config.min_servers
 
         def missing() -> list[PooledEngine]:
             silent = [pooled for pooled in self.engines if not pooled.is_answering]
+            num_engines = len(self.engines)  # may change meanwhile (``rollout.servers_file``)
             return silent if num_engines - len(silent) < (quorum or num_engines) else []
 
         def report_missing() -> None:
             if silent := missing():
                 report(
-                    f"waiting for {len(silent)} of {num_engines} servers, first "
+                    f"waiting for {len(silent)} of {len(self.engines)} servers, first "
                     f"{silent[0].address}: {time.monotonic() - began_s:.0f} s of at most "
                     f"{self._health.patience_s:g} s (rollout.health.patience_s)"
                 )
@@ -204,7 +205,7 @@ class EngineStates:
         self._has_begun = True
 
     async def wait_usable(self, is_over: Callable[[], bool]) -> list[PooledEngine]:
-        """Wait until an engine is usable; return all that are, none once ``is_over`` at a ``wake``.
+        """Wait until an engine is usable; return the usable ones, none once ``is_over``.
 
         Raises:
             RolloutError: One cannot be used as it is, or none answers for
@@ -215,7 +216,7 @@ class EngineStates:
             if usable := [pooled for pooled in self.engines if pooled.is_usable]:
                 return usable
             if self.needs_weights:
-                # They come when the trainer has made its step, however long that takes.
+                # They come after the trainer's step, however long that takes.
                 await self._news.wait()
                 continue
             await self._wait_until(
@@ -240,38 +241,38 @@ class EngineStates:
         self._raise_refusal()
 
     def wake(self) -> None:
-        """Have everything that waits for a change look again."""
+        """Wake everything that waits for news."""
         self._news.set()
         self._news = asyncio.Event()
 
     async def wait_for_news(self) -> None:
-        """Wait until an engine's state changes, or for ``wake``."""
+        """Wait for a change of an engine's state, or ``wake``."""
         self._raise_refusal()
         await self._news.wait()
 
     def _raise_refusal(self) -> None:
-        """Raise what makes an engine unusable, or the bug that ended a watcher."""
+        """Raise the error of a task that failed: an engine cannot be used at all, or a bug."""
         for task in self._tasks:
             if task.done():
                 task.result()
 
     def mark_updated(self, pooled: PooledEngine, version: int) -> None:
-        """Note that an engine got and reports ``version``, unless it was lost or dismissed."""
+        """Record that an engine holds ``version``, unless it was lost or dismissed."""
         if pooled.is_answering:
             pooled.version = str(version)
             self._judge(pooled)
 
     def mark_lost(self, pooled: PooledEngine, reason: str) -> None:
-        """Take an engine out; its requests go on elsewhere."""
+        """Stop using an engine; its requests move to others."""
         if pooled.is_lost:
             return
-        _LOG.warning("%s is taken out: %s", pooled.address, reason)
+        _LOG.warning("%s is lost: %s", pooled.address, reason)
         pooled.version, pooled.is_unproven, pooled.is_paused = None, True, False
         self._move(pooled, EngineState.LOST, reason)
         pooled.engine.give_up(reason)
 
     def _judge(self, pooled: PooledEngine) -> None:
-        """Decide by its version whether an engine is usable."""
+        """Set an engine usable or stale, by its version."""
         if pooled.version == str(self._version):
             self._move(pooled, EngineState.USABLE, "")
         else:
@@ -282,7 +283,7 @@ class EngineStates:
         self.wake()
 
     def take_load(self) -> dict[str, float]:
-        """Return means and maxima since the last call; {} where nothing was reported."""
+        """Return means and maxima since the last call; empty if nothing was reported."""
         loads, self._loads = self._loads, []
         summary: dict[str, float] = {}
         for name in (field.name for field in fields(LoadReport) if loads):
@@ -295,14 +296,14 @@ class EngineStates:
         while True:
             try:
                 version = pooled.version
-                # More than 0: no server is blamed where this process itself stood still.
+                # Positive, so that no server is blamed if this process itself was stopped.
                 limit_s = answered_s + timeout_s - time.monotonic()
                 reported = await pooled.engine.version(max(limit_s, self._health.interval_s))
                 answered_s = time.monotonic()
                 if not pooled.is_answering:
                     async with asyncio.timeout(self._health.stuck_timeout_s):
                         await self._admit(pooled)
-                # An answer from before weights were updated says nothing about them.
+                # Ignore an answer from before a weight sync.
                 if pooled.version == version:
                     self._take_answer(pooled, reported)
                 await self._look_at_progress(pooled)
@@ -322,7 +323,7 @@ class EngineStates:
             await asyncio.sleep(self._health.interval_s)
 
     async def _look_at_progress(self, pooled: PooledEngine) -> None:
-        """Make sure that some request in flight gets tokens; note the load that is reported."""
+        """Mark an engine lost if its requests get no tokens; record its load."""
         engine, max_silence_s = pooled.engine, self._config.request_timeout_s
         if engine.silence_s >= max_silence_s:
             self.mark_lost(
@@ -331,11 +332,11 @@ class EngineStates:
                 "rollout.request_timeout_s, or look for a stuck server in its log",
             )
         elif isinstance(engine, LoadReporter) and engine.num_in_flight:
-            with contextlib.suppress(RolloutError):  # nothing depends on it
+            with contextlib.suppress(RolloutError):  # for metrics only
                 self._loads.append(await engine.report_load(self._health.interval_s))
 
     async def _admit(self, pooled: PooledEngine) -> None:
-        """Check an engine that answers for the first time, or again; raise if it is of no use."""
+        """Check an engine that answers for the first time, or again; raise if it is unusable."""
         capabilities = await pooled.engine.capabilities()
         pooled.num_ranks, pooled.gpus = capabilities.num_ranks, capabilities.gpus
         pooled.cache_tokens = capabilities.cache_tokens
@@ -347,11 +348,11 @@ class EngineStates:
             )
         if method == "broadcast":
             capabilities.check_nccl(pooled.address)
-        if not self.memory_is_away:  # it would crash, and was checked at its first start
+        if not self.memory_is_released:  # its check would crash it, and passed at its first start
             await pooled.engine.check()
 
     def _take_answer(self, pooled: PooledEngine, reported: str) -> None:
-        """Take the weights version that an admitted engine reports."""
+        """Process the weights version that an admitted engine reports."""
         if pooled.state is EngineState.STALE or reported == pooled.version:
             return
         was_starting = pooled.state is EngineState.STARTING

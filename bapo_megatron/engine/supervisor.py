@@ -24,13 +24,13 @@ class _Supervised:
     server: EngineServer
     is_ready: bool = False
     was_ready: bool = False
-    """Ever."""
+    """Since any start."""
     num_failures: int = 0
-    """How often it ended in a row without having been ready for long."""
+    """Exits in a row without being ready for long in between."""
     last_end: str = ""
 
     def describe_failure(self) -> str:
-        """Say how it ended, with the last lines of its log."""
+        """Describe how it ended, with the last lines of its log."""
         server = self.server
         return (
             f"{server.name} {self.last_end}; the last lines of {server.log_path} say why:\n"
@@ -39,12 +39,12 @@ class _Supervised:
 
 
 class ServerSupervisor:
-    """The servers that one process owns; belongs to its event loop."""
+    """Runs the servers of one process; belongs to its event loop."""
 
     def __init__(
         self, servers: Sequence[EngineServer], config: RolloutConfig, min_ready: int | None = None
     ) -> None:
-        """Take servers to start; ``min_ready`` (none: all) of them must get ready at first."""
+        """Prepare; ``min_ready`` servers (None: all) must become ready at first."""
         self.servers = servers
         """Their addresses are known after ``start``."""
         self._config = config.server
@@ -69,7 +69,7 @@ class ServerSupervisor:
         self._tasks = [asyncio.create_task(self._supervise(entry)) for entry in self._supervised]
 
     async def wait_ready(self, report: Callable[[str], None]) -> None:
-        """Wait until enough servers take requests; ``report`` gets lines for people meanwhile.
+        """Wait until enough servers take requests; ``report`` gets progress lines.
 
         Raises:
             RolloutError: Too many died before they were ever ready, or took longer than
@@ -84,11 +84,11 @@ class ServerSupervisor:
             await asyncio.sleep(_POLL_S)
 
     async def watch(self) -> None:
-        """Wait until too many end before they were ever ready; raise the ``RolloutError``."""
+        """Raise a ``RolloutError`` once too many servers exit before they were ever ready."""
         await asyncio.gather(*self._tasks)
 
     def describe_failures(self) -> str:
-        """Say why restarted servers are not ready, with the end of their logs; '' if all are."""
+        """Describe servers that failed and are not ready, with the end of their logs."""
         return "\n".join(
             entry.describe_failure()
             for entry in self._supervised
@@ -96,56 +96,56 @@ class ServerSupervisor:
         )
 
     async def hold_restarts(self) -> None:
-        """Restart none until ``allow_restarts``; return when no server is just starting."""
+        """Restart no server until ``allow_restarts``; return once none is starting."""
         self._may_restart.clear()
         while any(entry.server.is_started and not entry.is_ready for entry in self._supervised):
             await asyncio.sleep(_POLL_S)
 
     def allow_restarts(self) -> None:
-        """Restart the servers that ended meanwhile."""
+        """Restart the servers that exited meanwhile."""
         self._may_restart.set()
 
     async def close(self) -> None:
-        """End every server and wait for it; safe to call twice."""
+        """Stop every server and wait for it; safe to call twice."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(server.close) for server in self.servers))
 
     async def _supervise(self, entry: _Supervised) -> None:
-        """Restart a server whenever it has ended; raise if too few can get ready at first."""
+        """Restart a server whenever it ends; raise if too few can become ready at first."""
         server = entry.server
         while True:
-            entry.last_end = await self._live(entry)
+            entry.last_end = await self._run_once(entry)
             entry.num_failures += 1
             self._raise_failed_start()
             wait_s = restart_wait_s(entry.num_failures, self._config.max_restart_wait_s)
-            after = f" in {wait_s:g} s" if wait_s else ""
-            event = f"{server.name} {entry.last_end}; it is started again{after}"
+            delay = f" in {wait_s:g} s" if wait_s else ""
+            event = f"{server.name} {entry.last_end}; restarting{delay}"
             _LOG.warning("%s (%s)", event, server.log_path)
-            # In a thread, because it waits for the end of a process group.
+            # In a thread, because it waits for a process group to end.
             await asyncio.to_thread(server.close)
             await asyncio.sleep(wait_s)
             await self._may_restart.wait()
 
     def _raise_failed_start(self) -> None:
-        """Raise if too few servers are left that have been ready or may still become so."""
+        """Raise if too few servers were ever ready or may still become so."""
         failed = [entry for entry in self._supervised if entry.num_failures and not entry.was_ready]
         if len(self.servers) - len(failed) < self._min_ready:
             raise RolloutError("\n".join(entry.describe_failure() for entry in failed))
 
-    async def _live(self, entry: _Supervised) -> str:
-        """Start a server if it does not run, and follow it; return how it ended."""
+    async def _run_once(self, entry: _Supervised) -> str:
+        """Start a server unless it runs, and poll it; return how it ended."""
         server, start_timeout_s = entry.server, self._config.start_timeout_s
         if not server.is_started:
             try:
                 server.start()
-            except (RolloutError, OSError) as error:  # somebody took the port, no memory
+            except (RolloutError, OSError) as error:  # such as a port that was taken, or no memory
                 return f"was not started ({error})"
         deadline_s, ready_since_s = time.monotonic() + start_timeout_s, math.inf
         try:
             while True:
-                # At least a moment: no server is blamed where this process itself stood still.
+                # At least ``_POLL_S``: no server is blamed if this process itself was stopped.
                 readiness = await server.ask(max(deadline_s - time.monotonic(), _POLL_S))
                 now_s = time.monotonic()
                 if readiness is Readiness.READY and not entry.is_ready:
@@ -156,7 +156,7 @@ class ServerSupervisor:
                 if entry.is_ready and readiness is not Readiness.SILENT:
                     deadline_s = now_s + self._stuck_s
                 elif now_s >= deadline_s and entry.is_ready:
-                    return f"gave no answer for {self._stuck_s:g} s (health.stuck_timeout_s)"
+                    return f"did not answer for {self._stuck_s:g} s (health.stuck_timeout_s)"
                 elif now_s >= deadline_s:
                     return (
                         f"did not answer within {start_timeout_s:g} s; raise "

@@ -1,1 +1,1 @@
-"""What a policy meets in an episode: tasks, its turns, and what is written between them."""
+"""Multi-turn environments: tasks, turns and steps, in worker processes."""

@@ -1,8 +1,8 @@
-"""An environment, and what crosses its border.
+"""The interface of environments.
 
     start(task) → state; then for every turn of the policy: step(state, turn) → Step
 
-until a step is done. Nothing but the state is kept between two calls.
+until a step is done. Only the state is kept between two calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Task:
     row: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the prompt's row in its data file."""
     seed: int = 0
-    """Seed of this episode; a resume does not change it."""
+    """Seed of the episode, also after a resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Turn:
     """What the policy has just written."""
 
     number: int
-    """Number of the turn in its episode, from 0."""
+    """Number of the turn in the episode, from 0."""
     text: str
-    """The decoded tokens, without special ones."""
+    """The decoded tokens, without special tokens."""
     token_ids: tuple[int, ...]
     remaining_tokens: int
-    """Tokens that the episode may still take, the environment's included."""
+    """Tokens that the episode may still take, including the environment's."""
     prompt_id: str = ""
     """The task's, for messages."""
 
@@ -54,25 +54,25 @@ class Step:
     """The environment's answer to a turn: it ends the episode, or writes something."""
 
     state: Any
-    """A JSON value; goes to the next ``step``, and the last one to the reward functions."""
+    """A JSON value for the next ``step``; the last one goes to the reward functions."""
     messages: Sequence[Message] = ()
     """Chat messages (``role``, ``content``), rendered once by the chat template. Either these or
     ``token_ids`` unless the episode is done."""
     token_ids: Sequence[int] = ()
-    """Written exactly, in place of ``messages``."""
+    """Written as they are, instead of ``messages``."""
     is_done: bool = False
-    """The episode ends with this turn, and nothing is written."""
+    """Whether the episode ends with this turn; then nothing is written."""
 
 
 class Environment(Protocol):
     """Runs episodes; any number at a time.
 
-    ``start`` and ``step`` raise ``EnvironmentFailedError`` where the environment failed in this
-    episode, and another ``RolloutError`` where it cannot be run at all.
+    ``start`` and ``step`` raise ``EnvironmentFailedError`` if the environment failed in this
+    episode, and another ``RolloutError`` if it cannot run at all.
     """
 
     async def open(self) -> None:
-        """Prepare; raise a ``RolloutError`` if it cannot be loaded: no ``on_error`` helps."""
+        """Prepare; raise a ``RolloutError`` if it cannot be loaded, whatever ``on_error`` says."""
 
     async def start(self, task: Task) -> Any:
         """Begin an episode; return the first state, a JSON value."""
@@ -81,29 +81,28 @@ class Environment(Protocol):
         """Answer a turn, which is decoded only when ``turn`` is called."""
 
     async def close(self) -> None:
-        """End what runs; calls in progress raise ``RolloutError``. Safe to call twice."""
+        """Stop; calls in progress raise ``RolloutError``. Safe to call twice."""
 
 
 class UserEnvironment(Protocol):
-    """What a class named by ``rollout.environment`` has; its constructor takes no arguments.
+    """The class that ``rollout.environment`` names; its constructor takes no arguments.
 
-    Each of several processes makes one instance, which serves many episodes; successive steps of an
-    episode may run in different processes. What it has to remember is therefore in its state, a
-    JSON value that travels with the sample. ``step`` must be a function of ``state`` and ``turn``:
-    no clock, no random numbers except from a seed in the state, no attribute that an earlier call
-    has set (except as a cache). It may be called again with the same arguments. Both methods may be
-    ``async``.
+    Each worker process has one instance for many episodes, and the steps of an episode may run in
+    different processes. Everything to remember is therefore in the state, a JSON value that travels
+    with the sample. ``step`` must be a function of ``state`` and ``turn``: no clock, no random
+    numbers except from a seed in the state, no attribute that an earlier call has set (except as a
+    cache). It may be called again with the same arguments. Both methods may be ``async``.
     """
 
     def start(self, task: Task) -> Any | Awaitable[Any]:
-        """Return the first state: what ``step`` has to know about the task and its seed."""
+        """Return the first state: all that ``step`` needs of the task and its seed."""
 
     def step(self, state: Any, turn: Turn) -> Step | Awaitable[Step]:
-        """Answer a turn; JSON has turned tuples in ``state`` into lists, and keys into strings."""
+        """Answer a turn; after JSON, tuples in ``state`` are lists, and keys are strings."""
 
 
 class EnvironmentFailedError(RolloutError):
-    """An environment failed in one episode; the message is one line that says what to do."""
+    """An environment failed in one episode; the message is one line with a remedy."""
 
     def __init__(self, message: str, kind: Literal["error", "timeout", "tokens"]) -> None:
         super().__init__(message)

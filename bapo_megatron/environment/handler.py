@@ -1,4 +1,4 @@
-"""A worker of an environment: calls the user's class and checks what it returns."""
+"""A worker of an environment: calls the user's class and checks its results."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from bapo_megatron.runtime.worker import settled
 _MAX_STATE_BYTES = 1_000_000
 """Limit of a state as JSON: every checkpoint holds the states of all episodes in progress."""
 _MAX_STATE_DEPTH = 100
-"""JSON is read and written by recursion, and a state may hold what a model wrote, which may be any
-number of brackets."""
+"""JSON is parsed recursively, and a state may contain any number of brackets that a model wrote."""
 _MEMORY_REMEDY = "raise rollout.episodes.memory_limit_mb"
 
 
 def build(name: str) -> EnvironmentHandler:
-    """Make the environment.
+    """Create the environment.
 
     Raises:
-        LoadError: It cannot be imported or made, or lacks a method.
+        LoadError: It cannot be imported or created, or lacks a method.
     """
     try:
         return EnvironmentHandler(name, _load(name))
@@ -44,7 +43,7 @@ def _load(name: str) -> UserEnvironment:
         environment: UserEnvironment = named()
     except (Exception, SystemExit) as error:
         remedy = _MEMORY_REMEDY if isinstance(error, MemoryError) else "correct it"
-        raise LoadError(f"must be made without arguments: {shown(error)}; {remedy}") from error
+        raise LoadError(f"must be created without arguments: {shown(error)}; {remedy}") from error
     for method, arguments in (("start", ("task",)), ("step", ("state", "turn"))):
         try:
             inspect.signature(getattr(environment, method)).bind(*arguments)
@@ -98,7 +97,7 @@ def _depth_of(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The fields of a ``base.Step`` beside the state."""
+    """The fields of a ``base.Step`` other than the state."""
 
     messages: list[dict[str, str]]
     token_ids: list[Annotated[int, Field(strict=True, ge=0)]]
@@ -106,7 +105,7 @@ class _Written:
 
 
 def _checked_step(step: Any) -> list[Any]:
-    """Return the fields of a step as JSON values; refuse one that breaks a rule."""
+    """Return the fields of a step as JSON values; raise ``ValueError`` if it breaks a rule."""
     if not isinstance(step, Step):
         raise ValueError(f"step must return a Step, got {type(step).__name__}")
     _check_state(step.state)
@@ -129,5 +128,5 @@ def _checked_step(step: Any) -> list[Any]:
             "a step must do one of three things: write messages, write token_ids, or be done"
         )
     values = astuple(written)
-    json.dumps(values, ensure_ascii=False).encode()  # refuses half a surrogate pair
+    json.dumps(values, ensure_ascii=False).encode()  # refuses lone surrogates
     return [step.state, *values]

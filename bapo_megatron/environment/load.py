@@ -1,4 +1,4 @@
-"""What ``rollout.environment`` names: ``single_turn``, or a user's class in worker processes."""
+"""Loads what ``rollout.environment`` names: ``single_turn``, or a class in worker processes."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -16,13 +16,13 @@ def load_environment(name: str, limits: EpisodesConfig) -> Environment:
 
 
 class SingleTurn:
-    """Ends every episode with its first turn; never yields to other tasks."""
+    """Ends every episode after its first turn; never yields to other tasks."""
 
     async def open(self) -> None:
-        """There is nothing to prepare."""
+        """Do nothing."""
 
     async def start(self, task: Task) -> Any:
-        """There is no state."""
+        """Return no state."""
         return None
 
     async def step(self, state: Any, turn: Callable[[], Turn]) -> Step:
@@ -30,14 +30,14 @@ class SingleTurn:
         return Step(state=None, is_done=True)
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
 
 class WorkerEnvironment:
     """Runs a ``base.UserEnvironment`` in worker processes, each call under limits."""
 
     def __init__(self, name: str, limits: EpisodesConfig) -> None:
-        """Set up the processes of ``package.module:Class``; ``open`` starts the first one."""
+        """Set up workers for ``package.module:Class``; ``open`` starts the first one."""
         self._name = name
         self._limits = limits
         self._workers = WorkerPool(
@@ -68,7 +68,7 @@ class WorkerEnvironment:
         return Step(state, messages, tuple(token_ids), is_done)
 
     async def close(self) -> None:
-        """End every process. Safe to call twice."""
+        """Stop every process. Safe to call twice."""
         await self._workers.close()
 
     async def _ask(self, method: str, request: dict[str, Any], place: str) -> Any:

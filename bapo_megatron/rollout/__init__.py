@@ -1,1 +1,1 @@
-"""Everything that generates: a pool of engines, the collector process around it, replay."""
+"""Generation: the pool of engines, the collector process around it, and replay."""

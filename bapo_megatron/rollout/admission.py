@@ -1,11 +1,11 @@
-"""Admission: which engine a request goes to, and when, by the tokens that it will hold there.
+"""Admission: which engine gets a request, and when, by the tokens that it will hold there.
 
-A KV cache that is too full retracts requests and computes them again later; one that is too empty
-samples slowly. How full it gets depends on how long the responses become. That is estimated from
-all responses so far, and an engine takes a request if its cache is expected to suffice at the
-fullest moment to come. Engines that do not report their cache take a fixed number of requests.
+An engine with too many requests preempts some and recomputes them later; one with too few has a low
+throughput. Peak use of the KV cache depends on the lengths of the responses, which are predicted
+from all responses so far; an engine gets a request if its cache is expected to hold the peak.
+Engines that do not report their cache get a fixed number of requests.
 
-N = requests of an engine; T = moments ahead, in decode steps; E = bins of response lengths.
+N = requests of an engine; T = times ahead, in decode steps; E = bins of response lengths.
 """
 
 from bisect import bisect_right
@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 from bapo_megatron.engine.pooled import PooledEngine
 
 _EDGES_E = np.concatenate([[0.0], 16.0 * 2.0 ** (np.arange(88) / 4)])
-"""Where the bins of lengths begin, in tokens: four per octave, up to 56 million."""
+"""Lower edges of the length bins, in tokens: four per octave, up to 56 million."""
 _EDGES = _EDGES_E.tolist()
 _AHEAD_T = np.concatenate([[0.0], 16.0 * 2.0 ** (np.arange(34) / 2)])
 _NUM_REMEMBERED = 4096
-"""Responses after which an earlier one counts 1/e: lengths change with the weights."""
+"""Responses after which an earlier one counts for 1/e: lengths change with the weights."""
 _DEVIATIONS = 1.0
-"""Room for responses that become longer than expected, in standard deviations of their sum."""
+"""Margin for longer responses, in standard deviations of the sum."""
 _REFRESH_SHARE = 1 / 64
-"""A forecast is renewed once its requests have filled this fraction of the cache since."""
+"""New tokens, as a fraction of the cache, after which a forecast is renewed."""
 _MAX_UNREPORTED = 512
-"""Limit of requests over all engines, for one that does not report its cache."""
+"""Limit of requests over all engines, for an engine that does not report its cache."""
 
 
 class ResponseLengths:
@@ -46,7 +46,7 @@ class ResponseLengths:
         self._log_survival_E: np.ndarray | None = None
 
     def begin(self, position: int, limit: int) -> None:
-        """Count a response that continues at ``position`` and gets at most ``limit`` tokens."""
+        """Count a response that continues at ``position``; ``limit`` is its maximum length."""
         self._reached_E[_bin_of(position)] += 1
         if limit > self._max_length:
             self._max_length, num_bins = limit, _bin_of(limit) + 1
@@ -54,12 +54,12 @@ class ResponseLengths:
         self._log_survival_E = None
 
     def advance(self, before: int, after: int) -> None:
-        """Count that a response has grown from one position to another."""
+        """Count the growth of a response from one position to another."""
         if (last := _bin_of(after)) > (first := _bin_of(before)):
             self._reached_E[first + 1 : last + 1] += 1
 
     def leave(self, position: int, *, has_ended: bool) -> None:
-        """Count that a response has ended by itself; otherwise it may continue later."""
+        """Count a response that left: it has ended, or may continue later."""
         counts_E = self._ended_E if has_ended else self._reached_E
         counts_E[_bin_of(position)] += 1 if has_ended else -1
         if has_ended:
@@ -68,7 +68,7 @@ class ResponseLengths:
         self._log_survival_E = None
 
     def log_survival(self, positions: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return log P(a response gets beyond each position)."""
+        """Return log P(a response exceeds each position)."""
         if self._log_survival_E is None:
             at_risk_E = np.maximum(self._reached_E, self._ended_E) + 1
             hazard_E = np.minimum((self._ended_E + self._prior_E) / at_risk_E, 1 - 1e-9)
@@ -91,40 +91,40 @@ class Claim:
     position: int
     """Response tokens so far."""
     limit: int
-    """Maximum of response tokens."""
+    """Maximum number of response tokens."""
 
 
 class Forecast:
-    """Expectation and variance of the tokens in a cache at each moment ahead."""
+    """Mean and variance of the tokens in a cache at each time ahead."""
 
     def __init__(self, mean_T: np.ndarray, variance_T: np.ndarray) -> None:
         self.mean_T, self.variance_T = mean_T, variance_T
         self.expected = float(mean_T.max())
-        """Tokens at the fullest moment."""
+        """Expected peak, in tokens."""
         self.high = float((mean_T + _DEVIATIONS * np.sqrt(variance_T)).max())
-        """The same with room for responses that become longer than expected."""
+        """The peak with a margin for longer responses."""
 
 
 @dataclass(eq=False)
 class CacheUse:
-    """The requests of one engine, and what they are expected to hold in its KV cache."""
+    """The requests of one engine, and their expected use of its KV cache."""
 
     lengths: ResponseLengths
     claims: dict[Claim, None] = field(default_factory=dict)
     """In order of arrival."""
     _new_tokens: int = 0
-    """Since the forecast."""
+    """Tokens since the forecast."""
     _forecast: Forecast | None = None
     """None if it is outdated."""
 
     def add(self, claim: Claim) -> None:
-        """Take a request."""
+        """Add a request."""
         if self._forecast is not None:
             self._forecast = self._with(claim)
         self.claims[claim] = None
 
     def remove(self, claim: Claim) -> None:
-        """Forget a request."""
+        """Remove a request."""
         del self.claims[claim]
         self._forecast = None
 
@@ -175,15 +175,15 @@ class Admission:
     def choose(
         self, engines: Sequence[PooledEngine], claim: Claim, *, is_due: bool
     ) -> PooledEngine | None:
-        """Admit a request to one of the engines; None if it must wait until others have ended.
+        """Admit a request to one of the engines; return None if it must wait.
 
-        It goes to the engine of the requests that share its prompt, unless another has much less to
-        do: whole groups on one server made the end of a simulated step 1.4 times as long. A request
+        Prefer the engine of requests that share its prompt, unless another has much less to do:
+        whole groups on one server made the end of a simulated step 1.4 times as long. A request
         that ``is_due`` does not wait.
         """
         least_busy = min(engines, key=self.load)
         least, one_more = self.load(least_busy), self.load(least_busy, claim)
-        # A quarter more, plus four requests per rank.
+        # Up to a quarter more load, plus four requests per rank.
         max_load = 1.25 * least + 4 * (one_more - least) * least_busy.num_ranks
         before = self._engine_by_affinity.get(claim.affinity)
         is_near = before is not None and before in engines and self.load(before) <= max_load
@@ -202,12 +202,12 @@ class Admission:
         self._uses[engine].count(num_tokens, _REFRESH_SHARE * (engine.cache_tokens or 0))
 
     def release(self, engine: PooledEngine, claim: Claim, *, has_ended: bool) -> None:
-        """Forget a request; ``has_ended``: by itself, neither at a limit nor by an abort."""
+        """Remove a request; ``has_ended``: with an end token, not at a limit or by an abort."""
         self._lengths.leave(claim.position, has_ended=has_ended)
         self._uses[engine].remove(claim)
 
     def forget(self, affinity: int) -> None:
-        """Forget where requests of an affinity went."""
+        """Forget the engine of an affinity."""
         self._engine_by_affinity.pop(affinity, None)
 
     def remove(self, engine: PooledEngine) -> None:
@@ -215,7 +215,7 @@ class Admission:
         self._uses.pop(engine, None)
 
     def load(self, engine: PooledEngine, claim: Claim | None = None) -> float:
-        """Return the expected share of the cache at its fullest moment, or requests per rank."""
+        """Return the expected peak as a fraction of the cache, or requests per rank."""
         use = self._uses[engine]
         if engine.cache_tokens is None:
             return (len(use.claims) + (claim is not None)) / engine.num_ranks
@@ -226,7 +226,7 @@ class Admission:
         if engine.cache_tokens is None:
             max_requests = max_requests or _MAX_UNREPORTED
         elif use.claims and use.forecast(claim).high > engine.cache_tokens:
-            return False  # an empty one takes anything, or says why it cannot
+            return False  # an idle engine takes anything, or refuses it
         num_requests = sum(len(use.claims) for use in self._uses.values())
         return max_requests is None or num_requests < max_requests
 

@@ -1,8 +1,8 @@
-"""Forms the batches: draws prompts, waits for their groups, acts on what ``Selection`` decides.
+"""Forms batches: draws prompts, waits for their groups, applies the decisions of ``Selection``.
 
 With ``async_steps`` 0, nothing is in flight between two calls of ``collect``; otherwise generation
 runs at most that many steps ahead. With ``fixed_lag``, or an engine with a stepper (``episodes``),
-it stops by itself, and every later call waits until it has.
+generation ahead ends by itself, and every later call waits for that.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _LAG_INTERVAL_S = 0.1
 
 
 class LoopLag:
-    """How late the event loop runs what is due: the sign that it has too much to do."""
+    """How late the event loop runs timers: the sign that it is overloaded."""
 
     def __init__(self) -> None:
         self._max_s = 0.0
@@ -73,14 +73,14 @@ class BatchCollector:
     _pool: EnginePool = field(init=False)
     _episodes: Episodes = field(init=False)
     _ahead: asyncio.Task[None] | None = None
-    """Generates ahead until it ends by itself; the next ``collect`` raises its failure."""
+    """Generates ahead, if anything; the next ``collect`` raises its failure."""
     _sampled_version: int | None = None
     """Version of the weights that sampled last."""
     _num_regenerated: int = 0
     _is_paused: bool = False
     _started_s: float = 0.0
     _spent_s: float = 0.0
-    """Generation time of the batch before an interruption, maybe in an earlier process."""
+    """Generation time of the batch before an interruption, possibly in an earlier process."""
     _before: RolloutStats = field(default_factory=RolloutStats)
     """Counters as of the last batch."""
 
@@ -100,14 +100,14 @@ class BatchCollector:
         )
 
     async def close(self) -> None:
-        """End every task."""
+        """Cancel every task."""
         if self._ahead is not None:
             self._ahead.cancel()
             await asyncio.gather(self._ahead, return_exceptions=True)
         await self._episodes.close()
 
     async def wait_for_ahead(self) -> None:
-        """Wait until what is generated ahead has ended, if it ends by itself."""
+        """Wait for generation ahead, if it ends by itself."""
         if self._ahead is not None:
             await asyncio.wait([self._ahead])
 
@@ -117,8 +117,8 @@ class BatchCollector:
         """Generate and score the batch of ``step`` (1, 2, …), and hand it over with its texts.
 
         Its groups count as trained only once ``hand_over`` has returned; if that fails, nothing has
-        changed, and the next call forms the batch again. Returns None where no server holds the
-        newest weights any more: sync them and call again.
+        changed, and the next call forms the batch again. Returns None if no server holds the newest
+        weights any more: sync them and call again.
 
         Raises:
             RolloutError: No server could continue.
@@ -130,7 +130,7 @@ class BatchCollector:
         num_new = self.config.groups_per_step - len(replayed)
         num_ahead = self._selection.steps_ahead(step) * self.config.groups_per_step
         if not self._episodes.is_running and self._ahead is None:
-            # Generation starts, or continues after an interruption: time counts from now.
+            # Generation starts, or continues after an interruption: restart the clock.
             self._started_s, self._spent_s = time.monotonic() - self._spent_s, 0.0
         with reporting(lambda: self.report(f"rollout {step}: {self._describe()}")):
             generated = await self._generate(step, version, num_new, num_ahead)
@@ -159,7 +159,7 @@ class BatchCollector:
         return batch
 
     async def pause(self) -> bool:
-        """Make way for new weights until ``resume``; return whether generation was running."""
+        """Pause for new weights until ``resume``; return whether generation was running."""
         await self.wait_for_ahead()
         if self._episodes.is_running:
             self._is_paused = True
@@ -170,7 +170,7 @@ class BatchCollector:
         return self._is_paused
 
     async def resume(self) -> None:
-        """Continue after ``pause``, with what is young enough for the new weights."""
+        """Continue after ``pause``, without responses that are too old for the new weights."""
         if self._is_paused:
             if self._pool.states.version is not None:
                 self._give_up_stale(self._pool.states.version)
@@ -204,7 +204,7 @@ class BatchCollector:
         self._spent_s, self._sampled_version = about.generation_s, about.sampled_version
         for group in self._buffer:
             if self.grader.sees_groups and not group.is_scored:
-                group.start_again((), sees_groups=True)  # as other reward functions left it
+                group.start_again((), sees_groups=True)  # other reward functions may have scored it
 
     def _request_of(self, pending: PendingSample) -> GenerateRequest:
         """The request for a sample's whole response."""
@@ -223,7 +223,7 @@ class BatchCollector:
     async def _generate(
         self, step: int, version: int, num_new: int, num_ahead: int
     ) -> tuple[list[PendingGroup], float] | None:
-        """Generate until a batch's new groups are scored; return them and the seconds, or None."""
+        """Generate and score a batch's new groups; return them and the seconds, or None."""
 
         def choose() -> list[PendingGroup]:
             num_replayed = self.config.groups_per_step - num_new
@@ -245,16 +245,16 @@ class BatchCollector:
         generation_s = time.monotonic() - self._started_s
         if not num_ahead:
             await self._stop()
-            # Older groups may have been scored meanwhile: they come first, if still young.
+            # Older groups may have been scored meanwhile; they come first unless they are too old.
             self._give_up_stale(version)
         chosen = choose()
-        await self._episodes.settle()  # whose scores are counted must not depend on graders
+        await self._episodes.settle()  # so that counters do not depend on graders
         while not all(group.is_scored for group in chosen):
             await self._episodes.wait_for_change()
         return chosen, generation_s
 
     def _advance(self, num_groups: int) -> None:
-        """Draw the prompts that ``num_groups`` batch groups need; keep every sample in progress."""
+        """Draw the prompts that ``num_groups`` groups still need; continue every sample."""
         for _ in range(num_prompts := self._selection.num_to_draw(num_groups)):
             self._buffer.start_group(next(self.prompts), self.config.samples_per_group)
         if num_prompts and self.config.partial_tokens is not None:
@@ -285,7 +285,7 @@ class BatchCollector:
     async def _generate_ahead(self, num_groups: int, version: int) -> None:
         """Generate for later steps during training.
 
-        With a fixed lag, the present weights complete all groups; an engine with a stepper makes a
+        With a fixed lag, the current weights complete all groups; an engine with a stepper takes a
         limited number of decode steps. Otherwise requests stay in flight.
         """
         try:
@@ -305,19 +305,19 @@ class BatchCollector:
                     self._advance(num_groups)
             await self._stop()
         except Exception:
-            # A weight sync, an evaluation and a checkpoint may come before the failure is raised.
+            # The failure is raised only by the next ``collect``, perhaps after a weight sync.
             await self._episodes.stop()
             raise
 
     async def _end_ahead(self) -> None:
-        """Wait for what was generated ahead, and raise its failure."""
+        """Wait for generation ahead, and raise its failure."""
         await self.wait_for_ahead()
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             ahead.result()
 
     def _check_lag(self, step: int, num_new: int, version: int) -> None:
-        """With a fixed lag, the weights that began responses must also have completed them."""
+        """Raise if a fixed lag is violated: one weights version must sample a whole response."""
         sampled, self._sampled_version = self._sampled_version, version
         if self.config.fixed_lag is None:
             return
@@ -363,7 +363,7 @@ class BatchCollector:
         )
 
     def _totals(self, left_over: LeftOver = ()) -> RolloutStats:
-        """The counters so far; groups that ``left_over`` gives up count as dropped."""
+        """Return the counters so far, including the groups that ``left_over`` drops."""
         given_up = Counter(reason.value for _, reason in left_over if reason is not None)
         dropped = dict(self._buffer.dropped + given_up)
         if not self._is_attached:
@@ -402,7 +402,7 @@ def _same_answer_share(groups: Sequence[PendingGroup]) -> float:
 
 
 def _since(now: RolloutStats, before: RolloutStats) -> RolloutStats:
-    """What was counted between two moments."""
+    """Return the counts between two totals."""
     return RolloutStats(*map(_difference, astuple(now), astuple(before)))
 
 

@@ -1,16 +1,16 @@
-"""The groups on their way to a batch, and the rules by which they enter, join it or are dropped.
+"""The groups that are not trained yet, and the rules by which batches take or drop them.
 
-A group enters when its prompt is drawn. It leaves when the trainer gets it, or when it is dropped
-for a reason that is counted, so that at any moment
+A group enters the buffer when its prompt is drawn, and leaves it when the trainer gets it or when
+it is dropped. Every drop is counted with its reason, so that at any time
 
     drawn = trained + dropped + in the buffer.
 
-In between, each of its samples is unfinished (it may have a prefix from earlier steps, of one turn
-or of several), finished, or scored. ``saved`` writes the buffer for a checkpoint, bit for bit.
+In between, each of its samples is unfinished (possibly with a prefix from earlier steps, of one
+turn or several), finished or scored. ``saved`` writes the buffer for a checkpoint, bit for bit.
 
-The rules (``Selection``) neither wait nor send: ``batching.BatchCollector`` asks, and acts on the
-answers. They are those of ``config.rollout``: partial rollout, rounds, dynamic sampling, staleness,
-replay. docs/rollout.md shows them as states and transitions.
+The rules (``Selection``) implement ``config.rollout``: partial rollout, rounds, dynamic sampling,
+staleness, replay. They neither wait nor send; ``batching.BatchCollector`` acts on them.
+docs/rollout.md shows states and transitions.
 """
 
 import math
@@ -51,41 +51,41 @@ class DropReason(StrEnum):
     CARRIED = "carried"
     """Unfinished for more batches than ``rollout.max_carries`` allows."""
     SURPLUS = "surplus"
-    """Not needed for its batch, and nothing is kept without ``rollout.partial``."""
+    """Left over, without ``rollout.partial``."""
 
 
 @dataclass(slots=True)
 class PendingSample:
-    """A sample in progress, with what only the collector knows about it."""
+    """A sample in progress, with its state in the collector."""
 
     sample: Sample
     """Lacks the latest parts while it is sampled; ``settle`` adds them."""
     prompt: Prompt
     texts: tuple[str, ...] | None = None
-    """Decoded texts of policy and environment by turns; set with the reward, as the next two."""
+    """Decoded texts of policy and environment in turn; set with the reward, like the next two."""
     extracted: str = ""
     reason: str = ""
-    """What the grader said, as in ``SampleText``."""
+    """The grader's, as in ``SampleText``."""
     has_begun: bool = False
     state: Any = None
     """State of the environment after its latest answer."""
     awaits_answer: bool = False
-    """A turn has ended, and the environment has not answered it."""
+    """Whether a turn has ended that the environment has not answered yet."""
     rests_at: int = _NEVER
-    """Response tokens after which it rests until the next round (``rollout.partial_tokens``)."""
+    """Response tokens at which it rests until the next round (``rollout.partial_tokens``)."""
     graded: tuple[Response, Score] | None = None
     """The finished response and its score alone, before group functions and shaping."""
     _parts: list[Completion] = field(default_factory=list)
-    # Joining the thousand parts of a long response one by one would copy them a thousand times.
+    # Joined once: appending a thousand parts one by one would copy the response a thousand times.
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more is to be sampled."""
+        """Whether the response is complete."""
         return self.sample.finish_reason is not FinishReason.ABORT
 
     @property
     def is_resting(self) -> bool:
-        """Whether it has this round's tokens, and continues in the next."""
+        """Whether it has this round's tokens and continues in the next round."""
         has_ended = self.is_finished or self.awaits_answer
         return not has_ended and self.num_tokens >= self.rests_at
 
@@ -107,17 +107,18 @@ class PendingSample:
         return not self.is_finished and not self.awaits_answer and self.num_tokens > before
 
     def input_ids(self) -> list[int]:
-        """Return prompt and response so far: what the engine continues."""
+        """Return prompt and response so far, which the engine continues."""
         self.settle()
         return [*self.prompt.token_ids, *self.sample.response_token_ids.tolist()]
 
     def append(self, part: Completion, max_response_tokens: int) -> None:
-        """Add what an engine sampled after ``input_ids()``; the end-of-sequence token ends a turn.
+        """Add tokens that an engine sampled after ``input_ids()``; a STOP ends the turn.
 
-        Reaching ``max_response_tokens`` over all requests and turns is LENGTH, even by an abort.
+        A response of ``max_response_tokens``, over all requests and turns, ends with LENGTH even if
+        it was aborted.
         """
         if (self.is_finished or self.awaits_answer) and not len(part.token_ids):
-            return  # its server was lost after the last token, before it sent the finish reason
+            return  # its server was lost between the last token and the finish reason
         assert not self.is_finished, "a finished response is not continued"
         assert not self.awaits_answer, "the environment comes next"
         self._parts.append(part)
@@ -129,7 +130,7 @@ class PendingSample:
 
     def write(self, token_ids: Sequence[int]) -> None:
         """Add the environment's answer; the policy's next turn follows."""
-        assert self.awaits_answer, "environments write between two turns"
+        assert self.awaits_answer, "environments write between turns"
         self.settle()
         sample = self.sample
         span = WrittenSpan(len(sample.response_token_ids), len(token_ids))
@@ -146,7 +147,7 @@ class PendingSample:
         self.awaits_answer = False
 
     def settle(self) -> None:
-        """Join the parts, so that ``sample`` has every token."""
+        """Join the parts into ``sample``."""
         if not self._parts:
             return
         sample, abort = self.sample, FinishReason.ABORT
@@ -157,13 +158,13 @@ class PendingSample:
         sample.versions, self._parts = joined.versions, []
 
     def snapshot(self) -> Self:
-        """Return a copy that later events do not change."""
-        # Arrays and spans are replaced, never changed; only an environment may change its state.
+        """Return a copy that later changes do not affect."""
+        # Arrays and spans are replaced, never modified; an environment may modify its state.
         sample, state = replace(self.sample), deepcopy(self.state)
         return replace(self, sample=sample, state=state, _parts=list(self._parts))
 
     def start_again(self) -> None:
-        """Forget the response; with rounds, the next round begins it again."""
+        """Discard the response; with rounds, the next round restarts it."""
         sample = _empty_sample(self.sample.group_id, self.sample.index, self.sample.prompt)
         rests_at = _NEVER if self.rests_at == _NEVER else 0
         fresh = PendingSample(sample, self.prompt, rests_at=rests_at)
@@ -171,7 +172,7 @@ class PendingSample:
             setattr(self, member.name, getattr(fresh, member.name))
 
     def text(self) -> SampleText:
-        """Return what people read of the sample, once it is scored."""
+        """Return the texts of a scored sample."""
         assert self.texts is not None
         return SampleText(
             group_id=self.sample.group_id,
@@ -192,22 +193,22 @@ class PendingGroup:
     group_id: int
     samples: list[PendingSample]
     carries: int = 0
-    """Batches that were formed while it was underway."""
+    """Batches that were formed while it was in progress."""
 
     @classmethod
     def start(cls, group_id: int, prompt: Prompt, samples_per_group: int) -> Self:
-        """Make a group without any token."""
+        """Create a group without any tokens."""
         tokens = prompt.tokens()
         samples = [_empty_sample(group_id, index, tokens) for index in range(samples_per_group)]
         return cls(group_id, [PendingSample(sample, prompt) for sample in samples])
 
     def snapshot(self) -> Self:
-        """Return a copy that later events do not change."""
+        """Return a copy that later changes do not affect."""
         return replace(self, samples=[pending.snapshot() for pending in self.samples])
 
     @property
     def is_underway(self) -> bool:
-        """Whether some sample has tokens, and some is unfinished."""
+        """Whether some sample has tokens and some sample is unfinished."""
         return not self.is_finished and any(pending.num_tokens > 0 for pending in self.samples)
 
     @property
@@ -221,7 +222,7 @@ class PendingGroup:
         return all(pending.is_scored for pending in self.samples)
 
     def start_again(self, samples: Sequence[PendingSample], *, sees_groups: bool) -> None:
-        """Forget some responses, and with ``sees_groups`` the rewards that depend on them."""
+        """Discard some responses, and with ``sees_groups`` the rewards that depend on them."""
         for pending in samples:
             pending.start_again()
         if sees_groups:
@@ -251,10 +252,10 @@ class RolloutBuffer:
     """Groups by id, the oldest first."""
 
     earlier: deque[tuple[PendingGroup, ...]] = field(default_factory=lambda: deque(maxlen=0))
-    """New groups of the latest batches, for replay, the newest last; its ``maxlen`` limits them."""
+    """New groups of the latest ``maxlen`` batches, newest batch last, for replay."""
     groups: dict[int, PendingGroup] = field(default_factory=dict)
     next_group_id: int = 0
-    """Also the number of groups that were drawn."""
+    """Also the number of groups drawn."""
     num_trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     """Groups by ``DropReason``."""
@@ -291,9 +292,9 @@ class RolloutBuffer:
         self.dropped[reason.value] += 1
 
     def snapshot(self) -> Self:
-        """Return a copy that later events do not change; takes some 10 µs per sample."""
+        """Return a copy that later changes do not affect; takes some 10 µs per sample."""
         groups = {group.group_id: group.snapshot() for group in self}
-        # Nothing happens to what was trained.
+        # Trained groups no longer change.
         return replace(self, groups=groups, dropped=+self.dropped, earlier=self.earlier.copy())
 
     @property
@@ -310,28 +311,28 @@ class BatchPlan:
     total_steps: int
     """Nothing is generated for steps beyond the last."""
     updates_per_batch: int
-    """The number of groups of a batch is a multiple of this."""
+    """Divides the number of groups of every batch."""
 
 
 LeftOver = Sequence[tuple[PendingGroup, DropReason | None]]
-"""Groups in the buffer that a batch does not take; with a reason, no later batch gets them."""
+"""Groups in the buffer that a batch does not take, with the reason to drop them, if any."""
 
 
 @dataclass(eq=False)
 class Selection:
-    """Decides what becomes of the groups of a buffer, which the caller changes."""
+    """Decides which groups of a buffer to draw, train on or drop; the caller changes the buffer."""
 
     buffer: RolloutBuffer
     config: RolloutConfig
     replay: ReplayConfig
     plan: BatchPlan
     _young: set[int] = field(default_factory=set)
-    """Scored groups that are young enough at ``_young_version``."""
+    """Ids of scored groups that are young enough at ``_young_version``."""
     _young_version: int = -1
 
     @property
     def needs_scores(self) -> bool:
-        """Whether it decides by scores, not only by which responses are complete."""
+        """Whether decisions depend on scores, not only on which responses are complete."""
         return self.config.dynamic_sampling.enabled or self._has_limit
 
     @property
@@ -376,16 +377,16 @@ class Selection:
     def ready(self) -> list[PendingGroup]:
         """Return the groups that may be trained on, oldest first."""
         if self.needs_scores:
-            # For ages too: a group that is not scored may still turn out to be too old.
+            # Also for a limit of age: a group that is not scored may still turn out to be too old.
             return [g for g in self.buffer if g.is_scored and not self.is_useless(g)]
         return [group for group in self.buffer if group.is_finished]
 
     def stale_samples(
         self, version: int, *, unfinished: bool
     ) -> list[tuple[PendingGroup, list[PendingSample]]]:
-        """Return groups with responses that are too old at ``version``, and these responses.
+        """Return groups with responses that are too old at ``version``, and those responses.
 
-        With ``unfinished`` also unfinished groups, of which nothing may be in flight.
+        With ``unfinished``, which requires that nothing is in flight, also unfinished groups.
         """
         if not self._has_limit:
             return []
@@ -403,12 +404,12 @@ class Selection:
         return stale
 
     def left_over(self, taken: Sequence[PendingGroup]) -> LeftOver:
-        """Decide what becomes of the groups in the buffer that a batch does not take."""
+        """Return the groups in the buffer that a batch does not take, and which of them to drop."""
         taken_ids = {group.group_id for group in taken}
         return [(g, self._reason_to_drop(g)) for g in self.buffer if g.group_id not in taken_ids]
 
     def _is_round_open(self) -> bool:
-        """Whether this round may still give a response tokens, or a group its deciding score."""
+        """Whether a response still gets tokens in this round, or a finished group needs scores."""
         if self.config.partial_tokens is None:
             return False
         return any(
@@ -429,7 +430,7 @@ class Selection:
         return None
 
     def replayed(self, step: int, version: int) -> list[PendingGroup]:
-        """Pick groups of earlier batches for the batch of ``step``; the seed decides which."""
+        """Draw groups of earlier batches for the batch of ``step``, by the seed."""
         if not self.replay.batches:
             return []
         limit = self.replay.max_age
@@ -441,13 +442,13 @@ class Selection:
         candidates = [group for batch in self.buffer.earlier for group in batch if is_young(group)]
         max_groups = math.floor(round(self.replay.share * self.config.groups_per_step, 9))
         count = min(max_groups, len(candidates))
-        # The 1 separates these random numbers from others of the same seed and step.
+        # The 1 makes this random stream differ from others with the same seed and step.
         generator = np.random.default_rng([self.plan.seed, 1, step])
         picked = generator.choice(len(candidates), size=count, replace=False)
         return [candidates[index] for index in sorted(picked.tolist())]
 
     def is_useless(self, group: PendingGroup) -> bool:
-        """Whether dynamic sampling leaves a group out: every advantage would be 0."""
+        """Whether dynamic sampling excludes a group: every advantage would be 0."""
         if not (self.config.dynamic_sampling.enabled and group.is_scored):
             return False
         return len({pending.sample.reward for pending in group.samples}) == 1
@@ -463,7 +464,7 @@ class Selection:
 def merge(
     new: Sequence[PendingGroup], replayed: Sequence[PendingGroup]
 ) -> tuple[PendingGroup, ...]:
-    """Spread replayed groups evenly among new ones, so that every update has its part of both."""
+    """Spread replayed groups evenly among new ones, so that every update gets both."""
     total = len(new) + len(replayed)
     keyed = [((i + 0.5) * total / len(new), group) for i, group in enumerate(new)]
     keyed += [((i + 0.5) * total / len(replayed), group) for i, group in enumerate(replayed)]

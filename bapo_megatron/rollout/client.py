@@ -38,14 +38,14 @@ _POLL_S = 0.5
 _RECEIVE_BYTES = 1 << 20
 _CLOSE_GRACE_S = 5.0
 _MIN_RELEASED_BYTES = 10**8
-"""Less than the weights and the cache of any model that is worth a GPU."""
+"""Less than weights and cache of any model that needs a GPU."""
 
 
 class CollectorClient:
     """Starts, calls and ends the collector: a ``RolloutSource`` on real servers.
 
-    Its calls raise ``RolloutError`` with the line that the collector has sent, or, if it has died,
-    with the end of its log.
+    Its calls raise ``RolloutError`` with the line that the collector sent or, if it died, with the
+    end of its log.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class CollectorClient:
     ) -> None:
         """Prepare; nothing is started.
 
-        With ``awaits_weights`` the run's servers read no weights: a trainer syncs some first.
-        Without ``for_training`` only evaluations are made. ``stopped`` returns an error once the
-        run is to stop: the start raises it, and ``collect`` and ``evaluate`` end at once.
+        With ``awaits_weights`` the run's servers read no weights: a weight sync comes first.
+        Without ``for_training`` only evaluations run. ``stopped`` returns an error once the run is
+        to stop: startup raises it, and ``collect`` and ``evaluate`` end at once.
         """
         self._config = config
         self._request = messages.Open(
@@ -75,11 +75,11 @@ class CollectorClient:
         self._socket: socket.socket | None = None
         self._poll = select.poll()  # not select(): a trainer may have more than 1024 open files
         self._lines: deque[bytes] = deque()
-        self._begun_line = b""
+        self._partial_line = b""
         self._call_numbers = itertools.count(1)
         self._opening: Callable[[], None] | None = None
         self._is_connected = False
-        # Nobody knows what weights servers hold that others have started.
+        # The weights of external servers are unknown.
         self._lacks_weights = awaits_weights or not config.rollout.starts_servers
 
     def launch(self) -> None:
@@ -138,14 +138,14 @@ class CollectorClient:
         if (released := free_after - free_before) < _MIN_RELEASED_BYTES:
             raise RolloutError(
                 "rollout.colocated: after the servers released their memory, the free memory of "
-                f"rank 0's GPU grew by only {released / 1e9:.2f} GB: torch_memory_saver is not at "
-                "work in them (its library needs libcudart, on LD_LIBRARY_PATH), or others took "
-                f"it; see {self._log_path.parent}, or set rollout.colocated=false"
+                f"rank 0's GPU grew by only {released / 1e9:.2f} GB: torch_memory_saver is not "
+                "active in them (its library needs libcudart, on LD_LIBRARY_PATH), or another "
+                f"process took it; see {self._log_path.parent}, or set rollout.colocated=false"
             )
 
     @property
     def weights(self) -> Caller:
-        """This client: it is a ``Caller``, once ``wait_ready`` has returned."""
+        """This client, a ``Caller``, once ``wait_ready`` has returned."""
         return self
 
     def start[RequestT, ResponseT](
@@ -172,7 +172,7 @@ class CollectorClient:
             self.sync_weights(self._config.model.path, START_VERSION)
 
     def evaluate(self, step: int, *, resume: bool = False) -> list[EvalResult] | None:
-        """See ``RolloutSource``; samples are kept in ``<run_dir>/eval``, under the step."""
+        """See ``RolloutSource``; samples are kept in ``<run_dir>/eval``, named by step."""
         self.ensure_weights()
         return self._call(messages.EVALUATE, self._evaluation_of(step, resume=resume))
 
@@ -242,7 +242,7 @@ class CollectorClient:
         """Handle messages until call ``number`` is answered."""
         is_interrupted = False
         while True:
-            while not self._lines:  # in between, a signal that another thread got is handled
+            while not self._lines:  # between polls, Python handles signals that another thread got
                 is_interrupted = is_interrupted or self._interrupts(call)
                 if self._poll.poll(_POLL_S * 1000):
                     self._receive()
@@ -257,7 +257,7 @@ class CollectorClient:
                     return result
 
     def _interrupts(self, call: Call[Any, Any]) -> bool:
-        """End a long call if the run is to stop; return whether it is."""
+        """Interrupt a long call if the run is to stop; return whether it is to stop."""
         if (error := self._stopped()) is None:
             return False
         if call in (messages.OPEN, messages.CONNECT):
@@ -273,7 +273,7 @@ class CollectorClient:
             chunk = self._socket.recv(_RECEIVE_BYTES)
         if not chunk:
             raise self._collector_died()
-        *lines, self._begun_line = (self._begun_line + chunk).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
         self._lines.extend(lines)
 
     def _collector_died(self) -> RolloutError:
@@ -290,21 +290,21 @@ class CollectorClient:
 
 @dataclass(frozen=True)
 class ReplaySource:
-    """A ``RolloutSource`` without servers: reads the dumps of an earlier run."""
+    """A ``RolloutSource`` without servers, which reads the dumps of an earlier run."""
 
     directory: Path
     """Its ``<run_dir>/rollouts``."""
 
     @property
     def weights(self) -> None:
-        """None: there is no server to send them to."""
+        """None: there are no servers."""
         return None
 
     def wait_ready(self) -> None:
-        """Nothing was started."""
+        """Return at once."""
 
     def release_memory(self) -> None:
-        """Nothing holds any."""
+        """Do nothing: there are no servers."""
 
     def collect(self, step: int) -> EncodedBatch:
         """Read the dump of ``step``; a ``RolloutError`` if there is none."""
@@ -319,18 +319,18 @@ class ReplaySource:
         return read_encoded(path)
 
     def begin_evaluation(self, step: int) -> None:
-        """Nothing: there is no server."""
+        """Do nothing: there are no servers."""
 
     def evaluate(self, step: int, *, resume: bool = False) -> list[EvalResult]:
-        """Return nothing: there is no server."""
+        """Return no results: there are no servers."""
         return []
 
     def save(self, path: Path) -> Callable[[], None]:
-        """Write nothing: the trainer asks for each step by its number."""
+        """Write nothing: the step number alone selects a dump."""
         return lambda: None
 
     def restore(self, path: Path) -> None:
-        """Nothing to restore, whatever kind of run wrote the checkpoint."""
+        """Do nothing, whatever kind of run wrote the checkpoint."""
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing."""

@@ -5,7 +5,7 @@ requests never share an interpreter lock with a trainer rank. ``client.Collector
 and calls it over the socket FD (``messages``, ``weight_sync.receive``; on the wire:
 ``runtime.calls``). It ends when the socket closes.
 
-In a weight sync it only says when: ``WeightReceiver`` answers the calls of the trainer, pauses and
+It only coordinates a weight sync: ``WeightReceiver`` answers the trainer's calls, pauses and
 resumes ``BatchCollector`` (or ``ColocatedServers`` around it), and updates ``EnginePool.states``.
 """
 
@@ -64,11 +64,11 @@ from bapo_megatron.weight_sync.receive import WeightReceiver
 _LOG = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 20
 _MAX_SYNCS = 5
-"""Weight syncs in a row because servers lost the weights, without a result in between."""
+"""Weight syncs in a row, without a response in between, because all servers lost the weights."""
 
 
 class Collector:
-    """Answers the calls of one client, each by the method of its name.
+    """Answers the calls of one client, each by the method of that name.
 
     Rollout and reward errors, ``ValueError`` and ``OSError`` reach the client as one line.
     """
@@ -76,7 +76,7 @@ class Collector:
     def __init__(self, send: Callable[[calls.Reply], None]) -> None:
         self._send = send
         self.answers = calls.Answers()
-        """The calls that can be answered; those of a weight sync only after ``connect``."""
+        """Calls and their methods; those of a weight sync are added by ``connect``."""
         self.answers.bind(messages.OPEN, self.open)
         self.answers.bind(messages.CONNECT, self.connect)
         self.answers.bind(messages.COLLECT, self.collect)
@@ -89,20 +89,20 @@ class Collector:
         self._stack = contextlib.AsyncExitStack()
         self._config: RunConfig
         self._has_weights: bool
-        """Whether engines start with the weights in ``model.path``."""
+        """Whether engines start with the weights of ``model.path``."""
         self._backend: Backend
         self._supervisor: ServerSupervisor | None = None
         self._colocated: ColocatedServers | None = None
         self._pool: EnginePool
         self._probe_prompts: tuple[Prompt, ...] = ()
         self._batches: BatchCollector
-        """Idle where only evaluations are made."""
+        """Idle if only evaluations run."""
         self._evaluator: Evaluator
-        self._beside: asyncio.Task[list[EvalResult] | None] | None = None
+        self._evaluation: asyncio.Task[list[EvalResult] | None] | None = None
         """The evaluation that runs beside the rollout."""
         self._wire_dir: Path
         self._writing: asyncio.Task[None] | None = None
-        """Writes the newest saved state."""
+        """Writes the newest state."""
         self._num_syncs = 0
         self._num_ended = -1
 
@@ -114,7 +114,7 @@ class Collector:
             cause = first_cause(error)
             if not isinstance(cause, RolloutError | RewardError | ValueError | OSError):
                 raise
-            # Into the log only, the client gets the line. Logging survives a full disk.
+            # The traceback goes to the log, one line to the client. Logging survives a full disk.
             _LOG.info("call '%s' failed", request.call, exc_info=True)
             text = str(cause) or f"{type(cause).__name__}; the end of collector.log says where"
             if isinstance(cause, OSError) and cause.strerror:
@@ -125,18 +125,18 @@ class Collector:
             return calls.Failure(request.id, text)
 
     def interrupt(self) -> None:
-        """End ``collect`` and ``evaluate`` at once, the running call and later ones."""
+        """End ``collect`` and ``evaluate`` at once, current and later calls."""
         self._evaluator.is_interrupted = self._batches.is_interrupted = True
 
     async def close(self) -> None:
-        """End graders and servers, close connections, remove temporary files."""
+        """Stop graders and servers, close connections, remove temporary files."""
         await self._stack.aclose()
 
     async def open(self, request: messages.Open) -> None:
         """Answer ``messages.OPEN``."""
         self._config = run = request.config
-        # First, so that a reward function or an environment that cannot be loaded is reported
-        # before any server is started.
+        # First, so that a broken reward function or environment is reported before any server
+        # starts.
         rewards = eval_rewards = await self._start_rewards(eval_reward(run.reward, run.eval))
         if request.for_training and run.eval.functions is not None:
             rewards = await self._start_rewards(run.reward)
@@ -147,7 +147,7 @@ class Collector:
         self._stack.push_async_callback(environment.close)
         await environment.open()
         self._has_weights = run.rollout.starts_servers and not request.awaits_weights
-        self._start_servers(request)  # early, because they take longest
+        self._start_servers(request)  # early, because servers take longest
         wire_dir = PrivateDirectory()
         self._stack.callback(wire_dir.close)
         self._wire_dir = wire_dir.path
@@ -172,7 +172,7 @@ class Collector:
         for overlap in find_overlaps(train_sets, [(s.name, s.prompts) for s in sets]):
             _LOG.warning("%s", overlap.warning())
         self._evaluator = Evaluator(
-            Interaction(environment, renderer, episodes),  # another one: each counts its errors
+            Interaction(environment, renderer, episodes),  # not shared: each counts its errors
             Grader(renderer, eval_rewards),
             await self._stack.enter_async_context(votes_pool(run.reward)),
             sets,
@@ -234,7 +234,7 @@ class Collector:
 
     async def collect(self, step: int) -> Path | None:
         """Answer ``messages.COLLECT``."""
-        gc.collect()  # of the last batch: see ``collect_garbage_rarely``
+        gc.collect()  # see ``collect_garbage_rarely``
         if await self._batches.collect(step, self._hand_over) is None:
             self._count_sync()
             return None
@@ -248,33 +248,33 @@ class Collector:
     async def begin_evaluation(self, request: messages.Evaluate) -> None:
         """Answer ``messages.BEGIN_EVALUATION``."""
         self._evaluator.runs_beside = True
-        self._beside = asyncio.create_task(self._evaluator.evaluate(self._pool, request))
+        self._evaluation = asyncio.create_task(self._evaluator.evaluate(self._pool, request))
 
     async def evaluate(self, request: messages.Evaluate) -> list[EvalResult] | None:
         """Answer ``messages.EVALUATE``."""
         await self._batches.wait_for_ahead()
         await self._finish_evaluation()
-        beside, self._beside = self._beside, None
-        results = await (beside or self._evaluator.evaluate(self._pool, request))
+        overlapping, self._evaluation = self._evaluation, None
+        results = await (overlapping or self._evaluator.evaluate(self._pool, request))
         if results is None:
             self._count_sync()
         return results
 
     async def _finish_evaluation(self) -> None:
-        """Wait for what runs beside the rollout; from now on nobody syncs weights for it."""
+        """Wait for the evaluation beside the rollout, for which nobody syncs weights any more."""
         self._evaluator.runs_beside = False
-        if self._beside is not None:
-            await asyncio.wait([self._beside])
+        if self._evaluation is not None:
+            await asyncio.wait([self._evaluation])
 
     async def _cancel_evaluation(self) -> None:
-        if self._beside is not None:
-            self._beside.cancel()
-            await asyncio.gather(self._beside, return_exceptions=True)
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+            await asyncio.gather(self._evaluation, return_exceptions=True)
 
     async def save(self, path: Path) -> None:
-        """Answer ``messages.SAVE``; a thread writes, so that generation continues."""
+        """Answer ``messages.SAVE``; write in a thread, so that generation continues."""
         await self._batches.wait_for_ahead()
-        if self._writing is not None:  # for a checkpoint that failed
+        if self._writing is not None:  # the previous checkpoint failed
             await asyncio.wait([self._writing])
         writing = asyncio.to_thread(write_saved, path, self._batches.state())
         self._writing = asyncio.create_task(writing)
@@ -293,7 +293,7 @@ class Collector:
         self._batches.restore(await asyncio.to_thread(read_saved, path))
 
     def _count_sync(self) -> None:
-        """Count that no server holds the weights: a prompt may crash them again and again."""
+        """Count losses of the weights on all servers; raise if a prompt seems to crash them."""
         if self._evaluator.is_interrupted:
             return
         if self._pool.num_ended != self._num_ended:
@@ -308,16 +308,16 @@ class Collector:
         self._num_syncs += 1
 
     async def _hand_over(self, batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
-        """Write a batch where the trainer finds it, in a thread; free memory for training."""
+        """Write a batch for the trainer, in a thread; release GPU memory for training."""
         path, rollout = self._batch_path(batch.step), self._config.rollout
-        if rollout.dump:  # first, so that a dump that is there has its texts
+        if rollout.dump:  # first, so that every dump has its texts
             await asyncio.to_thread(write_texts, path, batch.step, texts)
         await asyncio.to_thread(write_batch, path, batch)
         if rollout.keep_dumps:
             with contextlib.suppress(OSError):  # the next step tries again
                 await asyncio.to_thread(remove_dumps, path.parent, batch.step - rollout.keep_dumps)
         if self._colocated is not None:
-            await self._finish_evaluation()  # its servers go away
+            await self._finish_evaluation()  # needs the servers
             await self._colocated.release()
 
     def _batch_path(self, step: int) -> Path:
@@ -329,7 +329,7 @@ class Collector:
 
 
 def remove_dumps(directory: Path, last_step: int) -> None:
-    """Remove the dumps of the steps up to ``last_step``, each before its texts."""
+    """Remove the dumps of steps up to ``last_step``, each before its texts."""
     for folder in (directory, directory / "texts"):
         for path in folder.glob("step_*.parquet"):
             step = path.stem.removeprefix("step_")
@@ -338,7 +338,7 @@ def remove_dumps(directory: Path, last_step: int) -> None:
 
 
 class _WarningsToClient(logging.Handler):
-    """Shows warnings where the user looks, not only in the collector's log."""
+    """Sends warnings to the client, whose output the user sees."""
 
     def __init__(self, send: Callable[[calls.Reply], None]) -> None:
         super().__init__(logging.WARNING)
@@ -349,7 +349,7 @@ class _WarningsToClient(logging.Handler):
 
 
 async def serve(connection: socket.socket) -> None:
-    """Answer calls, one after the other, until the client is gone."""
+    """Answer calls, one at a time, until the client is gone."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_MESSAGE_BYTES)
     send = functools.partial(_send, writer)
     logging.getLogger().addHandler(_WarningsToClient(send))
@@ -368,7 +368,7 @@ async def serve(connection: socket.socket) -> None:
     async def answer_requests() -> None:
         while True:
             send(await collector.answer(await requests.get()))
-            with contextlib.suppress(ConnectionError):  # the client is gone: the other task ends
+            with contextlib.suppress(ConnectionError):  # the client is gone
                 await writer.drain()
 
     try:
@@ -397,7 +397,7 @@ def collect_garbage_rarely() -> None:
 def main(file_descriptor: int) -> None:
     """Run the collector on an open socket."""
     write_stacks_on_signal()
-    # Processes that a killed owner had forked may still hold the socket.
+    # A signal, because forks of a killed owner may still hold the socket open.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     end_with_parent(signal.SIGINT)
     if os.getppid() != int(os.environ[OWNER_PID_VARIABLE]):
@@ -406,7 +406,7 @@ def main(file_descriptor: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     collect_garbage_rarely()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # to all of a Slurm step: the owner decides
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # sent to a whole Slurm step
         signal.signal(number, lambda *_: None)
     with exits_noticed(_LOG.error):
         asyncio.run(serve(socket.socket(fileno=file_descriptor)))

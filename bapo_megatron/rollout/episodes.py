@@ -1,16 +1,16 @@
-"""Plays episodes of training and evaluation: each is sampled until it ends, then scored.
+"""Runs the episodes of training and evaluation: each is sampled until it ends, then scored.
 
     begin → the policy's turn → the environment's answer → … → the end → a score
 
 ``Interaction`` begins episodes and answers turns, ``Grader`` scores, ``Episodes`` runs one task per
 sample. A task lives as long as requests may be in flight: with ``rollout.async_steps`` beyond the
-step that started it. What has been received is in the sample at once, so a task may be ended at any
-moment and begun again where it stopped.
+step that started it. Received tokens are in the sample at once, so a task can be cancelled at any
+time, and a new one continues where it stopped.
 
-With an ``engine.base.Stepper`` all decisions of a run are taken between two bursts of decode steps,
-when everything has *settled*: every request waits inside the engine, and, where decisions depend on
-scores, none is outstanding. Such a state depends neither on the clock nor on the order in which
-graders answered, so two runs with one seed decide the same (docs/rollout.md).
+With an ``engine.base.Stepper``, decisions are made only between bursts of decode steps, once
+everything has *settled*: every request waits inside the engine and, if decisions depend on scores,
+no score is outstanding. Such a state depends neither on the clock nor on the order in which graders
+answer, so two runs with one seed decide alike (docs/rollout.md).
 """
 
 import asyncio
@@ -34,11 +34,11 @@ from bapo_megatron.types import FinishReason, Sample
 
 BURST = 16
 """Decode steps between two decisions. Responses that end within a burst are graded and replaced
-after it: more steps leave places empty, fewer let the engine wait for graders more often. What a
-run samples depends on it, so it is no setting."""
+after it: with more steps, rows stay empty; with fewer, the engine waits for graders more often.
+Not a setting, because a run's samples depend on it."""
 _MAX_LOOP_TURNS = 8
-"""Turns of the event loop; a new task is inside the engine after the first, and so is one whose
-environment has answered."""
+"""Iterations of the event loop; one suffices for a new task, or one whose environment answered, to
+reach the engine."""
 _MAX_WAIT_S = 0.5
 _LOG = logging.getLogger(__name__)
 
@@ -54,9 +54,9 @@ class Interaction:
     """Episodes that ended because the environment failed, by kind."""
 
     async def respond(self, pending: PendingSample, sampling: SamplingSettings) -> None:
-        """Begin an episode, or answer the turn that has ended; the sample changes only then.
+        """Begin an episode, or answer the turn that has ended; change the sample only at the end.
 
-        ``sampling`` is that of the whole response: its limit includes what the environment writes.
+        ``sampling`` is for the whole response: its limit includes the environment's tokens.
 
         Raises:
             EnvironmentFailedError: The environment failed, with ``on_error: raise``.
@@ -113,7 +113,7 @@ class Interaction:
             pending.write(token_ids)
 
     def _token_ids(self, step: Step, pending: PendingSample) -> Sequence[int]:
-        """Return the tokens that the environment writes; all are the tokenizer's."""
+        """Return the environment's tokens; check that they are in the vocabulary."""
         try:
             if step.messages:
                 return self.renderer.continuation(step.messages)
@@ -132,12 +132,12 @@ class Interaction:
 
 @dataclass(eq=False)
 class Grader:
-    """Decodes responses and has them scored; the caller starts and closes ``rewards``."""
+    """Decodes and scores responses; the caller starts and closes ``rewards``."""
 
     renderer: ChatRenderer
     rewards: Rewards
     shaping: Shaping | None = None
-    """What is added to the rewards in training; None in evaluations."""
+    """Added to rewards in training; None in evaluations."""
     sees_groups: bool = field(default=False, kw_only=True)
     """Whether rewards depend on the whole group."""
     num_timeouts: int = 0
@@ -146,9 +146,9 @@ class Grader:
     """Samples scored 0 because a reward function failed."""
 
     async def score(self, pending: PendingSample, group: PendingGroup) -> None:
-        """Fill in texts and reward of a finished sample, unless it was restarted meanwhile.
+        """Set texts and reward of a finished sample, unless it was restarted meanwhile.
 
-        With ``sees_groups``, those of the whole ``group`` once its last sample is graded.
+        With ``sees_groups``, of the whole ``group`` once its last sample is graded.
 
         Raises:
             RewardError: A reward function failed.
@@ -178,7 +178,7 @@ class Grader:
             await self._reward(members)
 
     async def _reward(self, members: Sequence[PendingSample]) -> None:
-        """Give graded samples their rewards, all at once, unless one is restarted meanwhile."""
+        """Set the rewards of graded samples together, unless one is restarted meanwhile."""
         samples = [member.sample for member in members]
         graded = [member.graded for member in members if member.graded is not None]
         responses = [response for response, _ in graded]
@@ -205,7 +205,7 @@ class Grader:
 
 
 def _storable(text: str) -> str:
-    """Replace half a surrogate pair, which no file can hold, by ``?``."""
+    """Replace lone surrogates, which no file can hold, by ``?``."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -213,7 +213,7 @@ def _storable(text: str) -> str:
 class Episodes:
     """The tasks of samples in progress, and their counters.
 
-    ``raise_failure`` and what waits for news raise a task's failure, once.
+    ``raise_failure`` and the methods that wait raise the failure of a task, once.
     """
 
     pool: EnginePool
@@ -222,25 +222,25 @@ class Episodes:
     plan: Callable[[PendingSample], GenerateRequest]
     """The request for a sample's whole response."""
     on_score: Callable[[PendingSample], Awaitable[None]] | None = None
-    """Called with each sample as soon as it is scored."""
+    """Awaited with each sample once it is scored."""
     awaits_scores: bool = False
-    """Whether every burst of decode steps waits until all scores are there."""
+    """Whether every burst of decode steps waits for all scores."""
     is_running: bool = False
     """Whether requests may be in flight."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a turn was answered, a sample finished or was scored, and after a failure."""
+    """Set when a turn is answered, a sample is finished or scored, or a task fails."""
     generated_tokens: int = 0
     resumed_samples: int = 0
-    """Requests so far that continued a turn."""
+    """Requests so far that resumed a turn."""
     _tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
     _sampling: dict[asyncio.Task[None], PendingSample] = field(default_factory=dict)
-    """Tasks in which the policy has the turn."""
+    """Tasks whose policy has the turn."""
     _asking: set[asyncio.Task[None]] = field(default_factory=set)
     """Tasks that wait for their environment."""
     _failure: BaseException | None = None
 
     def advance(self, groups: Iterable[PendingGroup]) -> None:
-        """Work on every sample that has no score yet; what is in progress continues."""
+        """Start a task for every sample that needs one; running tasks continue."""
         if not self.is_running:
             self.pool.reopen()
             self.is_running = True
@@ -250,13 +250,13 @@ class Episodes:
                 is_idle = pending.is_scored or pending.graded is not None or pending.is_resting
                 if is_idle or (key in self._tasks and not self._tasks[key].done()):
                     continue
-                self._tasks[key] = task = asyncio.create_task(self._play(pending, group))
+                self._tasks[key] = task = asyncio.create_task(self._run_episode(pending, group))
                 if not pending.is_finished:
                     self._sampling[task] = pending
                 task.add_done_callback(functools.partial(self._end, key))
 
     async def stop(self) -> None:
-        """Abort every request; samples keep what came. Environments and graders continue."""
+        """Abort every request; samples keep their tokens. Environments and graders continue."""
         if not self.is_running:
             return
         self.is_running = False
@@ -265,25 +265,25 @@ class Episodes:
             await asyncio.sleep(0)  # their requests have ended
 
     def cancel(self, pending: PendingSample) -> None:
-        """End the work on a sample that is dropped or restarted."""
+        """Cancel the task of a sample that is dropped or restarted."""
         task = self._tasks.pop((pending.sample.group_id, pending.sample.index), None)
         if task is not None:
             task.cancel()
 
     def raise_failure(self) -> None:
-        """Raise the error of the first task that failed, if any did."""
+        """Raise the error of the first task that failed, if any."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
     async def wait_for_change(self) -> None:
-        """Drive a burst, or wait for news, at most for a moment."""
+        """Drive a burst, or wait for news for at most ``_MAX_WAIT_S``."""
         if not await self.drive(BURST):
             await self._wait_for_news()
             self.raise_failure()
 
     async def drive(self, max_steps: int) -> int:
-        """Settle, make at most ``max_steps`` decode steps, settle again; return the steps made."""
+        """Settle, take at most ``max_steps`` decode steps, settle again; return how many."""
         stepper = self.pool.stepper
         if stepper is None or not await self.settle(scored=self.awaits_scores):
             return 0
@@ -294,7 +294,7 @@ class Episodes:
     async def settle(self, *, scored: bool = True) -> bool:
         """Wait until nothing changes before the next decode step; with ``scored``, for every score.
 
-        Returns False where no engine holds the weights. Does nothing without a stepper.
+        Returns False if no engine holds the weights. Without a stepper, does nothing.
         """
         while self.pool.stepper is not None:
             for _ in range(_MAX_LOOP_TURNS):
@@ -307,17 +307,17 @@ class Episodes:
         return True
 
     async def close(self) -> None:
-        """End every task."""
+        """Cancel every task."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _is_settled(self, scored: bool) -> bool:
-        """Whether every task that samples waits inside the engine for the next tokens.
+        """Whether every sampling task waits inside the engine for its next tokens.
 
-        No task is on its way there or about to end, and none waits for its environment; with
-        ``scored``, none is grading either.
+        None is on its way there, about to end or waiting for its environment; with ``scored``, none
+        is grading either.
         """
         self.raise_failure()
         if self._asking or len(self._sampling) != self.pool.num_in_flight:
@@ -343,29 +343,29 @@ class Episodes:
             self._failure = self._failure or error
         self.news.set()
 
-    async def _play(self, pending: PendingSample, group: PendingGroup) -> None:
-        """Take turns until the episode ends, rests or is aborted; score it once it has ended."""
+    async def _run_episode(self, pending: PendingSample, group: PendingGroup) -> None:
+        """Run turns until the episode ends, rests or is aborted; score it if it has ended."""
         task, request, had_ended = asyncio.current_task(), self.plan(pending), pending.is_finished
         assert task is not None
         while not pending.is_finished:
             if pending.awaits_answer or not pending.has_begun:
-                await self._ask(task, pending, request.sampling)
+                await self._ask_environment(task, pending, request.sampling)
             else:
                 goes_on = self.is_running and not pending.is_resting
                 if not (goes_on and await self._sample(pending, request)):
                     return
         if not had_ended:
-            self._sampling.pop(task, None)  # ``stop`` does not wait for its score
+            self._sampling.pop(task, None)  # ``stop`` does not wait for the score
             self.news.set()
         await self.grader.score(pending, group)
         if self.on_score is not None:
             await self.on_score(pending)
 
-    async def _ask(
+    async def _ask_environment(
         self, task: asyncio.Task[None], pending: PendingSample, sampling: SamplingSettings
     ) -> None:
-        """Let the environment begin the episode, or answer a turn."""
-        self._sampling.pop(task, None)  # ``stop`` does not wait for its environment
+        """Have the environment begin the episode, or answer a turn."""
+        self._sampling.pop(task, None)  # ``stop`` does not wait for the environment
         self._asking.add(task)
         try:
             await self.interaction.respond(pending, sampling)

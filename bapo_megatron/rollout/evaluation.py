@@ -1,4 +1,4 @@
-"""Evaluations, also beside a rollout (``eval.overlap``): each sample is made once and kept."""
+"""Evaluations, also beside a rollout (``eval.overlap``); finished samples are kept at once."""
 
 import contextlib
 import time
@@ -34,20 +34,19 @@ class Evaluator:
     is_interrupted: bool = False
     """End at once, as if no server held the weights; finished samples are kept."""
     runs_beside: bool = False
-    """Beside a rollout: it shows no progress, and waits where no server holds the weights, because
-    the rollout asks for them."""
+    """Beside a rollout: show no progress, and leave it to the rollout to ask for lost weights."""
     _begun: str | None = None
-    """The moment whose files this process has begun."""
+    """``Evaluate.moment`` of an unfinished evaluation that this process began."""
 
     async def evaluate(self, pool: EnginePool, request: Evaluate) -> list[EvalResult] | None:
-        """Score every set with the weights that the servers hold; None where none does any more.
+        """Score every set with the weights that the servers hold; None once none holds them.
 
         The sets are sampled together, so that no server waits for the longest responses of one. A
-        second call for the same moment continues where the first one failed.
+        second call for the same ``moment`` continues where the first one failed.
 
         Raises:
             RolloutError: Servers or an environment failed.
-            ResultsError: The files hold samples of something else.
+            ResultsError: The files hold samples of other weights or settings.
             RewardError: Grading failed, or comparing answers (then inside an exception group).
             OSError: The results cannot be written.
         """
@@ -85,22 +84,22 @@ class Evaluator:
         return results
 
     async def _sample(self, pool: EnginePool, journals: Sequence[SampleJournal]) -> bool:
-        """Make every sample that its journal lacks; return whether servers had the weights."""
+        """Generate all missing samples; return False once no server holds the weights."""
         version = pool.states.version
         assert version is not None, "weights come before an evaluation"
         began_s, num_before = time.monotonic(), sum(len(journal.samples) for journal in journals)
         started_s = began_s - max((journal.elapsed_s for journal in journals), default=0.0)
-        waiting, places = self._missing(journals)
+        waiting, owners = self._missing(journals)
         total = num_before + sum(len(group.samples) for group in waiting)
 
         async def keep(pending: PendingSample) -> None:
-            _, journal = places[pending.sample.group_id]
+            _, journal = owners[pending.sample.group_id]
             spans = pending.sample.versions
             assert all(span.version == version for span in spans), f"{spans} are not of {version}"
             journal.append(_eval_sample(pending, version, time.monotonic() - started_s))
 
         def plan(pending: PendingSample) -> GenerateRequest:
-            return self._request_of(pending, places[pending.sample.group_id][0])
+            return self._request_of(pending, owners[pending.sample.group_id][0])
 
         episodes = Episodes(pool, self.interaction, self.grader, plan, on_score=keep)
 
@@ -112,18 +111,18 @@ class Evaluator:
             if not self.runs_beside:
                 self.report(f"evaluation: {num_done()}/{total} samples{rate}")
 
-        # While some are graded or answered, others are sampled.
-        max_underway = 2 * (self.config.rollout.max_connections or total)
-        if pool.stepper is not None:  # gets all: what it samples next must not depend on graders
-            max_underway = total
+        # Keep sampling while others wait for graders or environments.
+        max_in_progress = 2 * (self.config.rollout.max_connections or total)
+        if pool.stepper is not None:  # its next step must not depend on graders
+            max_in_progress = total
         num_begun = num_before
         try:
             with reporting(report):
                 while num_done() < total:
-                    lacks_weights = pool.states.needs_weights and not self.runs_beside
-                    if lacks_weights or self.is_interrupted:
+                    needs_weights = pool.states.needs_weights and not self.runs_beside
+                    if needs_weights or self.is_interrupted:
                         return False
-                    while waiting and num_begun - num_done() < max_underway:
+                    while waiting and num_begun - num_done() < max_in_progress:
                         num_begun += len(waiting[0].samples)
                         episodes.advance([waiting.popleft()])
                     await episodes.wait_for_change()
@@ -134,13 +133,13 @@ class Evaluator:
     def _missing(
         self, journals: Sequence[SampleJournal]
     ) -> tuple[deque[PendingGroup], dict[int, tuple[EvalSet, SampleJournal]]]:
-        """Return the missing samples in the order of sets and prompts, and each group's journal."""
+        """Return the missing samples by set and prompt, and the set and journal of each group."""
         groups: deque[PendingGroup] = deque()
-        places: dict[int, tuple[EvalSet, SampleJournal]] = {}
+        owners: dict[int, tuple[EvalSet, SampleJournal]] = {}
         for eval_set, journal in zip(self.sets, journals, strict=True):
             for prompt in eval_set.prompts:
                 # Negative: see ``EnginePool.generate``.
-                group_id = -1 - len(places)
+                group_id = -1 - len(owners)
                 group = PendingGroup.start(group_id, prompt, eval_set.sampling.samples_per_prompt)
                 group.samples = [
                     pending
@@ -148,8 +147,8 @@ class Evaluator:
                     if (prompt.prompt_id, pending.sample.index) not in journal.samples
                 ]
                 groups.append(group)
-                places[group_id] = eval_set, journal
-        return groups, places
+                owners[group_id] = eval_set, journal
+        return groups, owners
 
     def _request_of(self, pending: PendingSample, eval_set: EvalSet) -> GenerateRequest:
         """The request for a sample's whole response."""
@@ -171,7 +170,7 @@ class Evaluator:
 
 def _eval_sample(pending: PendingSample, version: int, elapsed_s: float) -> EvalSample:
     sample, prompt = pending.sample, pending.prompt
-    assert pending.graded is not None, "it was scored"
+    assert pending.graded is not None, "only scored samples are kept"
     response, score = pending.graded
     return EvalSample(
         prompt_id=prompt.prompt_id,
@@ -198,5 +197,5 @@ def samples_file(run_dir: Path, moment: str, set_name: str) -> Path:
 
 
 def results_file(run_dir: Path, moment: str) -> Path:
-    """Return where the scores of all sets are: ``eval/step_000020.json``, or ``eval.json``."""
+    """Return the file with the scores of all sets: ``eval/step_000020.json``, or ``eval.json``."""
     return run_dir / "eval" / f"{moment}.json" if moment else run_dir / "eval.json"

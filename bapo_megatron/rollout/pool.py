@@ -1,4 +1,4 @@
-"""All engines of a run as one: admits requests, continues those of lost engines elsewhere."""
+"""All engines of a run as one: admits requests, and moves those of lost engines to others."""
 
 import asyncio
 import contextlib
@@ -22,9 +22,9 @@ from bapo_megatron.types import FinishReason
 _ABORT_INTERVAL_S = 0.1
 _RETRY_WAIT_S = 0.25
 _MAX_BROKEN = 3
-"""Failures in a row of one response after which a server that breaks its connection is lost."""
+"""Broken connections in a row, for one response, after which the server is lost."""
 _MAX_FAILURES = 10
-"""In a row for one response, without a token in between: it breaks its servers."""
+"""Failed attempts in a row at one response, without a token, after which the run ends."""
 
 
 class EnginePool:
@@ -33,15 +33,15 @@ class EnginePool:
     def __init__(
         self, engines: Sequence[Engine], config: RolloutConfig, version: int | None
     ) -> None:
-        """Take the engines, of which one with a ``stepper`` is alone; nothing is sent."""
+        """Take the engines, a single one if it has a ``stepper``; nothing is sent."""
         self.states = EngineStates(engines, config, version)
         self.stepper = engines[0].stepper
         """Drives the engine, if it does not sample by itself."""
         assert len(engines) == 1 or all(engine.stepper is None for engine in engines)
         self.num_lost_requests = 0
-        """How often a request of a batch was continued because its engine was lost."""
+        """Requests of batches that moved on because their engine was lost."""
         self.num_retractions = 0
-        """Requests retracted by a full KV cache, of all engines that were ever in the pool."""
+        """Preemptions by a full KV cache, on all engines that were ever in the pool."""
         self.num_ended = 0
         """Requests that ended by themselves."""
         self._config = config
@@ -69,18 +69,18 @@ class EnginePool:
     ) -> bool:
         """Sample one completion, moving to another engine whenever one is lost.
 
-        ``plan`` makes the request for what is left to be sampled, at first and before each
-        continuation; None where nothing is left. ``on_part`` takes each piece as soon as it is
-        certain; the finish reason is ABORT until the last piece, and for all if ``drain`` came
-        first. Requests of one ``affinity`` share a prompt, and an engine if they can. Affinities
-        below 0 belong to an evaluation: ``drain`` interrupts its requests, which continue
-        afterwards, and those that are lost are not counted.
+        ``plan`` returns a request for the tokens that are left, at first and before each
+        continuation, or None if there are none. ``on_part`` gets each piece as soon as its version
+        is certain; all but the last have the finish reason ABORT, the last one too after ``drain``.
+        Requests with one ``affinity`` share a prompt and, if possible, an engine. A negative one
+        belongs to an evaluation, whose requests continue after ``drain`` and are not counted when
+        they are lost.
 
-        Returns whether any engine got it.
+        Returns whether the request was sent to any engine.
 
         Raises:
             RolloutError: The request is refused, no engine was usable for
-                ``rollout.health.patience_s``, or attempts at this request failed again and again.
+                ``rollout.health.patience_s``, or too many attempts at it failed in a row.
         """
         self.states.watch()
         request = plan()
@@ -108,7 +108,7 @@ class EnginePool:
         return job.was_sent
 
     async def drain(self) -> None:
-        """Abort everything; return when every ``generate`` of a batch has returned.
+        """Abort every request; return when each ``generate`` of a batch has returned.
 
         Raises:
             RolloutError: An engine refuses the call.
@@ -128,8 +128,8 @@ class EnginePool:
         finally:
             self._is_drained.set()
 
-    async def take_away(self, pooled: PooledEngine) -> None:
-        """Continue an engine's requests elsewhere with what they have; return when it has none."""
+    async def drain_engine(self, pooled: PooledEngine) -> None:
+        """Move an engine's requests, with their tokens, to others; return when it has none."""
         self.states.dismiss(pooled)
         try:
             await self._abort_while(lambda: self._admission.has_requests(pooled), pooled)
@@ -158,11 +158,11 @@ class EnginePool:
         await asyncio.gather(*(self._control(p, p.engine.resume()) for p in paused))
 
     async def _admit(self, job: "_Job") -> PooledEngine | None:
-        """Wait until an engine takes a job, and return it; none while draining.
+        """Wait until an engine admits a job, and return the engine; None while draining.
 
-        Jobs of an evaluation wait until the drain ends.
+        Jobs of an evaluation wait until the drain ends instead.
         """
-        # What lost its engine continues at once; a stepper must have all requests in its engine.
+        # A job that lost its engine continues at once; a stepper needs all requests in its engine.
         is_due, is_batch = job.was_sent or self.stepper is not None, job.affinity >= 0
 
         def is_over() -> bool:
@@ -179,7 +179,7 @@ class EnginePool:
             await self._is_drained.wait()
 
     async def _try(self, job: "_Job", pooled: PooledEngine) -> bool:
-        """Let one engine continue a job; return whether the job has ended."""
+        """Continue a job on one engine; return whether the job has ended."""
         version = self.states.version
         assert version is not None, "a usable engine has the pool's version"
         try:
@@ -190,7 +190,7 @@ class EnginePool:
                     return False
                 raise ServerError(
                     f"{pooled.address}: ended {job.request.label} after {job.num_received} tokens "
-                    "without a reason; somebody else aborts its requests, or its log says why"
+                    "without a reason; another client aborts its requests, or its log says why"
                 )
         except ServerError as error:
             await self._after_failure(job, pooled, error)
@@ -198,7 +198,7 @@ class EnginePool:
         return reason is not FinishReason.ABORT or job.affinity >= 0
 
     async def _after_failure(self, job: "_Job", pooled: PooledEngine, error: ServerError) -> None:
-        """Take the engine out, unless only the connection broke; raise after too many failures."""
+        """Mark the engine lost unless only the connection broke; raise after too many failures."""
         job.num_failures += 1
         if pooled.is_answering:
             job.num_broken = 1 + (job.num_broken if job.broken_by is pooled else 0)
@@ -216,20 +216,20 @@ class EnginePool:
             ) from error
 
     async def _still_serves(self, pooled: PooledEngine) -> bool:
-        """Whether an engine answers, with the weights that it had."""
+        """Whether an engine still answers with the same weights."""
         try:
             return await pooled.engine.version(self._config.health.timeout_s) == pooled.version
         except RolloutError:
             return False
 
     async def _abort_while(self, is_used: Callable[[], bool], pooled: PooledEngine) -> None:
-        # Repeated, because an engine forgets the abort of a request that is still on its way.
+        # Repeated, because an abort misses requests that are still on their way.
         while is_used():
             if pooled.engine.num_in_flight and not pooled.is_lost:
-                # If it does not answer, its health check gives its requests up.
+                # If it does not answer, its health check ends its requests.
                 with contextlib.suppress(ServerError):
                     await pooled.engine.abort(self._config.health.timeout_s)
-            await asyncio.sleep(0)  # enough for an engine in this process
+            await asyncio.sleep(0)  # suffices for an engine in this process
             if is_used():
                 await asyncio.sleep(_ABORT_INTERVAL_S)
 
@@ -244,28 +244,28 @@ class EnginePool:
 
 @dataclass(eq=False)
 class _Job(CompletionSink):
-    """One response: what is left to be sampled, and how its engines have served it."""
+    """One response: its next request, and how its engines have served it."""
 
     pool: EnginePool
     request: GenerateRequest
-    """What was left when it was last planned."""
+    """The newest one that ``generate`` planned."""
     on_part: Callable[[Completion], None]
     affinity: int
     claim: Claim = field(init=False)
     finish_reason: FinishReason = FinishReason.ABORT
-    """The one of its last piece."""
+    """Of its latest piece."""
     num_received: int = 0
-    """Tokens since it was last sent."""
+    """Tokens of the latest attempt."""
     was_sent: bool = False
-    """Whether any engine got it."""
+    """Whether any engine got a request for it."""
     num_drains: int = 0
-    """The pool's when it was last sent."""
+    """The pool's at the start of the latest attempt."""
     num_failures: int = 0
-    """Engines that failed it in a row, without a token."""
+    """Failed attempts in a row, without a token."""
     broken_by: PooledEngine | None = None
     """The last engine that failed it."""
     num_broken: int = 0
-    """How often that one did in a row, without a token."""
+    """Failures of ``broken_by`` in a row, without a token."""
     _oldest_version: int = 0
     _pooled: PooledEngine = field(init=False)
 
@@ -280,7 +280,7 @@ class _Job(CompletionSink):
         )
 
     def start(self, pooled: PooledEngine, version: int) -> GenerateRequest:
-        """Note that it goes to an engine with ``version``, and return the request for it."""
+        """Begin an attempt on an engine with ``version``; return the request for it."""
         self._pooled, self._oldest_version, self.num_received = pooled, version, 0
         self.was_sent, self.num_drains = True, self.pool.num_drains
         piece_tokens = self.pool._config.piece_tokens
@@ -295,11 +295,11 @@ class _Job(CompletionSink):
         return self._oldest_version <= version and (newest is None or version <= newest)
 
     def retracted(self, num_times: int) -> None:
-        """Count that the engine's KV cache was too full."""
+        """Count preemptions by a full KV cache."""
         self.pool.num_retractions += num_times
 
     def take(self, part: Completion) -> None:
-        """Hand a piece on; a token ends a row of failures."""
+        """Pass a piece on; a token resets the counts of failures."""
         if len(part.token_ids):
             self.num_failures = self.num_broken = 0
         self.num_received += len(part.token_ids)

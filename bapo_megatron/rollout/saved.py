@@ -1,7 +1,7 @@
-"""The file of unfinished samples in a checkpoint: a row per sample, bit for bit.
+"""The file of unfinished samples in a checkpoint: one row per sample, bit for bit.
 
-Its columns are those of a rollout dump and what only the collector knows about a sample. Data
-position and counters are in its metadata.
+Its columns are those of a rollout dump plus the collector's state of the sample. The metadata hold
+data position and counters.
 """
 
 import json
@@ -27,23 +27,23 @@ from bapo_megatron.runtime.files import naming, parse_json
 from bapo_megatron.types import Count, Prompt, RolloutStats, Sample
 
 FORMAT = 9
-"""Before 9 the metadata had other fields; before 8 it was JSON in the checkpoint's state.json."""
+"""Before 9 the metadata had other fields; before 8 the samples were in state.json."""
 _CHUNK_SAMPLES = 128
-"""Rows of a row group: what is held twice while a file is written or read."""
+"""Rows of a row group, which is in memory twice while a file is written or read."""
 _WAITING = -1
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """Where the collection of batches stands, apart from its samples."""
+    """The state of batch collection, apart from samples."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
     """For ``calls.decode_json``."""
     prompts: MixturePosition
     generation_s: float
-    """Seconds since the last batch in which its samples were generated."""
+    """Seconds of generation since the last batch."""
     counted: RolloutStats
-    """Counters since the last batch; fields that are no counters have their defaults."""
+    """Counters since the last batch; other fields have their defaults."""
     sampled_version: Count | None
     """Weights version of the newest samples."""
     settings: dict[str, Any]
@@ -51,14 +51,14 @@ class RolloutState:
 
 
 def settings_of(config: RolloutConfig) -> dict[str, Any]:
-    """Return the settings without which saved samples cannot be continued."""
+    """Return the settings that must not change for saved samples to continue."""
     names = ("fixed_lag", "partial_tokens", "environment", "samples_per_group")
     return {name: getattr(config, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
-class _About(RolloutState):
-    """The metadata of the file: the counters of the buffer, too."""
+class _Metadata(RolloutState):
+    """The metadata of the file, including the counters of the buffer."""
 
     format: int
     next_group_id: Count
@@ -69,13 +69,13 @@ class _About(RolloutState):
 
 @dataclass(frozen=True, slots=True)
 class SavedRollout:
-    """What the collector continues from."""
+    """The saved state of the collector."""
 
     about: RolloutState
     buffer: RolloutBuffer
 
     def check(self, config: RolloutConfig) -> None:
-        """Raise a ``ValueError`` for settings under which the samples cannot be continued."""
+        """Raise a ``ValueError`` if the samples cannot be continued with these settings."""
         for name, value in settings_of(config).items():
             if (saved := self.about.settings.get(name)) != value:
                 raise ValueError(
@@ -92,7 +92,7 @@ class SavedRollout:
 
 class _Row(NamedTuple):
     batch: int
-    """Number of the earlier batch that its group was trained in, or ``_WAITING``."""
+    """Number of the earlier batch that trained its group, or ``_WAITING``."""
     group: PendingGroup
     pending: PendingSample
 
@@ -112,9 +112,9 @@ _PLAIN = {
     "extracted": pa.string(),
     "reason": pa.string(),
 }
-"""Fields of a ``PendingSample`` that are columns as they are."""
+"""Fields of a ``PendingSample`` that are stored as plain columns."""
 _JSON: dict[str, Any] = {"texts": tuple[str, ...] | None, "state": Any}
-"""Its fields that are columns of JSON, and their types."""
+"""Fields that are stored as JSON, and their types."""
 # Large: a row group may hold more than 2 GB of texts.
 _COLUMNS: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     "batch": (pa.int32(), attrgetter("batch")),
@@ -127,11 +127,11 @@ _COLUMNS: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     **{name: (pa.large_string(), _as_json(name)) for name in _JSON},
 }
 _REMEDY = "this checkpoint cannot be continued"
-_FILE = RowFile("rollout buffer", _REMEDY, FORMAT, _COLUMNS, _About)
+_FILE = RowFile("rollout buffer", _REMEDY, FORMAT, _COLUMNS, _Metadata)
 
 
 def write_saved(path: Path, saved: SavedRollout) -> None:
-    """Write a state that nobody changes meanwhile, and flush it to the disk.
+    """Write a state, which must not change meanwhile, and flush it to disk.
 
     Raises:
         OSError: The file cannot be written.
@@ -151,7 +151,7 @@ def write_saved(path: Path, saved: SavedRollout) -> None:
 
 
 def read_saved(path: Path) -> SavedRollout:
-    """Read what ``write_saved`` wrote.
+    """Read a file that ``write_saved`` wrote.
 
     Raises:
         DumpError: It is damaged, or of another format.
@@ -198,7 +198,7 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
     tokens, samples = prompt.tokens(), []
     for row in rows:
         sample = sample_of(row, tokens, name)
-        # Copied: views would keep the columns of the whole row group.
+        # Copied: a view would keep the whole row group in memory.
         sample.response_token_ids = sample.response_token_ids.copy()
         sample.behaviour_logprobs = sample.behaviour_logprobs.copy()
         fields = {field: row[field] for field in _PLAIN}

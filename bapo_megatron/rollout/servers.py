@@ -1,7 +1,7 @@
-"""What changes about a run's servers while it runs: which there are, and whose memory they have.
+"""Changes of a run's servers during the run: their membership, and the memory that they hold.
 
 ``Membership`` lets servers join and leave as ``rollout.servers_file`` changes. ``ColocatedServers``
-share the trainer's GPUs (``rollout.colocated``): they release their memory while it trains.
+share the trainer's GPUs (``rollout.colocated``), so they release their memory during training.
 docs/rollout.md describes both.
 """
 
@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Membership:
-    """Makes the pool's engines follow the backend's addresses."""
+    """Keeps the pool's engines in step with the backend's addresses."""
 
     backend: Backend
     pool: EnginePool
@@ -32,9 +32,9 @@ class Membership:
     """Time between two readings."""
 
     async def follow(self) -> None:
-        """Read the addresses until cancelled; where they cannot be read, nothing changes.
+        """Poll the addresses until cancelled; if they cannot be read, nothing changes.
 
-        A change counts once it is read twice in a row: then nobody is writing the file.
+        A change counts once two reads agree, when nobody is writing the file any more.
         """
         before = settled = tuple[str, ...]()
         while True:
@@ -48,41 +48,41 @@ class Membership:
             if reading == before != settled:
                 settled = reading
                 if problem:
-                    _LOG.warning("%s; the servers stay as they were", problem)
+                    _LOG.warning("%s; the servers stay unchanged", problem)
                 else:
                     await self._change(wanted)
             before = reading
 
     async def _change(self, wanted: Sequence[str]) -> None:
-        """Let engines join first: requests of those that leave may continue there."""
+        """Add engines, then remove others, whose requests may continue on the new ones."""
         present = {pooled.address: pooled for pooled in self.pool.states.engines}
         for address in wanted:
             if address not in present:
-                _LOG.warning("%s is added to the servers", address)
+                _LOG.warning("%s was added to the servers", address)
                 self.pool.states.add(await self.backend.connect(address))
         leaving = (pooled for address, pooled in present.items() if address not in wanted)
-        await asyncio.gather(*map(self._take_away, leaving))
+        await asyncio.gather(*map(self._remove, leaving))
 
-    async def _take_away(self, pooled: PooledEngine) -> None:
+    async def _remove(self, pooled: PooledEngine) -> None:
         """Remove a server between two weight syncs, once it has no requests."""
         await self.weights.wait_idle()
-        await self.pool.take_away(pooled)
+        await self.pool.drain_engine(pooled)
         await self.weights.forget(pooled)
         await self.pool.states.remove(pooled)
-        _LOG.warning("%s has left the servers; it may be stopped", pooled.address)
+        _LOG.warning("%s was removed from the servers; it can be stopped", pooled.address)
 
 
 @dataclass(eq=False)
 class ColocatedServers:
-    """Moves the memory of the trainer's GPUs between its own servers and training.
+    """Alternates the memory of the trainer's GPUs between its servers and training.
 
     One cycle, between two batches:
 
         batch complete → drain → release cache and weights → the trainer trains
-        → take memory for weights → new weights → take memory for the cache
+        → restore memory for weights → new weights → restore memory for the cache
 
-    Stands between ``WeightReceiver`` and ``generation``: ``pause`` comes before new weights,
-    ``resume`` after them.
+    Wraps ``generation`` for ``WeightReceiver``: ``pause`` comes before new weights, ``resume``
+    after them.
     """
 
     supervisor: ServerSupervisor
@@ -90,39 +90,39 @@ class ColocatedServers:
     generation: Pausable | None
     timeout_s: float
     _starts_at_release: dict[EngineServer, int] = field(default_factory=dict)
-    """``num_starts`` of each server when it released its memory: only that process gets it back."""
+    """``num_starts`` of each server when it released its memory; a later process never did."""
 
     async def release(self) -> None:
         """Have every server release its memory, once a batch is complete.
 
-        A server that ends meanwhile is started again only after ``pause``.
+        A server that exits meanwhile is restarted only after ``pause``.
 
         Raises:
             RolloutError: A server is still busy; nothing was released there.
         """
         await self.supervisor.hold_restarts()
         await self.pool.drain()
-        self.pool.states.memory_is_away = True
+        self.pool.states.memory_is_released = True
         servers = [server for server in self.supervisor.servers if server.is_started]
         self._starts_at_release = {server: server.num_starts for server in servers}
         await self._on_all(servers, lambda engine: engine.release_memory(self.timeout_s))
 
     async def pause(self) -> bool:
-        """Pause generation and give the servers memory for new weights; see ``Pausable.pause``."""
+        """Pause generation and restore memory for new weights; see ``Pausable.pause``."""
         was_running = self.generation is not None and await self.generation.pause()
-        await self._take(MemoryPart.WEIGHTS)
+        await self._restore_memory(MemoryPart.WEIGHTS)
         self.supervisor.allow_restarts()
         return was_running
 
     async def resume(self) -> None:
-        """Give the servers memory for their cache, and admit requests."""
-        await self._take(MemoryPart.CACHE)
+        """Restore memory for the KV cache, and admit requests."""
+        await self._restore_memory(MemoryPart.CACHE)
         self._starts_at_release.clear()
-        self.pool.states.memory_is_away = False
+        self.pool.states.memory_is_released = False
         if self.generation is not None:
             await self.generation.resume()
 
-    async def _take(self, part: MemoryPart) -> None:
+    async def _restore_memory(self, part: MemoryPart) -> None:
         released = [
             server
             for server, num_starts in self._starts_at_release.items()
@@ -133,9 +133,9 @@ class ColocatedServers:
     async def _on_all(
         self, servers: Iterable[EngineServer], act: Callable[[Engine], Awaitable[None]]
     ) -> None:
-        """Act on each server's engine.
+        """Call ``act`` on each server's engine.
 
-        A server that fails is killed and started again: nobody knows which memory it holds.
+        A server that fails is killed and restarted: the memory that it holds is unknown.
         """
         by_address = {pooled.address: pooled for pooled in self.pool.states.engines}
         pairs = [(server, by_address[server.address]) for server in servers]
@@ -146,7 +146,7 @@ class ColocatedServers:
             if isinstance(result, BaseException):
                 self._starts_at_release.pop(server, None)
             if isinstance(result, ServerError):
-                _LOG.warning("%s; it is killed (%s)", result, server.log_path)
+                _LOG.warning("%s; killing it (%s)", result, server.log_path)
                 server.kill()
                 self.pool.states.mark_lost(pooled, str(result))
         for result in results:

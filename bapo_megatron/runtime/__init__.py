@@ -1,1 +1,1 @@
-"""What every package stands on: files, processes, workers, calls between processes, versions."""
+"""Shared basics: files, processes, workers, calls between processes, versions."""

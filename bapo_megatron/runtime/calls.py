@@ -1,15 +1,14 @@
 """Typed calls from one process to another, one JSON object per line.
 
-A ``Call`` names a request and its response, frozen dataclasses or plain values. One side starts
-calls (``Caller``), the other binds a function to each of them (``Answers``). Both use the same
-records, so mypy finds a field that is renamed on one side only. On the wire:
+A ``Call`` has a request and a response type: frozen dataclasses or plain values. One side starts
+calls (``Caller``), the other binds a function to each (``Answers``). Both use the same records, so
+mypy finds a field that is renamed on one side only. On the wire:
 
     → {"id": 1, "call": "collect", "arguments": 1}
     ← {"progress": "rollout 1: 3/8 groups, 1200 tokens/s"}
     ← {"id": 1, "result": "…/step_000001.parquet"}
 
-or ``{"id": 1, "error": "one line that says what to do"}``; a ``{"warning": "…"}`` may come at any
-time.
+or ``{"id": 1, "error": "one line with a remedy"}``; a ``{"warning": "…"}`` may come at any time.
 """
 
 import json
@@ -57,12 +56,12 @@ class Request:
     id: int
     call: str
     arguments: Any
-    """The call's request; on the answering side its JSON values, which ``Answers`` decodes."""
+    """The call's request; on the answering side JSON values, which ``Answers`` decodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The response to a call; on the calling side its JSON values, to be decoded."""
+    """The response to a call; on the calling side JSON values, not decoded yet."""
 
     id: int
     result: Any
@@ -70,7 +69,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A call failed: what happened and what to do."""
+    """A failed call: what happened, and a remedy."""
 
     id: int
     error: str
@@ -78,7 +77,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the call is, for people."""
+    """Progress of a call, for people."""
 
     progress: str
 
@@ -91,7 +90,7 @@ class Notice:
 
 
 Reply = Result | Failure | Progress | Notice
-"""What the answering side sends; the fields say which one it is."""
+"""What the answering side sends; the types differ in their fields."""
 
 
 class Answers:
@@ -103,27 +102,27 @@ class Answers:
     def bind[RequestT, ResponseT](
         self, call: Call[RequestT, ResponseT], answer: Callable[[RequestT], Awaitable[ResponseT]]
     ) -> None:
-        """Have ``answer`` answer a call."""
+        """Answer a call with ``answer``."""
         self._bound[call.name] = (call.request, answer)
 
     async def answer(self, request: Request) -> Any:
-        """Return the response to a call, or raise what its function raises.
+        """Return the response to a call; pass on what its function raises.
 
         Raises:
-            ValueError: The arguments are not those of the call's request.
+            ValueError: The arguments do not fit the call's request.
         """
         kind, answer = self._bound[request.call]
         return await answer(decode(kind, request.arguments))
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Write a message, and the records in it, as one line."""
-    # Not to_json: it refuses half a surrogate pair, which a model's text may have.
+    """Encode a message, and the records in it, as one line."""
+    # Not to_json, which refuses lone surrogates: a model's text may have some.
     return json.dumps(to_jsonable_python(message)).encode() + b"\n"
 
 
 def decode[ResponseT](kind: TypeForm[ResponseT], values: Any) -> ResponseT:
-    """Make a record from its JSON values.
+    """Build a record from JSON values.
 
     Raises:
         ValueError: They do not fit; the message names the first field, its rule and its value.
@@ -136,7 +135,7 @@ def decode[ResponseT](kind: TypeForm[ResponseT], values: Any) -> ResponseT:
 
 
 def decode_json[ResponseT](kind: TypeForm[ResponseT], content: bytes) -> ResponseT:
-    """Make a record from its JSON text, of exactly the types of its fields; raise as ``decode``."""
+    """Build a record from JSON text with exactly the types of its fields; raise as ``decode``."""
     try:
         record: ResponseT = _adapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
@@ -145,7 +144,7 @@ def decode_json[ResponseT](kind: TypeForm[ResponseT], content: bytes) -> Respons
 
 
 def decode_lines[RecordT](kind: TypeForm[RecordT], content: bytes, path: Path) -> list[RecordT]:
-    """Make a record from each line of a file, as ``decode_json``; errors name file and line."""
+    """Build a record from each line of a file, as ``decode_json``; errors name file and line."""
     records = []
     for number, line in enumerate(content.splitlines(), start=1):
         try:
@@ -156,13 +155,13 @@ def decode_lines[RecordT](kind: TypeForm[RecordT], content: bytes, path: Path) -
 
 
 def dotted(location: Sequence[int | str]) -> str:
-    """Return the path of a value as messages have it: ``eval.sets[0].path``."""
+    """Return the path of a value for messages: ``eval.sets[0].path``."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
     return "".join(parts).removeprefix(".")
 
 
 def shown_value(value: Any) -> str:
-    """Return a value as part of one line that can be printed: as JSON, cut where it is long."""
+    """Return a value for a message, printable on one line: as JSON, truncated if long."""
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     shown = " ".join(text[:_MAX_SHOWN].split()) + ("…" if len(text) > _MAX_SHOWN else "")
     shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown)
@@ -170,7 +169,7 @@ def shown_value(value: Any) -> str:
 
 
 def rule_of(details: ErrorDetails) -> str:
-    """Return what one of pydantic's errors asks for: ``must be …``."""
+    """Return the rule that a pydantic error is about: ``must be …``."""
     if details["type"] == "tuple_type":
         return "must be a list"
     if details["type"] == "dataclass_type":
@@ -189,5 +188,5 @@ def _describe_invalid(error: ValidationError) -> str:
     if details["type"] == "missing":
         return f"{place}is missing"
     if details["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{place}is no field of it"
+        return f"{place}is an unknown field"
     return f"{place}{rule_of(details)}, got {shown_value(details['input'])}"

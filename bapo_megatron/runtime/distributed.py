@@ -1,6 +1,6 @@
 """Process groups of a trainer rank, and the few collectives that are used outside policy/.
 
-Collectives over ``ProcessGroups.control`` raise ``LostPeerError`` when another rank has ended.
+Collectives over ``ProcessGroups.control`` raise ``LostPeerError`` if another rank has exited.
 """
 
 import os
@@ -29,14 +29,14 @@ _PEER_LOSS_TEXTS = (
     "Broken pipe",
     "Pair is closed",
 )
-"""gloo's messages about a lost peer; it has no error class for that."""
+"""gloo's messages about a lost peer, for which it has no error class."""
 
 
 class LostPeerError(RuntimeError):
     """Another rank exited while this one waited for it."""
 
     def __init__(self) -> None:
-        super().__init__("another rank ended; its own message says why")
+        super().__init__("another rank exited; its own message says why")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ class ProcessGroups:
     context_rank: int
     context_size: int
     data_rank: int
-    """Which share of the samples this rank sees."""
+    """Index of this rank's share of the samples."""
     data_size: int
     pipeline_rank: int
     pipeline_size: int
     virtual_size: int
-    """Chunks of layers on each rank; above 1 the schedule is interleaved."""
+    """Model chunks per rank; above 1 the schedule is interleaved."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -96,7 +96,7 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
     Raises:
         ValueError: torchrun's environment is incomplete.
     """
-    # Importing megatron takes seconds; those who only need the records or collectives don't pay.
+    # Imported late, because megatron takes seconds and not every importer needs it.
     from megatron.core import parallel_state
 
     if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:  # all ranks would take GPU 0
@@ -104,7 +104,7 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
             "LOCAL_RANK: must be set where RANK is; start ranks with python -m "
             "bapo_megatron.torchrun, or unset RANK"
         )
-    os.environ.update(nccl_settings())  # before NCCL reads them, once
+    os.environ.update(nccl_settings())  # before NCCL reads them for good
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", launched_number("LOCAL_RANK", 0))
@@ -115,7 +115,7 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
     if "RANK" not in os.environ:
         place |= {"store": HashStore(), "rank": 0, "world_size": 1}
     if device.type == "cuda":
-        place["device_id"] = device  # otherwise NCCL guesses it in the first barrier
+        place["device_id"] = device  # otherwise NCCL guesses it at the first barrier
     with _gloo_within(os.environ.get("MASTER_ADDR", "")):
         dist.init_process_group(backend, **place)
         parallel_state.initialize_model_parallel(
@@ -125,7 +125,7 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
                 parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
             ),
             context_parallel_size=parallel.context,
-            distributed_timeout_minutes=parallel.timeout_s / 60,  # made a timedelta
+            distributed_timeout_minutes=parallel.timeout_s / 60,  # becomes a timedelta
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup), "every rank is a member"
@@ -136,7 +136,7 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
 def _gloo_within(master_address: str) -> Iterator[None]:
     """Bind gloo's groups to the loopback if the ranks' rendezvous is there.
 
-    Later groups may reach further: weight sync has members on other nodes.
+    Only during set-up: weight sync may have members on other nodes.
     """
     if not is_loopback(master_address) or _GLOO_INTERFACE in os.environ:
         yield
@@ -173,10 +173,10 @@ def megatron_groups(
 
 
 def record_collectives(logs: Path) -> None:
-    """Turn on torch's flight recorder, which NCCL dumps where a collective times out.
+    """Turn on torch's flight recorder, which NCCL dumps if a collective times out.
 
-    Call it before ``init_distributed`` and after starting servers, which would write there, too.
-    Variables that the user has set stay, also by torch's former names.
+    Call it before ``init_distributed``, but after starting servers, which would write there too.
+    Variables that the user has set are kept, also under torch's former names.
     """
     for name, former_name, value in (
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
@@ -191,21 +191,21 @@ def record_collectives(logs: Path) -> None:
 
 
 def write_collectives(logs: Path, rank: int) -> None:
-    """Write this rank's flight records of NCCL and gloo, for ``torchfrtrace``."""
+    """Write this rank's flight-recorder traces of NCCL and gloo, for ``torchfrtrace``."""
     for backend, name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
-        dump = getattr(torch._C._distributed_c10d, name, None)  # no NCCL in a build for the CPU
+        dump = getattr(torch._C._distributed_c10d, name, None)  # no NCCL in CPU builds
         if dump is not None:
             (logs / f"{backend}_trace_rank_{rank}").write_bytes(dump())
 
 
 def own_store(prefix: str) -> Store:
-    """Return a separate, non-blocking client of the process group's store, with prefixed keys."""
+    """Return a separate client of the process group's store, with prefixed keys."""
     store: Any = dist.distributed_c10d._get_default_store()
     return PrefixStore(prefix, store.clone())
 
 
 def shutdown_distributed() -> None:
-    """Leave all process groups, if any was joined."""
+    """Destroy all process groups, if there are any."""
     if not dist.is_initialized():
         return
     from megatron.core import parallel_state
@@ -215,18 +215,18 @@ def shutdown_distributed() -> None:
 
 
 def broadcast_bytes(data: bytes | None, groups: ProcessGroups) -> bytes:
-    """Send a few bytes from rank 0 to every rank, as ``broadcast_buffer`` does."""
+    """Broadcast a few bytes from rank 0, as ``broadcast_buffer`` does."""
     return bytes(broadcast_buffer(None if data is None else bytearray(data), groups))
 
 
 def broadcast_buffer(data: bytearray | None, groups: ProcessGroups) -> bytearray:
-    """Send bytes from rank 0 to every rank, without a copy; a collective over ``groups.control``.
+    """Broadcast bytes from rank 0, without a copy; collective over ``groups.control``.
 
     Rank 0 passes the payload and gets it back; the other ranks pass None.
     """
     assert (data is None) != (groups.rank == 0), "only rank 0 passes the payload"
     num_bytes = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
-    with _peers_needed():
+    with _peer_loss_raised():
         dist.broadcast(num_bytes, src=0, group=groups.control)
         payload = bytearray(int(num_bytes.item())) if data is None else data
         if payload:
@@ -241,11 +241,11 @@ def broadcast_answer(
     interval_s: float,
     on_wait: Callable[[], object] = lambda: None,
 ) -> bytes:
-    """Send what ``answer`` returns on rank 0, at least one byte, to every rank; others pass None.
+    """Broadcast the result of ``answer`` on rank 0, at least one byte; other ranks pass None.
 
-    It may take longer than any timeout and must use no collective: every ``interval_s`` a thread of
-    rank 0 tells the other ranks to keep waiting. All ranks call ``on_wait`` then, which may be a
-    collective over ``groups.control``.
+    ``answer`` may take longer than any timeout and must not use collectives: every ``interval_s`` a
+    thread of rank 0 tells the other ranks to keep waiting. All ranks then call ``on_wait``, which
+    may be a collective over ``groups.control``.
     """
     if answer is None:
         while not (payload := broadcast_bytes(None, groups)):
@@ -254,7 +254,7 @@ def broadcast_answer(
     ended = threading.Event()
 
     def keep_waiting() -> None:
-        with suppress(RuntimeError):  # the next collective of this rank fails as well, and says it
+        with suppress(RuntimeError):  # the next collective of this rank fails as well
             while not ended.wait(interval_s):
                 broadcast_bytes(b"", groups)
                 on_wait()
@@ -279,50 +279,50 @@ def reduce_over(
 
 
 def broadcast_from_last_stage(value: Tensor, groups: ProcessGroups) -> None:
-    """Give all pipeline stages the last one's tensor, in place; one stage needs no collective."""
+    """Broadcast a tensor from the last pipeline stage, in place; one stage needs no collective."""
     if groups.pipeline_size > 1:
         last = dist.get_global_rank(groups.pipeline, groups.pipeline_size - 1)
         dist.broadcast(value, src=last, group=groups.pipeline)
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
-    """Return whether ``flag`` holds on any rank of a gloo group, on all of them alike."""
+    """Return, on all ranks of a gloo group, whether ``flag`` is set on any of them."""
     value = torch.tensor([int(flag)], dtype=torch.int32)
-    with _peers_needed():
+    with _peer_loss_raised():
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return bool(value.item())
 
 
 def first_message(message: str | None, groups: ProcessGroups) -> str | None:
-    """Return the message of the lowest rank that has one, on every rank; None if none has.
+    """Return, on every rank, the message of the lowest rank that has one, or None.
 
-    A collective over ``groups.control``.
+    Collective over ``groups.control``.
     """
     messages: list[str | None] = [None] * groups.world_size
-    with _peers_needed():
+    with _peer_loss_raised():
         dist.all_gather_object(messages, message, group=groups.control)
     return next((text for text in messages if text is not None), None)
 
 
 def gather_objects[Value](value: Value, groups: ProcessGroups) -> list[Value] | None:
-    """Collect a picklable value of each rank on rank 0, in rank order; None elsewhere.
+    """Gather a picklable value of each rank on rank 0, in rank order; None elsewhere.
 
-    A collective over ``groups.control``.
+    Collective over ``groups.control``.
     """
     gathered: list[Any] | None = [None] * groups.world_size if groups.rank == 0 else None
-    with _peers_needed():
+    with _peer_loss_raised():
         dist.gather_object(value, gathered, dst=0, group=groups.control)
     return gathered
 
 
 def barrier(groups: ProcessGroups) -> None:
-    """Wait for every rank, over ``groups.control`` and its time-out."""
-    with _peers_needed():
+    """Wait for every rank, over ``groups.control`` with its timeout."""
+    with _peer_loss_raised():
         dist.barrier(group=groups.control)
 
 
 def is_peer_loss(error: RuntimeError) -> bool:
-    """Return whether a collective failed because another rank ended, by gloo's message."""
+    """Return whether a collective failed because another rank exited, by gloo's message."""
     return any(text in str(error) for text in _PEER_LOSS_TEXTS)
 
 
@@ -330,8 +330,8 @@ def is_peer_loss(error: RuntimeError) -> bool:
 def fail_together(groups: ProcessGroups, kind: type[Exception] = OSError) -> Iterator[None]:
     """Run a block on all ranks; an error of type ``kind`` on one of them is raised on all.
 
-    Also a barrier. A rank that failed raises its own error, the others one built from the message
-    of the lowest rank that failed. Other errors must occur on all ranks alike.
+    Also a barrier. A rank that failed raises its own error; the others raise one with the message
+    of the lowest rank that failed. Errors of other types must occur on all ranks.
     """
     error: Exception | None = None
     try:
@@ -346,8 +346,8 @@ def fail_together(groups: ProcessGroups, kind: type[Exception] = OSError) -> Ite
 
 
 @contextmanager
-def _peers_needed() -> Iterator[None]:
-    """Raise ``LostPeerError`` where a collective of the block finds another rank gone."""
+def _peer_loss_raised() -> Iterator[None]:
+    """Raise ``LostPeerError`` if a collective in the block finds that another rank is gone."""
     try:
         yield
     except RuntimeError as error:

@@ -12,30 +12,30 @@ from bapo_megatron.runtime.processes import RequestedExit
 
 
 class EarlyExitError(ValueError):
-    """User or library code exited before the command was done; one line with the place."""
+    """User or library code exited early; the message is one line with the place."""
 
 
 @contextmanager
-def exits_noticed(tell: Callable[[str], None]) -> Iterator[None]:
-    """Let no code within the block exit as if the command had succeeded.
+def exits_noticed(report: Callable[[str], None]) -> Iterator[None]:
+    """Keep code in the block from exiting as if the command had succeeded.
 
     A ``SystemExit`` of user or library code becomes an ``EarlyExitError``. ``os._exit`` still ends
-    the process at once, but first passes the line to ``tell``, and status 0 becomes 1. Forked
-    processes may use both. Exits in C, and ``exec``, are not noticed.
+    the process at once, but first calls ``report``, and status 0 becomes 1. Forked processes may
+    use both. Exits in C, and ``exec``, are not noticed.
     """
     pid, exit_at_once = os.getpid(), os._exit
 
-    def exit_after_telling(status: int) -> NoReturn:
+    def reported_exit(status: int) -> NoReturn:
         if os.getpid() == pid:
             caller = sys._getframe(1)
             place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
             try:
-                tell(_describe(f"os._exit({status})", place))
+                report(_describe(f"os._exit({status})", place))
             finally:
                 exit_at_once(status & 0xFF or 1)
         exit_at_once(status)
 
-    os._exit = exit_after_telling
+    os._exit = reported_exit
     try:
         yield
     except SystemExit as error:

@@ -1,8 +1,7 @@
 """Files and directories that are either complete or absent, even after a crash; lines and JSON.
 
 Everything is written beside its destination under a name that starts with a dot and ends in
-``.tmp``, flushed to the disk, then renamed. An error of the operating system names the file that
-was wanted, not the temporary one.
+``.tmp``, flushed to disk, then renamed. Errors name the destination, not the temporary file.
 """
 
 import errno
@@ -19,13 +18,13 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 MAX_LINE_BYTES = 64 << 20
-"""Limit of a line, so that no file fills the memory."""
+"""Limit of a line, so that no file fills memory."""
 
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a file of a run or a user for reading, without waiting for a writer.
 
-    Besides regular files, devices and a shell's pipes (``/dev/stdin``, ``<(…)``) can be read.
+    Devices and a shell's pipes (``/dev/stdin``, ``<(…)``) can be read, too.
 
     Raises:
         OSError: It cannot be opened, or is a named pipe, which may never get a writer.
@@ -44,13 +43,13 @@ def _descriptor_of(path: str, flags: int) -> int:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a file that ``open_regular`` opens."""
+    """Return the content of a file, opened by ``open_regular``."""
     with open_regular(path) as stream, naming(path):
         return stream.read()
 
 
 def read_lines(stream: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file with their ends; a ``ValueError`` names one that is too long."""
+    """Yield the lines of a file with line ends; raise a ``ValueError`` for one that is too long."""
     number = 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -66,29 +65,29 @@ def parse_json(content: bytes | str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: It is not valid, or not UTF-8; the message is a reason without place.
+        ValueError: It is not valid, or not UTF-8; the message does not name the file.
     """
     try:
         return json.loads(content)
     except RecursionError as error:
         raise ValueError("not valid JSON (nested too deeply)") from error
-    except ValueError as error:  # the advice behind a semicolon is for programmers
+    except ValueError as error:  # text after a semicolon is for programmers
         raise ValueError(f"not valid JSON ({str(error).partition(';')[0]})") from error
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an ``OSError`` from an open stream, which does not know it."""
+    """Add the file's name to an ``OSError`` from an open stream, which lacks it."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # a library's own, such as Arrow's
+        if error.errno is None:  # from a library, such as Arrow
             raise OSError(f"{path}: {error}") from error
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path`` so that readers see the old file or the new one, never a part.
+    """Write ``content`` to ``path``; readers see either the old file or the new one.
 
     Missing parent directories are created.
 
@@ -116,12 +115,12 @@ def atomic_write_text(path: Path, content: str) -> None:
 
 @contextmanager
 def atomic_directory(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Fill a directory that appears under ``path`` only when the block ends without an error.
+    """Create a directory that appears at ``path`` only if the block ends without an error.
 
-    The block fills the temporary directory that it is given, empty and beside ``path``. An existing
-    ``path`` is replaced: for an instant there is none (see ``replaced_directory``), but never a
-    mixture. Missing parents are created. ``durable=False`` flushes nothing: for directories that
-    need not survive a crash of the machine.
+    The block fills a temporary directory beside ``path``. An existing ``path`` is replaced: for an
+    instant there is none (see ``replaced_directory``), but never a mixture. Missing parents are
+    created. ``durable=False`` flushes nothing, for directories that need not survive a crash of the
+    machine.
 
     Raises:
         OSError: The directory cannot be written; ``path`` is unchanged.
@@ -137,10 +136,10 @@ def atomic_directory(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def publish_directory(temporary: Path, path: Path, *, durable: bool = True) -> None:
-    """Rename ``temporary`` to ``path``, if ``durable`` with everything under it on the disk.
+    """Rename ``temporary`` to ``path`` in the same parent; if ``durable``, flush all of it first.
 
-    Both have one parent. An existing ``path`` is replaced; in between it is whole under
-    ``replaced_directory(path)``. For directories that several processes fill.
+    An existing ``path`` is replaced; in between it is intact at ``replaced_directory(path)``. For
+    directories that several processes fill.
     """
     if durable:
         for folder, _, names in os.walk(temporary):
@@ -157,15 +156,15 @@ def publish_directory(temporary: Path, path: Path, *, durable: bool = True) -> N
 
 
 def replaced_directory(path: Path) -> Path:
-    """Where ``path`` is while ``publish_directory`` replaces it; after a kill it may still be."""
+    """Where ``path`` is while ``publish_directory`` replaces it, or still is after a kill."""
     return path.with_name(f".{path.name}.replaced.tmp")
 
 
 def lock(file: IO[bytes], *, inherited: bool = True) -> bool:
-    """Lock a file that is open for writing; return False where its file system has no locks.
+    """Lock a file that is open for writing; return False if its file system has no locks.
 
-    Processes that inherit it hold the lock, too; without ``inherited`` this process alone does, and
-    loses it when it closes any descriptor of the file.
+    Processes that inherit the file hold the lock too; without ``inherited`` only this process does,
+    and loses it when it closes any descriptor of the file.
 
     Raises:
         BlockingIOError: Another process holds the lock.

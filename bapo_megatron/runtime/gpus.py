@@ -1,4 +1,4 @@
-"""The GPUs of this machine, and the speed of each kind by its data sheet."""
+"""The GPUs of this machine, and data-sheet speeds of GPU models."""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of GPU by its data sheet: dense operations, one direction of a link."""
+    """A GPU model's data sheet: dense operations, one direction of a link."""
 
     name: str
     memory_gb: float
@@ -21,7 +21,7 @@ class Gpu:
     node_link_bytes_per_s: float
     """NVLink, to the other GPUs of the node."""
     network_bytes_per_s: float
-    """One GPU's share of the node's network: a 200 or 400 Gbit/s port each."""
+    """Network of one GPU: a 200 or 400 Gbit/s port."""
 
 
 GPUS = {
@@ -46,7 +46,7 @@ def count_gpus() -> int:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU of this name, in any case.
+    """Return the GPU model of this name, in upper or lower case.
 
     Raises:
         ValueError: It is not in the table.
@@ -61,9 +61,9 @@ def find_gpu(name: str) -> Gpu:
 
 
 def recognize_gpu(device_name: str) -> Gpu | None:
-    """Return the GPU that CUDA calls by this name, such as ``NVIDIA H100 80GB HBM3``, if known.
+    """Return the GPU model that CUDA names, such as ``NVIDIA H100 80GB HBM3``, if known.
 
-    PCIe cards and NVL pairs have the names of the parts in the table, but are slower.
+    PCIe and NVL cards share the names of the SXM parts, but are slower.
     """
     words = re.split(r"[ -]", device_name)
     if {"PCIe", "PCIE", "NVL"} & set(words):
@@ -72,7 +72,7 @@ def recognize_gpu(device_name: str) -> Gpu | None:
 
 
 def peak_flops(gpu: Gpu, dtype: str, fp8: str) -> float:
-    """Return a GPU's operations per second with ``model.dtype`` and ``megatron.fp8``.
+    """Return a GPU's peak FLOPS with ``model.dtype`` and ``megatron.fp8``.
 
     Raises:
         ValueError: The GPU does not support FP8.

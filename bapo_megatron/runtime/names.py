@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
-"""What the dynamic loader says when the address space is used up."""
+"""Messages of the dynamic loader when address space is exhausted."""
 _NOT_USER_CODE = (
     str(Path(__file__).parents[1]) + os.sep,
     str(Path(os.__file__).parent) + os.sep,
@@ -37,7 +37,7 @@ def load_named(name: str, *, memory_remedy: str = "free memory") -> Any:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and type(error) is not SystemExit:
-            raise  # a signal's (``processes.RequestedExit``)
+            raise  # from a signal (``processes.RequestedExit``)
         remedy = "correct the name, add its directory to PYTHONPATH, or correct the module"
         if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
             remedy = memory_remedy
@@ -50,7 +50,7 @@ def load_named(name: str, *, memory_remedy: str = "free memory") -> Any:
 
 
 def shown(error: BaseException, max_chars: int = 200) -> str:
-    """Return an error's kind and text as part of one line."""
+    """Return an error's type and message, to be part of one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:max_chars]
 
 
@@ -61,9 +61,9 @@ def with_place(text: str, error: BaseException) -> str:
 
 
 def raised_at(error: BaseException, file: str = "") -> str | None:
-    """Return ``file:line`` of the innermost frame of a user's code; None without such a frame.
+    """Return ``file:line`` of the innermost frame of user code; None without one.
 
-    Frames in ``file`` come first, then those outside this package and installed ones.
+    Frames in ``file`` are preferred, then those outside this package and installed packages.
     """
     frames = list(reversed(traceback.extract_tb(error.__traceback__)))
     user_frames = [frame for frame in frames if frame.filename == file] or [

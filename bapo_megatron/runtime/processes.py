@@ -1,8 +1,8 @@
-"""Child processes that never outlive their owner, their leftovers, and how processes end.
+"""Child processes that never outlive their owner, their leftovers, and signals.
 
-Each child runs in a session of its own, so that Ctrl-C reaches only the owner, which then ends its
+Each child runs in its own session, so that Ctrl-C reaches only the owner, which then stops its
 children in order. A signal ends a process by an exception, so that every context manager cleans up.
-Standard library only: launchers of servers import this.
+Standard library only, because launchers of servers import this.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ OWNER_PID_VARIABLE = "BAPO_MEGATRON_OWNER_PID"
 """Environment variable with the process id of a child's owner."""
 
 CLOSED_PIPE = 141
-"""Exit status when the reader of the output is gone, as after SIGPIPE."""
+"""Exit status if the reader of the output is gone, as after SIGPIPE."""
 
 RUN_DIR_FILE = "BAPO_MEGATRON_RUN_DIR_FILE"
-"""Environment variable of the file in which rank 0 notes its run directory for ``torchrun``."""
+"""Environment variable with the file to which rank 0 writes its run directory for ``torchrun``."""
 
 _RANK_MARK = "rank_{}"
 
@@ -41,7 +41,7 @@ _POLL_S = 0.02
 _STARTED = "--- started"
 _TAIL_LINES = 12
 _TAIL_BYTES = 64 << 10
-# torchrun sets these for the trainer's ranks; a server that sees them joins the wrong rendezvous.
+# torchrun sets these for the ranks; a server that inherits them joins the wrong rendezvous.
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "PET_", "GROUP_", "ROLE_")
 _TORCHRUN_NAMES = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -70,7 +70,7 @@ def rank_mark() -> Path | None:
 
 
 def unfinished_ranks(run_dir_file: Path) -> list[int]:
-    """Return the ranks of this node whose process ended unfinished."""
+    """Return the ranks of this node whose processes exited unfinished."""
     marks = run_dir_file.parent.glob(_RANK_MARK.format("[0-9]*"))
     return sorted(int(mark.name.removeprefix(_RANK_MARK.format(""))) for mark in marks)
 
@@ -78,7 +78,7 @@ def unfinished_ranks(run_dir_file: Path) -> list[int]:
 def nccl_settings() -> dict[str, str]:
     """Return the environment variables that all members of an NCCL group must share.
 
-    By default SGLang's values, which differ from NCCL's: mixed groups fail or hang.
+    The defaults are SGLang's, which differ from NCCL's: mixed groups fail or hang.
     """
     return {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "0")}
 
@@ -87,7 +87,7 @@ def launched_number(name: str, default: int) -> int:
     """Return a number, such as ``WORLD_SIZE``, that torchrun sets in the environment of a rank.
 
     Raises:
-        ValueError: It is not a number; one line with the remedy.
+        ValueError: It is not a number.
     """
     text = os.environ.get(name)
     if text is None:
@@ -126,7 +126,7 @@ def child_environment() -> dict[str, str]:
 
 
 def end_group(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
-    """Wait until a leader's process group is gone; kill what still runs after ``grace_s``."""
+    """Wait until a leader's process group is gone; kill it after ``grace_s``."""
     if not _wait_until_gone(process, grace_s):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -139,7 +139,7 @@ def end_group(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
 def _wait_until_gone(process: subprocess.Popen[bytes], wait_s: float) -> bool:
     deadline_s = time.monotonic() + wait_s
     while True:
-        process.poll()  # reaps the leader, which would otherwise count as a member
+        process.poll()  # reaps the leader, which would count as a member otherwise
         try:
             os.killpg(process.pid, 0)
         except ProcessLookupError:
@@ -152,7 +152,7 @@ def _wait_until_gone(process: subprocess.Popen[bytes], wait_s: float) -> bool:
 def shared_files(group_id: int) -> set[Path]:
     """Return a process group's files in /dev/shm, by the inodes that its processes have mapped.
 
-    The group must share them with no other. Names do not tell the owner.
+    It must not share them with other groups. Their names do not identify the owner.
     """
     inodes: set[int] = set()
     for entry in Path("/proc").iterdir():
@@ -171,18 +171,18 @@ def shared_files(group_id: int) -> set[Path]:
 
 
 def unlink_shared_files(group_id: int, known: Iterable[Path] = ()) -> None:
-    """Unlink a group's files in /dev/shm, and ``known`` ones of processes that have ended.
+    """Unlink a group's files in /dev/shm, and ``known`` ones of processes that have exited.
 
-    A killed group would leave them forever. Running processes keep what they have mapped.
+    A killed group would leave them forever. Running processes keep their mappings.
     """
     for path in {*known, *shared_files(group_id)}:
         path.unlink(missing_ok=True)
 
 
 def own_compiler_cache() -> None:
-    """Have torch.compile cache its code where only this user writes; servers use it as well.
+    """Set torch.compile's cache, also for servers, to a directory that only this user can write to.
 
-    By default it runs the code in ``/tmp/torchinductor_<user>``, whoever wrote it.
+    The default, ``/tmp/torchinductor_<user>``, runs code that anyone may have written.
 
     Raises:
         ValueError: The directory belongs to, or is writable by, another user.
@@ -202,14 +202,14 @@ def own_compiler_cache() -> None:
 
 
 def kill_marked(name: str, prefix: str) -> None:
-    """Kill this user's processes started with a variable ``name`` that begins with ``prefix``.
+    """Kill this user's processes whose environment variable ``name`` begins with ``prefix``.
 
-    They are the descendants of a process with it, in any session. Does not wait for their end.
+    They are the descendants of a process started with it, in any session. Does not wait for them.
     """
     mark = f"\0{name}={prefix}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # another user's, or it has just ended
-            process = os.pidfd_open(int(entry.name))  # another process may get its id
+            process = os.pidfd_open(int(entry.name))  # the id may be reused
             try:
                 if mark in b"\0" + (entry / "environ").read_bytes():
                     signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -220,7 +220,7 @@ def kill_marked(name: str, prefix: str) -> None:
 class PrivateDirectory:
     """A directory for temporary files that only this user can enter, removed by ``close``.
 
-    Its process holds a lock on it; one that a killed process left unlocked is removed by the next.
+    Its process holds a lock on it; the next process removes those that killed ones left unlocked.
     """
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class PrivateDirectory:
                 os.close(self._lock)
 
     def note_shared_files(self, files: Iterable[Path]) -> None:
-        """Have files in /dev/shm removed with the directory if this process is killed."""
+        """Record files in /dev/shm to remove with the directory if this process is killed."""
         (self.path / _SHARED_NAMES).write_text("".join(f"{file.name}\n" for file in files))
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class PrivateDirectory:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove a private directory of this user, and its shared files, if nobody holds the lock."""
+    """Remove a private directory of this user, and its shared files, if it is not locked."""
     with contextlib.suppress(OSError):  # another user's, or just removed
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -266,7 +266,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def describe_exit(status: int) -> str:
-    """Describe a return code for people: ``exit status 1`` or ``SIGKILL``."""
+    """Describe a return code: ``exit status 1`` or ``SIGKILL``."""
     if status >= 0:
         return f"exit status {status}"
     try:
@@ -276,7 +276,7 @@ def describe_exit(status: int) -> str:
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Open a child's log for appending, below that of an earlier run in the directory."""
+    """Open a child's log for appending, after those of earlier starts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("ab")
     log.write(f"{_STARTED} {time.strftime('%Y-%m-%d %H:%M:%S %z')} ---\n".encode())
@@ -285,7 +285,7 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def tail(path: Path) -> str:
-    """Return a log's last lines since ``open_log``, indented; progress bars in their last state."""
+    """Return the last lines of a log since ``open_log``, indented, with the final progress bars."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -301,13 +301,13 @@ def tail(path: Path) -> str:
 
 
 def write_stacks_on_signal() -> None:
-    """Have SIGUSR2 write the stacks of all threads to standard error, even from within C code."""
+    """Make SIGUSR2 write the stacks of all threads to standard error, even from within C code."""
     faulthandler.register(_STACKS_SIGNAL, _STDERR)
 
 
 @contextlib.contextmanager
 def stacks_appended_to(path: Path) -> Iterator[None]:
-    """Within the block, append the stacks to a file; it is removed if it stays empty."""
+    """Within the block, append the stacks to a file, which is removed if empty at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         faulthandler.register(_STACKS_SIGNAL, file)
@@ -323,7 +323,7 @@ def stacks_appended_to(path: Path) -> Iterator[None]:
 def request_stacks() -> list[int]:
     """Send SIGUSR2 to this process and its descendants that handle it; return their ids.
 
-    Others, such as servers, would end. A descendant's standard error first gets a line with its id.
+    It would kill others, such as servers. A descendant's standard error gets a line with its id.
     """
     parents: dict[int, int] = {}
     handling: set[int] = set()
@@ -356,7 +356,7 @@ def request_stacks() -> list[int]:
 def end_with_parent(number: signal.Signals) -> None:
     """Have the kernel send ``number`` to this process when the thread that started it ends (Linux).
 
-    A parent that was gone before the call sends nothing: compare ``os.getppid()`` with its known
+    Nothing is sent if the parent was gone before the call: compare ``os.getppid()`` with its known
     id, not with 1, which may be the parent in a container.
     """
     parent_pid = os.getppid()
@@ -371,11 +371,11 @@ class RequestedExit(SystemExit):
 
 @contextlib.contextmanager
 def forks_ended(report: Callable[[BaseException | None], object]) -> Iterator[None]:
-    """End a forked child at once where it leaves the block; the process itself goes on.
+    """End a forked child as soon as it leaves the block; the process itself continues.
 
-    ``report`` first gets the error that the child leaves by, or None; SystemExit is not reported.
-    Python's own exit is skipped: it would unregister what an event loop shares with the parent, and
-    flush the parent's files again.
+    ``report`` first gets the child's error, or None; SystemExit is not reported. Python's exit
+    handlers are skipped: they would unregister what an event loop shares with the parent, and flush
+    the parent's files again.
     """
     pid = os.getpid()
     try:
@@ -402,10 +402,10 @@ def _exit_forked(error: BaseException | None) -> NoReturn:
 
 
 def end_by_exception() -> None:
-    """Have the first SIGINT raise ``KeyboardInterrupt``, SIGTERM or SIGUSR1 ``RequestedExit``.
+    """Make the first SIGINT raise ``KeyboardInterrupt``, SIGTERM or SIGUSR1 ``RequestedExit``.
 
-    They are raised in the main thread. Python drops an exception that is raised within a finalizer
-    or a weak reference's callback; ``sys.unraisablehook`` then raises it again a moment later.
+    They are raised in the main thread. Python drops exceptions raised within a finalizer or a weak
+    reference's callback; ``sys.unraisablehook`` then raises them again a moment later.
     """
     for number in _SIGNALS:
         signal.signal(number, end_once)
@@ -413,14 +413,14 @@ def end_by_exception() -> None:
 
 
 def received_signal() -> int | None:
-    """Return the signal that ``end_by_exception`` has raised an exception for."""
+    """Return the signal for which ``end_by_exception`` has raised an exception."""
     return _received[0] if _received else None
 
 
 def run_async[T](work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` to its end; a signal cancels it, then raises its exception.
+    """Run ``work``; a signal first cancels it, then raises its exception.
 
-    Otherwise the signal would raise in whichever task happens to run.
+    Otherwise it would be raised in whichever task happens to run.
     """
     received: list[int] = []
 
@@ -449,14 +449,14 @@ def run_async[T](work: Coroutine[Any, Any, T]) -> T:
 
 
 def end_once(number: int, frame: FrameType | None) -> None:
-    """Handle a signal as ``end_by_exception`` does."""
+    """Handle a signal as described in ``end_by_exception``."""
     _received.append(number)
     _ignore_signals()
     _raise(number)
 
 
 def _ignore_signals() -> None:
-    """Let no second signal disturb the cleanup: torchrun passes on the Ctrl-C that ranks got."""
+    """Keep a second signal from disturbing the cleanup: torchrun forwards the ranks' Ctrl-C."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -477,7 +477,7 @@ def _end_later(unraisable: "sys.UnraisableHookArgs") -> None:
     def try_again(alarm: int, frame: FrameType | None) -> None:
         while frame is not None:
             if frame.f_code is _end_later.__code__:
-                # The hook has not returned yet, and what is raised in it is dropped, too.
+                # The hook has not returned yet, and exceptions raised in it are dropped too.
                 signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
                 return
             frame = frame.f_back

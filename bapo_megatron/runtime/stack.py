@@ -12,7 +12,7 @@ REMEDY = (
 
 
 def stack_errors() -> dict[str, str]:
-    """Return the packages that do not work, each with the reason."""
+    """Return the broken packages, each with its error."""
     checks = {"torchvision": _call_operator, "transformers": _import_model_class}
     errors = {name: error_of(check) for name, check in checks.items()}
     return {name: error for name, error in errors.items() if error}
@@ -22,7 +22,7 @@ def error_of(check: Callable[[], object]) -> str:
     """Return the first line of the error that a call raises; empty if it raises none."""
     try:
         check()
-    except Exception as error:  # noqa: BLE001  (a broken build raises whatever it likes)
+    except Exception as error:  # noqa: BLE001  (a broken build may raise anything)
         return first_line(error)
     return ""
 

@@ -1,6 +1,6 @@
 """The software of a process: the commit of this package's checkout, and installed versions.
 
-Nothing is imported for it, since torch alone takes seconds.
+No package is imported for this, because torch alone takes seconds.
 """
 
 import functools
@@ -24,26 +24,26 @@ class Software:
     """The software of a process."""
 
     commit: str | None
-    """Twelve digits of the commit that this package's files are checked out at, with ``-dirty``
-    where tracked files differ from it; None where they are no git checkout."""
+    """Twelve digits of the commit of this package's checkout, with ``-dirty`` if tracked files
+    differ; None if it is not a git checkout."""
     versions: dict[str, str]
-    """By name: this project, Python, CUDA as torch was built with it, and the installed packages
-    that results depend on. Servers elsewhere may have others."""
+    """By name: this project, Python, the CUDA that torch was built with, and the installed packages
+    that results depend on. External servers may have others."""
 
     def settings(self) -> dict[str, str]:
-        """Return it as settings for trackers: ``commit``, ``versions.torch`` and so on."""
+        """Return settings for trackers: ``commit``, ``versions.torch`` and so on."""
         versions = {f"versions.{name}": version for name, version in self.versions.items()}
         return {"commit": self.commit or "unknown", **versions}
 
     def lines(self) -> list[str]:
-        """Return it for people: the commit, then the versions."""
+        """Return lines for people: the commit, then the versions."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return [f"commit {self.commit or 'unknown'}", versions]
 
 
 @functools.cache
 def own_software() -> Software:
-    """Return what this process runs; looked up once."""
+    """Return the software of this process; cached."""
     versions = {
         "bapo-megatron": __version__,
         "python": platform.python_version(),
@@ -55,7 +55,7 @@ def own_software() -> Software:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed distribution; None where it is not installed."""
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -65,12 +65,12 @@ def installed_version(name: str) -> str | None:
 def commit_of(root: Path) -> str | None:
     """Return the commit of a checkout, as in ``Software``.
 
-    ``root`` must be the checkout itself: an environment with this package may lie in another one.
+    ``root`` must be the root of the checkout: a virtual environment may be inside another one.
     """
     if not (root / ".git").exists():
         return None
     where = [f"--git-dir={root / '.git'}", f"--work-tree={root}"]
-    # Without the optional lock, another git command in the checkout is never in its way.
+    # Without optional locks, it never conflicts with another git command in the checkout.
     command = ["git", "--no-optional-locks", *where, "describe", "--always", "--dirty"]
     try:
         answer = subprocess.run(
@@ -86,7 +86,7 @@ def commit_of(root: Path) -> str | None:
 
 
 def _torch_cuda() -> str | None:
-    """Return the CUDA that torch was built with, from the file that its build wrote."""
+    """Return the CUDA version that torch was built with, from torch's version.py."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return None

@@ -1,17 +1,17 @@
-"""A worker process: reads requests from its standard input, writes replies to its output.
+"""A worker process: reads requests from standard input, writes replies to standard output.
 
 Each message is one line of JSON. The first is ``{"ready": facts}``, or ``{"error": "…"}`` if the
 handler cannot be built. A request is ``{"id": n, "request": …}``, and its reply has the same id and
 
     "result": …      what the handler returned
-    "error": "…"     it raised an error, or SystemExit. The first traceback of each line of a user's
+    "error": "…"     it raised an error, or SystemExit. The first traceback for each line of user
                      code goes to standard error
-    "memory": true   it exceeded the memory limit; the parent ends the process
+    "memory": true   it exceeded the memory limit; the parent kills the process
 
-A child that the handler forks has neither pipe, and is ended where it comes back from the handler.
+A child that the handler forks has neither pipe, and ends when it returns from the handler.
 
-The parent (``workers.WorkerPool``) kills the process when a request or its start takes too long. It
-ends when its input closes or its parent dies.
+The parent (``workers.WorkerPool``) kills the process if its start or a request takes too long. It
+exits when its input closes or its parent dies.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ import signal
 import sys
 import traceback
 
-# By name: a user's module may replace what ``json`` has.
+# Imported by name: a user's module may replace attributes of ``json``.
 from json import dumps, loads
 from typing import Any, BinaryIO, Protocol
 
@@ -38,7 +38,7 @@ class Handler(Protocol):
 
     @property
     def facts(self) -> Any:
-        """A JSON value for the parent when the worker is ready."""
+        """A JSON value for the parent, sent once the worker is ready."""
 
     def name(self, request: Any) -> str:
         """The called function, for messages: ``reward function 'my_rewards:length'``."""
@@ -48,10 +48,10 @@ class Handler(Protocol):
 
 
 def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: int) -> None:
-    """Answer requests until the input or the parent ends.
+    """Answer requests until the input closes or the parent ends.
 
-    ``name`` is ``module:function`` of this package: with ``arguments``, JSON values, it builds the
-    ``Handler``, or raises ``LoadError``. Past the limit of the address space the handler gets
+    ``name`` is ``module:function`` of this package: called with ``arguments``, JSON values, it
+    builds the ``Handler``, or raises ``LoadError``. Beyond the address-space limit the handler gets
     MemoryError.
     """
     # Ctrl-C reaches the whole process group; the parent decides when workers end.
@@ -63,10 +63,10 @@ def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: i
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    # What a handler prints goes to the terminal, not between the messages.
+    # A handler's prints go to standard error, not between the messages.
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    # A handler that reads must not take the next request.
+    # A handler that reads standard input must not get the next request.
     requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     _detach(sys.stdin.fileno())
 
@@ -85,14 +85,14 @@ def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: i
 
 
 def _reply(handler: Handler, message: dict[str, Any], shown_places: set[str]) -> bytes:
-    """Return the line that answers a request; print a traceback for each new place of an error."""
+    """Return the reply to a request; print a traceback for each new place of an error."""
     number, request = message["id"], message["request"]
     try:
         with forks_ended(lambda error: _report_fork(handler.name(request), error)):
             result = handler.answer(request)
         return _encoded({"id": number, "result": result})
     except MemoryError:
-        # The parent ends this process: its heap cannot be trusted.
+        # The parent kills this process: its heap cannot be trusted.
         return _encoded({"id": number, "memory": True})
     except (Exception, SystemExit) as error:  # noqa: BLE001 - sent to the parent
         place = raised_at(error)
@@ -116,7 +116,7 @@ def _detach_in_children(*pipes: BinaryIO) -> None:
     attached = list(pipes)
 
     def detach() -> None:
-        while attached:  # a child's own children have other files under these numbers
+        while attached:  # in a child's own children these descriptors are other files
             _detach(attached.pop().fileno())
 
     os.register_at_fork(after_in_child=detach)
@@ -130,7 +130,7 @@ def _detach(descriptor: int) -> None:
 
 
 def settled(result: Any, loop: asyncio.AbstractEventLoop) -> Any:
-    """Return a user function's result, awaited if need be."""
+    """Return a user function's result, awaited if it is awaitable."""
 
     async def wait() -> Any:
         return await result

@@ -1,6 +1,6 @@
-"""Worker processes, under limits, for code that may hang, crash or exhaust memory.
+"""Worker processes under limits, for code that may hang, crash or exhaust memory.
 
-A worker that exceeds a limit is killed and replaced, with every process it started; no request can
+A worker that exceeds a limit is killed, with every process it started, and replaced; no request can
 hang or crash the process that owns the pool. Workers end with their parent.
 """
 
@@ -22,7 +22,7 @@ from bapo_megatron.runtime.processes import describe_exit, kill_marked
 _START_TIMEOUT_S = 70.0
 """Time limit of a worker's imports."""
 _MARK = "BAPO_MEGATRON_WORKER"
-"""Environment variable of a worker's descendants, in any session."""
+"""Environment variable that marks a worker's descendants, in any session."""
 _SECOND_LOOK_S = 0.05
 _MAX_REPLY_BYTES = 16 << 20
 
@@ -32,9 +32,9 @@ class Outcome(NamedTuple):
 
     kind: str
     """``result``; ``error``: the handler raised one; ``timeout``, ``memory``: it exceeded a limit;
-    ``died``: two workers ended over this request, or sent something other than its reply."""
+    ``died``: two workers exited during this request, or sent something else than its reply."""
     value: Any = None
-    """The handler's result, a JSON value, or its error, one line."""
+    """The handler's result, a JSON value, or its error in one line."""
 
 
 class WorkerPool:
@@ -51,7 +51,7 @@ class WorkerPool:
         memory_limit_mb: int,
         error: Callable[[str], Exception],
     ) -> None:
-        """Set the pool up; each worker starts with the first request it gets.
+        """Set up the pool; each worker starts with its first request.
 
         Args:
             handler: ``module:function`` that builds a ``worker.Handler`` in each worker.
@@ -76,7 +76,7 @@ class WorkerPool:
         """Each worker's value of ``_MARK``: the pool's prefix, then the worker's number."""
         self._mark = f"{secrets.token_hex(8)}."
         self._numbers = itertools.count(1)
-        """For workers and requests."""
+        """Numbers of workers and requests."""
         self._facts: Any = None
         self._closed = False
 
@@ -86,21 +86,21 @@ class WorkerPool:
         return self._facts
 
     async def ask(self, request: Any) -> Outcome:
-        """Have a free worker answer; if it dies, which others may have caused, a second one."""
+        """Have a worker answer; if it dies, perhaps for another reason, retry with a second one."""
         outcome = await self._try(request)
         return await self._try(request) if outcome.kind == "died" else outcome
 
     async def close(self) -> None:
-        """End every worker; requests in progress raise the pool's error. Safe to call twice."""
+        """Stop every worker; requests in progress raise the pool's error. Safe to call twice."""
         self._closed = True
         workers = list(self._running)
-        self._running.clear()  # one search for what all of them started
+        self._running.clear()  # a single search for the processes of all workers
         await asyncio.gather(*map(self._end, workers))
         if workers:
             await asyncio.to_thread(kill_marked, _MARK, self._mark)
 
     async def _take(self) -> Process:
-        """Wait for a free worker, which has to be put back."""
+        """Wait for a free worker, which the caller must put back."""
         worker = await self._idle.get()
         try:
             if worker is not None and worker.returncode is not None:
@@ -123,7 +123,7 @@ class WorkerPool:
             return outcome
         finally:
             self._idle.put_nowait(worker if is_kept else None)
-            if not is_kept:  # it is out of step: its reply was not read
+            if not is_kept:  # its reply was not read
                 await self._end(worker)
 
     async def _reply(self, worker: Process, request: Any) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class WorkerPool:
                 before_s, starved_s = starved_s, _starved_s(worker.pid)
                 timeout_s = max(starved_s - before_s, _SECOND_LOOK_S)
             reply = asking.result()
-            # The reply to another request was written by the handler's own code.
+            # A reply with another id was written by the handler's own code.
             has_its_id = reply is not None and reply.pop("id", None) == number
             return reply if reply and has_its_id else {"died": True}
         finally:
@@ -152,7 +152,7 @@ class WorkerPool:
             raise self._error("the pool of workers is closed; ask before closing it")
 
     async def _start(self) -> Process:
-        """Start a worker and wait until it can answer."""
+        """Start a worker and wait until it is ready."""
         self._refuse_if_closed()
         options = str(os.getpid()), str(self._memory_limit_bytes)
         mark = f"{self._mark}{next(self._numbers)}."
@@ -162,7 +162,7 @@ class WorkerPool:
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_REPLY_BYTES,
             env={**os.environ, _MARK: mark},
-            start_new_session=True,  # so that what a handler starts is killed with it
+            start_new_session=True,  # so that child processes are killed with it
         )
         self._running[worker] = mark
         message, how = None, f"was not ready within {_START_TIMEOUT_S:g} s"
@@ -170,7 +170,7 @@ class WorkerPool:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_START_TIMEOUT_S):
                     message = await _read(worker)
-                    if message is None:  # its output has ended: it is exiting by itself
+                    if message is None:  # its output closed: it is exiting by itself
                         status = describe_exit(await worker.wait())
                         how = f"ended before it was ready ({status})"
         finally:
@@ -188,8 +188,8 @@ class WorkerPool:
         return worker
 
     async def _end(self, worker: Process) -> None:
-        # Not worker.kill(): it polls, and would take the exit status from asyncio's own waiter.
-        # The group outlives the worker and keeps its id from being given away.
+        # Not worker.kill(), which polls and would take the exit status from asyncio's waiter.
+        # The group outlives the worker, so its id is not reused.
         if worker.returncode is None or not Path(f"/proc/{worker.pid}").exists():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
@@ -199,7 +199,7 @@ class WorkerPool:
 
 
 def _starved_s(pid: int) -> float:
-    """Return how long a process was runnable without a processor; 0 where it is not counted."""
+    """Return how long a process waited for a processor; 0 if the kernel does not count it."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
@@ -207,7 +207,7 @@ def _starved_s(pid: int) -> float:
 
 
 async def _ask(worker: Process, request: Any) -> dict[str, Any] | None:
-    """Send a request and return the reply, or None where the worker died."""
+    """Send a request and return the reply, or None if the worker died."""
     assert worker.stdin is not None
     worker.stdin.write(json.dumps(request).encode() + b"\n")
     with contextlib.suppress(ConnectionError):
@@ -216,11 +216,11 @@ async def _ask(worker: Process, request: Any) -> dict[str, Any] | None:
 
 
 async def _read(worker: Process) -> dict[str, Any] | None:
-    """The next message; None where the process ended or wrote something else."""
+    """Return the next message; None if the process exited or wrote something else."""
     assert worker.stdout is not None
     try:
         line = await worker.stdout.readline()
         message = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:  # longer than any reply, or no JSON
+    except ValueError:  # too long, or not JSON
         return None
     return message if isinstance(message, dict) else None

@@ -1,1 +1,1 @@
-"""Metrics, where they are written, and the console with its timers."""
+"""Metrics and their sinks, the console, timers and hang detection."""

@@ -1,4 +1,4 @@
-"""Output for people: lines, tables, entries, progress, the file that keeps them; time per phase."""
+"""Output for people: lines, tables, entries, progress, and their log; time per phase."""
 
 import asyncio
 import io
@@ -28,19 +28,19 @@ _VISIBLE = {
     **dict.fromkeys((*range(0x80, 0xA0), 0x61C, 0x200E, 0x200F), 0xFFFD),
     **dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
 }
-"""Replacements of the characters that a terminal would obey; some reverse the order of text."""
+"""Replacements of control characters, some of which reverse the order of text."""
 _UNCUT_COLUMNS = 10_000
 _STYLES = {"heading": "bold", "fact": "dim", "environment": "cyan"}
-"""Look of the kinds of an entry's parts on a terminal; further kinds are plain text."""
+"""Terminal styles of the kinds of an entry's parts; other kinds are plain text."""
 
 _LOG = logging.getLogger(__name__)
-"""What ``say`` and ``show`` print, for ``console_kept_in``."""
+"""Gets what ``say`` and ``show`` print, for ``console_kept_in``."""
 
 
 class _VisibleConsole(Console):
-    """Shows the control characters in a string, a table's cell or title, instead of sending them.
+    """Makes control characters ``visible`` in strings, table cells and titles.
 
-    A ``Text`` must be made ``visible`` by the caller.
+    For a ``Text``, the caller must do it.
     """
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -48,9 +48,9 @@ class _VisibleConsole(Console):
 
 
 def uncut_console() -> Console:
-    """Standard output, wide enough for every row unless it is a terminal or ``COLUMNS`` is set.
+    """Return standard output, wide enough for every row unless a terminal or ``COLUMNS`` limits it.
 
-    In a pipe, Rich would take 80 columns and cut cells that people may want to search for.
+    In a pipe, Rich would assume 80 columns and cut cells that people may want to search.
     """
     console = _VisibleConsole()
     if console.is_terminal or "COLUMNS" in os.environ:
@@ -59,12 +59,12 @@ def uncut_console() -> Console:
 
 
 def visible(text: str) -> str:
-    """Return a text whose control characters, but tabs and line ends, are seen: ESC as ``␛``."""
+    """Return a text with visible control characters, such as ``␛``; tabs and newlines stay."""
     return text.translate(_VISIBLE)
 
 
 def say(line: str) -> None:
-    """Print a line for people on standard error, as it is but for control characters."""
+    """Print a line for people on standard error, verbatim except for control characters."""
     _VisibleConsole(stderr=True).print(Text(visible(line)), soft_wrap=True)
     _LOG.info("%s", visible(line))
 
@@ -87,9 +87,9 @@ def show(part: str | Table, style: str = "") -> None:
 def rich_table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int
 ) -> Table:
-    """Make a table for the terminal, texts as they are: Rich's markup has no effect.
+    """Build a table for the terminal, with texts verbatim, without Rich's markup.
 
-    The first ``num_left`` columns are aligned to the left.
+    The first ``num_left`` columns are left-aligned.
     """
     table = Table(title=escape(title))
     for number, heading in enumerate(headings):
@@ -101,7 +101,7 @@ def rich_table(
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int) -> str:
-    """Return a table in Markdown, the first ``num_left`` columns aligned to the left."""
+    """Return a Markdown table with the first ``num_left`` columns left-aligned."""
     marks = ["---" if number < num_left else "---:" for number in range(len(headings))]
     cells = ([" ".join(cell.replace("|", "\\|").splitlines()) for cell in row] for row in rows)
     return "".join(f"| {' | '.join(line)} |\n" for line in (headings, marks, *cells))
@@ -115,7 +115,7 @@ def print_table(
     *,
     num_left: int,
 ) -> None:
-    """Print a table for people: drawn on a terminal, otherwise in Markdown without the title."""
+    """Print a table: drawn on a terminal, else as Markdown without the title."""
     if console.is_terminal:
         console.print(rich_table(title, headings, rows, num_left=num_left))
     else:
@@ -125,8 +125,8 @@ def print_table(
 def print_entry(console: Console, title: str, parts: Sequence[tuple[str, str]]) -> None:
     """Print an entry as Markdown, with colours on a terminal.
 
-    ``parts`` are texts with their kinds: a ``heading`` and a ``fact`` are lines; others, which a
-    model or a data file wrote, are indented blocks, which nothing inside can end.
+    ``parts`` are pairs of kind and text. A ``heading`` or ``fact`` is a line; other kinds, written
+    by a model or a data file, are indented blocks, which their text cannot end.
     """
     lines = [Text(f"\n### {visible(title)}", "bold")]
     for kind, text in parts:
@@ -138,16 +138,16 @@ def print_entry(console: Console, title: str, parts: Sequence[tuple[str, str]]) 
 
 @contextmanager
 def console_kept_in(path: Path) -> Iterator[None]:
-    """Append to ``path``, with times, what the block says and shows.
+    """Append the output of ``say`` and ``show`` in the block to ``path``, with times.
 
-    Warnings of every logger, which still go to standard error, and its last error are there too.
+    Also warnings of every logger, which still go to standard error, and the block's error.
     """
     file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    # Some libraries pass on all that they note.
+    # Some libraries log everything.
     file.addFilter(lambda record: record.name == __name__ or record.levelno >= logging.WARNING)
     root = logging.getLogger()
-    # Python prints warnings by its last resort only where no logger has a handler.
+    # Python uses ``lastResort`` only if no logger has a handler.
     handlers = [file] if root.handlers or not logging.lastResort else [file, logging.lastResort]
     level = _LOG.level
     _LOG.setLevel(logging.INFO)
@@ -157,10 +157,10 @@ def console_kept_in(path: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         is_failure = isinstance(error, Exception) and not isinstance(error, StoppedError)
-        said = describe_cause(error)
+        text = describe_cause(error)
         if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
-            said = describe_exit(128 - error.code)  # of ``processes.end_by_exception``
-        _LOG.info("%s", said, exc_info=is_failure)
+            text = describe_exit(128 - error.code)  # from ``processes.end_by_exception``
+        _LOG.info("%s", text, exc_info=is_failure)
         raise
     finally:
         for handler in handlers:
@@ -170,13 +170,13 @@ def console_kept_in(path: Path) -> Iterator[None]:
 
 
 class ProgressLine:
-    """A status line on standard error that changes in place; plain lines without a terminal."""
+    """A status line on standard error, updated in place; plain lines without a terminal."""
 
     def __init__(self) -> None:
         self._console = _VisibleConsole(stderr=True)
         self._status = self._console.status("starting") if self._console.is_terminal else None
         self._text, self._last_print_s = "", time.monotonic()
-        """Without a terminal, the newest line: an equal one is not printed again."""
+        """Without a terminal, the last line printed: equal ones are not repeated."""
         self._file: Path | None = None
 
     def __enter__(self) -> Self:
@@ -189,7 +189,7 @@ class ProgressLine:
             self._status.stop()
 
     def move_to(self, file: Path) -> None:
-        """Without a terminal, keep the newest line in ``file`` from now on, not between rows."""
+        """Without a terminal, write the newest line to ``file`` from now on, not between rows."""
         self._file = file
 
     def update(self, text: str) -> None:
@@ -197,7 +197,7 @@ class ProgressLine:
         if self._status is not None:
             self._status.update(Text(visible(text)))
         elif text != self._text and time.monotonic() - self._last_print_s >= _PLAIN_INTERVAL_S:
-            with suppress(OSError):  # no run ends because the disk is too full to say how it goes
+            with suppress(OSError):  # a full disk must not end a run over its progress
                 if self._file is None:
                     self._console.print(Text(visible(text)), soft_wrap=True)
                 else:
@@ -207,7 +207,7 @@ class ProgressLine:
 
 @contextmanager
 def reporting(report: Callable[[], None]) -> Iterator[None]:
-    """Call ``report`` at once, and then twice a second until the block ends."""
+    """Call ``report`` at once and then twice a second until the block ends."""
 
     async def repeat() -> None:
         while True:
@@ -222,7 +222,7 @@ def reporting(report: Callable[[], None]) -> Iterator[None]:
 
 
 def describe_rate(num_tokens: int, began_s: float) -> str:
-    """Such as ``, 2100 tokens/s`` since ``began_s`` (``time.monotonic``); '' before the first."""
+    """Return such as ``, 2100 tokens/s`` since ``began_s`` (``time.monotonic``); '' without any."""
     return f", {num_tokens / (time.monotonic() - began_s):.0f} tokens/s" if num_tokens else ""
 
 
@@ -232,12 +232,12 @@ class Pulse:
     def __init__(self) -> None:
         self.note("start")
 
-    def note(self, doing: str) -> None:
+    def note(self, phase: str) -> None:
         """Begin a phase."""
-        self.doing, self.num_beats, self.beat_s = doing, 0, time.monotonic()
+        self.phase, self.num_beats, self.beat_s = phase, 0, time.monotonic()
 
     def beat(self) -> None:
-        """Record a heartbeat: progress of this process, or of one that it waits for."""
+        """Record a heartbeat: progress of this process or of one that it waits for."""
         self.num_beats += 1
         self.beat_s = time.monotonic()
 
@@ -247,20 +247,20 @@ class PhaseTimer:
 
     def __init__(self) -> None:
         self.pulse = Pulse()
-        """Knows the phase."""
+        """Records the phase."""
         self._step_s: dict[str, float] = {}
         self.total_s: dict[str, float] = {}
-        """Seconds by phase since the timer was made."""
+        """Seconds by phase since the timer was created."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block, also when it raises."""
-        start, outside = time.perf_counter(), self.pulse.doing
+        """Time a block, also if it raises."""
+        start, outer = time.perf_counter(), self.pulse.phase
         self.pulse.note(name)
         try:
             yield
         finally:
-            self.pulse.note(outside)
+            self.pulse.note(outer)
             duration_s = time.perf_counter() - start
             for sums in (self._step_s, self.total_s):
                 sums[name] = sums.get(name, 0.0) + duration_s

@@ -1,6 +1,6 @@
-"""Hang detection: what each rank does, and what is written when a run makes no progress.
+"""Hang detection: reports of all ranks, and diagnostics if a run makes no progress.
 
-No collective can be used then: ranks report to each other through torch's store, in threads.
+Ranks report through torch's store, in threads, because collectives may hang as well.
 """
 
 import json
@@ -18,21 +18,21 @@ _JOIN_S = 1.0
 
 
 class RankReport(NamedTuple):
-    """What a rank reported last; in the store under its number."""
+    """The latest report of a rank; stored under the rank's number."""
 
     number: int
-    """How many reports it has sent."""
+    """Number of reports sent so far."""
     phase: str
     num_beats: int
     """Heartbeats since the phase began."""
     beat_at_s: float
-    """The last one, in seconds since the epoch: the clocks of a cluster agree."""
+    """Time of the last one, in seconds since the epoch; clocks of a cluster must agree."""
 
 
 class HangWatch:
-    """Writes this rank's stacks, and more, when it makes no progress for ``hang_s``.
+    """Writes this rank's stacks and traces if it makes no progress for ``hang_s``.
 
-    Ranks wait for each other, so that soon all do; rank 0 then says which rank does what.
+    Ranks wait for each other, so soon all of them hang; rank 0 then prints what every rank does.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HangWatch:
         self._has_ended = threading.Event()
 
     def start(self) -> Callable[[], None]:
-        """Watch from now on; return what ends it."""
+        """Start watching; return the function that stops it."""
         thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         thread.start()
 
@@ -69,21 +69,21 @@ class HangWatch:
                 self._store.set(str(self._rank), json.dumps(self._report(number)))
                 beat_s = self._pulse.beat_s
                 is_stuck = time.monotonic() - beat_s >= self._hang_s
-                if is_stuck and beat_s != alarmed_beat_s:  # once for each stop
+                if is_stuck and beat_s != alarmed_beat_s:  # once per hang
                     alarmed_beat_s = beat_s
                     request_stacks()
                     self._write_more()
                     if self._rank == 0:
                         self._describe()
-        except (RuntimeError, OSError):  # the store or the disk is gone, and with it the run
+        except (RuntimeError, OSError):  # the store or the disk is gone, and so is the run
             return
 
     def _report(self, number: int) -> RankReport:
         beat_at_s = time.time() - (time.monotonic() - self._pulse.beat_s)
-        return RankReport(number, self._pulse.doing, self._pulse.num_beats, beat_at_s)
+        return RankReport(number, self._pulse.phase, self._pulse.num_beats, beat_at_s)
 
     def _describe(self) -> None:
-        """Say who does what, once every rank that lives has reported again."""
+        """Print what every rank does, once all live ranks have reported again."""
         before = self._reports()
         if self._has_ended.wait(2 * self._interval_s):
             return
@@ -109,9 +109,9 @@ def describe_ranks(
     now_s: float,
     hang_s: float,
 ) -> str:
-    """Say which ranks do what, first those that have been stuck for longest.
+    """Describe what the ranks do, those stuck longest first.
 
-    A rank that reported nothing since ``before`` is stopped as a whole, or gone.
+    A rank without a new report since ``before`` is stopped as a whole, or gone.
     """
     ranks: dict[str, list[int]] = {}
     since_s: dict[str, float] = {}
@@ -135,7 +135,7 @@ def describe_ranks(
 
 
 def _name(ranks: Sequence[int]) -> str:
-    """Such as ``rank 3`` or ``ranks 0-2, 4``."""
+    """Return such as ``rank 3`` or ``ranks 0-2, 4``."""
     gaps = [pair for pair in pairwise(ranks) if pair[1] != pair[0] + 1]
     firsts, lasts = [ranks[0], *(after for _, after in gaps)], [*(b for b, _ in gaps), ranks[-1]]
     spans = (f"{a}-{b}" if a < b else str(a) for a, b in zip(firsts, lasts, strict=True))

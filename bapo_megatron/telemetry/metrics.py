@@ -1,4 +1,4 @@
-"""Metrics of a step, from batch, evaluations and updates (their names: docs/metrics.md)."""
+"""Metrics of a step from its batch and evaluations (docs/metrics.md lists the names)."""
 
 import math
 from bisect import bisect_left
@@ -17,7 +17,7 @@ from bapo_megatron.types import (
 )
 
 BEFORE_TRAINING = 0
-"""The step of an evaluation before the first one: no step is finished then."""
+"""The step of an evaluation before training."""
 
 OLD_METRIC_NAMES = {
     "bapo/clip_low": "clip/low",
@@ -25,7 +25,7 @@ OLD_METRIC_NAMES = {
     "weight_sync/pushes": "weight_sync/syncs",
     "weight_sync/push_s": "weight_sync/sync_s",
 }
-"""Names that earlier versions wrote, and the present ones, under which rows are read."""
+"""Metric names of earlier versions, and the current names under which they are read."""
 
 _EVAL_FIELDS = (
     "answer_found_share",
@@ -45,7 +45,7 @@ _EVAL_FIELDS = (
 
 
 def batch_metrics(batch: RolloutBatch, phase_s: dict[str, float]) -> dict[str, float]:
-    """The metrics of a step that do not come from its updates; ``phase_s`` is its time by phase."""
+    """Return a step's metrics other than those of its updates; ``phase_s``: its time by phase."""
     values = _rollout_metrics(batch) | _source_metrics(batch) | _age_metrics(batch)
     values |= {f"time/{name}_s": seconds for name, seconds in phase_s.items()}
     total_s = sum(phase_s.values())
@@ -59,7 +59,7 @@ def batch_metrics(batch: RolloutBatch, phase_s: dict[str, float]) -> dict[str, f
 
 
 def eval_metrics(results: Sequence[EvalResult]) -> dict[str, float]:
-    """The metrics ``eval/<set>/…`` of every evaluation set."""
+    """Return the metrics ``eval/<set>/…`` of every evaluation set."""
     values: dict[str, float] = {}
     for result in results:
         prefix = f"eval/{result.name}"
@@ -122,7 +122,7 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def is_right(sample: Sample) -> bool:
-    """Whether a response is correct, whatever shaping does to its reward."""
+    """Whether a response is correct, before shaping."""
     shaping = math.fsum(sample.reward_components.get(term, 0.0) for term in SHAPING_TERMS)
     return sample.reward - shaping >= 1.0 - 1e-9  # up to rounding
 
@@ -137,7 +137,7 @@ def means_by_name(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _source_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """The metrics ``data/<set>/…`` of every training set with a group in the batch."""
+    """Return the metrics ``data/<set>/…`` of every training set with a group in the batch."""
     groups_by_source: dict[str, list[Group]] = {}
     for group in batch.groups:
         groups_by_source.setdefault(group.samples[0].prompt.source, []).append(group)

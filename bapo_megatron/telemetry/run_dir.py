@@ -1,8 +1,8 @@
-"""A run directory: the lock that keeps it to one process, and ``starts.jsonl``.
+"""A run directory: the lock that limits it to one process, and ``starts.jsonl``.
 
 The lock is a POSIX record lock on ``.lock``. The kernel releases it when the process ends, however
-that happens; no child has it, not even a fork that lives on; and NFS passes it on to other
-machines. The file names its holder: host and process, and a line for people.
+it does; children do not inherit it, not even forks; and it works across machines on NFS. The file
+names the holder: host and process, and a line for people.
 """
 
 import json
@@ -22,11 +22,11 @@ from bapo_megatron.runtime.versions import own_software
 from bapo_megatron.telemetry.console import say
 
 _LIVE_WAIT_S = 1.0
-"""Time limit of the wait for a holder that lives: it may be about to end."""
+"""Time limit of the wait for a live holder, which may be about to exit."""
 _ENDING_WAIT_S = 30.0
-"""For one that ends: after SIGKILL the kernel frees hundreds of GB before it releases the lock."""
+"""For a holder that is exiting: after SIGKILL the kernel may first free hundreds of GB."""
 _REMOTE_WAIT_S = 120.0
-"""For one on another machine: if that has died, an NFS server keeps its lock for 90 s or so."""
+"""For a holder on another machine: if that died, NFS servers keep the lock for about 90 s."""
 _POLL_S = 0.1
 _MAX_BYTES = 4096
 _STARTS_NAME = "starts.jsonl"
@@ -36,10 +36,10 @@ _STARTS_NAME = "starts.jsonl"
 def run_dir_locked(run_dir: Path, command: str) -> Iterator[None]:
     """Create the run directory if it is missing, and hold its lock within the block.
 
-    Nothing else in this process may open ``.lock``: closing it would release the lock.
+    Nothing else in this process may open ``.lock``, because closing it would release the lock.
 
     Raises:
-        ValueError: Another process holds it; the message names that.
+        ValueError: Another process holds it; the message names the process.
         OSError: The directory or the file cannot be written.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -52,11 +52,11 @@ def run_dir_locked(run_dir: Path, command: str) -> Iterator[None]:
             file.truncate(0)
             file.write(f"{host} {os.getpid()}\n{line}\n".encode())
         yield
-        file.truncate(0)  # the next process must not report this one
+        file.truncate(0)  # so that the next process does not report this one
 
 
 def _acquire(file: IO[bytes], run_dir: Path) -> None:
-    """Lock the file; its holder gets time to end, or to write who it is."""
+    """Lock the file; give its holder time to exit, or to write its name."""
     began_s, has_said = time.monotonic(), False
     while True:
         try:
@@ -87,7 +87,7 @@ def _read_holder(file: IO[bytes]) -> tuple[float, str]:
     host, _, pid = lines[0].partition(" ")
     if host != socket.gethostname():
         return _REMOTE_WAIT_S, lines[1]
-    try:  # empty once the kernel frees the memory of a process that ends
+    try:  # empty once the kernel frees the memory of an exiting process
         is_live = bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except (OSError, ValueError):
         is_live = False
@@ -101,18 +101,18 @@ class Start:
     time: str
     """ISO 8601, UTC."""
     step: int
-    """Finished steps that it continued from; 0: from the beginning."""
+    """Finished steps at the start; 0 for a new run."""
     commit: str | None
     """As in ``versions.Software``."""
     versions: dict[str, str]
     host: str
-    """Name of rank 0's machine."""
+    """Host name of rank 0."""
     world_size: int
-    """Ranks."""
+    """Number of ranks."""
 
 
 def record_start(run_dir: Path, step: int, world_size: int) -> None:
-    """Append this process, on rank 0, after ``step`` finished steps.
+    """Append a start of this process, on rank 0, after ``step`` finished steps.
 
     Raises:
         OSError: The file cannot be written; it is unchanged.
@@ -125,7 +125,7 @@ def record_start(run_dir: Path, step: int, world_size: int) -> None:
 
 
 def read_starts(run_dir: Path) -> list[Start]:
-    """Return a run's starts in order; empty where the run's version recorded none.
+    """Return a run's starts in order; empty for runs of versions that recorded none.
 
     Raises:
         ValueError: A line is not a start; the message names file and line.

@@ -1,4 +1,4 @@
-"""Where metrics go: ``metrics.jsonl`` always; terminal, Prometheus and trackers if configured."""
+"""Sinks of metrics: ``metrics.jsonl``, and if configured terminal, Prometheus and trackers."""
 
 import json
 import os
@@ -34,18 +34,18 @@ _COLUMNS = (
     ("tokens", ("rollout/response_tokens_mean",), "{:.1f}"),
     ("tok/s", ("throughput/generated_tokens_per_s",), "{:.0f}"),
 )
-"""Heading, metrics and format of each column; a column shows the sum of its metrics."""
+"""Heading, metrics and format of each column, which shows the sum of its metrics."""
 _EVALUATION_TIME = "time/evaluation_s"
-"""Left out of a step's time, so that steps with an evaluation compare with the others."""
+"""Excluded from a step's time, so that steps with and without an evaluation compare."""
 
 _MAX_VALUE = 1e150
-"""Limit of a metric: sums and differences of such stay finite, also where figures make them."""
+"""Limit of a metric, so that sums and differences stay finite, also in figures."""
 _Metric = Annotated[int | float, Field(ge=-_MAX_VALUE, le=_MAX_VALUE)]
-"""Whole numbers stay whole where a resumed run writes rows again."""
+"""Integers stay integers when a resumed run rewrites rows."""
 
 
 class SampleRow(NamedTuple):
-    """A row of a table of samples; the columns in their order."""
+    """A row of a table of samples, with columns in this order."""
 
     step: int
     group: int
@@ -59,10 +59,10 @@ class SampleRow(NamedTuple):
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Rows of a ``metrics.jsonl``; ``step`` is the number of finished steps, 0 before training.
+    """Return the rows of a ``metrics.jsonl``; ``step`` counts finished steps, 0 before training.
 
-    Metrics of earlier versions have their present names (``OLD_METRIC_NAMES``). A last line without
-    its end is left out: it was cut by a kill or a full disk, or is being written.
+    Metrics of earlier versions get their current names (``OLD_METRIC_NAMES``). An incomplete last
+    line is skipped: it was cut by a kill or a full disk, or is being written.
 
     Raises:
         ValueError: A line is not a JSON object of numbers with a step; the message names file, line
@@ -91,7 +91,7 @@ class MetricsSinks:
         sample_rows: Callable[[int], Sequence[SampleRow]] = lambda _: (),
         show_row: ShowRow | None = None,
     ) -> None:
-        """Open the sinks; drop the rows from ``first_step`` on, which the run repeats.
+        """Open the sinks; drop rows from ``first_step`` on, which the run will repeat.
 
         ``settings`` and ``sample_rows`` are for trackers; ``show_row`` takes every row.
         """
@@ -133,7 +133,7 @@ class MetricsSinks:
             tracker.close()
 
     def _show(self, metrics: StepMetrics) -> None:
-        """Print one row of the table; the headings come again every 20 rows."""
+        """Print one row of the table, with headings every 20 rows."""
         values = metrics.values
         cells = [f"{metrics.step:>4}/{self._total_steps}"]
         for _, names, form in _COLUMNS:
@@ -155,10 +155,10 @@ class TensorBoard:
     """Event files of a run."""
 
     def __init__(self, directory: Path, first_step: int, settings: Mapping[str, Any]) -> None:
-        """Open them; what an earlier start wrote from ``first_step`` on is no longer shown.
+        """Open the file; hide what an earlier start wrote from ``first_step`` on.
 
-        ``settings`` are the run's hyper-parameters, of which TensorBoard shows those of the first
-        start, and the last value of each curve is a metric.
+        ``settings`` are the run's hyperparameters; TensorBoard shows those of the first start, with
+        the last value of each curve as a metric.
         """
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from torch.utils.tensorboard import SummaryWriter
@@ -172,7 +172,7 @@ class TensorBoard:
         """Add a point to every curve."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # One event for all: each of its own wakes the thread that writes them.
+        # One event for all, because every event wakes the writer thread.
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._file.add_summary(Summary(value=points), step)
 
@@ -211,14 +211,14 @@ class WeightsAndBiases:
             config=dict(settings),
             allow_val_change=True,  # a resumed run may have other settings
             settings=wandb.Settings(
-                # Command line and address of the working directory's repository may hold secrets.
+                # The command line and the repository's URL may hold secrets.
                 x_disable_meta=True,
                 disable_git=True,
                 save_code=False,
-                quiet=True,  # else the end of a run is thirty lines of its numbers
+                quiet=True,  # else a run ends with thirty lines of its metrics
             ),
         )
-        # Not W&B's own count, which only grows: steps are trained again after a crash.
+        # Not W&B's own step, which only grows: steps are repeated after a crash.
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -231,7 +231,7 @@ class WeightsAndBiases:
         self._run.log({"step": step, **logged})
 
     def _rows(self, step: int) -> Sequence[SampleRow]:
-        """Return samples of a step; none any more after they could not be read."""
+        """Return samples of a step; after a read error, never any again."""
         try:
             return self._sample_rows(step)
         except (ValueError, OSError) as error:
@@ -240,7 +240,7 @@ class WeightsAndBiases:
             return ()
 
     def close(self) -> None:
-        """Send what is left, and end the run."""
+        """Send remaining data, and end the run."""
         self._run.finish()
 
 
@@ -248,8 +248,8 @@ class WeightsAndBiases:
 def rows_served(config: LogConfig) -> Iterator[ShowRow]:
     """Serve metrics to Prometheus within the block, if ``prometheus_port`` is set.
 
-    Yields what takes the rows. ``a/b`` is the gauge ``bapo_a_b``: every character that Prometheus
-    does not allow becomes ``_``. A gauge keeps its last value, such as that of an evaluation.
+    Yields the function that takes rows. ``a/b`` is the gauge ``bapo_a_b``: every character that
+    Prometheus does not allow becomes ``_``. A gauge keeps its last value, such as an evaluation's.
 
     Raises:
         ValueError: The port is in use.

@@ -1,1 +1,1 @@
-"""New weights for the servers: ``send`` is the trainer's side, ``receive`` the collector's."""
+"""Weight sync: ``send`` is the trainer's side, ``receive`` the collector's."""

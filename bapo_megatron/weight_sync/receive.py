@@ -1,13 +1,13 @@
-"""The collector's side of a weight sync: which servers take part, and what becomes of failures.
+"""The collector's side of a weight sync: which servers take part, and how failures are handled.
 
 Rank 0 (``send``) makes these calls, in this order:
 
     BEGIN → [JOIN] → RECEIVE | TAKE, bucket by bucket → PROBE → RESUME
 
-JOIN, RECEIVE and TAKE are answered with None, or with the reason as soon as one server has failed:
-a server that waits in a broadcast comes out of it only when rank 0 has left. Then rank 0 begins
-again with the servers that remain. A server that failed is taken out; when it answers again, it
-gets all weights in the next weight sync. Weights on the disk take one call: LOAD → PROBE → RESUME.
+JOIN, RECEIVE and TAKE return None, or the reason as soon as one server has failed, because a server
+inside a broadcast returns only once rank 0 has left. Rank 0 then starts over with the remaining
+servers. A server that failed is lost; once it answers again, it gets all weights in the next weight
+sync. Weights on disk need one call: LOAD → PROBE → RESUME.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from bapo_megatron.runtime.calls import Answers, Call
 
 _POLL_S = 0.2
 _MAX_PROBE_TOKENS = 256
-"""Tokens of a prompt that are compared."""
+"""Tokens of a prompt whose log-probs are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class Opened:
     num_ranks: tuple[int, ...]
     """Tensor-parallel ranks of each."""
     gpus: tuple[tuple[int, ...], ...]
-    """The GPU of each of these ranks, as rank 0 numbers them; () where that is not known."""
+    """The GPU of each of these ranks, as rank 0 numbers them; () if unknown."""
     share_group: bool
-    """Whether all of them have joined one group and were never lost since."""
+    """Whether all of them are still in one group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +52,10 @@ class Receive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Take:
-    """A bucket in memory that servers map."""
+    """A bucket in shared memory."""
 
     payloads: tuple[tuple[str, ...], ...]
-    """For each server, in the order of ``Opened``, one for each of its ranks."""
+    """For each server, in the order of ``Opened``, one per rank."""
     is_last: bool
 
 
@@ -69,13 +69,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What a weight sync meant for the servers."""
+    """The outcome of a weight sync."""
 
     pause_s: float
-    """Time for which generation stood still; 0 if nothing was generated."""
+    """Time for which generation was paused; 0 if nothing was generated."""
     difference: float | None
-    """Largest mean absolute difference of a server's log-probs to the trainer's, in nats, of the
-    servers that stay; None where none was compared, or none answered: they may come back."""
+    """Largest mean absolute difference, in nats, of a remaining server's log-probs from the
+    trainer's; None if none was compared, or none answered."""
 
 
 # Each is documented at the method of WeightReceiver that answers it.
@@ -89,17 +89,17 @@ RESUME = Call("weights.resume", tuple[tuple[float, ...], ...], Resumed)
 
 
 class Pausable(Protocol):
-    """The generation with the old weights."""
+    """Generation, which a weight sync pauses."""
 
     async def pause(self) -> bool:
-        """Make way for new weights; return whether anything was generated."""
+        """Pause for new weights; return whether anything was generated."""
 
     async def resume(self) -> None:
         """Continue."""
 
 
 class WeightReceiver:
-    """Gives the servers of a pool new weights."""
+    """Syncs new weights to the servers of a pool."""
 
     def __init__(
         self,
@@ -108,11 +108,11 @@ class WeightReceiver:
         generation: Pausable | None,
         probe_prompts: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Take what is paused meanwhile, if anything, and the prompts that ``verify`` compares."""
+        """Take the generation to pause, if any, and prompts for ``weight_sync.verify``."""
         self._pool = pool
         self._sync, self._health = config.weight_sync, config.health
         self._resumes_to_check = self._sync.in_flight != "abort" or config.colocated
-        # Requests that are paused in place still need their KV cache.
+        # Requests paused in place still need their KV cache.
         self._may_flush = self._sync.in_flight != "in_place"
         self._generation = generation
         cut = (tuple(prompt[:_MAX_PROBE_TOKENS]) for prompt in probe_prompts if len(prompt) > 1)
@@ -120,15 +120,15 @@ class WeightReceiver:
         self._members: dict[PooledEngine, WeightControl] = {}
         """The servers that take part, in the order of their ranks."""
         self._calls: dict[asyncio.Task[None], PooledEngine] = {}
-        """Open calls of the newest step; if it failed, kept until ``_take_out_failed``."""
+        """Open calls of the newest step; if it failed, kept until ``_remove_failed``."""
         self._failed_first: set[PooledEngine] = set()
-        """Members whose calls were over when rank 0 heard that the step failed."""
+        """Members whose calls had ended when rank 0 learned that the step failed."""
         self._left_out: set[PooledEngine] = set()
-        """Servers that failed in this weight sync, and take part again only if no other answers."""
+        """Servers that failed in this weight sync; used again only if no other answers."""
         self._group: tuple[str, tuple[PooledEngine, ...]] | None = None
         """Name and members of the collective group that servers have joined."""
         self._shares_group = False
-        """Whether this attempt uses the group of the weight sync before."""
+        """Whether this attempt uses the group of the previous weight sync."""
         self._group_is_broken = False
         """Whether a step failed since the group was joined."""
         self._has_session = False
@@ -155,12 +155,12 @@ class WeightReceiver:
         """Start an attempt to sync a version: pause generation, choose and prepare servers.
 
         Raises:
-            RolloutError: There was no server for ``rollout.health.patience_s``, or all of them
-                refused the last attempt.
+            RolloutError: There was no server for ``rollout.health.patience_s``, or all servers
+                refused the previous attempt.
         """
         await self._pause()
-        await self._take_out_failed(self._health.timeout_s)
-        # A server that was lost since has forgotten the group, or is another process.
+        await self._remove_failed(self._health.timeout_s)
+        # A server that was lost meanwhile has left the group, or is another process.
         joined: tuple[PooledEngine, ...] = () if self._group is None else self._group[1]
         is_intact = not self._group_is_broken and all(entry.is_usable for entry in joined)
         await self._await_members(version, has_session=True)
@@ -175,9 +175,9 @@ class WeightReceiver:
         )
 
     async def join(self, place: GroupPlace) -> str | None:
-        """Have all members join the group of rank 0; answer when it is complete.
+        """Have all members join the group of rank 0; return once it is complete.
 
-        ``place`` is rank 0's; the members' ranks come after it, in the order of ``Opened``.
+        ``place`` is rank 0's; the members' ranks follow in the order of ``Opened``.
         """
         self._group, self._group_is_broken = (place.name, tuple(self._members)), False
         places = {}
@@ -185,71 +185,71 @@ class WeightReceiver:
         for entry, control in self._members.items():
             places[entry] = replace(place, first_rank=first_rank)
             first_rank += control.tensor_ranks
-        return await self._together(
+        return await self._call_members(
             lambda entry, control, limit_s: control.join_group(places[entry], limit_s)
         )
 
     async def receive(self, request: Receive) -> str | None:
-        """Have all members receive and load the bucket that rank 0 broadcasts meanwhile."""
+        """Have all members receive and load the bucket that rank 0 is broadcasting."""
         assert self._group is not None, "join comes first"
         group_name, _ = self._group
         version = self._version if request.is_last else None
-        failure = await self._together(
+        failure = await self._call_members(
             lambda _, control, limit_s: control.receive(
                 request.bucket, group_name, version=version, timeout_s=limit_s
             )
         )
-        return await self._admit() if request.is_last and failure is None else failure
+        return await self._mark_updated() if request.is_last and failure is None else failure
 
     async def take(self, request: Take) -> str | None:
         """Have each member load its own payloads."""
         payloads = dict(zip(self._members, request.payloads, strict=True))
         version = self._version if request.is_last else None
-        failure = await self._together(
+        failure = await self._call_members(
             lambda entry, control, limit_s: control.take(
                 payloads[entry], version=version, timeout_s=limit_s
             )
         )
-        return await self._admit() if request.is_last and failure is None else failure
+        return await self._mark_updated() if request.is_last and failure is None else failure
 
     async def load(self, request: Load) -> None:
-        """Have all servers load a directory, after a failure again; raise as ``begin``."""
+        """Have all servers load a directory, with retries; raise as ``begin``."""
         await self._pause()
         while True:
             await self._await_members(request.version, has_session=False)
-            failure = await self._together(
+            failure = await self._call_members(
                 lambda _, control, limit_s: control.load(
                     request.model_dir, version=request.version, timeout_s=limit_s
                 )
             )
-            if failure is None and await self._admit() is None:
+            if failure is None and await self._mark_updated() is None:
                 return
-            await self._take_out_failed(self._remaining_s())  # a slow server is not blamed
+            await self._remove_failed(self._remaining_s())  # slow servers are not blamed
 
     async def probe(self, _: None) -> tuple[tuple[int, ...], ...]:
-        """Return the sequences that servers are compared on; none where none must be compared."""
+        """Return the sequences for the comparison of log-probs; empty if no server needs it."""
         return self._probe if self._sync.verify != "none" and self._unproven() else ()
 
     async def resume(self, expected: tuple[tuple[float, ...], ...]) -> Resumed:
-        """Compare the servers' log-probs with the trainer's, and let generation continue.
+        """Compare the servers' log-probs with the trainer's, and resume generation.
 
-        ``expected`` are the trainer's log-probs of the probe: of all tokens of each sequence but
-        the first, at temperature 1. Empty: nothing is compared. A server that computes otherwise is
-        taken out. Unless requests were aborted, generation continues first: a paused server
-        answers no probe. What it samples until then is kept.
+        ``expected`` are the trainer's log-probs on the probe: of all tokens of each sequence but
+        the first, at temperature 1. If empty, nothing is compared. A server that differs too much
+        is lost. Unless requests were aborted, generation resumes first, because a paused server
+        answers no probe; tokens sampled until the comparison are kept.
 
         Raises:
-            RolloutError: A server computes otherwise, and no other is left.
+            RolloutError: A server differs too much, and no other is left.
         """
-        pause_s = await self._go_on() if self._resumes_to_check else 0.0
+        pause_s = await self._resume_generation() if self._resumes_to_check else 0.0
         difference = await self._compare_all(expected) if expected else None
-        pause_s += await self._go_on()
+        pause_s += await self._resume_generation()
         self._is_idle.set()
         self._left_out.clear()
         return Resumed(pause_s=pause_s, difference=difference)
 
     def _unproven(self) -> list[PooledEngine]:
-        """Return the members whose log-probs are to be compared: the new ones, or all."""
+        """Return the members whose log-probs must be compared."""
         is_every = self._sync.verify == "every"
         return [e for e in self._members if not e.is_lost and (is_every or e.is_unproven)]
 
@@ -299,12 +299,12 @@ class WeightReceiver:
             await self._is_idle.wait()
 
     async def forget(self, entry: PooledEngine) -> None:
-        """Have all servers leave the group that a server is in, because that one leaves the run."""
+        """Dissolve the group if it includes a server that leaves the run."""
         if self._group is not None and entry in self._group[1]:
             await self._leave()
 
     async def close(self) -> None:
-        """End what is open on the servers, also the group; none of them has to answer."""
+        """Cancel open calls and leave the group; servers need not answer."""
         calls, self._calls = self._calls, {}
         for task in calls:
             task.cancel()
@@ -319,8 +319,8 @@ class WeightReceiver:
                 self._paused_at_s = started_s
         self._is_paused = True
 
-    async def _go_on(self) -> float:
-        """Let generation continue, if it is paused; return for how long it stood still."""
+    async def _resume_generation(self) -> float:
+        """Resume generation, if it is paused; return for how long it was paused."""
         if self._is_paused and self._generation is not None:
             await self._generation.resume()
         paused_at_s, self._paused_at_s = self._paused_at_s, None
@@ -328,14 +328,14 @@ class WeightReceiver:
         return 0.0 if paused_at_s is None else time.monotonic() - paused_at_s
 
     async def _await_members(self, version: int, *, has_session: bool) -> None:
-        """Wait until a server can take part; all that can, ready for weights, become members."""
+        """Wait until servers can take part; prepare them and make them members."""
         self._version, self._has_session = version, has_session
         while True:
             self._deadline_s = time.monotonic() + self._sync.timeout_s
             answering = [entry for entry in self._pool.engines if entry.is_answering]
-            fit = [entry for entry in answering if entry not in self._left_out] or answering
-            controls = await asyncio.gather(*map(self._prepare, fit))
-            self._members = {e: c for e, c in zip(fit, controls, strict=True) if c is not None}
+            eligible = [entry for entry in answering if entry not in self._left_out] or answering
+            controls = await asyncio.gather(*map(self._prepare, eligible))
+            self._members = {e: c for e, c in zip(eligible, controls, strict=True) if c is not None}
             if self._give_up_s is None:
                 self._give_up_s = time.monotonic() + self._health.patience_s
             if time.monotonic() >= self._give_up_s:
@@ -349,7 +349,7 @@ class WeightReceiver:
             await asyncio.sleep(_POLL_S)
 
     async def _prepare(self, entry: PooledEngine) -> WeightControl | None:
-        """Ask a server how it was started and open a session; one that fails is taken out."""
+        """Open a session on a server; if that fails, the server is lost."""
         limit_s = self._health.timeout_s
         try:
             control = await entry.engine.weights(limit_s, flush_cache=self._may_flush)
@@ -360,9 +360,9 @@ class WeightReceiver:
             return None
         return control
 
-    async def _admit(self) -> str | None:
-        """Admit all members if they report the version; else return why the first does not."""
-        failure = await self._together(self._complete)
+    async def _mark_updated(self) -> str | None:
+        """Mark all members updated if they report the version; else return the first failure."""
+        failure = await self._call_members(self._complete)
         if failure is None:
             self._pool.version = self._version
             for entry in self._members:
@@ -385,12 +385,12 @@ class WeightReceiver:
     def _remaining_s(self) -> float:
         return max(self._deadline_s - time.monotonic(), 1.0)
 
-    async def _together(
+    async def _call_members(
         self, call: Callable[[PooledEngine, WeightControl, float], Coroutine[Any, Any, None]]
     ) -> str | None:
-        """Call every member; return when all have answered, or why the first has failed.
+        """Call every member; return None once all have answered, or the first failure.
 
-        The calls of the others then stay open until ``_take_out_failed``.
+        After a failure the other calls stay open until ``_remove_failed``.
         """
         limit_s = self._remaining_s()
         self._calls = {
@@ -407,7 +407,7 @@ class WeightReceiver:
                     failure = failure or _describe(self._calls[task], error)
             for entry in (self._calls[task] for task in pending):
                 if entry.is_lost:
-                    failure = failure or f"{entry.address}: it was lost meanwhile"
+                    failure = failure or f"{entry.address}: lost during the call"
         if failure is None:
             self._calls = {}
         elif pending:
@@ -415,13 +415,13 @@ class WeightReceiver:
         self._failed_first = {entry for task, entry in self._calls.items() if task.done()}
         return failure
 
-    async def _take_out_failed(self, grace_s: float) -> None:
-        """Take out the members that made the newest step fail, if it failed.
+    async def _remove_failed(self, grace_s: float) -> None:
+        """Mark the members lost that made the newest step fail, if it failed.
 
-        A member that refused may have done so because another one is gone, or because it does not
-        know a group that was joined earlier: it is blamed only if nothing else explains the
-        failure, and if it refused before rank 0 left the group. Open calls may take another
-        ``grace_s``, unless their server is lost; then they are ended.
+        A member may have refused because another one is gone, or because it does not know a group
+        that was joined earlier: it is blamed only if nothing else explains the failure, and if it
+        refused before rank 0 left the group. Open calls get another ``grace_s``, unless their
+        server is lost; then they are cancelled.
 
         Raises:
             RolloutError: All members refused.
@@ -438,12 +438,12 @@ class WeightReceiver:
         for task, entry in calls.items():
             if not task.done():
                 task.cancel()
-                self._pool.mark_lost(entry, "it hangs in a weight sync that others have left")
+                self._pool.mark_lost(entry, "it hangs in a weight sync that the others have left")
             elif (error := task.exception()) is None:
                 continue
             elif isinstance(error, RolloutError) and not isinstance(error, ServerGoneError):
                 refused[entry] = str(error)
-            else:  # also if the answer has no known form: what the server has is not known
+            else:  # also for a malformed answer: the state of the server is unknown
                 self._pool.mark_lost(entry, _describe(entry, error))
         await asyncio.gather(*calls, return_exceptions=True)
         if not self._shares_group and not any(entry.is_lost for entry in calls.values()):
@@ -455,8 +455,8 @@ class WeightReceiver:
         self._left_out |= {entry for entry in calls.values() if entry.is_lost}
 
     async def _leave(self) -> None:
-        """Have all servers forget the group, so that the next trainer finds none."""
-        async with self._leaving:  # nobody joins another group meanwhile
+        """Have all servers leave the group, so that none is left for the next trainer."""
+        async with self._leaving:  # so that nobody joins another group meanwhile
             group, self._group = self._group, None
             name, entries = group or ("", ())
             await asyncio.gather(
@@ -465,7 +465,7 @@ class WeightReceiver:
                     for entry, control in self._members.items()
                     if entry in entries and not entry.is_lost
                 ),
-                return_exceptions=True,  # it restarted meanwhile, or ends now
+                return_exceptions=True,  # a server may have restarted or be exiting
             )
 
 

@@ -1,12 +1,14 @@
 """The trainer's side of a weight sync: pause, send, resume.
 
-Rank 0 calls the collector (``receive``), which chooses the servers and takes out those that fail.
-It gathers the weights bucket by bucket with the ranks of its replica, so that no rank holds the
-whole model, and hands each bucket to the servers through a carrier; all other ranks wait for its
-word outside the collectives of the model, for as long as a server takes. With
-``rollout.weight_sync.method: disk`` there is no carrier: all ranks write a directory, which the
+Rank 0 calls the collector (``receive``), which chooses the servers and removes those that fail.
+With the ranks of its replica it gathers the weights bucket by bucket, so that no rank holds the
+whole model, and sends each bucket to the servers through a transport; meanwhile all other ranks
+wait outside the model's collectives, for as long as a server takes. With
+``rollout.weight_sync.method: disk`` there is no transport: all ranks write a directory, which the
 servers load.
 """
+
+from __future__ import annotations
 
 import base64
 import functools
@@ -52,9 +54,9 @@ _BYTES_PER_MB = 10**6
 _END = b"end"
 Scorer = Callable[[Sequence[Sequence[int]]], tuple[tuple[float, ...], ...] | None]
 """Returns, on rank 0, the log-probs of all tokens of each sequence but the first, at temperature 1;
-a collective over all ranks."""
+collective over all ranks."""
 _MAX_STUCK_S = 180.0
-"""More than the time limit of any operation of a group that was given up."""
+"""Longer than the time limit of any operation in an abandoned group."""
 _DEVICE_ARGUMENT = 6
 """Position of the device among the arguments of ``reductions.rebuild_cuda_tensor``."""
 
@@ -64,17 +66,17 @@ class SyncReport:
     """The cost of one weight sync."""
 
     num_bytes: int
-    """Size of the weights that each server got, once."""
+    """Bytes of the weights that each server got, counted once."""
     sync_s: float
-    """Time from the first call to the last."""
+    """Duration from the first call to the last."""
     pause_s: float
-    """Part of it for which generation stood still."""
+    """Part of it for which generation was paused."""
     difference: float | None = None
-    """Largest mean difference of a server's log-probs to the trainer's; None: none was compared."""
+    """As in ``receive.Resumed``."""
 
 
 def sync_metrics(reports: Sequence[SyncReport]) -> dict[str, float]:
-    """Return one step's ``weight_sync/…`` metrics (docs/metrics.md); empty without a report."""
+    """Return a step's ``weight_sync/…`` metrics (docs/metrics.md); empty without reports."""
     if not reports:
         return {}
     values = {
@@ -95,39 +97,38 @@ class WeightSync:
     def __init__(
         self, config: WeightSyncConfig, run_dir: Path, score: Scorer, device: torch.device
     ) -> None:
-        """Choose the method; ``disk`` keeps the newest version under ``<run_dir>/weights``."""
+        """Choose the transport; ``disk`` keeps the newest version in ``<run_dir>/weights``."""
         self._config = config
         self._score = score
         self._root = run_dir / "weights"
-        self._carrier: Carrier | None = None
+        self._transport: Transport | None = None
         if config.method == "broadcast":
-            self._carrier = BroadcastCarrier(config, device)
+            self._transport = BroadcastTransport(config, device)
         elif config.method == "tensor":
-            self._carrier = MemoryCarrier(device)
+            self._transport = SharedMemoryTransport(device)
         self._version: int | None = None
 
     def sync(
         self, policy: MegatronPolicy, collector: Caller | None, *, again: bool = False
     ) -> SyncReport | None:
-        """Give all servers the policy's weights as version ``policy.num_updates``.
+        """Sync the policy's weights to all servers as version ``policy.num_updates``.
 
-        A collective over all ranks; rank 0 alone has the ``collector``. With ``again`` servers get
-        a version that others have already: some have come that lack it. Returns what it cost; None
-        where there was nothing to do, and on all ranks but the first.
+        Collective over all ranks; only rank 0 has the ``collector``. With ``again``, sync a version
+        that was synced before, because some servers lack it. Returns the cost; None if there was
+        nothing to do, and on all ranks but 0.
 
         Raises:
-            RolloutError: No server took the weights, or rank 0 could not hand them over; on all
-                ranks.
+            RolloutError: No server took the weights, or rank 0 could not send them; on all ranks.
             OSError: ``method: disk`` cannot write; on all ranks.
         """
-        assert (collector is not None) == (policy.groups.rank == 0), "rank 0 alone calls"
+        assert (collector is not None) == (policy.groups.rank == 0), "only rank 0 calls"
         version = policy.num_updates
         if version == self._version and not again:
             return None
         started_s = time.monotonic()
         probe: bytes | None = None
         with fail_together(policy.groups, RolloutError):
-            num_bytes = self._hand_over(policy, collector, version)
+            num_bytes = self._send(policy, collector, version)
             if collector is not None:
                 probe = json.dumps(collector.start(receive.PROBE, None)()).encode()
         sequences = json.loads(broadcast_bytes(probe, policy.groups))
@@ -143,14 +144,14 @@ class WeightSync:
         return SyncReport(num_bytes, sync_s, resumed.pause_s, resumed.difference)
 
     def close(self) -> None:
-        """Leave the group, and remove what is left on disk; rank 0 only."""
-        if self._carrier is not None:
-            self._carrier.close()
+        """Leave the group, and remove the weights on disk; rank 0 only."""
+        if self._transport is not None:
+            self._transport.close()
         shutil.rmtree(self._root, ignore_errors=True)
 
-    def _hand_over(self, policy: MegatronPolicy, collector: Caller | None, version: int) -> int:
-        """Give the weights to the servers; return their bytes on rank 0."""
-        if self._carrier is None:
+    def _send(self, policy: MegatronPolicy, collector: Caller | None, version: int) -> int:
+        """Send the weights to the servers; return their bytes on rank 0."""
+        if self._transport is None:
             model_dir = self._root / f"version_{version:08d}"
             if version != self._version:
                 policy.export_hf(model_dir, durable=False)
@@ -161,16 +162,16 @@ class WeightSync:
             buckets.follow()
             return 0
         try:
-            return _carry(buckets, collector, version, self._carrier)
+            return _send_all(buckets, collector, version, self._transport)
         finally:
             buckets.end()
             if self._config.method == "tensor" and policy.groups.device.type == "cuda":
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-                torch.cuda.empty_cache()  # servers on the same GPU take their cache next
+                torch.cuda.empty_cache()  # servers on the same GPU allocate their KV cache next
 
     def _load(self, model_dir: Path, collector: Caller, version: int) -> int:
-        """Have the servers load a directory; only the newest version stays on disk."""
-        with _handed_over():
+        """Have the servers load a directory; keep only the newest version on disk."""
+        with _raised_on_all():
             request = receive.Load(model_dir=model_dir.absolute(), version=version)
             collector.start(receive.LOAD, request)()
             for earlier in self._root.iterdir():
@@ -180,7 +181,7 @@ class WeightSync:
 
 
 class Bucket(NamedTuple):
-    """Some Hugging Face tensors in one piece of memory, one after the other."""
+    """Some Hugging Face tensors, contiguous in memory."""
 
     layout: BucketLayout
     flat: Tensor
@@ -189,10 +190,10 @@ class Bucket(NamedTuple):
 
 
 class WeightBuckets:
-    """The buckets of a policy; rank 0 calls all methods but ``follow``, all others that one."""
+    """The buckets of a policy's weights; rank 0 drives, all other ranks call ``follow``."""
 
     def __init__(self, policy: MegatronPolicy, max_bytes: int) -> None:
-        """Plan buckets, alike on all ranks, of ``max_bytes`` or a single larger parameter."""
+        """Plan buckets of ``max_bytes``, or one larger parameter, equally on all ranks."""
         self._policy = policy
         self._dtype: torch.dtype = policy.chunks[0].config.params_dtype
         self._plan = plan_buckets(policy.hf, self._dtype, max_bytes)
@@ -219,14 +220,14 @@ class WeightBuckets:
         return Bucket(layout, flat, is_last=number + 1 == len(self))
 
     def end(self) -> None:
-        """Tell the ranks that ``follow`` that no bucket is needed any more."""
+        """End ``follow`` on the other ranks."""
         broadcast_bytes(_END, self._policy.groups)
 
     def follow(self) -> None:
-        """Take part in what rank 0 gathers, until it ends."""
-        while (word := broadcast_bytes(None, self._policy.groups)) != _END:
+        """Take part in every ``gather`` of rank 0, until ``end``."""
+        while (message := broadcast_bytes(None, self._policy.groups)) != _END:
             if self._policy.groups.is_first_replica:
-                for _ in self._iterate(int(word)):
+                for _ in self._iterate(int(message)):
                     pass
 
     def _iterate(self, number: int) -> Iterator[tuple[str, Tensor]]:
@@ -234,33 +235,33 @@ class WeightBuckets:
         return gather_weights(policy.chunks, policy.hf, policy.groups, self._plan[number])
 
 
-def _carry(buckets: WeightBuckets, collector: Caller, version: int, carrier: "Carrier") -> int:
-    """Send all buckets, after a failure again to the servers that remain; return their bytes."""
+def _send_all(buckets: WeightBuckets, collector: Caller, version: int, transport: Transport) -> int:
+    """Send all buckets, after a failure again to the remaining servers; return their bytes."""
     failure = ""
     while True:
         try:
-            return _attempt(buckets, collector, version, carrier)
+            return _attempt(buckets, collector, version, transport)
         except AttemptFailedError as error:
             failure = f" (before: {error})"
             _LOG.warning("weights version %d: %s; all are sent again", version, error)
-            carrier.give_up()
+            transport.give_up()
         except RolloutError as error:
             raise RolloutError(f"{error}{failure}") from error
 
 
-def _attempt(buckets: WeightBuckets, collector: Caller, version: int, carrier: "Carrier") -> int:
+def _attempt(buckets: WeightBuckets, collector: Caller, version: int, transport: Transport) -> int:
     """Send all buckets; gather the next while the servers load the last."""
     opened = collector.start(receive.BEGIN, version)()
-    with _handed_over():
-        carrier.prepare(opened, collector)
+    with _raised_on_all():
+        transport.prepare(opened, collector)
     num_bytes = 0
     await_loaded: Callable[[], None] | None = None
     for number in range(len(buckets)):
         bucket = buckets.gather(number)
         if await_loaded is not None:
             await_loaded()
-        with _handed_over():
-            await_loaded = carrier.send(bucket, collector)
+        with _raised_on_all():
+            await_loaded = transport.send(bucket, collector)
         num_bytes += bucket.flat.numel()
     assert await_loaded is not None, "a model has parameters"
     await_loaded()
@@ -268,26 +269,26 @@ def _attempt(buckets: WeightBuckets, collector: Caller, version: int, carrier: "
 
 
 class AttemptFailedError(Exception):
-    """A server failed; the others get the weights in another attempt."""
+    """A server failed; the others get the weights in a new attempt."""
 
 
 @contextmanager
-def _handed_over() -> Iterator[None]:
-    """Turn a failure on rank 0's own side into a ``RolloutError``, of which all ranks hear."""
+def _raised_on_all() -> Iterator[None]:
+    """Turn an error of rank 0 itself into a ``RolloutError``, which all ranks raise."""
     try:
         yield
     except RolloutError:
         raise
     except (OSError, RuntimeError) as error:
         raise RolloutError(
-            f"rank 0 cannot hand over the weights ({error}); free shared memory (/dev/shm), ports "
+            f"rank 0 cannot send the weights ({error}); free shared memory (/dev/shm), ports "
             "or disk, lower rollout.weight_sync.bucket_mb, or change rollout.weight_sync.method; "
             "then continue with resume=true"
         ) from error
 
 
-class BroadcastCarrier:
-    """Through a collective group, which stays as long as its members do."""
+class BroadcastTransport:
+    """Broadcasts buckets in a collective group, which lasts while its members stay the same."""
 
     def __init__(self, config: WeightSyncConfig, device: torch.device) -> None:
         """Prepare for buckets on ``device``; nothing is opened before the first weight sync."""
@@ -297,7 +298,7 @@ class BroadcastCarrier:
         self._stuck: list[Future[None]] = []
 
     def prepare(self, opened: receive.Opened, collector: Caller) -> None:
-        """Form a group with the servers that the collector named, unless they still share one."""
+        """Form a group with the servers, unless they still share one."""
         if opened.share_group and self._group is not None:
             return
         self.give_up()
@@ -317,23 +318,23 @@ class BroadcastCarrier:
         return functools.partial(self._await_both, received, sent, "send the weights")
 
     def give_up(self) -> None:
-        """Close the group; an operation that is stuck in it ends later."""
+        """Close the group; a stuck operation ends later."""
         group, self._group = self._group, None
         if group is not None and (stuck := group.close()) is not None:
             self._stuck.append(stuck)
 
     def close(self) -> None:
-        """Close the group, and wait for operations that are stuck."""
+        """Close the group, and wait for stuck operations."""
         self.give_up()
-        # A thread inside a collective at the end of the interpreter would abort the process.
+        # A thread inside a collective at interpreter exit would abort the process.
         wait(self._stuck, _MAX_STUCK_S)
 
     def _await_both(
         self, servers: Callable[[], str | None], rank_zero: Future[None], what: str
     ) -> None:
-        """Wait for servers and rank 0; raise ``RolloutError`` where rank 0 alone failed.
+        """Wait for servers and rank 0; raise ``RolloutError`` if only rank 0 failed.
 
-        Otherwise the message has both reasons: who was first is not known.
+        Otherwise the message has both reasons, because it is unknown which came first.
         """
         if (failure := servers()) is not None:
             error = rank_zero.exception() if rank_zero.done() else None
@@ -343,13 +344,13 @@ class BroadcastCarrier:
             rank_zero.result(self._config.timeout_s)
         except (RuntimeError, TimeoutError) as error:
             raise RolloutError(
-                f"the servers did their part but rank 0 could not {what} ({error}); check "
+                f"the servers succeeded but rank 0 could not {what} ({error}); check "
                 "rollout.weight_sync.backend, or set rollout.weight_sync.method: disk"
             ) from error
 
 
-class MemoryCarrier:
-    """Through memory that servers on the same node map."""
+class SharedMemoryTransport:
+    """Shares buckets with servers on the same node, which map the memory."""
 
     def __init__(self, device: torch.device) -> None:
         """Prepare for buckets on ``device``."""
@@ -359,16 +360,16 @@ class MemoryCarrier:
             _start_manager()
 
     def prepare(self, opened: receive.Opened, collector: Caller) -> None:
-        """Remember which processes open each bucket, and on which GPUs."""
+        """Note the GPU of every server rank that will map the buckets."""
         self._ranks = [
             [torch.device("cuda", gpu) for gpu in gpus] or [self._device] * count
             for gpus, count in zip(opened.gpus, opened.num_ranks, strict=True)
         ]
 
     def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
-        """Describe a bucket to every rank of every server; returns as ``BroadcastCarrier``."""
-        # Each on its rank's own GPU: to map another one's, seven servers of a node would each take
-        # 0.5 GB of rank 0's GPU for a CUDA context there.
+        """Share a bucket with every rank of every server; return as ``BroadcastTransport``."""
+        # A copy on each rank's own GPU: to map memory of rank 0's GPU, each of seven other servers
+        # would need a CUDA context of 0.5 GB there.
         copies = [[bucket.flat.to(device) for device in devices] for devices in self._ranks]
         payloads = tuple(
             tuple(shared_memory_payload(bucket.layout, flat) for flat in flats) for flats in copies
@@ -376,11 +377,11 @@ class MemoryCarrier:
         request = receive.Take(payloads=payloads, is_last=bucket.is_last)
         taken = collector.start(receive.TAKE, request)
 
-        def await_taken(_: object = copies) -> None:  # whose memory must stay until it is loaded
+        def await_taken(_: object = copies) -> None:  # keeps the memory until it is loaded
             if (failure := taken()) is not None:
                 raise AttemptFailedError(failure)
             if self._device.type == "cuda":
-                # Frees the bucket before this one.
+                # Frees the previous bucket.
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
         return await_taken
@@ -392,19 +393,20 @@ class MemoryCarrier:
 
 
 def shared_memory_payload(layout: BucketLayout, flat: Tensor) -> str:
-    """Describe a bucket for one other process of the node, which maps the same memory.
+    """Return a bucket for another process of the node, which maps the same memory.
 
-    It is what torch.multiprocessing pickles, as base64: on the CPU the name of a file in shared
-    memory, on a GPU one handle and one event of CUDA IPC. The pickle is SGLang's "flattened
-    bucket", a dict of ``flattened_tensor`` (``flat``, uint8) and ``metadata``: the name, shape,
-    dtype, first byte, end and size of each tensor, as attributes. An engine's unpickler need not
-    admit other classes than those that torch names, and ``functools.partial``.
+    The payload is a torch.multiprocessing pickle, as base64: on the CPU it names a file in shared
+    memory, on a GPU it has a CUDA IPC handle and event. It contains SGLang's "flattened bucket", a
+    dict of ``flattened_tensor`` (``flat``, uint8) and ``metadata``: the name, shape, dtype, first
+    byte, end and size of each tensor, as attributes. An engine's unpickler must allow only torch's
+    own classes and ``functools.partial``.
 
-    Open a payload once: torch counts the processes that map the memory. Keep the tensor until then.
+    Open a payload once, because torch counts the processes that map the memory, and keep the tensor
+    until then.
     """
     metadata, end = [], 0
     for (name, tensor), size in zip(unpack(layout, flat), tensor_sizes(layout), strict=True):
-        # Of all that SGLang's unpickler admits, what may have attributes.
+        # The only type with attributes that SGLang's unpickler allows.
         entry: functools.partial[object] = functools.partial(dict)
         place = {"start_idx": end, "end_idx": end + size, "numel": size}
         vars(entry).update(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, **place)
@@ -419,8 +421,8 @@ def shared_memory_payload(layout: BucketLayout, flat: Tensor) -> str:
 def _start_manager() -> None:
     """Start torch's process that removes the files of shared host memory.
 
-    It lives as long as a server maps one, so beyond this process, and must not hold its standard
-    error: whoever reads that to its end would wait.
+    It lives as long as a server maps one, so it may outlive this process, and must not inherit its
+    standard error: a reader would never see the end.
     """
     stderr, before, nothing = 2, os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stderr)
@@ -434,11 +436,11 @@ def _start_manager() -> None:
 
 
 class _Pickler(ForkingPickler):
-    """Names a GPU by its uuid, for the other process may number GPUs in another way."""
+    """Names GPUs by UUID, because other processes may number them differently."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, functools.partial):
-            return value.__reduce__()  # multiprocessing's own loses the attributes
+            return value.__reduce__()  # multiprocessing's reducer loses the attributes
         if not isinstance(value, Tensor) or not value.is_cuda:
             return NotImplemented
         function, arguments = reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
@@ -449,7 +451,7 @@ class _Pickler(ForkingPickler):
 
 @contextmanager
 def _files_by_name() -> Iterator[None]:
-    """Share host memory by file names; torch's other way, open files, does not travel over HTTP."""
+    """Share host memory by file name; torch's other strategy, descriptors, needs a local socket."""
     before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     try:
@@ -458,4 +460,4 @@ def _files_by_name() -> Iterator[None]:
         torch.multiprocessing.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
 
 
-Carrier = BroadcastCarrier | MemoryCarrier
+Transport = BroadcastTransport | SharedMemoryTransport

@@ -6,13 +6,14 @@ import asyncio
 
 import pytest
 
+from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.telemetry import console
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang
 from tests.launch import free_port
-from tests.rollout.pool import Response, engine_of, pool_of, states_of, until
+from tests.rollout.pool import Response, clients_of, engine_of, pool_of, states_of, until
 
 
 async def test_a_server_that_comes_back_serves_only_after_it_got_weights() -> None:
@@ -105,6 +106,19 @@ async def test_servers_that_never_answer_are_named_while_they_are_waited_for_and
     assert missing[0] in lines[-1]
 
 
+async def test_a_server_added_during_the_wait_for_a_quorum_does_not_prolong_it() -> None:
+    silent = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    with FakeSglang() as fake:
+        fake.crash()
+        async with pool_of(fake, silent[0], min_servers=1, health={"patience_s": 3.0}) as pool:
+            waiting = asyncio.create_task(pool.states.wait_for_engines())
+            await asyncio.sleep(0)
+            pool.states.add(clients_of(silent[1:], RolloutConfig())[0])
+            fake.start()
+            await waiting
+            assert states_of(pool) == ["usable", "starting", "starting"]
+
+
 @pytest.mark.parametrize("method", ["broadcast", "disk"])
 async def test_servers_with_other_settings_of_nccl_are_refused_where_weights_are_broadcast(
     method: str,
@@ -142,7 +156,7 @@ async def test_beyond_a_quorum_servers_join_when_they_are_ready(
             await until(lambda: states_of(pool)[3] == "stale")
     first, second, third = (record.getMessage() for record in caplog.records)
     assert first == f"{late.address} joins the run ({state})"
-    assert second.startswith(f"{last.address} is taken out: it never answered (")
+    assert second.startswith(f"{last.address} is lost: it never answered (")
     assert third == f"{last.address} answers again and needs weights"
 
 

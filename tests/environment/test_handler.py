@@ -85,8 +85,8 @@ def test_a_first_state_must_be_json():
         ("NOT_A_CLASS", "must name a class, got int"),
         ("WithoutStep", r"must have a method step\(state, turn\): "),
         ("StepOfOne", r"must have a method step\(state, turn\): too many"),
-        ("WithArguments", "must be made without arguments: .* 'path'; correct it"),
-        ("Boundless", "must be made .* MemoryError:; raise rollout.episodes.memory_limit_mb"),
+        ("WithArguments", "must be created without arguments: .* 'path'; correct it"),
+        ("Boundless", "must be created .* MemoryError:; raise rollout.episodes.memory_limit_mb"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_named_with_the_reason(name, problem):

@@ -102,7 +102,7 @@ def test_a_rank_that_is_killed_while_it_reads_is_not_taken_for_damage(
 ) -> None:
     codes = run_to_exit(ranks.killed_reader, 2, models["qwen2"], killed_peer, scratch=tmp_path)
     assert codes[1] == -signal.SIGKILL
-    assert "LostPeerError: another rank ended" in (tmp_path / "error_0").read_text()
+    assert "LostPeerError: another rank exited" in (tmp_path / "error_0").read_text()
 
 
 REFUSALS = WORDS | {

@@ -187,7 +187,7 @@ def test_without_key_value_heads_every_head_has_its_own(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "yarn"}}, "'factor' is missing"),
         ({"rope_scaling": YARN_ROPE | {"factor": 0.5}}, "'factor' must be greater"),
         # SGLang reads attn_factor, transformers attention_factor.
-        ({"rope_scaling": YARN_ROPE | {"attn_factor": 2.0}}, "'attn_factor' is no field of it"),
+        ({"rope_scaling": YARN_ROPE | {"attn_factor": 2.0}}, "'attn_factor' is an unknown field"),
         (
             {"rope_scaling": YARN_ROPE | {"attention_factor": 1.0}},
             r"'attention_factor' must be 1\.138629, .* got 1\.0",

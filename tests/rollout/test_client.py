@@ -235,7 +235,7 @@ async def test_warnings_for_a_client_that_is_gone_go_to_the_log_only() -> None:
     logging.getLogger().addHandler(handler)
     try:
         for _ in range(20):
-            logging.getLogger("test").warning("a server is taken out")
+            logging.getLogger("test").warning("a server is lost")
             await asyncio.sleep(0)
     finally:
         logging.getLogger().removeHandler(handler)

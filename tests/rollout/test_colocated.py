@@ -80,7 +80,7 @@ class Surroundings:
     def __init__(self, servers: Sequence[FakeServer], events: list[str]) -> None:
         self.states = self
         self.servers = self.engines = servers
-        self.memory_is_away = False
+        self.memory_is_released = False
         self.events = events
         self.lost: list[FakeServer] = []
 
@@ -117,14 +117,14 @@ async def test_an_idle_server_releases_its_memory_and_gets_it_back_around_the_ne
     for _ in range(2):
         await servers.release()
         assert server.held == set()
-        assert around.memory_is_away
+        assert around.memory_is_released
         events.append("train")
         await servers.pause()
         assert server.held == {MemoryPart.WEIGHTS}
-        assert around.memory_is_away
+        assert around.memory_is_released
         events.append("new weights")
         await servers.resume()
-        assert not around.memory_is_away
+        assert not around.memory_is_released
     before_training = ["hold_restarts", "drain", "release", "train"]
     around_weights = ["pause", "take weights", "allow_restarts", "new weights"]
     assert events == [*before_training, *around_weights, "take cache", "resume"] * 2
@@ -177,7 +177,7 @@ async def test_a_server_that_fails_is_killed_and_the_others_go_on(
     assert around.lost == [failing]
     assert events.count("kill") == 1
     assert failing.held == good.held == ALL
-    assert "http://server-0: no answer; it is killed (server.log)" in caplog.text
+    assert "http://server-0: no answer; killing it (server.log)" in caplog.text
 
 
 @pytest.mark.parametrize(("grown_by", "is_refused"), [(30_000_000_000, False), (2_000_000, True)])

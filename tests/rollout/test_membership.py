@@ -129,8 +129,8 @@ async def test_servers_join_and_leave_in_the_middle_of_a_rollout(
             assert (buffer.next_group_id, len(buffer), dict(buffer.dropped)) == (7, 1, {})
             assert [staying.version, new.version] == ["1", "1"]
     assert caplog.messages == [
-        f"{new.address} is added to the servers",
-        f"{leaving.address} has left the servers; it may be stopped",
+        f"{new.address} was added to the servers",
+        f"{leaving.address} was removed from the servers; it can be stopped",
         f"{new.address} joins the run (stale)",
     ]
 
@@ -161,12 +161,12 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_another_model_is_l
         with pytest.raises(RolloutError, match=r"another model than model\.path"):
             async with run_of(make_config, path, fake, other):
                 pass
-    torn, missing, added, taken_out, left = caplog.messages
+    torn, missing, added, lost, left = caplog.messages
     for message, reason in ((torn, "newline"), (missing, "No such file")):
         assert message.startswith(f"rollout.servers_file: '{path}' must ")
         assert reason in message
-        assert message.endswith("; the servers stay as they were")
-    assert added == f"{other.address} is added to the servers"
-    assert taken_out.startswith(f"{other.address} is taken out: ")
-    assert "['Qwen2ForCausalLM'], got ['LlamaForCausalLM']" in taken_out
-    assert left == f"{other.address} has left the servers; it may be stopped"
+        assert message.endswith("; the servers stay unchanged")
+    assert added == f"{other.address} was added to the servers"
+    assert lost.startswith(f"{other.address} is lost: ")
+    assert "['Qwen2ForCausalLM'], got ['LlamaForCausalLM']" in lost
+    assert left == f"{other.address} was removed from the servers; it can be stopped"

@@ -246,7 +246,7 @@ async def test_token_ids_that_cannot_be_cost_their_server_only(token_id: int) ->
 async def test_a_server_without_its_memory_is_admitted_without_a_request() -> None:
     fake = FakeSglang()
     async with pool_on(fake) as pool:
-        pool.states.memory_is_away = True
+        pool.states.memory_is_released = True
         fake.crash()
         await until(lambda: states_of(pool) == ["lost"])
         fake.calls.clear()

@@ -29,7 +29,7 @@ import logging, sys
 from pathlib import Path
 from bapo_megatron.telemetry.console import console_kept_in, say
 with console_kept_in(Path(sys.argv[1])):
-    logging.getLogger("bapo_megatron.rollout.client").warning("a server is taken out")
+    logging.getLogger("bapo_megatron.rollout.client").warning("a server is lost")
     logging.getLogger("bapo_megatron.rollout.client").info("nobody reads this")
     logging.getLogger("talkative").setLevel(logging.DEBUG)
     logging.getLogger("talkative").info("nor this")
@@ -100,9 +100,9 @@ def test_warnings_are_in_the_file_and_once_on_standard_error(tmp_path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True, check=True
     )
-    assert result.stderr == "a server is taken out\nresumed [1/2]\nafter it\n"
+    assert result.stderr == "a server is lost\nresumed [1/2]\nafter it\n"
     kept = [line[24:] for line in path.read_text().splitlines()]
-    assert kept == ["a server is taken out", "resumed [1/2]"]
+    assert kept == ["a server is lost", "resumed [1/2]"]
 
 
 def test_progress_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch) -> None:

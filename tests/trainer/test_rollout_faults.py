@@ -74,7 +74,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> In
         wait_for(process, lambda: len(steps(run_dir)) >= 1, "the first step")
         (server,) = servers(process)
         signal_server(server, signal.SIGSTOP)
-        wait_for(process, lambda: "is taken out" in log.read_text(), "the time-out")
+        wait_for(process, lambda: "is lost" in log.read_text(), "the time-out")
         returns = num_returns()
         signal_server(server, signal.SIGCONT)
         wait_for(process, lambda: num_returns() > returns, "its return")
@@ -100,7 +100,7 @@ def test_a_run_outlives_a_server_that_hangs_for_a_while_and_its_death(
     interrupted: Interrupted,
 ) -> None:
     rows = steps(interrupted.run_dir)
-    assert "died (SIGKILL); it is started again (" in interrupted.err
+    assert "died (SIGKILL); restarting (" in interrupted.err
     # Every step was made once, and what the server lost was sampled again.
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert sum(row["rollout/lost_requests"] for row in rows) > 0

@@ -113,7 +113,7 @@ class Synced:
     error: str
     calls: tuple[str, ...]
     lost: dict[str, str]
-    """Why servers were taken out, by address."""
+    """Why servers were lost, by address."""
     generation: tuple[str, ...]
 
 

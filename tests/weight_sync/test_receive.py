@@ -163,7 +163,7 @@ def test_the_only_server_that_answers_takes_part_again_though_it_failed() -> Non
         await setting.begin()
         server.hanging.add(BROADCAST)
         setting.pool.mark_lost(setting.pool.engines[0], "killed")
-        assert "lost meanwhile" in await setting.receive()
+        assert "lost during the call" in await setting.receive()
         server.hanging.clear()
         loop = asyncio.get_running_loop()
         loop.call_later(1.0, setattr, setting.pool.engines[0], "state", EngineState.STALE)
@@ -232,7 +232,7 @@ def test_a_server_that_hangs_is_left_out_after_the_time_limit_or_when_it_is_lost
         await asyncio.sleep(0.2)
         if is_noticed:
             setting.pool.mark_lost(setting.pool.engines[0], "silent")
-        assert ("lost meanwhile" if is_noticed else reason) in await receiving
+        assert ("lost during the call" if is_noticed else reason) in await receiving
         assert (await setting.broadcast()).addresses == (servers[1].address,)
         assert setting.states == ["lost", "usable"]
 
@@ -344,8 +344,8 @@ def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_ot
                 ended.append(entry.address)
 
         reason = f"{first.address}: a call failed (TimeoutError)"
-        assert await setting.receiver._together(call) == reason
-        await setting.receiver._take_out_failed(0.01)
+        assert await setting.receiver._call_members(call) == reason
+        await setting.receiver._remove_failed(0.01)
         assert setting.reason(0) == reason
         assert "hangs" in setting.reason(1)
         assert ended == [second.address]

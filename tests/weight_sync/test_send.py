@@ -86,7 +86,7 @@ def test_if_no_server_is_left_all_ranks_raise_and_stay_in_step(
     ("name", "message"),
     [
         ("cannot go on", "it cannot go on"),
-        ("no shared memory", "rank 0 cannot hand over the weights (unable to write to file <"),
+        ("no shared memory", "rank 0 cannot send the weights (unable to write to file <"),
     ],
 )
 def test_what_fails_on_rank_zero_alone_is_raised_on_all_ranks(

@@ -1,1 +1,1 @@
-"""The transformers model in this process, sampling by a decode loop that repeats bit for bit."""
+"""A transformers model in this process, sampled by a decode loop that repeats bit for bit."""

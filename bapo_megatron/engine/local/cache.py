@@ -1,10 +1,10 @@
-"""Keys and values of the rows that are decoded together, and the attention over them.
+"""The KV cache of the rows that are decoded together, and its attention.
 
-Every row ends at one common column, so that a step writes one column of all rows; rows that are
-shorter than the longest one have padding on their left.
+All rows end at the same column, so that a step writes one column; shorter rows are padded on the
+left.
 
 Shape legend: B = rows of a decode step, N = query heads, M = key-value heads, W = columns,
-P = positions of a prefill, H = head size, R = rows that a prefill is copied to.
+P = positions of a prefill, H = head size, R = rows that a prefill fills.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ ATTENTION = "bapo_local"
 """Name of ``_attend`` for transformers."""
 
 Layer = tuple[Tensor, Tensor]
-"""Keys and values of a layer."""
+"""Keys and values."""
 
 
 def register_attention() -> None:
-    """Let models be loaded with ``attn_implementation=ATTENTION``."""
+    """Make ``attn_implementation=ATTENTION`` available."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _attend)
@@ -36,7 +36,7 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' ``sdpa`` does; in a decode step, heads stand in for positions."""
+    """Attend as transformers' ``sdpa``; in a decode step, heads of a group act as positions."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     num_rows, num_heads, num_positions, head_size = query_BNSH.shape
@@ -52,39 +52,39 @@ def _attend(
 
 
 class Prefill:
-    """A cache for transformers that keeps what a forward pass over whole inputs computes."""
+    """The KV cache of one forward pass over whole inputs, for transformers."""
 
     def __init__(self, starts: Sequence[tuple[int, int, int]] = ()) -> None:
         self._layers: list[Layer] = []  # each [inputs, M, P, H], padded on the right
         self._starts = starts
-        """[R] Row of the decode cache, input that it starts with, and tokens of that input."""
+        """[R] Row of the decode cache, index of its input, and length of that input."""
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> Layer:
-        """Keep keys and values of a layer; layers come in order."""
+        """Store keys and values of the next layer."""
         self._layers.append((keys, values))
         return keys, values
 
     def copy_to(self, target_BMWH: Tensor, layer: int, part: int, end: int) -> None:
-        """Copy keys (part 0) or values (1) of a layer to the rows, right-aligned at a column."""
+        """Copy keys (part 0) or values (1) of a layer to their rows, right-aligned at ``end``."""
         source = self._layers[layer][part]
         longest = max(length for *_, length in self._starts)
         rows_R, inputs_R, lengths_R = torch.tensor(self._starts, device=source.device).T
         columns_P = torch.arange(longest, device=source.device)
-        # What lands before a shorter input is masked; it only has to be finite.
+        # Columns before a shorter input are masked; they only have to be finite.
         positions_RP = (lengths_R[:, None] - longest + columns_P).clamp(min=0)
         moved_RPMH = source.transpose(1, 2)[inputs_R[:, None], positions_RP]
         target_BMWH[:, :, end - longest : end][rows_R] = moved_RPMH.transpose(1, 2)
 
 
-class KeyValues:
-    """The cache of decode steps, for transformers: each layer two tensors [B, M, W, H]."""
+class DecodeCache:
+    """The KV cache of decode steps, for transformers: two tensors [B, M, W, H] per layer."""
 
     def __init__(self, num_columns: int, end: int) -> None:
         self._layers: list[Layer] = []
         self.num_columns = num_columns
         """W."""
         self.first = 0
-        """All columns before it are padding, for every row that is still decoded."""
+        """First column that is not padding in every active row."""
         self.end = end
         """The column that the next step writes."""
 
@@ -99,10 +99,10 @@ class KeyValues:
         num_columns: int,
         end: int,
     ) -> Self:
-        """Copy ``kept_rows`` of ``old``, which become the first, and what ``prefills`` computed.
+        """Copy ``kept_rows`` of ``old``, which become the first rows, and ``prefills``.
 
-        Layer by layer, so that at most one layer exists twice; ``old`` loses its layers. Rows that
-        are neither hold zeros. The longest row fills the columns before ``end`` < ``num_columns``.
+        Layer by layer, so that at most one layer exists twice; ``old`` loses its layers. Further
+        rows are zero. The longest row fills the columns before ``end`` < ``num_columns``.
         """
         cache, config, device = cls(num_columns, end), model.config, model.device
         heads = config.num_attention_heads
@@ -125,7 +125,7 @@ class KeyValues:
         return cache
 
     def update(self, keys_BM1H: Tensor, values_BM1H: Tensor, layer: int, *_: Any) -> Layer:
-        """Write the new column of a layer; return views of all columns that count."""
+        """Write the new column of a layer; return views from the first column in use."""
         keys, values = self._layers[layer]
         keys[:, :, self.end : self.end + 1] = keys_BM1H
         values[:, :, self.end : self.end + 1] = values_BM1H

@@ -1,13 +1,13 @@
 """The decode loop: which responses are rows of a step, and the step itself.
 
-Everything depends on the responses' order and on the steps made, never on the clock or on bursts,
-so that the same requests repeat bit for bit.
+Everything depends on the order of responses and the number of steps, never on the clock or on
+bursts, so that the same requests repeat bit for bit.
 
-A step gives every row one token. A response waits for its turn, first come, first served. All but
-the last of its tokens are computed in a prefill, the last one by its first step like any other.
-Rows whose response ended stay, as padding, until rows are put together anew (``_regroup``).
+A step samples one token per row. Responses are admitted first come, first served. A prefill
+computes all tokens of a response but the last, which the first step computes like any other. Rows
+of finished responses stay, as padding, until the rows are regrouped (``_regroup``).
 
-A token is drawn by the row's own uniform number, which depends on its seed and position alone.
+A token is drawn with a uniform number that depends only on the response's seed and the position.
 
 Shape legend: B = rows, a multiple of 8; V = vocabulary; K = steps; W = columns of the cache;
 R = inputs of a prefill; P = positions; D = hidden size.
@@ -24,27 +24,27 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
-from bapo_megatron.engine.local.cache import KeyValues, Prefill
+from bapo_megatron.engine.local.cache import DecodeCache, Prefill
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
 
 MULTIPLE = 8
-"""Divides the rows of a step and the positions of a prefill: smaller matrix products take other
-kernels, and their results differ by more."""
+"""Divides the rows of a step and the positions of a prefill: small matrix products use other
+kernels, whose results differ by more."""
 _DRAWS_PER_COUNT = 4
-"""64-bit numbers that Philox makes of one value of its counter."""
+"""64-bit numbers that Philox generates per value of its counter."""
 _MIN_FREE_COLUMNS = 64
-"""A new cache has room for this many steps, or to double in length, but no more than is needed."""
+"""Minimum room of a new cache, in steps; a longer one doubles, up to what is needed."""
 _MAX_PREFILL_TOKENS = 16384
-"""In one forward pass, with padding; a longer input gets a pass of its own."""
+"""Tokens of a forward pass, with padding; a longer input gets its own pass."""
 _SCORED_POSITIONS = 512
 """Positions whose logits are in memory at once."""
 _ADMITTED_SHARE = 8
-"""While others wait, at least ``max_rows`` / 8 responses are admitted together."""
+"""If more are waiting, at least ``max_rows`` / 8 responses are admitted together."""
 
 
 def uniform_numbers(seed: int, position: int, count: int) -> np.ndarray:
-    """[count] float64 in [0, 1), for ``position`` of a response on; each depends on both alone."""
+    """[count] float64 in [0, 1) from ``position`` on; each depends only on seed and position."""
     skipped = position % _DRAWS_PER_COUNT
     philox = np.random.Philox(key=seed, counter=position // _DRAWS_PER_COUNT)
     return np.random.Generator(philox).random(skipped + count)[skipped:]
@@ -52,13 +52,13 @@ def uniform_numbers(seed: int, position: int, count: int) -> np.ndarray:
 
 @dataclass(slots=True, kw_only=True)
 class Filters:
-    """How rows sample, as tensors [B, 1]; None for what no row asks for."""
+    """Sampling settings of the rows, as tensors [B, 1]; None if no row uses one."""
 
     temperature_B1: Tensor
-    """float32; 1 where a row is greedy."""
+    """float32; 1 for greedy rows."""
     is_greedy_B1: Tensor | None
     top_p_B1: Tensor | None
-    """float64; infinite where a row has none, as ``top_k_B1``."""
+    """float64; infinite for rows without one, like ``top_k_B1``."""
     top_k_B1: Tensor | None
 
     @classmethod
@@ -90,14 +90,14 @@ def sample(logits_BV: Tensor, uniform_B1: Tensor, filters: Filters) -> tuple[Ten
     logprob_BV = (logits_BV.float() / filters.temperature_B1).log_softmax(dim=-1)
     probability_BV = logprob_BV.exp()
     if filters.top_p_B1 is not None and filters.top_k_B1 is not None:
-        # Set to 0 what is not among the k most likely, or comes after those that sum up to p.
+        # Zero all but the k most likely tokens, and those after the first that sum up to p.
         sorted_BV, order_BV = probability_BV.sort(dim=-1, descending=True, stable=True)
         before_BV = sorted_BV.cumsum(dim=-1, dtype=torch.float64) - sorted_BV
         rank_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
         is_dropped_BV = (before_BV > filters.top_p_B1) | (rank_V >= filters.top_k_B1)
         is_dropped_BV = torch.zeros_like(is_dropped_BV).scatter_(1, order_BV, is_dropped_BV)
         probability_BV.masked_fill_(is_dropped_BV, 0.0)
-    # In float64, so that the rounding of a long sum hides no token.
+    # In float64, so that rounding of a long sum hides no token.
     cumulative_BV = probability_BV.cumsum(dim=-1, dtype=torch.float64)
     wanted_B1 = uniform_B1 * cumulative_BV[:, -1:]
     token_B1 = torch.searchsorted(cumulative_BV, wanted_B1, right=True)
@@ -110,13 +110,13 @@ def sample(logits_BV: Tensor, uniform_B1: Tensor, filters: Filters) -> tuple[Ten
 
 @dataclass(slots=True, eq=False)
 class Decoding:
-    """One response, from its request to its end."""
+    """One response in the decoder."""
 
     request: GenerateRequest
     seed: int
-    """Its random numbers continue over all its requests."""
+    """Seed of its random numbers, over all its requests."""
     token_ids: list[int] = field(init=False)
-    """The input, and what was sampled."""
+    """The input and the sampled tokens."""
     position: int = field(init=False)
     """The next token's position in the response, over all its requests."""
     remaining: int = field(init=False)
@@ -126,9 +126,9 @@ class Decoding:
     is_cancelled: bool = False
     """Nobody waits for it any more."""
     number: int = 0
-    """Place among all that came."""
+    """Order of arrival."""
     _sampled: list[np.ndarray] = field(default_factory=list)
-    """[K, 2] Tokens and log-probs that have not been taken, float64."""
+    """[K, 2] Tokens and log-probs not yet taken, float64."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.input_ids)
@@ -136,7 +136,7 @@ class Decoding:
         self.remaining = self.request.sampling.max_new_tokens
 
     def add(self, tape_K2: np.ndarray) -> None:
-        """Append what was sampled."""
+        """Append sampled tokens."""
         self._sampled.append(tape_K2)
         self.token_ids += tape_K2[:, 0].astype(int).tolist()
         self.position += len(tape_K2)
@@ -151,41 +151,41 @@ class Decoding:
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows of a step; tensors are on the device, arrays are not."""
+    """The rows of a step; tensors are on the device, arrays on the host."""
 
     responses: Sequence[Decoding]
-    """The first rows; those after them are padding."""
-    cache: KeyValues
+    """Responses of the first rows; further rows are padding."""
+    cache: DecodeCache
     is_active_B: np.ndarray
-    """Whether the row's response goes on."""
+    """Whether the row's response is unfinished."""
     first_B: np.ndarray
     """Column of the row's first token."""
     remaining_B: np.ndarray
     uniform_BK: np.ndarray
-    """For the last columns of the cache, which the steps write."""
+    """For the columns that the remaining steps write."""
     token_B1: Tensor
-    """The last token of each row, which the next step begins with."""
-    place_B1: Tensor
+    """The last token of each row, the input of the next step."""
+    position_B1: Tensor
     """Its position in the sequence."""
     mask_B11W: Tensor
     """0, or -inf before a row's first column."""
     filters: Filters
     num_active: int = 0
     is_ragged: bool = True
-    """Whether columns that count are padding of some row."""
+    """Whether columns in use are padding in some row."""
     tape: list[np.ndarray] = field(default_factory=list)
-    """[2, B] Tokens and log-probs of each step that responses have not got yet, float64."""
+    """[2, B] Tokens and log-probs of each step not yet passed to the responses, float64."""
     num_taped_B: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_taped_B = np.zeros(len(self.is_active_B), dtype=np.int64)
-        self.look_at_active()
+        self.update_active()
 
     def active(self) -> list[Decoding]:
-        """Return the responses that go on."""
+        """Return the unfinished responses."""
         return [self.responses[row] for row in np.flatnonzero(self.is_active_B).tolist()]
 
-    def look_at_active(self) -> None:
+    def update_active(self) -> None:
         """Update what depends on which rows are active."""
         first = self.first_B[self.is_active_B]
         self.num_active = len(first)
@@ -194,7 +194,7 @@ class _Rows:
             self.is_ragged = int(first.max()) > self.cache.first
 
     def flush(self) -> None:
-        """Give the responses what is on the tape."""
+        """Pass the tape to the responses."""
         tape_K2B = np.array(self.tape)
         for row in np.flatnonzero(self.num_taped_B).tolist():
             tape_K2 = tape_K2B[: self.num_taped_B[row], :, row]
@@ -210,10 +210,10 @@ class _Rows:
 
 
 class Decoder:
-    """The model and the responses that it works on; one thread at a time."""
+    """The model and its responses; for one thread at a time."""
 
     def __init__(self, model: Any, stop_ids: Iterable[int], max_rows: int) -> None:
-        """Take a model of transformers that was loaded with ``cache.ATTENTION``."""
+        """Take a transformers model that was loaded with ``cache.ATTENTION``."""
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
         self._model = model
@@ -225,22 +225,22 @@ class Decoder:
         self._rows: _Rows | None = None
 
     def add(self, responses: Sequence[Decoding]) -> None:
-        """Queue responses, after those that came before."""
+        """Queue responses, ordered by ``GenerateRequest.order``."""
         for response in sorted(responses, key=lambda response: response.request.order):
             response.number = next(self._numbers)
             self._waiting.append(response)
 
     def drop_cancelled(self) -> None:
-        """Forget responses that nobody waits for."""
+        """Drop responses that nobody waits for."""
         self._waiting = [response for response in self._waiting if not response.is_cancelled]
         if self._rows is not None:
             for row, response in enumerate(self._rows.responses):
                 if response.is_cancelled:
                     self._rows.is_active_B[row] = False
-            self._rows.look_at_active()
+            self._rows.update_active()
 
     def retract(self) -> None:
-        """Drop the KV cache; queue all responses again, in their order."""
+        """Drop the KV cache; requeue all responses in order of arrival."""
         if self._rows is not None:
             self._waiting = [*self._rows.active(), *self._waiting]
             self._waiting.sort(key=lambda response: response.number)
@@ -251,7 +251,7 @@ class Decoder:
         self._waiting, self._rows = [], None
 
     def run(self, max_steps: int) -> int:
-        """Make up to ``max_steps`` steps, fewer only if no response is left; return how many."""
+        """Take up to ``max_steps`` steps, fewer only if no response is left; return how many."""
         num_steps = 0
         with torch.inference_mode():
             while num_steps < max_steps and (rows := self._next_rows()) is not None:
@@ -284,7 +284,7 @@ class Decoder:
         num_active = 0 if rows is None else rows.num_active
         num_waiting = len(self._waiting)
         num_new = min(num_waiting, self._max_rows - num_active)
-        # A few at a time would cost a prefill in almost every step.
+        # Admitting a few at a time would cost a prefill in almost every step.
         if num_new and (num_new == num_waiting or num_new * _ADMITTED_SHARE >= self._max_rows):
             return self._regroup(num_new)
         if rows is None or not num_active:
@@ -294,7 +294,7 @@ class Decoder:
         return self._regroup(0) if is_full or has_many_free else rows
 
     def _regroup(self, num_new: int) -> _Rows:
-        """Put active and new rows together, without columns that are padding for all."""
+        """Combine active and new rows, without columns that are padding in all of them."""
         old, kept_rows, kept = self._rows, [], []
         if old is not None:
             old.flush()
@@ -310,8 +310,8 @@ class Decoder:
         num_columns = min(num_needed, end + max(end, _MIN_FREE_COLUMNS))
         num_rows = _round_up(len(responses))
         old_cache = None if old is None else old.cache
-        self._rows = None  # nothing of the old cache stays where it was copied
-        cache = KeyValues.build(
+        self._rows = None  # so that copied layers of the old cache are freed
+        cache = DecodeCache.build(
             self._model, old_cache, kept_rows, prefills, num_rows, num_columns, end
         )
         self._waiting = self._waiting[num_new:]
@@ -319,7 +319,7 @@ class Decoder:
         return self._rows
 
     def _make_rows(
-        self, responses: list[Decoding], lengths: list[int], cache: KeyValues, num_rows: int
+        self, responses: list[Decoding], lengths: list[int], cache: DecodeCache, num_rows: int
     ) -> _Rows:
         device = self._model.device
 
@@ -343,27 +343,27 @@ class Decoder:
             remaining_B=column([response.remaining for response in responses]),
             uniform_BK=uniform_BK,
             token_B1=torch.from_numpy(tokens).to(device)[:, None],
-            place_B1=torch.from_numpy(cache.end - first_B).to(device)[:, None],
+            position_B1=torch.from_numpy(cache.end - first_B).to(device)[:, None],
             mask_B11W=mask_BW[:, None, None],
             filters=Filters.of_rows([r.request.sampling for r in responses], num_rows, device),
         )
 
     def _prefill(self, responses: Sequence[Decoding], first_row: int) -> list[Prefill]:
-        """Compute all but the last token of each; equal inputs, as in a group, only once."""
+        """Prefill all but the last token of each response; equal inputs, as in a group, once."""
         rows_of: dict[tuple[int, ...], list[int]] = {}
         for row, response in enumerate(responses, start=first_row):
             rows_of.setdefault(tuple(response.token_ids[:-1]), []).append(row)
         inputs = sorted((tokens for tokens in rows_of if tokens), key=len)
         prefills = []
         while inputs:
-            # The longest first: what follows them is padded least.
+            # Inputs of similar length together, the longest first, for little padding.
             width = _round_up(len(inputs[-1]))
             num_inputs = max(_MAX_PREFILL_TOKENS // width, 1)
             batch, inputs = inputs[-num_inputs:], inputs[:-num_inputs]
             padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in batch]
             starts = [
-                (row, place, len(tokens))
-                for place, tokens in enumerate(batch)
+                (row, index, len(tokens))
+                for index, tokens in enumerate(batch)
                 for row in rows_of[tokens]
             ]
             prefills.append(Prefill(starts))
@@ -372,21 +372,21 @@ class Decoder:
 
     def _forward(self, tokens_RP: Tensor, cache: Prefill) -> Tensor:
         """[R, P, D] last hidden states of whole inputs; padding on the right changes nothing."""
-        places_1P = torch.arange(tokens_RP.shape[1], device=tokens_RP.device)[None]
+        positions_1P = torch.arange(tokens_RP.shape[1], device=tokens_RP.device)[None]
         hidden_RPD: Tensor = self._decoder(
-            input_ids=tokens_RP, position_ids=places_1P, past_key_values=cache, use_cache=True
+            input_ids=tokens_RP, position_ids=positions_1P, past_key_values=cache, use_cache=True
         ).last_hidden_state
         return hidden_RPD
 
     def _step(self, rows: _Rows) -> None:
-        """Sample one token of every row."""
+        """Sample one token per row."""
         cache = rows.cache
         mask = None
-        if rows.is_ragged:  # a copy: attention kernels of a GPU read it in aligned vectors
+        if rows.is_ragged:  # a copy: GPU attention kernels read aligned vectors
             mask = rows.mask_B11W[..., cache.first : cache.end + 1].contiguous()
         hidden_B1D = self._decoder(
             input_ids=rows.token_B1,
-            position_ids=rows.place_B1,
+            position_ids=rows.position_B1,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
@@ -397,12 +397,12 @@ class Decoder:
         token_B, logprob_B = sample(logits_BV, uniform_B1, rows.filters)
         drawn_2B = torch.stack((token_B.double(), logprob_B.double())).cpu().numpy()
         rows.token_B1 = token_B[:, None]
-        rows.place_B1 += 1
+        rows.position_B1 += 1
         cache.end += 1
-        self._keep(rows, drawn_2B)
+        self._record(rows, drawn_2B)
 
-    def _keep(self, rows: _Rows, drawn_2B: np.ndarray) -> None:
-        """Record what a step has sampled, and which responses ended."""
+    def _record(self, rows: _Rows, drawn_2B: np.ndarray) -> None:
+        """Record the tokens of a step, and which responses ended."""
         active_B = rows.is_active_B
         rows.tape.append(drawn_2B)
         rows.num_taped_B += active_B
@@ -414,7 +414,7 @@ class Decoder:
             rows.responses[row].reason = reason
         if ends_B.any():
             rows.is_active_B = active_B & ~ends_B
-            rows.look_at_active()
+            rows.update_active()
 
 
 def _round_up(number: int) -> int:

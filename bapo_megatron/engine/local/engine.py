@@ -1,7 +1,7 @@
-"""The one engine of a run, in this process: the model that it samples with, and its new weights.
+"""The only engine of a run, in this process: its model and weight sync.
 
-New weights are copied into the model's own parameters, so a failed weight sync may leave a part of
-them there: then nothing is sampled until a whole one has come.
+New weights are copied into the model's parameters, so a failed weight sync may leave only some of
+them there: then nothing is sampled until a complete one.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ ADDRESS = "local"
 
 
 def load_model(path: Path, dtype: str, device: str) -> tuple[Any, frozenset[int]]:
-    """Load a model of transformers, ready to sample, and the tokens that end a response."""
+    """Load a transformers model for sampling; return it and its end-of-sequence tokens."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -59,10 +59,10 @@ def load_model(path: Path, dtype: str, device: str) -> tuple[Any, frozenset[int]
         output_loading_info=True,
     )
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"it lacks {missing[0]}")  # transformers would make up weights
+        raise ValueError(f"it lacks {missing[0]}")  # transformers would initialise it randomly
     model.to(device).eval().requires_grad_(False)
     for parameter in model.parameters():
-        # Memory of its own: in a mapped file, results would depend on the alignment of its tensors.
+        # Not memory-mapped: results would depend on the alignment of tensors in the file.
         parameter.data = parameter.data.clone()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     stop_ids: set[int] = set()
@@ -81,7 +81,7 @@ class _Flight:
     ended: asyncio.Future[None]
 
     def end(self, error: Exception | None) -> None:
-        """Let ``stream`` return, or raise."""
+        """Make ``stream`` return, or raise ``error``."""
         self.response.is_cancelled = True
         if error is None:
             self.ended.set_result(None)
@@ -90,15 +90,15 @@ class _Flight:
 
 
 class LocalEngine:
-    """One model; belongs to the event loop that uses it.
+    """An ``Engine`` around one model; belongs to the event loop that uses it.
 
-    Decode steps, new weights and scoring take turns in a thread, for which also a cancelled caller
-    waits. Time limits have no effect.
+    Decode steps, new weights and scoring take turns in one thread; even a cancelled caller waits
+    for it. Time limits have no effect.
     """
 
     address = ADDRESS
     silence_s = 0.0
-    """Whoever drives it waits for it, and no other process could be stuck."""
+    """Always 0: there is no other process that could be stuck."""
 
     def __init__(self, model: Any, stop_ids: frozenset[int], max_rows: int) -> None:
         """Take what ``load_model`` returns; nothing is computed."""
@@ -126,7 +126,7 @@ class LocalEngine:
         return len(self._flights)
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
-        """See ``Engine``; ``decode`` hands out the pieces."""
+        """See ``Engine``; ``decode`` delivers the pieces."""
         where, num_new = f"(request: {request.label})", request.sampling.max_new_tokens
         if self._is_closed:
             raise ServerGoneError(f"{ADDRESS}: closed {where}")
@@ -144,9 +144,9 @@ class LocalEngine:
             response.is_cancelled = True
 
     async def decode(self, max_steps: int) -> int:
-        """See ``Stepper``; a ``RolloutError`` if the model failed, and every request with it."""
+        """See ``Stepper``; raise ``RolloutError`` if the model fails, which ends every request."""
         if self._is_paused:
-            await asyncio.sleep(0)  # whoever asks in a loop lets others run
+            await asyncio.sleep(0)  # lets others run if called in a loop
             return 0
         async with self._turn:
             self._weights.require_whole()
@@ -161,7 +161,7 @@ class LocalEngine:
                 raise
             finally:
                 for flight in self._open_flights():
-                    self._hand_out(flight, flight.response.reason)
+                    self._deliver(flight, flight.response.reason)
 
     async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
         """See ``Engine``."""
@@ -170,17 +170,17 @@ class LocalEngine:
             return await self._compute(lambda: self._decoder.score(token_ids))
 
     async def abort(self, timeout_s: float) -> None:
-        """End every request with what there is, after the running ``decode``."""
+        """Abort every request, after the running ``decode``."""
         async with self._turn:
             for flight in self._open_flights():
-                self._hand_out(flight, FinishReason.ABORT)
+                self._deliver(flight, FinishReason.ABORT)
             self._decoder.clear()
             if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # the trainer may be on the same GPU
+                torch.cuda.empty_cache()  # the trainer may use the same GPU
 
     async def pause(self, mode: PauseMode) -> None:
-        """Make no steps until ``resume``; return when the running ``decode`` has ended."""
-        assert mode == "retract", "the kind refuses the other"
+        """Take no steps until ``resume``; return once the running ``decode`` has ended."""
+        assert mode == "retract", "refused by LocalKind.check"
         self._is_paused = True
         async with self._turn:
             self._decoder.retract()
@@ -194,11 +194,11 @@ class LocalEngine:
         self._end_all(ServerGoneError(f"{ADDRESS}: {reason}"))
 
     async def version(self, timeout_s: float | None = None) -> str:
-        """Return the version of the weights, at once."""
+        """Return the weights version."""
         return str(self._version)
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
-        """Return what it can do, at once."""
+        """Return its properties."""
         return Capabilities(
             num_ranks=1,
             methods=frozenset({"broadcast", "disk"}),
@@ -206,20 +206,20 @@ class LocalEngine:
         )
 
     async def check(self) -> None:
-        """Do nothing: the kind has refused what the engine cannot do."""
+        """Do nothing: ``LocalKind.check`` has refused everything unsupported."""
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
-        """See ``Engine``; the KV cache of old weights is never kept."""
+        """See ``Engine``; the KV cache is always dropped."""
         return self._weights
 
     async def release_memory(self, *_: Any) -> NoReturn:
-        """Never called: the kind refuses ``rollout.colocated``."""
+        """Never called: ``LocalKind`` refuses ``rollout.colocated``."""
         raise NotImplementedError
 
     take_memory = release_memory
 
     async def close(self) -> None:
-        """End what is in flight; the model can be freed."""
+        """End requests in flight; the model can then be freed."""
         self._is_closed = True
         self.give_up("closed")
         async with self._turn:
@@ -228,9 +228,9 @@ class LocalEngine:
         self._thread.shutdown()
 
     async def _change_weights(self, change: Callable[[], None], version: int | None) -> None:
-        """Run what loads weights, in the thread; ``version`` labels whole new weights."""
+        """Load weights in the thread; ``version`` is given with the last part."""
         async with self._turn:
-            # Before the change: a part of new weights invalidates the cache like all of them.
+            # Before the change, because a part of the new weights invalidates the cache too.
             self._decoder.retract()
             await self._compute(change)
             if version is not None:
@@ -247,15 +247,15 @@ class LocalEngine:
             )
         if not token_ids or max(token_ids) >= size:
             raise RolloutError(
-                f"{ADDRESS}: needs input tokens below the vocabulary's size of {size} {where}; use "
+                f"{ADDRESS}: input tokens must be below the vocabulary size of {size} {where}; use "
                 "the model's own tokenizer"
             )
 
     def _open_flights(self) -> list[_Flight]:
         return [flight for flight in self._flights.values() if not flight.ended.done()]
 
-    def _hand_out(self, flight: _Flight, reason: FinishReason | None) -> None:
-        """Give the sink what was sampled; with a reason it is the last piece."""
+    def _deliver(self, flight: _Flight, reason: FinishReason | None) -> None:
+        """Pass new tokens to the sink; with a reason they are the last piece."""
         version, has_logprobs = self._version, flight.response.request.return_logprobs
         token_ids, logprobs = flight.response.take()
         spans = (VersionSpan(version, len(token_ids)),) if len(token_ids) else ()
@@ -269,19 +269,19 @@ class LocalEngine:
             if spans or reason is not None:
                 last = reason or FinishReason.ABORT
                 flight.sink.take(Completion(token_ids, logprobs, spans, last))
-        except Exception as error:  # noqa: BLE001 — of this request alone, as from its sink
+        except Exception as error:  # noqa: BLE001 — fails this request only
             flight.end(error)
         else:
             if reason is not None:
                 flight.end(None)
 
     def _end_all(self, error: RolloutError) -> None:
-        """End every request with an error; the decoder forgets them before its next step."""
+        """End every request with an error; the decoder drops them before its next step."""
         for flight in self._open_flights():
             flight.end(type(error)(f"{error} (request: {flight.response.request.label})"))
 
     async def _compute[T](self, work: Callable[[], T]) -> T:
-        """Run work in the thread to its end, even if cancelled; a failure is a ``RolloutError``."""
+        """Run ``work`` in the thread, even if cancelled; its errors become ``RolloutError``."""
         if self._is_closed:
             raise ServerGoneError(f"{ADDRESS}: closed")
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -302,39 +302,39 @@ class LocalEngine:
 
 
 class LocalWeights:
-    """A ``WeightControl``: this process is one member of the group, on the CPU by gloo."""
+    """A ``WeightControl``: this process is one member of a gloo group, on the CPU."""
 
     tensor_ranks = 1
 
     def __init__(
         self, model: Any, change: Callable[[Callable[[], None], int | None], Awaitable[None]]
     ) -> None:
-        """Take a model, and what runs a change of its weights and labels it with a version."""
+        """Take a model, and the function that runs a change of its weights."""
         self._change = change
-        # Tied parameters under each of their names.
+        # Tied parameters appear under each of their names.
         self._parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self._group: Any = None
         self._loaded: set[int] = set()
-        """Parameters of a weight sync that is not complete, by ``id``."""
+        """Parameters already loaded by an incomplete weight sync, by ``id``."""
         self._is_whole = True
 
     def require_whole(self) -> None:
-        """Refuse to compute with a part of new weights, by a ``RolloutError``."""
+        """Raise a ``RolloutError`` if only a part of new weights was loaded."""
         if not self._is_whole:
             raise RolloutError(
-                "local: holds a part of new weights; see why the weight sync failed, and continue "
-                "with resume=true"
+                "local: holds only a part of new weights; see why the weight sync failed, and "
+                "continue with resume=true"
             )
 
     async def open_session(self, timeout_s: float) -> None:
-        """Begin a weight sync; one that was not completed is forgotten."""
+        """Begin a weight sync; discard an incomplete one."""
         self._loaded.clear()
 
     async def close_session(self, timeout_s: float) -> None:
         """Do nothing."""
 
     async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
-        """See ``WeightControl``; the group of a weight sync that was broken off is left."""
+        """See ``WeightControl``; leave the group of an aborted weight sync first."""
         self.close()
         self._group = await _in_thread(
             lambda: join_group(place, timeout_s, timeout_s), "join the group", timeout_s
@@ -366,7 +366,7 @@ class LocalWeights:
         await self._change(lambda: self._copy(tensors, is_last=is_last), version)
 
     async def take(self, *_: Any, **__: Any) -> NoReturn:
-        """Never called: the kind refuses ``rollout.weight_sync.method: tensor``."""
+        """Never called: ``LocalKind`` refuses ``rollout.weight_sync.method: tensor``."""
         raise NotImplementedError
 
     async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
@@ -392,7 +392,7 @@ class LocalWeights:
         """Do nothing."""
 
     def _copy(self, tensors: Mapping[str, Tensor], *, is_last: bool) -> None:
-        """Copy tensors into the model; none if one of them is not the model's."""
+        """Copy tensors into the model; copy none if one does not belong to it."""
         for name, tensor in tensors.items():
             parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:
@@ -419,7 +419,7 @@ class LocalWeights:
 
 
 async def _in_thread[T](operation: Callable[[], T], what: str, timeout_s: float) -> T:
-    """Run a collective in a thread, which is abandoned if it takes longer."""
+    """Run a collective in a thread that is abandoned after ``timeout_s``."""
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(start_thread(operation, "local-weights"))
@@ -440,11 +440,11 @@ class LocalBackend:
 
     @property
     def servers(self) -> Sequence[EngineServer]:
-        """Empty: the model is in this process."""
+        """None: the model is in this process."""
         return ()
 
     def addresses(self) -> Sequence[str]:
-        """Name the only one."""
+        """Return the only address."""
         return (ADDRESS,)
 
     async def connect(self, address: str) -> LocalEngine:
@@ -453,7 +453,7 @@ class LocalBackend:
             model, stop_ids = await asyncio.to_thread(
                 load_model, self.model.path, self.model.dtype, self.device
             )
-        # Files are missing, unusable or damaged: anything that transformers stumbles over.
+        # Missing, unusable or damaged files: transformers may raise anything.
         except Exception as error:
             raise RolloutError(
                 f"model.path: transformers cannot load '{self.model.path}' ({shown(error)}); "

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bapo_megatron.engine.base import Backend
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
-"""All of their layers attend to all positions, whose KV cache ``cache`` holds."""
+"""Models whose layers all attend to all positions, as ``cache`` requires."""
 
 _NO_SERVER = "it has no server"
 _ALLOWED: tuple[tuple[str, tuple[object, ...], str], ...] = (
@@ -26,17 +26,17 @@ _ALLOWED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("server.tensor", (1,), "the model is on one device"),
     ("colocated", (False,), "its memory is the collector's"),
     ("weight_sync.in_flight", ("abort", "retract"), "it drops the KV cache of old weights"),
-    ("weight_sync.method", ("broadcast", "disk"), "it takes weights by a group or a directory"),
+    ("weight_sync.method", ("broadcast", "disk"), "weights arrive by a group or a directory"),
     ("weight_sync.backend", ("auto", "gloo"), "NCCL cannot place two ranks on one GPU"),
 )
 """Keys of ``rollout``, the values that it supports, and why no others."""
 
 
 class LocalKind:
-    """The model in the collector's process: no server, and repeats bit for bit."""
+    """The model in the collector's process, without servers; repeats bit for bit."""
 
     packages: ClassVar[Mapping[str, str]] = {}
-    """None but the trainer's own."""
+    """None beyond the trainer's."""
 
     def check(self, config: RunConfig, *, is_here: bool = True) -> None:
         """See ``EngineKind``."""
@@ -68,7 +68,7 @@ class LocalKind:
         return LocalBackend(config.model, config.rollout.local, device)
 
     def serve(self, config: RunConfig, show: Callable[[str], None]) -> NoReturn:
-        """Refuse."""
+        """Raise: there are no servers."""
         raise ConfigError(
             "rollout.engine: must have servers for serve, got local, which samples in the "
             "trainer's process; use another rollout.engine"

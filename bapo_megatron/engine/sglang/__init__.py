@@ -1,1 +1,1 @@
-"""SGLang servers: everything that knows SGLang."""
+"""SGLang servers: all code that depends on SGLang."""

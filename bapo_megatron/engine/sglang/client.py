@@ -1,10 +1,10 @@
 """One SGLang server as an ``Engine``: calls with keys and time limits, every answer checked.
 
-SGLang crashes where a server that is not idle releases memory, and where memory is resumed that was
-not released, as after a restart; no such call is repeated. ``/pause_generation`` in its mode
-``abort`` answers requests, also those of other clients, with what there is, and lets no new one in;
-``/flush_cache?timeout=…`` then fails if the scheduler is not idle in time. While paused, a server
-answers no /generate at all, and 503 to /ready; control calls work.
+SGLang crashes if a busy server releases memory, or if memory is resumed that was not released, as
+after a restart; such calls are never retried. ``/pause_generation`` with mode ``abort`` answers all
+requests, also of other clients, with the tokens so far and admits no new ones;
+``/flush_cache?timeout=…`` then fails if the scheduler is not idle in time. A paused server answers
+no /generate at all and 503 to /ready; control calls work.
 """
 
 import asyncio
@@ -49,12 +49,12 @@ from bapo_megatron.errors import (
 )
 
 _CONNECT_TIMEOUT_S = 10.0
-# The server closes idle connections after 5 s; one that it is just closing must not be used.
+# The server closes idle connections after 5 s; one that is being closed must not be reused.
 _KEEPALIVE_EXPIRY_S = 3.0
 _MAX_REASON = 300
 _MAX_IDLE_WAIT_S = 30.0
 _TAGS = {MemoryPart.WEIGHTS: ["weights"], MemoryPart.CACHE: ["kv_cache", "cuda_graph"]}
-"""SGLang's names of the memory that is released and taken together."""
+"""SGLang's tags of the memory that is released and resumed together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,12 +63,12 @@ class _Flight:
 
     scope: asyncio.Timeout
     reason: str = ""
-    """Why it is given up, if it is or will be."""
+    """Why it is given up, if it is."""
     num_pauses: int = 0
-    """How often it may have been retracted to pause it."""
+    """Pauses, each of which may have retracted it."""
 
     def expire_in(self, timeout_s: float, reason: str) -> None:
-        """Give it up after ``timeout_s`` from now."""
+        """Give it up ``timeout_s`` from now."""
         if not self.scope.expired():
             self.reason = reason
             self.scope.reschedule(time.monotonic() + timeout_s)
@@ -88,7 +88,7 @@ class SglangClient:
         model: Path | None = None,
         gpus: tuple[int, ...] = (),
     ) -> None:
-        """Connect to nothing; ``check`` refuses servers of another model than ``model``."""
+        """Prepare without connecting; ``check`` refuses servers of other models than ``model``."""
         self.address = address.rstrip("/")
         self._keys = keys
         self._timeout_s = request_timeout_s
@@ -100,13 +100,13 @@ class SglangClient:
 
     @functools.cached_property
     def _session(self) -> aiohttp.ClientSession:
-        """Made by the first call, because it belongs to the event loop."""
+        """Created by the first call, because it belongs to the event loop."""
         return aiohttp.ClientSession(
-            # A proxy must not stand between trainer and server: no ``trust_env``.
+            # No ``trust_env``: a proxy must not come between trainer and server.
             connector=aiohttp.TCPConnector(
                 limit=0,
                 keepalive_timeout=_KEEPALIVE_EXPIRY_S,
-                # The system's authorities, where those of a cluster are installed; takes 20 ms.
+                # The system's CAs, which include those of a cluster; takes 20 ms.
                 ssl=not self.address.startswith("https:") or ssl.create_default_context(),
             ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
@@ -121,7 +121,7 @@ class SglangClient:
 
     @property
     def silence_s(self) -> float:
-        """See ``Engine``; a busy server may let single requests wait, so all of them count."""
+        """See ``Engine``; over all requests, because a busy server may let some wait."""
         is_expected = not self._in_flight or self._is_suspended
         return 0.0 if is_expected else time.monotonic() - self._heard_s
 
@@ -132,8 +132,8 @@ class SglangClient:
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
         """See ``Engine``."""
         parser = protocol.StreamParser(request, sink.is_known)
-        # New for each request: a repeated one would be answered without tokens. Equally long: the
-        # server aborts by prefix, so "r1" would end "r10" too.
+        # Never reused: a repeated id would be answered without tokens. Of equal length: the server
+        # aborts by prefix, so "r1" would end "r10" too.
         rid = uuid.uuid4().hex
         flight = _Flight(asyncio.timeout(None))
         cause: Exception | None = None
@@ -147,7 +147,7 @@ class SglangClient:
             cause = error
         finally:
             del self._in_flight[rid]
-            # A pause does not retract what is waiting: too few may be counted, never too many.
+            # A pause does not retract queued requests, so this may undercount, never overcount.
             sink.retracted(max(0, parser.num_retractions - flight.num_pauses))
         if parser.is_finished:
             return
@@ -155,7 +155,7 @@ class SglangClient:
             raise ServerGoneError(
                 f"{self.address}: {flight.reason} (request: {request.label})"
             ) from cause
-        reason = "its answer has no end" if cause is None else describe_cause(cause)
+        reason = "the answer is incomplete" if cause is None else describe_cause(cause)
         raise BrokenConnectionError(
             f"{self.address}: the connection broke ({reason}; request: {request.label})"
         ) from cause
@@ -163,7 +163,7 @@ class SglangClient:
     async def _receive(
         self, body: dict[str, Any], parser: protocol.StreamParser, sink: CompletionSink
     ) -> None:
-        """Send a request and hand out what the server streams, until the connection is free."""
+        """Send a request and pass on the streamed pieces until the connection is free."""
         label = parser.request.label
         async with self._send("/generate", body) as reply:
             await self._check_status(reply, f"/generate ({label})")
@@ -184,8 +184,8 @@ class SglangClient:
     async def abort(self, timeout_s: float) -> None:
         """See ``Engine``.
 
-        One call for all requests: hundreds of calls would keep the server busy for seconds, and
-        one that comes before its request reaches the scheduler is lost with its repetitions.
+        One call for all requests: hundreds of calls would keep the server busy for seconds, and an
+        abort by id that comes before its request reaches the scheduler is lost, also if repeated.
         """
         for flight in self._in_flight.values():
             if not flight.reason:
@@ -212,7 +212,7 @@ class SglangClient:
             flight.expire_in(0.0, reason)
 
     async def version(self, timeout_s: float | None = None) -> str:
-        """See ``Engine``; any text until a trainer sets it. The scheduler is not asked."""
+        """See ``Engine``; any text until a trainer sets it. Does not involve the scheduler."""
         parse = itemgetter("weight_version")
         return str(await self._ask("/model_info", parse, timeout_s=timeout_s))
 
@@ -225,14 +225,14 @@ class SglangClient:
             return protocol.parse_info(self.address, info, nccl_settings, self._gpus)
 
     async def check(self) -> None:
-        """See ``Engine``; resume a server that a killed trainer left paused."""
+        """See ``Engine``; also resume a server that a killed trainer left paused."""
         if self._model is not None:
             served = await self._ask("/model_info", itemgetter("architectures"))
             protocol.check_architecture(self.address, served, self._model)
         await self.resume()
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
-        """See ``Engine``; ``flush_cache`` fails, with the new weights, if a request is running."""
+        """See ``Engine``; with ``flush_cache`` the last update fails if a request is running."""
         parse = itemgetter("tp_size")
         num_ranks = await self._ask("/server_info", parse, timeout_s=timeout_s)
         return SglangWeightControl(self, int(num_ranks), flush_cache)
@@ -253,20 +253,20 @@ class SglangClient:
         await self._memory_call("/release_memory_occupation", {"tags": tags}, timeout_s)
 
     async def take_memory(self, part: MemoryPart, timeout_s: float) -> None:
-        """See ``Engine``; with its cache the server continues."""
+        """See ``Engine``; with the KV cache the server also continues generation."""
         await self._memory_call("/resume_memory_occupation", {"tags": _TAGS[part]}, timeout_s)
         if part is MemoryPart.CACHE:
             await self._memory_call("/continue_generation", {}, timeout_s)
 
     async def _memory_call(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
-        """Send a control call; after a refusal nobody knows which memory the server has."""
+        """Send a control call; after a refusal the server's memory is in an unknown state."""
         try:
             await self.call(path, body, timeout_s)
         except RefusedError as error:
             raise ServerError(str(error)) from error
 
     async def report_load(self, timeout_s: float) -> LoadReport:
-        """See ``LoadReporter``; the schedulers update it as they sample."""
+        """See ``LoadReporter``; the schedulers update it while they sample."""
         return await self._ask("/v1/loads", protocol.parse_load, timeout_s=timeout_s)
 
     def _send(
@@ -283,7 +283,7 @@ class SglangClient:
     async def call(
         self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> tuple[bytes, Mapping[str, str]]:
-        """POST ``body``, or GET without one, beside generation; once.
+        """POST ``body``, or GET without one, without retries.
 
         Returns content and headers; ``rollout.request_timeout_s`` is the default limit.
 
@@ -315,7 +315,7 @@ class SglangClient:
         body: dict[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> T:
-        """Make a ``call``; return what ``parse`` makes of its JSON value."""
+        """Make a ``call``; return its JSON value after ``parse``."""
         content, _ = await self.call(path, body, timeout_s)
         with self._checked(path):
             return parse(orjson.loads(content))
@@ -334,7 +334,7 @@ class SglangClient:
 
     @contextlib.contextmanager
     def _checked(self, label: str) -> Iterator[None]:
-        """Name server and request where an answer refuses, or lacks the documented form."""
+        """Add server and request to errors of an answer that refuses or is malformed."""
         try:
             yield
         except RefusedError as error:
@@ -349,7 +349,7 @@ class SglangClient:
 
 @dataclass(frozen=True, slots=True)
 class SglangWeightControl:
-    """A ``WeightControl``: the control calls that give one server new weights."""
+    """A ``WeightControl`` of one server."""
 
     client: SglangClient
     tensor_ranks: int
@@ -405,13 +405,13 @@ class SglangWeightControl:
 
     async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
         """See ``WeightControl``."""
-        # Otherwise a server that was started with dummy weights would load such.
+        # Otherwise a server that was started with dummy weights would load dummy weights.
         body = {"model_path": str(model_dir.absolute()), "load_format": "auto"}
         await self._update("/update_weights_from_disk", body, version, timeout_s)
 
     async def flush_idle(self, timeout_s: float) -> None:
         """See ``WeightControl``."""
-        with contextlib.suppress(RefusedError):  # it has requests, and keeps what belongs to them
+        with contextlib.suppress(RefusedError):  # it has requests, whose cache it keeps
             await self.client.call("/flush_cache", {}, timeout_s)
 
     async def _update(

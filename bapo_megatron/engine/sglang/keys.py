@@ -1,12 +1,12 @@
-"""A server's keys, and what stands before SGLang's application: two ASGI middlewares.
+"""A server's keys, and two ASGI middlewares around SGLang's application.
 
-``KeyCheck`` takes the place of SGLang's own, which lets whoever may generate read ``/server_info``,
-with all settings and both keys, and call whatever its authors did not mark as control. Here all but
-a few paths require the admin key. The path is the one by which the call is routed, whatever its
-``Host`` header says.
+``KeyCheck`` replaces SGLang's own, which lets anyone who may generate read ``/server_info``, with
+all settings and both keys, and call whatever is not marked as control. Here all but a few paths
+require the admin key. The path is the one by which the call is routed, whatever its ``Host`` header
+says.
 
-``InfoAnswers`` makes ``/server_info`` tell whether the scheduler, which answers it, is stuck: one
-that takes weights answers nothing, which is no fault while a caller waits for them.
+``InfoAnswers`` makes ``/server_info`` show whether the scheduler, which answers it, is stuck: while
+it loads weights it does not answer, which is no fault as long as a caller waits for the weights.
 
 Standard library only: the launcher imports this.
 """
@@ -36,11 +36,11 @@ NCCL_HEADER = "x-nccl-settings"
 """Header of an answer: the server's ``processes.nccl_settings`` as JSON."""
 
 _GENERATION_PATHS = ("/generate", "/model_info")
-"""Paths that the API key opens; open to everybody if there is none."""
+"""Paths that require the API key; open to all if there is none."""
 _PUBLIC_PATHS = ("/ready", "/health")
-"""Paths that are always open to everybody."""
+"""Paths that are always open."""
 _OWN_PATHS = ("/freeze_gc",)
-"""Paths that the server calls itself, without a key: open to this machine."""
+"""Paths that the server itself calls without a key: open to this machine."""
 _LOOPBACK = ("127.0.0.1", "::1")
 _UNAUTHORIZED = b'{"error": "Unauthorized"}'
 
@@ -73,7 +73,7 @@ class ApiKeys:
         return API_KEY_VARIABLE if path in _GENERATION_PATHS else ADMIN_API_KEY_VARIABLE
 
     def headers(self, path: str) -> dict[str, str]:
-        """Return the HTTP headers of a call; without an admin key, the other one stands in."""
+        """Return the HTTP headers of a call; without an admin key, use the API key."""
         is_generation = path in _GENERATION_PATHS
         key = self.api_key if is_generation else self.admin_api_key or self.api_key
         return {"Authorization": f"Bearer {key}"} if key else {}
@@ -92,13 +92,13 @@ class KeyCheck:
     """Answers 401 if the key is missing or wrong."""
 
     def __init__(self, app: App, *, api_key: str | None, admin_api_key: str | None) -> None:
-        """Guard an application; without ``admin_api_key``, ``api_key`` stands in."""
+        """Guard an application; ``admin_api_key`` defaults to ``api_key``."""
         self._app = app
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key
 
     async def __call__(self, scope: Message, receive: Any, send: Send) -> None:
-        """Let one call through, or answer it."""
+        """Pass one call on, or answer it."""
         if scope["type"] == "lifespan" or self._is_allowed(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -125,12 +125,12 @@ class InfoAnswers:
     """ASGI middleware: answers 503 while a caller waits for weights, else adds ``NCCL_HEADER``."""
 
     def __init__(self, app: App) -> None:
-        """Stand before an application."""
+        """Wrap an application."""
         self._app = app
         self._waiting: set[object] = set()
 
     async def __call__(self, scope: Message, receive: Any, send: Send) -> None:
-        """Answer one call, or let it through."""
+        """Answer one call, or pass it on."""
         path = scope.get("path", "")
         if "weight" in path:
             await self._take_weights(scope, receive, send)
@@ -143,7 +143,7 @@ class InfoAnswers:
             await self._app(scope, receive, lambda message: send(_with_settings(message)))
 
     async def _take_weights(self, scope: Message, receive: Any, send: Send) -> None:
-        """Count a call about weights until its last part is answered, or its caller is gone."""
+        """Track a weight call until it is answered or its caller is gone."""
         caller = object()
 
         async def answer(message: Message) -> None:

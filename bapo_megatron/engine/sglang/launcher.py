@@ -1,15 +1,15 @@
 """Entry point of an SGLang server: ``python -m bapo_megatron.engine.sglang.launcher <arguments>``.
 
 The arguments are those of ``sglang.launch_server``; ``server.SglangServer`` starts it. This is the
-only file that imports sglang. What it adds:
+only file that imports sglang. It adds:
 
-* Without CUDA it makes sglang importable, and its processes are forks of this one.
-* The API keys come by standard input, and ``KeyCheck`` alone has them: no process listing shows
-  them, and SGLang's settings, which it logs and answers with, hold a placeholder.
-* ``keys`` decides which call takes which key, and what the server answers about itself.
-* The server's ranks meet at a file in its private temporary directory. SGLang's own way is a store
-  of torch, which listens on all interfaces and knows no key.
-* The whole process group ends when the owner is gone, however it died, and the directory with it.
+* Without CUDA, sglang becomes importable, and its processes are forks of this one.
+* API keys arrive on standard input and go only to ``KeyCheck``: process listings do not show them,
+  and SGLang's settings, which it logs and serves, contain a placeholder.
+* ``keys`` decides which call requires which key, and extends ``/server_info``.
+* The rendezvous of the server's ranks is a file in its private temporary directory. SGLang would
+  use a torch store, which listens on all interfaces without a key.
+* The process group and the directory go away with the owner, however it died.
 """
 
 import importlib.machinery
@@ -31,7 +31,7 @@ from bapo_megatron.engine.sglang.keys import InfoAnswers, KeyCheck
 from bapo_megatron.runtime.cpu_torch import uncompiled_imports
 from bapo_megatron.runtime.processes import OWNER_PID_VARIABLE, unlink_shared_files
 
-_MEETING_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+_INIT_METHOD_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _OWNER_POLL_S = 1.0
 _SGL_KERNEL_NAMES = (
     "assign_draft_cache_locs_contiguous_cpu",
@@ -48,10 +48,10 @@ _SGL_KERNEL_NAMES = (
 
 
 def _prepare_cpu() -> None:
-    """Import sglang without a GPU, and have it fork its processes, which then import nothing again.
+    """Import sglang without a GPU, and make it fork its processes, so that they import nothing.
 
-    The package index has no CPU build of ``sgl_kernel``; a module with the names that sglang
-    imports stands in.
+    There is no CPU build of ``sgl_kernel`` on the package index; a module with the names that
+    sglang imports replaces it.
     """
     kernels = types.ModuleType("sgl_kernel")
     kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
@@ -61,7 +61,7 @@ def _prepare_cpu() -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *method, force=False: None
-    # A CUDA build of torch answers with torch.cuda, which a fork cannot initialise.
+    # A CUDA build of torch returns torch.cuda, which a fork cannot initialise.
     torch.get_device_module = lambda *device: torch.cpu  # type: ignore[assignment]
     with uncompiled_imports():
         import sglang.srt.entrypoints.http_server
@@ -69,8 +69,8 @@ def _prepare_cpu() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the server with these arguments of ``sglang.launch_server`` until it ends."""
-    # Which asks the run's own processes for their stacks; its children inherit that it is ignored.
+    """Run the server with arguments of ``sglang.launch_server`` until it ends."""
+    # SIGUSR2 requests the stacks of the run's own processes; children inherit that it is ignored.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     owner_pid = int(os.environ.pop(OWNER_PID_VARIABLE))
     settings = json.loads(sys.stdin.buffer.readline())
@@ -95,8 +95,8 @@ def main(arguments: list[str]) -> None:
     auth.add_api_key_middleware = lambda app, **_: _add_middleware(app, keys)
     is_one_group = server_args.nnodes == server_args.dp_size == server_args.attn_dp_size == 1
     if is_one_group and not server_args.dist_init_addr:
-        os.environ.setdefault(_MEETING_VARIABLE, f"file://{scratch / 'ranks'}")
-        # Without a store's address, SGLang names shared memory of CPU kernels after these.
+        os.environ.setdefault(_INIT_METHOD_VARIABLE, f"file://{scratch / 'ranks'}")
+        # Without a store, SGLang names the shared memory of CPU kernels after these.
         os.environ.setdefault("MASTER_ADDR", server_args.host)
         os.environ.setdefault("MASTER_PORT", str(server_args.port))
     try:
@@ -107,14 +107,14 @@ def main(arguments: list[str]) -> None:
 
 def _add_middleware(app: Any, keys: dict[str, str]) -> None:
     app.add_middleware(InfoAnswers)
-    # The last one is asked first.
+    # Added last, so called first.
     app.add_middleware(KeyCheck, api_key=keys.get("api_key"), admin_api_key=keys["admin_api_key"])
 
 
 def _end_with_owner(owner_pid: int, scratch: Path) -> None:
-    """Kill the process group when the owner is gone, also by SIGKILL, and remove ``scratch``.
+    """Kill the process group and remove ``scratch`` once the owner is gone, however it died.
 
-    Standard input ends at once, but for a fork of the owner; hence the parent's process id.
+    Standard input then closes unless a fork of the owner holds it; hence also the parent's id.
     """
     while os.getppid() == owner_pid:
         readable, _, _ = select.select([sys.stdin], [], [], _OWNER_POLL_S)

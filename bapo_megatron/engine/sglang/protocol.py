@@ -1,13 +1,13 @@
-"""What SGLang is sent to sample, and what its answers mean; nothing here talks to a server.
+"""SGLang's requests and answers; nothing here talks to a server.
 
-An event of a stream has the new tokens, their number so far (``completion_tokens``) and the weights
-version that the server holds while it sends. Only the last event says which version sampled which
-token (``weight_versions``). A piece is handed out as soon as that is certain: versions only grow,
-so as long as all events name the version that the server had when the request was sent, no other
-one can have sampled their tokens. The first event with another version and all after it are kept
-back until the last one.
+An event of a stream has new tokens, the token count so far (``completion_tokens``) and the weights
+version that the server holds when it sends the event. Only the last event says which version
+sampled which token (``weight_versions``). A piece is passed on as soon as its version is certain:
+versions only grow, so while all events have the version with which the request was sent, no other
+one can have sampled their tokens. The first event with another version and all later ones are held
+back until the last event.
 
-R = tokens of one piece.
+R = tokens of a piece.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _BEGIN = b"data: "
 
 
 def stream_body(request: GenerateRequest) -> dict[str, Any]:
-    """Return the content of a request whose answer is streamed, without its id."""
+    """Return the body of a streaming request, without its id."""
     sampling_params = _sampling_params(request.sampling)
     return {
         "input_ids": list(request.input_ids),
@@ -51,10 +51,10 @@ def stream_body(request: GenerateRequest) -> dict[str, Any]:
 
 
 def _sampling_params(sampling: SamplingSettings) -> dict[str, float | int]:
-    """Return all settings, so that no default of the server applies.
+    """Return every setting, so that no default of the server applies.
 
     Servers honour the seed only with ``--enable-deterministic-inference``; without a seed, such a
-    server samples the same for all responses to a prompt.
+    server gives all responses to a prompt the same one.
     """
     return {
         "temperature": sampling.temperature,
@@ -71,27 +71,28 @@ def _sampling_params(sampling: SamplingSettings) -> dict[str, float | int]:
 
 @dataclass(slots=True)
 class StreamParser:
-    """Checks the events of one request."""
+    """Parses and checks the events of one request."""
 
     request: GenerateRequest
     is_known: Callable[[int], bool]
     """Whether a weights version may have sampled."""
     num_retractions: int = 0
-    """How often the server took the request out of its cache, pauses included."""
+    """How often the server retracted the request, including pauses."""
     is_finished: bool = False
     _num_tokens: int = 0
     _num_yielded: int = 0
     _held: list[Completion] = field(default_factory=list)
 
     def feed(self, sent: bytes) -> Completion | None:
-        """Check one event, as it was sent.
+        """Parse one event, as it was sent.
 
         Returns:
-            What it makes certain, if anything; with the last event all the rest, and the reason.
+            The tokens that are now certain, if any; for the last event all the rest, with the
+            finish reason.
 
         Raises:
             RefusedError: The server refuses the request.
-            ValueError: What is wrong with the event.
+            ValueError: The event is malformed.
         """
         if not sent.startswith(_BEGIN):
             raise ValueError(f"not an event of a stream: {sent[:80]!r}")
@@ -103,7 +104,7 @@ class StreamParser:
             raise _error(event["error"].get("code", 0), event["error"].get("message", event))
         meta = event["meta_info"]
         finish = meta["finish_reason"]
-        # An abort that was asked for has this key, too, but no value.
+        # After an abort that was requested, the key is there without a value.
         if finish is not None and finish.get("status_code") is not None:
             raise _error(finish["status_code"], finish.get("message", finish))
         part = self._new_tokens(event["output_ids"], meta)
@@ -145,13 +146,13 @@ class StreamParser:
             )
 
     def _new_tokens(self, ids: list[int], meta: dict[str, Any]) -> Completion:
-        """Return the tokens that the event adds, without their versions."""
+        """Return the new tokens of an event, without versions."""
         total = int(meta["completion_tokens"])
         num_new, limit = total - self._num_tokens, self.request.sampling.max_new_tokens
         if num_new < 0 or total > limit:
             raise ValueError(f"{total} tokens after {self._num_tokens} of {limit} tokens")
-        # Events of an abort may repeat the last token and log-probs behind the new ones: too long
-        # is fine, too short is not.
+        # After an abort, events may repeat the last token and log-prob behind the new ones, so more
+        # than expected are fine, fewer are not.
         token_ids = np.asarray(ids[:num_new], dtype=np.int32)
         if len(token_ids) != num_new:
             raise ValueError(f"{len(ids)} token ids where {num_new} of {total} are new")
@@ -172,13 +173,13 @@ def _error(status: int, message: object) -> Exception:
 
 
 def _parse_logprobs(rows: list[list[Any]], token_ids: np.ndarray, position: int) -> np.ndarray:
-    """[R] float32 from rows ``[logprob, token id, text or null]``; ``position`` of the first."""
+    """[R] float32 from rows ``[logprob, token id, text or null]``, from ``position`` on."""
     values, ids = tuple(zip(*rows, strict=True))[:2] or ((), ())
     if list(ids) != token_ids.tolist():
         raise ValueError(
             f"log-probs of {len(rows)} tokens do not belong to its {len(token_ids)} tokens"
         )
-    # NaN is null in JSON, and becomes NaN again here.
+    # JSON null stands for NaN, and becomes NaN again here.
     logprobs = np.asarray(values, dtype=np.float32)
     unusable = np.flatnonzero(~np.isfinite(logprobs))
     if len(unusable):
@@ -203,7 +204,7 @@ def _parse_versions(meta: dict[str, Any], num_tokens: int) -> np.ndarray:
 
 
 def score_body(token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return a request for log_softmax(logits) of input tokens, never from the KV cache."""
+    """Return a request for the log-probs of input tokens, never from the KV cache."""
     return {
         "input_ids": list(token_ids),
         "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -213,9 +214,9 @@ def score_body(token_ids: Sequence[int]) -> dict[str, Any]:
 
 
 def parse_scores(answer: dict[str, Any], token_ids: Sequence[int]) -> list[float]:
-    """Return the log-probs of all tokens but the first; a ``ValueError`` if they are of others."""
+    """Return the log-probs of all tokens but the first; ``ValueError`` if the tokens differ."""
     rows = answer["meta_info"]["input_token_logprobs"]
-    # SGLang reports 0 for the last id of the vocabulary; its log-prob is right.
+    # SGLang reports id 0 for the last id of the vocabulary, with the right log-prob.
     if len(rows) != len(token_ids) or any(
         row[1] not in (token_id, 0) for row, token_id in zip(rows, token_ids, strict=True)
     ):
@@ -229,7 +230,7 @@ def parse_scores(answer: dict[str, Any], token_ids: Sequence[int]) -> list[float
 def parse_info(
     address: str, info: Mapping[str, Any], nccl_settings: Mapping[str, str], gpus: tuple[int, ...]
 ) -> Capabilities:
-    """Return what a server can do that was started as ``/server_info`` says.
+    """Return the properties of a server from its ``/server_info``.
 
     Raises:
         RolloutError: It cannot be used as it was started.
@@ -244,7 +245,7 @@ def parse_info(
             "--incremental-streaming-output"
         )
     num_stages, num_copies = int(info["pp_size"]), int(info["dp_size"])
-    # SGLang numbers tensor-parallel ranks only in a group, and gives the others no weights.
+    # SGLang includes only the tensor ranks of one stage in a group; others get no weights.
     reaches_all = num_stages == num_copies == 1
     return Capabilities(
         num_ranks=int(info["tp_size"]) * num_stages * num_copies,
@@ -260,7 +261,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def parse_load(answer: dict[str, Any]) -> LoadReport:
-    """Return the load of all ranks together."""
+    """Return the load over all ranks."""
     ranks = answer["loads"]
     return LoadReport(
         running=sum(int(rank["num_running_reqs"]) for rank in ranks),
@@ -270,8 +271,8 @@ def parse_load(answer: dict[str, Any]) -> LoadReport:
 
 
 def check_architecture(address: str, served: Sequence[str] | None, model_dir: Path) -> None:
-    """Raise a ``RolloutError`` if a server serves another architecture than ``model_dir``."""
-    expected = None  # a file system that fails for a moment costs no server
+    """Raise a ``RolloutError`` if a server's architecture is not that of ``model_dir``."""
+    expected = None  # a file system error is not the server's fault
     with contextlib.suppress(OSError, ValueError):
         expected = json.loads((model_dir / "config.json").read_bytes()).get("architectures")
     if None not in (expected, served) and expected != served:

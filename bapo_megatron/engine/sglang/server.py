@@ -1,7 +1,7 @@
-"""The SGLang servers of a run or of the ``serve`` command, and the process of each.
+"""The SGLang servers of a run or of the ``serve`` command, and their processes.
 
-A server process runs ``launcher`` in a session of its own. It ends with ``close``, at exit of the
-interpreter, or by itself when this process is gone. ``supervisor`` watches it and starts it again.
+A server process runs ``launcher`` in its own session. It ends with ``close``, at interpreter exit,
+or by itself when this process is gone. ``supervisor`` watches and restarts it.
 """
 
 import asyncio
@@ -48,10 +48,10 @@ LOOPBACK = "127.0.0.1"
 """Where the trainer's own servers listen."""
 
 NO_WEIGHTS = "none"
-"""Weights version that a server reports before it has got any."""
+"""Weights version that a server reports before it got any."""
 _NUM_SEEDS = 1 << 32
 # By default the server takes its memory fraction of the machine's free memory, which the trainer
-# needs too, and the kernel ends it.
+# needs too, and the kernel kills it.
 _CPU_MAX_TOTAL_TOKENS = 65536
 _CPU_ARGUMENTS = (
     "--device=cpu",
@@ -64,20 +64,20 @@ _CPU_ARGUMENTS = (
 
 @dataclass(eq=False)
 class SglangServer:
-    """An ``EngineServer``: one server's process group, which ``close`` ends."""
+    """An ``EngineServer``: the process group of one server."""
 
     config: RunConfig
     """The server loads its ``model`` first, and logs to its ``run_dir``."""
     device: str
     """``cuda`` or ``cpu``."""
     keys: ApiKeys
-    """Keys that it requires."""
+    """Keys that the server requires."""
     index: int = 0
-    """Number among the servers of this host: determines GPUs, port and log."""
+    """Index among the servers of this host: determines GPUs, port and log."""
     host: str = LOOPBACK
     """Address to listen on."""
     awaits_weights: bool = False
-    """Whether it reads no weights at its start: somebody gives it some before it is used."""
+    """Whether it starts without weights, because a weight sync comes first."""
 
     def __post_init__(self) -> None:
         self._owner_pid = os.getpid()
@@ -87,12 +87,12 @@ class SglangServer:
         """For its temporary files and sockets."""
         self._closing = threading.Lock()
         self._shared_files: set[Path] = set()
-        """Noted until it is ready: once its processes have ended, nobody can tell them."""
+        """Collected until it is ready; after its processes exit, they cannot be identified."""
         self._has_all_shared_files = False
         self.num_starts = 0
         self._settings = self.config.rollout.server
         self.port = self._settings.port and self._settings.port + self.index
-        # Rollout nodes may share the directory; the loopback is the same on each, its log is not.
+        # Rollout nodes may share the directory, so the address is part of the log's name.
         names = ["sglang"] if self.host == LOOPBACK else ["sglang", self.host]
         names += [str(self.index)] if self._settings.count > 1 else []
         self.log_path = self.config.run_dir / "logs" / f"{'_'.join(names)}.log"
@@ -110,7 +110,7 @@ class SglangServer:
 
     @property
     def gpus(self) -> tuple[int, ...]:
-        """GPUs of its ranks, in this process's numbering; none on the CPU."""
+        """GPUs of its ranks, as this process numbers them; empty on the CPU."""
         num_ranks = self._settings.tensor
         first = self._settings.first_gpu + self.index * num_ranks
         return () if self.device == "cpu" else tuple(range(first, first + num_ranks))
@@ -139,7 +139,7 @@ class SglangServer:
             )
         self.num_starts += 1
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died already; exit_reason says why
+        with contextlib.suppress(BrokenPipeError):  # it has died; see exit_reason
             line = json.dumps({"keys": asdict(self.keys), "scratch": scratch})
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
@@ -178,7 +178,7 @@ class SglangServer:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """See ``EngineServer``; also safe in two threads at a time, and does nothing in a fork."""
+        """See ``EngineServer``; thread-safe, and does nothing in a fork."""
         if os.getpid() != self._owner_pid:
             return
         with self._closing:
@@ -188,7 +188,7 @@ class SglangServer:
                 atexit.unregister(self.close)
                 unlink_shared_files(self._process.pid, self._shared_files)
                 self._shared_files, self._has_all_shared_files = set(), False
-                end_group(self._process)  # at once, as sglang ends its children: it has no state
+                end_group(self._process)  # no grace: it has no state
                 self._process = None
             if self._scratch is not None:
                 self._scratch.close()
@@ -199,10 +199,10 @@ class SglangServer:
         # Importance ratios need log_softmax(logits / T), not log_softmax(logits).
         environment.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
         if self.device == "cpu":
-            # A thread per core makes a small model's steps several times slower.
+            # With a thread per core, steps of a small model are several times slower.
             environment.setdefault("OMP_NUM_THREADS", "1")
         if self.host == LOOPBACK:
-            # Nobody elsewhere is a member of its groups.
+            # All members of its groups are on this host.
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if self.config.rollout.colocated:
             # The memory saver refuses the trainer's expandable segments.
@@ -214,12 +214,12 @@ class SglangServer:
     def arguments(self) -> list[str]:
         """Return the arguments of ``sglang.launch_server``; the API keys are not among them."""
         server, model, is_cpu = self._settings, self.config.model, self.device == "cpu"
-        # A seed differs between the servers of all hosts, and is the same in every run.
+        # The seed differs between the servers of all hosts and is the same in every run.
         host_seed = 0 if self.host == LOOPBACK else zlib.crc32(self.host.encode())
         seed = (self.config.seed + self.index + host_seed) % _NUM_SEEDS
         arguments = [
             f"--model-path={model.path}",
-            "--served-model-name=policy",  # by default the path, which then may hold no colon
+            "--served-model-name=policy",  # the default is the path, which must not contain a colon
             f"--host={self.host}",
             f"--port={self.port}",
             f"--dtype={model.dtype}",
@@ -227,7 +227,7 @@ class SglangServer:
             f"--random-seed={seed}",
             f"--weight-version={NO_WEIGHTS if self.awaits_weights else START_VERSION}",
             f"--mem-fraction-static={server.mem_fraction}",
-            "--incremental-streaming-output",  # else each piece repeats all before it
+            "--incremental-streaming-output",  # else each piece repeats all earlier ones
             "--skip-server-warmup",
             "--sleep-on-idle",
             "--log-level-http=warning",
@@ -242,7 +242,7 @@ class SglangServer:
         else:
             arguments.append(f"--base-gpu-id={self.gpus[0]}")
         if self.config.rollout.colocated:
-            # Graphs of whole decode steps can be released, those of prefill's segments cannot.
+            # Decode graphs can be released, piecewise prefill graphs cannot.
             arguments += ["--enable-memory-saver", "--cuda-graph-backend-prefill=disabled"]
         if self.awaits_weights:
             arguments.append("--load-format=dummy")
@@ -250,7 +250,7 @@ class SglangServer:
 
 
 class SglangBackend:
-    """A ``Backend``."""
+    """A ``Backend`` of SGLang servers, the run's own or external ones."""
 
     def __init__(self, config: RunConfig, device: str, *, awaits_weights: bool) -> None:
         """Prepare the servers on ``cuda`` or ``cpu``; nothing is started."""
@@ -295,9 +295,9 @@ def own_servers(
 def serve(config: RunConfig, show: Callable[[str], None]) -> None:
     """Run the ``serve`` command: keep ``rollout.server.count`` servers until this process is ended.
 
-    An admin key that the environment lacks is made and kept in ``<run_dir>/admin_api_key``;
-    likewise, for servers that other machines reach, the other one in ``<run_dir>/api_key``.
-    ``show`` takes, once the servers are ready, lines for a trainer's environment and command.
+    An admin key that is not in the environment is created in ``<run_dir>/admin_api_key``; for
+    servers beyond the loopback also an API key in ``<run_dir>/api_key``. ``show`` gets the lines
+    for a trainer's environment and command once the servers are ready.
 
     Raises:
         RolloutError: A server died before it was ever ready, or a port is in use.
@@ -316,7 +316,7 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
             keys = replace(keys, **{name: _stored_key(path)})
             exports.append(f"export BAPO_MEGATRON_{name.upper()}=$(cat '{path}')")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Whoever uses them gives them weights first: a trainer, ``eval`` and ``generate`` alike.
+    # Every user, a trainer, ``eval`` or ``generate``, syncs weights first.
     servers = own_servers(config, device, keys, host, awaits_weights=True)
 
     async def run() -> None:
@@ -337,14 +337,14 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
 
 
 def _stored_key(path: Path) -> str:
-    """Return the key in ``path``; make one that only its owner can read if there is none."""
+    """Return the key in ``path``; if there is none, create one that only its owner can read."""
     if not path.exists():
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         draft.touch(mode=0o600)
         try:
             draft.write_text(secrets.token_hex(16) + "\n")
             with contextlib.suppress(FileExistsError):
-                path.hardlink_to(draft)  # all of it, and never in place of another node's
+                path.hardlink_to(draft)  # complete, and never replaces another node's key
         finally:
             draft.unlink()
     key = path.read_text().strip()
@@ -353,10 +353,10 @@ def _stored_key(path: Path) -> str:
 
 
 def _hold_port(host: str, port: int) -> socket.socket:
-    """Bind a socket to ``port``, or to a free one for 0; it does not listen.
+    """Bind a socket to ``port``, or to a free one for 0, without listening.
 
-    Until the server has loaded its model and binds the port, nobody else gets it. With
-    ``SO_REUSEADDR`` on both, the server itself may bind it (Linux).
+    It reserves the port until the server has loaded its model and binds it, which Linux allows with
+    ``SO_REUSEADDR`` on both sockets.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,4 +1,4 @@
-"""What a configuration says of SGLang servers: their addresses, and what is refused of it."""
+"""The settings of SGLang servers: their addresses, and checks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ VERSION = "0.5.23"
 
 _MAX_PORT = 65535
 _SECRET_ARGUMENTS = {"--api-key": API_KEY_VARIABLE, "--admin-api-key": ADMIN_API_KEY_VARIABLE}
-"""SGLang's arguments for keys, and the variables that take their place."""
+"""SGLang's arguments for keys, and the variables to use instead."""
 
 
 def server_addresses(rollout: RolloutConfig) -> list[str]:
-    """Return the addresses in ``rollout.servers`` or, as it is now, in ``rollout.servers_file``.
+    """Return the addresses in ``rollout.servers`` or, at present, in ``rollout.servers_file``.
 
     Raises:
-        ConfigError: They cannot be used.
+        ConfigError: They are unusable.
     """
     path = rollout.servers_file
     key = "rollout.servers" if path is None else "rollout.servers_file"
@@ -50,7 +50,7 @@ def server_addresses(rollout: RolloutConfig) -> list[str]:
 
 
 def _read(path: Path) -> list[str]:
-    """Return the words of a file, whose last line is complete."""
+    """Return the words of a file that ends with a newline."""
     rule = f"rollout.servers_file: '{path}' must hold an address per line and end with a newline"
     try:
         text = read_regular(path).decode()
@@ -64,7 +64,7 @@ def _read(path: Path) -> list[str]:
 def check_own_servers(config: RunConfig, *, is_here: bool = True) -> None:
     """Check that the servers can be started, and that their command lines hold no secrets.
 
-    Unless ``is_here``, this machine's GPUs do not matter.
+    Without ``is_here``, ignore this machine's GPUs.
     """
     rollout, server = config.rollout, config.rollout.server
     num_gpus = count_gpus() if is_here else 0

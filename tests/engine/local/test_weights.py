@@ -143,7 +143,7 @@ async def test_a_missing_weight_is_named_and_nothing_is_sampled_with_a_part(
             await trainer.send(left_out, 3)
         assert await engine.version() == "0"
         [stream] = await start(engine, request(PROMPT, LONG))
-        with pytest.raises(RolloutError, match="holds a part of new weights"):
+        with pytest.raises(RolloutError, match="holds only a part of new weights"):
             await engine.decode(1)
         await (await engine.weights(LIMIT_S)).open_session(LIMIT_S)
         await trainer.send(tensors, 3)

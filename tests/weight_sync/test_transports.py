@@ -22,9 +22,9 @@ from bapo_megatron.weight_sync import send
 from bapo_megatron.weight_sync.receive import Opened, Take
 from bapo_megatron.weight_sync.send import (
     AttemptFailedError,
-    BroadcastCarrier,
+    BroadcastTransport,
     Bucket,
-    MemoryCarrier,
+    SharedMemoryTransport,
     shared_memory_payload,
 )
 
@@ -41,7 +41,7 @@ def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
     """Their wait for rank 0 in the store ends, and the message has its reason."""
     monkeypatch.setattr(collective, "join_group", lambda *_: _raise("no GPUs found"))
     closed = threading.Event()
-    carrier = BroadcastCarrier(WeightSyncConfig(), torch.device("cpu"))
+    transport = BroadcastTransport(WeightSyncConfig(), torch.device("cpu"))
 
     class Source:
         def start(self, call: Call[Any, Any], place: GroupPlace, /) -> Any:
@@ -60,16 +60,16 @@ def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
         AttemptFailedError,
         match=r"connection closed \(rank 0 could not form a group: no GPUs found\)",
     ):
-        carrier.prepare(opened, Source())
+        transport.prepare(opened, Source())
     assert closed.is_set()
-    carrier.close()
+    transport.close()
 
 
 def test_a_failure_of_rank_zero_alone_is_not_blamed_on_the_servers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(collective, "join_group", lambda *_: _raise("no GPUs found"))
-    carrier = BroadcastCarrier(WeightSyncConfig(), torch.device("cpu"))
+    transport = BroadcastTransport(WeightSyncConfig(), torch.device("cpu"))
 
     class Source:
         def start(self, call: Call[Any, Any], place: GroupPlace, /) -> Any:
@@ -77,8 +77,8 @@ def test_a_failure_of_rank_zero_alone_is_not_blamed_on_the_servers(
 
     opened = Opened(addresses=(), num_ranks=(), gpus=(), share_group=False)
     with pytest.raises(RolloutError, match="rank 0 could not form a group"):
-        carrier.prepare(opened, Source())
-    carrier.close()
+        transport.prepare(opened, Source())
+    transport.close()
 
 
 def _raise(message: str) -> None:
@@ -106,17 +106,17 @@ def test_each_rank_of_own_servers_gets_a_bucket_on_its_own_gpu(
 
     monkeypatch.setattr("torch.cuda.ipc_collect", lambda: collected.append("collected"))
     monkeypatch.setattr(send, "shared_memory_payload", lambda *_: f"to {moved[-1]}")
-    carrier = MemoryCarrier(torch.device("cuda", 0))
+    transport = SharedMemoryTransport(torch.device("cuda", 0))
     opened = Opened(
         addresses=("http://own:1", "http://own:2", "http://other:3"),
         num_ranks=(2, 2, 1),
         gpus=((4, 5), (6, 7), ()),
         share_group=False,
     )
-    carrier.prepare(opened, Source())
+    transport.prepare(opened, Source())
     bucket = Bucket(BucketLayout((), (), ()), torch.zeros(8, dtype=torch.uint8), is_last=True)
     with Copies():
-        await_taken = carrier.send(bucket, Source())
+        await_taken = transport.send(bucket, Source())
     assert [str(device) for device in moved] == [f"cuda:{gpu}" for gpu in (4, 5, 6, 7, 0)]
     assert [len(of_server) for of_server in payloads[0]] == [2, 2, 1]
     assert collected == []
