@@ -50,7 +50,7 @@ def command(
     groups = find_group(first), find_group(second)
     if bool(groups[0]) != bool(groups[1]):
         group, other = (first, second) if groups[0] else (second, first)
-        raise ResultsError(f"{group} is a group of runs, {other} is none; give two of a kind")
+        raise ResultsError(f"{group} is a group of runs, {other} is not; give two of a kind")
     k_values = EvalConfig().k_values
     try:
         if groups[0]:
@@ -106,7 +106,7 @@ def _show(comparisons: Sequence[Comparison]) -> None:
 
 
 def _results_of(path: Path) -> list[EvalResult]:
-    """Return the results of a run, or in a file."""
+    """Return a run's newest results, or those in a file."""
     file = newest_results(path) if path.is_dir() else path
     if file is None:
         raise ResultsError(f"{path}: holds no evaluation; give a run that has been evaluated")

@@ -107,7 +107,7 @@ def show(
 
 
 def _find_dump(run: Path, step: int | None) -> Path:
-    """The dump of a step of a run, or the one that is given."""
+    """The dump of a run's step, or the dump that ``run`` is."""
     if run.suffix == ".parquet":
         if step is not None:
             raise typer.BadParameter(f"{run} is one dump, which takes no --step; leave it out")
@@ -122,7 +122,7 @@ def _find_dump(run: Path, step: int | None) -> Path:
 
 
 def _settings_of(dump: Path) -> dict[str, Any]:
-    """The settings of the run whose dump it is; none for one that lies elsewhere."""
+    """The settings of the dump's run; empty if the dump is not in a run directory."""
     folder = dump.absolute().parent
     config = folder.parent / "config.yaml"
     return read_settings(config) if folder.name == "rollouts" and os.path.lexists(config) else {}

@@ -1,4 +1,4 @@
-"""The keys of the configuration as the schema describes them, and its errors in one line."""
+"""Configuration keys as the schema describes them, and validation errors as one line."""
 
 import difflib
 import json
@@ -43,9 +43,9 @@ class KeyInfo(NamedTuple):
 def describe_keys(
     section: type[BaseModel] = RunConfig, prefix: str = "", defaults: BaseModel | None = None
 ) -> list[KeyInfo]:
-    """List every key of a section and of those within it, in the schema's order.
+    """List every key of a section and its subsections, in the schema's order.
 
-    ``defaults`` is what the section has where it is not given.
+    ``defaults`` holds the section's values where it is left out.
     """
     keys = []
     for name, field in section.model_fields.items():
@@ -137,7 +137,7 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
 
 
 def find_key(key: str, root: type[BaseModel]) -> KeyInfo | None:
-    """Return what is known of a key; what is one section or a list of them is listed as one."""
+    """Return a key's entry; a value that is a section or a list of them is listed as a section."""
     names = (re.sub(r"\[\d+\]", "[]", key), re.sub(r"\[\d+\]", "", key))
     return next((known for known in describe_keys(root) if known.name in names), None)
 
@@ -145,7 +145,7 @@ def find_key(key: str, root: type[BaseModel]) -> KeyInfo | None:
 def _suggestion(location: Sequence[int | str], root: type[BaseModel], is_section: bool) -> str:
     """What an unknown key may have meant: the nearest of its section, else of any section.
 
-    A section means no key that has one value.
+    A section is never taken for a key with a single value.
     """
     *parents, wanted = location
     section = root

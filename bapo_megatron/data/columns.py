@@ -22,12 +22,12 @@ PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 
 
 class DumpError(ValueError):
-    """The file is not an intact one of its kind; the message is one line with its name."""
+    """The file is damaged, or of another kind; the message is one line with its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowFile[RecordT]:
-    """A kind of file."""
+    """A kind of parquet file: its columns and metadata."""
 
     what: str
     """Its name in messages."""
@@ -35,8 +35,8 @@ class RowFile[RecordT]:
     """What to do about a damaged one."""
     format: int
     columns: Mapping[str, tuple[Any, Callable[[RecordT], Any]]]
-    """Arrow's type and the value of a record. Lists of numbers are read as arrays, without a Python
-    object per element."""
+    """Arrow type of each column, and what gets its value from a record. Lists of numbers are read
+    as arrays, without a Python object per element."""
     about: Any = dict[str, Any]
     """Type of the metadata about the whole file, ``format`` included."""
     key: str = "bapo_megatron.rollout"
@@ -57,7 +57,7 @@ class RowFile[RecordT]:
             write_page_checksum=True,
             use_dictionary=[name for name, kind in kinds.items() if not pa.types.is_nested(kind)],
             write_statistics=[name for name in kinds if not pa.types.is_nested(kinds[name])],
-            # Byte planes of ids and log-probs are smaller and faster.
+            # Byte planes of ids and log-probs compress better and faster.
             column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in arrays},
         ) as writer:
             for records in chunks:
@@ -108,8 +108,8 @@ class RowFile[RecordT]:
         """Read the columns of each row group; every value is there, and of its column's type."""
         for number in range(file.num_row_groups):
             try:
-                # Without Arrow's threads: one that lets go of the content, a Python object, while
-                # the interpreter ends (a short command) aborts the process. They are no faster.
+                # Without Arrow's threads: one that releases the content, a Python object, while the
+                # interpreter ends (a short command) aborts the process. They are no faster.
                 table = file.read_row_group(number, use_threads=False)
             except PARQUET_ERRORS as error:
                 raise self._unreadable(name, error) from error

@@ -1,4 +1,4 @@
-"""Reads, checks and renders the prompts of data sets, with a report of bad and left-out rows.
+"""Reads, checks and renders the prompts of data sets, with a report of rows left out.
 
 A set is loaded once, at the start, before anything else is started. Loading logs nothing.
 """
@@ -74,7 +74,7 @@ class SetReport:
     """Columns that reward functions do not get, because they hold bytes."""
 
     def warnings(self) -> list[str]:
-        """Return what a user should know, one line each."""
+        """Return warnings for the user, one line each."""
         lines = []
         if self.num_bad:
             lines.append(
@@ -195,7 +195,7 @@ def load_train_sets(
 
 
 def log_warnings(prompt_sets: Sequence[PromptSet]) -> None:
-    """Log what a user should know about the sets of a mixture, a record per line."""
+    """Log the warnings about the sets of a mixture, a record per line."""
     lines = [line for prompt_set in prompt_sets for line in prompt_set.report.warnings()]
     for line in (*lines, *shared_prompts(prompt_sets)):
         _LOG.warning("%s", line)
@@ -353,5 +353,5 @@ def _recognised(dataset: DatasetConfig, row: Row, row_format: RowFormat | None) 
 
 
 def _letters(answer: str) -> str:
-    """Its letters and digits without case; the answer itself where it has none."""
+    """The answer's letters and digits, case-folded; the answer itself where it has none."""
     return re.sub(r"\\[A-Za-z]+|[\W_]", "", answer).casefold() or answer

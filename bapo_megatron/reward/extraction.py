@@ -1,4 +1,4 @@
-r"""Which part of a response is its answer.
+r"""Finds the answer in a response.
 
 It is the last ``\boxed{…}``; where there is none, the last ``<answer>…</answer>``; else what
 follows the last ``####``, "answer is", "answer:" or "final answer" up to the end of its line.

@@ -49,7 +49,7 @@ class Shaping:
             timed_out = matches is None
             terms["format"] = config.format.reward if matches else 0.0
         if config.repetition is not None:
-            # In a thread: sorting 64k tokens takes tens of milliseconds, and numpy lets others run.
+            # In a thread: sorting 64k tokens takes tens of milliseconds, and numpy drops the GIL.
             share = await asyncio.to_thread(
                 repeated_share, token_ids_Q, config.repetition.ngram_tokens
             )

@@ -55,14 +55,14 @@ class Comparison:
 
     set_name: str
     num_problems: int
-    """Those that both have; of all seeds together."""
+    """Problems that both have, over all seeds."""
     num_left_out: int
-    """Those that only one of them has."""
+    """Problems that only one of them has."""
     seeds: tuple[int, ...]
-    """Those that both groups have, by which differences are paired; empty where two results are
+    """Seeds that both groups have, by which differences are paired; empty where two results are
     compared, whose differences are paired by problem."""
     seeds_left_out: tuple[int, ...]
-    """Those that only one group has."""
+    """Seeds that only one group has."""
     different_settings: tuple[str, ...]
     """Settings other than the model in which the two differ, such as ``temperature 0.6 and 1.0``;
     those that one of them did not record are left out."""
@@ -78,7 +78,7 @@ class _Pair:
     num_left_out: int
     num_problems: int
     estimates: dict[str, tuple[np.ndarray, np.ndarray]]
-    """Those that both have and a table needs, by name: [P] of the first and of the second."""
+    """Estimates that both have and a table needs, by name: [P] of the first and of the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def newest_results(run_dir: Path) -> Path | None:
 
 
 def find_group(path: Path) -> list[Path]:
-    """Return the runs that a directory of runs, or a pattern such as ``runs/a-seed*``, stands for.
+    """Return the runs in a directory, or that match a pattern such as ``runs/a-seed*``.
 
     Sorted; empty where it is neither.
     """
@@ -132,7 +132,7 @@ def read_group(run_dirs: Sequence[Path]) -> ResultsBySeed:
     """Read the newest scores of runs that differ in their seeds.
 
     Raises:
-        ResultsError: A run has no scores, not those of the same step, or no seed of its own.
+        ResultsError: A run has no scores, those of another step, or the seed of another run.
         OSError: A file cannot be read.
     """
     group: dict[int, Results] = {}
@@ -340,8 +340,8 @@ def _common_problems(
     for a, b in pairs:
         if a.answer != b.answer:
             raise ResultsError(
-                f"{a.prompt_id}: has the answer {a.answer!r} in A and {b.answer!r} in B: other "
-                "data under the same names; compare results on the same data"
+                f"{a.prompt_id}: has the answer {a.answer!r} in A and {b.answer!r} in B: same "
+                "ids, different data; compare results on the same data"
             )
     have_same = len(first.problems) == len(second.problems) == len(pairs)
     if not pairs or not (have_same or common_only):

@@ -123,7 +123,7 @@ def _read_inputs(model: ModelConfig, train_set: TrainSetConfig) -> _Inputs:
 
 
 def _first_row(train_set: TrainSetConfig) -> tuple[Row, RowFormat]:
-    """The first row of a set, and the set's format by it."""
+    """The first row of a set, and the format recognised from it."""
     row = next(read_rows(train_set), None)
     if row is None or row.fields is None:
         problem = "no row" if row is None else row.problem
@@ -192,7 +192,7 @@ def _on_cpu(draft: RunConfig) -> RunConfig:
 
 
 def _as_yaml(config: RunConfig, inputs: _Inputs, plan: Plan | None, gpus: int) -> str:
-    """The file: the keys of ``_reasons``, if they are always shown or have no default value."""
+    """The file: the keys of ``_reasons`` that are always shown or differ from their default."""
     changed = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
     values = flat_settings(config)
     values["reward.functions"] = [{"name": "math", "function": "math"}]
@@ -256,7 +256,7 @@ def _reasons(config: RunConfig, inputs: _Inputs) -> dict[str, str]:
         "model.dtype": stored,
         "model.ignored_config_fields": "by --ignore-field",
         "parallel.tensor": "",
-        "parallel.sequence": "divides what lies between the GEMMs, too",
+        "parallel.sequence": "splits activations between the GEMMs, too",
         "parallel.pipeline": "",
         "parallel.virtual_pipeline": "",
         "parallel.context": "",
@@ -278,14 +278,14 @@ def _reasons(config: RunConfig, inputs: _Inputs) -> dict[str, str]:
         "rollout.server.count": "per node",
         "rollout.server.tensor": "GPUs of each server, for the longest sequence",
         "rollout.server.first_gpu": "those before it train",
-        "rollout.server.mem_fraction": "beside what the trainer keeps",
+        "rollout.server.mem_fraction": "leaves room for what the trainer keeps",
         "reward.functions": grading,
         "algorithm.objective": "clip is GRPO; docs/objectives.md has the others",
         "algorithm.updates_per_batch": "more of them learn more from a batch, with staler samples",
         "optimizer.lr": "cautious; the paper has 2e-6 for 7B",
         "train.steps": "",
         "train.max_tokens_per_micro_batch": "per rank; a prompt with its response must fit",
-        "checkpoint.every_steps": "what a crash costs at most",
+        "checkpoint.every_steps": "the most that a crash loses",
     }
 
 

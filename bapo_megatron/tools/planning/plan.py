@@ -54,7 +54,7 @@ MISS_SHARE = 0.05
 (docs/benchmarks/)."""
 
 RECOMPUTE_CHOICES = ("none", "full")
-"""What other layouts are tried with, cheapest first: ``selective`` saves next to nothing where
+"""Recomputation to try in other layouts, cheapest first; ``selective`` saves next to nothing where
 attention keeps no scores."""
 
 _COLOCATED_MEM_SHARE = 0.4
@@ -67,7 +67,7 @@ _TOKENS_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Options of the command, whose help tells what None stands for."""
+    """Options of the command; its help says what None stands for."""
 
     gpus: int | None = None
     gpu: str = "H100"
@@ -113,7 +113,7 @@ class Plan:
     assumptions: Assumptions
     workload: Workload
     passes: Passes
-    """Passes of a step, beside a loss pass per update."""
+    """Passes of a step, besides a loss pass per update."""
     stages: list[StageMemory]
     sampling_bytes: float
     """Need of a trainer GPU while colocated servers sample on it, without the reserve; else 0."""
@@ -235,7 +235,7 @@ def _placement(rollout: RolloutConfig) -> Placement:
 
 
 def _sampling_bytes(case: Scenario, stages: Sequence[StageMemory]) -> float:
-    """A server, beside the weights, gradients and optimizer states that the trainer keeps."""
+    """A server, and the weights, gradients and optimizer states that the trainer keeps."""
     if case.assumptions.placement != "colocated":
         return 0.0
     kept_bytes = max(s.weights_bytes + s.gradients_bytes + s.optimizer_bytes for s in stages)
@@ -290,7 +290,7 @@ def with_values[SectionT: Section](section: SectionT, **values: Any) -> SectionT
 
 
 def _notes(case: Scenario, rollout: RolloutMemory) -> list[str]:
-    """Caveats that no figure shows."""
+    """Caveats that the numbers do not show."""
     config, layout, assumptions = case.config, case.layout, case.assumptions
     notes = []
     if rollout.gpus_per_server != config.rollout.server.tensor:

@@ -1,7 +1,7 @@
-"""What a reader should look at first: signs of a run that goes wrong, from its metrics alone.
+"""Automatic checks: signs of a run going wrong, from its metrics alone.
 
 Every finding names the steps and the likely cause, and every check says in how many steps it had
-what it needs. The limits are coarse on purpose; they are meant to find defects, not to rank runs.
+its metrics. The limits are coarse on purpose; they are meant to find defects, not to rank runs.
 """
 
 import math
@@ -279,8 +279,8 @@ def _same_answer(run: RunRecord) -> Iterator[Finding]:
         yield Finding(
             "caution",
             f"{_mean(last):.0%} of the solved prompts have one reference answer ({_steps(last)}): "
-            "a constant response may earn the reward. Look at the answers by data show, and leave "
-            "those that are none out (reward.no_answers).",
+            "a constant response may earn the reward. Inspect the answers with data show, and "
+            "list those that are not answers in reward.no_answers.",
         )
 
 
@@ -341,6 +341,6 @@ def _mean(points: Points) -> float:
 
 
 def _steps(points: Points) -> str:
-    """Say which steps a mean is of."""
+    """The steps that a mean covers."""
     first, last = int(points[0][0]), int(points[-1][0])
     return f"step {first:,}" if first == last else f"mean of steps {first:,} to {last:,}"

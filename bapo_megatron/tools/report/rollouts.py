@@ -1,4 +1,4 @@
-"""The rollouts of a run for people: one step's dump, and a sample that is small enough for a page.
+"""A run's rollouts for reading: one step's dump, and a sample that is small enough for a page.
 
 The sample takes steps evenly over the run, and in each of them whole groups, evenly over the order
 of their mean rewards, so that bad, mixed and solved ones are all there.
@@ -65,7 +65,7 @@ class DumpedStep:
     _masked: frozenset[FinishReason]
 
     def text(self, sample: Sample) -> SampleText | None:
-        """Return what people read of a sample; None where nothing was kept."""
+        """Return the texts of a sample; None if none were kept."""
         return self.texts.get(_key(sample))
 
     def advantage(self, sample: Sample) -> float | None:
@@ -90,7 +90,7 @@ ORDERS: dict[Order, Callable[[DumpedStep, Sample], float]] = {
     "age": lambda step, sample: step.age(sample),
     "advantage": lambda step, sample: step.advantage(sample) or 0.0,
 }
-"""Keys by which people sort samples."""
+"""Sort keys of samples."""
 
 
 def dump_files(run_dir: Path) -> dict[int, Path]:
@@ -106,8 +106,8 @@ def read_step(path: Path, settings: Mapping[str, Any], estimator: str | None = N
     """Read a dump, and compute its advantages from its rewards by the code that trains.
 
     ``settings`` is the run's config.yaml by dotted key, empty if unknown. ``estimator``, as
-    ``algorithm.advantage``, is by default the run's own; if that is a function of the user's, it is
-    not called, and the advantages are not known.
+    ``algorithm.advantage``, is by default the run's own; if that is a user's function, it is not
+    called, and the advantages are not known.
 
     Raises:
         DumpError: A file is damaged, or of another version's format.

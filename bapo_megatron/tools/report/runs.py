@@ -97,7 +97,7 @@ class RunGroup:
     label: str
     runs: tuple[RunRecord, ...]
     settings: Mapping[str, Any]
-    """Of all of them, without the seed."""
+    """The configuration of all of them, without the seed."""
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
