@@ -160,8 +160,8 @@ def _read_columns(path: Path) -> dict[str, npt.NDArray[Any]]:
                 with np.lib.npyio.NpzFile(stream, allow_pickle=False) as archive:
                     return {name: archive[name] for name in names if name in archive.files}
             table = pq.ParquetFile(stream)
-            kept = [name for name in names if name in table.schema_arrow.names]
-            return {name: table.read([name])[name].to_numpy() for name in kept}
+            present = [name for name in names if name in table.schema_arrow.names]
+            return {name: table.read([name])[name].to_numpy() for name in present}
         except Exception as error:  # parsers of zip, npy and parquet raise any type
             problem = shown_value(first_line(error))
             if "allow_pickle" in problem:  # NumPy's advice, which would run code

@@ -98,9 +98,9 @@ def _show(comparisons: Sequence[Comparison]) -> None:
         ]
         for line in lines:
             typer.echo(visible(f"{comparison.set_name}: {line}"))
-    seeds, others = comparisons[0].seeds, comparisons[0].seeds_left_out
+    seeds, unpaired_seeds = comparisons[0].seeds, comparisons[0].seeds_left_out
     if seeds:
-        unpaired = f"; left out: {', '.join(map(str, others))}" if others else ""
+        unpaired = f"; left out: {', '.join(map(str, unpaired_seeds))}" if unpaired_seeds else ""
         typer.echo(f"runs paired by seed {', '.join(map(str, seeds))}{unpaired}")
     typer.echo(_OVER_SEEDS if seeds else _OVER_PROBLEMS)
 

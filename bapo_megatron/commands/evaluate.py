@@ -222,10 +222,10 @@ async def _regrade(
                 settings=settings,
                 seed=config.seed if config else settings.get("seed", 0),
             )
-    before, after = ([sample for group in g for sample in group] for g in (groups, regraded))
-    num_changed = sum(old.reward != new.reward for old, new in zip(before, after, strict=True))
-    say(f"{path}: regraded {len(after):,} samples, {num_changed:,} rewards changed")
-    return result, after
+    old, new = ([sample for group in g for sample in group] for g in (groups, regraded))
+    num_changed = sum(a.reward != b.reward for a, b in zip(old, new, strict=True))
+    say(f"{path}: regraded {len(new):,} samples, {num_changed:,} rewards changed")
+    return result, new
 
 
 def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:

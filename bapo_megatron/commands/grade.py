@@ -118,14 +118,14 @@ async def grade_file(path: Path, config: RewardConfig, *, output: int) -> None:
 
 async def _score(rewards: Rewards, place: str, line: bytes) -> bytes:
     score = await rewards.score(_parse(place, line))
-    shown = {
+    fields = {
         "score": score.reward,
         "extracted": score.extracted,
         "reason": score.reason,
         "components": dict(score.components),
         "metrics": dict(score.metrics),
     }
-    text = json.dumps(shown, ensure_ascii=False) + "\n"
+    text = json.dumps(fields, ensure_ascii=False) + "\n"
     return text.encode(errors="backslashreplace")
 
 

@@ -150,13 +150,13 @@ def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any
     """A response; prompt, answer and the parts' texts are None where the dump has no texts."""
     text = step.text(sample)
     lengths = [len(part) for part in sample.segments()]
-    written: Sequence[str | None] = [None] * len(lengths)
+    turns: Sequence[str | None] = [None] * len(lengths)
     if text is not None:
-        written = text.turns or (text.response_text,)
-        if len(written) != len(lengths):
+        turns = text.turns or (text.response_text,)
+        if len(turns) != len(lengths):
             raise DumpError(
                 f"{texts_path(path)}: sample {sample.index} of group {sample.group_id} has "
-                f"{len(written)} texts of {len(lengths)} parts; give the dump that they belong to"
+                f"{len(turns)} texts of {len(lengths)} parts; give the dump that they belong to"
             )
     return {
         "group_id": sample.group_id,
@@ -179,7 +179,7 @@ def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any
         "prompt": None if text is None else text.prompt_text,
         "parts": [
             {"author": ("policy", "environment")[number % 2], "num_tokens": length, "text": part}
-            for number, (length, part) in enumerate(zip(lengths, written, strict=True))
+            for number, (length, part) in enumerate(zip(lengths, turns, strict=True))
         ],
     }
 

@@ -203,13 +203,13 @@ def _check_generation(config: RunConfig) -> None:
 
 def _check_budget(config: RunConfig) -> None:
     """Every sequence that generation may produce fits one forward pass of the trainer."""
-    needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     per_sequence, total = packing_multiples(config.parallel, config.megatron)
     ranks, budget = config.parallel.context, config.train.max_tokens_per_micro_batch
-    if ranks * budget // total * total < -(-needed // per_sequence) * per_sequence:
+    if ranks * budget // total * total < -(-longest // per_sequence) * per_sequence:
         raise ConfigError(
             "train.max_tokens_per_micro_batch: must hold data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {needed}, in multiples of {total} over {ranks} "
+            f"rollout.max_response_tokens = {longest}, in multiples of {total} over {ranks} "
             f"context-parallel ranks, got {budget}; raise it"
         )
 

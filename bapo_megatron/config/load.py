@@ -58,8 +58,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: {_problem(error)}; correct this key") from error
 
     def place_of(location: Sequence[int | str]) -> str:
-        holding = (place for place, settings in reversed(layers) if _holds(settings, location))
-        return next(holding, str(path))
+        places = (place for place, settings in reversed(layers) if _holds(settings, location))
+        return next(places, str(path))
 
     return parse_section(RunConfig, resolved, place_of)
 
@@ -138,15 +138,15 @@ def _parse_override(override: str) -> tuple[str, dict[str, Any]]:
             f"{place}: must be dotted.key=value, such as rollout.temperature=0.6; correct it"
         )
     text, is_quoted = match["value"], _QUOTED.match(match["value"]) is not None
-    known = find_key(match["key"], RunConfig)
-    kind, null, _ = known.type.partition(" | null") if known else ("", "", "")
+    key_info = find_key(match["key"], RunConfig)
+    kind, null, _ = key_info.type.partition(" | null") if key_info else ("", "", "")
     settings: Any = text
     if kind not in ("text", "path") or is_quoted or (null and text == "null"):
         setting = f"value={text}" if text.strip() else "value=''"
         remedy = "quote the value, or close its brackets"
         value = _parse(place, remedy, lambda: OmegaConf.from_dotlist([setting]))["value"]
         # Mappings with free keys may hold texts, too.
-        settings = text if known is None and isinstance(value, str) and not is_quoted else value
+        settings = text if key_info is None and isinstance(value, str) and not is_quoted else value
     for part in reversed(match["key"].split(".")):
         settings = {part: settings}
     return place, settings

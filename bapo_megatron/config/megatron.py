@@ -74,8 +74,8 @@ class MegatronConfig(Section):
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
-        needed = self.distributed_optimizer and self.overlap_grad_reduce
-        if self.overlap_param_gather and not needed:
+        can_overlap = self.distributed_optimizer and self.overlap_grad_reduce
+        if self.overlap_param_gather and not can_overlap:
             raise ValueError(
                 "overlap_param_gather needs distributed_optimizer and overlap_grad_reduce; "
                 "set both to true"

@@ -281,8 +281,8 @@ class RolloutConfig(Section):
                     f"partial must be true with {name}, got false: responses are kept for later "
                     f"steps; set partial: true, or leave {name} out"
                 )
-        for name, (reason, others) in _EXCLUDED.items():
-            for other in others:
+        for name, (reason, excluded_names) in _EXCLUDED.items():
+            for other in excluded_names:
                 first, second = operator.attrgetter(name, other)(self)
                 if first and second:
                     raise ValueError(

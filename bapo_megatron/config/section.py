@@ -74,12 +74,12 @@ def built_in_or_own(
     def check(name: str | None) -> str | None:
         if name is None or name in built_in or _NAMED_OBJECT.fullmatch(name):
             return name
-        wanted = f"{', '.join(built_in)} or package.module:{kind}"
+        allowed = f"{', '.join(built_in)} or package.module:{kind}"
         remedy = "correct it" if ":" in name else f"put a colon before the {kind.lower()}'s name"
         for near in difflib.get_close_matches(name, built_in, n=1):
             remedy = f"did you mean '{near}'?"
         remedy = remedies.get(name.lower(), remedy)
-        raise ValueError(f"must be {wanted}, got '{name}'; {remedy}")
+        raise ValueError(f"must be {allowed}, got '{name}'; {remedy}")
 
     return AfterValidator(check)
 

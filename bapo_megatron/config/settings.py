@@ -86,12 +86,12 @@ def public_settings(config: RunConfig) -> dict[str, bool | int | float | str]:
 
     Trackers compare runs by them, so every key is there, also one with its default.
     """
-    shown = {
+    pairs = {
         key: (value, public_setting(key, value)) for key, value in flat_settings(config).items()
     }
     return {
         key: value if isinstance(value, int | float) and text != _HIDDEN else text
-        for key, (value, text) in shown.items()
+        for key, (value, text) in pairs.items()
     }
 
 

@@ -70,8 +70,8 @@ class ChatRenderer:
         """
         self._tokenizer = tokenizer
         self._data = data
-        added = tokenizer.added_tokens_decoder.values()
-        self._special = tuple(token.content for token in added if token.special)
+        added_tokens = tokenizer.added_tokens_decoder.values()
+        self._special = tuple(token.content for token in added_tokens if token.special)
         # Arguments that would be ignored silently, such as misspelt ones, are refused.
         reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         self._arguments = data.chat_template_arguments
@@ -171,10 +171,10 @@ class ChatRenderer:
     @cached_property
     def _end_of_turn(self) -> str:
         """The template's end of an assistant's message, special token included."""
-        ended = self._after_answer([], generation_prompt=False)
-        start = ended.lstrip()
+        rest = self._after_answer([], generation_prompt=False)
+        start = rest.lstrip()
         special = next((token for token in self._special if start.startswith(token)), "")
-        return ended[: ended.find(special) + len(special)]
+        return rest[: rest.find(special) + len(special)]
 
     def _after_answer(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         """The template's text after an assistant's message that these messages follow."""

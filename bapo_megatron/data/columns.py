@@ -61,11 +61,11 @@ class RowFile[RecordT]:
             column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in arrays},
         ) as writer:
             for records in chunks:
-                stored = [
+                columns = [
                     pa.array([value_of(record) for record in records], kind)
                     for kind, value_of in self.columns.values()
                 ]
-                writer.write_table(pa.table(stored, schema=writer.schema))
+                writer.write_table(pa.table(columns, schema=writer.schema))
 
     def read(self, source: Any, name: str) -> tuple[Any, Iterator[dict[str, Any]]]:
         """Return the metadata, of type ``about``, and an iterator that reads the rows.
@@ -119,27 +119,26 @@ class RowFile[RecordT]:
                     raise DumpError(f"{name}: column '{column}' is missing; {self.remedy}")
                 chunks = table[column]
                 # ``combine_chunks`` copies a single chunk, too.
-                stored = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-                if stored.type != kind:
+                array = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+                if array.type != kind:
                     raise DumpError(
-                        f"{name}: column '{column}' must be {kind}, got {stored.type}; "
-                        f"{self.remedy}"
+                        f"{name}: column '{column}' must be {kind}, got {array.type}; {self.remedy}"
                     )
-                elements = stored.flatten() if pa.types.is_list(kind) else stored
-                if stored.null_count or elements.null_count:
-                    row = next(n for n, value in enumerate(stored.to_pylist()) if _has_null(value))
+                elements = array.flatten() if pa.types.is_list(kind) else array
+                if array.null_count or elements.null_count:
+                    row = next(n for n, value in enumerate(array.to_pylist()) if _has_null(value))
                     group_id, index = (table[key][row].as_py() for key in ("group_id", "index"))
                     raise DumpError(
                         f"{name}: sample {index} of group {group_id}: column '{column}' must hold "
                         f"no null; {self.remedy}"
                     )
-                columns[column] = stored
+                columns[column] = array
             yield columns
 
     def _rows(self, file: pq.ParquetFile, name: str) -> Iterator[dict[str, Any]]:
         for columns in self.row_groups(file, name):
             try:
-                values = [_values(stored) for stored in columns.values()]
+                values = [_values(array) for array in columns.values()]
             except UnicodeDecodeError as error:
                 raise self._unreadable(name, error) from error
             for row in zip(*values, strict=True):
@@ -151,12 +150,12 @@ class RowFile[RecordT]:
         )
 
 
-def _values(stored: Any) -> Sequence[Any]:
-    if not _is_array(stored.type) or not len(stored):
-        values: list[Any] = stored.to_pylist()
+def _values(array: Any) -> Sequence[Any]:
+    if not _is_array(array.type) or not len(array):
+        values: list[Any] = array.to_pylist()
         return values
     # Not ``to_numpy``: it imports pandas, a second and 50 MB on every rank.
-    flat, offsets = np.from_dlpack(stored.flatten()), np.from_dlpack(stored.offsets)
+    flat, offsets = np.from_dlpack(array.flatten()), np.from_dlpack(array.offsets)
     edges = (offsets - offsets[0]).tolist()
     return [flat[start:end] for start, end in pairwise(edges)]
 

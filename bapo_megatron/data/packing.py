@@ -131,8 +131,8 @@ def pack_update(
     bins = fill(lowest)
     if bins is None:
         rounds = range(lowest + 1, -(-len(items) // step))
-        more = bisect_left(rounds, True, key=lambda num_rounds: fill(num_rounds) is not None)
-        bins = fill(rounds.start + more)
+        num_more = bisect_left(rounds, True, key=lambda num_rounds: fill(num_rounds) is not None)
+        bins = fill(rounds.start + num_more)
     assert bins is not None
     ranks = _assign_to_ranks(bins, rules.data_size)
     return UpdatePacking(
@@ -174,11 +174,11 @@ def _fill_bins(
         if not cheapest:
             return None
         number = cheapest[0][1]
-        chosen = bins[number]
-        chosen.slots += slots
-        chosen.flops += flops
-        chosen.indices.append(index)
-        heapq.heapreplace(cheapest, (chosen.flops, number))
+        cheapest_bin = bins[number]
+        cheapest_bin.slots += slots
+        cheapest_bin.flops += flops
+        cheapest_bin.indices.append(index)
+        heapq.heapreplace(cheapest, (cheapest_bin.flops, number))
     return bins
 
 
@@ -189,8 +189,8 @@ def _assign_to_ranks(bins: Sequence[_Bin], data_size: int) -> list[list[_Bin]]:
     ranks: list[list[_Bin]] = [[] for _ in range(data_size)]
     for first in range(0, len(by_load), data_size):
         least_first = sorted(range(data_size), key=lambda rank: (loads[rank], rank))
-        dealt = by_load[first : first + data_size]
-        for rank, chosen in zip(least_first, dealt, strict=True):
-            loads[rank] += chosen.flops
-            ranks[rank].append(chosen)
+        round_bins = by_load[first : first + data_size]
+        for rank, next_bin in zip(least_first, round_bins, strict=True):
+            loads[rank] += next_bin.flops
+            ranks[rank].append(next_bin)
     return ranks

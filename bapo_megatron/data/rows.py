@@ -110,7 +110,7 @@ def _read_hub(dataset: DatasetConfig) -> Iterator[Row]:
 
     place = f"{dataset.hub} ({dataset.subset + ', ' if dataset.subset else ''}{dataset.split})"
     try:
-        loaded = datasets.load_dataset(
+        data_set = datasets.load_dataset(
             dataset.hub, name=dataset.subset or None, split=dataset.split
         )
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
@@ -120,7 +120,7 @@ def _read_hub(dataset: DatasetConfig) -> Iterator[Row]:
             f"into {datasets.config.HF_DATASETS_CACHE} where there is a network"
         ) from error
     # As arrow, so that images and sound are not decoded.
-    batches = loaded.with_format("arrow").iter(batch_size=_BATCH_ROWS)
+    batches = data_set.with_format("arrow").iter(batch_size=_BATCH_ROWS)
     yield from _rows_of_batches(batches, dataset.hub, place)
 
 
@@ -294,8 +294,8 @@ def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | 
     if problem in fields and (has_answer or "solution" in names):
         return formats["math"]
     question, reference = (
-        next((names[name] for name in known if name in names), "")
-        for known in (_QUESTIONS, _ANSWERS)
+        next((names[name] for name in candidates if name in names), "")
+        for candidates in (_QUESTIONS, _ANSWERS)
     )
     return RowFormat("columns", question, reference) if question and reference else None
 
@@ -307,10 +307,10 @@ def _take(row: Row, column: str, setting: str, present: str) -> Any:
         return fields.pop(column)
     *parents, leaf = column.split(".")
     for part in parents:
-        inner = _struct(fields.get(part)) if fields is not None else None
-        if inner is not None:
-            fields[part] = inner  # parsed, if it was JSON text
-        fields = inner
+        struct = _struct(fields.get(part)) if fields is not None else None
+        if struct is not None:
+            fields[part] = struct  # parsed, if it was JSON text
+        fields = struct
     if fields is None or leaf not in fields:
         raise DataError(
             f"{row.place}: no column '{column}', only {present}; correct the data, or set {setting}"

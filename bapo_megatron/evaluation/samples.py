@@ -92,11 +92,11 @@ def load_sets(
     """
     sets = []
     loaded_sets = load_eval_sets(config, renderer)
-    for dataset, loaded in zip(config.eval.sets, loaded_sets, strict=True):
+    for dataset, prompt_set in zip(config.eval.sets, loaded_sets, strict=True):
         sampling = config.eval.sampling_of(dataset)
         if warns:
-            log_warnings([loaded])
-        sets.append(EvalSet(dataset.label, loaded.prompts[: sampling.max_prompts], sampling))
+            log_warnings([prompt_set])
+        sets.append(EvalSet(dataset.label, prompt_set.prompts[: sampling.max_prompts], sampling))
     return tuple(sets)
 
 
@@ -193,11 +193,11 @@ def check_same(path: Path, settings: Mapping[str, Any]) -> None:
     Raises:
         ResultsError: A setting differs, or those of the file are missing.
     """
-    before = read_settings(settings_path(path))
+    saved = read_settings(settings_path(path))
     for name, value in settings.items():
-        if before.get(name) != value:
+        if saved.get(name) != value:
             raise ResultsError(
-                f"{path}: its samples were made with {name} {json.dumps(before.get(name))}, now it "
+                f"{path}: its samples were made with {name} {json.dumps(saved.get(name))}, now it "
                 f"would be {json.dumps(value)}; resume with the same, or change run_dir"
             )
 

@@ -101,14 +101,14 @@ class Rewards:
         """
         entries = self._groups
         groups = await self._run_all(entries, responses, [score.reward for score in scores])
-        added = []
+        totals = []
         for number, before in enumerate(scores):
-            more = [group[number] for group in groups]
+            group_scores = [group[number] for group in groups]
             if _has_failed(responses[number]):
-                more = [_FAILED_EPISODE] * len(groups)
-            first = more[0] if more and not self._singles else before
-            added.append(_add(first, before, entries, more))
-        return added
+                group_scores = [_FAILED_EPISODE] * len(groups)
+            first = group_scores[0] if group_scores and not self._singles else before
+            totals.append(_add(first, before, entries, group_scores))
+        return totals
 
     async def _run_all(
         self,
@@ -136,10 +136,10 @@ class Rewards:
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                started = [tasks.create_task(run(entry)) for entry in entries]
+                runs = [tasks.create_task(run(entry)) for entry in entries]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
-        return [task.result() for task in started]
+        return [task.result() for task in runs]
 
 
 def _has_failed(response: Response) -> bool:

@@ -214,11 +214,11 @@ def compare_groups(
             by_seed.append(_pairs(first[seed], second[seed], k_values, common_only=common_only))
         except ResultsError as error:
             raise ResultsError(f"seed {seed}: {error}") from error
-        names, others = ([pair.set_name for pair in by_seed[n]] for n in (0, -1))
-        if names != others:
+        names, other_names = ([pair.set_name for pair in by_seed[n]] for n in (0, -1))
+        if names != other_names:
             raise ResultsError(
                 f"seed {seed}: must have the sets of seed {seeds[0]}, {', '.join(names)}, got "
-                f"{', '.join(others)}; evaluate all runs on the same sets"
+                f"{', '.join(other_names)}; evaluate all runs on the same sets"
             )
     return [
         _comparison(pairs, _scores_over_seeds(pairs), tuple(seeds), tuple(left_out))
@@ -315,13 +315,13 @@ def _pair(a: EvalResult, b: EvalResult, k_values: Sequence[int], *, common_only:
     num_first, num_second = len(first[0].rewards), len(second[0].rewards)
     sizes = [k for k in {*k_values, num_first, num_second} if k <= min(num_first, num_second)]
     names, first_PM = values_by_problem(first, sizes)
-    others, second_PM = values_by_problem(second, sizes)
+    other_names, second_PM = values_by_problem(second, sizes)
     # avg@k is the first score of both, whatever the number of samples.
-    average = names[0] if names[0] == others[0] else f"{names[0]}, {others[0]}"
+    average = names[0] if names[0] == other_names[0] else f"{names[0]}, {other_names[0]}"
     estimates = {average: (first_PM[:, 0], second_PM[:, 0])}
     for column, name in enumerate(names):
-        if column and name in others and is_shown(name, (*first, *second)):
-            estimates[name] = first_PM[:, column], second_PM[:, others.index(name)]
+        if column and name in other_names and is_shown(name, (*first, *second)):
+            estimates[name] = first_PM[:, column], second_PM[:, other_names.index(name)]
     return _Pair(
         set_name=a.name if a.name == b.name else f"{a.name}, {b.name}",
         different_settings=tuple(differing),

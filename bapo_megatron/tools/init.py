@@ -90,8 +90,8 @@ def write_first_config(
         config = _on_cpu(draft)
     text = _as_yaml(config, inputs, plan, gpus)
     settings = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
-    written = parse_section(RunConfig, settings, str(target))
-    assert written == config, "the file says what was planned"
+    reread = parse_section(RunConfig, settings, str(target))
+    assert reread == config, "the file says what was planned"
     directory.mkdir(parents=True, exist_ok=True)
     atomic_write_text(target, text)
     for line in inputs.prompts.report.warnings():
@@ -239,11 +239,11 @@ _ALWAYS = {
 def _reasons(config: RunConfig, inputs: _Inputs) -> dict[str, str]:
     """The keys of the file in their order, each with the reason for its value."""
     report, row_format, prompts = inputs.prompts.report, inputs.row_format, inputs.prompts.prompts
-    stored = "its config.json names none"
+    dtype_reason = "its config.json names none"
     if inputs.stored_dtype:
-        stored = f"its config.json says {shown_value(inputs.stored_dtype)}"
+        dtype_reason = f"its config.json says {shown_value(inputs.stored_dtype)}"
     if config.rollout.engine == "local":
-        stored = "faster on a CPU than bfloat16"
+        dtype_reason = "faster on a CPU than bfloat16"
     columns = f"columns {row_format.prompt_column} and {row_format.answer_column}"
     num_long = sum(len(prompt.answer) > _LONG_ANSWER_CHARS for prompt in prompts)
     grading = "1 if the answer is right, else 0; or package.module:function"
@@ -253,7 +253,7 @@ def _reasons(config: RunConfig, inputs: _Inputs) -> dict[str, str]:
         "name": "",
         "run_dir": "everything that the run writes; one run each",
         "model.path": f"{model_parameters(inputs.hf):,} parameters",
-        "model.dtype": stored,
+        "model.dtype": dtype_reason,
         "model.ignored_config_fields": "by --ignore-field",
         "parallel.tensor": "",
         "parallel.sequence": "splits activations between the GEMMs, too",

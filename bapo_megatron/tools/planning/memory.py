@@ -222,10 +222,10 @@ def _head_norm_bytes(case: Scenario) -> float:
     """
     num_heads = case.hf.num_heads + case.hf.num_kv_heads
     heads = num_heads // case.layout.tensor
-    kept = case.divided_bytes(num_heads * case.hf.head_dim) + FLOAT32_BYTES * heads
+    num_bytes = case.divided_bytes(num_heads * case.hf.head_dim) + FLOAT32_BYTES * heads
     if case.assumptions.layers == "local":
-        kept += FLOAT32_BYTES * heads * case.hf.head_dim
-    return kept
+        num_bytes += FLOAT32_BYTES * heads * case.hf.head_dim
+    return num_bytes
 
 
 def workspace_bytes(case: Scenario) -> float:

@@ -246,7 +246,7 @@ def _sampling_bytes(case: Scenario, stages: Sequence[StageMemory]) -> float:
 def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
     """Every layout of these GPUs with the least recomputation that fits, and the configured one."""
     config, assumptions = configured.config, configured.assumptions
-    chosen = (configured.layout, config.megatron.recompute)
+    current = (configured.layout, config.megatron.recompute)
 
     def estimate(layout: Layout, recompute: str) -> LayoutEstimate:
         other = with_values(config, megatron={"recompute": recompute})
@@ -262,7 +262,7 @@ def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
             fits=memory_bytes <= assumptions.usable_bytes,
             bubble_share=bubble_share,
             training_s=sum(phase.seconds for phase in phases),
-            is_configured=(layout, recompute) == chosen,
+            is_configured=(layout, recompute) == current,
         )
 
     estimates = {}
@@ -272,11 +272,11 @@ def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
         configured.hf, configured.layout.gpus, node_gpus=assumptions.node_gpus, max_data=max_data
     ):
         for recompute in RECOMPUTE_CHOICES:
-            tried = estimate(layout, recompute)
-            if tried.fits:
+            candidate = estimate(layout, recompute)
+            if candidate.fits:
                 break
-        estimates[layout, tried.recompute] = tried
-    estimates[chosen] = estimate(*chosen)
+        estimates[layout, candidate.recompute] = candidate
+    estimates[current] = estimate(*current)
     return sorted(estimates.values(), key=lambda e: (not e.fits, e.training_s, e.memory_bytes))
 
 
@@ -352,14 +352,14 @@ def choose_layout(
         for estimate in _simplest_first(make_plan(divided, hf, divided_options).layouts):
             tokens = -(-config.train.max_tokens_per_micro_batch // estimate.layout.context)
             tokens = -(-tokens // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
-            chosen = with_values(
+            candidate = with_values(
                 divided,
                 parallel=estimate.layout.parallel,
                 megatron={"recompute": estimate.recompute},
                 train={"max_tokens_per_micro_batch": tokens},
             )
-            if (plan := make_plan(chosen, hf, divided_options)).fits:
-                return chosen, plan
+            if (plan := make_plan(candidate, hf, divided_options)).fits:
+                return candidate, plan
     raise ValueError(
         f"--gpus: {gpus} {options.gpu} cannot train and sample {config.model.path} with responses "
         f"of {config.rollout.max_response_tokens} tokens{problem}; give more GPUs, fewer "

@@ -326,9 +326,9 @@ def _steps_above(run: RunRecord, metric: str, limit: float) -> tuple[int, ...]:
 
 
 def _count(steps: Sequence[int], run: RunRecord) -> str:
-    shown = ", ".join(f"{step:,}" for step in steps[:4]) + (" …" if len(steps) > 4 else "")
+    numbers = ", ".join(f"{step:,}" for step in steps[:4]) + (" …" if len(steps) > 4 else "")
     noun = "step" if len(steps) == 1 else "steps"
-    return f"{len(steps):,} of {len(run.steps):,} steps ({noun} {shown})"
+    return f"{len(steps):,} of {len(run.steps):,} steps ({noun} {numbers})"
 
 
 def _tail(points: Points) -> Points:

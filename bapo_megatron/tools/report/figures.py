@@ -217,9 +217,9 @@ def _mark_equal(curves: Sequence[dict[str, Any]]) -> None:
     uppermost: dict[int, dict[float, float]] = {}
     for number, curve in enumerate(curves):
         points = dict(zip(curve["x"], curve["y"], strict=True))
-        for other, known in uppermost.items():
-            shared = points.keys() & known.keys()
-            num_equal = sum(abs(points[step] - known[step]) <= tolerance for step in shared)
+        for other, other_points in uppermost.items():
+            shared = points.keys() & other_points.keys()
+            num_equal = sum(abs(points[step] - other_points[step]) <= tolerance for step in shared)
             if shared and num_equal >= _EQUAL_SHARE * len(shared):
                 curve["same_as"] = other
                 break

@@ -265,12 +265,12 @@ def sample_rollouts(run: RunRecord, tokenizer: Any, max_bytes: float) -> dict[st
     """
     paths = dump_files(run.path)
     steps = list(paths)
-    chosen = [steps[index] for index in spread(len(steps), MAX_STEPS)]
+    chosen_steps = [steps[index] for index in spread(len(steps), MAX_STEPS)]
     pieces = Pieces(tokenizer)
     groups: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
     num_bytes, num_read, num_stored = 0.0, 0, 0
-    for number, step in enumerate(chosen):
+    for number, step in enumerate(chosen_steps):
         try:
             dumped = read_step(paths[step], run.settings)
         except FileNotFoundError:
@@ -278,7 +278,7 @@ def sample_rollouts(run: RunRecord, tokenizer: Any, max_bytes: float) -> dict[st
         ratios = read_ratios(run.path, step)
         num_read += 1
         num_stored += len(dumped.batch.samples)
-        room = (max_bytes - num_bytes - pieces.num_bytes) / (len(chosen) - number)
+        room = (max_bytes - num_bytes - pieces.num_bytes) / (len(chosen_steps) - number)
         for group, members in _chosen_samples(dumped.batch, room):
             groups.append(_group_entry(dumped, group))
             limit = max(_MIN_BYTES, room / 2 if len(members) > 1 else room)
@@ -318,8 +318,8 @@ def _chosen_samples(batch: RolloutBatch, room: float) -> list[tuple[Group, Seque
         return [(ordered[i], ordered[i].samples) for i in spread(len(ordered), num_groups)]
     group = ordered[len(ordered) // 2]
     by_reward = sorted(group.samples, key=lambda sample: sample.reward)
-    kept = spread(size, max(1, math.floor(room / sample_bytes)))
-    return [(group, [by_reward[index] for index in kept])]
+    indices = spread(size, max(1, math.floor(room / sample_bytes)))
+    return [(group, [by_reward[index] for index in indices])]
 
 
 def _mean_reward(group: Group) -> float:
