@@ -114,9 +114,11 @@ class RowFile[RecordT]:
             except PARQUET_ERRORS as error:
                 raise self._unreadable(name, error) from error
             columns = {}
+            for column in self.columns:
+                if (count := table.column_names.count(column)) != 1:
+                    problem = "occurs twice" if count else "is missing"
+                    raise DumpError(f"{name}: column '{column}' {problem}; {self.remedy}")
             for column, (kind, _) in self.columns.items():
-                if column not in table.column_names:
-                    raise DumpError(f"{name}: column '{column}' is missing; {self.remedy}")
                 chunks = table[column]
                 # ``combine_chunks`` copies a single chunk, too.
                 array = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
