@@ -137,7 +137,7 @@ class FormatConfig(Section):
             re.compile(pattern or "")
         # Python's regex parser does not limit counts and nesting itself.
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"is no regular expression ({error}); correct it") from error
+            raise ValueError(f"is not a regular expression ({error}); correct it") from error
         return pattern
 
 

@@ -89,7 +89,7 @@ def split_address(address: str) -> SplitResult | None:
     try:
         parts = urlsplit(address)
         has_host = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number or above 65535, or a bracket is not closed
+    except ValueError:  # a port that is not a number or above 65535, or an open bracket
         return None
     is_one_word = address.isprintable() and " " not in address
     return parts if has_host and is_one_word and parts.scheme in ("http", "https") else None

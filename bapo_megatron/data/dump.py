@@ -271,7 +271,7 @@ def _problem_of_parts(sample: Sample) -> str:
     for start, num_tokens in sample.written:
         if start <= end or num_tokens < 1:
             return (
-                "what the environment wrote must stand between turns of the policy, got "
+                "tokens of the environment must be between turns of the policy, got "
                 f"{num_tokens} tokens from {start}"
             )
         end = start + num_tokens

@@ -169,7 +169,7 @@ def context_positions(length: int, rank: int, size: int) -> np.ndarray:
 
 
 def on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return the micro-batch with every tensor on ``device``; those that are there stay.
+    """Return the micro-batch with every tensor on ``device``, copying only the others.
 
     A copy from pageable memory synchronizes host and stream. One copy from pinned memory is queued
     among the kernels instead, while the host prepares what follows.

@@ -101,8 +101,8 @@ def normalise(text: str) -> str:
 def _keys(prompts_by_set: Sequence[Sequence[Prompt]]) -> list[list[set[str]]]:
     """The texts by which each prompt of each set is compared.
 
-    The whole prompt, what is left of it without the words at either end that all prompts of all
-    sets have, and what is left without those that all prompts of its set have.
+    The whole prompt, the prompt without the words at either end that all prompts of all sets share,
+    and the prompt without those that all prompts of its set share.
     """
     normalised_by_set = [
         {text: normalise(text) for text in {prompt.text for prompt in prompts}}

@@ -45,7 +45,7 @@ class SetReport:
     first_bad: str = ""
     """Place, field and reason of the first bad row; empty without one."""
     num_no_answer: int = 0
-    """Rows whose reference is no answer (``reward.no_answers``)."""
+    """Rows whose reference is not an answer (``reward.no_answers``)."""
     no_answers: dict[str, int] = field(default_factory=dict)
     """These references, the most common ones first."""
     num_too_long: int = 0
@@ -123,9 +123,9 @@ class SetReport:
         )
 
     def no_answer(self) -> str:
-        """Return how many references are no answers, as part of a message."""
+        """Return how many references are not answers, as part of a message."""
         counts = ", ".join(f"'{text}' {number}" for text, number in self.no_answers.items())
-        return f"{self.num_no_answer} of {self.num_rows} references are no answers ({counts})"
+        return f"{self.num_no_answer} of {self.num_rows} references are not answers ({counts})"
 
 
 @dataclass(frozen=True, slots=True)

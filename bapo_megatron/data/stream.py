@@ -200,7 +200,7 @@ def _described(mixture: MixturePosition) -> str:
 def _in_units(weights: Sequence[float]) -> list[int]:
     """Weights as the smallest whole numbers in the same proportions.
 
-    They are taken as they are written: 0.1 is 1/10, not the nearest binary fraction.
+    Decimals are exact: 0.1 is 1/10, not the nearest binary fraction.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     denominator = math.lcm(*(weight.denominator for weight in exact))

@@ -175,7 +175,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         settings: dict[str, Any] = parse_json(content)
     except FileNotFoundError as error:
         raise ResultsError(
-            f"{path}: is missing; what the samples beside it were made with is unknown; {remedy}"
+            f"{path}: is missing, so the settings of the samples beside it are unknown; {remedy}"
         ) from error
     except ValueError as error:
         raise ResultsError(f"{path}: damaged ({error}); {remedy}") from error

@@ -239,7 +239,7 @@ def workspace_bytes(case: Scenario) -> float:
 
 
 def logits_bytes(case: Scenario, tokens: int) -> float:
-    """Return what the last stage's head and loss hold for a micro-batch of ``tokens``.
+    """Return the bytes of the last stage's head and loss for a micro-batch of ``tokens``.
 
     All logits at once: [N, V/t] in the model's type, in whose memory their gradient is made, beside
     the gradient of the head's weight in that type (its sum is float32 and counted with the

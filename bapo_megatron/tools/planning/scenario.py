@@ -1,4 +1,4 @@
-"""The run to plan: configuration, model, layout, what is assumed, and the work of one step.
+"""The run to plan: configuration, model, layout, assumptions, and the work of one step.
 
 Every figure that a plan rests on is a field of ``Assumptions`` and is printed with it. Units: bytes
 (1 GB = 10⁹), seconds, floating-point operations.

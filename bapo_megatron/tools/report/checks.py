@@ -23,7 +23,7 @@ _MAX_MISMATCH_RATIO = 10.0
 """Ratio of the mismatch to its first value. An engine that computes differently does so from the
 start; one whose weights stay behind disagrees more with every update."""
 MIN_GROWN_MISMATCH = 0.005
-"""Below it, a mismatch is no sign of stale weights."""
+"""Below it, a mismatch does not show stale weights."""
 _MIN_SET_RATIO = 0.25
 """Ratio of a data set's reward to that of the best one, at the end."""
 _MIN_LIVE_SET_RATIO = 0.1

@@ -401,7 +401,7 @@ def _kept(num_tokens: int, max_tokens: int) -> np.ndarray:
 def _on_response(
     values_Q: np.ndarray, sampled_R: np.ndarray, kept_R: np.ndarray, digits: int
 ) -> list[float | None]:
-    """Values of the kept tokens; None for what an environment wrote, and what is not finite."""
+    """Values of the kept tokens; None for an environment's tokens, and for non-finite values."""
     value_R = np.full(len(sampled_R), np.nan)
     value_R[sampled_R] = values_Q
     return [

@@ -165,7 +165,7 @@ def group_runs(runs: Sequence[RunRecord]) -> tuple[list[RunGroup], list[str]]:
 
 
 def _labels(groups: Sequence[Sequence[str]]) -> list[str]:
-    """Name each group by what the names of its runs share, without the seed."""
+    """Name each group by the common start of its runs' names, without the seed."""
     labels: list[str] = []
     for names in groups:
         start = commonprefix(names)  # noqa: RUF071 — of names, not of paths
