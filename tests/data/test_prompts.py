@@ -244,7 +244,7 @@ def test_references_that_are_no_answers_are_left_out_and_counted(tmp_path, token
     (line,) = loaded.report.warnings()
     assert "6 of 8 references are not answers ('' 2, 'proof' 1" in line
     assert line.endswith("and were left out (reward.no_answers)")
-    with pytest.raises(DataError, match=r"no answers .* an evaluation leaves none out; remove"):
+    with pytest.raises(DataError, match=r"not answers .* an evaluation leaves none out; remove"):
         load_eval_set(data.train_sets[0], renderer, 999, RewardConfig().refused_answers)
 
 
