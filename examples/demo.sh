@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job on one machine without a GPU: tiny model → BAPO with real Megatron-core and real
+# Training on one machine without a GPU: tiny model → BAPO with real Megatron-core and real
 # SGLang → figures.   usage: examples/demo.sh PYTHON [SEED] [KEY=VALUE ...]
 # The run directory, runs/demo or that of run_dir=…, is replaced if it holds an earlier run.
 set -euo pipefail
@@ -19,7 +19,7 @@ if [[ -e $run && ! -f $run/config.yaml ]]; then
     exit 2
 fi
 
-# The CPU also where there are GPUs: two ranks and a server would need three.
+# On the CPU even where there are GPUs: two ranks and a server would need three.
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 "$python" -m bapo_megatron make-tiny "$tiny" --seed "$seed"
 rm -rf "$run" # an earlier demo

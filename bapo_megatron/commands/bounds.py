@@ -1,4 +1,4 @@
-"""``bapo-megatron bounds``: the bound search over the tokens in a file, by the code that trains.
+"""``bapo-megatron bounds``: the trainer's bound search on the tokens in a file.
 
 Shape legend: T = tokens of the file.
 """
@@ -27,7 +27,7 @@ from bapo_megatron.runtime.files import open_regular
 from bapo_megatron.telemetry.console import print_table, uncut_console
 
 COLUMNS = ("logprob", "behaviour_logprob", "advantage")
-"""Columns that a file must have; ``mask`` may be left out where every token counts."""
+"""Required columns; ``mask`` may be left out if every token counts."""
 _RESULT_FIELDS = ("clip_low", "clip_high", "positive_share_start", "positive_share", "exit")
 _CANDIDATE_FIELDS = (*_RESULT_FIELDS[:2], "positive", "negative", "positive_share", "passes")
 
@@ -40,12 +40,12 @@ def command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search the clip bounds for the tokens in FILE, by the code that trains.
+    """Search the clip bounds for the tokens in FILE, with the trainer's code.
 
     FILE has the columns logprob, behaviour_logprob, advantage and, optionally, mask.
     """
     options = {"preset": preset} | ({"contribution": contribution} if contribution else {})
-    # The preset sets dual_clip as well, which is beside the search's own section.
+    # The preset also sets dual_clip, which is outside the section ``bapo``.
     config = parse_section(AlgorithmConfig, {"bapo": options}, place="options")
     bapo = config.options(BapoConfig)
     result, counts = bounds_from_file(file, bapo, config.dual_clip)
@@ -56,7 +56,7 @@ def command(
 
 
 def to_json_dict(result: SearchResult) -> dict[str, Any]:
-    """Return what ``--json`` prints: the chosen pair, and the path in the order of the search."""
+    """Return what ``--json`` prints: the chosen pair, and the candidates in search order."""
     candidates = [_fields(pair, _CANDIDATE_FIELDS) for pair in result.candidates]
     return _fields(result, _RESULT_FIELDS) | {"candidates": candidates}
 
@@ -71,7 +71,7 @@ def _fields(record: Any, names: Sequence[str]) -> dict[str, Any]:
 def print_search(
     result: SearchResult, counts: TokenCounts, target: float, console: Console
 ) -> None:
-    """Print the path as a table, the chosen pair marked, and the outcome below."""
+    """Print the search path as a table with the chosen pair marked, then the outcome."""
     headings = ("", "c_low", "c_high", "P", "N", "P/(P+N)", f"target {target:g}")
     rows = [
         (
@@ -160,10 +160,10 @@ def _read_columns(path: Path) -> dict[str, npt.NDArray[Any]]:
                 with np.lib.npyio.NpzFile(stream, allow_pickle=False) as archive:
                     return {name: archive[name] for name in names if name in archive.files}
             table = pq.ParquetFile(stream)
-            kept = [name for name in names if name in table.schema_arrow.names]
-            return {name: table.read([name])[name].to_numpy() for name in kept}
-        except Exception as error:  # the parsers of zip, npy and parquet raise any
+            present = [name for name in names if name in table.schema_arrow.names]
+            return {name: table.read([name])[name].to_numpy() for name in present}
+        except Exception as error:  # parsers of zip, npy and parquet raise any type
             problem = shown_value(first_line(error))
-            if "allow_pickle" in problem:  # no advice to run code
+            if "allow_pickle" in problem:  # NumPy's advice, which would run code
                 problem = "it holds Python objects"
             raise ValueError(f"{path}: cannot be read ({problem}); write the file again") from error

@@ -50,7 +50,7 @@ def command(
     groups = find_group(first), find_group(second)
     if bool(groups[0]) != bool(groups[1]):
         group, other = (first, second) if groups[0] else (second, first)
-        raise ResultsError(f"{group} is a group of runs, {other} is none; give two of a kind")
+        raise ResultsError(f"{group} is a group of runs, {other} is not; give two of a kind")
     k_values = EvalConfig().k_values
     try:
         if groups[0]:
@@ -98,15 +98,15 @@ def _show(comparisons: Sequence[Comparison]) -> None:
         ]
         for line in lines:
             typer.echo(visible(f"{comparison.set_name}: {line}"))
-    seeds, others = comparisons[0].seeds, comparisons[0].seeds_left_out
+    seeds, unpaired_seeds = comparisons[0].seeds, comparisons[0].seeds_left_out
     if seeds:
-        unpaired = f"; left out: {', '.join(map(str, others))}" if others else ""
+        unpaired = f"; left out: {', '.join(map(str, unpaired_seeds))}" if unpaired_seeds else ""
         typer.echo(f"runs paired by seed {', '.join(map(str, seeds))}{unpaired}")
     typer.echo(_OVER_SEEDS if seeds else _OVER_PROBLEMS)
 
 
 def _results_of(path: Path) -> list[EvalResult]:
-    """Return the results of a run, or in a file."""
+    """Return a run's newest results, or those in a file."""
     file = newest_results(path) if path.is_dir() else path
     if file is None:
         raise ResultsError(f"{path}: holds no evaluation; give a run that has been evaluated")

@@ -21,8 +21,8 @@ def command(
 ) -> None:
     """Print the resolved CONFIG and check it as train does; without one, list every key.
 
-    A key is listed with its type, default and meaning: as a table on a terminal, else as one line
-    with tabs in between.
+    Keys are listed with type, default and meaning: as a table on a terminal, otherwise one
+    tab-separated line each.
     """
     if config is None:
         _list_keys(key)
@@ -31,7 +31,7 @@ def command(
         raise typer.BadParameter("--key lists keys of any run; leave out CONFIG")
     run_config = load(config, overrides)
     typer.echo(dump_yaml(run_config), nl=False)
-    # Neither servers nor a number of ranks are needed.
+    # The check needs neither servers nor the final number of ranks.
     layout = run_config.parallel
     replica_size = layout.tensor * layout.pipeline * layout.context
     world_size = launched_number("WORLD_SIZE", replica_size)

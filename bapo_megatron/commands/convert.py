@@ -14,7 +14,7 @@ def command(
     source: Annotated[
         Path, typer.Argument(help="Hugging Face directory, or a torch_dist checkpoint (step_<n>).")
     ],
-    target: Annotated[Path, typer.Argument(help="Directory to write, of the other kind.")],
+    target: Annotated[Path, typer.Argument(help="Directory to write, in the other format.")],
     hf: Annotated[
         Path | None,
         typer.Option(

@@ -85,8 +85,8 @@ def inspect_data(config: RunConfig, num_rows: int) -> dict[str, Any]:
         shares = mixture.shares
         prompts["train"] = [_shown(p, renderer) for p in islice(mixture, num_rows)]
     for dataset in eval_sets:
-        shown = [_shown(prompt, renderer) for prompt in dataset.prompts[:num_rows]]
-        prompts[f"eval: {dataset.name}"] = shown
+        rendered = [_shown(prompt, renderer) for prompt in dataset.prompts[:num_rows]]
+        prompts[f"eval: {dataset.name}"] = rendered
     summaries = []
     for use, dataset in [("train", s) for s in train_sets] + [("eval", s) for s in eval_sets]:
         share, num_kept = shares[dataset.name] if use == "train" else None, len(dataset.prompts)

@@ -1,4 +1,4 @@
-"""``bapo-megatron doctor``: what was built, what will run here, and what does not fit together."""
+"""``bapo-megatron doctor``: what was built, what will run here, and what is incompatible."""
 
 import json
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from bapo_megatron.tools.doctor import diagnose, probe
 
 
 def command(as_json: JsonOption = False) -> None:
-    """Report what was built, which kernels will run, and what does not fit together.
+    """Report what was built, which kernels will run, and what is incompatible.
 
     The exit status is 1 if there is a problem.
     """

@@ -109,8 +109,8 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
 
 
 def _announce(sets: Sequence[EvalSet], config: RunConfig, model: str) -> int:
-    """Say how many samples are left, and tokens at most; return the number of samples."""
-    all_samples = all_tokens = 0
+    """Print how many samples are left, and their maximum tokens; return the samples left."""
+    total_samples = total_tokens = 0
     for eval_set in sets:
         num_prompts, sampling = len(eval_set.prompts), eval_set.sampling
         num_done = _num_done(eval_set, config, model)
@@ -121,13 +121,13 @@ def _announce(sets: Sequence[EvalSet], config: RunConfig, model: str) -> int:
             f"{eval_set.name}: {num_prompts:,} problems × {sampling.samples_per_prompt} samples"
             f"{done} = {num_left:,}, at most {num_tokens:,} tokens"
         )
-        all_samples, all_tokens = all_samples + num_left, all_tokens + num_tokens
-    say(f"in all {all_samples:,} samples, at most {all_tokens:,} tokens")
-    return all_samples
+        total_samples, total_tokens = total_samples + num_left, total_tokens + num_tokens
+    say(f"total: {total_samples:,} samples, at most {total_tokens:,} tokens")
+    return total_samples
 
 
 def _num_done(eval_set: EvalSet, config: RunConfig, model: str) -> int:
-    """Count a set's samples; refuse those of another evaluation, or of one to be resumed."""
+    """Count a set's saved samples; refuse those of another evaluation, or any without a resume."""
     path = samples_file(config.run_dir, "", eval_set.name)
     if not path.exists() or not path.stat().st_size:
         return 0
@@ -159,10 +159,10 @@ async def _summarise_finished(
 def regrade(
     paths: Sequence[Path], config: RunConfig | None, out_dir: Path | None
 ) -> list[EvalResult]:
-    """Grade the saved samples of complete files with the reward code as it is now.
+    """Grade the saved samples of complete files with the current reward code.
 
-    Without ``config`` the functions are those that graded the samples, and the other settings
-    defaults. ``out_dir`` gets the samples with their new scores, ``eval.json`` and ``eval.md``.
+    Without ``config``, the recorded reward functions grade, and other settings have their defaults.
+    ``out_dir`` gets the samples with their new scores, ``eval.json`` and ``eval.md``.
 
     Raises:
         ResultsError: A file cannot be used.
@@ -222,16 +222,16 @@ async def _regrade(
                 settings=settings,
                 seed=config.seed if config else settings.get("seed", 0),
             )
-    before, after = ([sample for group in g for sample in group] for g in (groups, regraded))
-    num_changed = sum(old.reward != new.reward for old, new in zip(before, after, strict=True))
-    say(f"{path}: regraded {len(after):,} samples, {num_changed:,} rewards changed")
-    return result, after
+    old, new = ([sample for group in g for sample in group] for g in (groups, regraded))
+    num_changed = sum(a.reward != b.reward for a, b in zip(old, new, strict=True))
+    say(f"{path}: regraded {len(new):,} samples, {num_changed:,} rewards changed")
+    return result, new
 
 
 def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:
-    """The reward section beside samples, which may come from anywhere.
+    """The reward section saved with samples, which may come from anyone.
 
-    It may name no code; how much of this machine grading may use is not for it to say.
+    It must not name custom code, and its limits of time, memory and workers are ignored.
     """
     rewards = parse_section(RewardConfig, settings.get("reward", {}), place)
     for number, entry in enumerate(rewards.functions):

@@ -49,8 +49,8 @@ def generate_batches(config: RunConfig, steps: int) -> None:
             raise ValueError(
                 f"{config.run_dir} already holds a run; change run_dir, or move it away"
             )
-        # Nothing is generated for later steps, nobody else needs the servers' memory, and every
-        # group is dumped once.
+        # No step follows the last one, no trainer needs the servers' memory, and every group is
+        # dumped once.
         train = config.train.model_copy(update={"steps": steps})
         rollout = config.rollout.model_copy(update={"colocated": False})
         log = config.log.model_copy(update={"tensorboard": False, "wandb_project": ""})

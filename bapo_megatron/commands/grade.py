@@ -1,7 +1,7 @@
-"""``bapo-megatron grade``: one JSON line for each line of a file of responses, in order.
+"""``bapo-megatron grade``: score a file of responses, one JSON line per input line, in order.
 
-However long the file is, a bounded number of lines is held. Reading and writing happen in threads
-that nothing waits for, so that a slow pipe delays neither an answer's time limit nor an interrupt.
+Memory holds a bounded number of lines, however long the file is. Reads and writes run in daemon
+threads, so that a slow pipe delays neither a grading time limit nor an interrupt.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from bapo_megatron.runtime.processes import CLOSED_PIPE, run_async
 from bapo_megatron.types import FinishReason
 
 STANDARD_INPUT = Path("-")
-"""The file that stands for standard input."""
+"""File name that stands for standard input."""
 
 _LINES_PER_WORKER = 16
 """Lines to read ahead."""
@@ -41,7 +41,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The checked fields of a line; the others are the row of the prompt."""
+    """The validated fields of a line; all others form the prompt's row."""
 
     response: str
     answer: Any
@@ -62,7 +62,7 @@ def command(
         typer.Argument(metavar="KEY=VALUE", help="Dotted overrides: reward.workers=8"),
     ] = None,
 ) -> None:
-    """Score the responses in FILE by the code that trains; print a JSON line for each, in order."""
+    """Score the responses in FILE with the trainer's code; print a JSON line for each, in order."""
     rewards = _reward_config(config, overrides or [])
     try:
         run_async(grade_file(file, rewards, output=sys.stdout.fileno()))
@@ -73,8 +73,8 @@ def command(
 async def grade_file(path: Path, config: RewardConfig, *, output: int) -> None:
     """Grade the JSON lines of a file, or of standard input (``-``), without shaping.
 
-    ``output`` is the descriptor that gets a JSON line for each line, as soon as it and those before
-    are graded.
+    ``output`` is the file descriptor of the results; each is written as soon as it and those before
+    it are graded.
 
     Raises:
         ValueError: A line is not of this form; those before it have been written.
@@ -118,21 +118,21 @@ async def grade_file(path: Path, config: RewardConfig, *, output: int) -> None:
 
 async def _score(rewards: Rewards, place: str, line: bytes) -> bytes:
     score = await rewards.score(_parse(place, line))
-    shown = {
+    fields = {
         "score": score.reward,
         "extracted": score.extracted,
         "reason": score.reason,
         "components": dict(score.components),
         "metrics": dict(score.metrics),
     }
-    text = json.dumps(shown, ensure_ascii=False) + "\n"
+    text = json.dumps(fields, ensure_ascii=False) + "\n"
     return text.encode(errors="backslashreplace")
 
 
 async def _lines(path: Path) -> AsyncIterator[tuple[str, bytes]]:
     """The lines that are not blank, with their places, as soon as they can be read."""
     name, number, rest = str(path), 0, b""
-    # Without a buffer, whose lock a thread that still reads at the end would hold.
+    # Unbuffered: a thread that still reads at exit would hold the buffer's lock.
     if path != STANDARD_INPUT:
         stream = open_regular(path).detach()
     elif sys.stdin is not None:
@@ -176,15 +176,15 @@ def _write(output: int, content: bytes) -> None:
 
 
 async def _in_thread[T](name: str, function: Callable[[], T]) -> T:
-    """Run what may block on a file in a thread that is not waited for after a cancellation."""
+    """Run a blocking file operation in a daemon thread, which a cancellation does not wait for."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # a cancellation leaves it to the thread
+    future.set_running_or_notify_cancel()  # so that a cancellation does not cancel it
 
     def run() -> None:
         try:
             with naming(Path(name)):
                 future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised again by the await
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

@@ -19,7 +19,7 @@ def command(
     data: Annotated[Path, typer.Option(help="Prompts with answers: jsonl, json or parquet.")],
     gpus: Annotated[
         int,
-        typer.Option(min=0, max=MAX_GPUS, help="GPUs to train and to sample; 0: a CPU."),
+        typer.Option(min=0, max=MAX_GPUS, help="GPUs for training and sampling; 0: CPU only."),
     ],
     gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
     node_gpus: Annotated[int, typer.Option(min=1, max=MAX_GPUS, help="GPUs per node.")] = 8,
@@ -27,14 +27,14 @@ def command(
         int | None,
         typer.Option(
             min=1,
-            help="Longest response, as far as the model's positions go: 8192, on a CPU 256.",
+            help="Maximum, within the model's positions; default: 8192, on a CPU 256.",
         ),
     ] = None,
     prompt_column: Annotated[str, typer.Option(help="Default: by the file's columns.")] = "",
     answer_column: Annotated[str, typer.Option(help="Default: by the file's columns.")] = "",
     ignore_field: IgnoreFieldOption = None,
 ) -> None:
-    """Write DIR/run.yaml, a commented configuration to begin with, and say what comes next."""
+    """Write DIR/run.yaml, a commented first configuration, and print the next commands."""
     train_set = TrainSetConfig(
         path=data,
         prompt_column=prompt_column or None,

@@ -14,7 +14,7 @@ def command(
 ) -> None:
     """Draw the training dynamics of one or several runs as a PNG.
 
-    Colours are configurations: the mean of their seeds, in a band from minimum to maximum.
+    Each colour is a configuration: the mean of its seeds, in a band from minimum to maximum.
     """
     target = out or run_dirs[0] / "dynamics.png"
     draw_dynamics(run_dirs, target)

@@ -14,8 +14,7 @@ def command(
     ],
     out: Annotated[Path | None, typer.Option(help="Default: report.html in the first run.")] = None,
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="Tokenizer directory, if the run's own is missing."),
+        Path | None, typer.Option(help="Tokenizer directory, if the run's own is missing.")
     ] = None,
 ) -> None:
     """Write one HTML page about one run or several: curves, checks and rollouts to read."""

@@ -107,7 +107,7 @@ def show(
 
 
 def _find_dump(run: Path, step: int | None) -> Path:
-    """The dump of a step of a run, or the one that is given."""
+    """The dump of a run's step, or the dump that ``run`` is."""
     if run.suffix == ".parquet":
         if step is not None:
             raise typer.BadParameter(f"{run} is one dump, which takes no --step; leave it out")
@@ -122,7 +122,7 @@ def _find_dump(run: Path, step: int | None) -> Path:
 
 
 def _settings_of(dump: Path) -> dict[str, Any]:
-    """The settings of the run whose dump it is; none for one that lies elsewhere."""
+    """The settings of the dump's run; empty if the dump is not in a run directory."""
     folder = dump.absolute().parent
     config = folder.parent / "config.yaml"
     return read_settings(config) if folder.name == "rollouts" and os.path.lexists(config) else {}
@@ -150,13 +150,13 @@ def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any
     """A response; prompt, answer and the parts' texts are None where the dump has no texts."""
     text = step.text(sample)
     lengths = [len(part) for part in sample.segments()]
-    written: Sequence[str | None] = [None] * len(lengths)
+    turns: Sequence[str | None] = [None] * len(lengths)
     if text is not None:
-        written = text.turns or (text.response_text,)
-        if len(written) != len(lengths):
+        turns = text.turns or (text.response_text,)
+        if len(turns) != len(lengths):
             raise DumpError(
                 f"{texts_path(path)}: sample {sample.index} of group {sample.group_id} has "
-                f"{len(written)} texts of {len(lengths)} parts; give the dump that they belong to"
+                f"{len(turns)} texts of {len(lengths)} parts; give the dump that they belong to"
             )
     return {
         "group_id": sample.group_id,
@@ -179,7 +179,7 @@ def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any
         "prompt": None if text is None else text.prompt_text,
         "parts": [
             {"author": ("policy", "environment")[number % 2], "num_tokens": length, "text": part}
-            for number, (length, part) in enumerate(zip(lengths, written, strict=True))
+            for number, (length, part) in enumerate(zip(lengths, turns, strict=True))
         ],
     }
 

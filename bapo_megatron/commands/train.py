@@ -35,16 +35,16 @@ def command(
         with open_run(run_config, stopping) as opening:
             from bapo_megatron.policy.megatron_import import import_megatron
 
-            import_megatron()  # takes seconds, in which what generates starts
+            import_megatron()  # takes seconds, while the engine starts
             from bapo_megatron.trainer.loop import train as run_training
 
             run_training(run_config, stopping, opening)
     except StoppedError as stopped:
         if is_first:
             line = f"{stopped}{how_to_continue(run_config.run_dir)}"
-            if stopping.is_interrupted:  # a script around it must not go on
+            if stopping.is_interrupted:  # a calling script must not go on
                 raise InterruptedRunError(line) from None
             say(line)
     except KeyboardInterrupt:
-        # Typer would make a status of it, after which nobody knows the run.
+        # Typer would exit with a status alone, without saying how to continue.
         raise InterruptedRunError(f"interrupted{how_to_continue(run_config.run_dir)}") from None

@@ -1,7 +1,7 @@
 """Rules that cross sections of the configuration, or need the files it names.
 
-They run once, before anything is started, so that no run ends after an hour with an error that
-was there from the beginning. Rules about one kind of engine are with the engine. Every check raises
+They run once, before anything is started, so that no run fails after an hour for a reason that was
+known at the start. Rules about one kind of engine are with the engine. Every check raises
 ``ConfigError`` for the first broken rule: key, rule, value and remedy on one line.
 """
 
@@ -44,7 +44,7 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
 
 
 def check_settings(config: RunConfig, max_positions: int) -> None:
-    """Check what needs no file, for a model with so many positions; ``plan`` does so too."""
+    """Check the rules that need no file, for a model of ``max_positions``; ``plan`` does so too."""
     _check_updates(config)
     _require_below(config, "log.hang_s", "parallel.timeout_s")
     if config.rollout.keep_dumps:  # a replay from the newest checkpoint needs the steps after it
@@ -63,7 +63,7 @@ def check_settings(config: RunConfig, max_positions: int) -> None:
 
 
 def _require_below(config: RunConfig, key: str, limit_key: str, *, or_equal: bool = False) -> None:
-    """Refuse a value of one key that is above that of another, or equal to it."""
+    """Require the value of ``key`` to be below that of ``limit_key``; ``or_equal``: at most."""
     value, limit = operator.attrgetter(key, limit_key)(config)
     if value > limit or (value == limit and not or_equal):
         raise ConfigError(
@@ -121,7 +121,7 @@ def check_model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _count(hf_config: dict[str, Any], name: str) -> int:
-    """A field of config.json, 0 where it is none or no integer: its reader refuses it by name."""
+    """An integer field of config.json; 0 for any other value, which its reader refuses by name."""
     value = hf_config.get(name)
     return value if isinstance(value, int) else 0
 
@@ -160,7 +160,7 @@ def _check_layout(hf_config: dict[str, Any], config: RunConfig, world_size: int)
 
 
 def _check_updates(config: RunConfig) -> None:
-    """Check that learning rate, batches and ages of tokens go with the run's updates."""
+    """Check learning rates, batches and token ages against the run's updates."""
     optimizer, algorithm, rollout = config.optimizer, config.algorithm, config.rollout
     if optimizer.schedule != "constant":
         _require_below(config, "optimizer.min_lr", "optimizer.lr", or_equal=True)
@@ -203,13 +203,13 @@ def _check_generation(config: RunConfig) -> None:
 
 def _check_budget(config: RunConfig) -> None:
     """Every sequence that generation may produce fits one forward pass of the trainer."""
-    needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     per_sequence, total = packing_multiples(config.parallel, config.megatron)
     ranks, budget = config.parallel.context, config.train.max_tokens_per_micro_batch
-    if ranks * budget // total * total < -(-needed // per_sequence) * per_sequence:
+    if ranks * budget // total * total < -(-longest // per_sequence) * per_sequence:
         raise ConfigError(
             "train.max_tokens_per_micro_batch: must hold data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {needed}, in multiples of {total} over {ranks} "
+            f"rollout.max_response_tokens = {longest}, in multiples of {total} over {ranks} "
             f"context-parallel ranks, got {budget}; raise it"
         )
 
@@ -265,7 +265,7 @@ def _check_weight_sync(config: RunConfig) -> None:
 def _check_sets(
     data: DataConfig, key: str, sets: DatasetConfig | Sequence[DatasetConfig] | None
 ) -> None:
-    """There are sets, the chat template and all files exist, and the names of the sets differ.
+    """Check that sets are given, template and files exist, and the sets' names differ.
 
     Sets on the Hub are looked up when they are read.
     """
@@ -300,9 +300,9 @@ def check_unique(key: str, names: Sequence[str]) -> None:
 
 
 def check_rewards(functions: Sequence[RewardFunctionConfig], key: str = "reward.functions") -> None:
-    """Check that the tokens of services, whose place is ``key``, are in their variables.
+    """Check that the token of each reward service is in its environment variable.
 
-    Whether a function can be imported is found by a grader process, at the start of a run.
+    Whether a function can be imported is checked by a grader process when a run starts.
     """
     for number, entry in enumerate(functions):
         variable = entry.http.token_variable
@@ -343,10 +343,10 @@ def _check_best(config: RunConfig) -> None:
             f"checkpoint.best: must be one of {', '.join(scores) or 'none without eval.sets'}, "
             f"got '{best}'; correct it, or leave it empty"
         )
-    is_made = evaluation.every_steps or evaluation.at_end
-    if not is_made or config.replay.dumps is not None:
+    is_scheduled = evaluation.every_steps or evaluation.at_end
+    if not is_scheduled or config.replay.dumps is not None:
         raise ConfigError(
-            "checkpoint.best: needs evaluations after steps, and a replay makes none; set "
+            "checkpoint.best: needs evaluations after steps, and a replay runs none; set "
             "eval.every_steps without a replay, or leave it empty"
         )
     saves = config.checkpoint.every_steps

@@ -9,7 +9,7 @@ from bapo_megatron.config.section import LIST_TAG, SET_TAG, AbsolutePath, Sectio
 
 
 def is_pattern(path: Path) -> bool:
-    """Return whether the name of a set's file stands for several files."""
+    """Return whether a set's file name is a pattern for several files."""
     return not set("*?[").isdisjoint(path.name)
 
 
@@ -25,7 +25,7 @@ class DatasetConfig(Section):
     split: str = ""
     """The data set's split on the Hub: ``train``, ``test`` … or a slice, ``train[:1000]``."""
     row_format: Literal["auto", "columns", "verl", "gsm8k", "math"] = "auto"
-    """Where question and answer stand: ``verl`` (also Skywork-OR1 and DAPO-Math), ``gsm8k``,
+    """Where question and answer are: ``verl`` (also Skywork-OR1 and DAPO-Math), ``gsm8k``,
     ``math``, ``columns`` (those below); ``auto`` recognises it from the first row's columns."""
     prompt_column: str | None = None
     """Column with the question: a string, or chat messages (a list of role/content). Either column
@@ -33,7 +33,7 @@ class DatasetConfig(Section):
     answer_column: str | None = None
     """Column with the reference answer; ``reward_model.ground_truth`` reaches into a struct."""
     row_columns: tuple[str, ...] | None = None
-    """Other columns that reward functions are given; all of them if null. They stay in memory."""
+    """Other columns to pass to reward functions; null: all. They stay in memory."""
     name: str = ""
     """Name in metrics (``eval/<name>/…``, ``data/<name>/…``); if empty, the file's stem or the last
     part of the Hub's id."""

@@ -1,4 +1,4 @@
-"""The keys of the configuration as the schema describes them, and its errors in one line."""
+"""Configuration keys as the schema describes them, and validation errors as one line."""
 
 import difflib
 import json
@@ -43,20 +43,20 @@ class KeyInfo(NamedTuple):
 def describe_keys(
     section: type[BaseModel] = RunConfig, prefix: str = "", defaults: BaseModel | None = None
 ) -> list[KeyInfo]:
-    """List every key of a section and of those within it, in the schema's order.
+    """List every key of a section and its subsections, in the schema's order.
 
-    ``defaults`` is what the section has where it is not given.
+    ``defaults`` holds the section's values where it is left out.
     """
     keys = []
     for name, field in section.model_fields.items():
         default = field.default if defaults is None else getattr(defaults, name)
         if nested := _nested_section(field.annotation):
-            inner = default if isinstance(default, nested[0]) else None
-            keys += describe_keys(nested[0], f"{prefix}{name}{nested[1]}", inner)
+            inner_defaults = default if isinstance(default, nested[0]) else None
+            keys += describe_keys(nested[0], f"{prefix}{name}{nested[1]}", inner_defaults)
             continue
         description = " ".join((field.description or "").split())
-        shown = "required" if default is PydanticUndefined else _yaml(default)
-        keys.append(KeyInfo(prefix + name, _type_name(field), shown, description))
+        default_text = "required" if default is PydanticUndefined else _yaml(default)
+        keys.append(KeyInfo(prefix + name, _type_name(field), default_text, description))
     return keys
 
 
@@ -116,7 +116,7 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
     if details["type"] == "extra_forbidden":
         is_section = isinstance(details["input"], dict)
         return f"{place}: unknown key '{key}'; {_suggestion(location, root, is_section)}"
-    known = find_key(key, root)
+    key_info = find_key(key, root)
     if details["type"] == "missing":
         return f"{place}: missing key '{key}'; add it"
     if details["type"] == "value_error":
@@ -124,44 +124,44 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
         rule = rule if ";" in rule else f"{rule}; correct it"
         # A rule of a section begins with the key in it that the rule is about.
         name, _, rest = rule.partition(" ")
-        inner = dotted((*location, name))
-        if find_key(inner, root):
-            return f"{place}: '{inner}' {rest}"
+        inner_key = dotted((*location, name))
+        if find_key(inner_key, root):
+            return f"{place}: '{inner_key}' {rest}"
         return f"{place}: '{key}' {rule}" if key else f"{place}: {rule}"
     rule, remedy = rule_of(details), "correct it"
     if details["type"] in ("model_type", "model_attributes_type"):
         rule, remedy = "must be a section of keys", "indent its keys below it, or leave it out"
-    elif known is not None and known.default != "required":
-        remedy = f"its default is {known.default}"
+    elif key_info is not None and key_info.default != "required":
+        remedy = f"its default is {key_info.default}"
     return f"{place}: '{key}' {rule}, got {shown_value(details['input'])}; {remedy}"
 
 
 def find_key(key: str, root: type[BaseModel]) -> KeyInfo | None:
-    """Return what is known of a key; what is one section or a list of them is listed as one."""
+    """Return a key's entry; a value that is a section or a list of them is listed as a section."""
     names = (re.sub(r"\[\d+\]", "[]", key), re.sub(r"\[\d+\]", "", key))
-    return next((known for known in describe_keys(root) if known.name in names), None)
+    return next((key_info for key_info in describe_keys(root) if key_info.name in names), None)
 
 
 def _suggestion(location: Sequence[int | str], root: type[BaseModel], is_section: bool) -> str:
     """What an unknown key may have meant: the nearest of its section, else of any section.
 
-    A section means no key that has one value.
+    A section is never taken for a key with a single value.
     """
-    *parents, wanted = location
+    *parents, unknown = location
     section = root
     for part in parents:
         if not isinstance(part, int):
             nested = _nested_section(section.model_fields[part].annotation)
             assert nested is not None, "only sections refuse unknown keys"
             section = nested[0]
-    known = [key.name for key in describe_keys(root)]
+    key_names = [key.name for key in describe_keys(root)]
     nearby = {
         name: dotted([*parents, name])
         for name, field in section.model_fields.items()
         if not is_section or _nested_section(field.annotation)
     }
-    anywhere = {name.rpartition(".")[2]: name for name in reversed(known)}
+    anywhere = {name.rpartition(".")[2]: name for name in reversed(key_names)}
     for candidates, cutoff in ((nearby, 0.6), ({} if is_section else anywhere, 0.75)):
-        for near in difflib.get_close_matches(str(wanted), candidates, 1, cutoff):
+        for near in difflib.get_close_matches(str(unknown), candidates, 1, cutoff):
             return f"did you mean '{candidates[near]}'?"
     return f"its section's keys: {', '.join(section.model_fields)}"

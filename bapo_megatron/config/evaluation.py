@@ -16,7 +16,7 @@ class EvalSamplingConfig(Section):
     """How the responses to one set are sampled."""
 
     samples_per_prompt: int = Field(1, ge=1, le=MAX_SAMPLES)
-    """n, the samples of each prompt: the k of avg@k, pass@k and maj@k."""
+    """n, the samples of each prompt: the k of avg@k, and the largest of pass@k and maj@k."""
     max_prompts: int | None = Field(None, ge=1)
     """Use only the first N prompts of each set."""
     temperature: float = Field(0.6, ge=0)
@@ -26,7 +26,7 @@ class EvalSamplingConfig(Section):
     top_k: int = Field(-1, ge=-1)
     """Sample from the k likeliest tokens (evaluation only); -1: from all."""
     max_response_tokens: int = Field(4096, ge=1)
-    """Longest response; by default ``rollout.max_response_tokens``."""
+    """Maximum response length; by default ``rollout.max_response_tokens``."""
 
 
 class EvalSetConfig(DatasetConfig):
@@ -52,7 +52,7 @@ class EvalConfig(EvalSamplingConfig):
     sets: tuple[EvalSetConfig, ...] = ()
     """Evaluation files, each with its own sampling settings where they differ from these."""
     functions: RewardFunctions | None = None
-    """What evaluations are scored by; null: ``reward.functions``."""
+    """Reward functions of evaluations; null: ``reward.functions``."""
     every_steps: int = Field(0, ge=0)
     """Evaluate every N steps; 0: never between start and end."""
     at_start: bool = True
@@ -60,12 +60,12 @@ class EvalConfig(EvalSamplingConfig):
     at_end: bool = True
     """Evaluate after the last step."""
     overlap: bool = False
-    """Evaluate beside the next step's rollout and training, until the next weight sync. The
+    """Evaluate during the next step's rollout and training, until the next weight sync. The
     evaluations before the first step and after the last one still run alone."""
     k_values: tuple[Annotated[int, Field(ge=1)], ...] = (1, 4, 16, 64)
     """Further k of pass@k and maj@k; those above a set's ``samples_per_prompt`` are left out."""
     bootstrap_resamples: int = Field(10000, ge=100)
-    """Resamples of the problems behind each 95 % interval; their seed is the run's."""
+    """Bootstrap resamples of the problems for each 95 % interval; their seed is the run's."""
 
     def sampling_of(self, dataset: EvalSetConfig) -> EvalSamplingConfig:
         """How ``dataset`` is sampled: its own settings, and these where it has none."""
@@ -77,7 +77,7 @@ class EvalConfig(EvalSamplingConfig):
 
 
 def eval_reward(reward: RewardConfig, evaluation: EvalConfig) -> RewardConfig:
-    """The reward section that evaluations are scored by."""
+    """The reward section with the functions of evaluations."""
     if evaluation.functions is None:
         return reward
     return reward.model_copy(update={"functions": evaluation.functions})

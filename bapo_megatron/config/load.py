@@ -1,9 +1,9 @@
 """Reading a run's configuration: YAML files, inheritance, dotted overrides, validation.
 
 A file may name the file it builds on, relative to its own directory: ``inherit: base.yaml``. Files
-are merged from the base up and then the overrides, in their order; a list is replaced as a whole,
-and so is a section by a list or a list by a section. ``${key}`` and ``${oc.env:NAME}`` are
-resolved by OmegaConf. Paths inside a configuration are relative to the current working directory.
+are merged from the base up, then overrides in their order; lists are replaced as a whole, as are
+sections by lists and lists by sections. ``${key}`` and ``${oc.env:NAME}`` are resolved by
+OmegaConf. Paths inside a configuration are relative to the current working directory.
 """
 
 import io
@@ -39,8 +39,8 @@ class ConfigError(ValueError):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read and validate the configuration of a run; every default is filled in.
 
-    An override is ``dotted.key=value``. A text or path is taken as it is, unless it is in quotes or
-    ``null`` is a value of the key; other values are YAML (``rollout.servers=[http://a:1]``).
+    An override is ``dotted.key=value``. Texts and paths are taken literally, unless quoted or
+    ``null`` for a key that may be null; other values are YAML (``rollout.servers=[http://a:1]``).
 
     Raises:
         ConfigError: A file is missing or not YAML, a key is unknown or missing, or a value breaks
@@ -58,8 +58,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: {_problem(error)}; correct this key") from error
 
     def place_of(location: Sequence[int | str]) -> str:
-        holding = (place for place, settings in reversed(layers) if _holds(settings, location))
-        return next(holding, str(path))
+        places = (place for place, settings in reversed(layers) if _holds(settings, location))
+        return next(places, str(path))
 
     return parse_section(RunConfig, resolved, place_of)
 
@@ -67,7 +67,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse_section[SectionT: Section](
     section: type[SectionT], values: Any, place: Place
 ) -> SectionT:
-    """Validate one section from its keys; what is not there has its default.
+    """Validate one section from its keys; missing ones have their defaults.
 
     Raises:
         ConfigError: As by ``load_config``.
@@ -78,7 +78,7 @@ def parse_section[SectionT: Section](
         return section.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         raise ConfigError(explain(error, section, place)) from error
-    except TypeError as error:  # a value that YAML calls binary
+    except TypeError as error:  # YAML's !!binary
         where = place if isinstance(place, str) else place(())
         raise ConfigError(f"{where}: {error}; write a text") from error
 
@@ -90,18 +90,18 @@ def dump_yaml(config: RunConfig) -> str:
 
 
 def literal(value: Any) -> Any:
-    """Return a JSON value as a file must hold it, so that "${" in its texts is no reference."""
+    """Return a JSON value with "${" in its texts escaped, so that a file holds no reference."""
     # OmegaConf's escape is a backslash, and two are one before "${"; JSON writes each twice.
     return json.loads(re.sub(r"(\\*)\$\{", r"\1\1\\\\${", json.dumps(value)))
 
 
 def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, dict[str, Any]]]:
-    """Files and their mappings: what a file inherits from, most basic first, then it."""
+    """A file and those it inherits from, base first, with their mappings."""
     chain = [*inheriting, path]
     if len(chain) > _MAX_FILES:
         raise ConfigError(
             f"{chain[0]}: 'inherit' leads through more than {_MAX_FILES} files: "
-            f"{' -> '.join(map(str, chain[:4]))} -> …; remove the circle"
+            f"{' -> '.join(map(str, chain[:4]))} -> …; remove the cycle"
         )
     settings = read_mapping(path, f"{inheriting[-1]}: inherit: " if inheriting else "")
     base = settings.pop("inherit", None)
@@ -138,22 +138,22 @@ def _parse_override(override: str) -> tuple[str, dict[str, Any]]:
             f"{place}: must be dotted.key=value, such as rollout.temperature=0.6; correct it"
         )
     text, is_quoted = match["value"], _QUOTED.match(match["value"]) is not None
-    known = find_key(match["key"], RunConfig)
-    kind, null, _ = known.type.partition(" | null") if known else ("", "", "")
+    key_info = find_key(match["key"], RunConfig)
+    kind, null, _ = key_info.type.partition(" | null") if key_info else ("", "", "")
     settings: Any = text
     if kind not in ("text", "path") or is_quoted or (null and text == "null"):
         setting = f"value={text}" if text.strip() else "value=''"
         remedy = "quote the value, or close its brackets"
         value = _parse(place, remedy, lambda: OmegaConf.from_dotlist([setting]))["value"]
-        # A mapping of the user's may hold texts, too.
-        settings = text if known is None and isinstance(value, str) and not is_quoted else value
+        # Mappings with free keys may hold texts, too.
+        settings = text if key_info is None and isinstance(value, str) and not is_quoted else value
     for part in reversed(match["key"].split(".")):
         settings = {part: settings}
     return place, settings
 
 
 def _parse(place: str | Path, remedy: str, load: Callable[[], Any]) -> Any:
-    """The values that ``load`` makes of the YAML in a file or an override."""
+    """The values that ``load`` parses from the YAML of a file or an override."""
     try:
         return OmegaConf.to_container(load())
     except yaml.YAMLError as error:
@@ -161,7 +161,7 @@ def _parse(place: str | Path, remedy: str, load: Callable[[], Any]) -> Any:
         line = f":{mark.line + 1}" if mark and isinstance(place, Path) else ""
         problem = f"not valid YAML: {_problem(error)}"
         raise ConfigError(f"{place}{line}: {problem}; {remedy}") from error
-    # Also too deep a nesting, an integer of thousands of digits, and a file of one scalar.
+    # Also excessive nesting, an integer of thousands of digits, and a file of one scalar.
     except (OmegaConfBaseException, RecursionError, ValueError, OSError) as error:
         raise ConfigError(f"{place}: {_problem(error)}; {remedy}") from error
 
@@ -182,6 +182,6 @@ def _holds(settings: Any, location: Sequence[int | str]) -> bool:
 
 
 def _problem(error: Exception) -> str:
-    """The words of YAML's error, or the first line of another."""
+    """The text of a YAML error, or the first line of another."""
     text = getattr(error, "problem", None) or str(error).partition("\n")[0]
     return " ".join(str(text).split())[:_MAX_SHOWN] or type(error).__name__

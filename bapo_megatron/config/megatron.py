@@ -1,4 +1,4 @@
-"""Configuration of the model and of what Megatron does with it."""
+"""Configuration of the model, of how Megatron runs it, and of the optimizer."""
 
 from typing import Literal, Self
 
@@ -15,16 +15,16 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation type; with bfloat16 the optimizer keeps float32 master weights."""
     ignored_config_fields: tuple[str, ...] = ()
-    """More fields of config.json that do not change what the model computes; any value is taken."""
+    """More fields of config.json that do not change the model's output; any value is accepted."""
 
 
 class ParallelConfig(Section):
-    """How Megatron divides the model; data parallel size is what remains of the world size."""
+    """How Megatron shards the model; the data-parallel size is the rest of the world size."""
 
     tensor: int = Field(1, ge=1)
     """Tensor-parallel size: ranks that share every layer."""
     sequence: bool = False
-    """Sequence parallel: ranks also divide the tokens between GEMMs (needs tensor > 1)."""
+    """Sequence parallelism: tensor ranks also split the tokens between GEMMs (needs tensor > 1)."""
     pipeline: int = Field(1, ge=1)
     """Pipeline-parallel size: stages of successive layers."""
     virtual_pipeline: int = Field(1, ge=1)
@@ -33,8 +33,8 @@ class ParallelConfig(Section):
     context: int = Field(1, ge=1)
     """Context-parallel size: ranks that divide every sequence."""
     timeout_s: float = Field(7200.0, gt=0)
-    """How long ranks wait for each other, in every process group; for a batch or an evaluation, as
-    long as rank 0 does."""
+    """Timeout of every process group. For a batch or an evaluation, ranks wait as long as rank 0
+    does."""
 
     @model_validator(mode="after")
     def _sizes_go_together(self) -> Self:
@@ -47,18 +47,18 @@ class ParallelConfig(Section):
 
 
 class MegatronConfig(Section):
-    """Trades of memory, communication and time; up to rounding only ``fp8`` changes results."""
+    """Trade-offs of memory, communication and time; only ``fp8`` changes more than rounding."""
 
     distributed_optimizer: bool = True
-    """Divide the optimizer's state over data-parallel ranks."""
+    """Shard the optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward pass still runs."""
+    """Overlap the reduction of gradients with the backward pass."""
     overlap_param_gather: bool = False
-    """Gather updated weights while the next forward pass already runs (needs distributed_optimizer
-    and overlap_grad_reduce)."""
+    """Overlap the gathering of updated weights with the next forward pass (needs
+    distributed_optimizer and overlap_grad_reduce)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations to compute again in the backward pass instead of keeping them: those inside
-    attention (``selective``: pays only without flash attention), or all in a layer (``full``)."""
+    """Activations to recompute in the backward pass: those inside attention (``selective``: pays
+    only without flash attention), or all in a layer (``full``)."""
     recompute_layers: int = Field(1, ge=1)
     """Number of layers in a block whose input ``recompute: full`` keeps."""
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
@@ -66,16 +66,16 @@ class MegatronConfig(Section):
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
     """Scaling of ``fp8``."""
     optimizer_offload_share: float = Field(0.0, ge=0, le=1)
-    """Share of the optimizer that lives and steps in host memory (needs a GPU and
+    """Fraction of the optimizer state that is kept and updated in host memory (needs a GPU and
     distributed_optimizer)."""
     activation_offload_layers: int = Field(0, ge=0)
-    """Number of layers whose activations wait in host memory (needs Transformer Engine; not with
-    recompute or pipeline > 1)."""
+    """Number of layers whose activations are offloaded to host memory (needs Transformer Engine;
+    not with recompute or pipeline > 1)."""
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
-        needed = self.distributed_optimizer and self.overlap_grad_reduce
-        if self.overlap_param_gather and not needed:
+        can_overlap = self.distributed_optimizer and self.overlap_grad_reduce
+        if self.overlap_param_gather and not can_overlap:
             raise ValueError(
                 "overlap_param_gather needs distributed_optimizer and overlap_grad_reduce; "
                 "set both to true"
@@ -108,4 +108,4 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     clip_grad: float = Field(1.0, gt=0)
-    """Largest global gradient norm."""
+    """Maximum global gradient norm."""

@@ -18,7 +18,7 @@ BUILT_IN_FUNCTIONS = ("math",)
 """Reward functions that need no module."""
 
 SHAPING_TERMS = ("truncated", "overlong", "format", "repetition")
-"""What may be added to the rewards of training samples, by the names of its keys and metrics."""
+"""Terms of shaping; names of keys and of metrics."""
 
 _OWN_METRICS = (
     *(
@@ -32,7 +32,7 @@ _OWN_METRICS = (
     ),
     *SHAPING_TERMS,
 )
-"""``reward/…`` metrics that no function may take the name of."""
+"""Reserved names of ``reward/…`` metrics."""
 
 
 class HttpRewardConfig(Section):
@@ -43,12 +43,12 @@ class HttpRewardConfig(Section):
     connections: int = Field(4, ge=1, le=MAX_WORKERS)
     """Requests in flight at a time."""
     gather_s: float = Field(0.02, ge=0)
-    """Wait this long for further responses before a request is sent."""
+    """How long to wait for further responses before a request is sent."""
     timeout_s: float = Field(60.0, gt=0)
     """Time limit of a request, until its answer is complete."""
     patience_s: float = Field(300.0, ge=0)
-    """Repeat a request for this long, with growing pauses, when the connection fails or the service
-    answers 5xx, 408, 425 or 429; then the run ends."""
+    """Retry a request for this long, with backoff, when the connection fails or the service answers
+    5xx, 408, 425 or 429; then the run ends."""
     token_variable: str = Field("", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
     """Environment variable with the service's bearer token; empty: none is sent."""
 
@@ -67,7 +67,7 @@ class RewardFunctionConfig(Section):
     """``math``, or ``package.module:function`` (a static method: ``package.module:Class.method``),
     run by the worker processes."""
     url: str | None = None
-    """Address of an HTTP service that scores, in place of ``function``."""
+    """Address of an HTTP reward service, instead of ``function``."""
     http: HttpRewardConfig = HttpRewardConfig()
 
     @model_validator(mode="after")
@@ -123,7 +123,7 @@ class OverlongConfig(Section):
 
 
 class FormatConfig(Section):
-    """A reward for training samples of a certain form."""
+    """A reward for training samples that match a format."""
 
     pattern: str | None = None
     """Regular expression to search for; null: a closed \\boxed{…} that is not empty."""
@@ -135,9 +135,9 @@ class FormatConfig(Section):
     def _pattern_compiles(cls, pattern: str | None) -> str | None:
         try:
             re.compile(pattern or "")
-        # Python's parser of patterns has no limits of its own for counts and for nesting.
+        # Python's regex parser does not limit counts and nesting itself.
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"is no regular expression ({error}); correct it") from error
+            raise ValueError(f"is not a regular expression ({error}); correct it") from error
         return pattern
 
 
@@ -154,7 +154,7 @@ class RewardConfig(Section):
     """Grading of finished responses (docs/rewards.md)."""
 
     functions: RewardFunctions = (RewardFunctionConfig(name="math", function="math"),)
-    """Functions whose weighted sum is the reward; the first one says which answer was found."""
+    """Functions whose weighted sum is the reward; the first one reports the extracted answer."""
     workers: int = Field(2, ge=1, le=MAX_WORKERS)
     """Grader processes."""
     timeout_s: float = Field(5.0, gt=0)
@@ -165,8 +165,8 @@ class RewardConfig(Section):
         *("proof", "see proof", "proved", "notfound", "no answer", "no answer found"),
         *("see solution", "see the solution", "see above", "not available"),
     )
-    """References that are no answers, without case, spaces and marks. Where ``math`` scores,
-    training rows with one, or with an empty one, are left out and counted; empty: none is."""
+    """References that are not answers; case, spaces and punctuation are ignored. Where ``math``
+    scores, training rows with one, or with an empty one, are left out and counted; empty: none."""
     on_error: Literal["raise", "zero"] = "raise"
     """When a function fails: end the run, or score 0 and count the failure."""
     truncated: Literal["score", "zero", "mask"] = "score"

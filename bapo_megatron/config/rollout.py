@@ -18,7 +18,7 @@ from bapo_megatron.config.section import (
 )
 
 ENGINES = ("sglang", "local")
-"""Engines that need no module."""
+"""Built-in engines."""
 SINGLE_TURN = "single_turn"
 """The environment that ends every episode after its first turn."""
 
@@ -29,8 +29,8 @@ class ServerConfig(Section):
     count: int = Field(1, ge=1)
     """Number of servers; each takes the node's next ``tensor`` GPUs."""
     first_gpu: int = Field(0, ge=0)
-    """First GPU of the servers among those that are visible; beside a trainer on the same node, the
-    one after the trainer's."""
+    """First of the visible GPUs to use; beside a trainer on the same node, the one after the
+    trainer's."""
     host: str = "127.0.0.1"
     """Address that the servers of ``serve`` listen on; the trainer's own stay on the loopback."""
     port: int = Field(0, ge=0, le=65535)
@@ -40,32 +40,32 @@ class ServerConfig(Section):
     max_restart_wait_s: float = Field(60.0, ge=1)
     """A server that ended is restarted at once, then after 1, 2, 4, … seconds up to this."""
     tensor: int = Field(1, ge=1)
-    """The server's own tensor-parallel size."""
+    """Tensor-parallel size of each server."""
     mem_fraction: float = Field(0.8, gt=0, lt=1)
     """``--mem-fraction-static``."""
     max_total_tokens: int | None = Field(None, ge=1)
     """Size of the KV cache in tokens; null: the server's choice on a GPU, else 65536."""
     max_running_requests: int | None = Field(None, ge=1)
-    """Largest batch; null: the server's choice."""
+    """Maximum batch size; null: the server's choice."""
     extra_args: tuple[str, ...] = ()
     """Further arguments for ``sglang.launch_server``."""
 
 
 class DynamicSamplingConfig(Section):
-    """Replacement of groups that teach nothing, since their rewards are all equal."""
+    """Replacement of groups without a learning signal, whose rewards are all equal."""
 
     enabled: bool = False
-    """Leave groups whose rewards are all equal out, and draw others until the batch is full."""
+    """Leave out groups whose rewards are all equal, and sample others until the batch is full."""
     max_groups_ratio: float = Field(4.0, ge=1)
     """Limit of the groups finished for a batch, over ``groups_per_step``; once it is reached, the
     groups that were left out last fill the batch."""
 
 
 class StalenessConfig(Section):
-    """Treatment of tokens, responses or groups that are too old to train on."""
+    """Treatment of tokens, responses or groups that are too stale to train on."""
 
     max_age: int | None = Field(None, ge=0)
-    """Largest age when a batch is formed, in optimizer updates; null: no limit."""
+    """Maximum age when a batch is formed, in optimizer updates; null: no limit."""
     measure: Literal["token", "mean", "oldest"] = "oldest"
     """Age to limit: that of each token (``action: mask`` only), the mean over a response's tokens,
     or that of its oldest token."""
@@ -87,14 +87,14 @@ class WeightSyncConfig(Section):
     """Transfer of new weights to the servers."""
 
     method: Literal["broadcast", "disk", "tensor"] = "broadcast"
-    """``broadcast``: a collective group of rank 0 and all servers; ``disk``: a directory that all
-    of them see; ``tensor``: shared memory, for servers on rank 0's node."""
+    """``broadcast``: a collective group of rank 0 and all servers; ``disk``: a directory that they
+    share; ``tensor``: shared memory, for servers on rank 0's node."""
     in_flight: Literal["abort", "retract", "in_place"] = "abort"
     """Requests in flight are ``abort``ed and resumed with what they had; or the servers pause:
     ``retract`` recomputes their KV cache under the new weights, ``in_place`` keeps the old one, so
     that later log-probs belong to no single version."""
     bucket_mb: int = Field(512, ge=1)
-    """Size limit of a piece of weights, in 10^6 bytes (a piece has at least one tensor)."""
+    """Size limit of a bucket of weights, in 10^6 bytes (a bucket has at least one tensor)."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Backend of the broadcast group; ``auto``: nccl where rank 0 has a GPU and no engine is in the
     collector's process, else gloo."""
@@ -102,11 +102,11 @@ class WeightSyncConfig(Section):
     """Address of rank 0 as the servers see it; empty: the loopback for servers on it, else this
     host's name."""
     timeout_s: float = Field(600.0, gt=0)
-    """Time limit of an attempt with the servers that are there (``health.patience_s``: the wait for
-    one), and of ``verify``. Servers that exceed it are taken out; the others get a new attempt."""
+    """Time limit of an attempt with the available servers (``health.patience_s``: the wait for
+    one), and of ``verify``. Servers that exceed it are removed; the others get a new attempt."""
     verify: Literal["none", "first", "every"] = "first"
     """Compare log-probs of a probe batch with the trainer's after a server's ``first`` weight sync
-    since it was (re)started, or after ``every`` one, and take out servers that differ. Unless
+    since it was (re)started, or after ``every`` one, and remove servers that differ. Unless
     requests are ``abort``ed, and with ``colocated``, tokens that it sampled in between stay."""
     verify_tolerance: float = Field(0.1, gt=0)
     """Limit of the probe's mean absolute log-prob difference; 1e-3 suits float32."""
@@ -118,7 +118,7 @@ class HealthConfig(Section):
     interval_s: float = Field(5.0, gt=0)
     """Time between two health checks of a server."""
     timeout_s: float = Field(30.0, gt=0)
-    """Take out a server that answers no check for this long."""
+    """Remove a server that answers no check for this long."""
     stuck_timeout_s: float = Field(120.0, gt=0)
     """A server whose scheduler does not respond for this long, outside a weight sync, is restarted
     by its owner (the trainer, or ``serve``)."""
@@ -170,7 +170,7 @@ _EXCLUDED = {
     ),
     "servers": ("both say where servers are", ("servers_file",)),
 }
-"""Settings that some others do not go with, and why."""
+"""Settings that exclude others, and why."""
 
 
 class RolloutConfig(Section):
@@ -188,7 +188,7 @@ class RolloutConfig(Section):
     samples_per_group: int = Field(8, ge=2)
     """Responses per prompt, G."""
     max_response_tokens: int = Field(4096, ge=1)
-    """Longest response, over all resumptions and turns, an environment's text included."""
+    """Maximum response length, over all resumptions and turns, an environment's text included."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by it too."""
     oversample_groups: int = Field(0, ge=0)
@@ -208,9 +208,9 @@ class RolloutConfig(Section):
     async_steps: int = Field(0, ge=0)
     """Number of steps that generation may be ahead of training; 0: never ahead."""
     fixed_lag: int | None = Field(None, ge=1)
-    """For studies of staleness: sample every response of a step with the weights of exactly this
-    many steps before (in the first steps: the first weights), and let the weight sync wait until
-    all are complete. Null: the newest weights."""
+    """For studies of staleness: sample every response of a step with the weights from exactly this
+    many steps earlier (in the first steps: the first weights); the weight sync waits until all are
+    complete. Null: the newest weights."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     staleness: StalenessConfig = StalenessConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -226,21 +226,21 @@ class RolloutConfig(Section):
     local: LocalConfig = LocalConfig()
     health: HealthConfig = HealthConfig()
     colocated: bool = False
-    """Let the trainer's own servers share its GPUs: they release their memory while it trains."""
+    """Let the trainer's own servers share its GPUs and release their memory while it trains."""
     request_timeout_s: float = Field(1800.0, gt=0)
-    """Take out a server that, with requests in flight, samples no token for this long."""
+    """Remove a server that, with requests in flight, samples no token for this long."""
     max_connections: int | None = Field(None, ge=1)
-    """Limit of the requests in flight, over all servers; null: as many as their caches are expected
-    to hold, or 512 with an engine that does not report its cache."""
+    """Limit of the requests in flight, over all servers; null: as many as their KV caches are
+    expected to hold, or 512 with an engine that does not report its KV cache."""
     stream_tokens: int | None = Field(None, ge=1)
-    """Tokens that servers send at a time: what a response loses with its server. Null: a 64th of
+    """Tokens per streamed chunk, the most that a response loses with its server. Null: a 64th of
     ``max_response_tokens``, but at least 64 and at most 512."""
     dump: bool = True
     """Keep every step's samples as ``<run_dir>/rollouts/step_<n>.parquet``, ready for replay, and
     their texts in ``rollouts/texts/``."""
     keep_dumps: int = Field(0, ge=0)
-    """Number of newest dumps that stay, with their texts; 0: all. Above ``checkpoint.every_steps``,
-    so that a replay from the newest checkpoint has every step after it."""
+    """Number of newest dumps to keep, with their texts; 0: all. Must exceed
+    ``checkpoint.every_steps``, so that a replay from the newest checkpoint has all later steps."""
 
     @property
     def starts_servers(self) -> bool:
@@ -264,7 +264,7 @@ class RolloutConfig(Section):
 
     @property
     def piece_tokens(self) -> int:
-        """Tokens that servers send at a time."""
+        """Tokens per streamed chunk."""
         return self.stream_tokens or min(max(self.max_response_tokens // 64, 64), 512)
 
     @property
@@ -281,8 +281,8 @@ class RolloutConfig(Section):
                     f"partial must be true with {name}, got false: responses are kept for later "
                     f"steps; set partial: true, or leave {name} out"
                 )
-        for name, (reason, others) in _EXCLUDED.items():
-            for other in others:
+        for name, (reason, excluded_names) in _EXCLUDED.items():
+            for other in excluded_names:
                 first, second = operator.attrgetter(name, other)(self)
                 if first and second:
                     raise ValueError(
@@ -298,9 +298,9 @@ class ReplayConfig(Section):
     dumps: AbsolutePath | None = None
     """Directory of rollout dumps to train on, without any server."""
     batches: int = Field(0, ge=0)
-    """Number of earlier batches whose groups may be trained on again, beside new ones."""
+    """Number of earlier batches whose groups may be trained on again, mixed with new ones."""
     share: float = Field(0.5, gt=0, lt=1)
-    """Share of a batch's groups to take from earlier batches, as far as there are any."""
+    """Fraction of a batch's groups to take from earlier batches, if there are enough."""
     max_age: int | None = Field(None, ge=1)
     """Age limit of the oldest token of a replayed group, in optimizer updates; null: no limit."""
 

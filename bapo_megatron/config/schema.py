@@ -35,10 +35,10 @@ from bapo_megatron.config.section import MAX_SECONDS, AbsolutePath, Section, bui
 
 
 class CorrectionConfig(Section):
-    """Weights for the difference of trainer and engine: w = π_recomputed / π_rollout.
+    """Importance weights for the trainer–engine mismatch: w = π_recomputed / π_rollout.
 
     Needs ``behaviour: recomputed``. With stale tokens w carries their staleness too (decoupled
-    PPO). The bound search does not see it.
+    PPO). The bound search ignores it.
     """
 
     kind: Literal["none", "token", "sequence", "icepop", "geometric"] = "none"
@@ -48,9 +48,9 @@ class CorrectionConfig(Section):
     cap: float = Field(2.0, gt=0)
     """Limit of the weight (``token`` and ``sequence``)."""
     low: float = Field(0.5, gt=0, le=1)
-    """Smallest w of what is kept (``icepop``; ``geometric``, where the default is 0.999)."""
+    """Minimum w to keep (``icepop``; ``geometric``, where the default is 0.999)."""
     high: float = Field(5.0, ge=1)
-    """Largest w of what is kept (``icepop``; ``geometric``, where the default is 1.001)."""
+    """Maximum w to keep (``icepop``; ``geometric``, where the default is 1.001)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -66,13 +66,13 @@ OBJECTIVES: tuple[str, ...] = tuple(_objectives.NAMED)
 """Names that ``algorithm.objective`` takes."""
 
 DUAL_CLIPPED = tuple(name for name, entry in _objectives.NAMED.items() if entry.dual_clip)
-"""Those that ``algorithm.dual_clip`` is for."""
+"""Objectives that take ``algorithm.dual_clip``."""
 
 ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline")
 """Names that ``algorithm.advantage`` takes."""
 
 SHIFTED = ("grpo_no_std", "rloo", "opo")
-"""Those whose baseline ``algorithm.baseline_shift`` moves: they are R minus a baseline."""
+"""Advantages of the form R minus a baseline, which ``algorithm.baseline_shift`` moves."""
 
 
 _USUAL_NAMES = {name: f"the loss of {name.upper()} is clip" for name in ("grpo", "ppo")}
@@ -201,10 +201,10 @@ class TrainConfig(Section):
     stop_after: Annotated[float | None, BeforeValidator(_seconds)] = Field(
         None, gt=0, le=MAX_SECONDS
     )
-    """Save and end at the next safe point after this time: seconds, or such as 45m, 23h or 2d."""
+    """Save and end at the next safe point after this time: in seconds, or as 45m, 23h or 2d."""
     stop_lead_s: float = Field(900.0, ge=0)
-    """How long before the end of its Slurm job the run saves and ends: at least the training on one
-    batch, a weight sync and a save."""
+    """Save and end this long before the Slurm job ends; must cover the training on one batch, a
+    weight sync and a save."""
 
 
 class CheckpointConfig(Section):
@@ -228,7 +228,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """Where metrics go; ``metrics.jsonl`` is always written. And what is said of a hang."""
+    """Where metrics go, besides ``metrics.jsonl``, and when a hang is reported."""
 
     console: bool = True
     """A line per step on the terminal."""
@@ -248,23 +248,23 @@ class LogConfig(Section):
     prometheus_host: str = "127.0.0.1"
     """Address of rank 0's host to listen on."""
     peak_tflops: float | None = Field(None, gt=0)
-    """10^12 operations per second of one GPU in the run's number format, for the MFU; null: from
-    the data sheet, where the GPU is known (docs/runtime.md)."""
+    """Peak TFLOP/s of one GPU in the run's number format, for the MFU; null: from the data sheet,
+    if the GPU is known (docs/runtime.md)."""
     hang_s: float = Field(300.0, gt=0)
     """When a rank has made no progress for this long, all ranks write their stacks to
-    ``<run_dir>/logs`` and rank 0 says which rank does what; the run continues. Must be below
+    ``<run_dir>/logs`` and rank 0 reports what each rank is doing; the run continues. Must be below
     ``parallel.timeout_s``."""
 
 
 class RunConfig(Section):
-    """One run: one YAML file of at most a screen."""
+    """One run, described by a YAML file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """Name of the run."""
     run_dir: AbsolutePath
     """Directory for everything that the run writes."""
     seed: int = Field(0, ge=0, le=2**32 - 1)
-    """Seed of data order, sampling, replay, intervals of scores, and the ranks' random streams."""
+    """Seed of data order, sampling, replay, bootstrap intervals and the ranks' random streams."""
     replay: ReplayConfig = ReplayConfig()
     resume: bool = False
     """Continue from the newest checkpoint in ``run_dir``."""
@@ -284,8 +284,8 @@ class RunConfig(Section):
 
     @field_validator("eval")
     @classmethod
-    def _evaluate_as_long(cls, evaluation: EvalConfig, info: ValidationInfo) -> EvalConfig:
-        """Give evaluations the rollout's longest response where they set none."""
+    def _default_length(cls, evaluation: EvalConfig, info: ValidationInfo) -> EvalConfig:
+        """Give evaluations the rollout's ``max_response_tokens`` where they set none."""
         if "rollout" not in info.data or "max_response_tokens" in evaluation.model_fields_set:
             return evaluation
         limit = info.data["rollout"].max_response_tokens

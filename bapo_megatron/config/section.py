@@ -36,11 +36,11 @@ HomePath = Annotated[
 """A path in which ``~`` is the user's home directory."""
 
 AbsolutePath = Annotated[HomePath, AfterValidator(Path.absolute)]
-"""One that is made absolute when it is read: user code may change the working directory. Symbolic
-links stay."""
+"""A path that is made absolute when read, since user code may change the working directory.
+Symbolic links stay."""
 
 SET_TAG, LIST_TAG = "<set>", "<list>"
-"""What validation puts between the keys of a value that is one section or a list of them."""
+"""Tags that validation inserts into the location of a value that is a section or a list of them."""
 
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _NAMED_OBJECT = re.compile(f"{_DOTTED}:{_DOTTED}")
@@ -66,30 +66,30 @@ class Section(BaseModel):
 def built_in_or_own(
     built_in: tuple[str, ...], kind: str, remedies: Mapping[str, str] = MappingProxyType({})
 ) -> AfterValidator:
-    """Accept the names ``built_in``, and ``package.module:object`` of a ``kind`` for messages.
+    """Accept the names ``built_in`` and ``package.module:object``, which messages call ``kind``.
 
-    ``remedies`` are for names that people try; others are told the nearest one.
+    ``remedies`` answer wrong names that are common; for others the nearest name is suggested.
     """
 
     def check(name: str | None) -> str | None:
         if name is None or name in built_in or _NAMED_OBJECT.fullmatch(name):
             return name
-        wanted = f"{', '.join(built_in)} or package.module:{kind}"
+        allowed = f"{', '.join(built_in)} or package.module:{kind}"
         remedy = "correct it" if ":" in name else f"put a colon before the {kind.lower()}'s name"
         for near in difflib.get_close_matches(name, built_in, n=1):
             remedy = f"did you mean '{near}'?"
         remedy = remedies.get(name.lower(), remedy)
-        raise ValueError(f"must be {wanted}, got '{name}'; {remedy}")
+        raise ValueError(f"must be {allowed}, got '{name}'; {remedy}")
 
     return AfterValidator(check)
 
 
 def split_address(address: str) -> SplitResult | None:
-    """Return the parts of an ``http://`` or ``https://`` address; None if nothing can be there."""
+    """Return the parts of an ``http://`` or ``https://`` address; None if it is not one."""
     try:
         parts = urlsplit(address)
         has_host = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number or above 65535, or a bracket is not closed
+    except ValueError:  # a port that is not a number or above 65535, or an open bracket
         return None
     is_one_word = address.isprintable() and " " not in address
     return parts if has_host and is_one_word and parts.scheme in ("http", "https") else None

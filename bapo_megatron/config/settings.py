@@ -1,4 +1,4 @@
-"""A configuration as a flat table of settings, and what of it may leave the machine.
+"""A configuration as a flat table of settings, and which of them may leave the machine.
 
 Pages and trackers get ``public_setting``: paths are reduced to their last names, and texts under
 keys that are not the schema's are left out, since they may be secrets.
@@ -29,11 +29,11 @@ _MASKED_BY = {
     FinishReason.LENGTH: "reward.truncated",
     FinishReason.ENVIRONMENT: "rollout.episodes.on_error",
 }
-"""Settings that, as ``mask``, keep responses that ended so out of the loss."""
+"""Setting whose value ``mask`` keeps responses with a finish reason out of the loss."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a run's ``config.yaml`` by dotted key, also that of another version of the project.
+    """Read a run's ``config.yaml``, possibly of another version of the project, by dotted key.
 
     Keys that are newer than the file have their defaults. A file that this version cannot use is
     returned as it is.
@@ -67,7 +67,7 @@ def _flattened(value: Any, key: str) -> list[tuple[str, Any]]:
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the keys by which two configurations differ, in their order.
+    """Return the keys in which two configurations differ, in their order.
 
     A section, list or mapping that only one of them has is named by the keys in it.
     """
@@ -77,7 +77,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def masked_reasons(settings: Mapping[str, Any]) -> frozenset[FinishReason]:
-    """Return the reasons whose responses stay out of the loss."""
+    """Return the finish reasons whose responses are masked out of the loss."""
     return frozenset(reason for reason, key in _MASKED_BY.items() if settings.get(key) == "mask")
 
 
@@ -86,12 +86,12 @@ def public_settings(config: RunConfig) -> dict[str, bool | int | float | str]:
 
     Trackers compare runs by them, so every key is there, also one with its default.
     """
-    shown = {
+    pairs = {
         key: (value, public_setting(key, value)) for key, value in flat_settings(config).items()
     }
     return {
         key: value if isinstance(value, int | float) and text != _HIDDEN else text
-        for key, (value, text) in shown.items()
+        for key, (value, text) in pairs.items()
     }
 
 

@@ -32,7 +32,7 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
         ValueError: The directory holds no tokenizer, or there is no chat template.
         OSError: The template's file cannot be read.
     """
-    # These take seconds to import; reading prompts does not need them.
+    # It takes seconds to import, and reading prompts does not need it.
     from transformers import AutoTokenizer
 
     try:
@@ -70,8 +70,8 @@ class ChatRenderer:
         """
         self._tokenizer = tokenizer
         self._data = data
-        added = tokenizer.added_tokens_decoder.values()
-        self._special = tuple(token.content for token in added if token.special)
+        added_tokens = tokenizer.added_tokens_decoder.values()
+        self._special = tuple(token.content for token in added_tokens if token.special)
         # Arguments that would be ignored silently, such as misspelt ones, are refused.
         reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         self._arguments = data.chat_template_arguments
@@ -87,7 +87,7 @@ class ChatRenderer:
                     f"does not mention '{name}'; correct the name, or leave it out"
                 )
         try:
-            self._apply([{"role": "user", "content": "1 + 1?"}], asks=True)
+            self._apply([{"role": "user", "content": "1 + 1?"}], generation_prompt=True)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
                 f"data.chat_template: must be a valid Jinja template, got line {error.lineno}: "
@@ -151,7 +151,7 @@ class ChatRenderer:
         """Return the tokens that lead from the assistant's turn through messages to its next one.
 
         They begin after the token that ends a turn, which the policy has sampled. Earlier turns are
-        not rendered again: the template sees a conversation of its own. Special tokens that the
+        not rendered again: a fixed two-message conversation replaces them. Special tokens that the
         messages spell out are left out, since a message may quote the policy.
 
         Raises:
@@ -161,9 +161,9 @@ class ChatRenderer:
             {name: self._without_special(text) for name, text in message.items()}
             for message in messages
         ]
-        text = self._after_answer(plain, asks=True)
+        text = self._after_answer(plain, generation_prompt=True)
         [token_ids] = self.token_ids([text.removeprefix(self._end_of_turn)])
-        if not token_ids or text == self._after_answer([], asks=True):
+        if not token_ids or text == self._after_answer([], generation_prompt=True):
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise ValueError(f"is left out by the chat template (role {roles})")
         return token_ids
@@ -171,34 +171,35 @@ class ChatRenderer:
     @cached_property
     def _end_of_turn(self) -> str:
         """The template's end of an assistant's message, special token included."""
-        ended = self._after_answer([], asks=False)
-        start = ended.lstrip()
+        rest = self._after_answer([], generation_prompt=False)
+        start = rest.lstrip()
         special = next((token for token in self._special if start.startswith(token)), "")
-        return ended[: ended.find(special) + len(special)]
+        return rest[: rest.find(special) + len(special)]
 
-    def _after_answer(self, messages: Sequence[Message], *, asks: bool) -> str:
+    def _after_answer(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         """The template's text after an assistant's message that these messages follow."""
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        _, answer, rest = self._render([*opening, *messages], asks=asks).partition(_ANSWER)
+        text = self._render([*opening, *messages], generation_prompt=generation_prompt)
+        _, answer, rest = text.partition(_ANSWER)
         if not answer:
             raise ValueError("cannot be rendered: the chat template leaves out earlier turns")
         return rest
 
     def _without_special(self, text: str) -> str:
-        # Repeatedly: without one, the text around it may spell another.
+        # Repeatedly: removing one may spell another.
         while special := next((token for token in self._special if token in text), None):
             text = text.replace(special, "")
         return text
 
-    def _render(self, messages: list[Message], *, asks: bool = True) -> str:
+    def _render(self, messages: list[Message], *, generation_prompt: bool = True) -> str:
         try:
-            return self._apply(messages, asks=asks)
+            return self._apply(messages, generation_prompt=generation_prompt)
         except Exception as error:
             reason = str(error) if isinstance(error, jinja2.TemplateError) else shown(error)
             raise ValueError(f"is refused by the chat template ({reason})") from error
 
-    def _apply(self, messages: list[Message], *, asks: bool) -> str:
+    def _apply(self, messages: list[Message], *, generation_prompt: bool) -> str:
         text: str = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=asks, **self._arguments
+            messages, tokenize=False, add_generation_prompt=generation_prompt, **self._arguments
         )
         return text

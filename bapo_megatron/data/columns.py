@@ -22,12 +22,12 @@ PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 
 
 class DumpError(ValueError):
-    """The file is not an intact one of its kind; the message is one line with its name."""
+    """The file is damaged, or of another kind; the message is one line with its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowFile[RecordT]:
-    """A kind of file."""
+    """A kind of parquet file: its columns and metadata."""
 
     what: str
     """Its name in messages."""
@@ -35,8 +35,8 @@ class RowFile[RecordT]:
     """What to do about a damaged one."""
     format: int
     columns: Mapping[str, tuple[Any, Callable[[RecordT], Any]]]
-    """Arrow's type and the value of a record. Lists of numbers are read as arrays, without a Python
-    object per element."""
+    """Arrow type of each column, and what gets its value from a record. Lists of numbers are read
+    as arrays, without a Python object per element."""
     about: Any = dict[str, Any]
     """Type of the metadata about the whole file, ``format`` included."""
     key: str = "bapo_megatron.rollout"
@@ -57,15 +57,15 @@ class RowFile[RecordT]:
             write_page_checksum=True,
             use_dictionary=[name for name, kind in kinds.items() if not pa.types.is_nested(kind)],
             write_statistics=[name for name in kinds if not pa.types.is_nested(kinds[name])],
-            # Byte planes of ids and log-probs are smaller and faster.
+            # Byte planes of ids and log-probs compress better and faster.
             column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in arrays},
         ) as writer:
             for records in chunks:
-                stored = [
+                columns = [
                     pa.array([value_of(record) for record in records], kind)
                     for kind, value_of in self.columns.values()
                 ]
-                writer.write_table(pa.table(stored, schema=writer.schema))
+                writer.write_table(pa.table(columns, schema=writer.schema))
 
     def read(self, source: Any, name: str) -> tuple[Any, Iterator[dict[str, Any]]]:
         """Return the metadata, of type ``about``, and an iterator that reads the rows.
@@ -108,38 +108,39 @@ class RowFile[RecordT]:
         """Read the columns of each row group; every value is there, and of its column's type."""
         for number in range(file.num_row_groups):
             try:
-                # Without Arrow's threads: one that lets go of the content, a Python object, while
-                # the interpreter ends (a short command) aborts the process. They are no faster.
+                # Without Arrow's threads: one that releases the content, a Python object, while the
+                # interpreter ends (a short command) aborts the process. They are no faster.
                 table = file.read_row_group(number, use_threads=False)
             except PARQUET_ERRORS as error:
                 raise self._unreadable(name, error) from error
             columns = {}
+            for column in self.columns:
+                if (count := table.column_names.count(column)) != 1:
+                    problem = "occurs twice" if count else "is missing"
+                    raise DumpError(f"{name}: column '{column}' {problem}; {self.remedy}")
             for column, (kind, _) in self.columns.items():
-                if column not in table.column_names:
-                    raise DumpError(f"{name}: column '{column}' is missing; {self.remedy}")
                 chunks = table[column]
                 # ``combine_chunks`` copies a single chunk, too.
-                stored = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-                if stored.type != kind:
+                array = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+                if array.type != kind:
                     raise DumpError(
-                        f"{name}: column '{column}' must be {kind}, got {stored.type}; "
-                        f"{self.remedy}"
+                        f"{name}: column '{column}' must be {kind}, got {array.type}; {self.remedy}"
                     )
-                elements = stored.flatten() if pa.types.is_list(kind) else stored
-                if stored.null_count or elements.null_count:
-                    row = next(n for n, value in enumerate(stored.to_pylist()) if _has_null(value))
+                elements = array.flatten() if pa.types.is_list(kind) else array
+                if array.null_count or elements.null_count:
+                    row = next(n for n, value in enumerate(array.to_pylist()) if _has_null(value))
                     group_id, index = (table[key][row].as_py() for key in ("group_id", "index"))
                     raise DumpError(
                         f"{name}: sample {index} of group {group_id}: column '{column}' must hold "
                         f"no null; {self.remedy}"
                     )
-                columns[column] = stored
+                columns[column] = array
             yield columns
 
     def _rows(self, file: pq.ParquetFile, name: str) -> Iterator[dict[str, Any]]:
         for columns in self.row_groups(file, name):
             try:
-                values = [_values(stored) for stored in columns.values()]
+                values = [_values(array) for array in columns.values()]
             except UnicodeDecodeError as error:
                 raise self._unreadable(name, error) from error
             for row in zip(*values, strict=True):
@@ -151,12 +152,12 @@ class RowFile[RecordT]:
         )
 
 
-def _values(stored: Any) -> Sequence[Any]:
-    if not _is_array(stored.type) or not len(stored):
-        values: list[Any] = stored.to_pylist()
+def _values(array: Any) -> Sequence[Any]:
+    if not _is_array(array.type) or not len(array):
+        values: list[Any] = array.to_pylist()
         return values
     # Not ``to_numpy``: it imports pandas, a second and 50 MB on every rank.
-    flat, offsets = np.from_dlpack(stored.flatten()), np.from_dlpack(stored.offsets)
+    flat, offsets = np.from_dlpack(array.flatten()), np.from_dlpack(array.offsets)
     edges = (offsets - offsets[0]).tolist()
     return [flat[start:end] for start, end in pairwise(edges)]
 

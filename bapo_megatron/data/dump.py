@@ -66,7 +66,7 @@ SAMPLE_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What belongs to a whole batch."""
+    """The metadata of a batch."""
 
     format: int
     step: Annotated[int, Field(ge=1, le=_MAX_INT32)]
@@ -107,7 +107,7 @@ def read_batch(path: Path) -> RolloutBatch:
 
 
 def read_encoded(path: Path) -> EncodedBatch:
-    """Read a dump without looking into it; raises ``OSError``."""
+    """Read a dump's bytes without decoding them; raises ``OSError``."""
     with open_regular(path) as file:
         content = bytearray(path.stat().st_size)
         del content[file.readinto(content) :]
@@ -158,7 +158,7 @@ def texts_path(path: Path) -> Path:
 
 
 def write_texts(path: Path, step: int, texts: Sequence[SampleText]) -> None:
-    """Write what people read of a batch beside its dump ``path``: one text per sample, in order."""
+    """Write a batch's texts beside its dump ``path``: one per sample, in order."""
     stream = io.BytesIO()
     _TEXTS.write(stream, [texts], {"step": step})
     atomic_write_bytes(texts_path(path), stream.getvalue())
@@ -168,7 +168,7 @@ def texts_by_sample(path: Path) -> dict[tuple[int, int], SampleText] | None:
     """Read the texts beside a dump, by group and index; None where there are none.
 
     Raises:
-        DumpError: They are damaged, or no texts.
+        DumpError: The file is damaged, or of another kind.
         OSError: They cannot be read.
     """
     try:
@@ -186,7 +186,7 @@ def _groups(all_rows: Iterable[dict[str, Any]], name: str) -> tuple[Group, ...]:
     for group_id, members in groupby(all_rows, key=lambda row: row["group_id"]):
         rows = list(members)
         first = rows[0]
-        # Copied: a view would keep the prompts of all rows, the same one for every row of a group.
+        # Copied: a view would keep the whole column, which repeats the prompt in every row.
         prompt = PromptTokens(first["prompt_id"], first["prompt_token_ids"].copy(), first["source"])
         prompt_bytes = prompt.token_ids.tobytes()
         for row in rows:
@@ -204,7 +204,7 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
     """Return the sample of a row of ``SAMPLE_COLUMNS``, with views of the row's arrays.
 
     Raises:
-        DumpError: The row holds what no run writes; ``name`` is the file's.
+        DumpError: The row has a value that no run writes; ``name`` is the file's.
     """
     place = f"{name}: sample {row['index']} of group {row['group_id']}"
     try:
@@ -266,12 +266,12 @@ def _check_batch(batch: RolloutBatch, name: str, vocab_size: int | None = None) 
 
 
 def _problem_of_parts(sample: Sample) -> str:
-    """Describe which parts of a sample do not fit each other; empty if all do."""
+    """Describe which parts of a sample contradict each other; empty if none do."""
     end = 0
     for start, num_tokens in sample.written:
         if start <= end or num_tokens < 1:
             return (
-                "what the environment wrote must stand between turns of the policy, got "
+                "tokens of the environment must be between turns of the policy, got "
                 f"{num_tokens} tokens from {start}"
             )
         end = start + num_tokens

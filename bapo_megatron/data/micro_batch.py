@@ -1,10 +1,10 @@
-"""Packed tensors of one forward pass, from the samples that share it; how they reach the device.
+"""Packs samples into the tensors of one forward pass, and copies these to the device.
 
-A packed sequence is simply the prompt and the response, though its last token predicts nothing that
-is used. Response token j of a sequence that starts at offset o with P prompt tokens is predicted by
-row o + P − 1 + j; tokens that an environment wrote have no such row. Padding tokens are 0. Those at
-the end of a sequence change nothing before them, since attention is causal; those at the end of the
-micro-batch are a sequence of their own. A micro-batch without samples is such a sequence, T = 0.
+A packed sequence is the prompt and the response; its last row predicts nothing. Response token j of
+a sequence that starts at offset o with P prompt tokens is predicted by row o + P − 1 + j; tokens
+that an environment wrote have no such row. Padding tokens are 0. At the end of a sequence they
+change nothing before them, since attention is causal; at the end of the micro-batch they are a
+sequence of their own. A micro-batch without samples is such a sequence, T = 0.
 
 Context parallelism divides a sequence of 2C equal chunks over C ranks so that all have the same
 causal attention to compute: rank c holds chunk c and, counted from the end, chunk c again.
@@ -169,10 +169,10 @@ def context_positions(length: int, rank: int, size: int) -> np.ndarray:
 
 
 def on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return the micro-batch with every tensor on ``device``; those that are there stay.
+    """Return the micro-batch with every tensor on ``device``, copying only the others.
 
-    CUDA waits for everything before it when it copies from ordinary memory. One copy from pinned
-    memory takes its place among the kernels instead, while the host prepares what follows.
+    A copy from pageable memory synchronizes host and stream. One copy from pinned memory is queued
+    among the kernels instead, while the host prepares what follows.
     """
     values = {f.name: getattr(micro_batch, f.name) for f in fields(micro_batch)}
     elsewhere = {n: v for n, v in values.items() if v is not None and v.device != device}
@@ -180,12 +180,12 @@ def on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _copied(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copy tensors of the host in one piece; return views of it."""
+    """Copy host tensors in one transfer; return views of the copy."""
     slots = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
     pinned = torch.empty(sum(slots), dtype=torch.uint8, pin_memory=True)
     for name, view in _views(tensors, pinned.split_with_sizes(slots)).items():
         view.copy_(tensors[name])
-    # torch keeps the pinned memory until the copy is made.
+    # torch keeps the pinned memory until the copy has finished.
     return _views(tensors, pinned.to(device, non_blocking=True).split_with_sizes(slots))
 
 

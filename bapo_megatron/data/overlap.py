@@ -15,7 +15,7 @@ from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.types import Prompt
 
 _MIN_WORDS = 8
-"""A shorter question without its instructions says too little: "3 + 4" is no theorem."""
+"""Without its instructions, a question of fewer words, such as "3 + 4", is too generic."""
 _SAME_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _LATEX_SPACING = re.compile(
     r"\\(?:[,;:!>()\[\] ]|"
@@ -50,7 +50,7 @@ class Overlap:
             f"{self.num_eval_prompts} of {self.of_eval_prompts} prompts of evaluation set "
             f"'{self.eval_name}' are in training set '{self.train_name}' too "
             f"({self.num_train_prompts} there), the first: {self.first_eval_id} is "
-            f"{self.first_train_id}; scores on them show memory: remove them from one of the two"
+            f"{self.first_train_id}; scores on them show memorization: remove them from one set"
         )
 
 
@@ -101,8 +101,8 @@ def normalise(text: str) -> str:
 def _keys(prompts_by_set: Sequence[Sequence[Prompt]]) -> list[list[set[str]]]:
     """The texts by which each prompt of each set is compared.
 
-    The whole prompt, what is left of it without the words at either end that all prompts of all
-    sets have, and what is left without those that all prompts of its set have.
+    The whole prompt, the prompt without the words at either end that all prompts of all sets share,
+    and the prompt without those that all prompts of its set share.
     """
     normalised_by_set = [
         {text: normalise(text) for text in {prompt.text for prompt in prompts}}

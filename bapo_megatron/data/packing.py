@@ -21,12 +21,12 @@ class SequenceFlops:
     """FLOPs of a forward pass over one sequence of L tokens: per_token · L + per_pair · L²."""
 
     per_token: int
-    """Operations of the matrix products with weights, for each token."""
+    """FLOPs of the GEMMs with weights, per token."""
     per_pair: int
-    """Operations of causal attention, over the square of the length."""
+    """FLOPs of causal attention, over the square of the length."""
 
     def of(self, num_tokens: int) -> int:
-        """Count the operations for a sequence of this length."""
+        """Count the FLOPs for a sequence of this length."""
         return self.per_token * num_tokens + self.per_pair * num_tokens**2
 
 
@@ -37,7 +37,7 @@ class PackingRules:
     data_size: int
     """Data-parallel ranks."""
     max_tokens: int
-    """Largest micro-batch, padding included."""
+    """Limit of a micro-batch, padding included."""
     flops: SequenceFlops
     sequence_multiple: int = 1
     """Every sequence is padded to a multiple of this (context parallelism divides each)."""
@@ -95,7 +95,7 @@ def split_updates(batch: RolloutBatch, updates_per_batch: int) -> list[list[int]
 def pack_update(
     samples: Sequence[Sample], sample_indices: Sequence[int], rules: PackingRules
 ) -> UpdatePacking:
-    """Divide some of the [B] samples over ranks and micro-batches, balanced by operations.
+    """Divide some of the [B] samples over ranks and micro-batches, balanced by FLOPs.
 
     The number of micro-batches is the smallest that a bisection finds. Samples go, longest first,
     to the micro-batch with the least to compute that has room (LPT); micro-batches of about equal
@@ -120,7 +120,7 @@ def pack_update(
             "data.max_prompt_tokens or rollout.max_response_tokens"
         )
     items = [(i, rules.slots(lengths[i]), rules.flops.of(lengths[i])) for i in longest_first]
-    # Equally many for every rank. One sample per micro-batch always fits, so the upper end of the
+    # Every rank gets as many. One sample per micro-batch always fits, so the upper end of the
     # bisection is feasible.
     step = rules.data_size * rules.count_multiple
     lowest = -(-sum(slots for _, slots, _ in items) // (rules.budget * step))
@@ -131,8 +131,8 @@ def pack_update(
     bins = fill(lowest)
     if bins is None:
         rounds = range(lowest + 1, -(-len(items) // step))
-        more = bisect_left(rounds, True, key=lambda num_rounds: fill(num_rounds) is not None)
-        bins = fill(rounds.start + more)
+        num_more = bisect_left(rounds, True, key=lambda num_rounds: fill(num_rounds) is not None)
+        bins = fill(rounds.start + num_more)
     assert bins is not None
     ranks = _assign_to_ranks(bins, rules.data_size)
     return UpdatePacking(
@@ -155,7 +155,7 @@ class _Bin:
 def _fill_bins(
     items: Sequence[tuple[int, int, int]], num_bins: int, budget: int
 ) -> list[_Bin] | None:
-    """Put (index, slots, flops) of samples into the cheapest bin with room; None if one has none.
+    """Put each sample (index, slots, flops) into the cheapest bin with room; None if one lacks it.
 
     The samples come longest first.
     """
@@ -174,11 +174,11 @@ def _fill_bins(
         if not cheapest:
             return None
         number = cheapest[0][1]
-        chosen = bins[number]
-        chosen.slots += slots
-        chosen.flops += flops
-        chosen.indices.append(index)
-        heapq.heapreplace(cheapest, (chosen.flops, number))
+        cheapest_bin = bins[number]
+        cheapest_bin.slots += slots
+        cheapest_bin.flops += flops
+        cheapest_bin.indices.append(index)
+        heapq.heapreplace(cheapest, (cheapest_bin.flops, number))
     return bins
 
 
@@ -189,8 +189,8 @@ def _assign_to_ranks(bins: Sequence[_Bin], data_size: int) -> list[list[_Bin]]:
     ranks: list[list[_Bin]] = [[] for _ in range(data_size)]
     for first in range(0, len(by_load), data_size):
         least_first = sorted(range(data_size), key=lambda rank: (loads[rank], rank))
-        dealt = by_load[first : first + data_size]
-        for rank, chosen in zip(least_first, dealt, strict=True):
-            loads[rank] += chosen.flops
-            ranks[rank].append(chosen)
+        round_bins = by_load[first : first + data_size]
+        for rank, next_bin in zip(least_first, round_bins, strict=True):
+            loads[rank] += next_bin.flops
+            ranks[rank].append(next_bin)
     return ranks

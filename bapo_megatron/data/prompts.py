@@ -1,4 +1,4 @@
-"""Reads, checks and renders the prompts of data sets, with a report of bad and left-out rows.
+"""Reads, checks and renders the prompts of data sets, with a report of rows left out.
 
 A set is loaded once, at the start, before anything else is started. Loading logs nothing.
 """
@@ -45,7 +45,7 @@ class SetReport:
     first_bad: str = ""
     """Place, field and reason of the first bad row; empty without one."""
     num_no_answer: int = 0
-    """Rows whose reference is no answer (``reward.no_answers``)."""
+    """Rows whose reference is not an answer (``reward.no_answers``)."""
     no_answers: dict[str, int] = field(default_factory=dict)
     """These references, the most common ones first."""
     num_too_long: int = 0
@@ -74,7 +74,7 @@ class SetReport:
     """Columns that reward functions do not get, because they hold bytes."""
 
     def warnings(self) -> list[str]:
-        """Return what a user should know, one line each."""
+        """Return warnings for the user, one line each."""
         lines = []
         if self.num_bad:
             lines.append(
@@ -123,9 +123,9 @@ class SetReport:
         )
 
     def no_answer(self) -> str:
-        """Return how many references are no answers, as part of a message."""
-        shown = ", ".join(f"'{text}' {number}" for text, number in self.no_answers.items())
-        return f"{self.num_no_answer} of {self.num_rows} references are no answers ({shown})"
+        """Return how many references are not answers, as part of a message."""
+        counts = ", ".join(f"'{text}' {number}" for text, number in self.no_answers.items())
+        return f"{self.num_no_answer} of {self.num_rows} references are not answers ({counts})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,8 @@ def load_eval_set(
     data = DataConfig(
         max_prompt_tokens=max_prompt_tokens, on_duplicate="keep" if has_environment else "drop"
     )
-    loaded = load_set(dataset, renderer, data, no_answers=no_answers, duplicates_reason=reason)
-    report = loaded.report
+    prompt_set = load_set(dataset, renderer, data, no_answers=no_answers, duplicates_reason=reason)
+    report = prompt_set.report
     if report.num_no_answer:
         raise DataError(
             f"{report.place}: {report.no_answer()}, and an evaluation leaves none out; remove "
@@ -169,7 +169,7 @@ def load_eval_set(
             f"{report.place}: {report.too_long()}, the longest has {report.longest_tokens}, and an "
             "evaluation leaves none out; raise data.max_prompt_tokens"
         )
-    return loaded
+    return prompt_set
 
 
 def load_eval_sets(config: RunConfig, renderer: ChatRenderer) -> Iterator[PromptSet]:
@@ -195,7 +195,7 @@ def load_train_sets(
 
 
 def log_warnings(prompt_sets: Sequence[PromptSet]) -> None:
-    """Log what a user should know about the sets of a mixture, a record per line."""
+    """Log the warnings about the sets of a mixture, a record per line."""
     lines = [line for prompt_set in prompt_sets for line in prompt_set.report.warnings()]
     for line in (*lines, *shared_prompts(prompt_sets)):
         _LOG.warning("%s", line)
@@ -254,18 +254,18 @@ def load_set(
     prompts: list[Prompt] = []
     first_of: dict[str, Prompt] = {}
     contradictions: dict[str, str] = {}
-    for prompt_id, text, answer, rest in rows:
+    for prompt_id, text, answer, columns in rows:
         token_ids = token_ids_of[text]
         if len(token_ids) > report.max_prompt_tokens:
             report.num_too_long += 1
             continue
-        prompt = Prompt(prompt_id, token_ids, answer, text, dataset.label, rest)
+        prompt = Prompt(prompt_id, token_ids, answer, text, dataset.label, columns)
         first = first_of.setdefault(text, prompt)
         if first is not prompt:
             report.num_duplicates += 1
             if first.answer != answer:
-                both = f"{first.prompt_id} has '{first.answer}', {prompt_id} has '{answer}'"
-                contradictions.setdefault(text, both)
+                conflict = f"{first.prompt_id} has '{first.answer}', {prompt_id} has '{answer}'"
+                contradictions.setdefault(text, conflict)
             if report.duplicates_dropped:
                 continue
         prompts.append(prompt)
@@ -313,7 +313,7 @@ def _read(
         try:
             row_format = _recognised(dataset, row, row_format)
             report.row_format = row_format.name
-            text, answer, rest = row_format.read(
+            text, answer, columns = row_format.read(
                 row, dataset.row_columns, dropped, lambda question: render(json.dumps(question))
             )
         except DataError as error:
@@ -332,9 +332,9 @@ def _read(
             report.num_rendered += 1
             report.first_rendered = report.first_rendered or f"{row.prompt_id} has {marks[text]}"
         if report.duplicates_dropped and text in seen:
-            rest = {}  # a gigabyte in a set that repeats its prompts
+            columns = {}  # a gigabyte in a set that repeats its prompts
         seen.add(text)
-        yield row.prompt_id, text, answer, rest
+        yield row.prompt_id, text, answer, columns
     report.dropped_columns = tuple(sorted(dropped))
     report.num_no_answer, report.no_answers = unusable.total(), dict(unusable.most_common(5))
 
@@ -353,5 +353,5 @@ def _recognised(dataset: DatasetConfig, row: Row, row_format: RowFormat | None) 
 
 
 def _letters(answer: str) -> str:
-    """Its letters and digits without case; the answer itself where it has none."""
+    """The answer's letters and digits, case-folded; the answer itself where it has none."""
     return re.sub(r"\\[A-Za-z]+|[\W_]", "", answer).casefold() or answer

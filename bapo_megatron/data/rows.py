@@ -110,7 +110,7 @@ def _read_hub(dataset: DatasetConfig) -> Iterator[Row]:
 
     place = f"{dataset.hub} ({dataset.subset + ', ' if dataset.subset else ''}{dataset.split})"
     try:
-        loaded = datasets.load_dataset(
+        data_set = datasets.load_dataset(
             dataset.hub, name=dataset.subset or None, split=dataset.split
         )
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
@@ -120,7 +120,7 @@ def _read_hub(dataset: DatasetConfig) -> Iterator[Row]:
             f"into {datasets.config.HF_DATASETS_CACHE} where there is a network"
         ) from error
     # As arrow, so that images and sound are not decoded.
-    batches = loaded.with_format("arrow").iter(batch_size=_BATCH_ROWS)
+    batches = data_set.with_format("arrow").iter(batch_size=_BATCH_ROWS)
     yield from _rows_of_batches(batches, dataset.hub, place)
 
 
@@ -130,7 +130,7 @@ def _rows_of_batches(batches: Iterator[Any], name: str, place: str) -> Iterator[
     for batch in batches:
         try:
             records = batch.to_pylist()
-        except (ValueError, OverflowError) as error:  # bytes that are no text, dates beyond Python
+        except (ValueError, OverflowError) as error:  # invalid UTF-8, dates beyond Python's
             raise DataError(
                 f"{place}: rows {first} to {first + batch.num_rows - 1} cannot be read "
                 f"({first_line(error)}); correct the file"
@@ -234,7 +234,7 @@ class RowFormat:
         Args:
             row: A readable row.
             row_columns: The other columns to keep, as JSON values; None: all of them.
-            dropped: Collects the names of columns whose values have no form in JSON.
+            dropped: Collects the names of columns whose values JSON cannot hold.
             render: Takes a text, or chat messages that end before the assistant's turn.
 
         Raises:
@@ -294,8 +294,8 @@ def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | 
     if problem in fields and (has_answer or "solution" in names):
         return formats["math"]
     question, reference = (
-        next((names[name] for name in known if name in names), "")
-        for known in (_QUESTIONS, _ANSWERS)
+        next((names[name] for name in candidates if name in names), "")
+        for candidates in (_QUESTIONS, _ANSWERS)
     )
     return RowFormat("columns", question, reference) if question and reference else None
 
@@ -307,10 +307,10 @@ def _take(row: Row, column: str, setting: str, present: str) -> Any:
         return fields.pop(column)
     *parents, leaf = column.split(".")
     for part in parents:
-        inner = _struct(fields.get(part)) if fields is not None else None
-        if inner is not None:
-            fields[part] = inner  # no JSON text any more
-        fields = inner
+        struct = _struct(fields.get(part)) if fields is not None else None
+        if struct is not None:
+            fields[part] = struct  # parsed, if it was JSON text
+        fields = struct
     if fields is None or leaf not in fields:
         raise DataError(
             f"{row.place}: no column '{column}', only {present}; correct the data, or set {setting}"
@@ -382,7 +382,7 @@ def _marked_answer(solution: Any) -> str | None:
 
 
 def _up_to_closing_brace(text: str) -> str | None:
-    """What stands before the brace that closes an open one; None if there is no such brace."""
+    """The text before the brace that closes an open one; None if there is no such brace."""
     depth = 1
     for brace in _BRACE.finditer(text):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -392,7 +392,7 @@ def _up_to_closing_brace(text: str) -> str | None:
 
 
 def _to_json(value: Any, name: str, dropped: set[str]) -> Any:
-    """A column's value as JSON, or ``_NOT_JSON``: bytes (images, sound) have no such form."""
+    """A column's value as JSON, or ``_NOT_JSON``: JSON has no bytes (images, sound)."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="replace").decode()
     if value is None or isinstance(value, bool | int):

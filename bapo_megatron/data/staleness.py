@@ -71,5 +71,5 @@ def trainable_mask(spans: VersionSpans, version: int, limit: StalenessConfig) ->
         return np.ones(num_spanned(spans), dtype=bool)
     if limit.measure == "token":
         return version - token_versions(spans) <= limit.max_age
-    is_young = response_age(spans, version, limit.measure) <= limit.max_age
-    return np.full(num_spanned(spans), is_young)
+    is_fresh = response_age(spans, version, limit.measure) <= limit.max_age
+    return np.full(num_spanned(spans), is_fresh)

@@ -32,7 +32,7 @@ class StreamPosition:
     seed: Count
     shuffle: bool
     digest: str
-    """Of the prompts, with their answers and the columns that reward functions get."""
+    """Hash of the prompts, their answers and the columns that reward functions get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class PromptStream(Iterator[Prompt]):
 
     @cached_property
     def _digest(self) -> str:
-        """Takes seconds for a million prompts, which never change."""
+        """Hash of the prompts, which never change; a million take seconds."""
         digest = hashlib.sha256()
         for p in self._prompts:
             columns = json.dumps(p.row, sort_keys=True)
@@ -135,8 +135,8 @@ class PromptMixture(Iterator[Prompt]):
 
         |cᵢ(n) − n·pᵢ| < 1 for every set and every n.
 
-    No random draw can promise that; so which set a draw comes from is decided by the position
-    alone, and the seed decides the order within each set. The j-th prompt of set i (j = 1, 2, …) is
+    Random draws cannot guarantee that, so the position alone decides which set a draw comes from,
+    and the seed decides the order within each set. The j-th prompt of set i (j = 1, 2, …) is
     drawn in the window ⌊(j − 1) / pᵢ⌋ ≤ t < ⌈j / pᵢ⌉ of draws t = 0, 1, …; of the sets whose window
     is open, the one whose window closes first is taken, the first of the list where several do.
     That such a schedule exists and that this rule finds it is the theorem behind Pfair scheduling
@@ -200,7 +200,7 @@ def _described(mixture: MixturePosition) -> str:
 def _in_units(weights: Sequence[float]) -> list[int]:
     """Weights as the smallest whole numbers in the same proportions.
 
-    They are taken as they are written: 0.1 is 1/10, not the nearest binary fraction.
+    Decimals are exact: 0.1 is 1/10, not the nearest binary fraction.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     denominator = math.lcm(*(weight.denominator for weight in exact))

@@ -1,1 +1,1 @@
-"""What is made of sampled responses: files, votes, estimates with intervals, comparisons."""
+"""Evaluation of sampled responses: files, votes, estimates with intervals."""

@@ -189,7 +189,7 @@ def _resampled_means(values_PM: np.ndarray, num_resamples: int, seed: int) -> np
 def difference_over_seeds(differences_S: np.ndarray, limit: float = math.inf) -> PairedDifference:
     """Compare two groups of runs seed by seed, by Student's paired t-test.
 
-    Values that are all equal tell nothing of their spread: p is then 0, or 1 where they are 0.
+    Values that are all equal say nothing about their spread: p is then 0, or 1 where they are 0.
 
     Args:
         differences_S: [S] float64 with S ≥ 2, the second group's score minus the first's.

@@ -39,10 +39,10 @@ from bapo_megatron.telemetry.metrics import means_by_name
 from bapo_megatron.types import EvalProblem, EvalResult, EvalScore, FinishReason
 
 _MAX_TIMEOUTS = 3
-"""After so many, the answers to a problem are compared by their text only."""
+"""After this many, the answers to a problem are compared by their text only."""
 _SLOW_S = 0.5
 _MAX_SLOW_S = 20.0
-"""What the slow comparisons of one problem (``_SLOW_S`` or more each) may take in all; then its
+"""Limit of the total time of one problem's slow comparisons (``_SLOW_S`` or more each); then its
 answers are compared by their text only."""
 _SCORE_HEADINGS = ("set", "score", "value", "95 % interval")
 _SAMPLE_COLUMNS: dict[str, Callable[[EvalResult], str]] = {
@@ -81,7 +81,7 @@ async def summarise(
         samples: For each prompt its n samples, by index.
         rewards: Compares answers with each other, by the function ``math``.
         config: k of pass@k and maj@k, besides n, and the resamples of the bootstrap.
-        settings: What the samples were made with.
+        settings: How the samples were made.
         seed: Decides the resamples.
 
     Raises:
@@ -183,7 +183,7 @@ def limits_of(name: str, problems: Sequence[EvalProblem]) -> tuple[float, float]
 
 
 def votes_pool(config: RewardConfig) -> RewardPool:
-    """Make the pool that compares answers, by the function ``math`` whatever functions reward."""
+    """Return a pool that compares answers by ``math``, whatever the reward functions are."""
     return RewardPool(config.workers, config.timeout_s, memory_limit_mb=config.memory_limit_mb)
 
 
@@ -273,7 +273,7 @@ def read_results(path: Path) -> list[EvalResult]:
     """Read what ``write_results`` wrote.
 
     Raises:
-        ResultsError: It is no such file.
+        ResultsError: It is not such a file.
         OSError: It cannot be read.
     """
     try:
@@ -305,7 +305,7 @@ def _check(results: Sequence[EvalResult]) -> None:
 
 
 def scoring_lines(results: Sequence[EvalResult]) -> list[str]:
-    """Return what each score is made of, unless it is one function's, and failures of functions."""
+    """Return the terms of each score, unless it is one function's, and failures of functions."""
     sums, failures = [], []
     for result in results:
         functions = result.settings.get("reward", {}).get("functions", ())

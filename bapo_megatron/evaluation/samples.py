@@ -2,7 +2,7 @@
 
     <run_dir>/eval/<set>.jsonl             of the ``eval`` command
     <run_dir>/eval/step_000020_<set>.jsonl of an evaluation inside training; ``start_<set>``: before
-    ….settings.json                        beside each: what its samples were made with
+    ….settings.json                        beside each: how its samples were made
 
 Each sample is one line, written as it finishes. ``SampleJournal`` appends and resumes,
 ``read_samples`` reads a complete file. A kill can only tear the last line, which ``SampleJournal``
@@ -84,7 +84,7 @@ class EvalSet:
 def load_sets(
     config: RunConfig, renderer: ChatRenderer, *, warns: bool = True
 ) -> tuple[EvalSet, ...]:
-    """Read every set of ``eval.sets``; ``warns``: log what a user should know about them.
+    """Read every set of ``eval.sets``; ``warns``: log the warnings about them.
 
     Raises:
         DataError: A row cannot be used, or a prompt is too long.
@@ -92,11 +92,11 @@ def load_sets(
     """
     sets = []
     loaded_sets = load_eval_sets(config, renderer)
-    for dataset, loaded in zip(config.eval.sets, loaded_sets, strict=True):
+    for dataset, prompt_set in zip(config.eval.sets, loaded_sets, strict=True):
         sampling = config.eval.sampling_of(dataset)
         if warns:
-            log_warnings([loaded])
-        sets.append(EvalSet(dataset.label, loaded.prompts[: sampling.max_prompts], sampling))
+            log_warnings([prompt_set])
+        sets.append(EvalSet(dataset.label, prompt_set.prompts[: sampling.max_prompts], sampling))
     return tuple(sets)
 
 
@@ -137,10 +137,10 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 
 
 def fingerprint(model_dir: Path) -> str:
-    """Hash what tells models apart, of whatever size, in milliseconds.
+    """Hash a model so that others differ, in milliseconds for any size.
 
-    That is all of config.json and, of each weight file, its name, its size and 64 pieces of 16 KiB,
-    spread evenly. Training changes nearly every number, so that two steps of a run differ.
+    The hash covers config.json and, of each weight file, its name, its size and 64 evenly spread
+    pieces of 16 KiB. Training changes nearly every number, so that two steps of a run differ.
 
     Raises:
         OSError: A file cannot be read.
@@ -175,7 +175,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         settings: dict[str, Any] = parse_json(content)
     except FileNotFoundError as error:
         raise ResultsError(
-            f"{path}: is missing; what the samples beside it were made with is unknown; {remedy}"
+            f"{path}: is missing, so the settings of the samples beside it are unknown; {remedy}"
         ) from error
     except ValueError as error:
         raise ResultsError(f"{path}: damaged ({error}); {remedy}") from error
@@ -188,16 +188,16 @@ def settings_beside(path: Path) -> dict[str, Any]:
 
 
 def check_same(path: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse to go on with the samples file ``path`` if other settings made it.
+    """Refuse to continue the samples file ``path`` with other settings.
 
     Raises:
         ResultsError: A setting differs, or those of the file are missing.
     """
-    before = read_settings(settings_path(path))
+    saved = read_settings(settings_path(path))
     for name, value in settings.items():
-        if before.get(name) != value:
+        if saved.get(name) != value:
             raise ResultsError(
-                f"{path}: its samples were made with {name} {json.dumps(before.get(name))}, now it "
+                f"{path}: its samples were made with {name} {json.dumps(saved.get(name))}, now it "
                 f"would be {json.dumps(value)}; resume with the same, or change run_dir"
             )
 
@@ -218,7 +218,7 @@ class EvalSample:
     turns: tuple[str, ...] = ()
     """Texts of policy and environment, if there are several turns; ends with ``response``."""
     state: Any = None
-    """The environment's at the end."""
+    """The environment's final state."""
     extracted: str = ""
     """The answer as it stands in the response; empty where none was found."""
     reward: _Number
@@ -266,7 +266,7 @@ class SampleJournal:
         """Continue an open file; see ``open``."""
         self.path = path
         self.samples = {sample.key: sample for sample in samples}
-        """Those in the file, earlier tries' too, by key; without their texts, which are large."""
+        """Samples in the file by key, earlier tries' too; without their texts, which are large."""
         self._file = file
 
     @classmethod
@@ -275,7 +275,7 @@ class SampleJournal:
 
         Args:
             path: The jsonl file; missing directories are made.
-            settings: What the samples are made with, JSON values.
+            settings: How the samples are made, as JSON values.
             resume: Keep what is in the file, if there is one; else it begins empty.
 
         Raises:

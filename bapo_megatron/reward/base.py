@@ -18,7 +18,7 @@ class Score:
     timed_out: bool = False
     """Grading exceeded its limit of time or memory; the reward is 0."""
     reason: str = ""
-    """Why it is right or wrong, in a word of the function (``math``: a ``math_answer.Reason``), or
+    """Why it is right or wrong, as the function says (``math``: a ``math_answer.Reason``), or
     ``limit`` where a limit ended it, ``error`` where it failed, ``crash`` where ``math`` ended its
     process."""
     components: Mapping[str, float] = field(default_factory=dict)
@@ -76,9 +76,9 @@ Result = float | Score | Mapping[str, Any]
 """A number, a ``Score``, or a mapping with ``reward`` and further numbers, which become metrics."""
 
 RewardFunction = Callable[..., Result | Awaitable[Result]]
-"""Scores one response in a worker process, where it may be slow or crash; it may be ``async``. It
-gets those of ``response``, ``answer``, ``sample``, ``row``, ``turns`` and ``state`` that its
-parameters name."""
+"""Scores one response in a worker process, where it may be slow or crash; it may be ``async``. Its
+parameters name what it gets: ``response``, ``answer``, ``sample``, ``row``, ``turns``,
+``state``."""
 
 GroupFunction = Callable[..., Sequence[Result] | Awaitable[Sequence[Result]]]
 """Scores the responses to one prompt together, in their order; otherwise like a ``RewardFunction``.

@@ -33,8 +33,8 @@ class Rewards:
             for entry in config.functions
             if entry.url is not None
         }
-        self._of_one: tuple[RewardFunctionConfig, ...] = config.functions
-        self._of_groups: tuple[RewardFunctionConfig, ...] = ()
+        self._singles: tuple[RewardFunctionConfig, ...] = config.functions
+        self._groups: tuple[RewardFunctionConfig, ...] = ()
         self._has_failed = False
 
     async def __aenter__(self) -> Self:
@@ -46,14 +46,14 @@ class Rewards:
     @property
     def group_names(self) -> tuple[str, ...]:
         """The functions for ``score_group``; known after ``start``."""
-        return tuple(entry.name for entry in self._of_groups)
+        return tuple(entry.name for entry in self._groups)
 
     def require_single(self) -> None:
         """Refuse evaluations, which score single responses, without a function that does.
 
         Call it after ``start``.
         """
-        if not self._of_one:
+        if not self._singles:
             raise RewardError(
                 "eval.functions: must have one that scores a single response, got "
                 f"{', '.join(self.group_names)}, which evaluations leave out; name one"
@@ -63,9 +63,9 @@ class Rewards:
         """Load the functions in one worker, so that ``RewardError`` is raised now."""
         entries = self._config.functions
         if any(":" in (entry.function or "") for entry in entries):
-            of_groups = await self.pool.start()
-            self._of_groups = tuple(entry for entry in entries if entry.function in of_groups)
-            self._of_one = tuple(entry for entry in entries if entry.function not in of_groups)
+            names = await self.pool.start()
+            self._groups = tuple(entry for entry in entries if entry.function in names)
+            self._singles = tuple(entry for entry in entries if entry.function not in names)
 
     async def close(self) -> None:
         """End every worker and connection. Safe to call twice."""
@@ -82,7 +82,7 @@ class Rewards:
         Raises:
             RewardError: A function failed, and ``reward.on_error`` is ``raise``.
         """
-        entries, none = self._of_one, Score(0.0)
+        entries, none = self._singles, Score(0.0)
         if _has_failed(response):
             none = _FAILED_EPISODE
             scores = [none] * len(entries)
@@ -99,16 +99,16 @@ class Rewards:
         returns the complete ones. Answer, ``answer_found`` and ``reason`` stay, or are those of the
         first function if none scores single responses.
         """
-        entries = self._of_groups
+        entries = self._groups
         groups = await self._run_all(entries, responses, [score.reward for score in scores])
-        added = []
+        totals = []
         for number, before in enumerate(scores):
-            more = [group[number] for group in groups]
+            group_scores = [group[number] for group in groups]
             if _has_failed(responses[number]):
-                more = [_FAILED_EPISODE] * len(groups)
-            first = more[0] if more and not self._of_one else before
-            added.append(_add(first, before, entries, more))
-        return added
+                group_scores = [_FAILED_EPISODE] * len(groups)
+            first = group_scores[0] if group_scores and not self._singles else before
+            totals.append(_add(first, before, entries, group_scores))
+        return totals
 
     async def _run_all(
         self,
@@ -136,10 +136,10 @@ class Rewards:
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                started = [tasks.create_task(run(entry)) for entry in entries]
+                runs = [tasks.create_task(run(entry)) for entry in entries]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
-        return [task.result() for task in started]
+        return [task.result() for task in runs]
 
 
 def _has_failed(response: Response) -> bool:

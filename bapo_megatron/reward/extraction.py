@@ -1,4 +1,4 @@
-r"""Which part of a response is its answer.
+r"""Finds the answer in a response.
 
 It is the last ``\boxed{…}``; where there is none, the last ``<answer>…</answer>``; else what
 follows the last ``####``, "answer is", "answer:" or "final answer" up to the end of its line.
@@ -28,7 +28,7 @@ class ExtractedAnswer(NamedTuple):
 def extract_answer(response: str) -> ExtractedAnswer | None:
     r"""Find the final answer of a response, or None; linear in the response's length.
 
-    The last ``\boxed{`` whose braces close counts; an empty one is no answer.
+    The last ``\boxed{`` whose braces close counts; an empty one is not an answer.
     """
     boxed = _last_boxed(response)
     if boxed is not None:
@@ -55,7 +55,7 @@ def has_closed_box(text: str) -> bool:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{`` that closes; ``\{`` and ``\}`` are no braces."""
+    r"""Content of the last ``\boxed{`` that closes; ``\{`` and ``\}`` are not braces."""
     last_start, content = -1, None
     open_braces: list[tuple[int, bool]] = []
     for match in _BRACE.finditer(text):

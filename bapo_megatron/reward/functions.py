@@ -103,8 +103,8 @@ class RewardHandler:
         return [asdict(as_score(result)) for result in results]
 
     def _call(self, loaded: LoadedFunction, arguments: Mapping[str, Any]) -> Any:
-        named = {name: arguments[name] for name in loaded.parameters}
-        return settled(loaded.function(**named), self._loop)
+        keywords = {name: arguments[name] for name in loaded.parameters}
+        return settled(loaded.function(**keywords), self._loop)
 
 
 def _check_group(results: Any, num_responses: int) -> None:

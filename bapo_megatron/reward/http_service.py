@@ -1,4 +1,4 @@
-"""Rewards from an HTTP service: batches, repeated on failures that may pass (docs/rewards.md).
+"""Rewards from an HTTP service: batches, retried on transient failures (docs/rewards.md).
 
     POST url
     → [{"response": …, "answer": …, "sample": {…}, "row": {…}, "turns": […], "state": …}, …]

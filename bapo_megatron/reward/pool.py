@@ -27,7 +27,7 @@ class RewardPool:
         functions: Sequence[str] = ("math",),
         memory_limit_mb: int = 2048,
     ) -> None:
-        """Set the pool up; each worker starts with its first answer.
+        """Set the pool up; each worker starts with its first request.
 
         Limits are those of ``WorkerPool``; sympy itself needs some 60 MB. ``functions`` are those
         that the workers can run: ``math``, ``package.module:function``.

@@ -49,7 +49,7 @@ class Shaping:
             timed_out = matches is None
             terms["format"] = config.format.reward if matches else 0.0
         if config.repetition is not None:
-            # In a thread: sorting 64k tokens takes tens of milliseconds, and numpy lets others run.
+            # In a thread: sorting 64k tokens takes tens of milliseconds, and numpy drops the GIL.
             share = await asyncio.to_thread(
                 repeated_share, token_ids_Q, config.repetition.ngram_tokens
             )
@@ -80,7 +80,7 @@ def repeated_share(token_ids_Q: np.ndarray, ngram_tokens: int) -> float:
     if num_ngrams < 1:
         return 0.0
     codes = np.unique(token_ids_Q, return_inverse=True)[1].astype(np.int64)
-    # Codes of n-grams from those of two shorter ones, overlapping where n is no power of 2.
+    # Codes of n-grams from those of two shorter ones, overlapping where n is not a power of 2.
     length = 1
     while length < ngram_tokens:
         step = min(length, ngram_tokens - length)

@@ -1,1 +1,1 @@
-"""What surrounds training and is not part of it; imported by ``commands/`` only."""
+"""Tools around training, which does not import them; used by ``commands/`` only."""

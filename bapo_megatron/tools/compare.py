@@ -55,14 +55,14 @@ class Comparison:
 
     set_name: str
     num_problems: int
-    """Those that both have; of all seeds together."""
+    """Problems that both have, over all seeds."""
     num_left_out: int
-    """Those that only one of them has."""
+    """Problems that only one of them has."""
     seeds: tuple[int, ...]
-    """Those that both groups have, by which differences are paired; empty where two results are
+    """Seeds that both groups have, by which differences are paired; empty where two results are
     compared, whose differences are paired by problem."""
     seeds_left_out: tuple[int, ...]
-    """Those that only one group has."""
+    """Seeds that only one group has."""
     different_settings: tuple[str, ...]
     """Settings other than the model in which the two differ, such as ``temperature 0.6 and 1.0``;
     those that one of them did not record are left out."""
@@ -78,7 +78,7 @@ class _Pair:
     num_left_out: int
     num_problems: int
     estimates: dict[str, tuple[np.ndarray, np.ndarray]]
-    """Those that both have and a table needs, by name: [P] of the first and of the second."""
+    """Estimates that both have and a table needs, by name: [P] of the first and of the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def newest_results(run_dir: Path) -> Path | None:
 
 
 def find_group(path: Path) -> list[Path]:
-    """Return the runs that a directory of runs, or a pattern such as ``runs/a-seed*``, stands for.
+    """Return the runs in a directory, or that match a pattern such as ``runs/a-seed*``.
 
     Sorted; empty where it is neither.
     """
@@ -132,7 +132,7 @@ def read_group(run_dirs: Sequence[Path]) -> ResultsBySeed:
     """Read the newest scores of runs that differ in their seeds.
 
     Raises:
-        ResultsError: A run has no scores, not those of the same step, or no seed of its own.
+        ResultsError: A run has no scores, those of another step, or the seed of another run.
         OSError: A file cannot be read.
     """
     group: dict[int, Results] = {}
@@ -214,11 +214,11 @@ def compare_groups(
             by_seed.append(_pairs(first[seed], second[seed], k_values, common_only=common_only))
         except ResultsError as error:
             raise ResultsError(f"seed {seed}: {error}") from error
-        names, others = ([pair.set_name for pair in by_seed[n]] for n in (0, -1))
-        if names != others:
+        names, other_names = ([pair.set_name for pair in by_seed[n]] for n in (0, -1))
+        if names != other_names:
             raise ResultsError(
                 f"seed {seed}: must have the sets of seed {seeds[0]}, {', '.join(names)}, got "
-                f"{', '.join(others)}; evaluate all runs on the same sets"
+                f"{', '.join(other_names)}; evaluate all runs on the same sets"
             )
     return [
         _comparison(pairs, _scores_over_seeds(pairs), tuple(seeds), tuple(left_out))
@@ -315,13 +315,13 @@ def _pair(a: EvalResult, b: EvalResult, k_values: Sequence[int], *, common_only:
     num_first, num_second = len(first[0].rewards), len(second[0].rewards)
     sizes = [k for k in {*k_values, num_first, num_second} if k <= min(num_first, num_second)]
     names, first_PM = values_by_problem(first, sizes)
-    others, second_PM = values_by_problem(second, sizes)
+    other_names, second_PM = values_by_problem(second, sizes)
     # avg@k is the first score of both, whatever the number of samples.
-    average = names[0] if names[0] == others[0] else f"{names[0]}, {others[0]}"
+    average = names[0] if names[0] == other_names[0] else f"{names[0]}, {other_names[0]}"
     estimates = {average: (first_PM[:, 0], second_PM[:, 0])}
     for column, name in enumerate(names):
-        if column and name in others and is_shown(name, (*first, *second)):
-            estimates[name] = first_PM[:, column], second_PM[:, others.index(name)]
+        if column and name in other_names and is_shown(name, (*first, *second)):
+            estimates[name] = first_PM[:, column], second_PM[:, other_names.index(name)]
     return _Pair(
         set_name=a.name if a.name == b.name else f"{a.name}, {b.name}",
         different_settings=tuple(differing),
@@ -340,8 +340,8 @@ def _common_problems(
     for a, b in pairs:
         if a.answer != b.answer:
             raise ResultsError(
-                f"{a.prompt_id}: has the answer {a.answer!r} in A and {b.answer!r} in B: other "
-                "data under the same names; compare results on the same data"
+                f"{a.prompt_id}: has the answer {a.answer!r} in A and {b.answer!r} in B: same "
+                "ids, different data; compare results on the same data"
             )
     have_same = len(first.problems) == len(second.problems) == len(pairs)
     if not pairs or not (have_same or common_only):

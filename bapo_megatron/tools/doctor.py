@@ -1,4 +1,4 @@
-"""What was built, what will run on this machine, and what does not fit together.
+"""What was built, what will run on this machine, and what is incompatible.
 
 ``probe`` looks at the machine, ``diagnose`` judges what it saw.
 """
@@ -50,7 +50,7 @@ class Machine:
     packages: dict[str, str | None]
     """Installed version by distribution name."""
     errors: dict[str, str]
-    """Why a package or the extension does not work, by name; also of some not installed."""
+    """Why a package or the extension does not work, by name; also for some not installed."""
 
 
 @dataclass(frozen=True, slots=True)

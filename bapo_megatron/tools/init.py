@@ -90,8 +90,8 @@ def write_first_config(
         config = _on_cpu(draft)
     text = _as_yaml(config, inputs, plan, gpus)
     settings = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
-    written = parse_section(RunConfig, settings, str(target))
-    assert written == config, "the file says what was planned"
+    reread = parse_section(RunConfig, settings, str(target))
+    assert reread == config, "the file says what was planned"
     directory.mkdir(parents=True, exist_ok=True)
     atomic_write_text(target, text)
     for line in inputs.prompts.report.warnings():
@@ -123,7 +123,7 @@ def _read_inputs(model: ModelConfig, train_set: TrainSetConfig) -> _Inputs:
 
 
 def _first_row(train_set: TrainSetConfig) -> tuple[Row, RowFormat]:
-    """The first row of a set, and the set's format by it."""
+    """The first row of a set, and the format recognised from it."""
     row = next(read_rows(train_set), None)
     if row is None or row.fields is None:
         problem = "no row" if row is None else row.problem
@@ -192,7 +192,7 @@ def _on_cpu(draft: RunConfig) -> RunConfig:
 
 
 def _as_yaml(config: RunConfig, inputs: _Inputs, plan: Plan | None, gpus: int) -> str:
-    """The file: the keys of ``_reasons``, if they are always shown or have no default value."""
+    """The file: the keys of ``_reasons`` that are always shown or differ from their default."""
     changed = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
     values = flat_settings(config)
     values["reward.functions"] = [{"name": "math", "function": "math"}]
@@ -239,11 +239,11 @@ _ALWAYS = {
 def _reasons(config: RunConfig, inputs: _Inputs) -> dict[str, str]:
     """The keys of the file in their order, each with the reason for its value."""
     report, row_format, prompts = inputs.prompts.report, inputs.row_format, inputs.prompts.prompts
-    stored = "its config.json names none"
+    dtype_reason = "its config.json names none"
     if inputs.stored_dtype:
-        stored = f"its config.json says {shown_value(inputs.stored_dtype)}"
+        dtype_reason = f"its config.json says {shown_value(inputs.stored_dtype)}"
     if config.rollout.engine == "local":
-        stored = "faster on a CPU than bfloat16"
+        dtype_reason = "faster on a CPU than bfloat16"
     columns = f"columns {row_format.prompt_column} and {row_format.answer_column}"
     num_long = sum(len(prompt.answer) > _LONG_ANSWER_CHARS for prompt in prompts)
     grading = "1 if the answer is right, else 0; or package.module:function"
@@ -253,10 +253,10 @@ def _reasons(config: RunConfig, inputs: _Inputs) -> dict[str, str]:
         "name": "",
         "run_dir": "everything that the run writes; one run each",
         "model.path": f"{model_parameters(inputs.hf):,} parameters",
-        "model.dtype": stored,
+        "model.dtype": dtype_reason,
         "model.ignored_config_fields": "by --ignore-field",
         "parallel.tensor": "",
-        "parallel.sequence": "divides what lies between the GEMMs, too",
+        "parallel.sequence": "splits activations between the GEMMs, too",
         "parallel.pipeline": "",
         "parallel.virtual_pipeline": "",
         "parallel.context": "",
@@ -278,14 +278,14 @@ def _reasons(config: RunConfig, inputs: _Inputs) -> dict[str, str]:
         "rollout.server.count": "per node",
         "rollout.server.tensor": "GPUs of each server, for the longest sequence",
         "rollout.server.first_gpu": "those before it train",
-        "rollout.server.mem_fraction": "beside what the trainer keeps",
+        "rollout.server.mem_fraction": "leaves room for what the trainer keeps",
         "reward.functions": grading,
         "algorithm.objective": "clip is GRPO; docs/objectives.md has the others",
         "algorithm.updates_per_batch": "more of them learn more from a batch, with staler samples",
         "optimizer.lr": "cautious; the paper has 2e-6 for 7B",
         "train.steps": "",
         "train.max_tokens_per_micro_batch": "per rank; a prompt with its response must fit",
-        "checkpoint.every_steps": "what a crash costs at most",
+        "checkpoint.every_steps": "the most that a crash loses",
     }
 
 

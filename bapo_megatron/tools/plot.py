@@ -41,7 +41,7 @@ def dynamics_figure(run_dirs: Sequence[Path]) -> Any:
     axes = figure.subplots(num_rows, _COLUMNS, squeeze=False).flat
     for panel, axis in zip(panels, axes, strict=False):
         _draw_panel(axis, panel, colors)
-    for axis in axes:  # those that are left
+    for axis in axes:  # unused ones
         figure.delaxes(axis)
     if len(groups) == 1:
         figure.suptitle(_plain(groups[0].label))

@@ -5,8 +5,8 @@
       functions:
         - {name: program, function: "examples.rewards.run_program:grade"}
 
-What a model writes is run with the rights of this process. Use it in a container that holds
-nothing of value and has no network; the worker's limits hold for the program as well.
+Model-written code runs with the rights of this process. Use it in a container that holds nothing of
+value and has no network; the worker's limits hold for the program as well.
 """
 
 from __future__ import annotations

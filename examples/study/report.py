@@ -32,7 +32,7 @@ Row = dict[str, Any]
 MARGIN = 0.02
 """Differences of expected reward within it do not matter; fixed beforehand."""
 _COLLAPSE = 0.8
-"""A run has collapsed whose final expected reward is below this part of its best."""
+"""A run has collapsed if its final expected reward is below this fraction of its best."""
 TITLES = {
     "grpo": "GRPO [0.8, 1.2]",
     "clip_higher": "clip-higher [0.8, 1.28]",
@@ -299,7 +299,7 @@ def tables(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Above what the arms are worth, below what BAPO's searches do."""
+    """Draw the arms' results in the upper row, BAPO's searches in the lower one."""
     figure, (above, below) = plt.subplots(2, 3, figsize=(14, 8), layout="constrained")
     _draw_contrasts(results, above[0])
     shown = [arm for arm in ("grpo", "start", "corner", "bapo", "yoked") if arm in results.arms]

@@ -1,7 +1,7 @@
-"""Many runs as shards: computed on all cores, each one a file that is there or not.
+"""Many runs as shards: computed on all cores, each one written as a whole or not at all.
 
-A shard is a parquet file with a row per run. What is there already is not computed again, so an
-interrupted study goes on with the same command. The file's metadata says what it was made with.
+A shard is a parquet file with a row per run. Existing ones are not computed again, so the same
+command continues an interrupted study. The file's metadata records commit and versions.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def path_of(directory: Path, name: str) -> Path:
 
 
 def provenance() -> dict[str, str]:
-    """What results depend on beside the seeds: commit, versions, processor."""
+    """What results depend on besides the seeds: commit, versions, processor."""
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {
         "commit": commit_of(Path(__file__).parents[2]) or "unknown",
@@ -115,7 +115,7 @@ def _write(shard: Shard, path: Path, metadata: dict[str, str]) -> None:
 
 
 def _curves_in_float32(table: pa.Table) -> pa.Table:
-    """Half of the bytes; more digits than curves have meaning."""
+    """Halves the bytes; curves need no more digits."""
     curve = pa.list_(pa.float32())
     fields = [
         field.with_type(curve) if pa.types.is_list(field.type) else field for field in table.schema

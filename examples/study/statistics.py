@@ -1,6 +1,6 @@
 """Intervals and tests for paired runs on several tasks with several seeds.
 
-Tasks and seeds are both samples: an interval over seeds alone would say nothing of other tasks. So
+Tasks and seeds are both samples: an interval over seeds alone says nothing about other tasks. So
 the bootstrap is hierarchical: it draws tasks, then seeds within each of them, with replacement.
 
 Shape legend: I = tasks, S = seeds, N = draws.

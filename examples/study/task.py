@@ -1,10 +1,10 @@
 """A task whose expected reward is known exactly, so that curves have no evaluation noise.
 
 For each prompt a response must pass D stages. In each stage one action is *right* and leads to the
-next stage, one is *sloppy*: it does, too, but spoils the answer; all others change nothing. After
-T actions the response is cut off. The reward is 1 for passing all stages without a sloppy action.
-Wrong responses are longer than right ones on average, as the paper has it: who hesitates gets more
-chances to be sloppy, or is cut off.
+next stage, one is *sloppy*: it does too, but spoils the answer; all others change nothing. After T
+actions the response is truncated. The reward is 1 for passing all stages without a sloppy action.
+Wrong responses are longer than right ones on average, as in the paper: every action without effect
+is another chance to be sloppy or truncated.
 
 The policy is a softmax over logits of low rank, so that prompts share parameters as they do in a
 network:  logits[c, d] = φ_c W_d.  φ is fixed, W is trained.
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 PROMPTS, STAGES, ACTIONS, RANK, LONGEST = 64, 5, 32, 20, 24
 RIGHT, SLOPPY = 1, 2
-"""Kinds of actions; 0: without effect."""
+"""Kinds of actions; 0 has no effect."""
 _HARD_SHARE = 0.25
-"""Share of stages at which the right action has no head start at first."""
+"""Share of stages at which the right action is not favoured at first."""
 _RIGHT_LOGIT, _SLOPPY_LOGIT, _NOISE = 3.5, 2.3, 0.7
 _FIT_STEPS, _FIT_RATE = 300, 4.0
 
@@ -58,8 +58,7 @@ class Task:
     def expected_reward(self, log_policy_CDA: NDArray[np.float64]) -> float:
         """The mean over all prompts, exact: the chance to pass all stages in T actions, unspoilt.
 
-        A response that was spoilt can only be cut off or pass with reward 0, so its mass is left
-        out.
+        A spoilt response can only be truncated or pass with reward 0, so its mass is left out.
         """
         policy_CDA = np.exp(log_policy_CDA)
         right_CD = (policy_CDA * (self.kind_CDA == RIGHT)).sum(-1)

@@ -2,8 +2,8 @@
 
     python -m examples.study.tier_a --out docs/study/tier_a
 
-First the learning rates of each arm are tried on tasks and seeds of their own; then every arm runs
-on fresh tasks, at two fixed learning rates and at its best one.
+First the learning rate of each arm is tuned on separate tasks and seeds; then every arm runs on
+fresh tasks, at two fixed learning rates and at its best one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from examples.study.tier_a_run import ARMS, History, Setting, train
 PRIMARY_LAGS = (2, 4, 8)
 """Steps of lag over which the four contrasts are averaged."""
 CONTRASTS = ("grpo", "start", "corner", "yoked")
-"""What BAPO is compared with; fixed beforehand."""
+"""Controls that BAPO is compared with; fixed beforehand."""
 _RATIO_CLIPS = ("grpo", "clip_higher", "start", "corner", "bapo", "bapo_gradient", "yoked")
 
 
@@ -33,11 +33,11 @@ class Plan:
     arms: tuple[str, ...] = tuple(ARMS)
     lags: tuple[int, ...] = (0, 1, 2, 4, 8)
     updates: tuple[int, ...] = (1, 4, 64)
-    """Beside 16, without lag."""
+    """Updates per step besides 16, without lag."""
     rates: tuple[float, ...] = (0.03, 0.1)
     tuned_rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
     targets: tuple[float, ...] = (0.3, 0.35, 0.45, 0.5)
-    """ρ0 beside 0.4."""
+    """ρ0 besides 0.4."""
     tasks: tuple[int, ...] = tuple(range(8))
     seeds: tuple[int, ...] = (0, 1, 2, 3)
     tuning_tasks: tuple[int, ...] = (100, 101)
@@ -45,7 +45,7 @@ class Plan:
     steps: int = 60
 
     def tuning(self) -> list[Setting]:
-        """The settings out of which each arm's learning rate is chosen."""
+        """The settings from which each arm's learning rate is chosen."""
         return [
             Setting(arm, lag, learning_rate=rate, steps=self.steps)
             for arm in self.arms
@@ -99,7 +99,7 @@ SMALL = Plan(
     tuning_seeds=(0,),
     steps=3,
 )
-"""For a look, and for the tests: seconds."""
+"""A plan of seconds, for a first look and for the tests."""
 
 
 def name_of(setting: Setting) -> str:

@@ -56,7 +56,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What distinguishes one cell of the study from others; every cell has all tasks and seeds."""
+    """One cell of the study; every cell has all tasks and seeds."""
 
     arm: str
     lag: int = 0
@@ -84,17 +84,17 @@ class Setting:
 
 @dataclass(slots=True)
 class History:
-    """What a run has shown; lists have an entry per step, sums go over all updates."""
+    """The curves and sums of a run; lists have an entry per step, sums cover all updates."""
 
     expected_reward: list[float] = field(default_factory=list)
     """Before the first step and after each."""
     entropy: list[float] = field(default_factory=list)
     """Mean over the sampled tokens, in nats, of the policy after the step."""
     gradient_norm: list[float] = field(default_factory=list)
-    """Largest of the step's updates, before it is limited."""
+    """Largest of the step's updates, before clipping."""
     median_gradient_norm: list[float] = field(default_factory=list)
     num_updates: int = 0
-    """With those in which nothing trains."""
+    """Including updates without a trainable token."""
     num_searches: int = 0
     """Times that the objective was differentiated: once per update that trains, and micro-batch."""
     num_tokens: int = 0
@@ -102,7 +102,7 @@ class History:
     of_searches: Counter[str] = field(default_factory=Counter)
     """Sums over searches: exits, bounds, shares."""
     of_tokens: Counter[str] = field(default_factory=Counter)
-    """Numbers of tokens: those that a limit holds, and those with large ratios."""
+    """Numbers of tokens: clipped ones, and those with large ratios."""
     bounds: list[tuple[float, float]] = field(default_factory=list)
     """(c_low, c_high) of every search."""
 
@@ -113,7 +113,7 @@ class History:
 
 
 class Adam:
-    """The optimizer, with the gradient's norm limited to 1."""
+    """The optimizer, with the gradient's norm clipped to 1."""
 
     def __init__(self, weight_DKA: NDArray[np.float64], learning_rate: float) -> None:
         self.weight_DKA = weight_DKA.copy()
@@ -174,7 +174,7 @@ def _train(setting: Setting, task_seed: int, seed: int, objective: Objective) ->
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The tokens of one update whose advantage is not 0, and how many there are with the others."""
+    """The tokens of one update whose advantage is not 0, and the number of all its tokens."""
 
     prompts: NDArray[np.int64]
     """Those of the update."""

@@ -3,8 +3,8 @@
     python -m examples.study.tier_b --out docs/study/tier_b
 
 Every run is `bapo-megatron train` with `tier_b.yaml`: a Qwen2 of 115,000 parameters on
-Megatron-core, sampled by the trainer's own engine at a fixed lag. BAPO's runs come first, because
-the yoked ones take their bounds.
+Megatron-core, sampled by the local engine at a fixed lag. BAPO's runs come first, because the yoked
+ones take their bounds.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def make_tiny(out: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def _call(out: Path, *arguments: str) -> None:
-    """Run a command of the project on one core; raise with the end of what it has said."""
+    """Run a command of the project on one core; raise with the end of its output."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", "bapo_megatron", *arguments],

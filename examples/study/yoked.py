@@ -1,8 +1,8 @@
-"""Yoked BAPO: the bounds that another run's search has found, in a random order.
+"""Yoked BAPO: the bounds of another run's search, in a random order.
 
-The control that separates how wide BAPO's bounds are from when they are wide. With the bounds of a
-run on the same task with another sampling seed, shuffled over all updates, their distribution is
-BAPO's, but they say nothing of the update at hand. A gain of BAPO over it is one of adaptivity.
+The control that separates how wide BAPO's bounds are from when they are wide. The bounds are those
+of a run on the same task with another sampling seed, shuffled over all updates: their distribution
+is BAPO's, but they do not depend on the update at hand. BAPO's gain over it is due to adaptivity.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Yoked(Clip):
 
 
 class YokedToFile(Yoked):
-    """The same for ``algorithm.objective``, with bounds that ``RecordedBapo`` has written."""
+    """The same for ``algorithm.objective``, with bounds that ``RecordedBapo`` wrote."""
 
     def __init__(self, file: str, seed: int, dual_clip: float | None = None) -> None:
         lines = (json.loads(line) for line in Path(file).read_text().splitlines())
-        # The trial of an objective before the first step is an update 0, too: the last one counts.
+        # The check of an objective before the first step is an update 0, too: the last one counts.
         by_update = {update: (low, high) for update, low, high in lines}
         super().__init__(list(by_update.values()), seed, dual_clip)
 

@@ -136,6 +136,6 @@ def test_references_that_are_no_answers_are_counted_in_the_table_and_named(confi
     text = printed(inspect_data(load_config(config_file, [override]), num_rows=0))
     kept = inspect_data(load_config(config_file, [override, "reward.no_answers=[]"]), num_rows=0)
 
-    assert "2 of 3 references are no answers ('proof' 1, 'notfound' 1) and were left out" in text
+    assert "2 of 3 references are not answers ('proof' 1, 'notfound' 1) and were left out" in text
     assert re.search(r"\| proofs +\| train \| columns +\| +3 \| +0 \| +2 \|", text)
     assert kept["sets"][0]["kept"] == 3

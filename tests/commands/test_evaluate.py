@@ -231,7 +231,7 @@ def test_an_evaluation_that_is_killed_goes_on_to_what_it_would_have_been(
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     _, err = process.communicate()
-    assert f"in all {NUM_SAMPLES:,} samples, at most {NUM_SAMPLES * MAX_TOKENS:,} tokens" in err
+    assert f"total: {NUM_SAMPLES:,} samples, at most {NUM_SAMPLES * MAX_TOKENS:,} tokens" in err
     assert not psutil.wait_procs(children, timeout=30)[1]
     before = _lines(run_dir)
     assert NUM_SAMPLES // 8 <= len(before) < NUM_SAMPLES
@@ -239,7 +239,7 @@ def test_an_evaluation_that_is_killed_goes_on_to_what_it_would_have_been(
         torn.write(before[0][:100])
 
     _evaluate(*aime("local", run_dir), "resume=true")
-    assert f"in all {NUM_SAMPLES - len(before)} samples" in capsys.readouterr().err
+    assert f"total: {NUM_SAMPLES - len(before)} samples" in capsys.readouterr().err
     after = _lines(run_dir)
     assert len(after) == NUM_SAMPLES
     assert set(before) <= set(after)

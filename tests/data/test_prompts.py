@@ -242,9 +242,9 @@ def test_references_that_are_no_answers_are_left_out_and_counted(tmp_path, token
     assert [prompt.answer for prompt in loaded.prompts] == ["5", "proofs"]
     assert (loaded.report.num_no_answer, loaded.report.num_bad) == (6, 0)
     (line,) = loaded.report.warnings()
-    assert "6 of 8 references are no answers ('' 2, 'proof' 1" in line
+    assert "6 of 8 references are not answers ('' 2, 'proof' 1" in line
     assert line.endswith("and were left out (reward.no_answers)")
-    with pytest.raises(DataError, match=r"no answers .* an evaluation leaves none out; remove"):
+    with pytest.raises(DataError, match=r"not answers .* an evaluation leaves none out; remove"):
         load_eval_set(data.train_sets[0], renderer, 999, RewardConfig().refused_answers)
 
 

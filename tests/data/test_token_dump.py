@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -50,4 +51,7 @@ def test_what_is_no_token_dump_of_this_format_is_refused(dump: Path) -> None:
     refused(table.replace_schema_metadata(None), "no token dump")
     about = {b"bapo_megatron.tokens": json.dumps({"format": 1})}
     refused(table.replace_schema_metadata(about), "token dump format 1")
-    refused(table.drop_columns(["group_id"]), "column 'group_id'")
+    refused(table.drop_columns(["group_id"]), "column 'group_id' is missing")
+    refused(table.append_column("index", table["index"]), "column 'index' occurs twice")
+    without_group = table.set_column(0, "group_id", pa.nulls(3, pa.int64()))
+    refused(without_group.drop_columns(["index"]), "column 'index' is missing")

@@ -1,4 +1,4 @@
-"""Memory of a trainer GPU of each pipeline stage, and of a rollout GPU; disk. Bytes throughout.
+"""Memory of a trainer GPU per pipeline stage and of a rollout GPU, and disk use, in bytes.
 
 Parameters are counted exactly: they are those of the model that Megatron builds.
 
@@ -106,7 +106,7 @@ class StageMemory:
     workspace_bytes: float
     """One layer's (or recomputed block's) backward pass; not at the same time as the logits."""
     total_bytes: float
-    """The peak, without what is reserved."""
+    """The peak, without the reserve."""
 
 
 def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
@@ -117,7 +117,7 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
     chunk *= max(0, layers - megatron.activation_offload_layers) / layers
     if layout.pipeline > 1 and case.assumptions.layers == "local":
         chunk += case.hidden_bytes  # what a stage received; Transformer Engine keeps it anyway
-    passing = (recomputed_bytes(case) + workspace_bytes(case)) * tokens
+    workspace = (recomputed_bytes(case) + workspace_bytes(case)) * tokens
     head_bytes = logits_bytes(case, tokens)
     # Master weights, unless the weights are float32 themselves, and two moments.
     copies = 3 if case.element_bytes < FLOAT32_BYTES else 2
@@ -141,15 +141,15 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
                 chunks_in_flight=in_flight,
                 activations_bytes=activations,
                 logits_bytes=logits,
-                workspace_bytes=passing,
-                total_bytes=weights + gradients + optimizer + activations + max(logits, passing),
+                workspace_bytes=workspace,
+                total_bytes=weights + gradients + optimizer + activations + max(logits, workspace),
             )
         )
     return stages
 
 
 def chunk_bytes(case: Scenario) -> float:
-    """Return what the layers of one chunk keep of a token between its two passes.
+    """Return the bytes per token that a chunk's layers keep between forward and backward pass.
 
     ``recompute: full`` keeps the input of each block of ``recompute_layers`` layers.
     """
@@ -160,7 +160,7 @@ def chunk_bytes(case: Scenario) -> float:
 
 
 def recomputed_bytes(case: Scenario) -> float:
-    """Return what comes back of a token for a while in the backward pass: one block of layers."""
+    """Return the bytes per token that a block's backward pass recomputes and holds meanwhile."""
     megatron = case.config.megatron
     if megatron.recompute == "full":
         block = min(megatron.recompute_layers, case.layout.layers_per_chunk(case.hf))
@@ -169,7 +169,7 @@ def recomputed_bytes(case: Scenario) -> float:
 
 
 def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> dict[str, float]:
-    """Return the bytes that one layer keeps of each token, by what they are.
+    """Return the bytes per token that one layer keeps, by tensor.
 
     The output of the QKV product lives on through the values, which are a part of it; queries and
     keys are kept once more after their rotation.
@@ -202,7 +202,7 @@ def _layer_bytes(case: Scenario, recompute: Literal["none", "selective"]) -> flo
 
 
 def norm_bytes(case: Scenario) -> float:
-    """Return what a norm and the product after it keep of a token, over the hidden states.
+    """Return the bytes per token that a norm of the hidden states and the GEMM after it keep.
 
     Transformer Engine: the norm's input and its output (the product's input), and 1/rms in float32.
     Local: the input in float32, the normalised value (for the norm's weight), the product's input.
@@ -222,14 +222,14 @@ def _head_norm_bytes(case: Scenario) -> float:
     """
     num_heads = case.hf.num_heads + case.hf.num_kv_heads
     heads = num_heads // case.layout.tensor
-    kept = case.divided_bytes(num_heads * case.hf.head_dim) + FLOAT32_BYTES * heads
+    num_bytes = case.divided_bytes(num_heads * case.hf.head_dim) + FLOAT32_BYTES * heads
     if case.assumptions.layers == "local":
-        kept += FLOAT32_BYTES * heads * case.hf.head_dim
-    return kept
+        num_bytes += FLOAT32_BYTES * heads * case.hf.head_dim
+    return num_bytes
 
 
 def workspace_bytes(case: Scenario) -> float:
-    """Return what the backward pass of one layer holds of a token beside what was kept.
+    """Return the bytes per token that a layer's backward pass needs besides what was kept.
 
     In the MLP: the gradients of the down product's input (f) and of gate and up (2f), the gathered
     input of the gate and up product and its gradient (h each), and the residual's gradient.
@@ -239,7 +239,7 @@ def workspace_bytes(case: Scenario) -> float:
 
 
 def logits_bytes(case: Scenario, tokens: int) -> float:
-    """Return what the last stage's head and loss hold for a micro-batch of ``tokens``.
+    """Return the bytes of the last stage's head and loss for a micro-batch of ``tokens``.
 
     All logits at once: [N, V/t] in the model's type, in whose memory their gradient is made, beside
     the gradient of the head's weight in that type (its sum is float32 and counted with the
@@ -266,7 +266,7 @@ def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
     """Return how many chunks of layers of a stage hold activations at a time.
 
     Megatron's schedules with p stages of v chunks run w forward passes before the first backward
-    pass and then one and one (Narayanan et al. 2021, arXiv 2104.04473): one more than
+    pass, and then alternate (Narayanan et al. 2021, arXiv 2104.04473): one more than
 
         w = p − 1 − stage                            without interleaving,
         w = 2·(p − 1 − stage) + (v − 1)·p            with it.
@@ -283,7 +283,7 @@ class RolloutMemory:
     gpus_per_server: int
     weights_bytes: float
     kv_bytes_per_token: float
-    """Keys and values of all layers of one token, on this GPU."""
+    """KV cache of one token, over all layers, on this GPU."""
     kv_cache_bytes: float
     """What ``rollout.server.mem_fraction`` leaves beside the weights, or max_total_tokens need."""
     kv_cache_tokens: int
@@ -291,18 +291,18 @@ class RolloutMemory:
     mean_sequences: int
     """Sequences of mean length, half generated on average, that fit."""
     longest_sequences: int
-    """Sequences of the greatest length that fit."""
+    """Sequences of maximum length that fit."""
 
 
 def rollout_memory(case: Scenario) -> RolloutMemory:
     """Return the memory of a rollout GPU.
 
-    A server has ``rollout.server.tensor`` GPUs, or twice, four times, … as many where that leaves
-    no room for the longest sequence: servers that run elsewhere are sized there. Its GPUs divide
-    weights and KV cache: 2 · layers · key channels · element bytes of each token.
+    A server has ``rollout.server.tensor`` GPUs, doubled until the longest sequence fits, since
+    servers elsewhere may have more. They divide the weights and the KV cache, of 2 · layers · key
+    channels · element bytes per token.
 
     Raises:
-        ValueError: The server cannot be divided so, or neither a node nor ``max_total_tokens`` has
+        ValueError: The model cannot be divided so, or neither a node nor ``max_total_tokens`` has
             room for one sequence.
     """
     hf, server, assumptions = case.hf, case.config.rollout.server, case.assumptions
@@ -362,9 +362,9 @@ def disk_use(case: Scenario, work: Workload) -> list[DiskUse]:
     parameters, steps, every = model_parameters(case.hf), config.train.steps, checkpoint.every_steps
     saves = steps // every if every else 0
     saves += checkpoint.at_end and saves * every < steps
-    if checkpoint.best:  # also where an evaluation is the best one
+    if checkpoint.best:  # any step may have the best score
         saves = steps
-    # The newest and the one that is written, the best, and those that stay.
+    # The newest and the one being written, the best, and those of ``keep_every``.
     num_checkpoints = min(saves, checkpoint.keep_last + 1) + bool(checkpoint.best)
     if checkpoint.keep_every and every:
         num_checkpoints += steps // math.lcm(every, checkpoint.keep_every)

@@ -54,7 +54,7 @@ MISS_SHARE = 0.05
 (docs/benchmarks/)."""
 
 RECOMPUTE_CHOICES = ("none", "full")
-"""What other layouts are tried with, cheapest first: ``selective`` saves next to nothing where
+"""Recomputation to try in other layouts, cheapest first; ``selective`` saves next to nothing where
 attention keeps no scores."""
 
 _COLOCATED_MEM_SHARE = 0.4
@@ -67,7 +67,7 @@ _TOKENS_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Options of the command, whose help tells what None stands for."""
+    """Options of the command; its help says what None stands for."""
 
     gpus: int | None = None
     gpu: str = "H100"
@@ -113,7 +113,7 @@ class Plan:
     assumptions: Assumptions
     workload: Workload
     passes: Passes
-    """Passes of a step, beside a loss pass per update."""
+    """Passes of a step, besides a loss pass per update."""
     stages: list[StageMemory]
     sampling_bytes: float
     """Need of a trainer GPU while colocated servers sample on it, without the reserve; else 0."""
@@ -235,7 +235,7 @@ def _placement(rollout: RolloutConfig) -> Placement:
 
 
 def _sampling_bytes(case: Scenario, stages: Sequence[StageMemory]) -> float:
-    """A server, beside the weights, gradients and optimizer states that the trainer keeps."""
+    """A server, and the weights, gradients and optimizer states that the trainer keeps."""
     if case.assumptions.placement != "colocated":
         return 0.0
     kept_bytes = max(s.weights_bytes + s.gradients_bytes + s.optimizer_bytes for s in stages)
@@ -246,7 +246,7 @@ def _sampling_bytes(case: Scenario, stages: Sequence[StageMemory]) -> float:
 def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
     """Every layout of these GPUs with the least recomputation that fits, and the configured one."""
     config, assumptions = configured.config, configured.assumptions
-    chosen = (configured.layout, config.megatron.recompute)
+    current = (configured.layout, config.megatron.recompute)
 
     def estimate(layout: Layout, recompute: str) -> LayoutEstimate:
         other = with_values(config, megatron={"recompute": recompute})
@@ -262,7 +262,7 @@ def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
             fits=memory_bytes <= assumptions.usable_bytes,
             bubble_share=bubble_share,
             training_s=sum(phase.seconds for phase in phases),
-            is_configured=(layout, recompute) == chosen,
+            is_configured=(layout, recompute) == current,
         )
 
     estimates = {}
@@ -272,11 +272,11 @@ def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
         configured.hf, configured.layout.gpus, node_gpus=assumptions.node_gpus, max_data=max_data
     ):
         for recompute in RECOMPUTE_CHOICES:
-            tried = estimate(layout, recompute)
-            if tried.fits:
+            candidate = estimate(layout, recompute)
+            if candidate.fits:
                 break
-        estimates[layout, tried.recompute] = tried
-    estimates[chosen] = estimate(*chosen)
+        estimates[layout, candidate.recompute] = candidate
+    estimates[current] = estimate(*current)
     return sorted(estimates.values(), key=lambda e: (not e.fits, e.training_s, e.memory_bytes))
 
 
@@ -290,7 +290,7 @@ def with_values[SectionT: Section](section: SectionT, **values: Any) -> SectionT
 
 
 def _notes(case: Scenario, rollout: RolloutMemory) -> list[str]:
-    """Caveats that no figure shows."""
+    """Caveats that the numbers do not show."""
     config, layout, assumptions = case.config, case.layout, case.assumptions
     notes = []
     if rollout.gpus_per_server != config.rollout.server.tensor:
@@ -352,14 +352,14 @@ def choose_layout(
         for estimate in _simplest_first(make_plan(divided, hf, divided_options).layouts):
             tokens = -(-config.train.max_tokens_per_micro_batch // estimate.layout.context)
             tokens = -(-tokens // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
-            chosen = with_values(
+            candidate = with_values(
                 divided,
                 parallel=estimate.layout.parallel,
                 megatron={"recompute": estimate.recompute},
                 train={"max_tokens_per_micro_batch": tokens},
             )
-            if (plan := make_plan(chosen, hf, divided_options)).fits:
-                return chosen, plan
+            if (plan := make_plan(candidate, hf, divided_options)).fits:
+                return candidate, plan
     raise ValueError(
         f"--gpus: {gpus} {options.gpu} cannot train and sample {config.model.path} with responses "
         f"of {config.rollout.max_response_tokens} tokens{problem}; give more GPUs, fewer "

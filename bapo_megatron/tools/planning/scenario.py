@@ -1,4 +1,4 @@
-"""The run to plan: configuration, model, layout, what is assumed, and the work of one step.
+"""The run to plan: configuration, model, layout, assumptions, and the work of one step.
 
 Every figure that a plan rests on is a field of ``Assumptions`` and is printed with it. Units: bytes
 (1 GB = 10⁹), seconds, floating-point operations.
@@ -170,7 +170,7 @@ class Assumptions:
     response_tokens: int
     """Mean; lengths are taken to be uniform between 0 and twice this."""
     miss_share: float
-    """Share of the predicted bounds that are wrong, of which each costs a loss pass."""
+    """Share of the predicted bounds that are wrong; each of them costs a loss pass."""
     placement: Placement
     rollout_gpus: int
     rollout_tokens_per_s: float | None
@@ -199,7 +199,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What a step makes beside a loss pass per update, each over the samples of one update."""
+    """Passes of a step besides a loss pass per update, each over the samples of one update."""
 
     forward_only: int
     """For bounds that are not predicted, and for ``behaviour: recomputed``."""
@@ -209,10 +209,10 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A run in one layout on the hardware assumed."""
+    """A run in one layout on the assumed hardware."""
 
     config: RunConfig
-    """With the recomputation to plan with."""
+    """With the ``megatron.recompute`` to plan for."""
     hf: HfConfig
     layout: Layout
     assumptions: Assumptions
@@ -269,7 +269,7 @@ class Workload:
     micro_batch_tokens: int
     """Mean, on one rank."""
     max_micro_batch_tokens: int
-    """Limit of one rank: memory must hold so many."""
+    """Limit of one rank, for which its memory is planned."""
     forward_flops_per_update: float
     """One forward pass over an update's samples, summed over all ranks."""
     attention_flops_per_update: float
@@ -279,7 +279,7 @@ class Workload:
 
 
 def plan_workload(case: Scenario) -> Workload:
-    """Count what a step is made of."""
+    """Count the work of a step."""
     config, layout, assumptions = case.config, case.layout, case.assumptions
     samples = config.rollout.groups_per_step * config.rollout.samples_per_group
     samples_per_update = samples // config.algorithm.updates_per_batch
@@ -319,7 +319,7 @@ def plan_passes(algorithm: AlgorithmConfig, miss_share: float) -> Passes:
     loaded = load_objective(algorithm)
     objective, updates = loaded.objective, algorithm.updates_per_batch * algorithm.epochs
     behaviour = algorithm.updates_per_batch if algorithm.behaviour == "recomputed" else 0
-    # The first update finds its log-probs in the pass for the behaviour.
+    # The first update takes its log-probs from the pass for the behaviour.
     searches = updates - (behaviour > 0) if loaded.collects else 0
     if objective.decisive is not None and objective.speculate != "never":
         return Passes(behaviour, searches * miss_share)

@@ -1,9 +1,9 @@
-"""Bytes on the links and seconds of a step: rough estimates from the hardware assumed.
+"""Rough estimates of a step's traffic and time on the assumed hardware.
 
 GEMMs and attention take operations / (GPUs × peak × MFU). A ring over g ranks sends (g − 1)/g of
 the whole tensor from each GPU for an all-gather or a reduce-scatter, and twice that for an
-all-reduce. Messages that nothing hides come on top, for each micro-batch, and a pipeline of p
-stages with v chunks each and m micro-batches makes all of it longer by the bubble,
+all-reduce. Exposed communication comes on top, for each micro-batch, and the bubble of a pipeline
+of p stages with v chunks each and m micro-batches makes all of it longer by the factor
 1 + (p − 1)/(v·m) (Narayanan et al. 2021).
 
 Left out, being small or hidden: latencies, the sums of loss and objective, those of tied embeddings
@@ -37,7 +37,7 @@ class PhaseTime:
     compute_s: float
     """The part spent on operations (optimizer and decoding: on memory traffic)."""
     messages_s: float
-    """The part spent on messages and files that nothing hides."""
+    """The part spent on exposed communication and on files."""
     bubble_s: float
     """The part spent waiting for other pipeline stages."""
     sent_bytes: dict[Group, float]
@@ -59,7 +59,7 @@ def tensor_bytes(case: Scenario, tokens: int, *, trains: bool) -> float:
 
 
 def context_bytes(case: Scenario, tokens: int) -> float:
-    """Return what one round of the keys and values sends: (c − 1) · L · n · 2·k/t · e."""
+    """Return what one ring pass of the KV tensors sends: (c − 1) · L · n · 2·k/t · e."""
     hf, layout = case.hf, case.layout
     channels = 2 * hf.num_kv_heads * hf.head_dim // layout.tensor
     layers = hf.num_layers // layout.pipeline
@@ -107,7 +107,7 @@ def training_time(
         ("forward-only", case.passes.forward_only, False),
         ("forward + backward", work.updates_per_step + case.passes.repeated, True),
     ):
-        # Keys and values go round, and once more in the backward pass, with their gradients.
+        # KV tensors go round the ring, and in the backward pass again, with their gradients.
         rounds = 3 + case.recomputes_all if trains else 1
         sent: dict[Group, float] = {
             "tensor": tensor_bytes(case, work.micro_batch_tokens, trains=trains),
@@ -117,7 +117,7 @@ def training_time(
         compute_s, hidden_s = forward_s + trains * backward_s, rounds * attention_s
         times = passes * work.micro_batches
         phases.append(_phase(case, name, times, compute_s, sent, {"context": hidden_s}, waiting))
-    # Adam is bound by memory: each rank reads and writes its share of the state.
+    # Adam is memory-bound: each rank reads and writes its share of the state.
     largest = max(stage.parameters for stage in stages)
     owned_bytes = ADAM_TRAFFIC_BYTES * largest / case.optimizer_ranks
     adam_s = owned_bytes / case.assumptions.reached_memory_bytes_per_s
@@ -150,7 +150,7 @@ def rollout_time(case: Scenario, work: Workload, memory: RolloutMemory) -> tuple
     A decoding step reads the weights and the KV cache of the running sequences, as many as fit and
     as there are, and computes two operations per parameter and sequence; the slower of the two
     counts. Without partial rollouts a step ends with its longest response, decoded alone; with
-    ``partial_tokens``, when a response has got them.
+    ``partial_tokens``, after so many tokens.
     """
     assumptions, rollout = case.assumptions, case.config.rollout
     rate, bandwidth = assumptions.rollout_tokens_per_s, assumptions.reached_memory_bytes_per_s

@@ -1,7 +1,7 @@
-"""What a reader should look at first: signs of a run that goes wrong, from its metrics alone.
+"""Automatic checks: signs of a run going wrong, from its metrics alone.
 
 Every finding names the steps and the likely cause, and every check says in how many steps it had
-what it needs. The limits are coarse on purpose; they are meant to find defects, not to rank runs.
+its metrics. The limits are coarse on purpose; they are meant to find defects, not to rank runs.
 """
 
 import math
@@ -23,7 +23,7 @@ _MAX_MISMATCH_RATIO = 10.0
 """Ratio of the mismatch to its first value. An engine that computes differently does so from the
 start; one whose weights stay behind disagrees more with every update."""
 MIN_GROWN_MISMATCH = 0.005
-"""Below it, a mismatch is no sign of stale weights."""
+"""Below it, a mismatch does not show stale weights."""
 _MIN_SET_RATIO = 0.25
 """Ratio of a data set's reward to that of the best one, at the end."""
 _MIN_LIVE_SET_RATIO = 0.1
@@ -279,8 +279,8 @@ def _same_answer(run: RunRecord) -> Iterator[Finding]:
         yield Finding(
             "caution",
             f"{_mean(last):.0%} of the solved prompts have one reference answer ({_steps(last)}): "
-            "a constant response may earn the reward. Look at the answers by data show, and leave "
-            "those that are none out (reward.no_answers).",
+            "a constant response may earn the reward. Inspect the answers with data show, and "
+            "list those that are not answers in reward.no_answers.",
         )
 
 
@@ -326,9 +326,9 @@ def _steps_above(run: RunRecord, metric: str, limit: float) -> tuple[int, ...]:
 
 
 def _count(steps: Sequence[int], run: RunRecord) -> str:
-    shown = ", ".join(f"{step:,}" for step in steps[:4]) + (" …" if len(steps) > 4 else "")
+    numbers = ", ".join(f"{step:,}" for step in steps[:4]) + (" …" if len(steps) > 4 else "")
     noun = "step" if len(steps) == 1 else "steps"
-    return f"{len(steps):,} of {len(run.steps):,} steps ({noun} {shown})"
+    return f"{len(steps):,} of {len(run.steps):,} steps ({noun} {numbers})"
 
 
 def _tail(points: Points) -> Points:
@@ -341,6 +341,6 @@ def _mean(points: Points) -> float:
 
 
 def _steps(points: Points) -> str:
-    """Say which steps a mean is of."""
+    """The steps that a mean covers."""
     first, last = int(points[0][0]), int(points[-1][0])
     return f"step {first:,}" if first == last else f"mean of steps {first:,} to {last:,}"

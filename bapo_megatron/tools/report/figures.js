@@ -19,7 +19,7 @@ const Figures = (() => {
     return css(`--c${number % NUM_COLORS}`);
   }
 
-  // For styles that follow the theme by themselves.
+  // For styles that follow the theme without redrawing.
   function variable(number) {
     return `var(--c${number % NUM_COLORS})`;
   }
@@ -49,7 +49,7 @@ const Figures = (() => {
   const runNamed = (name) => Math.max(0, data.runs.findIndex((run) => run.name === name));
   const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
-  // What runs had used at a step, on average: tokens or prompts; between recorded steps in proportion.
+  // Mean tokens or prompts that runs had used at a step, interpolated between recorded steps.
   function place(runs, step) {
     if (isStep()) return step;
     const key = `${runs} ${step}`;
@@ -67,7 +67,7 @@ const Figures = (() => {
   const runsOf = (part) => (part.run === undefined ? data.groups[part.group].runs : [runNamed(part.run)]);
   const xOf = (part) => part.x.map((step) => place(runsOf(part), step));
 
-  // An exponential moving average without the pull of its start towards 0, over recorded values.
+  // A bias-corrected exponential moving average of the recorded values.
   function smoothed(values) {
     let sum = 0, weight = 0;
     return values.map((value) => {

@@ -11,11 +11,11 @@ from bapo_megatron.tools.report.checks import MIN_GROWN_MISMATCH
 from bapo_megatron.tools.report.runs import RunGroup, RunRecord
 
 _MAX_POINTS = 1500
-"""Points of a curve; of a longer one every n-th is kept."""
+"""Limit of a curve's points; of a longer one every n-th is kept."""
 _ALL_POINTS = 8000
-"""Points of the curves of all groups in one panel, by which their number is limited further."""
+"""Limit of the points of one curve in a panel, over all groups."""
 _ALL_NUMBERS = 500_000
-"""Numbers of the curves of all metrics, about 4 MB: by them, too, points are limited."""
+"""Limit of the numbers in the curves of all metrics, about 4 MB."""
 _MIN_PHASE_SHARE = 0.0005
 _EQUAL_SHARE = 0.75
 """Share of its steps at which a curve lies on another one, if it hides it."""
@@ -47,7 +47,7 @@ class Panel:
     min_top: float = 0.0
     """Values below it are noise: the axis reaches at least this high."""
     note: str = ""
-    """What a reader must know of it, below its title."""
+    """Explanation below its title."""
 
 
 PANELS = (
@@ -217,9 +217,9 @@ def _mark_equal(curves: Sequence[dict[str, Any]]) -> None:
     uppermost: dict[int, dict[float, float]] = {}
     for number, curve in enumerate(curves):
         points = dict(zip(curve["x"], curve["y"], strict=True))
-        for other, known in uppermost.items():
-            shared = points.keys() & known.keys()
-            num_equal = sum(abs(points[step] - known[step]) <= tolerance for step in shared)
+        for other, other_points in uppermost.items():
+            shared = points.keys() & other_points.keys()
+            num_equal = sum(abs(points[step] - other_points[step]) <= tolerance for step in shared)
             if shared and num_equal >= _EQUAL_SHARE * len(shared):
                 curve["same_as"] = other
                 break

@@ -1,4 +1,4 @@
-"""What a page says of its runs in words and tables: overview, differences, evaluations."""
+"""Text and tables of the page: overview, differences, evaluations."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from bapo_megatron.tools.report.runs import Row, RunGroup, RunRecord
 from bapo_megatron.types import EvalResult
 
 _RESAMPLES = 2000
-"""Resamples for the interval of a change; the run made those of the scores themselves."""
+"""Resamples for the interval of a change; intervals of the scores come from the run."""
 
 Table = dict[str, Sequence[Any]]
 """``headings``, and ``rows`` of as many texts or numbers."""

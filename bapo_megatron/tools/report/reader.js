@@ -15,7 +15,7 @@ const Reader = (() => {
     ["version", "weights version"], ["level", "loss mask"],
   ];
   const MAX_ROWS = 300;
-  // There the response stands below the list (page.css).
+  // On narrow screens the response is below the list (page.css).
   const NARROW = matchMedia("(max-width: 900px)");
   let runs = [], run = 0, chosen = null, coloring = "logprob", cursor = -1, sections = [], moveCursor = () => {};
 
@@ -39,7 +39,7 @@ const Reader = (() => {
     return [low, `${whole(low)} to ${whole(2 * low - 1)} tokens`];
   }
 
-  // Order and heading of a sample's group, by what the list is grouped by.
+  // Order and heading of a sample's section, by grouping of the list.
   const GROUPINGS = {
     step: (s) => [groupOf(s).step, `Step ${whole(groupOf(s).step)}`],
     problem: (s) => [s.group, `${groupOf(s).prompt_id || "problem"} · step ${whole(groupOf(s).step)}`],
@@ -82,7 +82,7 @@ const Reader = (() => {
     const mean = section.samples.reduce((sum, sample) => sum + sample.reward, 0) / total;
     const count = el("small"), more = button("", () => section.fill(section.rows.length + 1), { class: "link more" });
     const details = el("details", {}, el("summary", {}, section.heading, count), more);
-    // Rows come by the page, up to the one with this number.
+    // Add pages of rows, up to the row with this number.
     section.fill = (wanted) => {
       const added = section.samples.slice(section.rows.length, Math.ceil(wanted / MAX_ROWS) * MAX_ROWS).map(rowElement);
       section.rows.push(...added);
@@ -99,7 +99,7 @@ const Reader = (() => {
     return details;
   }
 
-  // What tells a prompt from the others of the run: the template and the instructions are in all.
+  // The part of a prompt that the run's other prompts do not share, as template and instructions.
   function ownPart(prompt) {
     const prompts = current().groups.map((group) => group.prompt ?? "");
     const reversed = (text) => [...text].reverse().join("");

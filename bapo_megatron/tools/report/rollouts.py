@@ -1,4 +1,4 @@
-"""The rollouts of a run for people: one step's dump, and a sample that is small enough for a page.
+"""A run's rollouts for reading: one step's dump, and a sample that is small enough for a page.
 
 The sample takes steps evenly over the run, and in each of them whole groups, evenly over the order
 of their mean rewards, so that bad, mixed and solved ones are all there.
@@ -65,7 +65,7 @@ class DumpedStep:
     _masked: frozenset[FinishReason]
 
     def text(self, sample: Sample) -> SampleText | None:
-        """Return what people read of a sample; None where nothing was kept."""
+        """Return the texts of a sample; None if none were kept."""
         return self.texts.get(_key(sample))
 
     def advantage(self, sample: Sample) -> float | None:
@@ -90,7 +90,7 @@ ORDERS: dict[Order, Callable[[DumpedStep, Sample], float]] = {
     "age": lambda step, sample: step.age(sample),
     "advantage": lambda step, sample: step.advantage(sample) or 0.0,
 }
-"""Keys by which people sort samples."""
+"""Sort keys of samples."""
 
 
 def dump_files(run_dir: Path) -> dict[int, Path]:
@@ -106,8 +106,8 @@ def read_step(path: Path, settings: Mapping[str, Any], estimator: str | None = N
     """Read a dump, and compute its advantages from its rewards by the code that trains.
 
     ``settings`` is the run's config.yaml by dotted key, empty if unknown. ``estimator``, as
-    ``algorithm.advantage``, is by default the run's own; if that is a function of the user's, it is
-    not called, and the advantages are not known.
+    ``algorithm.advantage``, is by default the run's own; if that is a user's function, it is not
+    called, and the advantages are not known.
 
     Raises:
         DumpError: A file is damaged, or of another version's format.
@@ -265,12 +265,12 @@ def sample_rollouts(run: RunRecord, tokenizer: Any, max_bytes: float) -> dict[st
     """
     paths = dump_files(run.path)
     steps = list(paths)
-    chosen = [steps[index] for index in spread(len(steps), MAX_STEPS)]
+    chosen_steps = [steps[index] for index in spread(len(steps), MAX_STEPS)]
     pieces = Pieces(tokenizer)
     groups: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
     num_bytes, num_read, num_stored = 0.0, 0, 0
-    for number, step in enumerate(chosen):
+    for number, step in enumerate(chosen_steps):
         try:
             dumped = read_step(paths[step], run.settings)
         except FileNotFoundError:
@@ -278,7 +278,7 @@ def sample_rollouts(run: RunRecord, tokenizer: Any, max_bytes: float) -> dict[st
         ratios = read_ratios(run.path, step)
         num_read += 1
         num_stored += len(dumped.batch.samples)
-        room = (max_bytes - num_bytes - pieces.num_bytes) / (len(chosen) - number)
+        room = (max_bytes - num_bytes - pieces.num_bytes) / (len(chosen_steps) - number)
         for group, members in _chosen_samples(dumped.batch, room):
             groups.append(_group_entry(dumped, group))
             limit = max(_MIN_BYTES, room / 2 if len(members) > 1 else room)
@@ -318,8 +318,8 @@ def _chosen_samples(batch: RolloutBatch, room: float) -> list[tuple[Group, Seque
         return [(ordered[i], ordered[i].samples) for i in spread(len(ordered), num_groups)]
     group = ordered[len(ordered) // 2]
     by_reward = sorted(group.samples, key=lambda sample: sample.reward)
-    kept = spread(size, max(1, math.floor(room / sample_bytes)))
-    return [(group, [by_reward[index] for index in kept])]
+    indices = spread(size, max(1, math.floor(room / sample_bytes)))
+    return [(group, [by_reward[index] for index in indices])]
 
 
 def _mean_reward(group: Group) -> float:
@@ -401,7 +401,7 @@ def _kept(num_tokens: int, max_tokens: int) -> np.ndarray:
 def _on_response(
     values_Q: np.ndarray, sampled_R: np.ndarray, kept_R: np.ndarray, digits: int
 ) -> list[float | None]:
-    """Values of the kept tokens; None for what an environment wrote, and what is not finite."""
+    """Values of the kept tokens; None for an environment's tokens, and for non-finite values."""
     value_R = np.full(len(sampled_R), np.nan)
     value_R[sampled_R] = values_Q
     return [

@@ -97,7 +97,7 @@ class RunGroup:
     label: str
     runs: tuple[RunRecord, ...]
     settings: Mapping[str, Any]
-    """Of all of them, without the seed."""
+    """The configuration of all of them, without the seed."""
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
@@ -148,9 +148,9 @@ def group_runs(runs: Sequence[RunRecord]) -> tuple[list[RunGroup], list[str]]:
     shared: list[dict[str, Any]] = []
     for run in runs:
         settings = {key: value for key, value in run.settings.items() if key not in _PER_RUN_KEYS}
-        for group, known in zip(members, shared, strict=True):
+        for group, other in zip(members, shared, strict=True):
             has_seed = run.seed in [member.seed for member in group]
-            if settings and known and not has_seed and not differing(settings, known):
+            if settings and other and not has_seed and not differing(settings, other):
                 group.append(run)
                 break
         else:
@@ -165,7 +165,7 @@ def group_runs(runs: Sequence[RunRecord]) -> tuple[list[RunGroup], list[str]]:
 
 
 def _labels(groups: Sequence[Sequence[str]]) -> list[str]:
-    """Name each group by what the names of its runs share, without the seed."""
+    """Name each group by the common start of its runs' names, without the seed."""
     labels: list[str] = []
     for names in groups:
         start = commonprefix(names)  # noqa: RUF071 — of names, not of paths
@@ -191,9 +191,9 @@ def events_of(run: RunRecord) -> list[Event]:
         for metric, text in FAULTS.items():
             if row.get(metric, 0.0) > 0:
                 events.append(Event("fault", step, text.format(row[metric])))
-    for before, start in pairwise(run.starts):
+    for previous, start in pairwise(run.starts):
         text = f"resumed after {start.step:,} finished steps"
-        if start.commit != before.commit:
-            text += f"; commit {start.commit or 'unknown'}, was {before.commit or 'unknown'}"
+        if start.commit != previous.commit:
+            text += f"; commit {start.commit or 'unknown'}, was {previous.commit or 'unknown'}"
         events.append(Event("restart", start.step + 1, text))
     return events

@@ -1,4 +1,4 @@
-"""A sweep's YAML file, and the runs that it asks for, all of them checked."""
+"""A sweep's YAML file, and the runs that it describes, checked."""
 
 import itertools
 import json
@@ -48,7 +48,7 @@ class SweepConfig(Section):
     grid: dict[str, _GridValues] = Field({})
     """Values of each key, instead of ``variants``; each combination of them is a variant."""
     seeds: tuple[int, ...] = Field(min_length=1)
-    """Each variant is trained once by each seed."""
+    """Each variant is trained once with each seed."""
     jobs: int = Field(1, ge=1)
     """Number of concurrent runs; they share the machine's GPUs evenly."""
     ranks: int | None = Field(None, ge=1)
@@ -101,7 +101,7 @@ class SweepConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """One variant by one seed."""
+    """One variant with one seed."""
 
     variant: str
     seed: int
@@ -132,7 +132,7 @@ class PlannedRun:
 
     @property
     def num_gpus(self) -> int:
-        """The GPUs that it needs where there are some: its ranks' and its own servers'."""
+        """GPUs of its ranks and of its own servers, on a machine with GPUs."""
         rollout = self.config.rollout
         has_own = rollout.engine == "sglang" and rollout.starts_servers and not rollout.colocated
         return self.ranks + has_own * rollout.server.count * rollout.server.tensor
@@ -156,7 +156,7 @@ class Sweep:
     runs: tuple[PlannedRun, ...]
     """All variants of the first seed come first, so that pairs are complete early."""
     gpu_shares: tuple[str, ...]
-    """``CUDA_VISIBLE_DEVICES`` of each run at a time; none without a GPU."""
+    """``CUDA_VISIBLE_DEVICES`` of each concurrent run; empty without a GPU."""
 
     @property
     def variants(self) -> dict[str, list[PlannedRun]]:
@@ -170,7 +170,7 @@ class Sweep:
 def load_sweep(path: Path, *, is_here: bool = True) -> Sweep:
     """Read a sweep's file and check every run as ``train`` would.
 
-    ``is_here``: the runs share this machine's GPUs; otherwise nothing is asked of them.
+    ``is_here``: the runs share this machine's GPUs; otherwise no GPUs are checked.
 
     Raises:
         ConfigError: The file, or the configuration of a run, breaks a rule; or a directory holds a
@@ -249,7 +249,7 @@ def _check_servers(run: PlannedRun, users: dict[object, str]) -> None:
 
 
 def _check_run_dir(run: PlannedRun) -> None:
-    """Refuse a run of other settings in its place: neither may it be continued, nor counted."""
+    """Refuse a run directory with other settings, which may be neither continued nor counted."""
     file = run.run_dir / "config.yaml"
     if not os.path.lexists(file):
         return

@@ -1,9 +1,9 @@
-"""Becomes a command that is asked to end when the process that started it is gone.
+"""Becomes a command that gets SIGTERM when the process that started it is gone.
 
     python -m bapo_megatron.tools.sweep.owned PROGRAM ARGUMENTS…
 
-The request is SIGTERM, after which ``train`` saves what it has. It comes from the kernel, also when
-the owner (``processes.OWNER_PID_VARIABLE``) was killed.
+The kernel sends it, even if the owner (``processes.OWNER_PID_VARIABLE``) was killed; ``train`` then
+saves and ends.
 """
 
 import os
@@ -17,7 +17,7 @@ def main() -> None:
     """Replace this process by the command."""
     end_with_parent(signal.SIGTERM)
     if os.getppid() == int(os.environ[OWNER_PID_VARIABLE]):
-        os.execv(sys.argv[1], sys.argv[1:])  # keeps the request
+        os.execv(sys.argv[1], sys.argv[1:])  # keeps the parent-death signal
 
 
 if __name__ == "__main__":

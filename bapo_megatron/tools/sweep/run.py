@@ -28,7 +28,7 @@ _DEFAULTS = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Variables of a run where the environment has none, as in the launch scripts (docs/launch.md)."""
 _POLL_S = 0.1
 _PROGRESS_S = 5.0
-_COMPLAINT = "bapo-megatron: "
+_ERROR_PREFIX = "bapo-megatron: "
 """Beginning of the line in which ``train`` says why it ended."""
 
 _SCRIPT = """\
@@ -86,8 +86,8 @@ class _Active:
 def run_sweep(sweep: Sweep) -> list[FailedRun]:
     """Begin or continue every run that is not finished; return those that failed.
 
-    A failed run does not stop the others. An interrupt, or any other end of this process, has the
-    runs in progress save what they have and end; a second interrupt ends them at once.
+    A failed run does not stop the others. On an interrupt, or any other end of this process, the
+    runs in progress save and end; a second interrupt ends them at once.
 
     Raises:
         SweepError: Another sweep, or what is left of one, works in the directory.
@@ -183,8 +183,8 @@ class _Loop:
             say(f"{run.label}: finished, {took_s:,.0f} s")
             return
         lines = [line.strip() for line in tail(run.log).splitlines()]
-        complaints = [line for line in lines if line.startswith(_COMPLAINT)] or lines
-        reason = f"{complaints[-1].removeprefix(_COMPLAINT)} ({describe_exit(status)})"
+        errors = [line for line in lines if line.startswith(_ERROR_PREFIX)] or lines
+        reason = f"{errors[-1].removeprefix(_ERROR_PREFIX)} ({describe_exit(status)})"
         self._failures.append(FailedRun(run, reason))
         say(f"{run.label}: failed after {took_s:,.0f} s: {reason}")
 
