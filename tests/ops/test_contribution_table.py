@@ -100,7 +100,7 @@ def test_tokens_that_are_not_finite_are_counted_and_refused(column: int, value: 
     rows[column][1] = value
     table = filled(Tokens(*rows))
     assert table[NONFINITE] == 1
-    with pytest.raises(ValueError, match="counted 1 tokens with a log-prob or advantage"):
+    with pytest.raises(ValueError, match="counted 1 tokens with a log-prob, advantage or mask"):
         search(table, GRID)
     rows[3][1] = 0.0
     assert filled(Tokens(*rows))[NONFINITE] == 0

@@ -191,7 +191,7 @@ def test_bad_tokens_are_refused_and_the_table_stays(
     [
         ({"target": 1.0}, "target must lie between 0 and 1 with measure share, got 1"),
         ({"target": 300.0, "measure": "ratio"}, "target must lie between 0 and 256 .* got 300"),
-        ({"target": 1e-9}, r"target must be at least 2\^-25, got 1e-09"),
+        ({"target": 1e-9}, r"target must be above 2\^-25, got 1e-09"),
         ({"target": math.nan}, "target must lie between 0 and 1 .* got nan"),
         ({"contribution": "loss"}, "contribution must be surrogate or gradient, got 'loss'"),
         ({"measure": "sum"}, "measure must be share or ratio, got 'sum'"),

@@ -155,7 +155,7 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_another_model_is_l
             check(await run.batches.collect(1, deliver))
             assert (other.requests, other.version) == ([], "0")
             run.name(fake)
-            await until(lambda: "has left" in caplog.messages[-1])
+            await until(lambda: "was removed" in caplog.messages[-1])
             assert run.addresses == [fake.address]
         path.write_text(f"{other.address}\n")
         with pytest.raises(RolloutError, match=r"another model than model\.path"):
