@@ -162,10 +162,10 @@ def test_samples_that_are_there_are_neither_replaced_nor_mixed_with_others(
 
 
 YEARS = (24, 25)
-NUM_PROMPTS = 3
+NUM_PROMPTS = 6
 """Prompts of each set."""
 NUM_SAMPLES = len(YEARS) * NUM_PROMPTS * 4
-MAX_TOKENS = 24
+MAX_TOKENS = 40
 
 
 @pytest.fixture(scope="module")

@@ -206,7 +206,7 @@ async def test_a_server_that_keeps_dying_is_started_again_after_pauses(
         first, *log = supervisor.describe_failures().splitlines()
         assert first.startswith(f"the SGLang server at {server.address} died (exit status 3); ")
         assert log[-1] == "    fate: exit; an api key: True"
-        pauses = [line.partition("again")[2].partition(" (")[0] for line in warnings(caplog)]
+        pauses = [line.partition("restarting")[2].partition(" (")[0] for line in warnings(caplog)]
         assert pauses[:3] == ["", " in 1 s", " in 1 s"]  # max_restart_wait_s
         fate.write_text("serve")
         async with asyncio.timeout(PATIENCE_S):

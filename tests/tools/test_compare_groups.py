@@ -170,4 +170,4 @@ def test_compare_says_whether_its_interval_is_about_problems_or_seeds(tmp_path: 
 
     mixed = run(["compare", grpo, f"{bapo}/seed0"])
     assert mixed.returncode != 0
-    assert f"{grpo} is a group of runs, {bapo}/seed0 is none" in mixed.stderr
+    assert f"{grpo} is a group of runs, {bapo}/seed0 is not" in mixed.stderr
