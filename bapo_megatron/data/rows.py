@@ -251,7 +251,9 @@ class RowFormat:
             column = self.prompt_column
             text = render(_parse_question(question_value))
         except ValueError as error:
-            is_blank = column == self.answer_column and not str(answer_value or "").strip()
+            is_blank = column == self.answer_column and (
+                answer_value is None or (isinstance(answer_value, str) and not answer_value.strip())
+            )
             raise (EmptyAnswerError if is_blank else DataError)(
                 f"{row.place}: column '{column}' {error}; correct or remove this row"
             ) from error

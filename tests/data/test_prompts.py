@@ -248,6 +248,15 @@ def test_references_that_are_no_answers_are_left_out_and_counted(tmp_path, token
         load_eval_set(data.train_sets[0], renderer, 999, RewardConfig().refused_answers)
 
 
+@pytest.mark.parametrize("answer", [{}, [], ["5", {}]])
+def test_an_answer_of_another_type_is_no_empty_reference(tmp_path, tokenizer, answer):
+    rows = ({"prompt": "q", "answer": answer}, GOOD)
+    data = DataConfig(train={"path": write_jsonl(tmp_path / "a.jsonl", *rows)})
+
+    with pytest.raises(DataError, match=r"a\.jsonl:1: column 'answer' "):
+        load_train_sets(data, ChatRenderer(tokenizer, data), RewardConfig().refused_answers)
+
+
 def test_the_list_of_no_answers_is_the_users_and_applies_where_math_scores():
     custom = RewardConfig(no_answers=("todo",))
     by_url = {"functions": [{"name": "own", "function": "my_module:score"}]}

@@ -81,7 +81,8 @@ def rows(intact: Path, files: Path, rng: Random) -> Case:
     lines = [json.dumps(entry) for entry in entries]
     text = "\n".join(lines) + "\n" if name == "train.jsonl" else f"[{', '.join(lines)}]"
     (files / name).write_text(text)
-    is_wrong = new is None or new == "" or isinstance(new, dict)
+    # An empty reference is left out and counted (reward.no_answers).
+    is_wrong = isinstance(new, dict) or (field == "prompt" and new in (None, ""))
     return show(name, is_wrong, (name, field) if is_wrong else (name,))
 
 
