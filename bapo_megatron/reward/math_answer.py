@@ -27,9 +27,8 @@ from bapo_megatron.reward.math_text import (
     as_number,
     canonical,
     choice_letter,
-    option_letter,
+    option,
     quantity,
-    without_option,
     words,
 )
 
@@ -205,13 +204,11 @@ def _read(text: str) -> _Answer:
         exact, rounded = approximate.groups()
         is_value = _NAME.fullmatch(exact) is None and not contradicts_itself(f"x={exact}={rounded}")
         text = exact if is_value else f"{exact}={rounded}"
-    return _Answer(text, quantity(without_option(text)), numbers)
+    return _Answer(text, quantity(option(text)[1]), numbers)
 
 
-@lru_cache(maxsize=256)
-def _reference(text: str) -> _Answer:
-    """A reference; all responses of a group share it."""
-    return _read(text)
+_reference = lru_cache(maxsize=256)(_read)
+"""Reads a reference; all responses of a group share it."""
 
 
 def _without_qualifier(text: str) -> tuple[str, str]:
@@ -231,7 +228,7 @@ def _without_qualifier(text: str) -> tuple[str, str]:
 def _compare_letters(pred: str, gold: str) -> Reason | None:
     """Compare choices and words; None where the answers are neither."""
     gold_letter = choice_letter(gold)
-    pred_letter = choice_letter(pred) or option_letter(pred)
+    pred_letter = choice_letter(pred) or option(pred)[0]
     if gold_letter and pred_letter:
         return Reason.EQUAL_TEXT if gold_letter == pred_letter else Reason.DIFFERENT
     if len(gold) == len(pred) == 1 and (gold + pred).isalpha():
@@ -250,18 +247,17 @@ def _compare_letters(pred: str, gold: str) -> Reason | None:
 
 
 def _compare_quantities(pred: Quantity, gold: Quantity) -> Reason:
-    if pred.unit and gold.unit and pred.unit != gold.unit:
-        if {pred.unit, gold.unit} == {"degree", "radian"}:
-            return _compare_values(_in_radians(pred), _in_radians(gold))
+    units = {pred.unit, gold.unit}
+    if units == {"degree", "radian"}:
+        return _compare_values(_in_radians(pred), _in_radians(gold))
+    if len(units) == 2 and "" not in units:
         return Reason.UNIT_DIFFERS
-    if "%" in (pred.unit, gold.unit) and pred.unit != gold.unit:
+    if len(units) == 2 and "%" in units:
         return _compare_percentages(pred, gold)
     reason = _compare_values(pred.value, gold.value)
-    if reason.is_right or pred.unit == gold.unit:
+    if reason.is_right or units != {"degree", ""} or r"\pi" not in pred.value + gold.value:
         return reason
-    if "degree" in (pred.unit, gold.unit) and r"\pi" in pred.value + gold.value:
-        return _compare_values(_in_radians(pred), _in_radians(gold))
-    return reason
+    return _compare_values(_in_radians(pred), _in_radians(gold))
 
 
 def _compare_percentages(pred: Quantity, gold: Quantity) -> Reason:
@@ -293,7 +289,12 @@ def _compare_values(pred: str, gold: str) -> Reason:
             ("." in pred) != ("." in gold) and _is_rounded(pred_number, gold_number)
         )
         return Reason.EQUAL_NUMBER if is_equal else Reason.DIFFERENT
-    is_equal = is_equal_symbolically(_evaluated(pred), _evaluated(gold))
+    # Thousands and mixed numbers in the parser's spelling.
+    pred, gold = (
+        text if number is None or "." in text else str(number)
+        for text, number in ((pred, pred_number), (gold, gold_number))
+    )
+    is_equal = is_equal_symbolically(pred, gold)
     return Reason.EQUAL_VALUE if is_equal else Reason.DIFFERENT
 
 
@@ -301,11 +302,3 @@ def _is_rounded(one: Fraction, other: Fraction) -> bool:
     """A fraction and a decimal that agree in six decimals, as math-verify compares them."""
     is_near = abs(one - other) <= _RELATIVE_TOLERANCE * max(abs(one), abs(other))
     return is_near and round(one, _DECIMALS) == round(other, _DECIMALS)
-
-
-def _evaluated(value: str) -> str:
-    """A number in the parser's spelling: thousands and powers of ten written out."""
-    number = as_number(value)
-    if number is None or "." in value:
-        return value
-    return str(number) if number.denominator == 1 else f"{number.numerator}/{number.denominator}"

@@ -44,7 +44,6 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 MAX_NESTING = 24
 """Brackets within brackets; the parser's time grows exponentially with them."""
 
-_RELATIVE_TOLERANCE = 1e-4
 _SAME_VALUE = 1e-9
 _NORMALIZATION = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
@@ -60,7 +59,7 @@ _NUMBERS_SIDE_BY_SIDE = re.compile(r"(?<![_^\d])\d+(?:\.\d+)? \d")
 _FACTOR = re.compile(r"((?<![_^.\w\\}])\d+\s*(?=\()|(?<![\w}])\(-?\d+\)\s*(?=[\d(\\]))")
 """A number before a bracket; to the parser, ``2(3)`` and ``2(\\frac53)`` were sums."""
 _MIXED = re.compile(r"(?<![_^.\d])(\d{1,9})\s*\\frac\{(\d{1,9})\}\{(\d{1,9})\}")
-_PRIMED = re.compile(r"(?:\\(?P<command>[A-Za-z]+)|(?P<letter>[A-Za-z]))(?P<primes>'+)(?!\s*\()")
+_PRIMED = re.compile(r"(?:\\([A-Za-z]+)|([A-Za-z]))('+)(?!\s*\()")
 _PRIMED_FUNCTION = re.compile(r"([A-Za-z])('*)\s*\(")
 _PRIME = re.compile(r"\^\{?((?:\\prime\s*)+)\}?")
 _CAPITAL = re.compile(
@@ -217,15 +216,11 @@ def _is_same(pred: Any, gold: Any) -> bool:
 
 def _are_proved_equal(pred: Any, gold: Any) -> bool:
     if verify([gold], [pred], timeout_seconds=None):
-        return _is_close(pred, gold)
-    are_formulas = all(
-        isinstance(part, sympy.Expr) and not isinstance(part, sympy.MatrixBase)
-        for part in (pred, gold)
-    )
-    if not are_formulas or pred.is_Symbol == gold.is_Symbol:
-        return False
+        return True
     # math-verify compares a lone letter by its spelling.
-    return bool(verify([gold + 1], [pred + 1], timeout_seconds=None))
+    are_formulas = all(isinstance(p, sympy.Expr) and p.is_commutative for p in (pred, gold))
+    has_one_letter = are_formulas and pred.is_Symbol != gold.is_Symbol
+    return has_one_letter and bool(verify([gold + 1], [pred + 1], timeout_seconds=None))
 
 
 def _are_solutions(pred: Any, gold: Any, gold_chain: Sequence[Relational]) -> bool | None:
@@ -278,10 +273,8 @@ def _arithmetic_value(text: str) -> tuple[Any, Any] | None:
     if _ARITHMETIC.fullmatch(text) is None:
         return None
     number = as_number(text.strip())
-    if number is None and _NUMBERS_SIDE_BY_SIDE.search(text):
-        return None  # the parser would add them
     expression = _parse(text) if number is None else sympy.Rational(number)
-    if expression is None or not _is_number(expression) or not is_affordable(expression):
+    if not isinstance(expression, sympy.Expr) or not is_affordable(expression):
         return None
     value = expression.doit().evalf(30)
     if not value.is_real or not value.is_finite:
@@ -293,14 +286,7 @@ def _arithmetic_value(text: str) -> tuple[Any, Any] | None:
 def _with_all_letters(text: str) -> str:
     """Names for letters that the parser does not tell apart: capital Greek, primed, transposed."""
     text = _TRANSPOSED.sub(r"{X_{turned\1}}", _CAPITAL.sub(r"{X_{capital\1}}", text))
-    if r"\text" in text:
-        return text
-    return _PRIMED.sub(_named_prime, text)
-
-
-def _named_prime(primed: re.Match[str]) -> str:
-    name = primed["letter"] or primed["command"]
-    return f"{{X_{{prime{len(primed['primes'])}{name}}}}}"
+    return _PRIMED.sub(lambda name: f"{{X_{{prime{len(name[3])}{name[1] or name[2]}}}}}", text)
 
 
 def _differ_in_primes(pred: str, gold: str) -> bool:
@@ -316,15 +302,14 @@ def _differ_in_primes(pred: str, gold: str) -> bool:
 
 
 def nesting(text: str) -> int:
-    """Return the greatest depth of brackets."""
-    depth = deepest = 0
-    for char in text:
-        if char in _OPEN:
-            depth += 1
-            deepest = max(deepest, depth)
-        elif char in _CLOSE:
-            depth = max(0, depth - 1)
-    return deepest
+    """Return the greatest depth of brackets; brackets that close nothing count too."""
+    depths = [0, *_depths(text)]
+    return max(depths) - min(depths)
+
+
+def _depths(text: str) -> list[int]:
+    """How many brackets are open behind each character."""
+    return list(itertools.accumulate((char in _OPEN) - (char in _CLOSE) for char in text))
 
 
 def _aligned(pred: str, gold: str) -> tuple[str, str] | None:
@@ -351,62 +336,42 @@ def _in_bases(pred: str, gold: str) -> tuple[str, str] | None:
     """Numerals such as ``204_5``: with two bases by value, with one the digits alone."""
     left, right = _BASE.fullmatch(pred), _BASE.fullmatch(gold)
     if left is not None and right is not None:
-        values = [_in_base(match[2], match[3]) for match in (left, right)]
-        if None not in values:
-            return str(values[0]), str(values[1])
-        if left[2].isdigit() and right[2].isdigit():  # a base lacks a digit: no numbers, but names
-            # The parser would leave the bases out.
-            return _named_numeral(left), _named_numeral(right)
-    if left is not None and left[2].isdigit() and gold.isdigit():
-        return _digits_of(left), gold
-    if right is not None and right[2].isdigit() and pred.isdigit():
-        return pred, _digits_of(right)
-    return None
-
-
-def _digits_of(numeral: re.Match[str]) -> str:
-    """Its digits; a name where the index is no base."""
-    return numeral[2] if 2 <= int(numeral[3]) <= _MAX_BASE else _named_numeral(numeral)
-
-
-def _named_numeral(numeral: re.Match[str]) -> str:
-    return rf"X_{{{numeral[2]}in{numeral[3]}}}"
-
-
-def _in_base(digits: str, base: str) -> int | None:
-    try:
-        return int(digits, int(base)) if int(base) > 1 else None
-    except ValueError:
+        return _in_base(left), _in_base(right)
+    numeral, other = (left, gold) if left is not None else (right, pred)
+    if numeral is None or not other.isdigit():
         return None
+    return numeral[2] if 2 <= int(numeral[3]) <= _MAX_BASE else _in_base(numeral), other
+
+
+def _in_base(numeral: re.Match[str]) -> str:
+    """Its value; a name where the base lacks a digit, and for a letter with an index."""
+    digits, base = numeral.group(2, 3)
+    try:
+        if digits[0].isdigit() or len(digits) > 1:
+            return str(int(digits, max(int(base), 1)))
+    except ValueError:
+        pass
+    return rf"X_{{{digits}in{base}}}"
 
 
 def _kind(text: str) -> str:
     """``set``, ``tuple`` (intervals and points), ``list`` (without brackets) or ``single``."""
-    parts = _split(text)
-    if len(parts) > 1:
+    if len(_split(text)) > 1:
         return "list"
-    if text.startswith(r"\{") and text.endswith(r"\}") and _closes_at_end(text):
+    depths = _depths(text)
+    if depths[-1:] != [0] or 0 in depths[1:-1]:
+        return "single"  # the brackets do not enclose all of it
+    if text.startswith(r"\{") and text.endswith(r"\}"):
         return "set"
-    inner = text[1:-1]
-    is_bracketed = text[:1] in ("(", "[") and text[-1:] in (")", "]") and _closes_at_end(text)
-    return "tuple" if is_bracketed and len(_split(inner)) > 1 else "single"
-
-
-def _closes_at_end(text: str) -> bool:
-    depth = 0
-    for position, char in enumerate(text):
-        depth += (char in _OPEN) - (char in _CLOSE)
-        if depth == 0 and char in _CLOSE:
-            return position == len(text) - 1
-    return False
+    is_bracketed = text[0] in "([" and text[-1] in ")]"
+    return "tuple" if is_bracketed and len(_split(text[1:-1])) > 1 else "single"
 
 
 def _split(text: str, marks: str = ",;") -> list[str]:
     """The parts between commas and semicolons outside of brackets; thousands stay whole."""
-    parts, depth, start = [], 0, 0
-    for position, char in enumerate(text):
-        depth += (char in _OPEN) - (char in _CLOSE)
-        if depth == 0 and char in marks and not _is_thousands(text, position):
+    parts, start = [], 0
+    for position, depth in enumerate(_depths(text)):
+        if depth == 0 and text[position] in marks and not _is_thousands(text, position):
             parts.append(text[start:position])
             start = position + 1
     return [*parts, text[start:]]
@@ -479,17 +444,3 @@ def _convert(latex: str) -> Any:
         normalization_config=None,
         conversion_config=_CONVERSION,
     )
-
-
-def _is_close(left: Any, right: Any) -> bool:
-    """Rounding to six decimals makes small numbers equal; they must be near each other as well."""
-    if not (_is_number(left) and _is_number(right)):
-        return True
-    if not (left.has(sympy.Float) or right.has(sympy.Float)):
-        return True
-    one, other = abs(complex(left.doit().evalf())), abs(complex(right.doit().evalf()))
-    return math.isclose(one, other, rel_tol=_RELATIVE_TOLERANCE)
-
-
-def _is_number(expression: Any) -> bool:
-    return isinstance(expression, sympy.Expr) and not expression.free_symbols

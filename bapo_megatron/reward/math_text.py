@@ -108,21 +108,18 @@ _OPTION = re.compile(
 """An option and its text, which neither names another option nor takes this one back."""
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '.,-]+[^\W\d_]+)*[.!]?")
 _NUMBER = re.compile(
-    r"(?P<sign>[+-]?)(?P<digits>\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?(?P<decimals>\.\d*)?"
-    r"(?:[eE](?P<exponent>[+-]?\d{1,4}))?"
+    r"(?=[+-]?\.?\d)[+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?(?:\.\d*)?"
+    r"(?:[eE][+-]?\d{1,3})?"
 )
 _REPEATING = re.compile(
     r"(?P<sign>-?)(?P<whole>\d*)\.(?P<fixed>\d*)\\overline\{(?P<repeated>\d+)\}(?:\.\.\.|\\ldots)?"
 )
-_RATIO = re.compile(r"(?P<sign>-?)(?P<top>\d+)/(?P<bottom>\d+)")
-_LATEX_RATIO = re.compile(r"(?P<sign>-?)\\frac\{(?P<top>-?\d+)\}\{(?P<bottom>\d+)\}")
-_MIXED = re.compile(
-    r"(?P<sign>-?)(?P<whole>\d+)(?: (?P<top>\d+)/(?P<bottom>\d+)"
-    r"|\\frac\{(?P<latex_top>\d+)\}\{(?P<latex_bottom>\d+)\})"
+_RATIO = re.compile(
+    r"(?P<sign>-?)(?:(?P<whole>\d+)(?: |(?=\\)))?"
+    r"(?:(?P<top>\d+)/(?P<bottom>\d+)|\\frac\{(?P<latex_top>-?\d+)\}\{(?P<latex_bottom>\d+)\})"
 )
 _MAX_DIGITS = 1000
 """A number is compared exactly up to this length; Python refuses far longer ones."""
-_MAX_EXPONENT = 1000
 
 _SPELLINGS = r"""
     m meter metre 米; km kilometer kilometre 千米 公里; cm centimeter centimetre 厘米;
@@ -274,11 +271,7 @@ def _with_unit(text: str, match: re.Match[str]) -> Quantity:
     value = match["value"].strip()
     first, _, rest = words.strip().lower().partition(" ")  # "million dollars"
     if first in _SCALES and (number := as_number(value)) is not None:
-        number *= _SCALES[first]
-        value = str(number)
-        if number.denominator != 1:
-            value = rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
-        return quantity(rf"{value}\text{{{rest.strip()}}}") if rest.strip() else Quantity(value)
+        return quantity(rf"{number * _SCALES[first]}\text{{{rest}}}")
     unit = _known_unit(words, match["power"] or "", is_text=is_text)
     if unit == "" and not is_text and len(first) < _MIN_WORD:
         is_attached = not text[: match.start("plain")].endswith(" ")
@@ -331,45 +324,24 @@ def as_number(text: str) -> Fraction | None:
     """Return the exact value of a plain number, fraction or mixed number; else None."""
     if len(text) > _MAX_DIGITS:
         return None
-    match = _NUMBER.fullmatch(text)
-    if match is not None and (match["digits"] or (match["decimals"] or ".") != "."):
-        return _plain_number(match)
+    if _NUMBER.fullmatch(text) is not None:
+        return Fraction(text.replace(",", "").replace(" ", ""))
     if (match := _REPEATING.fullmatch(text)) is not None:
         return _repeating_number(match)
-    if (match := _RATIO.fullmatch(text) or _LATEX_RATIO.fullmatch(text)) is not None:
-        return _ratio(match["sign"], 0, match["top"], match["bottom"])
-    if (match := _MIXED.fullmatch(text)) is None:
+    if (match := _RATIO.fullmatch(text)) is None:
         return None
-    top, bottom = match["top"] or match["latex_top"], match["bottom"] or match["latex_bottom"]
-    if int(top) >= int(bottom):
-        return None  # rather a product
-    return _ratio(match["sign"], int(match["whole"]), top, bottom)
-
-
-def _plain_number(match: re.Match[str]) -> Fraction | None:
-    exponent = int(match["exponent"] or 0)
-    if abs(exponent) > _MAX_EXPONENT:
-        return None
-    digits = (match["digits"] or "0").replace(",", "").replace(" ", "")
-    decimals = match["decimals"] or "."
-    number = Fraction(f"{match['sign']}{digits}{decimals if decimals != '.' else ''}")
-    return number * Fraction(10) ** exponent
-
-
-def _repeating_number(match: re.Match[str]) -> Fraction:
-    fixed, repeated = match["fixed"], match["repeated"]
-    scale = 10 ** len(fixed)
-    number = Fraction(int(f"{match['whole']}{fixed}" or "0"), scale) + Fraction(
-        int(repeated), scale * (10 ** len(repeated) - 1)
-    )
+    top, bottom = (int(match[name] or match[f"latex_{name}"]) for name in ("top", "bottom"))
+    if bottom == 0 or (match["whole"] and not 0 <= top < bottom):
+        return None  # with a whole number, rather a product
+    number = int(match["whole"] or 0) + Fraction(top, bottom)
     return -number if match["sign"] else number
 
 
-def _ratio(sign: str, whole: int, top: str, bottom: str) -> Fraction | None:
-    if int(bottom) == 0:
-        return None
-    number = whole + Fraction(int(top), int(bottom))
-    return -number if sign else number
+def _repeating_number(match: re.Match[str]) -> Fraction:
+    start, repeated = match["whole"] + match["fixed"], match["repeated"]
+    scale = 10 ** len(match["fixed"]) * (10 ** len(repeated) - 1)
+    number = Fraction(int(start + repeated) - int(start or "0"), scale)
+    return -number if match["sign"] else number
 
 
 def choice_letter(text: str) -> str | None:
@@ -387,16 +359,11 @@ def are_same_choices(one: str, other: str) -> bool:
     return letters[0] == letters[1] and not all(text.isalpha() for text in plain)
 
 
-def option_letter(text: str) -> str | None:
-    r"""Return the letter in ``\text{(B)} 12``."""
-    match = _OPTION.fullmatch(text)
-    return None if match is None else match[1] or match[2] or match[3]
-
-
-def without_option(text: str) -> str:
-    r"""Return what follows the letter in ``\text{(B)} 12``; a text without one as it is."""
-    match = _OPTION.fullmatch(text)
-    return text if match is None else match["rest"].strip()
+def option(text: str) -> tuple[str | None, str]:
+    r"""Split ``\text{(B)} 12`` into letter and text; None and the whole text without a letter."""
+    if (match := _OPTION.fullmatch(text)) is None:
+        return None, text
+    return next(filter(None, match.groups())), match["rest"].strip()
 
 
 def words(text: str) -> str | None:
