@@ -84,6 +84,21 @@ def test_seeds_are_their_mean_in_a_band_from_minimum_to_maximum(figure: Any) -> 
     assert (heights.ymin, heights.ymax) == (1.0, 5.0)
 
 
+def test_a_curve_of_one_value_is_a_point(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "bapo", 0)
+    first, *rest = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    for row in rest:
+        del row["policy/entropy"]
+    rows = (json.dumps(row) + "\n" for row in (first, *rest))
+    (run / "metrics.jsonl").write_text("".join(rows))
+    drawn = dynamics_figure([run])
+    markers = {
+        title: axis_of(drawn, title).get_lines()[0].get_marker()
+        for title in ("Policy entropy", "Token age")
+    }
+    assert markers == {"Policy entropy": "o", "Token age": "None"}
+
+
 def test_a_score_has_its_interval(figure: Any) -> None:
     reward = axis_of(figure, "Reward and held-out accuracy")
     bars = [bar for bar in reward.collections if len(bar.get_paths()) == 3]
