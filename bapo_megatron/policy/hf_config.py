@@ -226,6 +226,7 @@ HARMLESS_FIELDS = (
     "max_window_layers",
     # Training from scratch, generation, and the file itself.
     *("initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("unk_token_id", "is_llama_config", "transformers.js_config", "_model_name_or_path"),
     *("dtype", "torch_dtype", "transformers_version", "_name_or_path", "id2label", "label2id"),
     *("problem_type", "return_dict", "output_attentions", "output_hidden_states"),
     *("_attn_implementation_autoset", "unsloth_fixed", "unsloth_version"),

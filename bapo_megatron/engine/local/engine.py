@@ -73,7 +73,7 @@ def load_model(path: Path, dtype: str, device: str) -> tuple[Any, frozenset[int]
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _OpenRequest:
     """A request that has not ended."""
 
     sink: CompletionSink
@@ -107,7 +107,7 @@ class LocalEngine:
         self._cache_tokens = max_rows * model.config.max_position_embeddings
         self._weights = LocalWeights(model, self._change_weights)
         self._version = START_VERSION
-        self._flights: dict[int, _Flight] = {}
+        self._entries: dict[int, _OpenRequest] = {}
         self._arrived: list[Decoding] = []
         self._numbers = itertools.count()
         self._turn = asyncio.Lock()
@@ -123,7 +123,7 @@ class LocalEngine:
     @property
     def num_in_flight(self) -> int:
         """See ``Engine``."""
-        return len(self._flights)
+        return len(self._entries)
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
         """See ``Engine``; ``decode`` delivers the pieces."""
@@ -134,13 +134,13 @@ class LocalEngine:
         self._check_tokens(request.input_ids, num_new, where)
         number, seed = next(self._numbers), request.sampling.seed
         response = Decoding(request, sample_seed(ADDRESS, number) if seed is None else seed)
-        flight = _Flight(sink, response, asyncio.get_running_loop().create_future())
-        self._flights[number] = flight
+        entry = _OpenRequest(sink, response, asyncio.get_running_loop().create_future())
+        self._entries[number] = entry
         self._arrived.append(response)
         try:
-            await flight.ended
+            await entry.ended
         finally:
-            self._flights.pop(number, None)
+            self._entries.pop(number, None)
             response.is_cancelled = True
 
     async def decode(self, max_steps: int) -> int:
@@ -160,8 +160,8 @@ class LocalEngine:
                 self._end_all(error)
                 raise
             finally:
-                for flight in self._open_flights():
-                    self._deliver(flight, flight.response.reason)
+                for entry in self._open_entries():
+                    self._deliver(entry, entry.response.reason)
 
     async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
         """See ``Engine``."""
@@ -172,8 +172,8 @@ class LocalEngine:
     async def abort(self, timeout_s: float) -> None:
         """Abort every request, after the running ``decode``."""
         async with self._turn:
-            for flight in self._open_flights():
-                self._deliver(flight, FinishReason.ABORT)
+            for entry in self._open_entries():
+                self._deliver(entry, FinishReason.ABORT)
             self._decoder.clear()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # the trainer may use the same GPU
@@ -251,34 +251,34 @@ class LocalEngine:
                 "the model's own tokenizer"
             )
 
-    def _open_flights(self) -> list[_Flight]:
-        return [flight for flight in self._flights.values() if not flight.ended.done()]
+    def _open_entries(self) -> list[_OpenRequest]:
+        return [entry for entry in self._entries.values() if not entry.ended.done()]
 
-    def _deliver(self, flight: _Flight, reason: FinishReason | None) -> None:
+    def _deliver(self, entry: _OpenRequest, reason: FinishReason | None) -> None:
         """Pass new tokens to the sink; with a reason they are the last piece."""
-        version, has_logprobs = self._version, flight.response.request.return_logprobs
-        token_ids, logprobs = flight.response.take()
+        version, has_logprobs = self._version, entry.response.request.return_logprobs
+        token_ids, logprobs = entry.response.take()
         spans = (VersionSpan(version, len(token_ids)),) if len(token_ids) else ()
         logprobs = logprobs if has_logprobs else logprobs[:0]
         try:
-            if spans and not flight.sink.is_known(version):
+            if spans and not entry.sink.is_known(version):
                 raise ServerError(
                     f"{ADDRESS}: sampled with weights version {version}, which this run did not "
                     "give it; give each run an engine of its own"
                 )
             if spans or reason is not None:
                 last = reason or FinishReason.ABORT
-                flight.sink.take(Completion(token_ids, logprobs, spans, last))
+                entry.sink.take(Completion(token_ids, logprobs, spans, last))
         except Exception as error:  # noqa: BLE001 — fails this request only
-            flight.end(error)
+            entry.end(error)
         else:
             if reason is not None:
-                flight.end(None)
+                entry.end(None)
 
     def _end_all(self, error: RolloutError) -> None:
         """End every request with an error; the decoder drops them before its next step."""
-        for flight in self._open_flights():
-            flight.end(type(error)(f"{error} (request: {flight.response.request.label})"))
+        for entry in self._open_entries():
+            entry.end(type(error)(f"{error} (request: {entry.response.request.label})"))
 
     async def _compute[T](self, work: Callable[[], T]) -> T:
         """Run ``work`` in the thread, even if cancelled; its errors become ``RolloutError``."""
