@@ -18,7 +18,7 @@ from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
 from bapo_megatron.config.reward import RewardFunctionConfig
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.runtime.calls import decode_json, shown_value
+from bapo_megatron.runtime.calls import decode_json
 from bapo_megatron.runtime.files import read_regular
 
 POSITIONS = "max_position_embeddings"
@@ -296,9 +296,7 @@ def check_unique(key: str, names: Sequence[str]) -> None:
     """Check that no name occurs twice."""
     for name, count in Counter(names).items():
         if count > 1:
-            raise ConfigError(
-                f"{key}: must differ, got {shown_value(name)} {count} times; keep or rename one"
-            )
+            raise ConfigError(f"{key}: must differ, got '{name}' {count} times; keep or rename one")
 
 
 def check_rewards(functions: Sequence[RewardFunctionConfig], key: str = "reward.functions") -> None:
@@ -327,7 +325,7 @@ def _check_eval(config: RunConfig) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", dataset.label):
             raise ConfigError(
                 f"{key}.name: must consist of letters, digits, '.', '_' and '-', since it is part "
-                f"of file and metric names, got {shown_value(dataset.label)}; give another name"
+                f"of file and metric names, got '{dataset.label}'; give another name"
             )
 
 
@@ -343,7 +341,7 @@ def _check_best(config: RunConfig) -> None:
     if best not in scores:
         raise ConfigError(
             f"checkpoint.best: must be one of {', '.join(scores) or 'none without eval.sets'}, "
-            f"got {shown_value(best)}; correct it, or leave it empty"
+            f"got '{best}'; correct it, or leave it empty"
         )
     is_scheduled = evaluation.every_steps or evaluation.at_end
     if not is_scheduled or config.replay.dumps is not None:

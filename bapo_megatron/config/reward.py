@@ -13,7 +13,6 @@ from bapo_megatron.config.section import (
     is_loopback,
     split_address,
 )
-from bapo_megatron.runtime.calls import shown_value
 
 BUILT_IN_FUNCTIONS = ("math",)
 """Reward functions that need no module."""
@@ -81,8 +80,7 @@ class RewardFunctionConfig(Section):
         parts = split_address(self.url)
         if parts is None:
             raise ValueError(
-                f"url must be http://host… or https://host…, got {shown_value(self.url)}; "
-                "correct it"
+                f"url must be http://host… or https://host…, got '{self.url}'; correct it"
             )
         if parts.username or parts.password:
             raise ValueError(
