@@ -201,6 +201,7 @@ def _report(error: Exception) -> int:
     from bapo_megatron.config.load import ConfigError
     from bapo_megatron.policy.checkpoint_files import CheckpointError
     from bapo_megatron.reward.base import RewardError
+    from bapo_megatron.runtime.calls import cut_long_values
 
     lost_peer, cause = _lost_peer(error), first_cause(error)
     # Rank 0 keeps its traceback: if the network failed and no rank exited, one rank must say so.
@@ -211,7 +212,7 @@ def _report(error: Exception) -> int:
         line = " ".join(cause.format_message().split())
         line += "" if ";" in line else "; see --help"
     elif isinstance(cause, OSError) and cause.filename is not None:
-        line = f"{cause.filename}: {describe_os_error(cause)}"
+        line = cut_long_values(f"{cause.filename}: {describe_os_error(cause)}")
     elif isinstance(cause, RolloutError):
         line = str(cause)  # may end with the last lines of a log
     is_usage = isinstance(cause, typer.TyperException | ConfigError)

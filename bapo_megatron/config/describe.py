@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import LIST_TAG, SET_TAG, AbsolutePath
-from bapo_megatron.runtime.calls import dotted, rule_of, shown_value
+from bapo_megatron.runtime.calls import cut_long_values, dotted, rule_of, shown_value
 
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 """Limits as the metadata of a field name them."""
@@ -101,9 +101,6 @@ def _yaml(value: Any) -> str:
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
-_LONG_VALUE = re.compile(r"(\S{200})\S+?(?=['\";,]*(?:\s|$))")
-"""Cut in messages, before the marks that follow it."""
-
 Place = str | Callable[[Sequence[int | str]], str]
 """The file or option that holds the values, or a function to find it by the path of a key."""
 
@@ -123,7 +120,7 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
     if details["type"] == "missing":
         return f"{place}: missing key '{key}'; add it"
     if details["type"] == "value_error":
-        rule = _LONG_VALUE.sub(r"\1…", str(details["ctx"]["error"]))
+        rule = cut_long_values(str(details["ctx"]["error"]))
         rule = rule if ";" in rule else f"{rule}; correct it"
         # A rule of a section begins with the key in it that the rule is about.
         name, _, rest = rule.partition(" ")

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 from typing_extensions import TypeForm
 
+_LONG_VALUE = re.compile(r"(\S{300})\S+?(?=['\";:,]*(?:\s|$))")
 _MAX_SHOWN = 80
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
@@ -166,6 +167,11 @@ def shown_value(value: Any) -> str:
     shown = " ".join(text[:_MAX_SHOWN].split()) + ("…" if len(text) > _MAX_SHOWN else "")
     shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown)
     return f"'{shown}'" if isinstance(value, str) else shown
+
+
+def cut_long_values(text: str) -> str:
+    """Return a message without the rest of words of more than 300 characters."""
+    return _LONG_VALUE.sub(r"\1…", text)
 
 
 def rule_of(details: ErrorDetails) -> str:

@@ -262,5 +262,5 @@ def test_paths_are_absolute_from_the_start_and_a_tilde_is_the_home_directory(tmp
 @pytest.mark.parametrize("key", ["rollout.engine", "data.train.path"])
 def test_a_long_value_is_cut_in_the_message(folder, key):
     message = error_of(folder / "base.yaml", f"{key}={'[' * 5000}")
-    assert re.search(rf"'{key.removesuffix('.path')}' must .*…'", message)
+    assert re.search(rf"'{key.removesuffix('.path')}' must .*…", message)
     assert len(message) < 600
