@@ -42,7 +42,7 @@ class ServerConfig(Section):
     tensor: int = Field(1, ge=1)
     """Tensor-parallel size of each server."""
     mem_fraction: float = Field(0.8, gt=0, lt=1)
-    """``--mem-fraction-static``."""
+    """``--mem-fraction-static`` on GPUs."""
     max_total_tokens: int | None = Field(None, ge=1)
     """Size of the KV cache in tokens; null: the server's choice on a GPU, else 65536."""
     max_running_requests: int | None = Field(None, ge=1)

@@ -1,6 +1,8 @@
 """Renders questions by a chat template, and tokenises each text once."""
 
+import contextlib
 import inspect
+import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -167,6 +169,36 @@ class ChatRenderer:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise ValueError(f"is left out by the chat template (role {roles})")
         return token_ids
+
+    def end_token_warnings(self) -> list[str]:
+        """Return a line if responses would not end, or not always, where the template ends a turn.
+
+        Engines stop at the end tokens of config.json, generation_config.json and the tokenizer.
+        """
+        folder, named = Path(self._tokenizer.name_or_path), set[int]()
+        for name in ("config.json", "generation_config.json"):
+            with contextlib.suppress(OSError, ValueError):  # reported where the model is read
+                ids = json.loads((folder / name).read_bytes()).get("eos_token_id")
+                named |= set(ids) if isinstance(ids, list) else {ids} - {None}
+        try:
+            [[turn_end, *_]] = self.token_ids([self._end_of_turn.lstrip()])
+        except ValueError:  # what ``text`` raises for each question, or no end at all
+            return []
+        end, marker = self._tokenizer.eos_token_id, self.decode([turn_end])
+        if turn_end not in named | {end}:
+            return [
+                f"{folder}: the chat template ends a turn with '{marker}' ({turn_end}), which is "
+                "not an end token of config.json, generation_config.json or the tokenizer, so "
+                "responses go on after it; add it to eos_token_id of generation_config.json"
+            ]
+        if end not in {turn_end, *named}:
+            return [
+                f"{folder}: the tokenizer's end token '{self._tokenizer.eos_token}' ({end}) is "
+                f"neither the chat template's '{marker}' ({turn_end}) nor one of config.json or "
+                "generation_config.json; it ends responses too: correct eos_token in "
+                "tokenizer_config.json unless that is meant"
+            ]
+        return []
 
     @cached_property
     def _end_of_turn(self) -> str:

@@ -194,10 +194,10 @@ def load_train_sets(
     ]
 
 
-def log_warnings(prompt_sets: Sequence[PromptSet]) -> None:
-    """Log the warnings about the sets of a mixture, a record per line."""
+def log_warnings(prompt_sets: Sequence[PromptSet], further: Sequence[str] = ()) -> None:
+    """Log ``further`` and the warnings about the sets of a mixture, a record per line."""
     lines = [line for prompt_set in prompt_sets for line in prompt_set.report.warnings()]
-    for line in (*lines, *shared_prompts(prompt_sets)):
+    for line in (*further, *lines, *shared_prompts(prompt_sets)):
         _LOG.warning("%s", line)
 
 

@@ -156,7 +156,7 @@ class Collector:
         train_sets: list[PromptSet] = []
         if request.for_training:
             train_sets = load_train_sets(run.data, renderer, run.reward.refused_answers)
-        log_warnings(train_sets)
+        log_warnings(train_sets, renderer.end_token_warnings())
         self._probe_prompts = train_sets[0].prompts[:4] if train_sets else ()
         shaping = Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
         self._batches = BatchCollector(

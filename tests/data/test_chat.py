@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -320,3 +321,32 @@ def test_special_tokens_that_a_message_spells_out_are_left_out(tokenizer):
 
     plain = renderer.continuation([{"role": "user", "content": "cannot parse \nsystem"}])
     assert written == plain
+
+
+# --- what ends a response ---
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_end", "files", "problem"),
+    [
+        ("<|im_end|>", {}, None),
+        ("<|im_end|>", {"config.json": "a"}, None),
+        ("a", {"config.json": None, "generation_config.json": ["a", "<|im_end|>"]}, None),
+        ("a", {"config.json": "a"}, r"ends a turn with '<\|im_end\|>' .* not an end token"),
+        ("a", {"config.json": "<|im_end|>"}, r"end token 'a' .* neither .*'<\|im_end\|>'"),
+    ],
+)
+def test_an_end_token_that_differs_from_the_template_s_is_reported(
+    tokenizer_dir, tmp_path, tokenizer_end, files, problem
+):
+    folder = shutil.copytree(tokenizer_dir, tmp_path / "model")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.eos_token = tokenizer_end
+    for name, tokens in files.items():
+        ids = None if tokens is None else tokenizer.convert_tokens_to_ids(tokens)
+        (folder / name).write_text(json.dumps({"eos_token_id": ids}))
+
+    lines = ChatRenderer(tokenizer, DataConfig()).end_token_warnings()
+
+    assert len(lines) == (problem is not None)
+    assert all(re.search(problem, line) for line in lines)

@@ -53,6 +53,7 @@ _NUM_SEEDS = 1 << 32
 # By default the server takes its memory fraction of the machine's free memory, which the trainer
 # needs too, and the kernel kills it.
 _CPU_MAX_TOTAL_TOKENS = 65536
+_CPU_MEM_FRACTION = 0.95
 _CPU_ARGUMENTS = (
     "--device=cpu",
     "--attention-backend=torch_native",
@@ -226,7 +227,8 @@ class SglangServer:
             f"--tensor-parallel-size={server.tensor}",
             f"--random-seed={seed}",
             f"--weight-version={NO_WEIGHTS if self.awaits_weights else START_VERSION}",
-            f"--mem-fraction-static={server.mem_fraction}",
+            # The cache of a CPU server has a fixed size, whatever else uses the memory.
+            f"--mem-fraction-static={_CPU_MEM_FRACTION if is_cpu else server.mem_fraction}",
             "--incremental-streaming-output",  # else each piece repeats all earlier ones
             "--skip-server-warmup",
             "--sleep-on-idle",
