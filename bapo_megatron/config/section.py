@@ -12,6 +12,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 
+from bapo_megatron.runtime.calls import shown_value
+
 MAX_SECONDS = 1e8
 """Limit of every time in the configuration: three years. Waiting functions overflow far beyond."""
 MAX_WORKERS = 4096
@@ -79,7 +81,7 @@ def built_in_or_own(
         for near in difflib.get_close_matches(name, built_in, n=1):
             remedy = f"did you mean '{near}'?"
         remedy = remedies.get(name.lower(), remedy)
-        raise ValueError(f"must be {allowed}, got '{name}'; {remedy}")
+        raise ValueError(f"must be {allowed}, got {shown_value(name)}; {remedy}")
 
     return AfterValidator(check)
 

@@ -259,7 +259,7 @@ def test_paths_are_absolute_from_the_start_and_a_tilde_is_the_home_directory(tmp
     ] == ["home/runs/a", "model", "parts/*.jsonl", "t.jinja", "e.jsonl", "old/rollouts"]
 
 
-@pytest.mark.parametrize("key", ["rollout.engine", "data.train.path"])
+@pytest.mark.parametrize("key", ["algorithm.objective", "rollout.engine", "data.train.path"])
 def test_a_long_value_is_cut_in_the_message(folder, key):
     message = error_of(folder / "base.yaml", f"{key}={'[' * 5000}")
     assert re.search(rf"'{key.removesuffix('.path')}' must .*…", message)
