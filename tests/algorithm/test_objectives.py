@@ -303,3 +303,18 @@ def test_the_recipe_has_its_dual_clip_where_there_is_one() -> None:
     assert AlgorithmConfig.model_validate(recipe).dual_clip == 3.0
     assert AlgorithmConfig.model_validate(recipe | {"objective": "clip"}).dual_clip == 3.0
     assert AlgorithmConfig.model_validate(recipe | {"objective": "cispo"}).dual_clip is None
+
+
+def test_a_token_at_the_limit_of_gmpo_is_not_clipped() -> None:
+    objective = make_objective(objective="gmpo", gmpo={"log_low": -0.5, "log_high": 0.5})
+    logprob_T = torch.tensor([0.5, 0.51, -0.5, -0.51])
+    advantage_T = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    report = objective.report(make_tokens(logprob_T, torch.zeros(4), advantage_T))
+    assert report["clip/fraction_high"].tolist() == [False, True, False, False]
+    assert report["clip/fraction_low"].tolist() == [False, False, False, True]
+
+
+def test_an_objective_selects_all_tokens_with_mask_1_by_default() -> None:
+    zero_T = torch.zeros(3)
+    tokens = make_tokens(zero_T, zero_T, zero_T, torch.tensor([1.0, 0.0, 1.0]))
+    assert make_objective(objective="clip").select(tokens).tolist() == [True, False, True]

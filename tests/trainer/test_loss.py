@@ -186,6 +186,25 @@ def test_what_a_batch_computed_by_hand_reports(groups: ProcessGroups, backend: s
     }
 
 
+@both_backends
+def test_a_token_without_advantage_is_neither_positive_nor_negative(
+    groups: ProcessGroups, backend: str
+) -> None:
+    stage = make_stage(groups, CLIP | {"entropy_coefficient": 0.5}, backend)
+    batch = {
+        "logprob_T": torch.zeros(4),
+        "behaviour_logprob_T": torch.zeros(4),
+        "advantage_T": torch.tensor([1.0, 0.0, -1.0, -1.0]),
+        "mask_T": torch.ones(4),
+        "loss_weight_T": torch.full((4,), 0.25),
+        "entropy_T": torch.ones(4),
+    }
+    _, report = trainers_loss(stage, batch)
+    reported = sums_by_name(stage, report)
+    counts = [reported[f"{which}tokens"] for which in ("", "positive_", "negative_")]
+    assert counts == [4, 1, 2]
+
+
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, *OTHERS])
 @both_backends

@@ -149,3 +149,13 @@ def test_a_run_moves_all_weights_and_writes_its_summary_and_configuration(
     written = tmp_path / "config.yaml"
     assert written.read_text().startswith(f"# commit {summary['commit'] or 'unknown'}\n# bapo-")
     assert load_config(written).train.max_tokens_per_micro_batch == 128
+
+
+@pytest.mark.parametrize(
+    ("finished_steps", "unreported", "step"), [(0, None, 0), (3, None, 4), (3, {"loss": 1.0}, 3)]
+)
+def test_the_next_row_of_metrics_is_that_of_the_step_without_one(
+    finished_steps: int, unreported: dict[str, float] | None, step: int
+) -> None:
+    progress = RunProgress(finished_steps=finished_steps, unreported=unreported)
+    assert progress.first_unreported == step
