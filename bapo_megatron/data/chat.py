@@ -2,9 +2,9 @@
 
 import contextlib
 import inspect
-import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import batched
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 
 from bapo_megatron.config.data import DataConfig
+from bapo_megatron.runtime.calls import decode_json
 from bapo_megatron.runtime.names import shown
 
 Message = dict[str, str]
@@ -59,6 +60,13 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
             "tokenizer_config.json, or set data.chat_template"
         )
     return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _EndTokens:
+    """The field of config.json or generation_config.json that names end tokens."""
+
+    eos_token_id: int | list[int] | None = None
 
 
 class ChatRenderer:
@@ -178,8 +186,8 @@ class ChatRenderer:
         folder, named = Path(self._tokenizer.name_or_path), set[int]()
         for name in ("config.json", "generation_config.json"):
             with contextlib.suppress(OSError, ValueError):  # reported where the model is read
-                ids = json.loads((folder / name).read_bytes()).get("eos_token_id")
-                named |= set(ids) if isinstance(ids, list) else {ids} - {None}
+                ids = decode_json(_EndTokens, (folder / name).read_bytes()).eos_token_id
+                named |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
         try:
             [[turn_end, *_]] = self.token_ids([self._end_of_turn.lstrip()])
         except ValueError:  # what ``text`` raises for each question, or no end at all

@@ -350,3 +350,13 @@ def test_an_end_token_that_differs_from_the_template_s_is_reported(
 
     assert len(lines) == (problem is not None)
     assert all(re.search(problem, line) for line in lines)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"eos_token_id": [[1]]}', '{"eos_token_id": "2"}'])
+def test_a_file_whose_end_tokens_cannot_be_read_is_left_to_those_who_load_it(
+    tokenizer_dir, tmp_path, content
+):
+    folder = shutil.copytree(tokenizer_dir, tmp_path / "model")
+    (folder / "generation_config.json").write_text(content)
+
+    assert ChatRenderer(load_tokenizer(folder), DataConfig()).end_token_warnings() == []
