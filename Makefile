@@ -61,7 +61,7 @@ lint: setup
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports
-	@$(VENV)/bin/shellcheck examples/*.sh examples/*.sbatch requirements/*.sh
+	@$(VENV)/bin/shellcheck examples/*.sh examples/*/*.sh examples/*.sbatch requirements/*.sh
 	@$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files $(CXX_FILES))
 
 format: setup

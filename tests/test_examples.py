@@ -22,7 +22,7 @@ from tests.launch import REPOSITORY, free_port
 from tests.trainer.dumps import make_random_model, replay_settings, write_dumps
 
 EXAMPLES = REPOSITORY / "examples"
-SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch")])
+SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *EXAMPLES.glob("*.sbatch")])
 KEY = "BAPO_MEGATRON_ADMIN_API_KEY"
 READ = (
     *("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC", "CUDA_DEVICE_MAX_CONNECTIONS"),

@@ -54,10 +54,9 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config.dtype = torch.float32
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
-    tensors = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=empty)["tensors"]
-    model = AutoModelForCausalLM.from_config(config)
-    lacking, unknown = model.load_state_dict(tensors, strict=False)
+        model = AutoModelForCausalLM.from_config(config)
+    tensors = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]
+    lacking, unknown = model.load_state_dict(tensors, strict=False, assign=True)
     lacking = [name for name in lacking if name not in (model._tied_weights_keys or {})]
     if lacking or unknown:
         raise ValueError(f"{gguf}: lacks {lacking[:3]}, has unknown {unknown[:3]}")
