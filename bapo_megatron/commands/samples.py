@@ -158,6 +158,9 @@ def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any
                 f"{texts_path(path)}: sample {sample.index} of group {sample.group_id} has "
                 f"{len(turns)} texts of {len(lengths)} parts; give the dump that they belong to"
             )
+    # A reward that extracts no answer does not say that there is none.
+    extracts = text is None or bool(text.extracted) or not sample.answer_found
+    num_trained = np.count_nonzero(step.trains(sample)) if step.has_gradient(sample) else 0
     return {
         "group_id": sample.group_id,
         "index": sample.index,
@@ -167,14 +170,14 @@ def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any
         "reward": sample.reward,
         "reward_components": sample.reward_components,
         "advantage": step.advantage(sample),
-        "answer_found": sample.answer_found,
+        "answer_found": sample.answer_found if extracts else None,
         "extracted": None if text is None else text.extracted,
         "reason": None if text is None else text.reason,
         "answer": None if text is None else text.answer,
         "age": step.age(sample),
         "versions": [(span.version, span.num_tokens) for span in sample.versions],
         "sampled_tokens": sample.num_sampled,
-        "trained_tokens": int(np.count_nonzero(step.trains(sample))),
+        "trained_tokens": int(num_trained),
         "written_tokens": sample.num_written,
         "prompt": None if text is None else text.prompt_text,
         "parts": [

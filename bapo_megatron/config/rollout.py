@@ -131,6 +131,9 @@ class LocalConfig(Section):
 
     max_rows: int = Field(256, ge=8)
     """Maximum number of responses in a decode step; others wait their turn."""
+    threads: int | None = Field(None, ge=1)
+    """Threads that compute on a CPU; null: ``OMP_NUM_THREADS``. Without ``async_steps`` the ranks
+    wait meanwhile, so that it may be the number of cores."""
     decode_steps_ahead: int | None = Field(None, ge=1)
     """Decode steps beside the training of a batch, with ``async_steps``; null: half of
     ``max_response_tokens``. The next weight sync waits for them (docs/rollout.md)."""

@@ -190,7 +190,8 @@ class LossStage:
         if decision is None:
             decision = sums.new_zeros(0)
         statistics = self._statistics(batches) if with_statistics else None
-        return loss, TokenReport(sums, maxima, decision, policy, statistics)
+        tokens = batches[0] if batches else None
+        return loss, TokenReport(sums, maxima, decision, policy, tokens, statistics)
 
     def known_statistics(
         self, updates: Sequence[Sequence[MicroBatch]], context: UpdateContext

@@ -197,11 +197,14 @@ def evidence_of_save(run_dir: Path) -> str:
 
 
 def how_to_continue(run_dir: Path) -> str:
-    """Return the end of a message that says why a run ended: how to continue it."""
+    """Return the end of a message that says why a run ended: how to continue it, or use it."""
     try:
         checkpoint, _ = choose_checkpoint(run_dir)
     except files.CheckpointError as error:
         return f"; {error}"
     if checkpoint is None:
         return "; no checkpoint yet: the same command with --resume starts at step 1"
-    return f"; the same command with --resume continues from {checkpoint}"
+    return (
+        f"; the same command with --resume continues from {checkpoint}, of which bapo-megatron "
+        "convert makes a model"
+    )

@@ -13,12 +13,25 @@ from torch import Tensor
 
 from bapo_megatron.algorithm.loss import add_over_responses, log_weights, response_sums
 from bapo_megatron.config.schema import CorrectionConfig, OpsConfig
+from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.ops.logprob import LOG_RATIO_LIMIT
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.runtime.distributed import gather_objects
+from bapo_megatron.runtime.distributed import (
+    broadcast_from_last_stage,
+    gather_objects,
+    reduce_over,
+)
 from bapo_megatron.trainer.loss import PolicyOutput
 from bapo_megatron.trainer.split import SplitShape
-from bapo_megatron.types import FinishReason, MicroBatch, PromptTokens, Sample, VersionSpan
+from bapo_megatron.types import (
+    FinishReason,
+    MicroBatch,
+    PromptTokens,
+    RolloutBatch,
+    Sample,
+    UpdateResult,
+    VersionSpan,
+)
 
 
 def with_recomputed_behaviour(
@@ -64,6 +77,51 @@ def with_recomputed_behaviour(
     return tuple(
         replace(micro_batch, importance_T=log_weight_T.exp())
         for micro_batch, log_weight_T in zip(recomputed, weights, strict=True)
+    )
+
+
+def measure_mismatch(
+    policy: MegatronPolicy, output: PolicyOutput, shape: SplitShape, batch: RolloutBatch
+) -> UpdateResult:
+    """Compare log-probs with the engine's in a step without an update, for its metrics.
+
+    A collective of all ranks: one forward-only pass over about a micro-batch per data-parallel
+    rank, of responses with tokens of the policy's weights. Without such responses nothing runs.
+    """
+    samples, chosen, room = batch.samples, [], shape.rules.budget * shape.rules.data_size
+    for index, sample in enumerate(samples):
+        if any(span.version == batch.version for span in sample.versions):
+            length = len(sample.prompt.token_ids) + len(sample.response_token_ids)
+            room -= shape.rules.slots(length)
+            if room < 0:
+                break
+            chosen.append(index)
+    if not chosen:
+        return UpdateResult({}, {}, (), grad_norm=0.0, skipped=True)
+    nothing_B = np.zeros(len(samples), dtype=np.float32)
+    _, micro_batches = shape.pack(samples, chosen, nothing_B, nothing_B)
+    groups = policy.groups
+    values = torch.zeros(3, dtype=torch.float64, device=groups.device)
+    # No log-probs on any stage but the last.
+    for host_batch, (logprob_T, _) in zip(
+        micro_batches, policy.forward_only(micro_batches, output.read), strict=False
+    ):
+        micro_batch = on_device(host_batch, groups.device)
+        mismatch_T = (logprob_T - micro_batch.rollout_logprob_T).abs()
+        counts_T = (micro_batch.version_T == batch.version) & mismatch_T.isfinite()
+        mismatch_T = torch.where(counts_T, mismatch_T, 0.0)
+        values[0] += counts_T.sum()
+        values[1] += mismatch_T.sum(dtype=torch.float64)
+        if len(mismatch_T):
+            values[2] = torch.maximum(values[2], mismatch_T.max().double())
+    if groups.is_last_stage:
+        reduce_over(groups.data, values[:2])
+        reduce_over(groups.data, values[2:], dist.ReduceOp.MAX)
+    broadcast_from_last_stage(values, groups)
+    count, total, largest = values.tolist()
+    sums = {"mismatch_tokens": count, "mismatch_abs": total}
+    return UpdateResult(
+        sums, {"mismatch/logprob_abs_max": largest}, (), grad_norm=0.0, skipped=True
     )
 
 

@@ -6,7 +6,8 @@ end of the step, so that no mean of means appears. ``train.dump_tokens`` writes 
 updates for analysis outside the run.
 
 Shape legend: T = response tokens of a micro-batch (in a dump: of the update), S = sums, M = maxima,
-U = updates of a step, E = decisions of an update, D = entries of a decision.
+U = updates of a step, E = decisions of an update, D = entries of a decision,
+B = responses of the step's batch, R = those that an update computes.
 """
 
 import math
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bapo_megatron.algorithm.loss import RESPONSE_UNIT
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
 from bapo_megatron.ops.logprob import LOG_RATIO_LIMIT, TokenLogprobs
 from bapo_megatron.runtime.distributed import (
@@ -48,6 +50,8 @@ class TokenReport:
     """[D] float64: the objective's decision; empty if it needs none."""
     policy: TokenLogprobs
     """[T] ℓ and H; for dumps, and to explain a failure."""
+    tokens: TokenBatch | None = None
+    """[T], as the objective saw them; None if there are none."""
     statistics: Tensor | None = None
     """[K] int64: the objective's, if the loss pass was asked for them."""
 
@@ -114,6 +118,7 @@ COUNTS: dict[str, Value] = {
     "negative_tokens": lambda v: v.negative_T,
     "positive_clipped": lambda v: v.positive_T & (v.derivative_T == 0),
     "negative_clipped": lambda v: v.negative_T & (v.derivative_T == 0),
+    "negative_doubled": lambda v: v.negative_T & (v.tokens.ratio > 2),
     "mismatch_tokens": lambda v: v.same_weights_T,
     "nonfinite_tokens": lambda v: ~v.finite_T,
     "nonfinite_losses": lambda v: ~v.finite_loss_T,
@@ -158,6 +163,8 @@ QUOTIENTS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     ),
     "clip/fraction_positive": ("positive_clipped", "positive_tokens"),
     "clip/fraction_negative": ("negative_clipped", "negative_tokens"),
+    "policy/negative_doubled_share": ("negative_doubled", "negative_tokens"),
+    "policy/effective_sample_share": ("effective_samples", "weighted_responses"),
     "mismatch/logprob_abs_mean": ("mismatch_abs", "mismatch_tokens"),
     "correction/weight_mean": ("correction_weight", "corrected_tokens"),
     "correction/capped_share": ("correction_capped", "corrected_tokens"),
@@ -263,6 +270,8 @@ class MeasuredUpdate(NamedTuple):
     """[M] float64."""
     decisions: Tensor
     """[E, D] float64, equal on the ranks of the last stage."""
+    log_weight_B: Tensor
+    """[B] int64: Σ (ℓ − μ) over each response (``algorithm.loss.add_over_responses``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +283,8 @@ class Measurement:
     measured: MeasuredUpdate | None = None
     """None if the update was skipped."""
     grad_norm: float = 0.0
+    computed: Sequence[int] = ()
+    """Indices of the responses that were computed, over all ranks."""
 
 
 def read_measurements(
@@ -284,9 +295,10 @@ def read_measurements(
 ) -> list[UpdateResult]:
     """Reduce the measurements of a step over data-parallel ranks and copy them to the host at once.
 
-    A collective unless every update was skipped: two all-reduces on the last stage, one broadcast.
+    A collective unless every update was skipped: three all-reduces on the last stage, one
+    broadcast.
     """
-    updates = [m.measured for m in measurements if m.measured is not None]
+    updates = [(m.measured, m.computed) for m in measurements if m.measured is not None]
     values = iter(_reduced(updates, groups) if updates else ())
 
     def named(names: Sequence[str]) -> dict[str, float]:
@@ -297,6 +309,8 @@ def read_measurements(
         result = UpdateResult(measurement.counts, {}, (), grad_norm=0.0, skipped=True)
         if measurement.measured is not None:
             sums, maxima = named(numbers.sum_names), named(numbers.max_names)
+            sums |= named(["effective_samples"])
+            sums["weighted_responses"] = float(len(measurement.computed))
             num_decisions, size = measurement.measured.decisions.shape
             decisions = [list(islice(values, size)) for _ in range(num_decisions)]
             result = UpdateResult(
@@ -310,18 +324,36 @@ def read_measurements(
     return results
 
 
-def _reduced(updates: Sequence[MeasuredUpdate], groups: ProcessGroups) -> list[float]:
-    sums_US = torch.stack([update.sums for update in updates])
-    maxima_UM = torch.stack([update.maxima for update in updates])
+def _reduced(
+    updates: Sequence[tuple[MeasuredUpdate, Sequence[int]]], groups: ProcessGroups
+) -> list[float]:
+    sums_US = torch.stack([update.sums for update, _ in updates])
+    maxima_UM = torch.stack([update.maxima for update, _ in updates])
+    log_weight_UB = torch.stack([update.log_weight_B for update, _ in updates])
     if groups.is_last_stage:
         reduce_over(groups.data, sums_US)
         reduce_over(groups.data, maxima_UM, dist.ReduceOp.MAX)
-    decisions = (update.decisions.flatten() for update in updates)
-    parts = zip(sums_US, maxima_UM, decisions, strict=True)
+        reduce_over(groups.data, log_weight_UB)
+    decisions = (update.decisions.flatten() for update, _ in updates)
+    effective = (
+        effective_samples(log_weight_B.double()[list(computed)] * RESPONSE_UNIT)[None]
+        for log_weight_B, (_, computed) in zip(log_weight_UB, updates, strict=True)
+    )
+    parts = zip(sums_US, maxima_UM, effective, decisions, strict=True)
     packed = torch.cat(list(chain.from_iterable(parts)))
     broadcast_from_last_stage(packed, groups)
     values: list[float] = packed.tolist()
     return values
+
+
+def effective_samples(log_weight_R: Tensor) -> Tensor:
+    """Return (Σ w)² / Σ w² of an update's responses, 0-d: Kish's effective sample size.
+
+    Args:
+        log_weight_R: [R] log w, of π / π_behaviour over the whole response (arXiv 2602.17616).
+    """
+    weight_R = (log_weight_R - log_weight_R.max()).exp()
+    return weight_R.sum().square() / weight_R.square().sum()
 
 
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:

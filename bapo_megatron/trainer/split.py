@@ -40,6 +40,8 @@ class SplitUpdate:
     also how full they are, and how equal the ranks' work is."""
     micro_batches: tuple[MicroBatch, ...] = ()
     """This rank's share; equally many on every rank. Without any, the update is skipped."""
+    computed: tuple[int, ...] = ()
+    """Indices of the samples in all ranks' micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def split_step(
                 "flops_mean": sum(flops) / len(flops),
                 "flops_max": float(max(flops)),
             }
-        updates.append(SplitUpdate(counts, micro_batches))
+        updates.append(SplitUpdate(counts, micro_batches, tuple(computed)))
     return tuple(updates)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.advantage import Advantages
-from bapo_megatron.algorithm.loss import first_nonfinite
+from bapo_megatron.algorithm.loss import add_over_responses, first_nonfinite
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.ops.logprob import TokenLogprobs
@@ -34,7 +34,7 @@ from bapo_megatron.runtime.distributed import (
     reduce_over,
 )
 from bapo_megatron.trainer.loss import LossInputs, LossStage, PolicyOutput, UpdateContext
-from bapo_megatron.trainer.recompute import with_recomputed_behaviour
+from bapo_megatron.trainer.recompute import measure_mismatch, with_recomputed_behaviour
 from bapo_megatron.trainer.records import (
     MeasuredUpdate,
     Measurement,
@@ -161,9 +161,17 @@ class BatchTrainer:
             measurements.append(measurement)
             if self.dump is not None:
                 self.dump.write_if_due(tokens, batch, number, self._groups)
-        return read_measurements(
+        results = read_measurements(
             measurements, self._stage.numbers, self._stage.objective, self._groups
         )
+        is_fresh = self.policy.num_updates == batch.version
+        if is_fresh and not any(split.micro_batches for split in splits):
+            self.note("training, forward only (mismatch)")
+            measured = measure_mismatch(self.policy, self.output, self.shape, batch)
+            results[0] = replace(
+                results[0], sums=results[0].sums | measured.sums, maxima=measured.maxima
+            )
+        return results
 
     def _recompute_behaviour(
         self, split: SplitUpdate, num_samples: int
@@ -242,10 +250,16 @@ class BatchTrainer:
         if not attempt.step.applied:
             return Measurement(counts | self._skip(update, attempt)), ()
         sums, maxima = self._stage.numbers.add(attempt.reports, self._groups.device)
-        measured = MeasuredUpdate(sums, maxima, attempt.decisions)
+        device = self._groups.device
+        log_weight_B = torch.zeros(len(update.batch.samples), dtype=torch.int64, device=device)
+        for report in attempt.reports:
+            if (t := report.tokens) is not None:
+                add_over_responses(log_weight_B, t.logprob - t.behaviour_logprob, t.response)
+        measured = MeasuredUpdate(sums, maxima, attempt.decisions, log_weight_B)
         # No reports before the last stage.
         tokens = tuple(zip(attempt.inputs.micro_batches, attempt.reports, strict=False))
-        return Measurement(counts, measured, attempt.step.grad_norm), tokens
+        norm, computed = attempt.step.grad_norm, update.split.computed
+        return Measurement(counts, measured, norm, computed), tokens
 
     def _skip(self, update: Update, attempt: Attempt) -> dict[str, float]:
         """Return the faults of an update that is skipped, as sums; or raise, as configured."""

@@ -22,35 +22,35 @@ Question = tuple[str, int]
 
 
 def _sum(rng: random.Random) -> Question:
-    a, b = rng.randint(10, 99), rng.randint(10, 99)
+    a, b = rng.randint(2, 20), rng.randint(2, 20)
     return f"What is {a} + {b}?", a + b
 
 
 def _difference(rng: random.Random) -> Question:
-    b, a = sorted((rng.randint(10, 99), rng.randint(10, 99)))
+    b, a = sorted((rng.randint(2, 20), rng.randint(2, 20)))
     return f"What is {a} - {b}?", a - b
 
 
 def _product(rng: random.Random) -> Question:
-    a, b = rng.randint(2, 15), rng.randint(2, 15)
+    a, b = rng.randint(2, 13), rng.randint(2, 13)
     return f"What is {a} * {b}?", a * b
 
 
 def _gain(rng: random.Random) -> Question:
     name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
-    a, b = rng.randint(5, 60), rng.randint(5, 40)
+    a, b = rng.randint(2, 12), rng.randint(2, 12)
     return f"{name} has {a} {thing} and gets {b} more. How many {thing} does {name} have?", a + b
 
 
 def _loss(rng: random.Random) -> Question:
     name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
-    b, a = sorted((rng.randint(5, 60), rng.randint(5, 60)))
+    b, a = sorted((rng.randint(2, 12), rng.randint(2, 12)))
     return f"{name} has {a} {thing} and gives away {b}. How many {thing} are left?", a - b
 
 
 def _boxes(rng: random.Random) -> Question:
     name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
-    a, b = rng.randint(2, 10), rng.randint(2, 10)
+    a, b = rng.randint(2, 9), rng.randint(2, 9)
     return f"{name} fills {a} boxes with {b} {thing} each. How many {thing} is that?", a * b
 
 

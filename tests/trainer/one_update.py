@@ -122,10 +122,11 @@ def _make_update(
     )
     outputs = _watch_output(trainer.policy) if case.watches_output else []
     result, *further = trainer.train(read_batch(dump))
-    bounds = [result.decisions[0].get(f"clip/{n}") for n in ("low", "high")]
+    chosen = result.decisions[0] if result.decisions else {}  # none of a skipped update
+    bounds = [chosen.get(f"clip/{n}") for n in ("low", "high")]
     return {
         "outputs": outputs,
-        "loss": result.sums["policy_loss"],
+        "loss": result.sums.get("policy_loss", 0.0),
         "sums": result.sums,
         "maxima": result.maxima,
         "bounds": tuple(bound for bound in bounds if bound is not None),

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.distributed
 
-SAME = ("loss/policy", "policy/grad_norm", "policy/entropy", "policy/kl_behaviour")
+SAME = (
+    *("loss/policy", "policy/grad_norm", "policy/entropy", "policy/kl_behaviour"),
+    *("policy/effective_sample_share", "policy/negative_doubled_share"),
+)
 EQUAL = (
     "clip/low",
     "clip/high",

@@ -16,7 +16,7 @@ from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.telemetry.metrics import batch_metrics
 from bapo_megatron.tools.report.figures import PANELS
-from bapo_megatron.trainer.records import Numbers, TokenView, update_metrics
+from bapo_megatron.trainer.records import Numbers, TokenView, effective_samples, update_metrics
 from bapo_megatron.types import UpdateResult
 from tests.telemetry.test_metrics import _batch
 
@@ -44,6 +44,9 @@ def _sums(tokens: float, loss: float, oldest: float) -> dict[str, float]:
         "negative_contribution": 9.0,
         "positive_clipped": 1.0,
         "negative_clipped": 2.0,
+        "negative_doubled": tokens / 40,
+        "effective_samples": 1.5,
+        "weighted_responses": tokens / 10,
         "entropy": 2 * tokens,
         "kl_behaviour": 0.5 * tokens,
         "report: clip/fraction_high": 3.0,
@@ -85,6 +88,8 @@ def test_numbers_are_quotients_of_sums_over_all_updates() -> None:
         "loss/negative_sum": 18.0,
         "clip/fraction_positive": 2 / 10,
         "clip/fraction_negative": 4 / 10,
+        "policy/negative_doubled_share": 1 / 10,
+        "policy/effective_sample_share": 3 / 4,
         "rollout/positive_response_tokens_mean": 5.0,
         "rollout/negative_response_tokens_mean": 8.0,
         "policy/grad_norm": 2.0,
@@ -192,6 +197,7 @@ def _view(**changes: object) -> TokenView:
         logprob=torch.tensor([-1.0, -2.0, -1.0, -1.0, -1.0, -1.0]),
         behaviour_logprob=torch.tensor([-1.0, -2.5, -1.0, -1.0, -1.0, -1.0]),
         entropy=torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0, 0.0]),
+        ratio=torch.tensor([3.0, 1.6, 2.0, 2.1, 9.0, 9.0]),
         mask=torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0]),
     )
     counts_T = torch.tensor([True, True, True, True, False, False])
@@ -233,6 +239,7 @@ def test_sums_and_maxima_of_tokens_by_hand() -> None:
         "negative_contribution": 4.0,
         "positive_clipped": 1.0,
         "negative_clipped": 1.0,
+        "negative_doubled": 1.0,
         "entropy": 10.0,
         "staleness": 8.0,
         "mismatch_tokens": 2.0,
@@ -250,6 +257,15 @@ def test_sums_and_maxima_of_tokens_by_hand() -> None:
         "mismatch/logprob_abs_max": 0.5,
         "correction/weight_max": 9.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [([1.0, 1.0, 1.0], 3.0), ([1.0, 3.0], 1.6), ([7.0], 1.0), ([1e-300, 1e300, 1e-300], 1.0)],
+)
+def test_effective_samples_by_hand(weights: list[float], expected: float) -> None:
+    log_weight_R = torch.tensor(weights, dtype=torch.float64).log()
+    assert float(effective_samples(log_weight_R)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_loss_that_is_not_finite_is_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bapo_megatron.algorithm.loss import RESPONSE_UNIT
 from bapo_megatron.algorithm.prediction import Prediction
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES
 from bapo_megatron.ops.logprob import TokenLogprobs
@@ -88,13 +90,21 @@ def _read(
     """Return what a rank learns of updates, and of the first before it is made."""
     reports = updates if groups.is_last_stage else [[] for _ in updates]
     checks = [check(update, decided, stage, groups) for update in reports]
+    # Three responses, of which an update computes the last two: log w = 0 and, here, rank · log 3.
+    log_weight_B = torch.tensor([50.0, 0.0, groups.rank * math.log(3)], dtype=torch.float64)
+    log_weight_B = (log_weight_B / RESPONSE_UNIT).to(torch.int64)
     measurements = [
-        Measurement({}, MeasuredUpdate(*stage.numbers.add(update, groups.device), decisions))
+        Measurement(
+            {},
+            MeasuredUpdate(*stage.numbers.add(update, groups.device), decisions, log_weight_B),
+            computed=(1, 2),
+        )
         for update, (_, decisions, _) in zip(reports, checks, strict=True)
     ]
     results = read_measurements(measurements, stage.numbers, stage.objective, groups)
     return {
         "tokens": [result.sums["tokens"] for result in results],
+        "effective": [round(result.sums["effective_samples"], 6) for result in results],
         "oldest": [result.maxima["rollout/staleness_max"] for result in results],
         "low": [[decision["clip/low"] for decision in r.decisions] for r in results],
         "faults": checks[0][2][:NUM_FAULTS].tolist(),
@@ -121,6 +131,7 @@ def test_a_stage_without_logits_learns_sums_and_decisions_of_the_last_stage() ->
     first, last = run_ranks(reduce_on_two_stages, 2, 0.0, False)
     assert first == last
     assert first["tokens"] == [11, 22]
+    assert first["effective"] == [1.6, 1.6]  # (1 + 3)² / (1 + 9): those of the last stage
     assert first["oldest"] == [10, 20]
     assert first["low"] == [[1, 10], [2, 20]]
     assert first["faults"] == [0, 0, 0, 0, 0]
@@ -139,6 +150,7 @@ def test_all_stages_learn_whether_a_prediction_was_wrong() -> None:
 def test_sums_are_added_and_maxima_compared_over_data_parallel_ranks() -> None:
     for rank in run_ranks(reduce_over_data_ranks, 2):
         assert rank["tokens"] == [3, 9]
+        assert rank["effective"] == [1.6, 1.6]  # the sum over ranks
         assert rank["oldest"] == [2, 5]
         assert rank["faults"] == [0, 0, 3, 4, 0]
         assert rank["low"] == [[3], [3]]

@@ -69,7 +69,10 @@ def test_a_dump_that_cannot_be_used_is_named_when_the_steps_before_are_saved(
     line, last = _own_lines(stderr, 0)  # the launcher's is below torchrun's report
     assert f"step_000003.parquet: {problem}" in line
     assert last.startswith(line)
-    assert last.endswith(f"--resume continues from {run_dir}/checkpoints/step_2")
+    checkpoint = f"{run_dir}/checkpoints/step_2"
+    assert last.endswith(
+        f"--resume continues from {checkpoint}, of which bapo-megatron convert makes a model"
+    )
     assert stderr.splitlines()[-1] == f"bapo-megatron: {last}"
     # torchrun may end rank 1 before it has said anything.
     assert _own_lines(stderr, 1) in ([], [line])
@@ -208,7 +211,10 @@ def test_the_last_line_says_why_a_run_ended_and_how_it_goes_on(
         _rank(process, 1).send_signal(number)
     _, stderr = process.communicate(timeout=240)
     assert process.poll() == 1
-    way_on = rf"the same command with --resume continues from {run_dir}/checkpoints/step_\d+"
+    way_on = (
+        rf"the same command with --resume continues from {run_dir}/checkpoints/step_\d+, "
+        "of which bapo-megatron convert makes a model"
+    )
     assert re.fullmatch(f"bapo-megatron: {why}; {way_on}", stderr.splitlines()[-1])
 
 

@@ -83,6 +83,36 @@ def test_what_may_need_them_has_them_computed(updates: list[Updates], name: str)
     assert sums["tokens"] == sums["computed_tokens"] == sums["unmasked_tokens"]
 
 
+@pytest.mark.parametrize("sizes", [{}, {"pipeline": 2}, {"context": 2}], ids=str)
+def test_a_step_without_an_update_is_compared_with_the_engine_all_the_same(
+    random_model: Path, half_equal: Path, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    batch = read_batch(half_equal)
+    for group in batch.groups:
+        for sample in group.samples:
+            sample.reward = 1.0
+    all_equal = tmp_path / half_equal.name
+    write_batch(all_equal, batch)
+    ranks = 2 if sizes else 1
+    cases = {
+        budget: Case({**NO_BONUS, "updates_per_batch": 2}, budget=budget) for budget in (512, 64)
+    }
+    equal = run_ranks(make_updates, ranks, random_model, all_equal, sizes, cases)
+    trained = Case(NO_BONUS, budget=512, zero_advantage="trained")
+    reference = run_ranks(make_updates, 1, random_model, half_equal, {}, {0: trained})[0][0]
+    for rank in equal:
+        assert rank[512]["skipped"] == [True, True]
+        assert rank[512]["optimizer_steps"] == 0
+        assert rank[512]["sums"]["mismatch_tokens"] == reference["sums"]["mismatch_tokens"] > 20
+        measured = pytest.approx(reference["sums"]["mismatch_abs"], rel=1e-5)
+        assert rank[512]["sums"]["mismatch_abs"] == measured
+        largest = reference["maxima"]["mismatch/logprob_abs_max"]
+        assert rank[512]["maxima"] == {"mismatch/logprob_abs_max": pytest.approx(largest, rel=1e-4)}
+        # A small micro-batch takes a part of the batch.
+        part = rank[64]["sums"]["mismatch_tokens"]
+        assert 0 < part < reference["sums"]["mismatch_tokens"]
+
+
 def test_an_update_of_which_nothing_remains_is_skipped_on_every_rank(
     updates: list[Updates],
 ) -> None:

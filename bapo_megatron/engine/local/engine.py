@@ -100,8 +100,10 @@ class LocalEngine:
     silence_s = 0.0
     """Always 0: there is no other process that could be stuck."""
 
-    def __init__(self, model: Any, stop_ids: frozenset[int], max_rows: int) -> None:
-        """Take what ``load_model`` returns; nothing is computed."""
+    def __init__(
+        self, model: Any, stop_ids: frozenset[int], max_rows: int, threads: int | None = None
+    ) -> None:
+        """Take what ``load_model`` returns, and keys of ``LocalConfig``; nothing is computed."""
         self._model = model
         self._decoder = Decoder(model, stop_ids, max_rows)
         self._cache_tokens = max_rows * model.config.max_position_embeddings
@@ -111,7 +113,7 @@ class LocalEngine:
         self._arrived: list[Decoding] = []
         self._numbers = itertools.count()
         self._turn = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-engine")
+        self._thread = ThreadPoolExecutor(1, "local-engine", _use_threads, (threads,))
         self._is_paused = False
         self._is_closed = False
 
@@ -418,6 +420,12 @@ class LocalWeights:
         self._is_whole = True
 
 
+def _use_threads(number: int | None) -> None:
+    """Have the calling thread, and those that begin to compute later, use so many."""
+    if number is not None:
+        torch.set_num_threads(number)
+
+
 async def _in_thread[T](operation: Callable[[], T], what: str, timeout_s: float) -> T:
     """Run a collective in a thread that is abandoned after ``timeout_s``."""
     try:
@@ -459,4 +467,4 @@ class LocalBackend:
                 f"model.path: transformers cannot load '{self.model.path}' ({shown(error)}); "
                 "download or save the model again, or free memory"
             ) from error
-        return LocalEngine(model, stop_ids, self.local.max_rows)
+        return LocalEngine(model, stop_ids, self.local.max_rows, self.local.threads)

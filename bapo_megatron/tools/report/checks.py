@@ -18,8 +18,8 @@ Points = Sequence[tuple[float, float]]
 """Steps and values of a metric."""
 
 _MAX_MISMATCH = 0.05
-"""Mean |trainer's − engine's log-prob| of equal weights; float32 gives 1e-6, with
-50,000 columns up to 1e-5; bfloat16 0.01 to 0.03."""
+"""Mean |trainer's − engine's log-prob| of equal weights. Float32 gives 1e-6, and up to 1e-5 where an
+engine takes torch's log-softmax of 50,000 columns; bfloat16 0.01 to 0.03."""
 _MAX_MISMATCH_RATIO = 10.0
 """Ratio of the mismatch to its first value. An engine that computes differently does so from the
 start; one whose weights stay behind disagrees more with every update."""
@@ -31,6 +31,11 @@ _MIN_LIVE_SET_RATIO = 0.1
 """The same where the best one has risen: nothing of what it learned helped the other."""
 _MAX_KL = 0.1
 """Nats per token between the policy and what sampled its tokens."""
+_EFFECTIVE, _DOUBLED = "policy/effective_sample_share", "policy/negative_doubled_share"
+_MIN_EFFECTIVE_SHARE = 0.2
+"""Effective number of responses over their number; a run that collapses falls far below it."""
+_MAX_DOUBLED_SHARE = 0.02
+"""Tokens with A < 0 whose ratio exceeds 2."""
 _MIN_ENTROPY_RATIO = 0.1
 """Ratio of the last entropy to the first."""
 _MAX_NORM_RATIO = 10.0
@@ -195,6 +200,26 @@ def _high_kl(run: RunRecord) -> Iterator[Finding]:
         )
 
 
+def _uneven_weights(run: RunRecord) -> Iterator[Finding]:
+    low = {step: v for step, v in run.points(_EFFECTIVE) if v < _MIN_EFFECTIVE_SHARE}
+    high = {step: v for step, v in run.points(_DOUBLED) if v > _MAX_DOUBLED_SHARE}
+    if not low and not high:
+        return
+    told = []
+    if low:
+        told.append(f"an update's responses counted as {min(low.values()):.1%} of their number")
+    if high:
+        told.append(f"{max(high.values()):.1%} of the tokens with A < 0 became twice as likely")
+    steps = tuple(sorted(int(step) for step in low.keys() | high.keys()))
+    yield Finding(
+        "caution",
+        f"The importance weights are uneven in {_count(steps, run)}: {' and '.join(told)}. A few "
+        "responses dominate the updates, which precedes a collapse: lower the learning rate or "
+        "the staleness.",
+        steps,
+    )
+
+
 def _masked_tokens(run: RunRecord) -> Iterator[Finding]:
     if steps := _steps_above(run, "rollout/masked_token_share", 0.2):
         yield Finding(
@@ -297,6 +322,7 @@ _SET_REWARDS = ("data/*/reward_mean",)
 _MISMATCHES = ("mismatch/logprob_abs_mean", "weight_sync/logprob_difference")
 _NORM, _ENTROPY, _KL = ("policy/grad_norm_max",), ("policy/entropy",), ("policy/kl_behaviour",)
 _TRUNCATED, _ANSWERED = ("rollout/truncated_share",), ("reward/answer_found_share",)
+_WEIGHTS = (_EFFECTIVE, _DOUBLED)
 _TREND = 2 * _MIN_STEPS
 CHECKS = (
     Check("constant reward", _constant_reward, ("reward/mean",), _REWARD, "reward"),
@@ -307,6 +333,7 @@ CHECKS = (
     Check("steps without an update", _skipped_updates, ("train/updates",), "Outcome of groups"),
     Check("gradient norm spikes", _gradient_spikes, _NORM, "Gradient norm", "", _MIN_STEPS),
     Check("KL from the sampling policy", _high_kl, _KL, "KL from the sampling policy"),
+    Check("uneven importance weights", _uneven_weights, _WEIGHTS, "Importance weights"),
     Check("tokens masked as stale", _masked_tokens, ("rollout/masked_token_share",), _AGE, "age"),
     Check("growing staleness", _growing_staleness, ("rollout/age_p90",), _AGE, "age", _TREND),
     Check("entropy collapse", _entropy_collapse, _ENTROPY, "Policy entropy", "", _MIN_STEPS),

@@ -112,6 +112,17 @@ PANELS = (
         note="Estimate of KL(μ ‖ π): μ sampled the tokens, π is being trained.",
     ),
     Panel(
+        "Importance weights",
+        "fraction",
+        {
+            "effective samples": "policy/effective_sample_share",
+            "A < 0, ratio above 2": "policy/negative_doubled_share",
+        },
+        from_zero=True,
+        note="Effective number of responses in an update, by their weights π / μ, over their "
+        "number; fraction of tokens with A < 0 that have become more than twice as likely.",
+    ),
+    Panel(
         "Engine–trainer mismatch",
         "mean |Δ log-prob| of equal weights, nats",
         {

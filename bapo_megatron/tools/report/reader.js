@@ -5,7 +5,7 @@ const Reader = (() => {
   const SURPRISE = [0.01, 0.1, 0.3, 0.7, 1.2, 2, 3.5, 6];
   const LOG_RATIO = [0.02, 0.1, 0.2, 0.4, 0.7];
   const ADVANTAGE = [0, 0.5, 1, 1.5, 2];
-  const LEVELS = ["trained", "masked", "written by the environment"];
+  const LEVELS = ["trained", "masked", "written by the environment", "no gradient, A = 0"];
   const EXITS = {
     stop: "stopped by itself", length: "truncated at the token limit", turns: "reached the turn limit",
     environment: "ended by an environment failure", abort: "aborted by the engine",
@@ -175,7 +175,9 @@ const Reader = (() => {
 
   function why(sample, group) {
     const facts = [];
-    facts.push(["extracted answer", sample.extracted || (sample.answered ? "not recorded" : "none")]);
+    const answer = sample.extracted === null && sample.answered ? "not recorded"
+      : sample.extracted || (sample.answered ? "not extracted by the reward" : "none");
+    facts.push(["extracted answer", answer]);
     if (sample.reason) facts.push(["grader", sample.reason.replaceAll("_", " ")]);
     if (group.answer !== null) facts.push(["reference", group.answer]);
     for (const [name, value] of Object.entries(sample.components)) facts.push([name, number(value)]);

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from bapo_megatron.config.rollout import StalenessConfig
-from bapo_megatron.config.schema import ADVANTAGES
+from bapo_megatron.config.schema import ADVANTAGES, OBJECTIVES
 from bapo_megatron.config.settings import masked_reasons
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import read_batch, texts_by_sample
@@ -45,7 +45,7 @@ _SAMPLE_BYTES = 500
 """What a response needs beside its tokens, about."""
 _MIN_BYTES = 4000
 """Room for a response even where nothing is left."""
-_TRAINED, _MASKED, _WRITTEN = range(3)
+_TRAINED, _MASKED, _WRITTEN, _NO_GRADIENT = range(4)
 _MAX_PENDING = 4
 """Tokens of one character at most: it has up to four bytes in UTF-8."""
 _INCOMPLETE = "\ufffd"
@@ -63,6 +63,8 @@ class DumpedStep:
     _advantages: Mapping[Key, float]
     _staleness: StalenessConfig
     _masked: frozenset[FinishReason]
+    _trains_zero_advantage: bool
+    """Whether A = 0 may give a token a gradient."""
 
     def text(self, sample: Sample) -> SampleText | None:
         """Return the texts of a sample; None if none were kept."""
@@ -78,10 +80,14 @@ class DumpedStep:
         return self.batch.version - oldest
 
     def trains(self, sample: Sample) -> np.ndarray:
-        """Return which of its tokens are in the loss, [Q] bool."""
+        """Return which of its tokens the loss counts, [Q] bool: those with m = 1."""
         if sample.finish_reason in self._masked:
             return np.zeros(sample.num_sampled, dtype=bool)
         return trainable_mask(sample.versions, self.batch.version, self._staleness)
+
+    def has_gradient(self, sample: Sample) -> bool:
+        """Whether its trained tokens can have a gradient: not where A = 0, as far as is known."""
+        return self._trains_zero_advantage or self.advantage(sample) != 0
 
 
 ORDERS: dict[Order, Callable[[DumpedStep, Sample], float]] = {
@@ -141,6 +147,9 @@ def read_step(path: Path, settings: Mapping[str, Any], estimator: str | None = N
         _advantages=_advantages(batch, str(kind), float(shift)) if is_known else {},
         _staleness=staleness,
         _masked=masked_reasons(settings),
+        # An objective of the user's may give A = 0 a loss.
+        _trains_zero_advantage=settings.get("algorithm.entropy_coefficient", 0) != 0
+        or settings.get("algorithm.objective", "bapo") not in OBJECTIVES,
     )
 
 
@@ -354,7 +363,8 @@ def _sample_entry(
     kept_R = _kept(num_tokens, math.floor((max_bytes - _SAMPLE_BYTES) / _TOKEN_BYTES))
     sampled_R = sample.loss_mask
     levels_R = np.full(num_tokens, _WRITTEN)
-    levels_R[sampled_R] = np.where(step.trains(sample), _TRAINED, _MASKED)
+    trained = _TRAINED if step.has_gradient(sample) else _NO_GRADIENT
+    levels_R[sampled_R] = np.where(step.trains(sample), trained, _MASKED)
     version_R = np.full(num_tokens, -1)
     version_R[sampled_R] = token_versions(sample.versions)
     ratio_Q = ratios.get(_key(sample))
@@ -375,7 +385,7 @@ def _sample_entry(
         "exit": sample.finish_reason.value,
         "tokens": num_tokens,
         "age": step.age(sample),
-        "extracted": text.extracted if text else "",
+        "extracted": text.extracted if text else None,
         "reason": text.reason if text else "",
         "pieces": pieces.encode(sample.response_token_ids[kept_R]),
         "logprobs": _on_response(sample.behaviour_logprobs, sampled_R, kept_R, 3),

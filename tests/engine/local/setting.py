@@ -26,10 +26,13 @@ SETTINGS = SamplingSettings(temperature=0.8, max_new_tokens=40, seed=5)
 
 @contextlib.asynccontextmanager
 async def opened(
-    model_dir: Path, *, max_rows: int = 256, dtype: Literal["float32", "bfloat16"] = "float32"
+    model_dir: Path,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    **options: Any,
 ) -> AsyncIterator[LocalEngine]:
     model = ModelConfig(path=model_dir, dtype=dtype)
-    engine = await LocalBackend(model, LocalConfig(max_rows=max_rows), "cpu").connect("local")
+    engine = await LocalBackend(model, LocalConfig(**options), "cpu").connect("local")
     try:
         yield engine
     finally:

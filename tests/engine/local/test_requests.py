@@ -121,6 +121,20 @@ async def test_a_pause_changes_log_probs_by_rounding_only(model_dir: Path) -> No
         np.testing.assert_allclose(first.logprobs, second.logprobs, rtol=0, atol=1e-4)
 
 
+async def test_the_engine_computes_with_as_many_threads_as_configured(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        for configured, expected in ((None, before), (before + 2, before + 2)):
+            async with opened(model_dir, threads=configured) as engine:
+                monkeypatch.setattr(engine._decoder, "score", lambda _: [torch.get_num_threads()])
+                assert await engine.score(PROMPT, 60.0) == [expected]
+            assert torch.get_num_threads() == before  # of this thread
+    finally:
+        torch.set_num_threads(before)
+
+
 async def test_a_closed_engine_refuses(model_dir: Path) -> None:
     async with opened(model_dir) as engine:
         [stream] = await start(engine, request(PROMPT, LONG))

@@ -202,6 +202,8 @@ def test_weight_syncs_evaluations_faults_and_restarts_are_events() -> None:
         ("policy/grad_norm_max", [1] * 5 + [50, 12, 11], "caution", "50 times its median"),
         ("policy/entropy", [1, 0.5, 0.05, 0.05, 0.05], "caution", "token (step 1) to 0.05 (mean"),
         ("policy/kl_behaviour", [0.01, 0.3], "caution", "The learning rate is too high"),
+        ("policy/effective_sample_share", [0.9, 0.1], "caution", "counted as 10.0% of their"),
+        ("policy/negative_doubled_share", [0, 0.03], "caution", "3.0% of the tokens with A < 0"),
         ("rollout/masked_token_share", [0.1, 0.3], "caution", "1 of 2 steps (step 2)"),
         ("rollout/age_p90", [2] * 6 + [40] * 6, "caution", "(mean of steps 7 to 12)"),
         ("rollout/truncated_share", [0.5], "caution", "50% of the responses are truncated (step"),
@@ -311,7 +313,7 @@ def test_checks_have_a_column_for_every_seed() -> None:
         ["constant reward", "passed, 3 of 3 steps", "passed, 3 of 3 steps"],
         ["data set without reward", "not measured, 0 of 3 steps", "not measured, 0 of 3 steps"],
     ]
-    assert len(card["results"]) == 30
+    assert len(card["results"]) == 32
 
 
 def test_a_curve_and_a_score_that_hide_those_of_another_run_name_it() -> None:
