@@ -372,7 +372,8 @@ def test_a_stop_goes_from_the_slurm_job_to_every_rank_and_the_job_can_go_on(
     output = finish(process)
     assert process.returncode == 0, output
     assert (tmp_path / "calls").read_text().splitlines()[-1] == "scontrol requeue 77"
-    line = re.search(r"^stopped by \w+; the same command with --resume .*/step_\d, of which .*$", output, re.M)
+    way_on = r"the same command with --resume .*/step_\d, of which .*"
+    line = re.search(rf"^stopped by \w+; {way_on}$", output, re.M)
     assert line is not None, output
     assert psutil.wait_procs(started, timeout=60)[1] == []
     rest = launch.run(["train", *arguments, "--resume"], ranks=2)

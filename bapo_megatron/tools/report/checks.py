@@ -18,8 +18,8 @@ Points = Sequence[tuple[float, float]]
 """Steps and values of a metric."""
 
 _MAX_MISMATCH = 0.05
-"""Mean |trainer's − engine's log-prob| of equal weights. Float32 gives 1e-6, and up to 1e-5 where an
-engine takes torch's log-softmax of 50,000 columns; bfloat16 0.01 to 0.03."""
+"""Mean |trainer's − engine's log-prob| of equal weights. Float32 gives 1e-6, and up to 1e-5 where
+an engine takes torch's log-softmax of 50,000 columns; bfloat16 0.01 to 0.03."""
 _MAX_MISMATCH_RATIO = 10.0
 """Ratio of the mismatch to its first value. An engine that computes differently does so from the
 start; one whose weights stay behind disagrees more with every update."""
