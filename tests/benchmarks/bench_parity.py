@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def main() -> None:
     text = f"{len(sequences)} sequences, {num_tokens:,} tokens.\n\n" + "\n".join(table) + "\n"
     sys.stdout.write(text)
     if options.out is not None:
-        record = {"software": own_software(), "tokens": num_tokens, "rows": rows}
+        record = {"software": asdict(own_software()), "tokens": num_tokens, "rows": rows}
         options.out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
         options.out.with_suffix(".md").write_text(text)
 
