@@ -26,8 +26,8 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.policy import checkpoint_files as files
 from bapo_megatron.policy.checkpoint_reader import CheckpointReader
 from bapo_megatron.policy.checkpoint_shards import ShardWriter, torch_bytes
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import load_state, sharded_state
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
     any_rank,
@@ -79,7 +79,7 @@ class CheckpointSaver:
     def save(
         self,
         step: int,
-        policy: MegatronPolicy,
+        train_state: TrainState,
         extra: dict[str, Any],
         best: files.BestCheckpoint | None = None,
         *,
@@ -92,15 +92,16 @@ class CheckpointSaver:
         ``save_rollout`` starts writing a further file and returns a function that waits for it.
         """
         self.wait()
-        groups, unfinished = policy.groups, files.unfinished_directory(self._root, step)
+        model = train_state.model
+        groups, unfinished = model.groups, files.unfinished_directory(self._root, step)
         wait_for_rollout = None
         with _written_together(self._root, step, groups):
             if groups.rank == 0:
                 files.remove_unfinished(self._root)
                 unfinished.mkdir(parents=True)
-        policy.finish_weights()
-        state = _sharded_state(policy, is_loading=False)
-        writer = ShardWriter(state, unfinished, groups, copies=self._config.asynchronous)
+        model.finish_weights()
+        shards = _sharded_state(train_state, is_loading=False)
+        writer = ShardWriter(shards, unfinished, groups, copies=self._config.asynchronous)
         with _written_together(self._root, step, groups):
             if not unfinished.is_dir():
                 raise files.not_shared(unfinished.name)
@@ -108,9 +109,9 @@ class CheckpointSaver:
                 wait_for_rollout = save_rollout(unfinished / files.ROLLOUT_NAME)
             atomic_write_bytes(unfinished / _rng_name(groups.rank), torch_bytes(_rng_state(groups)))
         fields = {
-            "num_updates": policy.num_updates,
+            "num_updates": train_state.num_updates,
             "layout": rng_layout(groups),
-            "distributed_optimizer": _is_distributed(policy),
+            "distributed_optimizer": _is_distributed(train_state),
             "extra": json.loads(json.dumps(extra)),  # a copy: the caller keeps changing it
         }
         self._save = _Save(step, fields, writer, groups, best, wait_for_rollout)
@@ -184,7 +185,7 @@ def _written_together(root: Path, step: int, groups: ProcessGroups) -> Iterator[
 
 
 def load_checkpoint(
-    directory: Path, policy: MegatronPolicy, *, verify: bool = True
+    directory: Path, train_state: TrainState, *, verify: bool = True
 ) -> dict[str, Any]:
     """Continue from a checkpoint of this layout or another; return its ``extra``.
 
@@ -195,13 +196,13 @@ def load_checkpoint(
         CheckpointError: The checkpoint is incomplete, damaged or of another model; raised on every
             rank.
     """
-    groups = policy.groups
+    groups = train_state.model.groups
     with fail_together(groups, files.CheckpointError):
         with files.damage_of(directory):
             state = files.read_state(directory)
             if groups.rank == 0:
                 files.check_files(directory, state)
-        if state.distributed_optimizer != _is_distributed(policy):
+        if state.distributed_optimizer != _is_distributed(train_state):
             setting = f"megatron.distributed_optimizer: {str(state.distributed_optimizer).lower()}"
             raise files.CheckpointError(
                 f"{directory}: saved with {setting}, whose state the other optimizer cannot read; "
@@ -213,11 +214,11 @@ def load_checkpoint(
         if state.layout == rng_layout(groups):
             with files.reading(name):
                 rng = torch.load(directory / name, weights_only=True)
-    loaded = _load_shards(directory, policy)
-    for number, chunk in enumerate(policy.chunks):
+    loaded = _load_shards(directory, train_state)
+    for number, chunk in enumerate(train_state.model.chunks):
         chunk.load_state_dict(loaded[f"model{number}"])
-    load_state(policy.optimizer, loaded["optimizer"])
-    policy.num_updates = state.num_updates
+    load_state(train_state.optimizer, loaded["optimizer"])
+    train_state.num_updates = state.num_updates
     if rng is not None:
         _restore_rng(rng)
     return state.extra
@@ -250,11 +251,11 @@ class _AgreeingLoadStrategy(TorchDistLoadShardedStrategy):
             return loaded
 
 
-def _load_shards(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
+def _load_shards(directory: Path, train_state: TrainState) -> dict[str, Any]:
     # One rank of a data-parallel group reads a shard and sends it to the others.
-    groups = policy.groups
+    groups = train_state.model.groups
     strategy = FullyParallelLoadStrategyWrapper(_AgreeingLoadStrategy(groups), groups.data)
-    state = _sharded_state(policy, is_loading=True)
+    state = _sharded_state(train_state, is_loading=True)
     # Restricts what objects among the shards may name.
     with environment_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1"):
         with _read_together(directory, groups):
@@ -286,18 +287,20 @@ def _read_together(directory: Path, groups: ProcessGroups) -> Iterator[None]:
             ) from error
 
 
-def _sharded_state(policy: MegatronPolicy, *, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(train_state: TrainState, *, is_loading: bool) -> dict[str, Any]:
     metadata = dict(METADATA)  # Megatron writes process groups into it
     state = {
         f"model{number}": chunk.sharded_state_dict(metadata=metadata)
-        for number, chunk in enumerate(policy.chunks)
+        for number, chunk in enumerate(train_state.model.chunks)
     }
-    optimizer = sharded_state(policy.optimizer, state, is_loading=is_loading, metadata=metadata)
+    optimizer = sharded_state(
+        train_state.optimizer, state, is_loading=is_loading, metadata=metadata
+    )
     return {**state, "optimizer": optimizer}
 
 
-def _is_distributed(policy: MegatronPolicy) -> bool:
-    return bool(policy.wrapped[0].ddp_config.use_distributed_optimizer)
+def _is_distributed(train_state: TrainState) -> bool:
+    return bool(train_state.wrapped[0].ddp_config.use_distributed_optimizer)
 
 
 def _rng_name(rank: int) -> str:

@@ -19,21 +19,20 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.transformer.module import Float16Module
-from torch import Tensor
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
 
 from bapo_megatron.config.megatron import MegatronConfig, OptimizerConfig
 
 
 def wrap_for_data_parallel(
-    chunks: Sequence[GPTModel], megatron: MegatronConfig
+    modules: Sequence[nn.Module], megatron: MegatronConfig
 ) -> list[DistributedDataParallel]:
     """Wrap the model so that gradients are summed over data-parallel ranks, in float32."""
-    config = chunks[0].config
+    config = get_model_config(modules[0])
     wrapped = [
         DistributedDataParallel(
             config,
@@ -43,11 +42,11 @@ def wrap_for_data_parallel(
                 overlap_param_gather=megatron.overlap_param_gather,
                 grad_reduce_in_fp32=True,
             ),
-            Float16Module(config, gpt) if config.bf16 else gpt,
+            module,
             # The other chunks' communication overlaps with the first one's compute anyway.
             disable_bucketing=number > 0,
         )
-        for number, gpt in enumerate(chunks)
+        for number, module in enumerate(modules)
     ]
     no_sync = [ddp.no_sync for ddp in wrapped]
     config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]

@@ -16,7 +16,7 @@ from bapo_megatron.config.schema import CheckpointConfig, RunConfig
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy import checkpoint_files as files
 from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.runtime.calls import decode_json
 from bapo_megatron.runtime.distributed import any_rank, broadcast_bytes, fail_together
@@ -78,12 +78,10 @@ def is_due(section: EvalConfig | CheckpointConfig, step: int, last_step: int) ->
 class Checkpoints:
     """Saves a run and continues it; every method is a collective over all ranks."""
 
-    def __init__(
-        self, config: RunConfig, policy: MegatronPolicy, source: RolloutSource | None
-    ) -> None:
+    def __init__(self, config: RunConfig, state: TrainState, source: RolloutSource | None) -> None:
         self._config, self._last_step = config.checkpoint, config.train.steps
         self._run_dir, self._root = config.run_dir, config.run_dir / "checkpoints"
-        self._policy, self._groups, self._source = policy, policy.groups, source
+        self._state, self._groups, self._source = state, state.model.groups, source
         self.progress = RunProgress()
         on_publish = partial(note_save, config.run_dir)
         self.saver = CheckpointSaver(self._root, config.checkpoint, on_publish=on_publish)
@@ -107,7 +105,7 @@ class Checkpoints:
         if not name:
             return self.progress
         directory = self._root / name
-        extra = load_checkpoint(directory, self._policy, verify=self._config.verify)
+        extra = load_checkpoint(directory, self._state, verify=self._config.verify)
         with files.damage_of(directory):
             try:
                 self.progress = decode_json(RunProgress, json.dumps(extra.get("progress")).encode())
@@ -165,7 +163,7 @@ class Checkpoints:
         """Save everything, with ``is_best`` as the checkpoint that ``progress.best`` names."""
         self.saver.save(
             self.progress.finished_steps,
-            self._policy,
+            self._state,
             {"progress": asdict(self.progress)},
             self.progress.best if is_best else None,
             save_rollout=None if self._source is None else self._source.save,

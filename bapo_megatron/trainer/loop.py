@@ -17,7 +17,9 @@ from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.policy import cpu_compat
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.megatron_setup import seed_everything
+from bapo_megatron.policy.model import Model
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
@@ -72,7 +74,7 @@ def train(config: RunConfig, stopping: Stopping, opening: Opening) -> None:
         for step in range(run.progress.finished_steps + 1, config.train.steps + 1):
             with run.timer.phase("rollout"):
                 batch = run.next_batch(step)
-            lr = run.policy.lr
+            lr = run.state.lr
             with run.timer.phase("training"):
                 results = run.trainer.train(batch)
             with run.timer.phase("evaluation"):
@@ -95,17 +97,17 @@ class Run:
         self,
         config: RunConfig,
         groups: ProcessGroups,
-        policy: MegatronPolicy,
+        state: TrainState,
         opening: Opening,
         stopping: Stopping,
         stack: ExitStack,
     ) -> None:
-        self.config, self.policy, self.timer = config, policy, opening.timer
+        self.config, self.state, self.timer = config, state, opening.timer
         self._opening, self._groups, self._stack = opening, groups, stack
         self._peak_flops = reporting.find_peak_flops(config, groups)
-        shape = split_shape(policy, config.parallel, config.megatron, config.train)
+        shape = split_shape(state.model, config.parallel, config.megatron, config.train)
         self.trainer = BatchTrainer(
-            policy=policy,
+            state=state,
             config=config.algorithm,
             ops=config.ops,
             temperature=config.rollout.temperature,
@@ -115,11 +117,11 @@ class Run:
             dump=TokenDump(config.run_dir, config.train.dump_tokens),
             note=self.timer.pulse.note,
         )
-        self.checkpoints = Checkpoints(config, policy, opening.source)
+        self.checkpoints = Checkpoints(config, state, opening.source)
         self.progress = self.checkpoints.progress
-        scorer = ProbeScorer(policy, config.ops, shape)
+        scorer = ProbeScorer(state.model, config.ops, shape)
         sync = WeightSync(config.rollout.weight_sync, config.run_dir, scorer.score, groups.device)
-        self.generation = Generation(config, policy, opening, sync, stopping)
+        self.generation = Generation(config, state, opening, sync, stopping)
         self._sinks: MetricsSinks | None = None
         self._has_evaluation = bool(config.eval.sets) and self.generation.has_servers
         self._evaluating = 0
@@ -153,18 +155,18 @@ class Run:
                 if config.rollout.colocated and source is not None:
                     source.release_memory()
             updates_per_step = config.algorithm.updates_per_batch * config.algorithm.epochs
-            policy = MegatronPolicy.build(
+            seed_everything(config.seed, groups)
+            model = Model.build(
                 config.model,
                 config.parallel,
-                config.optimizer,
-                megatron=config.megatron,
-                total_updates=config.train.steps * updates_per_step,
-                seed=config.seed,
-                groups=groups,
+                config.megatron,
+                groups,
                 returns_hidden_states=config.ops.logits_chunk_tokens > 0,
             )
-            policy.on_micro_batch = pulse.beat
-            run = cls(config, groups, policy, opening, stopping, stack)
+            model.on_micro_batch = pulse.beat
+            total_updates = config.train.steps * updates_per_step
+            state = TrainState.build(model, config.optimizer, config.megatron, total_updates)
+            run = cls(config, groups, state, opening, stopping, stack)
             stack.callback(run.checkpoints.saver.close)
             stack.callback(run.generation.close)
             try:
@@ -313,7 +315,7 @@ class Run:
             self.checkpoints.saver.wait()
         if self.config.checkpoint.at_end:
             with self.timer.phase("export"):
-                self.policy.export_hf(self.config.run_dir / "hf")
+                self.state.model.export_hf(self.config.run_dir / "hf")
         if self.generation.source is not None:
             reporting.report_run(self.config, self.progress, self.timer.total_s)
 
@@ -328,7 +330,7 @@ class Generation:
     def __init__(
         self,
         config: RunConfig,
-        policy: MegatronPolicy,
+        state: TrainState,
         opening: Opening,
         sync: WeightSync,
         stopping: Stopping,
@@ -341,7 +343,7 @@ class Generation:
         """On rank 0."""
         self.has_servers = config.replay.dumps is None
         self._is_colocated = config.rollout.colocated
-        self._groups, self._policy, self._sync = policy.groups, policy, sync
+        self._groups, self._state, self._sync = state.model.groups, state, sync
         self._stopping, self._pulse = stopping, opening.timer.pulse
         self._wait_on_s = min(_MAX_SILENCE_S, config.parallel.timeout_s / 4)
 
@@ -364,7 +366,7 @@ class Generation:
         content = broadcast_buffer(encoded.content if encoded else None, self._groups)
         file = name.decode()
         try:
-            batch = decode_batch(EncodedBatch(file, content), self._policy.hf.vocab_size)
+            batch = decode_batch(EncodedBatch(file, content), self._state.model.hf.vocab_size)
             if batch.step == step:
                 return batch
             problem = f"{file}: holds step {batch.step}, not {step}; give the file its name back"
@@ -387,7 +389,7 @@ class Generation:
             again = True  # released weights are lost, whether or not there are newer ones
         try:
             collector = None if self.source is None else self.source.weights
-            report = self._sync.sync(self._policy, collector, again=again)
+            report = self._sync.sync(self._state, collector, again=again)
         except (RolloutError, OSError) as error:
             self.failure = error
         else:

@@ -43,7 +43,7 @@ from bapo_megatron.ops.logprob import (
     importance_ratio,
     vocab_parallel_logprobs,
 )
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.model import Model
 from bapo_megatron.runtime.distributed import ProcessGroups, reduce_over
 from bapo_megatron.trainer.records import Numbers, TokenReport, TokenView
 from bapo_megatron.trainer.split import ZeroAdvantage
@@ -431,9 +431,9 @@ class PolicyOutput:
         self.kernels = select_kernels(self.ops.backend, self.groups.device)
 
     @classmethod
-    def of(cls, policy: MegatronPolicy, ops: OpsConfig, temperature: float) -> PolicyOutput:
-        """Return the output of a policy, which was built with the same ops section."""
-        return cls(ops, policy.hf.vocab_size, temperature, policy.groups, policy.head)
+    def of(cls, model: Model, ops: OpsConfig, temperature: float) -> PolicyOutput:
+        """Return the output of a model, which was built with the same ops section."""
+        return cls(ops, model.hf.vocab_size, temperature, model.groups, model.head)
 
     def read(self, output: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
         """Return ℓ and H [T] of the response tokens, without gradient."""

@@ -15,7 +15,7 @@ from bapo_megatron.algorithm.loss import add_over_responses, log_weights, respon
 from bapo_megatron.config.schema import CorrectionConfig, OpsConfig
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.ops.logprob import LOG_RATIO_LIMIT
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.model import Model
 from bapo_megatron.runtime.distributed import (
     broadcast_from_last_stage,
     gather_objects,
@@ -81,12 +81,12 @@ def with_recomputed_behaviour(
 
 
 def measure_mismatch(
-    policy: MegatronPolicy, output: PolicyOutput, shape: SplitShape, batch: RolloutBatch
+    model: Model, output: PolicyOutput, shape: SplitShape, batch: RolloutBatch
 ) -> UpdateResult:
     """Compare log-probs with the engine's in a step without an update, for its metrics.
 
     A collective of all ranks: one forward-only pass over about a micro-batch per data-parallel
-    rank, of responses with tokens of the policy's weights. Without such responses nothing runs.
+    rank, of responses with tokens of the model's weights. Without such responses nothing runs.
     """
     samples, chosen, room = batch.samples, [], shape.rules.budget * shape.rules.data_size
     for index, sample in enumerate(samples):
@@ -100,11 +100,11 @@ def measure_mismatch(
         return UpdateResult({}, {}, (), grad_norm=0.0, skipped=True)
     nothing_B = np.zeros(len(samples), dtype=np.float32)
     _, micro_batches = shape.pack(samples, chosen, nothing_B, nothing_B)
-    groups = policy.groups
+    groups = model.groups
     values = torch.zeros(3, dtype=torch.float64, device=groups.device)
     # No log-probs on any stage but the last.
     for host_batch, (logprob_T, _) in zip(
-        micro_batches, policy.forward_only(micro_batches, output.read), strict=False
+        micro_batches, model.forward_only(micro_batches, output.read), strict=False
     ):
         micro_batch = on_device(host_batch, groups.device)
         mismatch_T = (logprob_T - micro_batch.rollout_logprob_T).abs()
@@ -128,10 +128,10 @@ def measure_mismatch(
 class ProbeScorer:
     """Scores token sequences with the current weights, for ``weight_sync.verify``."""
 
-    def __init__(self, policy: MegatronPolicy, ops: OpsConfig, shape: SplitShape) -> None:
-        self._policy = policy
+    def __init__(self, model: Model, ops: OpsConfig, shape: SplitShape) -> None:
+        self._model = model
         self._shape = shape
-        self._output = PolicyOutput.of(policy, ops, temperature=1.0)  # as engines score
+        self._output = PolicyOutput.of(model, ops, temperature=1.0)  # as engines score
 
     def score(self, sequences: Sequence[Sequence[int]]) -> tuple[tuple[float, ...], ...] | None:
         """Return the log-probs of all tokens of each sequence but the first, on rank 0.
@@ -142,13 +142,13 @@ class ProbeScorer:
         samples = [*map(_as_sample, sequences)]
         nothing_B = np.zeros(len(samples), dtype=np.float32)
         _, micro_batches = self._shape.pack(samples, range(len(samples)), nothing_B, nothing_B)
-        policy = self._policy.forward_only(micro_batches, self._output.read)
+        scored = self._model.forward_only(micro_batches, self._output.read)
         local = [
             (mb.sample_T.numpy(), mb.position_T.numpy(), logprob_T.cpu().numpy())
             # No log-probs on any stage but the last.
-            for mb, (logprob_T, _) in zip(micro_batches, policy, strict=False)
+            for mb, (logprob_T, _) in zip(micro_batches, scored, strict=False)
         ]
-        gathered = gather_objects(local, self._policy.groups)
+        gathered = gather_objects(local, self._model.groups)
         if gathered is None:
             return None
         logprobs = [np.full(len(token_ids) - 1, np.nan) for token_ids in sequences]

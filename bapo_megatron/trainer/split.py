@@ -22,7 +22,7 @@ from bapo_megatron.config.schema import AlgorithmConfig, TrainConfig
 from bapo_megatron.data.micro_batch import build_micro_batch, shard_context
 from bapo_megatron.data.packing import PackingRules, UpdatePacking, pack_update, split_updates
 from bapo_megatron.data.staleness import trainable_mask
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.model import Model
 from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch, Sample
 
 ZeroAdvantage = Literal["trained", "computed", "left_out"]
@@ -71,15 +71,15 @@ class SplitShape:
 
 
 def split_shape(
-    policy: MegatronPolicy, parallel: ParallelConfig, megatron: MegatronConfig, train: TrainConfig
+    model: Model, parallel: ParallelConfig, megatron: MegatronConfig, train: TrainConfig
 ) -> SplitShape:
     """Return how samples become the micro-batches of this rank."""
-    groups = policy.groups
+    groups = model.groups
     sequence_multiple, total_multiple = packing_multiples(parallel, megatron)
     rules = PackingRules(
         data_size=groups.data_size,
         max_tokens=train.max_tokens_per_micro_batch * parallel.context,
-        flops=policy.hf.sequence_flops,
+        flops=model.hf.sequence_flops,
         sequence_multiple=sequence_multiple,
         total_multiple=total_multiple,
         # The interleaved schedule runs micro-batches in rounds of one per stage.

@@ -25,8 +25,8 @@ from bapo_megatron.algorithm.loss import add_over_responses, first_nonfinite
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import OptimizerStep
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
     broadcast_from_last_stage,
@@ -95,8 +95,8 @@ class BatchTrainer:
         UserCodeError: The objective or the advantage cannot be used.
     """
 
-    policy: MegatronPolicy
-    """Built with the ``logits_chunk_tokens`` of ``ops``."""
+    state: TrainState
+    """Of a model built with the ``logits_chunk_tokens`` of ``ops``."""
     config: AlgorithmConfig
     ops: OpsConfig
     temperature: float
@@ -110,9 +110,10 @@ class BatchTrainer:
     """Called with the name of each phase, for hang reports."""
 
     def __post_init__(self) -> None:
-        self._groups = self.policy.groups
+        self._model = self.state.model
+        self._groups = self._model.groups
         self._advantages = Advantages(self.config.advantage, self.config.baseline_shift)
-        self.output = PolicyOutput.of(self.policy, self.ops, self.temperature)
+        self.output = PolicyOutput.of(self._model, self.ops, self.temperature)
         self._stage = stage = LossStage(self.config, self.output, self._groups)
         can_predict = stage.collects and stage.objective.decisive is not None
         mode = stage.objective.speculate if can_predict else "never"
@@ -144,11 +145,11 @@ class BatchTrainer:
             del passes
         num_decided = num_updates - recomputes
         known_UK = self._known_statistics(splits, batch.version) if num_decided > 0 else None
-        updates_before, measurements = self.policy.num_updates, []
+        updates_before, measurements = self.state.num_updates, []
         for number in range(num_updates):
             # Counted from the batch's version, so that ages are those of the run that made it.
-            num_made = self.policy.num_updates - updates_before
-            is_fresh = self.policy.num_updates == batch.version
+            num_made = self.state.num_updates - updates_before
+            is_fresh = self.state.num_updates == batch.version
             update = Update(
                 batch,
                 splits[number % num_splits],
@@ -164,10 +165,10 @@ class BatchTrainer:
         results = read_measurements(
             measurements, self._stage.numbers, self._stage.objective, self._groups
         )
-        is_fresh = self.policy.num_updates == batch.version
+        is_fresh = self.state.num_updates == batch.version
         if is_fresh and not any(split.micro_batches for split in splits):
             self.note("training, forward only (mismatch)")
-            measured = measure_mismatch(self.policy, self.output, self.shape, batch)
+            measured = measure_mismatch(self._model, self.output, self.shape, batch)
             results[0] = replace(
                 results[0], sums=results[0].sums | measured.sums, maxima=measured.maxima
             )
@@ -177,7 +178,7 @@ class BatchTrainer:
         self, split: SplitUpdate, num_samples: int
     ) -> tuple[SplitUpdate, list[TokenLogprobs]]:
         self.note("training, forward only (behaviour)")
-        policy = self.policy.forward_only(split.micro_batches, self.output.read)
+        policy = self._model.forward_only(split.micro_batches, self.output.read)
         if not policy:
             return split, policy
         micro_batches = with_recomputed_behaviour(
@@ -214,7 +215,7 @@ class BatchTrainer:
             return LossInputs(micro_batches)
         if policy is None:
             self.note(f"training, forward only of {update.name}")
-            policy = self.policy.forward_only(micro_batches, self.output.read)
+            policy = self._model.forward_only(micro_batches, self.output.read)
         inputs, context = LossInputs(micro_batches), update.context
         if self._groups.is_last_stage:
             num_samples = len(update.batch.samples)
@@ -230,12 +231,12 @@ class BatchTrainer:
             with_statistics=inputs.is_predicted or inputs.is_trial,
         )
         self.note(f"training, forward and backward of {update.name}{again}")
-        reports = self.policy.forward_backward(inputs.micro_batches, loss_fn)
+        reports = self.state.forward_backward(inputs.micro_batches, loss_fn)
         self.note(f"training, optimizer step of {update.name}{again}")
         settled, decisions, verdict = check(reports, inputs, stage, self._groups)
         # The gradients of a wrong decision are not those of the update: the first flag is a fault.
         num_faults = NUM_FAULTS + inputs.is_predicted
-        step = self.policy.optimizer_step(verdict[:num_faults], verdict[NUM_FAULTS:])
+        step = self.state.optimizer_step(verdict[:num_faults], verdict[NUM_FAULTS:])
         return Attempt(settled, decisions, reports, step)
 
     def _conclude(

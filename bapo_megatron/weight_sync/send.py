@@ -43,7 +43,8 @@ from bapo_megatron.engine.collective import (
 )
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.hf_weights import hf_shapes
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.model import Model
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_export import gather_weights, plan_buckets
 from bapo_megatron.runtime.calls import Caller
 from bapo_megatron.runtime.distributed import broadcast_bytes, fail_together
@@ -109,9 +110,9 @@ class WeightSync:
         self._version: int | None = None
 
     def sync(
-        self, policy: MegatronPolicy, collector: Caller | None, *, again: bool = False
+        self, state: TrainState, collector: Caller | None, *, again: bool = False
     ) -> SyncReport | None:
-        """Sync the policy's weights to all servers as version ``policy.num_updates``.
+        """Sync the policy's weights to all servers as version ``state.num_updates``.
 
         Collective over all ranks; only rank 0 has the ``collector``. With ``again``, sync a version
         that was synced before, because some servers lack it. Returns the cost; None if there was
@@ -121,19 +122,19 @@ class WeightSync:
             RolloutError: No server took the weights, or rank 0 could not send them; on all ranks.
             OSError: ``method: disk`` cannot write; on all ranks.
         """
-        assert (collector is not None) == (policy.groups.rank == 0), "only rank 0 calls"
-        version = policy.num_updates
+        model, version = state.model, state.num_updates
+        assert (collector is not None) == (model.groups.rank == 0), "only rank 0 calls"
         if version == self._version and not again:
             return None
         started_s = time.monotonic()
         probe: bytes | None = None
-        with fail_together(policy.groups, RolloutError):
-            num_bytes = self._send(policy, collector, version)
+        with fail_together(model.groups, RolloutError):
+            num_bytes = self._send(model, collector, version)
             if collector is not None:
                 probe = json.dumps(collector.start(receive.PROBE, None)()).encode()
-        sequences = json.loads(broadcast_bytes(probe, policy.groups))
+        sequences = json.loads(broadcast_bytes(probe, model.groups))
         expected = self._score(sequences) if sequences else ()
-        with fail_together(policy.groups, RolloutError):
+        with fail_together(model.groups, RolloutError):
             if collector is not None:
                 assert expected is not None, "complete on rank 0"
                 resumed = collector.start(receive.RESUME, expected)()
@@ -149,15 +150,15 @@ class WeightSync:
             self._transport.close()
         shutil.rmtree(self._root, ignore_errors=True)
 
-    def _send(self, policy: MegatronPolicy, collector: Caller | None, version: int) -> int:
+    def _send(self, model: Model, collector: Caller | None, version: int) -> int:
         """Send the weights to the servers; return their bytes on rank 0."""
         if self._transport is None:
             model_dir = self._root / f"version_{version:08d}"
             if version != self._version:
-                policy.export_hf(model_dir, durable=False)
+                model.export_hf(model_dir, durable=False)
             return 0 if collector is None else self._load(model_dir, collector, version)
-        policy.finish_weights()
-        buckets = WeightBuckets(policy, self._config.bucket_mb * _BYTES_PER_MB)
+        model.finish_weights()
+        buckets = WeightBuckets(model, self._config.bucket_mb * _BYTES_PER_MB)
         if collector is None:
             buckets.follow()
             return 0
@@ -165,7 +166,7 @@ class WeightSync:
             return _send_all(buckets, collector, version, self._transport)
         finally:
             buckets.end()
-            if self._config.method == "tensor" and policy.groups.device.type == "cuda":
+            if self._config.method == "tensor" and model.groups.device.type == "cuda":
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
                 torch.cuda.empty_cache()  # servers on the same GPU allocate their KV cache next
 
@@ -185,34 +186,32 @@ class Bucket(NamedTuple):
 
     layout: BucketLayout
     flat: Tensor
-    """uint8 [bytes], on the policy's device."""
+    """uint8 [bytes], on the model's device."""
     is_last: bool
 
 
 class WeightBuckets:
-    """The buckets of a policy's weights; rank 0 drives, all other ranks call ``follow``."""
+    """The buckets of a model's weights; rank 0 drives, all other ranks call ``follow``."""
 
-    def __init__(self, policy: MegatronPolicy, max_bytes: int) -> None:
+    def __init__(self, model: Model, max_bytes: int) -> None:
         """Plan buckets of ``max_bytes``, or one larger parameter, equally on all ranks."""
-        self._policy = policy
-        self._dtype: torch.dtype = policy.chunks[0].config.params_dtype
-        self._plan = plan_buckets(policy.hf, self._dtype, max_bytes)
+        self._model = model
+        self._dtype: torch.dtype = model.chunks[0].config.params_dtype
+        self._plan = plan_buckets(model.hf, self._dtype, max_bytes)
 
     def __len__(self) -> int:
         return len(self._plan)
 
     def gather(self, number: int) -> Bucket:
         """Gather a bucket on rank 0, with the ranks that ``follow``."""
-        policy = self._policy
-        broadcast_bytes(str(number).encode(), policy.groups)
+        model = self._model
+        broadcast_bytes(str(number).encode(), model.groups)
         shapes: dict[str, tuple[int, ...]] = {}
         for weight in self._plan[number]:
-            shapes |= hf_shapes(weight, policy.hf)
+            shapes |= hf_shapes(weight, model.hf)
         dtypes = (str(self._dtype).removeprefix("torch."),) * len(shapes)
         layout = BucketLayout(tuple(shapes), dtypes, tuple(shapes.values()))
-        flat = torch.empty(
-            sum(tensor_sizes(layout)), dtype=torch.uint8, device=policy.groups.device
-        )
+        flat = torch.empty(sum(tensor_sizes(layout)), dtype=torch.uint8, device=model.groups.device)
         targets = unpack(layout, flat)
         for (name, target), (gathered, tensor) in zip(targets, self._iterate(number), strict=True):
             assert name == gathered, "weights come in the order of the table"
@@ -221,18 +220,18 @@ class WeightBuckets:
 
     def end(self) -> None:
         """End ``follow`` on the other ranks."""
-        broadcast_bytes(_END, self._policy.groups)
+        broadcast_bytes(_END, self._model.groups)
 
     def follow(self) -> None:
         """Take part in every ``gather`` of rank 0, until ``end``."""
-        while (message := broadcast_bytes(None, self._policy.groups)) != _END:
-            if self._policy.groups.is_first_replica:
+        while (message := broadcast_bytes(None, self._model.groups)) != _END:
+            if self._model.groups.is_first_replica:
                 for _ in self._iterate(int(message)):
                     pass
 
     def _iterate(self, number: int) -> Iterator[tuple[str, Tensor]]:
-        policy = self._policy
-        return gather_weights(policy.chunks, policy.hf, policy.groups, self._plan[number])
+        model = self._model
+        return gather_weights(model.chunks, model.hf, model.groups, self._plan[number])
 
 
 def _send_all(buckets: WeightBuckets, collector: Caller, version: int, transport: Transport) -> int:

@@ -54,7 +54,7 @@ def score_in_layout(
     with joined(**sizes) as groups:
         case = Case(ops=ops, budget=2048, dtype=dtype)
         trainer = build_trainer(model, groups, case, sizes=sizes, optimizer={"lr": 0.0})
-        scored = ProbeScorer(trainer.policy, trainer.ops, trainer.shape).score(sequences)
+        scored = ProbeScorer(trainer.state.model, trainer.ops, trainer.shape).score(sequences)
     return None if scored is None else np.concatenate([*map(np.array, scored)])
 
 

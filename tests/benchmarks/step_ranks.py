@@ -12,7 +12,8 @@ from unittest import mock
 
 from bapo_megatron.algorithm.prediction import Predictor
 from bapo_megatron.config.load import load_config
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.model import Model
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.trainer import loop as loop_module
 from bapo_megatron.trainer import step as step_module
@@ -23,15 +24,15 @@ from tests.trainer.runs import train_whole_run
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "read and share the batch": [(loop_module.Run, "next_batch")],
     "build micro-batches": [(step_module, "split_step")],
-    "forward only": [(MegatronPolicy, "forward_only")],
-    "forward and backward": [(MegatronPolicy, "forward_backward")],
+    "forward only": [(Model, "forward_only")],
+    "forward and backward": [(TrainState, "forward_backward")],
     "predict bounds, search": [
         *((LossStage, name) for name in ("known_statistics", "collect")),
         (Predictor, "predict"),
     ],
     "check and measure updates": [(step_module, name) for name in ("check", "read_measurements")],
-    "optimizer": [(MegatronPolicy, "optimizer_step")],
-    "export weights (sync)": [(MegatronPolicy, "export_hf")],
+    "optimizer": [(TrainState, "optimizer_step")],
+    "export weights (sync)": [(Model, "export_hf")],
     "write metrics": [(MetricsSinks, "write")],
 }
 """What is timed, by label: functions that contain none of the others."""
@@ -46,7 +47,7 @@ def profile_steps(overrides: list[str], config: Path) -> list[dict[str, float]]:
     def end_step(self: loop_module.Run, *args: Any) -> None:
         nonlocal began
         # As a run with servers does.
-        self.policy.export_hf(self.config.run_dir / "exported", durable=False)
+        self.state.model.export_hf(self.config.run_dir / "exported", durable=False)
         whole_s = time.perf_counter() - began
         seconds.append({**current, "whole": whole_s})
         current.clear()

@@ -24,8 +24,9 @@ from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.hf_weights import hf_shapes, weight_table
 from bapo_megatron.policy.layer_spec import uses_transformer_engine
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.policy.megatron_setup import DTYPES
+from bapo_megatron.policy.megatron_setup import DTYPES, seed_everything
+from bapo_megatron.policy.model import Model
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import init_distributed, shutdown_distributed
 from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
 from bapo_megatron.trainer.split import split_shape
@@ -210,23 +211,22 @@ def train_variant(directory: Path, variant: Sections, *, on_gpu: bool) -> Traine
         cpu_compat.install()
     groups = init_distributed(config.parallel)
     try:
-        policy = MegatronPolicy.build(
+        seed_everything(0, groups)
+        model = Model.build(
             config.model,
             config.parallel,
-            config.optimizer,
-            megatron=config.megatron,
-            total_updates=4,
-            seed=0,
-            groups=groups,
+            config.megatron,
+            groups,
             returns_hidden_states=config.ops.logits_chunk_tokens > 0,
         )
+        state = TrainState.build(model, config.optimizer, config.megatron, 4)
         trainer = BatchTrainer(
-            policy=policy,
+            state=state,
             config=config.algorithm,
             ops=config.ops,
             temperature=1.0,
             staleness=config.rollout.staleness,
-            shape=split_shape(policy, config.parallel, config.megatron, config.train),
+            shape=split_shape(model, config.parallel, config.megatron, config.train),
         )
         norms = [result.grad_norm for result in trainer.train(batch)]
         clock = LossClock(groups.device)
@@ -239,7 +239,7 @@ def train_variant(directory: Path, variant: Sections, *, on_gpu: bool) -> Traine
         peak = torch.cuda.max_memory_allocated() if on_gpu else 0
         fused = uses_transformer_engine(groups.device, DTYPES[dtype])
         kind: LayerKind = "transformer-engine" if fused else "local"
-        plan = make_plan(config, policy.hf, PlanOptions(gpus=1, gpu="H200", layers=kind))
+        plan = make_plan(config, model.hf, PlanOptions(gpus=1, gpu="H200", layers=kind))
         return Trained(
             grad_norms=norms,
             tokens_per_s=sum(lengths) / seconds,

@@ -28,7 +28,7 @@ from bapo_megatron.policy import checkpoint_files
 from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.checkpoint_shards import ShardWriter
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import ProcessGroups, init_distributed
 from tests.distributed_launch import joined
 from tests.policy.checkpoint_damages import WORDS, Limited, damage, flip_weight, forget_checksums
@@ -88,25 +88,25 @@ def two_ranks(models: Models, root: Path, killed: Path) -> dict[str, Any]:
 def killed_peer(model: Path, root: Path) -> None:
     """Rank 1 dies in the background writer of step 2; both had a complete step 1."""
     with joined(tensor=2) as groups:
-        policy = build(model, groups, **OPTIMIZER)
+        state = build(model, groups, **OPTIMIZER)
         saver = CheckpointSaver(root, CheckpointConfig(asynchronous=True))
-        saver.save(1, policy, {"saved": 1})
+        saver.save(1, state, {"saved": 1})
         saver.wait()
         if groups.rank == 1:
             MCoreSavePlanner.resolve_data = _kill
-        saver.save(2, policy, {"saved": 2})
+        saver.save(2, state, {"saved": 2})
         saver.wait()
 
 
 def killed_reader(model: Path, root: Path) -> None:
     """Rank 1 dies while both load the newest checkpoint."""
     with joined(tensor=2) as groups:
-        policy = build(model, groups)
+        state = build(model, groups)
         directory = find_latest(root)
         assert directory is not None
         if groups.rank == 1:
             TorchDistLoadShardedStrategy.load = _kill
-        load_checkpoint(directory, policy)
+        load_checkpoint(directory, state)
 
 
 def delayed_writers(model: Path, root: Path) -> dict[str, Any]:
@@ -148,8 +148,8 @@ def _in_fork(function: Callable[..., None], *args: Any) -> int:
 def _die(moment: str, model: Path, root: Path) -> None:
     mode, place, name, number = KILLED[moment]
     groups = init_distributed(ParallelConfig())
-    policy = build(model, groups)
-    save(root, 1, policy, {"saved": 1})
+    state = build(model, groups)
+    save(root, 1, state, {"saved": 1})
     original, calls = getattr(place, name), iter(range(1, number + 1))
 
     def count(*args: Any, **options: Any) -> Any:
@@ -159,7 +159,7 @@ def _die(moment: str, model: Path, root: Path) -> None:
     checkpoint_files.shutil = REMOVAL
     config = CheckpointConfig(asynchronous=mode == "asynchronous", keep_last=1)
     saver = CheckpointSaver(root, config)
-    saver.save(2, policy, {"saved": 2})
+    saver.save(2, state, {"saved": 2})
     saver.wait()
 
 
@@ -169,19 +169,19 @@ def _kill(*_: Any, **__: Any) -> None:
 
 def _continue(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
     """Load the newest checkpoint, and save over what the kill left."""
-    policy = build(model, groups)
+    state = build(model, groups)
     directory = find_latest(root)
     assert directory is not None
-    extra = load_checkpoint(directory, policy)
-    save(root, 3, policy, {}, keep_last=1)
+    extra = load_checkpoint(directory, state)
+    save(root, 3, state, {}, keep_last=1)
     return {"loaded": directory.name, "extra": extra, "left": left(root)}
 
 
 def _damage(models: Models, root: Path, groups: ProcessGroups) -> dict[str, Any]:
     """What every rank says of a damaged step 2, and what of the step 1 beside the last of them."""
-    policy = build(models["qwen2"], groups)
+    state = build(models["qwen2"], groups)
     for step in (1, 2):
-        save(root / "good", step, policy, {"saved": step})
+        save(root / "good", step, state, {"saved": step})
     errors = {}
     for name in (*WORDS, UNVERIFIED):
         damaged = root / name
@@ -193,9 +193,9 @@ def _damage(models: Models, root: Path, groups: ProcessGroups) -> dict[str, Any]
             else:
                 damage(name, damaged / "step_2")
         torch.distributed.barrier()
-        errors[name] = error_of(load_checkpoint, damaged / "step_2", policy)
+        errors[name] = error_of(load_checkpoint, damaged / "step_2", state)
     executed = [path.parent.parent.name for path in root.rglob("executed")]
-    previous = load_checkpoint(damaged / "step_1", policy)
+    previous = load_checkpoint(damaged / "step_1", state)
     for name, model, megatron in (
         ("other model", "qwen3", {}),
         ("other width", "wide", {}),
@@ -209,13 +209,13 @@ def _damage(models: Models, root: Path, groups: ProcessGroups) -> dict[str, Any]
 
 def _damage_of_one(model: Path, root: Path, groups: ProcessGroups) -> str:
     """What a replica says of a record that only one of them reads, for both."""
-    policy = build(model, groups)
-    saved = save(root, 1, policy, {})
+    state = build(model, groups)
+    saved = save(root, 1, state, {})
     if groups.rank == 0:
         flip_weight(saved, whole_record=True)
         forget_checksums(saved)
     torch.distributed.barrier()
-    return error_of(load_checkpoint, saved, policy)
+    return error_of(load_checkpoint, saved, state)
 
 
 def _disk_full(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
@@ -223,8 +223,8 @@ def _disk_full(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]
 
     No file may grow beyond a limit, which the kernel enforces like a full disk.
     """
-    policy = build(model, groups)
-    save(root, 1, policy, {"saved": 1})
+    state = build(model, groups)
+    save(root, 1, state, {"saved": 1})
     full = OSError(errno.ENOSPC, "No space left on device", ".metadata")
     faults: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
         "metadata": (mock.patch.object(ShardWriter, "write_metadata", side_effect=full), {}),
@@ -239,11 +239,11 @@ def _disk_full(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]
         saver = CheckpointSaver(root, CheckpointConfig(asynchronous=mode == "asynchronous"))
         for name, (fault, options) in faults.items():
             with fault:
-                errors[f"{name}, {mode}"] = error_of(_save_and_wait, saver, policy, **options)
+                errors[f"{name}, {mode}"] = error_of(_save_and_wait, saver, state, **options)
     latest = find_latest(root)
     assert latest is not None
     loaded = (latest.name, load_checkpoint(latest, build(model, groups)))
-    save(root, 2, policy, {}, keep_last=1)
+    save(root, 2, state, {}, keep_last=1)
     return {"errors": errors, "loaded": loaded, "left": left(root)}
 
 
@@ -257,10 +257,10 @@ def _save_nothing(path: Path) -> Callable[[], None]:
     return wait
 
 
-def _polled(saver: CheckpointSaver, policy: MegatronPolicy) -> dict[str, Any]:
+def _polled(saver: CheckpointSaver, state: TrainState) -> dict[str, Any]:
     """What is there before and after the writer is released."""
     with _held_writers() as release:
-        saver.save(1, policy, {})
+        saver.save(1, state, {})
         saver.poll()
         before = left(saver._root)
         release()
@@ -272,43 +272,43 @@ def _polled(saver: CheckpointSaver, policy: MegatronPolicy) -> dict[str, Any]:
     return {"before": before, "after": left(saver._root)}
 
 
-def _one_at_a_time(saver: CheckpointSaver, policy: MegatronPolicy) -> list[str]:
+def _one_at_a_time(saver: CheckpointSaver, state: TrainState) -> list[str]:
     """The newest checkpoint when a second save has begun while the first was held."""
     with _held_writers(0.5):
-        saver.save(1, policy, {})
-        saver.save(2, policy, {})
+        saver.save(1, state, {})
+        saver.save(2, state, {})
         latest = find_latest(saver._root)
     saver.wait()
     assert latest is not None
     return [latest.name, *left(saver._root)]
 
 
-def _closed(saver: CheckpointSaver, policy: MegatronPolicy) -> dict[str, Any]:
+def _closed(saver: CheckpointSaver, state: TrainState) -> dict[str, Any]:
     """A saver that is closed while its writer is at the first tensor."""
     with _held_writers(0.5):
-        saver.save(1, policy, {})
+        saver.save(1, state, {})
         saver.close()
     threads = [thread.name for thread in threading.enumerate() if thread.name == "checkpoint"]
     saver.wait()
     before = left(saver._root)
-    save(saver._root, 2, policy, {})
+    save(saver._root, 2, state, {})
     return {"threads": threads, "left": before, "later": left(saver._root)}
 
 
-def _failed(saver: CheckpointSaver, policy: MegatronPolicy) -> dict[str, Any]:
+def _failed(saver: CheckpointSaver, state: TrainState) -> dict[str, Any]:
     """A background error: where it is raised, and what follows."""
-    saver.save(1, policy, {"saved": 1})
+    saver.save(1, state, {"saved": 1})
     saver.wait()
     with Limited(SHARD_LIMIT_BYTES):
-        saver.save(2, policy, {})
+        saver.save(2, state, {})
         saver._save.writer.wait()
-    before = snapshot(policy)
-    update(policy)
+    before = snapshot(state)
+    update(state)
     error = error_of(saver.poll)
     latest = find_latest(saver._root)
     assert latest is not None
-    extra, loaded = load_checkpoint(latest, policy), snapshot(policy)
-    saver.save(3, policy, {})
+    extra, loaded = load_checkpoint(latest, state), snapshot(state)
+    saver.save(3, state, {})
     saver.wait()
     return {
         "error": error,
@@ -333,6 +333,6 @@ def _held_writers(held_s: float = 60.0) -> Iterator[Callable[[], None]]:
         released.set()
 
 
-def _save_and_wait(saver: CheckpointSaver, policy: MegatronPolicy, **options: Any) -> None:
-    saver.save(2, policy, {"saved": 2}, **options)
+def _save_and_wait(saver: CheckpointSaver, state: TrainState, **options: Any) -> None:
+    saver.save(2, state, {"saved": 2}, **options)
     saver.wait()

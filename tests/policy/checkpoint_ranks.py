@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.checkpoint_files import find_latest
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import ProcessGroups
 from tests.distributed_launch import joined
 from tests.policy.parity_ranks import build, forward_backward, local_problems, snapshot
@@ -58,32 +58,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Layouts that are run again with other settings of ``MegatronConfig``."""
 
 
-def update(policy: MegatronPolicy) -> None:
+def update(state: TrainState) -> None:
     """One optimizer update on tokens that depend on its number."""
-    forward_backward(policy, local_problems(policy.groups, seed=policy.num_updates))
-    assert policy.optimizer_step().applied
+    forward_backward(state, local_problems(state.model.groups, seed=state.num_updates))
+    assert state.optimizer_step().applied
 
 
-def weights_of(policy: MegatronPolicy) -> dict[str, Tensor]:
+def weights_of(state: TrainState) -> dict[str, Tensor]:
     """Copies of all weights; the last update may still be under way to some of them."""
-    policy.finish_weights()
-    return snapshot(policy)
+    state.model.finish_weights()
+    return snapshot(state)
 
 
-def train(policy: MegatronPolicy) -> list[dict[str, Tensor]]:
+def train(state: TrainState) -> list[dict[str, Tensor]]:
     """Weights after each of the updates that are left."""
     weights = []
-    while policy.num_updates < NUM_UPDATES:
-        update(policy)
-        weights.append(weights_of(policy))
+    while state.num_updates < NUM_UPDATES:
+        update(state)
+        weights.append(weights_of(state))
     return weights
 
 
-def save(
-    root: Path, step: int, policy: MegatronPolicy, extra: dict[str, Any], **config: Any
-) -> Path:
+def save(root: Path, step: int, state: TrainState, extra: dict[str, Any], **config: Any) -> Path:
     """Save in the foreground."""
-    return CheckpointSaver(root, CheckpointConfig(**config)).save(step, policy, extra)
+    return CheckpointSaver(root, CheckpointConfig(**config)).save(step, state, extra)
 
 
 def train_and_save(
@@ -99,34 +97,34 @@ def train_and_save(
 
     ``before_wait`` is called when training has ended and before the save must be complete.
     """
-    policy = build(model, groups, **OPTIMIZER, **options)
-    update(policy)
+    state = build(model, groups, **OPTIMIZER, **options)
+    update(state)
     random.random(), torch.rand(3)
     saver = CheckpointSaver(root, CheckpointConfig(asynchronous=asynchronous))
-    saver.save(1, policy, EXTRA)
+    saver.save(1, state, EXTRA)
     drawn = (random.random(), torch.rand(3))
-    weights = [weights_of(policy), *train(policy)]
+    weights = [weights_of(state), *train(state)]
     before_wait()
     saver.wait()
-    return {"weights": weights, "lr": policy.lr, "drawn": drawn}
+    return {"weights": weights, "lr": state.lr, "drawn": drawn}
 
 
 def resume(model: Path, root: Path, groups: ProcessGroups, **options: Any) -> dict[str, Any]:
-    """The run continued from its checkpoint by a fresh policy."""
-    policy = build(model, groups, **OPTIMIZER, **options)
+    """The run continued from its checkpoint by a fresh state."""
+    state = build(model, groups, **OPTIMIZER, **options)
     directory = find_latest(root)
     assert directory is not None
     with _bytes_read() as lengths:
-        extra = load_checkpoint(directory, policy)
+        extra = load_checkpoint(directory, state)
     drawn = (random.random(), torch.rand(3))
     return {
         "bytes_read": sum(lengths),
         "bytes_saved": {p.name: p.stat().st_size for p in directory.glob("*.distcp")},
         "extra": extra,
         "drawn": drawn,
-        "num_updates": policy.num_updates,
-        "weights": [weights_of(policy), *train(policy)],
-        "lr": policy.lr,
+        "num_updates": state.num_updates,
+        "weights": [weights_of(state), *train(state)],
+        "lr": state.lr,
     }
 
 
@@ -177,12 +175,12 @@ def last_rank(model: Path, root: Path, sources: list[str]) -> dict[str, Any]:
             load_checkpoint(saved, continued)
             results[f"start {name}"] = {"uninterrupted": train(first), "resumed": train(continued)}
             changed = {"lr": 2e-3, "min_lr": 1e-3, "schedule": "constant", "weight_decay": 0.3}
-            policy = build(model, groups, **{**OPTIMIZER, **changed}, **options)
-            load_checkpoint(saved, policy)
-            update(policy)
+            state = build(model, groups, **{**OPTIMIZER, **changed}, **options)
+            load_checkpoint(saved, state)
+            update(state)
             results[f"changed {name}"] = {
                 group[key]
-                for group in policy.optimizer.param_groups
+                for group in state.optimizer.param_groups
                 for key in ("weight_decay", "lr")
             }
     return results

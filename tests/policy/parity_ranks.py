@@ -18,11 +18,10 @@ from bapo_megatron.config.megatron import (
     MegatronConfig,
     ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
 )
 from bapo_megatron.policy import megatron_setup
 from bapo_megatron.policy.megatron_import import APEX_PRODUCTS, stand_in_for_apex
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_export import gather_weights
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
@@ -31,6 +30,7 @@ from bapo_megatron.runtime.distributed import (
     first_message,
 )
 from tests.distributed_launch import joined
+from tests.policy.build import build_state, layout_of
 from tests.policy.tiny_models import VOCAB_SIZE, Models, Problem, make_problems, set_config_field
 
 if TYPE_CHECKING:
@@ -44,22 +44,14 @@ def build(
     dtype: str = "float32",
     megatron: dict[str, Any] | None = None,
     **optimizer: Any,
-) -> MegatronPolicy:
-    """Build a policy in the layout of ``groups``; sequence parallel wherever it is possible."""
-    return MegatronPolicy.build(
+) -> TrainState:
+    """Build it in the layout of ``groups``, sequence-parallel wherever that is possible."""
+    return build_state(
         ModelConfig(path=model_dir, dtype=dtype),
-        ParallelConfig(
-            tensor=groups.tensor_size,
-            sequence=groups.tensor_size > 1,
-            pipeline=groups.pipeline_size,
-            virtual_pipeline=groups.virtual_size,
-            context=groups.context_size,
-        ),
-        OptimizerConfig(**{"lr": 1e-3, **optimizer}),
+        groups,
+        parallel=layout_of(groups, sequence=groups.tensor_size > 1),
+        optimizer=OptimizerConfig(**{"lr": 1e-3, **optimizer}),
         megatron=MegatronConfig.model_validate(megatron or {}),
-        total_updates=10,
-        seed=0,
-        groups=groups,
     )
 
 
@@ -71,22 +63,22 @@ def local_problems(groups: ProcessGroups, seed: int = 0) -> list[Problem]:
     return [problem.part(groups.context_rank, size) for problem in problems]
 
 
-def forward_backward(policy: MegatronPolicy, problems: list[Problem]) -> list[dict[str, Tensor]]:
+def forward_backward(state: TrainState, problems: list[Problem]) -> list[dict[str, Tensor]]:
     """Gradients of the problems' losses, through Megatron's schedule."""
     remaining = iter(problems)
 
     def loss_fn(logits_NV: Tensor, micro_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        vocab_start = policy.groups.tensor_rank * logits_NV.shape[1]
+        vocab_start = state.model.groups.tensor_rank * logits_NV.shape[1]
         loss = next(remaining).loss(logits_NV, vocab_start)
         tokens = torch.tensor(micro_batch.num_tokens)
         return loss, {"loss": loss.detach(), "tokens": tokens}
 
-    return policy.forward_backward([problem.micro_batch for problem in problems], loss_fn)
+    return state.forward_backward([problem.micro_batch for problem in problems], loss_fn)
 
 
-def snapshot(policy: MegatronPolicy) -> dict[str, Tensor]:
+def snapshot(state: TrainState) -> dict[str, Tensor]:
     """Copies of all weights by Hugging Face name."""
-    weights = gather_weights(policy.chunks, policy.hf, policy.groups)
+    weights = gather_weights(state.model.chunks, state.model.hf, state.model.groups)
     return {name: tensor.clone() for name, tensor in weights}
 
 
@@ -95,21 +87,21 @@ def run_layout(models: Models, sizes: dict[str, int], export_root: Path) -> dict
     results: dict[str, Any] = {}
     with joined(**sizes) as groups:
         for name, directory in models.items():
-            policy = build(directory, groups)
+            state = build(directory, groups)
             problems = local_problems(groups)
-            logits = policy.forward_only(
+            logits = state.model.forward_only(
                 [problem.micro_batch for problem in problems],
                 lambda logits_NV, _: gather_columns(logits_NV, groups),
             )
-            sums = forward_backward(policy, problems)
-            gradients = hf_gradients(policy)
-            policy.export_hf(export_root / name)
-            policy.export_hf(export_root / f"{name}_in_files", max_file_bytes=20_000)
+            sums = forward_backward(state, problems)
+            gradients = hf_gradients(state)
+            state.model.export_hf(export_root / name)
+            state.model.export_hf(export_root / f"{name}_in_files", max_file_bytes=20_000)
             results[name] = {
                 "logits": logits,
                 "sums": sums,
                 "gradients": gradients,
-                "step": policy.optimizer_step(),
+                "step": state.optimizer_step(),
             }
     return results
 
@@ -132,10 +124,10 @@ def accumulated_gradients(models: Models, sizes: dict[str, int]) -> dict[str, An
         mock.patch.object(megatron_setup, "_speed_options", options_of_gpu),
     ):
         for name, directory in models.items():
-            policy = build(directory, groups)
+            state = build(directory, groups)
             product.reset_mock()
-            forward_backward(policy, local_problems(groups))
-            results[name] = {"gradients": hf_gradients(policy), "products": product.call_count}
+            forward_backward(state, local_problems(groups))
+            results[name] = {"gradients": hf_gradients(state), "products": product.call_count}
     return results
 
 
@@ -148,13 +140,13 @@ def single_rank(models: Models, export_root: Path) -> dict[str, Any]:
         decaying = build(directory, groups, lr=0.1, weight_decay=0.5)
         results["decay"] = _weights_around_update(decaying, 0.0)
         results["lr_zero"] = _weights_around_update(build(directory, groups, lr=0.0))
-        policy = build(directory, groups)
-        results["non_finite"] = _weights_around_update(policy, math.nan)
-        results["after non_finite"] = _weights_around_update(policy)
-        policy = build(directory, groups, dtype="bfloat16")
+        state = build(directory, groups)
+        results["non_finite"] = _weights_around_update(state, math.nan)
+        results["after non_finite"] = _weights_around_update(state)
+        state = build(directory, groups, dtype="bfloat16")
         batches = [problem.micro_batch for problem in local_problems(groups)]
-        logits = policy.forward_only(batches, lambda logits_NV, _: logits_NV)
-        results["bfloat16"] = {"logits": logits, **_weights_around_update(policy)}
+        logits = state.model.forward_only(batches, lambda logits_NV, _: logits_NV)
+        results["bfloat16"] = {"logits": logits, **_weights_around_update(state)}
         results["from_files"] = snapshot(build(export_root / "qwen2_in_files", groups))
         results["unpadded"] = error_of(_forward_with_tokens_outside_sequences, directory, groups)
         results["no batch"] = error_of(build(directory, groups).forward_backward, [], None)
@@ -183,7 +175,7 @@ def two_ranks(models: Models, export_root: Path) -> dict[str, Any]:
             blocked.write_text("a file where a directory should be made")
         dist.barrier()
         results["unwritable"] = error_of(
-            build(models["qwen2"], groups).export_hf, blocked / "model"
+            build(models["qwen2"], groups).model.export_hf, blocked / "model"
         )
     return results
 
@@ -194,30 +186,31 @@ def gather_columns(logits_NV: Tensor, groups: ProcessGroups) -> Tensor:
     return torch.cat(parts, dim=1)[:, :VOCAB_SIZE]
 
 
-def hf_gradients(policy: MegatronPolicy) -> dict[str, Tensor]:
+def hf_gradients(state: TrainState) -> dict[str, Tensor]:
     """Whole gradients by Hugging Face name, on the ranks of the first stage.
 
     Each rank of the data group has reduced a part of them.
     """
-    groups = policy.groups
+    groups = state.model.groups
     size, rank = groups.data.size(), groups.data.rank()
-    for ddp in policy.wrapped:
+    for ddp in state.wrapped:
         for buffer in ddp.buffers if ddp.ddp_config.use_distributed_optimizer else ():
             part = buffer.grad_data.chunk(size)[rank].clone()
             parts = [torch.empty_like(part) for _ in range(size)]
             dist.all_gather(parts, part, group=groups.data)
             buffer.grad_data.copy_(torch.cat(parts))
-    gradients = gather_weights(policy.chunks, policy.hf, groups, read=lambda p: p.main_grad)
+    model = state.model
+    gradients = gather_weights(model.chunks, model.hf, groups, read=lambda p: p.main_grad)
     return {name: gradient.clone() for name, gradient in gradients}
 
 
-def _weights_around_update(policy: MegatronPolicy, scale: float = 1.0) -> dict[str, Any]:
+def _weights_around_update(state: TrainState, scale: float = 1.0) -> dict[str, Any]:
     """Weights before and after an update on problems whose losses are scaled."""
-    before = snapshot(policy)
-    problems = local_problems(policy.groups)
-    forward_backward(policy, [Problem(p.micro_batch, p.coefficient_NV * scale) for p in problems])
-    step = policy.optimizer_step()
-    after, num_updates = snapshot(policy), policy.num_updates
+    before = snapshot(state)
+    problems = local_problems(state.model.groups)
+    forward_backward(state, [Problem(p.micro_batch, p.coefficient_NV * scale) for p in problems])
+    step = state.optimizer_step()
+    after, num_updates = snapshot(state), state.num_updates
     return {"before": before, "after": after, "step": step, "num_updates": num_updates}
 
 
@@ -226,13 +219,13 @@ def _forward_with_tokens_outside_sequences(directory: Path, groups: ProcessGroup
     batch = problem.micro_batch
     # The tensor is shared with the frozen micro-batch.
     batch.cu_seqlens[-1] -= 1
-    build(directory, groups).forward_only([batch], lambda logits_NV, _: logits_NV)
+    build(directory, groups).model.forward_only([batch], lambda logits_NV, _: logits_NV)
 
 
 def _forward_odd_tokens(directory: Path, groups: ProcessGroups) -> None:
     problems = make_problems(pad_to_multiple=1)
     odd = next(p.micro_batch for p in problems if p.micro_batch.num_tokens % 2)
-    build(directory, groups).forward_only([odd], lambda logits_NV, _: logits_NV)
+    build(directory, groups).model.forward_only([odd], lambda logits_NV, _: logits_NV)
 
 
 def _collectives(groups: ProcessGroups) -> dict[str, Any]:

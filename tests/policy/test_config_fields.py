@@ -87,18 +87,18 @@ def on_two_ranks(models: Models, exports: dict[str, Path]) -> dict[str, Any]:
     results = {}
     with joined(tensor=2) as groups:
         for name, directory in models.items():
-            policy, problems = build(directory, groups), long_problems()
-            policy.export_hf(exports[name])
-            [logits_NV] = policy.forward_only(
+            state, problems = build(directory, groups), long_problems()
+            state.model.export_hf(exports[name])
+            [logits_NV] = state.model.forward_only(
                 [problem.micro_batch for problem in problems],
                 lambda logits_NV, _: gather_columns(logits_NV, groups),
             )
-            forward_backward(policy, problems)
-            gradients = hf_gradients(policy)
-            policy.optimizer_step()
-            forward_backward(policy, problems)
-            policy.optimizer_step()
-            [report] = forward_backward(policy, problems)
+            forward_backward(state, problems)
+            gradients = hf_gradients(state)
+            state.optimizer_step()
+            forward_backward(state, problems)
+            state.optimizer_step()
+            [report] = forward_backward(state, problems)
             results[name] = {"logits": logits_NV, "gradients": gradients, "loss": report["loss"]}
     return results
 

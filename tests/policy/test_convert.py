@@ -20,7 +20,7 @@ from torch import Tensor
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.policy import hf_weights
 from bapo_megatron.policy.checkpoint import CheckpointSaver
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.train_state import TrainState
 from tests.distributed_launch import joined, run_ranks
 from tests.launch import Launched, run
 from tests.policy.checkpoint_damages import Limited
@@ -50,20 +50,20 @@ def run_layouts(
     for layout, sizes in layouts.items():
         with joined(**sizes) as groups:
             for name, model in models.items():
-                policy = build(model, groups)
-                _load(policy, converted[name])
-                loaded[name, layout] = snapshot(policy)
-                _change_and_save(policy, model, root / layout / name)
+                state = build(model, groups)
+                _load(state, converted[name])
+                loaded[name, layout] = snapshot(state)
+                _change_and_save(state, model, root / layout / name)
                 if (name, layout) == ("qwen3", "single"):
-                    _save_layer_by_layer(policy, root / "layer by layer")
+                    _save_layer_by_layer(state, root / "layer by layer")
     return loaded
 
 
-def _save_layer_by_layer(policy: MegatronPolicy, directory: Path) -> None:
+def _save_layer_by_layer(state: TrainState, directory: Path) -> None:
     directory.mkdir()
-    (chunk,) = policy.chunks
-    state = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
-    dist_checkpointing.save(state, str(directory))
+    (chunk,) = state.model.chunks
+    shards = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+    dist_checkpointing.save(shards, str(directory))
 
 
 def peak_growth_bytes(small: Path, large: Path, scratch: Path, max_file_bytes: int) -> list[int]:
@@ -91,29 +91,29 @@ def peak_growth_bytes(small: Path, large: Path, scratch: Path, max_file_bytes: i
     return growth[2:]
 
 
-def _load(policy: MegatronPolicy, checkpoint: Path) -> None:
+def _load(state: TrainState, checkpoint: Path) -> None:
     """Overwrite all weights with those of a checkpoint, as any user of Megatron-core would."""
-    for number, chunk in enumerate(policy.chunks):
+    for number, chunk in enumerate(state.model.chunks):
         for parameter in chunk.parameters():
             parameter.data.fill_(float("nan"))
-        state = {"model": chunk.sharded_state_dict()}
+        shards = {"model": chunk.sharded_state_dict()}
         loaded = dist_checkpointing.load(
-            state, str(checkpoint), validate_access_integrity=len(policy.chunks) == 1
+            shards, str(checkpoint), validate_access_integrity=len(state.model.chunks) == 1
         )
         assert loaded["checkpoint_version"] == 3.0, number
         chunk.load_state_dict(loaded["model"])
-    policy.optimizer.reload_model_params()
+    state.optimizer.reload_model_params()
 
 
-def _change_and_save(policy: MegatronPolicy, model: Path, run: Path) -> None:
+def _change_and_save(state: TrainState, model: Path, run: Path) -> None:
     """A run directory with a checkpoint of other weights than the model's, and their export."""
-    for chunk in policy.chunks:
+    for chunk in state.model.chunks:
         for parameter in chunk.parameters():
             parameter.data.mul_(1.5)
-    policy.optimizer.reload_model_params()
-    CheckpointSaver(run / "checkpoints", CheckpointConfig()).save(1, policy, {})
-    policy.export_hf(run / "export")
-    if policy.groups.rank == 0:
+    state.optimizer.reload_model_params()
+    CheckpointSaver(run / "checkpoints", CheckpointConfig()).save(1, state, {})
+    state.model.export_hf(run / "export")
+    if state.model.groups.rank == 0:
         (run / "config.yaml").write_text(f"model:\n  path: {model}\n")
 
 

@@ -12,7 +12,7 @@ from bapo_megatron.policy import cpu_compat
 IMPORTED = """
 import torch
 before = torch.cuda.current_device, torch.cuda.manual_seed
-import bapo_megatron.policy.megatron_policy
+import bapo_megatron.policy.train_state
 print((torch.cuda.current_device, torch.cuda.manual_seed) == before)
 try: torch.zeros(1, device='cuda')
 except (RuntimeError, AssertionError): print('no cuda')

@@ -19,12 +19,13 @@ from bapo_megatron.config.megatron import (
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, TrainConfig
 from bapo_megatron.data.dump import read_batch
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.split import ZeroAdvantage, split_shape
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
+from tests.policy.build import build_state
 from tests.policy.parity_ranks import hf_gradients
 
 TEMPERATURE = 0.7
@@ -64,26 +65,25 @@ def build_trainer(
     """A trainer of the case; ``sizes`` are those of ``ParallelConfig``."""
     ops, parallel = OpsConfig.model_validate(case.ops), ParallelConfig.model_validate(sizes)
     layout = MegatronConfig.model_validate(megatron or {})
-    policy = MegatronPolicy.build(
+    state = build_state(
         ModelConfig(path=model_dir, dtype=case.dtype),
-        parallel,
-        OptimizerConfig.model_validate(optimizer),
+        groups,
+        parallel=parallel,
+        optimizer=OptimizerConfig.model_validate(optimizer),
         megatron=layout,
         total_updates=100,
-        seed=0,
-        groups=groups,
-        returns_hidden_states=ops.logits_chunk_tokens > 0,
+        hidden=ops.logits_chunk_tokens > 0,
     )
     train = TrainConfig(max_tokens_per_micro_batch=case.budget)
     trainer = BatchTrainer(
-        policy=policy,
+        state=state,
         config=AlgorithmConfig.model_validate(
             {"entropy_coefficient": ENTROPY_COEFFICIENT, **case.algorithm}
         ),
         ops=ops,
         temperature=TEMPERATURE,
         staleness=StalenessConfig.model_validate(case.staleness),
-        shape=split_shape(policy, parallel, layout, train),
+        shape=split_shape(state.model, parallel, layout, train),
         **options,
     )
     if case.zero_advantage is not None:
@@ -120,7 +120,7 @@ def _make_update(
         # Nothing scales the gradients before they are compared.
         optimizer={"lr": 0.0, "clip_grad": 1e9},
     )
-    outputs = _watch_output(trainer.policy) if case.watches_output else []
+    outputs = _watch_output(trainer.state) if case.watches_output else []
     result, *further = trainer.train(read_batch(dump))
     chosen = result.decisions[0] if result.decisions else {}  # none of a skipped update
     bounds = [chosen.get(f"clip/{n}") for n in ("low", "high")]
@@ -132,15 +132,15 @@ def _make_update(
         "bounds": tuple(bound for bound in bounds if bound is not None),
         "decisions": result.decisions,
         "skipped": [update.skipped for update in (result, *further)],
-        "optimizer_steps": trainer.policy.num_updates,
-        "gradients": hf_gradients(trainer.policy),
+        "optimizer_steps": trainer.state.num_updates,
+        "gradients": hf_gradients(trainer.state),
     }
 
 
-def _watch_output(policy: MegatronPolicy) -> list[tuple[MicroBatch, Tensor]]:
+def _watch_output(state: TrainState) -> list[tuple[MicroBatch, Tensor]]:
     """Collects the gradients of the output in the passes to come."""
     seen: list[tuple[MicroBatch, Tensor]] = []
-    forward_backward = policy.forward_backward
+    forward_backward = state.forward_backward
 
     def watched(micro_batches: Any, loss_fn: Any) -> Any:
         def watching(output: Tensor, micro_batch: MicroBatch) -> Any:
@@ -149,7 +149,7 @@ def _watch_output(policy: MegatronPolicy) -> list[tuple[MicroBatch, Tensor]]:
 
         return forward_backward(micro_batches, watching)
 
-    policy.forward_backward = watched  # type: ignore[method-assign]
+    state.forward_backward = watched  # type: ignore[method-assign]
     return seen
 
 

@@ -25,7 +25,7 @@ from bapo_megatron.algorithm.advantage import group_advantages
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.policy.checkpoint_files import ROLLOUT_NAME, find_best, find_latest
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import shutdown_distributed
 from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.telemetry import hang
@@ -321,7 +321,7 @@ STOPPED = re.compile(
 
 def stand_still(model: Path, dumps: Path, root: Path) -> Outcome:
     """Rank 1 stops before the second update, until rank 0 has said so; then the run goes on."""
-    train_update = MegatronPolicy.forward_backward
+    train_update = TrainState.forward_backward
     stopped, said = root / "stopped", root / "said"
 
     def say(line: str) -> None:
@@ -332,16 +332,16 @@ def stand_still(model: Path, dumps: Path, root: Path) -> Outcome:
         while not path.exists():
             time.sleep(0.02)
 
-    def forward_backward(policy: MegatronPolicy, *arguments: Any) -> Any:
-        if policy.num_updates == 1 and policy.groups.rank == 1:
+    def forward_backward(state: TrainState, *arguments: Any) -> Any:
+        if state.num_updates == 1 and state.model.groups.rank == 1:
             stopped.touch()
             wait_for(said)
-        elif policy.num_updates == 1:
+        elif state.num_updates == 1:
             wait_for(stopped)
-        return train_update(policy, *arguments)
+        return train_update(state, *arguments)
 
     with (
-        mock.patch.object(MegatronPolicy, "forward_backward", forward_backward),
+        mock.patch.object(TrainState, "forward_backward", forward_backward),
         mock.patch.object(hang, "say", say),
     ):
         return _outcome(

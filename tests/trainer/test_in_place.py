@@ -41,7 +41,7 @@ def watch_the_logits(model_dir: Path, dump: Path) -> dict[str, Any]:
         trainer = build_trainer(
             model_dir, groups, Case(dtype="bfloat16"), sizes={}, optimizer={"lr": 0.0}
         )
-        trainer.policy.chunks[-1].output_layer.register_forward_hook(remember)
+        trainer.state.model.chunks[-1].output_layer.register_forward_hook(remember)
         with mock.patch.object(loss, "vocab_parallel_logprobs", watch):
             trainer.train(read_batch(dump))
     return seen

@@ -96,7 +96,7 @@ def _train(model_dir: Path, dumps: Path, case: Case, mode: str, groups: ProcessG
             trainer = replace(trainer)  # what was learnt is lost, as in a resume
             for path in sorted(dumps.glob("step_*.parquet"))[part]:
                 results += trainer.train(_spoiled(read_batch(path), case.spoils))
-    chunks = trainer.policy.chunks
+    chunks = trainer.state.model.chunks
     weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
     return Outcome(results, weights, said)
 

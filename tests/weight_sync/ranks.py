@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, OptimizerConfig
+from bapo_megatron.config.megatron import MegatronConfig, ModelConfig
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.config.schema import OpsConfig, ParallelConfig, TrainConfig
+from bapo_megatron.config.schema import OpsConfig, TrainConfig
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.hf_weights import local_weights
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.calls import Answers, Request, encode
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.split import split_shape
@@ -27,6 +27,7 @@ from bapo_megatron.weight_sync.receive import WeightReceiver
 from bapo_megatron.weight_sync.send import SyncReport, WeightSync
 from tests.distributed_launch import joined
 from tests.engine.sglang.servers import KEYS
+from tests.policy.build import build_state, layout_of
 from tests.weight_sync.setting import StubGeneration, StubPool
 
 if TYPE_CHECKING:
@@ -137,18 +138,20 @@ def sync_changed(
     config = RolloutConfig.model_validate(rollout)
     outcomes = []
     with joined(**(layout or {})) as groups:
-        policy = build_policy(model_dir, groups)
-        scorer = ProbeScorer(policy, OpsConfig(), layout_of(policy, groups))
-        sync = WeightSync(config.weight_sync, directory / "run", scorer.score, policy.groups.device)
+        state = build_policy(model_dir, groups)
+        scorer = ProbeScorer(state.model, OpsConfig(), shape_of(state, groups))
+        sync = WeightSync(
+            config.weight_sync, directory / "run", scorer.score, state.model.groups.device
+        )
         source = ThreadSource(addresses, config, fault) if groups.rank == 0 else None
         if source is not None:
             source.__enter__()
         try:
             for number, factor in enumerate(factors):
-                _multiply(policy, factor)
-                policy.num_updates = 100 + number
-                outcomes.append(_sync(sync, policy, source))
-                policy.export_hf(directory / str(number))
+                _multiply(state, factor)
+                state.num_updates = 100 + number
+                outcomes.append(_sync(sync, state, source))
+                state.model.export_hf(directory / str(number))
         finally:
             if source is not None:
                 sync.close()
@@ -156,10 +159,10 @@ def sync_changed(
     return outcomes
 
 
-def _sync(sync: WeightSync, policy: MegatronPolicy, source: ThreadSource | None) -> Synced:
+def _sync(sync: WeightSync, state: TrainState, source: ThreadSource | None) -> Synced:
     report, error = None, ""
     try:
-        report = sync.sync(policy, source)
+        report = sync.sync(state, source)
     except RolloutError as caught:
         error = str(caught)
     if source is None:
@@ -173,38 +176,21 @@ def _sync(sync: WeightSync, policy: MegatronPolicy, source: ThreadSource | None)
     )
 
 
-def _multiply(policy: MegatronPolicy, factor: float) -> None:
+def _multiply(state: TrainState, factor: float) -> None:
     with torch.no_grad():
-        for weight, parameter in local_weights(policy.chunks, policy.hf):
+        for weight, parameter in local_weights(state.model.chunks, state.model.hf):
             if weight.megatron.endswith("linear_fc2.weight"):
                 parameter.mul_(factor)
 
 
-def build_policy(model_dir: Path, groups: ProcessGroups) -> MegatronPolicy:
-    return MegatronPolicy.build(
-        ModelConfig(path=model_dir, dtype="float32"),
-        _parallel(groups),
-        OptimizerConfig(lr=1e-3),
-        megatron=MegatronConfig(),
-        total_updates=10,
-        seed=0,
-        groups=groups,
-    )
+def build_policy(model_dir: Path, groups: ProcessGroups) -> TrainState:
+    return build_state(ModelConfig(path=model_dir, dtype="float32"), groups)
 
 
-def _parallel(groups: ProcessGroups) -> ParallelConfig:
-    return ParallelConfig(
-        tensor=groups.tensor_size,
-        pipeline=groups.pipeline_size,
-        virtual_pipeline=groups.virtual_size,
-        context=groups.context_size,
-    )
-
-
-def layout_of(policy: MegatronPolicy, groups: ProcessGroups) -> Any:
+def shape_of(state: TrainState, groups: ProcessGroups) -> Any:
     return split_shape(
-        policy,
-        _parallel(groups),
+        state.model,
+        layout_of(groups),
         MegatronConfig(),
         TrainConfig(steps=1, max_tokens_per_micro_batch=64),
     )

@@ -15,7 +15,7 @@ from bapo_megatron.weight_sync import send
 from bapo_megatron.weight_sync.receive import BEGIN, PROBE, RESUME, TAKE, Opened, Resumed
 from bapo_megatron.weight_sync.send import WeightSync
 from tests.distributed_launch import joined
-from tests.weight_sync.ranks import build_policy, layout_of
+from tests.weight_sync.ranks import build_policy, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,9 +72,9 @@ def sync_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
     config = WeightSyncConfig(method="tensor", bucket_mb=1)
     outcomes: dict[str, Any] = {}
     with joined(tensor=2) as groups:
-        policy = build_policy(model_dir, groups)
-        scorer = ProbeScorer(policy, OpsConfig(), layout_of(policy, groups))
-        sync = WeightSync(config, directory, scorer.score, policy.groups.device)
+        state = build_policy(model_dir, groups)
+        scorer = ProbeScorer(state.model, OpsConfig(), shape_of(state, groups))
+        sync = WeightSync(config, directory, scorer.score, state.model.groups.device)
         source = ScriptedSource() if groups.rank == 0 else None
 
         def run(name: str, *, again: bool = False, **script: Any) -> None:
@@ -82,7 +82,7 @@ def sync_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
             if source is not None:
                 vars(source).update(script)
             try:
-                report = sync.sync(policy, source, again=again)
+                report = sync.sync(state, source, again=again)
             except RolloutError as caught:
                 error = str(caught)
             calls = Counter(source.calls) if source is not None else Counter()
@@ -93,13 +93,13 @@ def sync_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
         run("first")
         run("same version")
         run("same version again", again=True)
-        policy.num_updates += 1
+        state.num_updates += 1
         run("one fails", failing_take=2)
-        policy.num_updates += 1
+        state.num_updates += 1
         run("none left", failing_take=-1, begin_error="no server left")
         run("none left after a failure", failing_take=0, begin_error="no server left")
         run("after it", failing_take=-1, begin_error="")
-        policy.num_updates += 1
+        state.num_updates += 1
         run("cannot go on", resume_error="it cannot go on")
         full = RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
         with mock.patch.object(send, "shared_memory_payload", side_effect=full):
@@ -107,9 +107,9 @@ def sync_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
         if source is not None:
             outcomes["versions"] = source.versions
         disk = WeightSync(WeightSyncConfig(method="disk"), directory, scorer.score, groups.device)
-        with mock.patch.object(policy, "export_hf", wraps=policy.export_hf) as export:
+        with mock.patch.object(state.model, "export_hf", wraps=state.model.export_hf) as export:
             for again in (False, True):
-                disk.sync(policy, source, again=again)
+                disk.sync(state, source, again=again)
         outcomes["exports"] = export.call_count
         barrier(groups)
     return outcomes

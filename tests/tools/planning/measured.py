@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+from megatron.core.transformer.module import Float16Module
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from bapo_megatron.config.megatron import (
@@ -94,7 +95,8 @@ def state() -> dict[str, dict[str, int]]:
             for parameter in gpt.parameters():
                 del parameter.main_grad
             config = MegatronConfig.model_validate(megatron)
-            wrapped = wrap_for_data_parallel([gpt], config)
+            module = Float16Module(gpt.config, gpt) if gpt.config.bf16 else gpt
+            wrapped = wrap_for_data_parallel([module], config)
             # Groups for checkpoints; the fake backend has none over gloo.
             with mock.patch.multiple(
                 parallel_state,

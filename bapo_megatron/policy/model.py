@@ -1,4 +1,4 @@
-"""The policy on one rank: forward, forward and backward, and the optimizer step.
+"""A model on one rank: its layers, forward passes and export, with or without a training state.
 
 Every method is a collective: all ranks call it, in the same order. Ranks of a tensor group and all
 pipeline stages pass the same micro-batches, ranks of a context group their parts of them
@@ -22,41 +22,28 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
-from bapo_megatron.config.megatron import (
-    MegatronConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-)
+from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.policy import weight_export
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.policy.hf_weights import find_tensors, load_weights
-from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything
-from bapo_megatron.policy.optimizer import (
-    OptimizerStep,
-    build_optimizer,
-    learning_rate,
-    wrap_for_data_parallel,
-)
+from bapo_megatron.policy.megatron_setup import build_chunks
 from bapo_megatron.runtime.distributed import ProcessGroups, fail_together
 from bapo_megatron.runtime.files import atomic_directory
 from bapo_megatron.types import MicroBatch
 
 
 @dataclass(eq=False, repr=False)
-class MegatronPolicy:
-    """This rank's part of a model with its optimizer; ``build`` makes one."""
+class Model:
+    """This rank's part of a model; ``build`` makes one."""
 
     hf: HfConfig
     model_dir: Path
@@ -66,54 +53,40 @@ class MegatronPolicy:
     """This rank's layers: one GPTModel, or several with interleaved stages."""
     head: OutputHead | None
     """The language-model head, on the last stage of a model that returns hidden states."""
-    wrapped: list[DistributedDataParallel]
-    """The chunks, wrapped for data parallelism."""
-    optimizer: MegatronOptimizer
-    optimizer_config: OptimizerConfig
-    total_updates: int
-    """Updates of the whole run, over which the schedule decays."""
-    num_updates: int = 0
-    """Optimizer updates made so far."""
+    modules: Sequence[nn.Module]
+    """What Megatron's schedule calls: the chunks, wrapped."""
     on_micro_batch: Callable[[], None] = lambda: None
     """Called before a chunk's forward pass of a micro-batch."""
+    finish_weights: Callable[[], None] = lambda: None
+    """Waits until every weight is up to date; to be called before weights are read."""
 
     @classmethod
     def build(
         cls,
         model: ModelConfig,
         parallel: ParallelConfig,
-        optimizer: OptimizerConfig,
-        *,
-        megatron: MegatronConfig | None = None,
-        total_updates: int,
-        seed: int,
+        megatron: MegatronConfig,
         groups: ProcessGroups,
+        *,
         returns_hidden_states: bool = False,
     ) -> Self:
         """Build the model that ``model.path`` describes, with its weights.
 
-        With ``returns_hidden_states`` the model ends before its language-model head, which the loss
-        stage applies chunk by chunk (``ops.logits_chunk_tokens``).
+        With ``returns_hidden_states`` the model ends before its language-model head, which is then
+        applied chunk by chunk (``ops.logits_chunk_tokens``).
 
         Raises:
             ValueError: The model is unusable, or the layout or a setting does not suit it.
         """
-        megatron = megatron or MegatronConfig()
         hf = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
         files, _ = find_tensors(hf, model.path)  # checked before memory is allocated
-        seed_everything(seed, groups)
         chunks = build_chunks(hf, model, parallel, megatron, groups)
         load_weights(chunks, hf, files, groups)
         has_head = returns_hidden_states and groups.is_last_stage
         head = _take_off_head(chunks[-1], groups.tensor) if has_head else None
-        wrapped = wrap_for_data_parallel(chunks, megatron)
-        adam = build_optimizer(wrapped, optimizer, megatron)
-        return cls(hf, model.path, groups, chunks, head, wrapped, adam, optimizer, total_updates)
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next update."""
-        return learning_rate(self.optimizer_config, self.num_updates, self.total_updates)
+        config = chunks[0].config
+        modules = [Float16Module(config, gpt) if config.bf16 else gpt for gpt in chunks]
+        return cls(hf, model.path, groups, chunks, head, modules)
 
     def forward_only[Result](
         self, micro_batches: Sequence[MicroBatch], fn: Callable[[Tensor, MicroBatch], Result]
@@ -127,63 +100,7 @@ class MegatronPolicy:
         if not micro_batches:
             return []
         with torch.no_grad():
-            return self._run_schedule(micro_batches, fn, forward_only=True)
-
-    def forward_backward[Result](
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss_fn: Callable[[Tensor, MicroBatch], tuple[Tensor, Result]],
-    ) -> list[Result]:
-        """Compute the gradients of the sum of the losses of all micro-batches of all ranks.
-
-        Gradients of an earlier call are dropped. They are summed, not averaged, over data-parallel
-        ranks. ``loss_fn`` is called as ``fn`` of ``forward_only``, with gradients, and may
-        overwrite the logits. It returns a scalar over the update's global denominators, and a
-        report without gradient; the last stage gets the reports, others [].
-        """
-        assert micro_batches, "forward_backward needs a micro-batch on every rank"
-        for ddp in self.wrapped:
-            ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-
-        def on_output(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
-            loss, report = loss_fn(output, micro_batch)
-            # Megatron adds up the second value; its only use, dividing gradients, is switched off.
-            return loss, torch.zeros((), dtype=torch.int, device=self.groups.device), report
-
-        return self._run_schedule(micro_batches, on_output, forward_only=False)
-
-    @torch.no_grad()
-    def optimizer_step(
-        self, faults: Tensor | None = None, flags: Tensor | None = None
-    ) -> OptimizerStep:
-        """Clip the gradients by their global norm and update the weights.
-
-        With a non-finite norm or a fault nothing is changed, where Megatron's ``step`` would write
-        a NaN into all weights. ``faults`` are [F] counts on the device, equal on all ranks; any
-        above 0 forbids the step. ``flags`` are only read. The host waits for the device.
-        """
-        optimizer, lr = self.optimizer, self.lr
-        optimizer.prepare_grads()  # it returns what loss scaling needs, which bfloat16 does not use
-        grad_norm = float(optimizer.get_grad_norm())
-        none = torch.empty(0, device=self.groups.device)
-        faults, flags = (none if values is None else values for values in (faults, flags))
-        values = tuple(torch.cat([faults, flags]).tolist())
-        fault_counts, flag_values = values[: len(faults)], values[len(faults) :]
-        if not math.isfinite(grad_norm) or any(fault_counts):
-            return OptimizerStep(False, grad_norm, fault_counts, flag_values)
-        for inner in optimizer.chained_optimizers:
-            clip_grad_by_total_norm_fp32(
-                inner.get_parameters(),
-                self.optimizer_config.clip_grad,
-                grad_norm,
-                use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-            )
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step_with_ready_grads()
-        self.num_updates += 1
-        return OptimizerStep(True, grad_norm, fault_counts, flag_values)
+            return self.run_schedule(micro_batches, fn, forward_only=True)
 
     def export_hf(
         self,
@@ -216,21 +133,17 @@ class MegatronPolicy:
                     for _ in weights:
                         pass
 
-    def finish_weights(self) -> None:
-        """Wait until the last update has reached every weight (``overlap_param_gather``)."""
-        for ddp in self.wrapped:
-            if ddp.ddp_config.overlap_param_gather:
-                ddp.disable_forward_pre_hook()  # gathers what is not there yet
-                ddp.enable_forward_pre_hook()
-
-    def _run_schedule(
+    def run_schedule(
         self,
         micro_batches: Sequence[MicroBatch],
         on_output: Callable[[Tensor, MicroBatch], Any],
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Run Megatron's schedule; ``on_output`` sees the last stage's output [N, V]."""
+        """Run Megatron's schedule; ``on_output`` sees the last stage's output, [N, V] or [N, H].
+
+        Without ``forward_only`` it returns a loss, its divisor (0-d int32) and a report.
+        """
         longest = max(micro_batch.num_tokens for micro_batch in micro_batches)
 
         def forward_step(
@@ -248,7 +161,7 @@ class MegatronPolicy:
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.wrapped,
+            model=list(self.modules),
             num_microbatches=len(micro_batches),
             seq_length=longest * self.groups.context_size,  # of the messages between stages
             micro_batch_size=1,

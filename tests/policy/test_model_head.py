@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bapo_megatron.config.megatron import ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.config.megatron import ModelConfig, ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined, run_ranks
+from tests.policy.build import build_state
 from tests.policy.parity_ranks import hf_gradients
 from tests.policy.tiny_models import VOCAB_SIZE, Models, Ranks, make_problems
 
@@ -55,49 +56,44 @@ def on_one_rank(models: Models) -> dict[str, Any]:
     """A single rank, and the logits that it holds."""
     results: dict[str, Any] = {"single": run_layout(models, 1, sequence=False)}
     with joined() as groups:
-        policy = _build(models["qwen2"], groups, sequence=False, hidden=False)
-        results["held logits"] = _count_held_logits(policy)
+        state = _build(models["qwen2"], groups, sequence=False, hidden=False)
+        results["held logits"] = _count_held_logits(state)
     return results
 
 
-def _build(
-    directory: Path, groups: ProcessGroups, sequence: bool, *, hidden: bool
-) -> MegatronPolicy:
-    return MegatronPolicy.build(
+def _build(directory: Path, groups: ProcessGroups, sequence: bool, *, hidden: bool) -> TrainState:
+    return build_state(
         ModelConfig(path=directory, dtype="float32"),
-        ParallelConfig(tensor=groups.tensor_size, sequence=sequence),
-        OptimizerConfig(lr=1e-3),
-        total_updates=10,
-        seed=0,
-        groups=groups,
-        returns_hidden_states=hidden,
+        groups,
+        parallel=ParallelConfig(tensor=groups.tensor_size, sequence=sequence),
+        hidden=hidden,
     )
 
 
-def _train(policy: MegatronPolicy) -> dict[str, Any]:
+def _train(state: TrainState) -> dict[str, Any]:
     """Log-probs, then the gradients of two micro-batches, through Megatron's schedule."""
     batches = [_with_responses(p.micro_batch) for p in make_problems()]
-    ops = OpsConfig.model_validate({"logits_chunk_tokens": CHUNK_TOKENS if policy.head else 0})
-    policy_output = PolicyOutput(ops, VOCAB_SIZE, 1.0, policy.groups, policy.head)
-    logprobs = policy.forward_only(batches, lambda o, b: policy_output.read(o, b).logprob_T)
-    stage = LossStage(ALGORITHM, policy_output, policy.groups)
+    ops = OpsConfig.model_validate({"logits_chunk_tokens": CHUNK_TOKENS if state.model.head else 0})
+    policy_output = PolicyOutput(ops, VOCAB_SIZE, 1.0, state.model.groups, state.model.head)
+    logprobs = state.model.forward_only(batches, lambda o, b: policy_output.read(o, b).logprob_T)
+    stage = LossStage(ALGORITHM, policy_output, state.model.groups)
 
     def loss_fn(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         context = UpdateContext(num_updates=0, rollout_version=None)
         loss, report = stage.loss(output, batch, decision=None, context=context)
         return loss, report.sums
 
-    sums = policy.forward_backward(batches, loss_fn)
+    sums = state.forward_backward(batches, loss_fn)
     return {
         "logprobs": logprobs,
         "sums": sums,
-        "gradients": hf_gradients(policy),
-        "grad_norm": policy.optimizer_step().grad_norm,
-        "parameters": sorted(name for name, _ in policy.chunks[-1].named_parameters()),
+        "gradients": hf_gradients(state),
+        "grad_norm": state.optimizer_step().grad_norm,
+        "parameters": sorted(name for name, _ in state.model.chunks[-1].named_parameters()),
     }
 
 
-def _count_held_logits(policy: MegatronPolicy) -> list[int]:
+def _count_held_logits(state: TrainState) -> list[int]:
     """How many micro-batches have logits in memory when those of one come, without gradients."""
     storages: list[StorageWeakRef] = []
 
@@ -105,7 +101,7 @@ def _count_held_logits(policy: MegatronPolicy) -> list[int]:
         storages.append(StorageWeakRef(logits_NV.untyped_storage()))
         return sum(not storage.expired() for storage in storages)
 
-    return policy.forward_only([p.micro_batch for p in make_problems()], count)
+    return state.model.forward_only([p.micro_batch for p in make_problems()], count)
 
 
 def _with_responses(batch: MicroBatch) -> MicroBatch:
