@@ -171,6 +171,7 @@ def test_what_a_batch_computed_by_hand_reports(groups: ProcessGroups, backend: s
         "negative_contribution": pytest.approx(0.75 + 4, abs=1e-6),
         "positive_clipped": 1,
         "negative_clipped": 2,
+        "negative_doubled": 1,
         "entropy": 10,
         "staleness": 1 + 2,
         "mismatch_tokens": 2,
@@ -327,7 +328,7 @@ def test_no_tokens_give_a_loss_of_zero_that_can_be_differentiated(
     loss, report = trainers_loss(stage, batch)
     loss.backward()
     assert loss.item() == 0
-    assert report.sums.tolist() == [0.0] * 18
+    assert report.sums.tolist() == [0.0] * 19
     assert report.maxima.tolist() == [0.0] * 2
     if algorithm != "clip":
         # The start of both ranges; no tokens were searched.
@@ -344,7 +345,7 @@ def test_the_loss_is_a_float32_scalar_of_its_own_and_the_report_has_no_gradient(
     loss, report = trainers_loss(stage, with_gradient(random_batch()))
     assert (loss.dtype, loss.shape, loss.requires_grad) == (torch.float32, (), True)
     assert not loss._is_view()
-    for values, size in ((report.sums, 18), (report.maxima, 2), (report.decision, 0)):
+    for values, size in ((report.sums, 19), (report.maxima, 2), (report.decision, 0)):
         assert loss.untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
         assert (values.dtype, values.shape) == (torch.float64, (size,))
         assert not values.requires_grad

@@ -249,10 +249,10 @@ def test_nothing_moves_where_the_checkpoint_cannot_be_loaded(
     monkeypatch.setattr(checkpointing, "load_checkpoint", fail)
     monkeypatch.setattr(checkpointing, "fail_together", lambda *_: nullcontext())
     monkeypatch.setattr(checkpointing, "broadcast_bytes", lambda name, _: name)
-    policy: Any = SimpleNamespace(groups=SimpleNamespace(rank=0))
+    state: Any = SimpleNamespace(model=SimpleNamespace(groups=SimpleNamespace(rank=0)))
     source: Any = None  # is not restored
     with pytest.raises(CheckpointError, match=r"/step_8: of another model$"):
-        Checkpoints(run_config(root.parent), policy, source).load()
+        Checkpoints(run_config(root.parent), state, source).load()
     assert {path: path.lstat().st_mtime_ns for path in (root, *root.rglob("*"))} == before
 
 
