@@ -202,8 +202,8 @@ def test_weight_syncs_evaluations_faults_and_restarts_are_events() -> None:
         ("policy/grad_norm_max", [1] * 5 + [50, 12, 11], "caution", "50 times its median"),
         ("policy/entropy", [1, 0.5, 0.05, 0.05, 0.05], "caution", "token (step 1) to 0.05 (mean"),
         ("policy/kl_behaviour", [0.01, 0.3], "caution", "The learning rate is too high"),
-        ("policy/effective_sample_share", [0.9, 0.1], "caution", "counted as 10.0% of their"),
-        ("policy/negative_doubled_share", [0, 0.03], "caution", "3.0% of the tokens with A < 0"),
+        ("policy/effective_sample_share", [0.5, 0.1, 0.3, 0.4], "caution", "as 10.0% of their"),
+        ("policy/negative_doubled_share", [0.01, 0.03, 0.02], "caution", "3.0% of the tokens with"),
         ("rollout/masked_token_share", [0.1, 0.3], "caution", "1 of 2 steps (step 2)"),
         ("rollout/age_p90", [2] * 6 + [40] * 6, "caution", "(mean of steps 7 to 12)"),
         ("rollout/truncated_share", [0.5], "caution", "50% of the responses are truncated (step"),
@@ -249,6 +249,7 @@ def test_a_finding_names_a_panel_that_exists_and_how_to_group_its_rollouts() -> 
     [
         series("mismatch/logprob_abs_mean", [0.01, 0.02, 0.03]),  # bfloat16
         series("policy/grad_norm_max", [1] * 8 + [50]),
+        series("policy/effective_sample_share", [0.9, 0.4, 0.6, 0.4]),
         series("train/skipped_updates", [0, 2]),  # all rewards of their groups were equal
         [  # a hard set that improves
             {"step": n, "data/easy/reward_mean": 0.9, "data/hard/reward_mean": 0.01 * n}
