@@ -372,7 +372,9 @@ def test_a_stop_goes_from_the_slurm_job_to_every_rank_and_the_job_can_go_on(
     output = finish(process)
     assert process.returncode == 0, output
     assert (tmp_path / "calls").read_text().splitlines()[-1] == "scontrol requeue 77"
-    way_on = r"the same command with --resume .*/step_\d, of which .*"
+    way_on = (
+        r"the same command with --resume .*/step_\d, of which bapo-megatron convert makes a model"
+    )
     line = re.search(rf"^stopped by \w+; {way_on}$", output, re.M)
     assert line is not None, output
     assert psutil.wait_procs(started, timeout=60)[1] == []
