@@ -42,10 +42,16 @@ class Yoked(Clip):
 
 
 class YokedToFile(Yoked):
-    """The same for ``algorithm.objective``, with bounds that ``RecordedBapo`` wrote."""
+    """The same for ``algorithm.objective``, with bounds that ``RecordedBapo`` wrote.
 
-    def __init__(self, file: str, seed: int, dual_clip: float | None = None) -> None:
-        lines = (json.loads(line) for line in Path(file).read_text().splitlines())
+    ``{partner}`` in ``file`` stands for the next of ``seeds`` seeds after ``seed``.
+    """
+
+    def __init__(
+        self, file: str, seed: int, seeds: int = 1, dual_clip: float | None = None
+    ) -> None:
+        path = Path(file.replace("{partner}", str((seed + 1) % seeds)))
+        lines = (json.loads(line) for line in path.read_text().splitlines())
         # The check of an objective before the first step is an update 0, too: the last one counts.
         by_update = {update: (low, high) for update, low, high in lines}
         super().__init__(list(by_update.values()), seed, dual_clip)
