@@ -127,6 +127,8 @@ class Sample:
     (``<function>/<metric>``)."""
     answer_found: bool = False
     """Whether an answer could be extracted from the response, right or wrong."""
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    """What scorers computed of each of the Q tokens, [Q] or [Q, K] (``data.token_columns``)."""
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -312,6 +314,8 @@ class MicroBatch:
     """[T] float64: what the objective sums over each response, where it asks for it."""
     selected_T: torch.Tensor | None = None
     """[T] bool: tokens that the objective keeps, where it leaves some out."""
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """[T] or [T, K]: what scorers computed of each token (``data.token_columns``)."""
 
     @property
     def num_tokens(self) -> int:

@@ -5,7 +5,7 @@ What belongs to the file as a whole is JSON in its key-value metadata. Pages hav
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -41,12 +41,23 @@ class RowFile[RecordT]:
     """Type of the metadata about the whole file, ``format`` included."""
     key: str = "bapo_megatron.rollout"
     """Key of the metadata in the file."""
+    optional: Mapping[str, tuple[Any, Callable[[RecordT], Any]]] = field(default_factory=dict)
+    """Columns that a file may lack; rows then lack them too."""
 
     def write(
-        self, stream: Any, chunks: Iterable[Sequence[RecordT]], about: Mapping[str, Any]
+        self,
+        stream: Any,
+        chunks: Iterable[Sequence[RecordT]],
+        about: Mapping[str, Any],
+        also: Sequence[str] = (),
     ) -> None:
-        """Write the records of each chunk as a row group; raises ``OSError`` as the stream does."""
-        kinds = {name: kind for name, (kind, _) in self.columns.items()}
+        """Write the records of each chunk as a row group, with the optional columns of ``also``.
+
+        Raises:
+            OSError: The stream does.
+        """
+        declared = {**self.columns, **{name: self.optional[name] for name in also}}
+        kinds = {name: kind for name, (kind, _) in declared.items()}
         arrays = [name for name, kind in kinds.items() if _is_array(kind)]
         metadata = {self.key: json.dumps({"format": self.format, **about})}
         with pq.ParquetWriter(
@@ -63,7 +74,7 @@ class RowFile[RecordT]:
             for records in chunks:
                 columns = [
                     pa.array([value_of(record) for record in records], kind)
-                    for kind, value_of in self.columns.values()
+                    for kind, value_of in declared.values()
                 ]
                 writer.write_table(pa.table(columns, schema=writer.schema))
 
@@ -113,12 +124,15 @@ class RowFile[RecordT]:
                 table = file.read_row_group(number, use_threads=False)
             except PARQUET_ERRORS as error:
                 raise self._unreadable(name, error) from error
-            columns = {}
-            for column in self.columns:
-                if (count := table.column_names.count(column)) != 1:
+            columns, declared = {}, {**self.columns, **self.optional}
+            for column in declared:
+                count = table.column_names.count(column)
+                if count > 1 or (count == 0 and column in self.columns):
                     problem = "occurs twice" if count else "is missing"
                     raise DumpError(f"{name}: column '{column}' {problem}; {self.remedy}")
-            for column, (kind, _) in self.columns.items():
+            for column, (kind, _) in declared.items():
+                if column not in table.column_names:
+                    continue
                 chunks = table[column]
                 # ``combine_chunks`` copies a single chunk, too.
                 array = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()

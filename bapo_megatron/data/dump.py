@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
+from bapo_megatron.data import token_columns
 from bapo_megatron.data.columns import DumpError, RowFile
 from bapo_megatron.data.staleness import num_spanned
 from bapo_megatron.runtime.calls import decode_json
@@ -74,7 +75,9 @@ class _About:
     stats: RolloutStats = field(default_factory=RolloutStats)
 
 
-_DUMP = RowFile("rollout dump", _REMEDY, FORMAT, SAMPLE_COLUMNS, _About)
+_DUMP = RowFile(
+    "rollout dump", _REMEDY, FORMAT, SAMPLE_COLUMNS, _About, optional=token_columns.row_columns()
+)
 TEXT_COLUMNS: dict[str, tuple[Any, Callable[[SampleText], Any]]] = {
     "group_id": (pa.int64(), lambda text: text.group_id),
     "index": (pa.int64(), lambda text: text.index),
@@ -123,7 +126,8 @@ def encode_batch(batch: RolloutBatch) -> bytes:
     _check_batch(batch, f"batch of step {batch.step}")
     stream = io.BytesIO()
     about = {"step": batch.step, "version": batch.version, "stats": asdict(batch.stats)}
-    _DUMP.write(stream, [batch.samples], about)
+    also = [column.name for column in token_columns.present(batch.samples)]
+    _DUMP.write(stream, [batch.samples], about, also)
     return stream.getvalue()
 
 
@@ -216,6 +220,8 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         versions = tuple(VersionSpan(*span) for span in _pairs(row["versions"], row[column]))
         column = "written_tokens"
         written = tuple(WrittenSpan(*span) for span in _pairs(row["written_starts"], row[column]))
+        column = "token columns"
+        columns = token_columns.read_columns(row, len(row["behaviour_logprobs"]))
     except ValueError as error:
         raise DumpError(f"{place}: {column}: {error}; {_REMEDY}") from error
     return Sample(
@@ -230,6 +236,7 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         reward=row["reward"],
         reward_components=reward_components,
         answer_found=row["answer_found"],
+        columns=columns,
     )
 
 

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from bapo_megatron.data import token_columns
 from bapo_megatron.data.packing import PackingRules
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.types import MicroBatch, Sample
@@ -91,6 +92,10 @@ def build_micro_batch(
         response_tokens_T=per_token(trained_S, np.float32),
         position_T=torch.from_numpy(position_T),
         version_T=torch.from_numpy(token_versions([span for s in chosen for span in s.versions])),
+        columns={
+            column.name: torch.from_numpy(token_columns.concatenated(column, chosen))
+            for column in token_columns.present(samples)
+        },
     )
 
 
@@ -152,6 +157,7 @@ def shard_context(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
         token_ids_N=micro_batch.token_ids_N[local_N],
         position_ids_N=micro_batch.position_ids_N[local_N],
         **local | {"rows_T": row_T[is_local_T]},
+        columns={name: value[is_local_T] for name, value in micro_batch.columns.items()},
     )
 
 
@@ -175,8 +181,13 @@ def on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     among the kernels instead, while the host prepares what follows.
     """
     values = {f.name: getattr(micro_batch, f.name) for f in fields(micro_batch)}
+    values |= values.pop("columns")  # whose names differ from those of the fields
     elsewhere = {n: v for n, v in values.items() if v is not None and v.device != device}
-    return replace(micro_batch, **_copied(elsewhere, device)) if elsewhere else micro_batch
+    if not elsewhere:
+        return micro_batch
+    copied = _copied(elsewhere, device)
+    columns = {name: copied.pop(name, value) for name, value in micro_batch.columns.items()}
+    return replace(micro_batch, **copied, columns=columns)
 
 
 def _copied(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.data import token_columns
 from bapo_megatron.data.columns import DumpError, RowFile
 from bapo_megatron.data.dump import SAMPLE_COLUMNS, sample_of
 from bapo_megatron.data.stream import MixturePosition
@@ -127,7 +128,10 @@ _COLUMNS: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     **{name: (pa.large_string(), _as_json(name)) for name in _JSON},
 }
 _REMEDY = "this checkpoint cannot be continued"
-_FILE = RowFile("rollout buffer", _REMEDY, FORMAT, _COLUMNS, _Metadata)
+_OPTIONAL = {
+    name: (kind, _of_sample(value)) for name, (kind, value) in token_columns.row_columns().items()
+}
+_FILE = RowFile("rollout buffer", _REMEDY, FORMAT, _COLUMNS, _Metadata, optional=_OPTIONAL)
 
 
 def write_saved(path: Path, saved: SavedRollout) -> None:
@@ -144,8 +148,11 @@ def write_saved(path: Path, saved: SavedRollout) -> None:
         "dropped": dict(buffer.dropped),
         "num_earlier": len(buffer.earlier),
     }
+    groups = [*buffer, *(group for batch in buffer.earlier for group in batch)]
+    samples = (pending.sample for group in groups for pending in group.samples)
+    also = [column.name for column in token_columns.present(samples)]
     with naming(path), path.open("wb") as stream:
-        _FILE.write(stream, batched(_rows(buffer), _CHUNK_SAMPLES), about)
+        _FILE.write(stream, batched(_rows(buffer), _CHUNK_SAMPLES), about, also)
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -201,6 +208,7 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
         # Copied: a view would keep the whole row group in memory.
         sample.response_token_ids = sample.response_token_ids.copy()
         sample.behaviour_logprobs = sample.behaviour_logprobs.copy()
+        sample.columns = {name: values.copy() for name, values in sample.columns.items()}
         fields = {field: row[field] for field in _PLAIN}
         fields |= {field: _read_json(row, field, kind, name) for field, kind in _JSON.items()}
         samples.append(PendingSample(sample, prompt, **fields))

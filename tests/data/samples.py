@@ -29,6 +29,16 @@ def make_sample(
     return make_episode(prompt_tokens, (response_tokens,), group_id, index)
 
 
+def with_columns(sample: Sample) -> Sample:
+    """The sample with a plain and a wide column of a scorer."""
+    num_tokens = sample.num_sampled
+    sample.columns = {
+        "teacher_logprob": -np.arange(num_tokens, dtype=np.float32) - 0.5,
+        "teacher_top_ids": np.arange(2 * num_tokens, dtype=np.int32).reshape(-1, 2),
+    }
+    return sample
+
+
 def make_episode(
     prompt_tokens: int, parts: Sequence[int], group_id: int = 0, index: int = 0
 ) -> Sample:

@@ -33,7 +33,7 @@ from bapo_megatron.types import (
     VersionSpan,
     WrittenSpan,
 )
-from tests.data.samples import make_batch, make_episode
+from tests.data.samples import make_batch, make_episode, with_columns
 
 ARRAYS = ("response_token_ids", "behaviour_logprobs")
 KEY = b"bapo_megatron.rollout"
@@ -65,6 +65,11 @@ def assert_equal_batches(batch, reference):
             mine_value, other_value = getattr(mine, field.name), getattr(other, field.name)
             if field.name in ARRAYS:
                 assert_equal_arrays(mine_value, other_value)
+            elif field.name == "columns":
+                assert mine_value.keys() == other_value.keys()
+                for name, values in other_value.items():
+                    assert mine_value[name].shape == values.shape
+                    assert_equal_arrays(mine_value[name], values)
             elif field.name != "prompt":
                 assert mine_value == other_value
                 assert type(mine_value) is type(other_value)
@@ -123,6 +128,32 @@ def test_episodes_come_back_bit_for_bit(tmp_path):
     assert [row["written_starts"] for row in rows] == [[2], [1, 4], [], [1]]
     assert [row["written_tokens"] for row in rows] == [[3], [1, 4], [], [2]]
     assert [len(row["behaviour_logprobs"]) for row in rows] == [3, 6, 5, 2]
+
+
+def test_columns_of_scorers_come_back_bit_for_bit() -> None:
+    batch = make_episodes()
+    for sample in batch.samples:
+        with_columns(sample)
+    batch.samples[2].columns["teacher_logprob"][1] = np.nan
+    read = decode(encode_batch(batch))
+    assert_equal_batches(read, batch)
+    assert encode_batch(read) == encode_batch(batch)
+
+
+def test_a_sample_without_a_column_of_its_batch_gets_the_default() -> None:
+    batch = make_episodes()
+    with_columns(batch.samples[0])
+    columns = decode(encode_batch(batch)).samples[1].columns
+    assert columns["teacher_logprob"].shape == (6,)
+    assert np.isnan(columns["teacher_logprob"]).all()
+    assert columns["teacher_top_ids"].shape == (6, 0)
+
+
+def test_a_column_that_does_not_fit_its_tokens_is_refused() -> None:
+    batch = make_episodes()
+    batch.samples[3].columns = {"teacher_logprob": np.zeros(3, np.float32)}
+    with pytest.raises(DumpError, match=r"sample 1 of group 1: token columns: teacher_logprob: 3 "):
+        decode(encode_batch(batch))
 
 
 @pytest.mark.parametrize("stats", [RolloutStats(), RolloutStats(environment_errors={})])

@@ -20,7 +20,7 @@ from bapo_megatron.data.micro_batch import (
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.types import MicroBatch
-from tests.data.samples import make_episode, make_sample
+from tests.data.samples import make_episode, make_sample, with_columns
 
 FLOPS = SequenceFlops(per_token=1, per_pair=0)
 
@@ -122,6 +122,7 @@ def test_every_tensor_has_the_documented_type():
     built = build_micro_batch([make_sample(2, 3)], [0], [1.0], [1.0], padded(1))
 
     values = {name: getattr(built, name) for name in built.__slots__}  # a slot per field
+    assert values.pop("columns") == {}
     types = {name: None if value is None else value.dtype for name, value in values.items()}
     assert types == {
         "token_ids_N": torch.int64,
@@ -271,6 +272,37 @@ def test_a_part_without_response_tokens_is_empty_but_typed():
     assert second.rows_T.numel() == second.advantage_T.numel() == 0
 
 
+# --- columns of scorers ---
+
+
+def test_columns_are_packed_as_the_tokens_are_and_default_where_a_sample_has_none() -> None:
+    samples = [make_sample(2, 1), with_columns(make_sample(2, 3, index=1))]
+    built = build_micro_batch(samples, [1, 0], [0.0, 0.0], [1.0, 1.0], padded(8))
+    assert built.columns.keys() == {"teacher_logprob", "teacher_top_ids"}
+    logprob_T, ids_TK = built.columns["teacher_logprob"], built.columns["teacher_top_ids"]
+    assert (logprob_T.dtype, ids_TK.dtype) == (torch.float32, torch.int32)
+    assert logprob_T[:3].tolist() == [-0.5, -1.5, -2.5]
+    assert logprob_T[3].isnan()
+    assert ids_TK.tolist() == [[0, 1], [2, 3], [4, 5], [-1, -1]]
+
+
+def test_every_micro_batch_of_a_batch_has_the_same_columns() -> None:
+    samples = [make_sample(2, 1), with_columns(make_sample(2, 3, index=1))]
+    for indices in ([], [0]):
+        built = build_micro_batch(samples, indices, [0.0, 0.0], [1.0, 1.0], padded(8))
+        assert built.columns.keys() == {"teacher_logprob", "teacher_top_ids"}
+
+
+def test_context_ranks_hold_the_columns_of_their_tokens() -> None:
+    samples = [with_columns(make_sample(3, 5))]
+    whole = build_micro_batch(samples, [0], [0.0], [1.0], padded(8, sequence_multiple=4))
+    parts = [shard_context(whole, rank, 2) for rank in range(2)]
+    for name, value in whole.columns.items():
+        order = torch.cat([part.position_T for part in parts]).argsort()
+        assert torch.cat([part.columns[name] for part in parts])[order].equal(value)
+        assert all(len(part.columns[name]) == len(part.target_T) for part in parts)
+
+
 # --- the copy to the device ---
 
 GPU = torch.device("cuda", 0)
@@ -296,8 +328,15 @@ class PretendedGpu(TorchFunctionMode):
 
 
 def _micro_batch(sample_indices: list[int]) -> MicroBatch:
-    samples = [make_sample(2, 3), make_sample(1, 1, index=1)]
+    samples = [with_columns(make_sample(2, 3)), with_columns(make_sample(1, 1, index=1))]
     return build_micro_batch(samples, sample_indices, [0.5, -1.0], [0.25, 0.25], padded(8))
+
+
+def _tensors(micro_batch: MicroBatch) -> dict[str, torch.Tensor | None]:
+    values = {field.name: getattr(micro_batch, field.name) for field in fields(MicroBatch)}
+    columns = values.pop("columns")
+    assert sorted(columns) == ["teacher_logprob", "teacher_top_ids"]
+    return values | columns
 
 
 @pytest.mark.parametrize("sample_indices", [[0, 1], []], ids=["two samples", "no sample"])
@@ -310,8 +349,9 @@ def test_all_tensors_come_in_one_copy_from_pinned_memory(sample_indices: list[in
     (num_bytes,) = gpu.pinned_bytes
     assert gpu.copied == [(torch.uint8, num_bytes, True)]
     assert num_bytes % 16 == 0
-    for field in fields(MicroBatch):
-        here, copied = getattr(micro_batch, field.name), getattr(there, field.name)
+    tensors = _tensors(there)
+    for name, here in _tensors(micro_batch).items():
+        copied = tensors[name]
         assert (here is None) == (copied is None)
         if here is not None:
             assert copied.dtype == here.dtype
@@ -327,8 +367,6 @@ def test_what_is_on_the_device_stays_as_it_is() -> None:
         there = on_device(micro_batch, device)
         assert on_device(there, device) is there
     assert there.behaviour_logprob_T is logprob_T
-    assert {v.device for f in fields(there) if (v := getattr(there, f.name)) is not None} == {
-        device
-    }
+    assert {v.device for v in _tensors(there).values() if v is not None} == {device}
     here = _micro_batch([0, 1])
     assert on_device(here, torch.device("cpu")) is here

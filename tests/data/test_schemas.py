@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bapo_megatron.data.dump import SAMPLE_COLUMNS, TEXT_COLUMNS
+from bapo_megatron.data.token_columns import row_columns
 from bapo_megatron.data.token_dump import TOKEN_COLUMNS
 from tests.launch import REPOSITORY
 
@@ -21,6 +22,7 @@ _ROW = re.compile(r"\| `(\w+)` \| ([\w<>]+) \|[\w ]*\|(.*)\|")
     ("heading", "columns"),
     [
         ("Rollout dumps", {name: kind for name, (kind, _) in SAMPLE_COLUMNS.items()}),
+        ("Token columns", {name: kind for name, (kind, _) in row_columns().items()}),
         ("Texts", {name: kind for name, (kind, _) in TEXT_COLUMNS.items()}),
         ("Token dumps", TOKEN_COLUMNS),
     ],

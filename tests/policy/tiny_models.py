@@ -183,4 +183,5 @@ def _pack(sequences: list[list[int]]) -> MicroBatch:
         "cu_seqlens": torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
     }
     # What belongs to response tokens is not the policy's business.
-    return MicroBatch(**{f.name: used.get(f.name, torch.empty(0)) for f in fields(MicroBatch)})
+    names = [f.name for f in fields(MicroBatch) if f.name != "columns"]
+    return MicroBatch(**{name: used.get(name, torch.empty(0)) for name in names})

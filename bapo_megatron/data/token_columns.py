@@ -1,0 +1,101 @@
+"""Values of sampled tokens that a scorer computes, declared once.
+
+A column is in ``Sample.columns`` [Q], ``MicroBatch.columns`` [T] and ``TokenBatch.columns`` [T]
+under its name. Dumps, checkpoints, packing, context parallelism and the report's reader follow the
+declaration; a new column costs an entry here and what fills it.
+
+Shape legend: Q = tokens of a response that the policy sampled, T = those of a micro-batch,
+K = values per token of a wide column.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from bapo_megatron.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumn:
+    """One value per sampled token, or K of them."""
+
+    name: str
+    dtype: type[np.float32 | np.int32]
+    default: float
+    """Value of tokens that nothing was computed for."""
+    filled_by: str
+    """Section of the configuration whose scorer fills it."""
+    label: str = ""
+    """Name for people, if the report's reader shows it."""
+    is_wide: bool = False
+    """Whether it is [Q, K]; K is the same in all samples of a batch."""
+
+    def of(self, sample: Sample) -> np.ndarray:
+        """Return its values, [Q] or [Q, K]; the default where the sample has none."""
+        values = sample.columns.get(self.name)
+        if values is None:
+            shape = (sample.num_sampled, 0) if self.is_wide else (sample.num_sampled,)
+            values = np.full(shape, self.default, self.dtype)
+        return values
+
+
+_DECLARED = (
+    TokenColumn(
+        "reference_logprob", np.float32, np.nan, "algorithm.kl", "log-prob of the reference"
+    ),
+    TokenColumn(
+        "teacher_logprob", np.float32, np.nan, "algorithm.distillation", "log-prob of the teacher"
+    ),
+    TokenColumn("teacher_top_ids", np.int32, -1, "algorithm.distillation", is_wide=True),
+    TokenColumn("teacher_top_logprobs", np.float32, np.nan, "algorithm.distillation", is_wide=True),
+)
+COLUMNS: dict[str, TokenColumn] = {column.name: column for column in _DECLARED}
+"""All of them, by name. Log-probs are at the sampling temperature."""
+
+
+def present(samples: Iterable[Sample]) -> list[TokenColumn]:
+    """Return the columns that any of the samples has."""
+    names = {name for sample in samples for name in sample.columns}
+    return [column for name, column in COLUMNS.items() if name in names]
+
+
+def concatenated(column: TokenColumn, samples: Sequence[Sample]) -> np.ndarray:
+    """Return the column of all samples in turn, [T] or [T, K]."""
+    parts = [column.of(sample) for sample in samples]
+    if column.is_wide:
+        width = max((part.shape[1] for part in parts), default=0)
+        parts = [
+            part if part.shape[1] == width else np.full((len(part), width), column.default)
+            for part in parts
+        ]
+        return np.concatenate([np.empty((0, width)), *parts]).astype(column.dtype)
+    return np.concatenate([np.empty(0, column.dtype), *parts])
+
+
+def row_columns() -> dict[str, tuple[Any, Callable[[Sample], Any]]]:
+    """Return the columns of a file with a row per sample: Arrow's type, and the sample's values."""
+    kinds = {np.float32: pa.float32(), np.int32: pa.int32()}
+    return {
+        name: (pa.list_(kinds[column.dtype]), lambda sample, c=column: c.of(sample).reshape(-1))
+        for name, column in COLUMNS.items()
+    }
+
+
+def read_columns(row: dict[str, Any], num_sampled: int) -> dict[str, np.ndarray]:
+    """Return the columns of a sample of ``num_sampled`` tokens from a row that ``row_columns`` has.
+
+    Raises:
+        ValueError: The number of values does not fit the number of tokens.
+    """
+    columns = {}
+    for name, column in COLUMNS.items():
+        if (values := row.get(name)) is None:
+            continue
+        width = len(values) // max(num_sampled, 1) if column.is_wide else 1
+        if len(values) != num_sampled * width:
+            raise ValueError(f"{name}: {len(values)} values for {num_sampled} sampled tokens")
+        columns[name] = values.reshape(num_sampled, width) if column.is_wide else values
+    return columns
