@@ -99,6 +99,8 @@ def group_advantages(
       1e-8), where m is the mean and v the unbiased variance over all *tokens* of the batch;
     - ``reinforce_pp_baseline``: the same for R − mean of the group.
 
+    - ``distill``: 0; the advantages of tokens are the teacher's alone.
+
     A group of equal rewards gets exactly 0 minus the shift; without a shift it counts as having no
     gradient. With the ``reinforce_pp`` kinds this needs equal rewards in the whole batch.
 
@@ -123,6 +125,8 @@ def group_advantages(
     _check_rewards(reward_PG)
     group_size = reward_PG.shape[1]
     exact_PG, length_PG = reward_PG.to(torch.float64), length_PG.to(torch.float64)
+    if kind == "distill":
+        return torch.zeros_like(exact_PG, dtype=torch.float32)
     if kind == "reinforce_pp":
         return _whitened(exact_PG, length_PG).to(torch.float32)
     weight_PG = length_PG.clamp(min=1) if kind == "opo" else torch.ones_like(exact_PG)

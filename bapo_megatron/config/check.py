@@ -46,6 +46,7 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
 def check_settings(config: RunConfig, max_positions: int) -> None:
     """Check the rules that need no file, for a model of ``max_positions``; ``plan`` does so too."""
     _check_updates(config)
+    _check_scorers(config)
     _require_below(config, "log.hang_s", "parallel.timeout_s")
     if config.rollout.keep_dumps:  # a replay from the newest checkpoint needs the steps after it
         _require_below(config, "checkpoint.every_steps", "rollout.keep_dumps")
@@ -190,6 +191,22 @@ def _check_updates(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.staleness.max_age: must be at least {age}, the age in updates that "
             f"rollout.fixed_lag gives to every token, got {max_age}; raise it, or leave it out"
+        )
+
+
+def _check_scorers(config: RunConfig) -> None:
+    distillation = config.algorithm.distillation
+    key = "algorithm.distillation"
+    if distillation.is_over_vocabulary and not config.ops.logits_chunk_tokens:
+        raise ConfigError(
+            f"ops.logits_chunk_tokens: must be above 0 with {key}.loss: {distillation.loss}, got "
+            "0: the teacher's logits are computed in chunks; set 1024, or change the loss"
+        )
+    if distillation.is_used and distillation.teacher.engine and config.rollout.temperature != 1:
+        raise ConfigError(
+            f"rollout.temperature: must be 1 with {key}.teacher.engine: "
+            f"{distillation.teacher.engine}, got {config.rollout.temperature:g}: engines score at "
+            "1; change it, or put the teacher into the trainer (teacher.engine: '')"
         )
 
 

@@ -31,6 +31,7 @@ from bapo_megatron.config.megatron import (
 )
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.config.scorers import DistillationConfig, KlConfig
 from bapo_megatron.config.section import MAX_SECONDS, AbsolutePath, Section, built_in_or_own
 
 
@@ -68,7 +69,10 @@ OBJECTIVES: tuple[str, ...] = tuple(_objectives.NAMED)
 DUAL_CLIPPED = tuple(name for name, entry in _objectives.NAMED.items() if entry.dual_clip)
 """Objectives that take ``algorithm.dual_clip``."""
 
-ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline")
+ADVANTAGES = (
+    *("grpo", "grpo_no_std", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline"),
+    "distill",
+)
 """Names that ``algorithm.advantage`` takes."""
 
 SHIFTED = ("grpo_no_std", "rloo", "opo")
@@ -93,8 +97,9 @@ class _AlgorithmKeys(Section):
     """Train only this share of an update's tokens, those with the highest entropy (0.2: 80/20)."""
     advantage: Annotated[str, built_in_or_own(ADVANTAGES, "function")] = "grpo"
     """Advantage of each response: ``grpo``, ``grpo_no_std`` (Dr. GRPO), ``rloo``, ``opo``,
-    ``reinforce_pp``, ``reinforce_pp_baseline`` (docs/objectives.md), or
-    ``package.module:function``, called with rewards [G] and the group's samples."""
+    ``reinforce_pp``, ``reinforce_pp_baseline`` (docs/objectives.md); ``distill``, 0, so that only
+    the teacher of ``distillation`` counts; or ``package.module:function``, called with rewards [G]
+    and the group's samples."""
     baseline_shift: float = 0.0
     """Added to the baseline of ``grpo_no_std``, ``rloo`` and ``opo``; below 0 in AsymRE."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "token_sum_norm"] = "token_mean"
@@ -104,6 +109,8 @@ class _AlgorithmKeys(Section):
     behaviour: Literal["rollout", "recomputed"] = "rollout"
     """μ: the engine's own log-probs, or the trainer's at the start of the step."""
     correction: CorrectionConfig = CorrectionConfig()
+    kl: KlConfig = KlConfig()
+    distillation: DistillationConfig = DistillationConfig()
     updates_per_batch: int = Field(1, ge=1)
     """Number of optimizer updates that a batch is split into (whole groups each)."""
     epochs: int = Field(1, ge=1)
@@ -159,6 +166,11 @@ class AlgorithmConfig(_WithOptions):
             raise ValueError(
                 f"baseline_shift is for {', '.join(SHIFTED)}, got {self.baseline_shift:g} with "
                 f"advantage: {self.advantage}, which scales or replaces it; set it to 0"
+            )
+        if self.advantage == "distill" and not self.distillation.is_used:
+            raise ValueError(
+                "distillation.coefficient must be above 0 with advantage: distill, got 0: rewards "
+                "do not count, and there is no teacher; set it, or choose another advantage"
             )
         if self.correction.kind != "none" and self.behaviour != "recomputed":
             raise ValueError(
