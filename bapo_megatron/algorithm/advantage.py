@@ -45,18 +45,20 @@ class Advantages:
         if self._code is not None and not callable(self._code.object):
             self._code.refuse(f"is a {type(self._code.object).__name__}; name a function")
 
-    def compute(self, groups: Sequence[Group]) -> Tensor:
+    def compute(self, groups: Sequence[Group], reward_PG: Tensor | None = None) -> Tensor:
         """Return the advantage of every sample, [P, G] float32.
 
         Args:
             groups: All groups of the batch, of equal size.
+            reward_PG: [P, G] float64; None: the samples' own rewards.
 
         Raises:
             ValueError: A reward is not finite, or groups have fewer than 2 samples.
             UserCodeError: The user's function raised, or its result is not [G] or not finite.
         """
-        rewards = [[sample.reward for sample in group.samples] for group in groups]
-        reward_PG = torch.tensor(rewards, dtype=torch.float64)
+        if reward_PG is None:
+            rewards = [[sample.reward for sample in group.samples] for group in groups]
+            reward_PG = torch.tensor(rewards, dtype=torch.float64)
         if self._code is None:
             lengths = [[sample.num_sampled for sample in group.samples] for group in groups]
             return group_advantages(reward_PG, torch.tensor(lengths), self._kind, self._shift)

@@ -108,7 +108,7 @@ def trial_tokens(device: torch.device = CPU) -> TokenBatch:
     logprob_T = torch.where(mask_T > 0, behaviour_T + uniform(-0.8, 0.8), behaviour_T).clamp(max=0)
     entropy_T = uniform(0.0, 3.0) * mask_T
     tokens_B = torch.zeros(_TRIAL_RESPONSES).index_add_(0, response_T, mask_T)
-    values = {
+    values: dict[str, Any] = {
         "logprob": logprob_T,
         "behaviour_logprob": behaviour_T,
         "rollout_logprob": behaviour_T + uniform(-0.01, 0.01),

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 if TYPE_CHECKING:
@@ -77,6 +77,9 @@ class TokenBatch:
     """[D] float64, from ``Objective.decide``; with ``needs: update`` or ``micro_batch``."""
     update: int
     """Optimizer updates made before this one."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """What scorers computed, [T] or [T, K], such as ``reference_logprob`` with a reference
+    (``data.token_columns``); as they are, also where the mask is 0."""
 
     def __len__(self) -> int:
         """T."""
@@ -85,12 +88,14 @@ class TokenBatch:
     def select(self, index: slice | Tensor) -> Self:
         """Return the tokens at ``index``, in its order."""
         chosen: dict[str, Any] = {n: v[index] for n, v in self.tensors().items() if n != "decision"}
-        return replace(self, **chosen)
+        columns = {name: value[index] for name, value in self.columns.items()}
+        return replace(self, **chosen, columns=columns)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every field that is a tensor, by name."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return {n: v for n, v in values.items() if n != "update" and v is not None}
+        others = ("update", "columns")
+        return {n: v for n, v in values.items() if n not in others and v is not None}
 
 
 class Objective(ABC):

@@ -42,13 +42,11 @@ class TokenColumn:
         return values
 
 
+REFERENCE, TEACHER = "reference_logprob", "teacher_logprob"
+
 _DECLARED = (
-    TokenColumn(
-        "reference_logprob", np.float32, np.nan, "algorithm.kl", "log-prob of the reference"
-    ),
-    TokenColumn(
-        "teacher_logprob", np.float32, np.nan, "algorithm.distillation", "log-prob of the teacher"
-    ),
+    TokenColumn(REFERENCE, np.float32, np.nan, "algorithm.kl", "log-prob of the reference"),
+    TokenColumn(TEACHER, np.float32, np.nan, "algorithm.distillation", "log-prob of the teacher"),
     TokenColumn("teacher_top_ids", np.int32, -1, "algorithm.distillation", is_wide=True),
     TokenColumn("teacher_top_logprobs", np.float32, np.nan, "algorithm.distillation", is_wide=True),
 )
@@ -79,9 +77,12 @@ def row_columns() -> dict[str, tuple[Any, Callable[[Sample], Any]]]:
     """Return the columns of a file with a row per sample: Arrow's type, and the sample's values."""
     kinds = {np.float32: pa.float32(), np.int32: pa.int32()}
     return {
-        name: (pa.list_(kinds[column.dtype]), lambda sample, c=column: c.of(sample).reshape(-1))
-        for name, column in COLUMNS.items()
+        name: (pa.list_(kinds[column.dtype]), _flat(column)) for name, column in COLUMNS.items()
     }
+
+
+def _flat(column: TokenColumn) -> Callable[[Sample], np.ndarray]:
+    return lambda sample: column.of(sample).reshape(-1)
 
 
 def read_columns(row: dict[str, Any], num_sampled: int) -> dict[str, np.ndarray]:

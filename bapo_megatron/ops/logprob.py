@@ -222,6 +222,8 @@ class LossGradient(NamedTuple):
     """[T] ∂loss/∂ℓ."""
     entropy_T: Tensor | None
     """[T] ∂loss/∂H; None if the loss does not depend on the entropy."""
+    kl_T: Tensor | None = None
+    """[T] ∂loss/∂KL; None: 0."""
 
 
 class TokenLoss(Protocol):
@@ -252,7 +254,7 @@ class _AppliedLoss(torch.autograd.Function):
         if len(logprob_T) == 0:
             ctx.save_for_backward(torch.zeros_like(logprob_T), None)
             return logprob_T.new_zeros(())
-        loss, by_logprob_T, by_entropy_T = token_loss(
+        loss, by_logprob_T, by_entropy_T, _ = token_loss(
             logprob_T.detach(), entropy_T.detach(), slice(0, len(logprob_T))
         )
         ctx.save_for_backward(by_logprob_T, by_entropy_T)

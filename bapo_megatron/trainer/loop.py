@@ -46,6 +46,7 @@ from bapo_megatron.trainer.checkpointing import Checkpoints, is_due
 from bapo_megatron.trainer.opening import Opening
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump, update_metrics
+from bapo_megatron.trainer.scorers import frozen_scorers, policy_as_reference
 from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
@@ -76,7 +77,7 @@ def train(config: RunConfig, stopping: Stopping, opening: Opening) -> None:
                 batch = run.next_batch(step)
             lr = run.state.lr
             with run.timer.phase("training"):
-                results = run.trainer.train(batch)
+                results = run.train(batch)
             with run.timer.phase("evaluation"):
                 run.complete_evaluation()
             with run.timer.phase("weight_sync"):
@@ -114,9 +115,11 @@ class Run:
             staleness=config.rollout.staleness,
             shape=shape,
             masked_reasons=masked_reasons(flat_settings(config)),
+            scorers=frozen_scorers(config, state.model),
             dump=TokenDump(config.run_dir, config.train.dump_tokens),
             note=self.timer.pulse.note,
         )
+        self._reference = policy_as_reference(config, state.model, self.trainer.scorers)
         self.checkpoints = Checkpoints(config, state, opening.source)
         self.progress = self.checkpoints.progress
         scorer = ProbeScorer(state.model, config.ops, shape)
@@ -184,6 +187,8 @@ class Run:
         if config.resume:
             with fail_together(self._groups, StoppedError):
                 self.progress = self.checkpoints.load()
+            if self._reference is not None:
+                self._reference.restore(self.progress.finished_steps)
         with self.timer.phase("engine_start"):
             self.generation.wait_ready()
         self.generation.check()
@@ -224,6 +229,13 @@ class Run:
         if batch is None:
             self._save_and_fail()
         return batch
+
+    def train(self, batch: RolloutBatch) -> list[UpdateResult]:
+        """Make the updates of a batch, and the policy the reference if that is due."""
+        results = self.trainer.train(batch)
+        if self._reference is not None:
+            self._reference.after_step(batch.step)
+        return results
 
     def evaluate_if_due(self, step: int) -> list[EvalResult]:
         """Evaluate if ``step`` is due; rank 0 gets the results.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapo_megatron.algorithm.kl import estimate_kl
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.algorithm.loss import (
     SAFE_LOGPROB,
@@ -33,6 +34,7 @@ from bapo_megatron.algorithm.objective import Objective, TokenBatch
 from bapo_megatron.algorithm.prediction import Prediction
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.micro_batch import on_device
+from bapo_megatron.data.token_columns import COLUMNS, REFERENCE
 from bapo_megatron.ops.backend import Kernels, select_kernels
 from bapo_megatron.ops.chunked import OutputHead, chunked_logprobs, chunked_loss
 from bapo_megatron.ops.logprob import (
@@ -106,8 +108,16 @@ class LossStage:
         """D."""
         self.zero_advantage = _zero_advantage(loaded.objective, config)
         """How responses with A = 0 are treated."""
-        self.numbers = Numbers(loaded.report_names, corrects=config.correction.kind != "none")
+        has = {
+            "correct": config.correction.kind != "none",
+            "reference": config.kl.is_used,
+            "teacher": config.distillation.is_used,
+        }
+        self.numbers = Numbers(loaded.report_names, {name for name in has if has[name]})
         self._statistic_size = loaded.statistic_size
+        self.teacher_head: OutputHead | None = None
+        """Head of a teacher in the trainer, whose hidden states the micro-batches have; set before
+        the first step with a loss over the vocabulary."""
 
     def collect(
         self,
@@ -279,6 +289,7 @@ class LossStage:
             negative_T=negative_T & counts_T,
             correction_T=safe.correction_T,
             importance_T=micro_batch.importance_T,
+            kl_teacher_T=token_loss.kl_T,
             cap=correction.cap if correction.kind in ("token", "sequence") else math.inf,
         )
         return self.numbers.measure(view, self.objective.report(tokens))
@@ -292,6 +303,8 @@ class _MicroBatchLoss:
         self.weight_T = safe.micro_batch.loss_weight_T
         if safe.correction_T is not None:
             self.weight_T = self.weight_T * safe.correction_T
+        self.kl_T: Tensor | None = None
+        """KL between teacher and policy over the vocabulary, with such a loss."""
         self.loss_T = torch.empty_like(self.weight_T)
         self.derivative_T = torch.empty_like(self.weight_T)
         self.finite_T = torch.empty_like(safe.trains_T)
@@ -300,7 +313,9 @@ class _MicroBatchLoss:
         self._objective = objective
         self._kernels = kernels
 
-    def __call__(self, logprob_T: Tensor, entropy_T: Tensor, part: slice) -> LossGradient:
+    def __call__(
+        self, logprob_T: Tensor, entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
+    ) -> LossGradient:
         tokens = self.safe.batch(logprob_T, entropy_T, part, kernels=None)
         counts_T = tokens.mask > 0
         weight_T = torch.where(counts_T, self.weight_T[part], 0.0)
@@ -317,13 +332,27 @@ class _MicroBatchLoss:
             self.loss_T[part], self.derivative_T[part] = loss_T, by_logprob_T
             self.finite_T[part] = finite_T
         loss = (weight_T * loss_T).sum(dtype=torch.float64)
-        coefficient = self.safe.entropy_coefficient
-        if coefficient != 0:
-            bonus_T = torch.where(counts_T, self.safe.micro_batch.loss_weight_T[part], 0.0)
-            bonus_T = bonus_T * -coefficient
+        config = self.safe.config
+        # What is added to the policy's loss has the weights of the aggregation alone.
+        plain_T = torch.where(counts_T, self.safe.micro_batch.loss_weight_T[part], 0.0)
+        if config.entropy_coefficient != 0:
+            bonus_T = plain_T * -config.entropy_coefficient
             loss = loss + (bonus_T * tokens.entropy).sum(dtype=torch.float64)
             by_entropy_T = bonus_T if by_entropy_T is None else by_entropy_T + bonus_T
-        return LossGradient(loss, by_logprob_T, by_entropy_T)
+        if config.kl.coefficient > 0 and config.kl.where == "loss":
+            cost_T = plain_T * config.kl.coefficient
+            kl = estimate_kl(config.kl.kind, tokens.logprob, tokens.columns[REFERENCE])
+            loss = loss + (cost_T * kl.value_T).sum(dtype=torch.float64)
+            by_logprob_T = by_logprob_T + cost_T * kl.by_logprob_T
+        by_kl_T = None
+        if kl_T is not None:
+            by_kl_T = plain_T * config.distillation.coefficient
+            kl_T = torch.where(counts_T, kl_T, 0.0)
+            loss = loss + (by_kl_T * kl_T).sum(dtype=torch.float64)
+            if self.kl_T is None:
+                self.kl_T = torch.zeros_like(self.weight_T)
+            self.kl_T[part] = kl_T
+        return LossGradient(loss, by_logprob_T, by_entropy_T, by_kl_T)
 
 
 class SafeTokens:
@@ -341,13 +370,17 @@ class SafeTokens:
         device: torch.device,
     ) -> None:
         self.micro_batch = batch = on_device(micro_batch, device)
-        self.entropy_coefficient = config.entropy_coefficient
+        self.config = config
         self.trains_T = batch.mask_T > 0
         self.correction_T: Tensor | None = None
         if config.correction.kind != "none":
             self.correction_T = limit_weights(batch.importance_T, config.correction)
         self.context = context
+        columns = {n: batch.columns[n] for n in COLUMNS if n in batch.columns}
         self._finite_T = self.trains_T & is_finite(batch.behaviour_logprob_T + batch.advantage_T)
+        if config.kl.coefficient > 0:
+            self._finite_T &= is_finite(columns[REFERENCE])
+            columns[REFERENCE] = torch.where(self._finite_T, columns[REFERENCE], SAFE_LOGPROB)
         behaviour_T = torch.where(self._finite_T, batch.behaviour_logprob_T, SAFE_LOGPROB)
         has_rollout_T = self._finite_T & is_finite(batch.rollout_logprob_T)
         self._fixed = TokenBatch(
@@ -365,6 +398,7 @@ class SafeTokens:
             response_sums=None if batch.response_sum_T is None else batch.response_sum_T.float(),
             decision=decision,
             update=context.num_updates,
+            columns=columns,
         )
 
     def finite(self, logprob_T: Tensor, entropy_T: Tensor, part: slice = slice(None)) -> Tensor:
@@ -481,7 +515,9 @@ class PolicyOutput:
 
 
 def _zero_advantage(objective: Objective, config: AlgorithmConfig) -> ZeroAdvantage:
-    if config.entropy_coefficient > 0 or objective.trains_zero_advantage:
+    # The reference and the teacher give A = 0 a loss, or another advantage.
+    has_scorer = config.kl.coefficient > 0 or config.distillation.is_used
+    if config.entropy_coefficient > 0 or has_scorer or objective.trains_zero_advantage:
         return "trained"
     # A selection counts all its tokens in the denominators, and decisions of micro-batches depend
     # on which samples share one.

@@ -11,7 +11,7 @@ B = responses of the step's batch, R = those that an update computes.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, islice
@@ -24,8 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bapo_megatron.algorithm.kl import estimate_kl
 from bapo_megatron.algorithm.loss import RESPONSE_UNIT
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
+from bapo_megatron.data.token_columns import REFERENCE, TEACHER
 from bapo_megatron.ops.logprob import LOG_RATIO_LIMIT, TokenLogprobs
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
@@ -98,6 +100,8 @@ class TokenView:
     """π_recomputed / π_rollout of the token or its response, which the correction limits."""
     cap: float
     """Limit of the correction; infinite if it has none."""
+    kl_teacher_T: Tensor | None = None
+    """KL between teacher and policy over the vocabulary; None if only sampled tokens are scored."""
 
 
 def _kl_behaviour(view: TokenView) -> Tensor:
@@ -105,6 +109,19 @@ def _kl_behaviour(view: TokenView) -> Tensor:
     difference_T = (view.tokens.logprob - view.tokens.behaviour_logprob).double()
     log_ratio_T = difference_T.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(log_ratio_T).sub_(log_ratio_T).float()
+
+
+def _kl_to(column: str) -> Value:
+    """Return k3 of the policy and the log-probs of a column."""
+
+    def value(view: TokenView) -> Tensor:
+        return estimate_kl("k3", view.tokens.logprob, view.tokens.columns[column]).value_T
+
+    return value
+
+
+def _kl_teacher(view: TokenView) -> Tensor:
+    return view.kl_teacher_T if view.kl_teacher_T is not None else _kl_to(TEACHER)(view)
 
 
 def _correction(view: TokenView) -> Tensor:
@@ -127,7 +144,8 @@ COUNTS: dict[str, Value] = {
     "correction_masked": lambda v: _correction(v) == 0,
 }
 """Conditions, bool [T], by name; counted over the tokens with m = 1. Names that begin with
-``correct`` need ``algorithm.correction``, also in ``SUMS``."""
+``correct``, ``reference`` or ``teacher`` need ``algorithm.correction``, ``kl`` or ``distillation``,
+also in ``SUMS``."""
 
 SUMS: dict[str, Value] = {
     "policy_loss": lambda v: torch.where(v.counts_T, v.weight_T * v.loss_T, 0.0),
@@ -138,6 +156,8 @@ SUMS: dict[str, Value] = {
     "staleness": lambda v: v.age_T,
     "mismatch_abs": lambda v: v.mismatch_T,
     "correction_weight": _correction,
+    "reference_kl": _kl_to(REFERENCE),
+    "teacher_kl": _kl_teacher,
 }
 """Values, float32 [T], by name; summed over the tokens with m = 1."""
 
@@ -152,6 +172,8 @@ counts them: if it is 0, nothing is reported."""
 QUOTIENTS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "policy/entropy": ("entropy", "tokens"),
     "policy/kl_behaviour": ("kl_behaviour", "tokens"),
+    "kl/reference": ("reference_kl", "tokens"),
+    "kl/teacher": ("teacher_kl", "tokens"),
     "rollout/staleness_mean": ("staleness", "tokens"),
     "rollout/masked_token_share": ("masked_tokens", "response_tokens"),
     "rollout/positive_response_tokens_mean": ("positive_length", "positive_responses"),
@@ -188,6 +210,8 @@ TOTALS = {
 }
 """Metric → the sum that it reports, 0 without updates."""
 
+_OPTIONAL = ("correct", "reference", "teacher")
+"""Beginnings of names that not every run has."""
 _REPORT = "report: "
 """Prefix of the sums that the objective reports; they are divided by ``tokens``."""
 
@@ -195,8 +219,8 @@ _REPORT = "report: "
 class Numbers:
     """Which sums and maxima a run has, in order."""
 
-    def __init__(self, report_names: Sequence[str], *, corrects: bool) -> None:
-        """Choose them by what the objective reports, and whether there is a correction.
+    def __init__(self, report_names: Sequence[str], has: Set[str]) -> None:
+        """Choose them by what the objective reports and which of ``_OPTIONAL`` the run has.
 
         Raises:
             ValueError: The objective reports a metric of this module.
@@ -208,8 +232,10 @@ class Numbers:
                 "another name"
             )
 
+        absent = tuple(name for name in _OPTIONAL if name not in has)
+
         def measured(values: dict[str, Value]) -> dict[str, Value]:
-            return {n: v for n, v in values.items() if corrects or not n.startswith("correct")}
+            return {n: v for n, v in values.items() if not n.startswith(absent)}
 
         self._counts, self._sums = measured(COUNTS), measured(SUMS)
         self._maxima = {m: v for m, (v, count) in MAXIMA.items() if count in self._counts}
@@ -375,7 +401,7 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     for metric, (numerator, divisors) in (QUOTIENTS | reports).items():
         names = (divisors,) if isinstance(divisors, str) else divisors
         divisor = math.fsum(sums.get(name, 0.0) for name in names)
-        if divisor > 0:
+        if divisor > 0 and numerator in sums:
             values[metric] = sums[numerator] / divisor
     values |= {m: maxima[m] for m, (_, count) in MAXIMA.items() if sums.get(count, 0.0) > 0}
     decided = _by_name(decision for result in results for decision in result.decisions)

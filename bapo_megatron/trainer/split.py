@@ -7,7 +7,7 @@ Shape legend: B = samples of the batch, R = samples of an update, Q = sampled to
 """
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -22,6 +22,7 @@ from bapo_megatron.config.schema import AlgorithmConfig, TrainConfig
 from bapo_megatron.data.micro_batch import build_micro_batch, shard_context
 from bapo_megatron.data.packing import PackingRules, UpdatePacking, pack_update, split_updates
 from bapo_megatron.data.staleness import trainable_mask
+from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.policy.model import Model
 from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch, Sample
 
@@ -38,10 +39,16 @@ class SplitUpdate:
     """Sums for ``trainer.records`` over all ranks: sampled tokens, those with m = 0 and m = 1, the
     computed ones of the latter, responses with A > 0 and A < 0 and their tokens. With micro-batches
     also how full they are, and how equal the ranks' work is."""
+    indices: tuple[int, ...]
+    """Indices of the update's samples in the batch."""
     micro_batches: tuple[MicroBatch, ...] = ()
     """This rank's share; equally many on every rank. Without any, the update is skipped."""
     computed: tuple[int, ...] = ()
     """Indices of the samples in all ranks' micro-batches."""
+    scored_flops: float = 0.0
+    """FLOPs of the forward-only passes that were made over them before the updates."""
+    policy: list[TokenLogprobs] | None = None
+    """ℓ and H of the micro-batches by the weights of the update, if a scorer computed them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +151,36 @@ def split_step(
                 "flops_mean": sum(flops) / len(flops),
                 "flops_max": float(max(flops)),
             }
-        updates.append(SplitUpdate(counts, micro_batches, tuple(computed)))
+        updates.append(SplitUpdate(counts, tuple(indices), micro_batches, tuple(computed)))
     return tuple(updates)
+
+
+def with_advantages(
+    splits: Sequence[SplitUpdate], samples: Sequence[Sample], advantage_B: np.ndarray
+) -> tuple[SplitUpdate, ...]:
+    """Replace the advantages of updates of which every sample that trains is computed."""
+    value_B = torch.from_numpy(advantage_B)
+    changed = []
+    for split in splits:
+        micro_batches = tuple(
+            replace(mb, advantage_T=value_B.to(mb.sample_T.device)[mb.sample_T])
+            for mb in split.micro_batches
+        )
+        counts = split.counts | _signs(samples, split.indices, advantage_B)
+        changed.append(replace(split, micro_batches=micro_batches, counts=counts))
+    return tuple(changed)
+
+
+def _signs(
+    samples: Sequence[Sample], indices: Sequence[int], advantage_B: np.ndarray
+) -> dict[str, float]:
+    """Count responses and tokens by the sign of the advantage."""
+    length_R = np.array([samples[i].num_sampled for i in indices])
+    advantage_R, counts = advantage_B[list(indices)], {}
+    for name, has_sign_R in (("positive", advantage_R > 0), ("negative", advantage_R < 0)):
+        counts[f"{name}_responses"] = float(np.count_nonzero(has_sign_R))
+        counts[f"{name}_length"] = float(length_R[has_sign_R].sum())
+    return counts
 
 
 def _counts(
@@ -158,11 +193,7 @@ def _counts(
         "masked_tokens": sampled - unmasked,
         "unmasked_tokens": unmasked,
     }
-    advantage_R = advantage_B[indices]
-    for name, has_sign_R in (("positive", advantage_R > 0), ("negative", advantage_R < 0)):
-        counts[f"{name}_responses"] = float(np.count_nonzero(has_sign_R))
-        counts[f"{name}_length"] = float(length_R[has_sign_R].sum())
-    return counts
+    return counts | _signs(samples, indices, advantage_B)
 
 
 def _loss_weights(trained_B: np.ndarray, indices: list[int], config: AlgorithmConfig) -> np.ndarray:

@@ -1,8 +1,8 @@
 """One training step: the optimizer updates of one batch.
 
-split → (recompute μ) → for each epoch and update: collect what the objective must know → decide →
-attempt: forward, backward, faults over all ranks → optimizer step, or the update is refused. At the
-end of the step the sums of all its updates are reduced.
+split → scorers (``trainer.scorers``) → advantages → for each epoch and update: collect what the
+objective must know → decide → attempt: forward, backward, faults over all ranks → optimizer step,
+or the update is refused. At the end of the step the sums of all its updates are reduced.
 
 With ``speculation`` the loss pass runs with a predicted decision and repeats on a miss.
 
@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.advantage import Advantages
+from bapo_megatron.algorithm.kl import penalized_rewards
 from bapo_megatron.algorithm.loss import add_over_responses, first_nonfinite
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.data.token_columns import COLUMNS
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.policy.optimizer import OptimizerStep
 from bapo_megatron.policy.train_state import TrainState
@@ -34,7 +36,7 @@ from bapo_megatron.runtime.distributed import (
     reduce_over,
 )
 from bapo_megatron.trainer.loss import LossInputs, LossStage, PolicyOutput, UpdateContext
-from bapo_megatron.trainer.recompute import measure_mismatch, with_recomputed_behaviour
+from bapo_megatron.trainer.recompute import measure_mismatch
 from bapo_megatron.trainer.records import (
     MeasuredUpdate,
     Measurement,
@@ -43,8 +45,15 @@ from bapo_megatron.trainer.records import (
     Tokens,
     read_measurements,
 )
+from bapo_megatron.trainer.scorers import (
+    BehaviourScorer,
+    Scorer,
+    Splits,
+    sum_kl,
+    with_teacher_advantages,
+)
 from bapo_megatron.trainer.speculation import Speculation
-from bapo_megatron.trainer.split import SplitShape, SplitUpdate, split_step
+from bapo_megatron.trainer.split import SplitShape, SplitUpdate, split_step, with_advantages
 from bapo_megatron.types import FinishReason, RolloutBatch, UpdateResult
 
 NUM_FAULTS = 5
@@ -63,8 +72,8 @@ class Update:
     context: UpdateContext
     policy: list[TokenLogprobs] | None
     """Its ℓ and H, if a forward-only pass with these weights was made."""
-    num_passes: int
-    """Forward-only passes made for it."""
+    scored_flops: float
+    """FLOPs of the forward-only passes that scorers made for it."""
     known_K: Tensor | None
     """Statistics of its tokens at ℓ = μ, on the last stage if decisions are predicted."""
 
@@ -105,6 +114,8 @@ class BatchTrainer:
     shape: SplitShape
     masked_reasons: Set[FinishReason] = frozenset()
     """Responses that ended for one of these do not train."""
+    scorers: Sequence[Scorer] = ()
+    """Run before the updates of a batch, after the one that recomputes μ."""
     dump: TokenDump | None = None
     note: Callable[[str], None] = lambda _: None
     """Called with the name of each phase, for hang reports."""
@@ -118,6 +129,10 @@ class BatchTrainer:
         can_predict = stage.collects and stage.objective.decisive is not None
         mode = stage.objective.speculate if can_predict else "never"
         self._speculation = Speculation(mode, stage.objective, self._groups)
+        self._recomputes = self.config.behaviour == "recomputed"
+        if self._recomputes:
+            behaviour = BehaviourScorer(self._model, self.output, self.config)
+            self.scorers = (behaviour, *self.scorers)
 
     def train(self, batch: RolloutBatch) -> list[UpdateResult]:
         """Make ``epochs × updates_per_batch`` updates; results are equal on every rank.
@@ -126,36 +141,33 @@ class BatchTrainer:
             ValueError: The batch does not fit the configuration, the objective refuses an update,
                 or, with ``on_nonfinite: raise``, a value is not finite; it is named with its place.
         """
-        splits = split_step(
+        splits = self._score(
+            split_step(
+                batch,
+                self._advantages,
+                self.config,
+                self.staleness,
+                self.shape,
+                zero_advantage=self._stage.zero_advantage,
+                masked_reasons=self.masked_reasons,
+            ),
             batch,
-            self._advantages,
-            self.config,
-            self.staleness,
-            self.shape,
-            zero_advantage=self._stage.zero_advantage,
-            masked_reasons=self.masked_reasons,
         )
         num_updates, num_splits = self.config.epochs * len(splits), len(splits)
-        first_pass: list[TokenLogprobs] | None = None
-        recomputes = self.config.behaviour == "recomputed"
-        if recomputes:
-            passes = [self._recompute_behaviour(split, len(batch.samples)) for split in splits]
-            splits = tuple(split for split, _ in passes)
-            first_pass = passes[0][1]  # it ran with the weights of the first update
-            del passes
-        num_decided = num_updates - recomputes
+        num_decided = num_updates - self._recomputes
         known_UK = self._known_statistics(splits, batch.version) if num_decided > 0 else None
         updates_before, measurements = self.state.num_updates, []
         for number in range(num_updates):
             # Counted from the batch's version, so that ages are those of the run that made it.
             num_made = self.state.num_updates - updates_before
             is_fresh = self.state.num_updates == batch.version
+            split = splits[number % num_splits]
             update = Update(
                 batch,
-                splits[number % num_splits],
+                split,
                 UpdateContext(batch.version + num_made, batch.version if is_fresh else None),
-                policy=None if number else first_pass,
-                num_passes=int(recomputes and number < num_splits),
+                policy=None if number else split.policy,
+                scored_flops=split.scored_flops if number < num_splits else 0.0,
                 known_K=None if known_UK is None else known_UK[number % num_splits],
             )
             measurement, tokens = self._update(update)
@@ -174,21 +186,23 @@ class BatchTrainer:
             )
         return results
 
-    def _recompute_behaviour(
-        self, split: SplitUpdate, num_samples: int
-    ) -> tuple[SplitUpdate, list[TokenLogprobs]]:
-        self.note("training, forward only (behaviour)")
-        policy = self._model.forward_only(split.micro_batches, self.output.read)
-        if not policy:
-            return split, policy
-        micro_batches = with_recomputed_behaviour(
-            split.micro_batches,
-            [logprob_T for logprob_T, _ in policy],
-            self.config.correction,
-            num_samples=num_samples,
-            context_group=self._groups.context,
-        )
-        return replace(split, micro_batches=micro_batches), policy
+    def _score(self, splits: tuple[SplitUpdate, ...], batch: RolloutBatch) -> Splits:
+        """Fill the columns of scorers, and form the advantages that depend on them."""
+        for scorer in self.scorers:
+            self.note(f"training, forward only ({scorer.name})")
+            splits = scorer.score(splits, batch)
+        kl, distillation = self.config.kl, self.config.distillation
+        if kl.coefficient > 0 and kl.where == "reward":
+            sum_B = sum_kl(splits, kl.kind, len(batch.samples), self._groups)
+            rewards = [sample.reward for sample in batch.samples]
+            reward_B = torch.tensor(rewards, dtype=torch.float64)
+            reward_B = penalized_rewards(reward_B, sum_B.cpu(), kl.coefficient)
+            reward_PG = reward_B.reshape(len(batch.groups), -1)
+            advantage_PG = self._advantages.compute(batch.groups, reward_PG)
+            splits = with_advantages(splits, batch.samples, advantage_PG.flatten().numpy())
+        if distillation.is_used and distillation.loss == "tokens":
+            splits = with_teacher_advantages(splits, distillation.coefficient, self._groups)
+        return splits
 
     def _known_statistics(self, splits: Sequence[SplitUpdate], version: int) -> Tensor | None:
         """Return what a prediction needs from each update, [U, K], on the last stage."""
@@ -244,7 +258,7 @@ class BatchTrainer:
     ) -> tuple[Measurement, Tokens]:
         attempt, flops = attempts[-1], update.split.counts["forward_flops"]
         work = {
-            "forward_only_flops": (update.num_passes + attempt.inputs.num_passes) * flops,
+            "forward_only_flops": update.scored_flops + attempt.inputs.num_passes * flops,
             "forward_backward_flops": 3 * len(attempts) * flops,
         }
         counts = update.split.counts | prediction_counts | work
@@ -362,6 +376,11 @@ def _describe_nonfinite(update: Update, reports: list[TokenReport]) -> str | Non
     for report, micro_batch in zip(reports, update.split.micro_batches, strict=False):
         checked = {
             "behaviour log-prob": micro_batch.behaviour_logprob_T,
+            **{
+                column.label: micro_batch.columns[name]
+                for name, column in COLUMNS.items()
+                if column.label and name in micro_batch.columns
+            },
             "log-prob": report.policy.logprob_T,
             "entropy": report.policy.entropy_T,
             "advantage": micro_batch.advantage_T,

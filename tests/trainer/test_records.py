@@ -225,7 +225,7 @@ def _view(**changes: object) -> TokenView:
 
 
 def test_sums_and_maxima_of_tokens_by_hand() -> None:
-    numbers = Numbers(["own/third"], corrects=True)
+    numbers = Numbers(["own/third"], {"correct"})
     report = {"own/third": torch.tensor([True, False, False, True, True, True])}
     sums, maxima = numbers.measure(_view(), report)
     named = dict(zip(numbers.sum_names, sums.tolist(), strict=True))
@@ -269,14 +269,14 @@ def test_effective_samples_by_hand(weights: list[float], expected: float) -> Non
 
 
 def test_a_loss_that_is_not_finite_is_counted() -> None:
-    numbers = Numbers([], corrects=False)
+    numbers = Numbers([], set())
     finite_T = torch.tensor([False, True, False, True, False, True])
     sums, _ = numbers.measure(_view(finite_loss_T=finite_T), {})
     assert sums[numbers.sum_names.index("nonfinite_losses")] == 2.0
 
 
 def test_what_lies_under_mask_zero_never_counts() -> None:
-    numbers = Numbers(["own/number"], corrects=False)
+    numbers = Numbers(["own/number"], set())
     broken_T = torch.tensor([1.0, 2.0, 3.0, 4.0, math.nan, 6.0])
     view = _view(age_T=broken_T, tokens=replace(_view().tokens, entropy=broken_T))
     sums, maxima = numbers.measure(view, {"own/number": broken_T})
@@ -287,7 +287,7 @@ def test_what_lies_under_mask_zero_never_counts() -> None:
 
 
 def test_reports_are_found_by_name() -> None:
-    numbers = Numbers(["own/one", "own/two"], corrects=False)
+    numbers = Numbers(["own/one", "own/two"], set())
     one_T, two_T = torch.ones(6), 2 * torch.ones(6)
     sums, _ = numbers.measure(_view(), {"own/two": two_T, "own/one": one_T})
     assert sums[-2:].tolist() == [4.0, 8.0]
@@ -295,4 +295,4 @@ def test_reports_are_found_by_name() -> None:
 
 def test_a_report_under_the_name_of_a_metric_is_refused() -> None:
     with pytest.raises(ValueError, match="reports 'policy/entropy', a metric of the trainer"):
-        Numbers(["own/one", "policy/entropy"], corrects=False)
+        Numbers(["own/one", "policy/entropy"], set())

@@ -161,7 +161,7 @@ def test_an_update_whose_tokens_are_all_too_old_has_nothing_to_compute() -> None
         "negative_length": 1.0,
     }
     tokens = {"response_tokens": 3, "masked_tokens": 3, "unmasked_tokens": 0, "computed_tokens": 0}
-    assert first == SplitUpdate({**tokens, **lengths})  # nothing to compute
+    assert first == SplitUpdate({**tokens, **lengths}, (0, 1))  # nothing to compute
     tokens = {"response_tokens": 3, "masked_tokens": 0, "unmasked_tokens": 3, "computed_tokens": 3}
     assert _tokens(second) == {**tokens, **lengths}
     assert len(second.micro_batches) == 1

@@ -1,0 +1,67 @@
+"""KL divergence to a reference, estimated on sampled tokens, and what a teacher adds to advantages.
+
+With x = ℓ − ℓ_ref of a token that the policy sampled, the mean over tokens of each estimate is
+KL(π‖π_ref): k1 is unbiased, k3 too and never negative, k2 is biased where x is large (Schulman,
+"Approximating KL divergence", 2020). Their derivatives with respect to ℓ differ: only that of k2
+has the divergence's gradient as its mean, which is why ``k1+`` and ``k3+`` borrow it.
+
+Shape legend: T = response tokens of a micro-batch, B = responses of the step's batch.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algorithm.loss import RESPONSE_UNIT
+from bapo_megatron.algorithm.objective import LOG_RATIO_LIMIT
+
+
+class KlEstimate(NamedTuple):
+    """An estimate for each token, and its derivative."""
+
+    value_T: Tensor
+    """[T] nats."""
+    by_logprob_T: Tensor
+    """[T] ∂value/∂ℓ as the loss uses it; for ``k1+`` and ``k3+`` that of ``k2``."""
+
+
+def estimate_kl(kind: str, logprob_T: Tensor, reference_T: Tensor) -> KlEstimate:
+    """Estimate KL(π‖π_ref) for each token; computed in float64, since the terms of k3 cancel.
+
+    Args:
+        kind: ``k1`` x, derivative 1; ``k2`` x²/2, derivative x; ``k3`` e^−x − 1 + x, derivative 1 −
+            e^−x, with x clamped to ±20 as in ratios (derivative 0 beyond); ``k1+``, ``k3+`` the
+            values of k1 and k3 with the derivative of k2.
+        logprob_T: [T] ℓ, detached.
+        reference_T: [T] ℓ_ref.
+
+    Returns:
+        Both in the dtype of ``logprob_T``.
+    """
+    x_T = logprob_T.double() - reference_T.double()
+    values = {"k1": x_T, "k2": x_T.square() / 2}
+    derivatives = {"k1": torch.ones_like(x_T), "k2": x_T}
+    if kind.startswith("k3"):
+        limited_T = x_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        inverse_T = torch.expm1(-limited_T)
+        values["k3"] = inverse_T + limited_T
+        derivatives["k3"] = torch.where(limited_T == x_T, -inverse_T, 0.0)
+    derivative_T = x_T if kind.endswith("+") else derivatives[kind]
+    dtype = logprob_T.dtype
+    return KlEstimate(values[kind.removesuffix("+")].to(dtype), derivative_T.to(dtype))
+
+
+def penalized_rewards(reward_B: Tensor, kl_sum_B: Tensor, coefficient: float) -> Tensor:
+    """Return R − coefficient · Σ KL over the response, [B] float64.
+
+    Advantages are computed from these rewards: what a token costs is shared by all tokens of its
+    response, and with ``grpo`` the divergence is scaled by the group's standard deviation. In a
+    group of equal rewards it alone decides the advantages.
+
+    Args:
+        reward_B: [B].
+        kl_sum_B: [B] int64 from ``algorithm.loss.add_over_responses``.
+        coefficient: ``algorithm.kl.coefficient``.
+    """
+    return reward_B.double() - coefficient * RESPONSE_UNIT * kl_sum_B.double()

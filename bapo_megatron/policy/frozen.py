@@ -1,0 +1,91 @@
+"""A model that scores and is not trained: the reference of a KL divergence, or a teacher."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
+from bapo_megatron.config.scorers import FrozenModelConfig
+from bapo_megatron.policy.hf_weights import find_tensors, load_weights
+from bapo_megatron.policy.model import Model
+from bapo_megatron.runtime.distributed import ProcessGroups
+
+
+@dataclass(eq=False, repr=False)
+class FrozenModel:
+    """A ``Model`` in the policy's layout, whose weights may wait in host memory."""
+
+    model: Model
+    _host: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """Weights that are in host memory between passes."""
+
+    @classmethod
+    def build(
+        cls,
+        config: FrozenModelConfig,
+        policy: ModelConfig,
+        parallel: ParallelConfig,
+        megatron: MegatronConfig,
+        groups: ProcessGroups,
+        *,
+        returns_hidden_states: bool,
+        keeps_head: bool = False,
+    ) -> Self:
+        """Build the model of ``config.path``, or of the policy's; a collective of all ranks.
+
+        Args:
+            config: Where the weights come from and where they wait.
+            policy: Gives the type, and the path if ``config`` has none.
+            parallel: The policy's layout.
+            megatron: The policy's settings.
+            groups: The policy's groups.
+            returns_hidden_states: See ``Model.build``.
+            keeps_head: Whether the language-model head stays on the device with ``memory: host``.
+
+        Raises:
+            ValueError: The model is unusable, or does not suit the layout.
+        """
+        source = policy.model_copy(update={"path": config.path or policy.path})
+        model = Model.build(
+            source, parallel, megatron, groups, returns_hidden_states=returns_hidden_states
+        )
+        frozen = cls(model)
+        head = model.head.weight if keeps_head and model.head is not None else None
+        for parameter in (p for chunk in model.chunks for p in chunk.parameters()):
+            parameter.requires_grad_(False)
+            if config.memory == "host" and parameter is not head:
+                waiting = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
+                frozen._host[parameter] = waiting.copy_(parameter.data)
+        frozen._release()
+        return frozen
+
+    @contextmanager
+    def on_device(self) -> Iterator[Model]:
+        """Give the model with all its weights on the device."""
+        device = self.model.groups.device
+        for parameter, waiting in self._host.items():
+            # A copy on a CPU, too: one code path.
+            parameter.data = torch.empty_like(waiting, device=device)
+            parameter.data.copy_(waiting, non_blocking=True)
+        try:
+            yield self.model
+        finally:
+            self._release()
+
+    def load(self, directory: Path) -> None:
+        """Replace the weights by those of a Hugging Face directory of the same architecture.
+
+        Raises:
+            ValueError: The directory has other tensors.
+        """
+        files, _ = find_tensors(self.model.hf, directory)
+        load_weights(self.model.chunks, self.model.hf, files, self.model.groups)
+
+    def _release(self) -> None:
+        for parameter, waiting in self._host.items():
+            parameter.data = waiting

@@ -1,0 +1,337 @@
+"""What a step computes of its tokens before its updates: a list of scorers that ``step`` runs.
+
+    behaviour: μ by the trainer, with importance weights       (``algorithm.behaviour``)
+    reference: log-probs by the reference of a KL divergence   (``algorithm.kl``)
+    teacher:   log-probs, and hidden states, by a teacher      (``algorithm.distillation``)
+
+A scorer fills token columns (``data.token_columns``) of the micro-batches on the last pipeline
+stage, which are packed as for the loss: a reference with the policy's weights has its log-probs bit
+for bit. Columns that a dump or an engine has filled are not computed again.
+
+Shape legend: T = response tokens of a micro-batch, B = samples of the batch, Q = tokens of a sample
+that the policy sampled, R = all its response tokens, H = hidden size.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bapo_megatron.algorithm.kl import estimate_kl
+from bapo_megatron.algorithm.loss import add_over_responses
+from bapo_megatron.data.dump import dump_path, write_batch
+from bapo_megatron.data.micro_batch import on_device
+from bapo_megatron.data.token_columns import COLUMNS, REFERENCE, TEACHER
+from bapo_megatron.policy.checkpoint_files import find_steps
+from bapo_megatron.policy.frozen import FrozenModel
+from bapo_megatron.runtime.distributed import (
+    ProcessGroups,
+    broadcast_from_last_stage,
+    fail_together,
+    reduce_over,
+)
+from bapo_megatron.trainer.loss import PolicyOutput
+from bapo_megatron.trainer.recompute import with_recomputed_behaviour
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
+    from bapo_megatron.config.scorers import FrozenModelConfig
+    from bapo_megatron.policy.model import Model
+    from bapo_megatron.trainer.split import SplitUpdate
+    from bapo_megatron.types import MicroBatch, RolloutBatch
+
+TEACHER_HIDDEN = "teacher_hidden"
+"""[T, H] input of the teacher's head; stays on the last stage, in no dump."""
+
+Splits = tuple["SplitUpdate", ...]
+
+
+class Scorer(Protocol):
+    """Computes something of the tokens of a step before its updates."""
+
+    @property
+    def name(self) -> str:
+        """For hang reports."""
+
+    def score(self, splits: Splits, batch: RolloutBatch) -> Splits:
+        """Return the updates with filled columns; a collective of all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class BehaviourScorer:
+    """Replaces μ by the log-probs of the policy at the start of the step."""
+
+    model: Model
+    output: PolicyOutput
+    config: AlgorithmConfig
+    name: str = "behaviour"
+
+    def score(self, splits: Splits, batch: RolloutBatch) -> Splits:
+        """See ``Scorer``; the first update also gets ℓ and H, which its weights give."""
+        scored = []
+        for number, split in enumerate(splits):
+            policy = self.model.forward_only(split.micro_batches, self.output.read)
+            if policy:
+                micro_batches = with_recomputed_behaviour(
+                    split.micro_batches,
+                    [logprob_T for logprob_T, _ in policy],
+                    self.config.correction,
+                    num_samples=len(batch.samples),
+                    context_group=self.model.groups.context,
+                )
+                split = replace(split, micro_batches=micro_batches)
+            flops = split.scored_flops + split.counts.get("forward_flops", 0.0)
+            first = policy if number == 0 else None
+            scored.append(replace(split, scored_flops=flops, policy=first))
+        return tuple(scored)
+
+
+class FrozenScorer:
+    """Fills a column with the log-probs of a frozen model."""
+
+    def __init__(
+        self,
+        column: str,
+        build: Callable[[], FrozenModel],
+        output_of: Callable[[Model], PolicyOutput],
+        *,
+        with_hidden: bool = False,
+        dump: ScoredDump | None = None,
+    ) -> None:
+        """Take what builds the model when it is first needed.
+
+        ``with_hidden``: also keep the inputs of its head, ``TEACHER_HIDDEN``.
+        """
+        self.name = column
+        self._build, self._output_of = build, output_of
+        self._with_hidden, self._dump = with_hidden, dump
+        self._frozen: FrozenModel | None = None
+        self._output: PolicyOutput
+
+    @property
+    def frozen(self) -> FrozenModel:
+        """The model; built by the first use, a collective of all ranks."""
+        if self._frozen is None:
+            self._frozen = self._build()
+            self._output = self._output_of(self._frozen.model)
+        return self._frozen
+
+    def score(self, splits: Splits, batch: RolloutBatch) -> Splits:
+        """See ``Scorer``."""
+        is_filled = all(self.name in sample.columns for sample in batch.samples)
+        if is_filled and not self._with_hidden:
+            return splits
+        hf = self.frozen.model.hf
+        lengths = [len(s.prompt.token_ids) + len(s.response_token_ids) for s in batch.samples]
+        scored = []
+        with self.frozen.on_device() as model:
+            for split in splits:
+                columns = model.forward_only(split.micro_batches, self._read)
+                # Nothing on any stage but the last.
+                filled = [
+                    replace(micro_batch, columns={**micro_batch.columns, **values})
+                    for micro_batch, values in zip(split.micro_batches, columns, strict=False)
+                ]
+                flops = sum(hf.sequence_flops.of(lengths[i]) for i in split.computed)
+                scored.append(
+                    replace(
+                        split,
+                        micro_batches=tuple(filled) or split.micro_batches,
+                        scored_flops=split.scored_flops + flops,
+                    )
+                )
+        if self._dump is not None and not is_filled:
+            self._dump.add(self.name, tuple(scored), batch)
+        return tuple(scored)
+
+    def _read(self, output: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        logprob_T, _ = self._output.read(output, micro_batch)
+        if not self._with_hidden:
+            return {self.name: logprob_T}
+        head = self._output.head
+        assert head is not None, "ops.logits_chunk_tokens"
+        hidden_TH = head.gather_rows(output).index_select(0, micro_batch.rows_T)
+        return {self.name: logprob_T, TEACHER_HIDDEN: hidden_TH}
+
+
+def frozen_scorers(config: RunConfig, policy: Model) -> tuple[FrozenScorer, ...]:
+    """Return the scorers with models in the trainer that the configuration asks for.
+
+    Their models are built at once; in a replay, whose dumps may have their columns, when needed.
+    """
+    groups, kl, distillation = policy.groups, config.algorithm.kl, config.algorithm.distillation
+    is_replay = config.replay.dumps is not None
+    dump = ScoredDump(config.run_dir / "rollouts", groups)
+    over_vocabulary = distillation.is_over_vocabulary
+
+    def scorer(column: str, model: FrozenModelConfig, *, with_hidden: bool = False) -> FrozenScorer:
+        return FrozenScorer(
+            column,
+            lambda: FrozenModel.build(
+                model,
+                config.model,
+                config.parallel,
+                config.megatron,
+                groups,
+                returns_hidden_states=config.ops.logits_chunk_tokens > 0,
+                keeps_head=with_hidden,
+            ),
+            lambda built: PolicyOutput.of(built, config.ops, config.rollout.temperature),
+            with_hidden=with_hidden,
+            dump=dump if config.rollout.dump and not is_replay else None,
+        )
+
+    scorers = []
+    if kl.is_used:
+        scorers.append(scorer(REFERENCE, kl.reference))
+    if distillation.is_used and not distillation.teacher.engine:
+        scorers.append(scorer(TEACHER, distillation.teacher, with_hidden=over_vocabulary))
+    for built in () if is_replay else scorers:
+        _ = built.frozen
+    return tuple(scorers)
+
+
+def policy_as_reference(
+    config: RunConfig, policy: Model, scorers: Iterable[Scorer]
+) -> PolicyAsReference | None:
+    """Return what makes the policy the reference; None if the reference stays as it is."""
+    every_steps = config.algorithm.kl.reference.update_every
+    for scorer in scorers if every_steps else ():
+        if isinstance(scorer, FrozenScorer) and scorer.name == REFERENCE:
+            directory, checkpoints = config.run_dir / "reference", config.run_dir / "checkpoints"
+            return PolicyAsReference(policy, scorer, directory, every_steps, checkpoints)
+    return None
+
+
+def sum_kl(
+    splits: Iterable[SplitUpdate], kind: str, num_samples: int, groups: ProcessGroups
+) -> Tensor:
+    """Return Σ KL over each response, estimated at ℓ = μ: [B] int64 on every rank.
+
+    Tokens that do not train do not count. A collective of all ranks.
+    """
+    sum_B = torch.zeros(num_samples, dtype=torch.int64, device=groups.device)
+    if groups.is_last_stage:
+        for host_batch in (mb for split in splits for mb in split.micro_batches):
+            mb = on_device(host_batch, groups.device)
+            value_T = estimate_kl(kind, mb.behaviour_logprob_T, mb.columns[REFERENCE]).value_T
+            counts_T = (mb.mask_T > 0) & value_T.isfinite()
+            add_over_responses(sum_B, torch.where(counts_T, value_T, 0.0), mb.sample_T)
+        reduce_over(groups.data, sum_B)
+    broadcast_from_last_stage(sum_B, groups)
+    return sum_B
+
+
+def with_teacher_advantages(splits: Splits, coefficient: float, groups: ProcessGroups) -> Splits:
+    """Add coefficient · (ℓ_teacher − μ) to the advantage of every token, on the last stage."""
+    if not groups.is_last_stage:
+        return splits
+
+    def changed(host_batch: MicroBatch) -> MicroBatch:
+        mb = on_device(host_batch, groups.device)
+        gain_T = mb.columns[TEACHER] - mb.behaviour_logprob_T
+        return replace(mb, advantage_T=mb.advantage_T + coefficient * gain_T)
+
+    return tuple(
+        replace(split, micro_batches=tuple(map(changed, split.micro_batches))) for split in splits
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredDump:
+    """Adds columns that were computed here to the dump of their step, for replays."""
+
+    directory: Path
+    """The run's dumps."""
+    groups: ProcessGroups
+
+    def add(self, name: str, splits: Splits, batch: RolloutBatch) -> None:
+        """Write the dump again with the column; a collective of all ranks.
+
+        Raises:
+            OSError: The file cannot be written; on all ranks.
+        """
+        sizes = [len(sample.response_token_ids) for sample in batch.samples]
+        starts = [0, *accumulate(sizes)]
+        flat = torch.zeros(starts[-1], dtype=torch.float32, device=self.groups.device)
+        if self.groups.is_last_stage:
+            start_B = torch.tensor(starts[:-1], device=flat.device)
+            for host_batch in (mb for split in splits for mb in split.micro_batches):
+                mb = on_device(host_batch, flat.device)
+                flat[start_B[mb.sample_T] + mb.position_T] = mb.columns[name]
+            reduce_over(self.groups.data, flat)  # one rank has a token, the others have 0
+        broadcast_from_last_stage(flat, self.groups)
+        with fail_together(self.groups):
+            if self.groups.rank == 0:
+                computed = {index for split in splits for index in split.computed}
+                parts = np.split(flat.cpu().numpy(), starts[1:-1])
+                for index, (sample, values_R) in enumerate(zip(batch.samples, parts, strict=True)):
+                    if index not in computed:
+                        values_R = np.full_like(values_R, COLUMNS[name].default)
+                    sample.columns = {**sample.columns, name: values_R[sample.loss_mask]}
+                write_batch(dump_path(self.directory, batch.step), batch)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyAsReference:
+    """Makes the policy the reference every N steps (``algorithm.kl.reference.update_every``).
+
+    It goes through a directory of the run, so that a resumed run has the same reference, in any
+    layout.
+    """
+
+    policy: Model
+    reference: FrozenScorer
+    directory: Path
+    every_steps: int
+    checkpoints: Path
+
+    def after_step(self, step: int) -> None:
+        """Export the policy and load it, if the step is due; a collective of all ranks.
+
+        Raises:
+            OSError: The directory cannot be written; on all ranks.
+        """
+        if step % self.every_steps:
+            return
+        self.policy.export_hf(self._path(step))
+        self.reference.frozen.load(self._path(step))
+        with fail_together(self.policy.groups):
+            if self.policy.groups.rank == 0:
+                self._remove_old(step)
+
+    def restore(self, step: int) -> None:
+        """Load the reference that the run had after ``step``.
+
+        Raises:
+            ValueError: It is not there any more.
+        """
+        due = step - step % self.every_steps
+        if due == 0:
+            return
+        if not self._path(due).is_dir():
+            raise ValueError(
+                f"{self._path(due)}: missing, the reference of the steps after {due}; restore it "
+                "from a copy, or resume from a checkpoint before it"
+            )
+        self.reference.frozen.load(self._path(due))
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}"
+
+    def _remove_old(self, step: int) -> None:
+        """Remove references that no checkpoint needs."""
+        oldest = min(find_steps(self.checkpoints), default=step)
+        first = self._path(oldest - oldest % self.every_steps)
+        for path in self.directory.glob("step_" + 6 * "[0-9]"):
+            if path.name < first.name:
+                shutil.rmtree(path)
