@@ -1,0 +1,286 @@
+"""References and teachers in the trainer: against float64, over layouts, after a resume."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from bapo_megatron.data.dump import read_batch, write_batch
+from tests.distributed_launch import run_ranks
+from tests.trainer.dumps import make_random_model, write_dump_shapes
+from tests.trainer.exact_policy import ExactPolicy
+from tests.trainer.layout_ranks import SEQUENCE, Case, Outcome, train_in
+from tests.trainer.one_update import Case as Update
+from tests.trainer.one_update import Updates, assert_same_gradients, make_updates
+from tests.trainer.runs import assert_same_training, refusal, repeatable_rows, train
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+pytestmark = pytest.mark.distributed
+
+COEFFICIENT = 0.3
+KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model than the policy, of the same tokens."""
+    return make_random_model(
+        tmp_path_factory.mktemp("other"), hidden_size=48, initializer_range=0.4
+    )
+
+
+# --- one update, against autograd in float64 ---
+
+
+@pytest.fixture(scope="module")
+def references(random_model: Path, other_model: Path, episode_dump: Path) -> list[Tensor]:
+    """log π_ref of every response, [R] float64."""
+    return [ref.detach() for ref in ExactPolicy(other_model, read_batch(episode_dump)).logprobs]
+
+
+@pytest.fixture(scope="module")
+def scored_dump(
+    tmp_path_factory: pytest.TempPathFactory, episode_dump: Path, references: list[Tensor]
+) -> Path:
+    """``episode_dump`` with both columns."""
+    batch = read_batch(episode_dump)
+    for sample, reference_R in zip(batch.samples, references, strict=True):
+        values = reference_R.numpy()[sample.loss_mask].astype(np.float32)
+        sample.columns = {"reference_logprob": values, "teacher_logprob": values}
+    path = tmp_path_factory.mktemp("scored") / "step_000001.parquet"
+    write_batch(path, batch)
+    return path
+
+
+def _kl(kind: str, **options: Any) -> dict[str, Any]:
+    return {"kl": {"coefficient": COEFFICIENT, "kind": kind, **options}}
+
+
+TEACHER = {"distillation": {"coefficient": COEFFICIENT, "teacher": {"path": "unused"}}}
+PLAIN = {"objective": "none", "entropy_coefficient": 0.0}
+"""The loss −A·r."""
+CASES = {
+    "none": Update(PLAIN),
+    **{kind: Update({**PLAIN, **_kl(kind)}) for kind in KL_KINDS},
+    **{f"reward {kind}": Update({**PLAIN, **_kl(kind, where="reward")}) for kind in KL_KINDS[:3]},
+    "teacher": Update({**PLAIN, **TEACHER}),
+    "teacher alone": Update({**PLAIN, **TEACHER, "advantage": "distill"}),
+}
+
+
+@pytest.fixture(scope="module")
+def updates(random_model: Path, scored_dump: Path) -> Updates:
+    return run_ranks(make_updates, 1, random_model, scored_dump, {}, CASES)[0]
+
+
+def _difference(updates: Updates, name: str) -> dict[str, Tensor]:
+    plain = updates["none"]["gradients"]
+    return {n: g - plain[n] for n, g in updates[name]["gradients"].items()}
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_the_gradient_of_the_divergence_is_that_of_its_definition(
+    updates: Updates, exact: ExactPolicy, references: list[Tensor], kind: str
+) -> None:
+    differences = [ell - ref for ell, ref in zip(exact.logprobs, references, strict=True)]
+    if kind == "k1":
+        values = differences
+    elif kind == "k3":
+        values = [(-x).exp() - 1 + x for x in differences]
+    else:
+        values = [x.square() / 2 for x in differences]
+    expected = exact.gradients(COEFFICIENT * exact.token_mean(values))
+    assert_same_gradients(_difference(updates, kind), expected, 1e-6)
+
+
+def test_the_reported_divergence_is_the_mean_of_k3(
+    updates: Updates, exact: ExactPolicy, references: list[Tensor]
+) -> None:
+    values = [
+        (ref - ell).exp() - 1 + ell - ref
+        for ell, ref in zip(exact.logprobs, references, strict=True)
+    ]
+    sums = updates["k1"]["sums"]
+    expected = float(exact.token_mean(values).detach())
+    assert sums["reference_kl"] / sums["tokens"] == pytest.approx(expected, rel=1e-5)
+    sums = updates["teacher"]["sums"]
+    assert sums["teacher_kl"] / sums["tokens"] == pytest.approx(expected, rel=1e-5)
+
+
+def _policy_gradient(exact: ExactPolicy, advantages: list[Any]) -> dict[str, Tensor]:
+    tokens = zip(exact.logprobs, exact.behaviours, advantages, strict=True)
+    losses = [-advantage * (ell - mu).exp() for ell, mu, advantage in tokens]
+    return exact.gradients(exact.token_mean(losses))
+
+
+@pytest.mark.parametrize("kind", KL_KINDS[:3])
+def test_a_penalty_in_the_reward_moves_the_advantages_of_whole_responses(
+    updates: Updates, exact: ExactPolicy, references: list[Tensor], kind: str
+) -> None:
+    penalized = copy.copy(exact)
+    sums = []
+    for behaviour_R, ref_R, mask_R in zip(exact.behaviours, references, exact.masks, strict=True):
+        x = behaviour_R - ref_R
+        value_R = {"k1": x, "k2": x.square() / 2, "k3": (-x).exp() - 1 + x}[kind]
+        sums.append(float((mask_R * value_R).sum()))
+    penalized.rewards = exact.rewards - COEFFICIENT * np.reshape(sums, exact.rewards.shape)
+    expected = _policy_gradient(exact, penalized.advantages)
+    assert_same_gradients(updates[f"reward {kind}"]["gradients"], expected, 2e-6)
+
+
+@pytest.mark.parametrize("name", ["teacher", "teacher alone"])
+def test_a_teacher_adds_its_lead_over_the_sampled_log_prob_to_each_advantage(
+    updates: Updates, exact: ExactPolicy, references: list[Tensor], name: str
+) -> None:
+    leads = zip(references, exact.behaviours, exact.advantages, strict=True)
+    is_alone = name == "teacher alone"
+    advantages = [COEFFICIENT * (t - mu) + (0.0 if is_alone else a) for t, mu, a in leads]
+    expected = _policy_gradient(exact, advantages)
+    assert_same_gradients(updates[name]["gradients"], expected, 2e-6)
+
+
+# --- whole runs from dumps, in layouts ---
+
+LAYOUTS = {
+    "TP 2, SP": (2, SEQUENCE),
+    "PP 2, VPP 2": (2, ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
+    "CP 2, chunked logits": (2, ("parallel.context=2", "ops.logits_chunk_tokens=16")),
+    "DP 2, uneven": (2, ()),
+}
+
+
+def _algorithms(other_model: Path) -> dict[str, tuple[str, ...]]:
+    kl = (f"algorithm.kl.coefficient={COEFFICIENT}", f"algorithm.kl.reference.path={other_model}")
+    teacher = f"algorithm.distillation.teacher={{path: {other_model}, memory: host}}"
+    return {
+        "loss": kl,
+        "reward": (*kl, "algorithm.kl.where=reward", "algorithm.kl.kind=k1"),
+        "teacher": ("algorithm.distillation.coefficient=0.2", teacher),
+    }
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dict[str, Path]:
+    return write_dump_shapes(tmp_path_factory.mktemp("dumps"), random_model, steps=1)
+
+
+@pytest.fixture(scope="module")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory,
+    replay_config: Path,
+    dumps: dict[str, Path],
+    other_model: Path,
+) -> dict[str, Outcome]:
+    """One step of two updates in each layout with each algorithm."""
+    outcomes: dict[str, Outcome] = {}
+    by_ranks: dict[int, list[Case]] = {1: [], 2: []}
+    for name, overrides in _algorithms(other_model).items():
+        for shape in ("mixed", "uneven"):
+            by_ranks[1].append(
+                Case(f"{name}, one rank, {shape}", 1, dumps=shape, algorithm=overrides)
+            )
+        for layout, (ranks, sizes) in LAYOUTS.items():
+            shape = "uneven" if "uneven" in layout else "mixed"
+            by_ranks[ranks].append(Case(f"{name}, {layout}", ranks, sizes, shape, overrides))
+    for ranks, cases in by_ranks.items():
+        root = tmp_path_factory.mktemp(f"ranks_{ranks}")
+        outcomes |= run_ranks(
+            train_in, ranks, tuple(cases), replay_config, dumps, root, timeout_s=500
+        )[0]
+    return outcomes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["loss", "reward", "teacher"])
+def test_a_layout_trains_like_one_rank(trained: dict[str, Outcome], name: str, layout: str) -> None:
+    shape = "uneven" if "uneven" in layout else "mixed"
+    outcome, expected = trained[f"{name}, {layout}"], trained[f"{name}, one rank, {shape}"]
+    (row,), (reference,) = outcome.rows, expected.rows
+    kl = "kl/teacher" if name == "teacher" else "kl/reference"
+    assert row[kl] > 0.1
+    for metric in (kl, "loss/policy", "policy/grad_norm", "policy/kl_behaviour"):
+        assert row[metric] == pytest.approx(reference[metric], rel=1e-5, abs=1e-5), metric
+    for weight, value in expected.weights.items():
+        assert (outcome.weights[weight] - value).abs().max() < 1e-4, weight
+
+
+def test_scorers_change_what_is_trained(trained: dict[str, Outcome]) -> None:
+    norms = {
+        trained[f"{name}, one rank, mixed"].rows[0]["policy/grad_norm"]
+        for name in ("loss", "reward", "teacher")
+    }
+    assert len(norms) == 3
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), SEQUENCE, ("parallel.pipeline=2",), ("parallel.context=2", "ops.logits_chunk_tokens=16")],
+    ids=["one rank", "TP 2, SP", "PP 2", "CP 2, chunked"],
+)
+def test_the_policy_at_the_start_is_its_own_reference_bit_for_bit(
+    tmp_path: Path, replay_config: Path, overrides: tuple[str, ...]
+) -> None:
+    first = ("train.steps=1", "algorithm.updates_per_batch=1", "optimizer.warmup_updates=0")
+    first = (*first, "algorithm.kl.coefficient=1")
+    rows = train(replay_config, tmp_path / "run", *first, *overrides, ranks=2 if overrides else 1)
+    assert rows[0]["kl/reference"] == 0.0
+
+
+def test_a_coefficient_of_0_is_the_run_without_a_reference(
+    tmp_path: Path, replay_config: Path
+) -> None:
+    few = ("train.steps=2",)
+    without = train(replay_config, tmp_path / "without", *few)
+    train(replay_config, tmp_path / "zero", *few, "algorithm.kl.coefficient=0")
+    assert_same_training(tmp_path / "zero", tmp_path / "without")
+    measured = train(replay_config, tmp_path / "measured", *few, "algorithm.kl.measure=true")
+    assert without[0]["train/forward_only_flops"] < measured[0]["train/forward_only_flops"]
+    assert measured[0]["kl/reference"] < measured[1]["kl/reference"]
+    rows = repeatable_rows(tmp_path / "measured")
+    for row in rows:
+        del row["kl/reference"]
+    assert rows == repeatable_rows(tmp_path / "without")
+    weights = load_file(tmp_path / "without" / "hf" / "model.safetensors")
+    for name, weight in load_file(tmp_path / "measured" / "hf" / "model.safetensors").items():
+        assert weight.equal(weights[name])
+
+
+# --- dumps and resumes ---
+
+
+def test_a_reference_that_follows_the_policy_is_the_same_after_a_resume(
+    tmp_path: Path, replay_config: Path
+) -> None:
+    follows = ("algorithm.kl.coefficient=0.1", "algorithm.kl.reference.update_every=2")
+    saved = ("checkpoint.every_steps=3", "optimizer.schedule=constant", *follows)
+    rows = train(replay_config, tmp_path / "whole", *saved)
+    # Two updates per step: the second moves away from the reference, which step 2 has reset.
+    assert rows[2]["kl/reference"] < rows[1]["kl/reference"]
+    train(replay_config, tmp_path / "cut", *saved, "train.steps=3")
+    resumed = train(replay_config, tmp_path / "cut", *saved, "resume=true", ranks=2)
+    assert resumed[-1]["kl/reference"] == pytest.approx(rows[-1]["kl/reference"], rel=1e-4)
+    train(replay_config, tmp_path / "same", *saved, "train.steps=3")
+    train(replay_config, tmp_path / "same", *saved, "resume=true")
+    assert_same_training(tmp_path / "same", tmp_path / "whole")
+
+
+def test_a_reference_that_is_gone_ends_the_resume_in_one_line(
+    tmp_path: Path, replay_config: Path
+) -> None:
+    follows = ("algorithm.kl.coefficient=0.1", "algorithm.kl.reference.update_every=2")
+    saved = ("checkpoint.every_steps=3", "optimizer.schedule=constant", *follows)
+    train(replay_config, tmp_path / "run", *saved, "train.steps=3")
+    shutil.rmtree(tmp_path / "run" / "reference")
+    arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", *saved, "resume=true"]
+    status, line = refusal(arguments)
+    assert status == 1
+    assert line.startswith(f"{tmp_path}/run/reference/step_000002: missing, the reference of the ")
