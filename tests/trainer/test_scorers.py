@@ -8,16 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 from bapo_megatron.data.dump import read_batch, write_batch
+from bapo_megatron.telemetry.sinks import read_metrics
 from tests.distributed_launch import run_ranks
 from tests.trainer.dumps import make_random_model, write_dump_shapes
 from tests.trainer.exact_policy import ExactPolicy
 from tests.trainer.layout_ranks import SEQUENCE, Case, Outcome, train_in
 from tests.trainer.one_update import Case as Update
 from tests.trainer.one_update import Updates, assert_same_gradients, make_updates
-from tests.trainer.runs import assert_same_training, refusal, repeatable_rows, train
+from tests.trainer.runs import (
+    assert_same_training,
+    differing_weights,
+    exported_weights,
+    refusal,
+    repeatable_rows,
+    sampling_settings,
+    train,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +44,7 @@ KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another model than the policy, of the same tokens."""
     return make_random_model(
-        tmp_path_factory.mktemp("other"), hidden_size=48, initializer_range=0.4
+        tmp_path_factory.mktemp("other"), hidden_size=48, initializer_range=0.1
     )
 
 
@@ -254,7 +264,51 @@ def test_a_coefficient_of_0_is_the_run_without_a_reference(
         assert weight.equal(weights[name])
 
 
-# --- dumps and resumes ---
+# --- dumps ---
+
+
+def test_a_scored_dump_replays_without_the_models(
+    tmp_path: Path, random_model: Path, other_model: Path
+) -> None:
+    settings = sampling_settings(
+        tmp_path,
+        random_model,
+        rollout={"engine": "local"},
+        algorithm={
+            "updates_per_batch": 2,
+            "kl": {"coefficient": 0.1, "reference": {"path": str(other_model)}},
+            "distillation": {"coefficient": 0.1, "teacher": {"path": str(other_model)}},
+        },
+        eval={"sets": []},
+        log={"tensorboard": False},
+    )
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    train(config, tmp_path / "run")
+    replayed = (
+        f"replay={tmp_path / 'run' / 'rollouts'}",
+        "algorithm.kl.reference.path=gone",
+        "algorithm.distillation.teacher.path=gone",
+    )
+    rows = train(config, tmp_path / "replay", *replayed)
+    assert all(row["kl/reference"] > 0.1 for row in rows)
+    assert not differing_weights(tmp_path / "replay", exported_weights(tmp_path / "run"))
+    originals = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    for row, original in zip(rows, originals, strict=True):
+        for name in ("kl/reference", "kl/teacher", "loss/policy", "policy/grad_norm"):
+            assert row[name] == original[name], name
+    # In two stages, with context parallelism, the dump has the same values.
+    layout = ("parallel.pipeline=2", "parallel.context=2", "ops.logits_chunk_tokens=16")
+    train(config, tmp_path / "divided", "train.steps=1", *layout, ranks=4)
+    dumps = [tmp_path / run / "rollouts" / "step_000001.parquet" for run in ("run", "divided")]
+    for sample, other in zip(*(read_batch(dump).samples for dump in dumps), strict=True):
+        for name in ("reference_logprob", "teacher_logprob"):
+            values, others = sample.columns[name], other.columns[name]
+            assert len(values) == sample.num_sampled
+            assert np.allclose(values, others, rtol=0, atol=1e-5)
+
+
+# --- resumes ---
 
 
 def test_a_reference_that_follows_the_policy_is_the_same_after_a_resume(
