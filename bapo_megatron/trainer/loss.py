@@ -61,6 +61,8 @@ class UpdateContext:
     rollout_version: int | None
     """Version of the engines' weights while the policy still has them: log-probs of tokens of this
     version are compared with the trainer's. None once the weights have moved."""
+    num_samples: int
+    """B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +126,11 @@ class LossStage:
         policy: Sequence[TokenLogprobs],
         micro_batches: Sequence[MicroBatch],
         context: UpdateContext,
-        *,
-        num_samples: int,
     ) -> LossInputs:
         """Collect what the objective must know about the tokens of all ranks.
 
         A collective over the data-parallel group: one integer all-reduce, another one if the
-        objective selects tokens. ``policy`` has ℓ and H of each micro-batch; ``num_samples`` is B.
+        objective selects tokens. ``policy`` has ℓ and H of each micro-batch.
         """
         objective, kernels = self.objective, self._output.kernels
         safe_of = self._safe_tokens(micro_batches, context)
@@ -138,7 +138,7 @@ class LossStage:
         by_response = objective.needs == "response"
         faults = torch.zeros(2, dtype=torch.int64, device=self._device)
         if by_response:
-            total = torch.zeros(num_samples, dtype=torch.int64, device=self._device)
+            total = torch.zeros(context.num_samples, dtype=torch.int64, device=self._device)
             for batch in tokens.values():
                 value_T = torch.where(batch.mask > 0, objective.statistics(batch), 0.0)
                 finite_T = is_finite(value_T)
@@ -160,7 +160,7 @@ class LossStage:
             else:
                 tokens[index] = replace(batch, decision=decision)
         if objective.selects_tokens:
-            self._select(results, tokens, num_samples)
+            self._select(results, tokens, context.num_samples)
         return LossInputs(tuple(results), decision, None if by_response else total, faults)
 
     def loss(
@@ -184,7 +184,7 @@ class LossStage:
             # Over the micro-batches that all data-parallel ranks hold at this position. With
             # chunked logits this takes one more pass over them.
             current = reader.read(output, micro_batch) if policy is None else _detached(policy)
-            decision = self.collect([current], [micro_batch], context, num_samples=0).decision
+            decision = self.collect([current], [micro_batch], context).decision
         safe = SafeTokens(self._config, micro_batch, decision, context, self._device)
         token_loss = _MicroBatchLoss(self.objective, safe, reader.kernels)
         if policy is not None:
@@ -200,8 +200,11 @@ class LossStage:
         if decision is None:
             decision = sums.new_zeros(0)
         statistics = self._statistics(batches) if with_statistics else None
-        tokens = batches[0] if batches else None
-        return loss, TokenReport(sums, maxima, decision, policy, tokens, statistics)
+        log_weight_B = torch.zeros(context.num_samples, dtype=torch.int64, device=self._device)
+        for tokens in batches:
+            log_weight_T = tokens.logprob - tokens.behaviour_logprob
+            add_over_responses(log_weight_B, log_weight_T, tokens.response)
+        return loss, TokenReport(sums, maxima, decision, policy, log_weight_B, statistics)
 
     def known_statistics(
         self, updates: Sequence[Sequence[MicroBatch]], context: UpdateContext

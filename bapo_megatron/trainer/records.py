@@ -52,8 +52,8 @@ class TokenReport:
     """[D] float64: the objective's decision; empty if it needs none."""
     policy: TokenLogprobs
     """[T] ℓ and H; for dumps, and to explain a failure."""
-    tokens: TokenBatch | None = None
-    """[T], as the objective saw them; None if there are none."""
+    log_weight_B: Tensor
+    """[B] int64: Σ (ℓ − μ) over each response (``algorithm.loss.add_over_responses``)."""
     statistics: Tensor | None = None
     """[K] int64: the objective's, if the loss pass was asked for them."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.algorithm.kl import penalized_rewards
-from bapo_megatron.algorithm.loss import add_over_responses, first_nonfinite
+from bapo_megatron.algorithm.loss import first_nonfinite
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.token_columns import COLUMNS
@@ -165,7 +165,11 @@ class BatchTrainer:
             update = Update(
                 batch,
                 split,
-                UpdateContext(batch.version + num_made, batch.version if is_fresh else None),
+                UpdateContext(
+                    num_updates=batch.version + num_made,
+                    rollout_version=batch.version if is_fresh else None,
+                    num_samples=len(batch.samples),
+                ),
                 policy=None if number else split.policy,
                 scored_flops=split.scored_flops if number < num_splits else 0.0,
                 known_K=None if known_UK is None else known_UK[number % num_splits],
@@ -208,7 +212,8 @@ class BatchTrainer:
         """Return what a prediction needs from each update, [U, K], on the last stage."""
         if not self._speculation.predicts or not self._groups.is_last_stage:
             return None
-        begin = UpdateContext(num_updates=version, rollout_version=None)
+        # Nothing is summed over responses.
+        begin = UpdateContext(num_updates=version, rollout_version=None, num_samples=0)
         return self._stage.known_statistics([split.micro_batches for split in splits], begin)
 
     def _update(self, update: Update) -> tuple[Measurement, Tokens]:
@@ -232,8 +237,7 @@ class BatchTrainer:
             policy = self._model.forward_only(micro_batches, self.output.read)
         inputs, context = LossInputs(micro_batches), update.context
         if self._groups.is_last_stage:
-            num_samples = len(update.batch.samples)
-            inputs = self._stage.collect(policy, micro_batches, context, num_samples=num_samples)
+            inputs = self._stage.collect(policy, micro_batches, context)
         return replace(inputs, num_passes=int(update.policy is None))
 
     def _attempt(self, update: Update, inputs: LossInputs, again: str = "") -> Attempt:
@@ -265,11 +269,10 @@ class BatchTrainer:
         if not attempt.step.applied:
             return Measurement(counts | self._skip(update, attempt)), ()
         sums, maxima = self._stage.numbers.add(attempt.reports, self._groups.device)
-        device = self._groups.device
-        log_weight_B = torch.zeros(len(update.batch.samples), dtype=torch.int64, device=device)
+        device, num_samples = self._groups.device, update.context.num_samples
+        log_weight_B = torch.zeros(num_samples, dtype=torch.int64, device=device)
         for report in attempt.reports:
-            if (t := report.tokens) is not None:
-                add_over_responses(log_weight_B, t.logprob - t.behaviour_logprob, t.response)
+            log_weight_B += report.log_weight_B
         measured = MeasuredUpdate(sums, maxima, attempt.decisions, log_weight_B)
         # No reports before the last stage.
         tokens = tuple(zip(attempt.inputs.micro_batches, attempt.reports, strict=False))

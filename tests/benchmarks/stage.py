@@ -124,7 +124,7 @@ def collect(losses: LossStage, logprob_T: Tensor, micro_batches: list[MicroBatch
     """What the objective must know of an update, from the log-probs of its micro-batches."""
     parts = logprob_T.split([len(batch.target_T) for batch in micro_batches])
     policy = [TokenLogprobs(part, torch.zeros_like(part)) for part in parts]
-    return losses.collect(policy, micro_batches, CONTEXT, num_samples=1)
+    return losses.collect(policy, micro_batches, CONTEXT)
 
 
 TOKENS, COLUMNS, HIDDEN = 8, 16, 4

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CPU = torch.device("cpu")
-CONTEXT = UpdateContext(num_updates=0, rollout_version=None)
+CONTEXT = UpdateContext(num_updates=0, rollout_version=None, num_samples=16)
 
 
 @contextmanager

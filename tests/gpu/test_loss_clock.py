@@ -69,7 +69,7 @@ def test_the_stage_counts_and_the_model_around_it_does_not(
         with clock.running():
             output = stage.losses._output
             policy = [output.read(Model.apply(leaf), batch) for batch in stage.micro_batches]
-            known = stage.losses.collect(policy, stage.micro_batches, CONTEXT, num_samples=1)
+            known = stage.losses.collect(policy, stage.micro_batches, CONTEXT)
             for batch in known.micro_batches:
                 loss, _ = stage.losses.loss(
                     Model.apply(leaf), batch, decision=known.decision, context=CONTEXT

@@ -136,7 +136,7 @@ def test_search_and_loss_never_wait_for_the_device(
         head=OutputHead(weight_VH) if chunk_tokens else None,
     )
     stage = LossStage(config, policy, groups)
-    context = UpdateContext(num_updates=0, rollout_version=None)
+    context = UpdateContext(num_updates=0, rollout_version=None, num_samples=16)
 
     def output() -> torch.Tensor:
         return hidden_NH.view_as(hidden_NH) if chunk_tokens else hidden_NH @ weight_VH.t()
@@ -145,7 +145,7 @@ def test_search_and_loss_never_wait_for_the_device(
         decided = LossInputs((micro_batch,))
         if stage.collects:
             current = policy.read(output().detach(), micro_batch)
-            decided = stage.collect([current], [micro_batch], context, num_samples=16)
+            decided = stage.collect([current], [micro_batch], context)
             (micro_batch,) = decided.micro_batches
         loss, report = stage.loss(output(), micro_batch, decision=decided.decision, context=context)
         loss.backward()

@@ -79,7 +79,7 @@ def _train(state: TrainState) -> dict[str, Any]:
     stage = LossStage(ALGORITHM, policy_output, state.model.groups)
 
     def loss_fn(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        context = UpdateContext(num_updates=0, rollout_version=None)
+        context = UpdateContext(num_updates=0, rollout_version=None, num_samples=16)
         loss, report = stage.loss(output, batch, decision=None, context=context)
         return loss, report.sums
 

@@ -70,7 +70,7 @@ def trainers_loss(
     policy: Any = TokenLogprobs(batch["logprob_T"], batch["entropy_T"])
     if stage.collects:
         known = TokenLogprobs(*(values_T.detach() for values_T in policy))
-        collected = stage.collect([known], [micro_batch], context, num_samples=1)
+        collected = stage.collect([known], [micro_batch], context)
         (micro_batch,), decision = collected.micro_batches, collected.decision
     return stage.loss(policy, micro_batch, decision=decision, context=context)
 
@@ -153,7 +153,7 @@ def test_what_a_batch_computed_by_hand_reports(groups: ProcessGroups, backend: s
             "entropy_T": torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]),
             "version_T": torch.tensor([5, 4, 3, 5, 0]),
         },
-        UpdateContext(num_updates=5, rollout_version=5),
+        UpdateContext(num_updates=5, rollout_version=5, num_samples=16),
     )
     # −1.25 + 0.75 + 3 − 1 = 1.5, a quarter of it; entropy 10 · 0.25 · 0.5
     assert loss.item() == pytest.approx(0.375 - 1.25, abs=1e-6)
@@ -268,7 +268,7 @@ def test_the_collection_pass_counts_what_is_not_finite(
     batch["entropy_T"][1] = rubbish
     policy = TokenLogprobs(batch["logprob_T"], batch["entropy_T"])
     micro_batch = micro_batch_of(batch)
-    collected = stage.collect([policy], [micro_batch], CONTEXT, num_samples=1)
+    collected = stage.collect([policy], [micro_batch], CONTEXT)
     assert collected.faults is not None
     assert collected.faults[0].item() == 1
     assert collected.decision is not None

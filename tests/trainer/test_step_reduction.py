@@ -124,7 +124,9 @@ def _report(stage: LossStage, value: float, nonfinite_tokens: float, refused: bo
     sums[names.index("nonfinite_tokens")] = nonfinite_tokens
     sums[names.index("nonfinite_losses")] = 0
     policy = TokenLogprobs(torch.zeros(0), torch.zeros(0))
-    return TokenReport(sums, maxima, _bounds(value, refused), policy)
+    return TokenReport(
+        sums, maxima, _bounds(value, refused), policy, torch.zeros(1, dtype=torch.int64)
+    )
 
 
 def test_a_stage_without_logits_learns_sums_and_decisions_of_the_last_stage() -> None:
