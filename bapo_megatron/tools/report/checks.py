@@ -206,15 +206,15 @@ def _uneven_weights(run: RunRecord) -> Iterator[Finding]:
     high = {step: v for step, v in run.points(_DOUBLED) if v > _MAX_DOUBLED_SHARE}
     if len(low.keys() | high.keys()) < _MIN_SPIKES:
         return
-    told = []
+    reasons = []
     if low:
-        told.append(f"an update's responses counted as {min(low.values()):.1%} of their number")
+        reasons.append(f"an update's responses counted as {min(low.values()):.1%} of their number")
     if high:
-        told.append(f"{max(high.values()):.1%} of the tokens with A < 0 became twice as likely")
+        reasons.append(f"{max(high.values()):.1%} of the tokens with A < 0 became twice as likely")
     steps = tuple(sorted(int(step) for step in low.keys() | high.keys()))
     yield Finding(
         "caution",
-        f"The importance weights are uneven in {_count(steps, run)}: {' and '.join(told)}. A few "
+        f"The importance weights are uneven in {_count(steps, run)}: {' and '.join(reasons)}. A few "
         "responses dominate the updates, which precedes a collapse: lower the learning rate or "
         "the staleness.",
         steps,
