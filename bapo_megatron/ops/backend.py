@@ -1,6 +1,6 @@
 """Selects the implementation of the kernels.
 
-``Kernels`` are six functions on tensors, documented in csrc/README.md: the extension's for CPU and
+``Kernels`` are nine functions on tensors, documented in csrc/README.md: the extension's for CPU and
 CUDA, or ``reference``, whose signatures and docstrings hold for both.
 """
 
@@ -39,6 +39,9 @@ class CompiledKernels:
     logprob_partials: ClassVar[Any] = staticmethod(torch.ops.bapo.logprob_partials)
     logprob_combine: ClassVar[Any] = staticmethod(torch.ops.bapo.logprob_combine)
     logits_backward_: ClassVar[Any] = staticmethod(torch.ops.bapo.logits_backward_)
+    kl_partials: ClassVar[Any] = staticmethod(torch.ops.bapo.kl_partials)
+    kl_combine: ClassVar[Any] = staticmethod(torch.ops.bapo.kl_combine)
+    kl_backward_: ClassVar[Any] = staticmethod(torch.ops.bapo.kl_backward_)
     contributions_: ClassVar[Any] = staticmethod(torch.ops.bapo.contributions_)
     search_bounds: ClassVar[Any] = staticmethod(torch.ops.bapo.search_bounds)
     importance_ratio: ClassVar[Any] = staticmethod(torch.ops.bapo.importance_ratio)

@@ -46,6 +46,13 @@ _FAKES: dict[str, Callable[..., Any]] = {
         partials.new_empty(partials.shape[1]) for _ in range(4)
     ),
     "logits_backward_": lambda *_: None,
+    "kl_partials": lambda student, *_: student.new_empty(
+        (student.shape[0], 8), dtype=torch.float32
+    ),
+    "kl_combine": lambda partials, *_: tuple(
+        partials.new_empty(partials.shape[1]) for _ in range(7)
+    ),
+    "kl_backward_": lambda *_: None,
     "contributions_": lambda *_: None,
     "search_bounds": lambda table, *_: table.new_empty(len(BOUNDS_FIELDS), dtype=torch.float64),
     "importance_ratio": lambda logprob, _: torch.empty_like(logprob),

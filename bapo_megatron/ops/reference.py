@@ -10,6 +10,13 @@ d_i = (m_i − M) / temperature, a_i = e^d_i, S = Σ a_i s_i and U = Σ a_i (t_i
 
     log-prob = (x_y − M) / temperature − log S,     entropy = log S − U / S.
 
+A KL divergence is a mean over its first distribution, the student's (``reverse``: KL(student ‖
+teacher)) or the teacher's (``forward``: KL(teacher ‖ student)). With d of the first row and d' of
+the second, whose columns of −inf have d' = ``LOG_FLOOR``, c = Σ e^d (d − d') and f = Σ e^d over
+those columns; over the ranks, with b_i = (m'_i − M') / temperature,
+
+    KL = Σ a_i (c_i + (d_i − b_i) s_i + b_i f_i) / S − log S + log S'.
+
 Shape legend: N = rows of the logits, V = local columns, T = tokens, C = tokens of a chunk, P =
 ranks of the tensor-parallel group.
 """
@@ -17,14 +24,22 @@ ranks of the tensor-parallel group.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from bapo_megatron.ops import extension  # noqa: F401  (registers the operations)
 
+Direction = Literal["reverse", "forward"]
+"""KL(student ‖ teacher) or KL(teacher ‖ student)."""
+
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are held in float32 at a time: 64 MB."""
+
+LOG_FLOOR = -150 * math.log(2)
+"""d' of a column of −inf in the second row of a KL divergence: −104, as kMinExponent of
+csrc/common/logprob.h."""
 
 LOG_RATIO_LIMIT = 20.0
 """|ℓ − μ| is clamped to this before the exponential, as in csrc/common/contribution.h."""
@@ -55,9 +70,7 @@ class ReferenceKernels:
             owned_C, local_C = _locate(target[chunk], vocab_start, raw_CV.shape[1])
             target_C.copy_(torch.where(owned_C, raw_CV.gather(1, local_C[:, None])[:, 0], 0))
             max_C.copy_(raw_CV.amax(dim=1))
-            # A row of −inf alone (all padding) keeps m = −inf and s = 0: shift it by 0 instead.
-            shift_C = torch.where(max_C == -math.inf, 0, max_C)
-            scaled_CV = raw_CV.sub_(shift_C[:, None]).div_(temperature)
+            scaled_CV = _scaled_(raw_CV, max_C, temperature)
             exp_CV = scaled_CV.exp()
             sum_C.copy_(exp_CV.sum(dim=1))
             weighted_C.copy_((exp_CV * scaled_CV.masked_fill_(exp_CV == 0, 0.0)).sum(dim=1))
@@ -109,15 +122,15 @@ class ReferenceKernels:
         for chunk, raw_CV in _chunks(logits, rows_T, target.numel(), vocab_size - vocab_start):
             scaled_CV = raw_CV.sub_(max[chunk, None]).div_(temperature)
             log_prob_CV = scaled_CV.sub_(log_sum[chunk, None])
-            prob_CV = log_prob_CV.exp()
-            # A column with p = 0 has log p = −inf; its term tends to 0.
-            from_mean_CV = (log_prob_CV + entropy[chunk, None]).masked_fill_(prob_CV == 0, 0)
             grad_logprob_C, grad_entropy_C = grad_logprob_T[chunk], grad_entropy_T[chunk]
-            factor_CV = grad_logprob_C[:, None] + grad_entropy_C[:, None] * from_mean_CV
-            grad_CV = -prob_CV * factor_CV
-            owned_C, local_C = _locate(target[chunk], vocab_start, grad_CV.shape[1])
-            at_target_C = torch.where(owned_C, grad_logprob_C, 0).to(grad_CV.dtype)
-            grad_CV.scatter_add_(1, local_C[:, None], at_target_C[:, None])
+            grad_CV = _gradient(
+                log_prob_CV,
+                entropy[chunk],
+                target[chunk],
+                grad_logprob_C,
+                grad_entropy_C,
+                vocab_start,
+            )
             grad_CV.div_(temperature)
             # A token without a gradient gets zeros, whatever its logits hold.
             idle_C = (grad_logprob_C == 0) & (grad_entropy_C == 0)
@@ -127,6 +140,129 @@ class ReferenceKernels:
         unselected_N = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
         unselected_N[rows_T] = False
         logits.masked_fill_(unselected_N[:, None], 0.0)
+
+    def kl_partials(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        target: Tensor,
+        vocab_start: int,
+        vocab_size: int,
+        temperature: float,
+        direction: Direction,
+    ) -> Tensor:
+        """Reduce this rank's columns of both rows of each token, each [T, V], to [T, 8].
+
+        The student's m, s, t and x_y, the teacher's m and s, and c and f.
+        """
+        columns = (vocab_start, vocab_size, temperature)
+        partials_T8 = torch.cat(
+            [
+                self.logprob_partials(student, None, target, *columns),
+                self.logprob_partials(teacher, None, target, *columns),
+            ],
+            dim=1,
+        )
+        num_true = vocab_size - vocab_start
+        for (chunk, student_CV), (_, teacher_CV) in zip(
+            _chunks(student, None, len(target), num_true),
+            _chunks(teacher, None, len(target), num_true),
+            strict=True,
+        ):
+            student_max_C, *_, teacher_max_C, _, cross_C, floored_C = partials_T8[chunk].unbind(1)
+            student_CV = _scaled_(student_CV, student_max_C, temperature)
+            teacher_CV = _scaled_(teacher_CV, teacher_max_C, temperature)
+            first_CV, second_CV = _in_order(student_CV, teacher_CV, direction)
+            exp_CV = first_CV.exp()
+            has_floor_CV = second_CV == -math.inf
+            difference_CV = first_CV - second_CV.masked_fill(has_floor_CV, LOG_FLOOR)
+            cross_C.copy_((exp_CV * difference_CV.masked_fill_(exp_CV == 0, 0.0)).sum(dim=1))
+            floored_C.copy_((exp_CV * has_floor_CV).sum(dim=1))
+        return partials_T8
+
+    def kl_combine(
+        self, partials: Tensor, temperature: float, direction: Direction
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Merge partials [P, T, 8] to log-prob, entropy, M, log S, the teacher's M' and log S', KL.
+
+        Each is [T]. NaN anywhere makes all seven of its token NaN.
+        """
+        exact_PT8 = partials.double()
+        student_PT4, teacher_PT4 = exact_PT8[..., :4], exact_PT8[..., 4:]
+        student = self.logprob_combine(student_PT4, temperature)
+        # The halves begin alike; of the teacher's only M' and log S' are used.
+        teacher = self.logprob_combine(teacher_PT4, temperature)
+        _, _, cross_PT, floored_PT = teacher_PT4.unbind(dim=2)
+        first_PT4, second_PT4 = _in_order(student_PT4, teacher_PT4, direction)
+        (_, _, max_T, log_sum_T), (_, _, second_max_T, second_log_sum_T) = _in_order(
+            student, teacher, direction
+        )
+        max_PT, sum_PT = first_PT4[..., 0], first_PT4[..., 1]
+        second_max_PT = second_PT4[..., 0]
+        step_PT = (max_PT - max_T) / temperature
+        second_step_PT = (second_max_PT - second_max_T) / temperature
+        second_step_PT = second_step_PT.masked_fill(second_max_PT == -math.inf, 0)
+        moved_PT = cross_PT + (step_PT - second_step_PT) * sum_PT + second_step_PT * floored_PT
+        moved_PT = (step_PT.exp() * moved_PT).masked_fill(max_PT == -math.inf, 0)
+        kl_T = moved_PT.sum(dim=0) / log_sum_T.exp() - log_sum_T + second_log_sum_T
+        results = (*student, *teacher[2:], kl_T)
+        poisoned_T = torch.stack(results).isnan().any(dim=0)
+        logprob_T, entropy_T, max_T, log_sum_T, teacher_max_T, teacher_log_sum_T, kl_T = (
+            values_T.masked_fill(poisoned_T, math.nan).to(partials.dtype) for values_T in results
+        )
+        return logprob_T, entropy_T, max_T, log_sum_T, teacher_max_T, teacher_log_sum_T, kl_T
+
+    def kl_backward_(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        target: Tensor,
+        max: Tensor,
+        log_sum: Tensor,
+        entropy: Tensor,
+        teacher_max: Tensor,
+        teacher_log_sum: Tensor,
+        kl: Tensor,
+        grad_logprob: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_kl: Tensor,
+        vocab_start: int,
+        vocab_size: int,
+        temperature: float,
+        direction: Direction,
+    ) -> None:
+        """Overwrite the student's logits [T, V] with their gradient."""
+        zeros_T = torch.zeros_like(log_sum)
+        grad_logprob_T = zeros_T if grad_logprob is None else grad_logprob
+        grad_entropy_T = zeros_T if grad_entropy is None else grad_entropy
+        _outside(student, None, target, vocab_size)
+        num_true = vocab_size - vocab_start
+        for (chunk, student_CV), (_, teacher_CV) in zip(
+            _chunks(student, None, len(target), num_true),
+            _chunks(teacher, None, len(target), num_true),
+            strict=True,
+        ):
+            is_minus_infinity_CV = student_CV == -math.inf
+            log_p_CV = student_CV.sub_(max[chunk, None]).div_(temperature)
+            log_p_CV.sub_(log_sum[chunk, None])
+            d_CV = teacher_CV.sub_(teacher_max[chunk, None]).div_(temperature)
+            if direction == "reverse":
+                log_q_CV = d_CV.masked_fill_(d_CV == -math.inf, LOG_FLOOR)
+                log_q_CV.sub_(teacher_log_sum[chunk, None])
+                p_CV = log_p_CV.exp()
+                by_kl_CV = p_CV * (log_p_CV - log_q_CV - kl[chunk, None]).masked_fill_(p_CV == 0, 0)
+            else:
+                q_CV = d_CV.sub_(teacher_log_sum[chunk, None]).exp_()
+                by_kl_CV = (log_p_CV.exp() - q_CV).masked_fill_(is_minus_infinity_CV, 0)
+            grad_logprob_C, grad_entropy_C = grad_logprob_T[chunk], grad_entropy_T[chunk]
+            grad_CV = _gradient(
+                log_p_CV, entropy[chunk], target[chunk], grad_logprob_C, grad_entropy_C, vocab_start
+            )
+            grad_CV.add_(grad_kl[chunk, None] * by_kl_CV).div_(temperature)
+            idle_C = (grad_logprob_C == 0) & (grad_entropy_C == 0) & (grad_kl[chunk] == 0)
+            grad_CV.masked_fill_(idle_C[:, None], 0.0)
+            _padding(grad_CV, num_true).fill_(0.0)
+            student[chunk] = grad_CV.to(student.dtype)
 
     def contributions_(
         self,
@@ -162,6 +298,37 @@ class ReferenceKernels:
 
 
 KERNELS = ReferenceKernels()
+
+
+def _gradient(
+    log_prob_CV: Tensor,
+    entropy_C: Tensor,
+    target_C: Tensor,
+    grad_logprob_C: Tensor,
+    grad_entropy_C: Tensor,
+    vocab_start: int,
+) -> Tensor:
+    """Compute ∂(g · log-prob + h · entropy)/∂(x / temperature)."""
+    prob_CV = log_prob_CV.exp()
+    # A column with p = 0 has log p = −inf; its term tends to 0.
+    from_mean_CV = (log_prob_CV + entropy_C[:, None]).masked_fill_(prob_CV == 0, 0)
+    grad_CV = -prob_CV * (grad_logprob_C[:, None] + grad_entropy_C[:, None] * from_mean_CV)
+    owned_C, local_C = _locate(target_C, vocab_start, grad_CV.shape[1])
+    at_target_C = torch.where(owned_C, grad_logprob_C, 0).to(grad_CV.dtype)
+    return grad_CV.scatter_add_(1, local_C[:, None], at_target_C[:, None])
+
+
+def _scaled_(raw_CV: Tensor, max_C: Tensor, temperature: float) -> Tensor:
+    """Overwrite logits with d; a row of −inf alone (all padding), m = −inf, is shifted by 0."""
+    shift_C = torch.where(max_C == -math.inf, 0, max_C)
+    return raw_CV.sub_(shift_C[:, None]).div_(temperature)
+
+
+def _in_order[T](student: T, teacher: T, direction: Direction) -> tuple[T, T]:
+    """Return first and second: the mean of a KL divergence is over the first."""
+    if direction not in ("reverse", "forward"):
+        raise RuntimeError(f"direction must be reverse or forward, got '{direction}'")
+    return (student, teacher) if direction == "reverse" else (teacher, student)
 
 
 def _chunks(

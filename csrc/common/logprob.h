@@ -107,12 +107,32 @@ struct TokenLogprob {
   float log_sum;  // log S, S = sum e^((x - M) / temperature)
 };
 
+// The ranks' partials of one row, merged; NaN in all four where one is NaN or no column is
+// possible.
+struct MergedPartials {
+  float max;   // M
+  double sum;  // S
+  double weighted;
+  double target;
+};
+
+// (value - reference) / temperature.
+BAPO_HD double scaled_difference(float value, float reference, float temperature) {
+  const double inverse_temperature = 1.0 / static_cast<double>(temperature);
+  return (static_cast<double>(value) - static_cast<double>(reference)) * inverse_temperature;
+}
+
+// The same within the range of det_exp.
+BAPO_HD double scaled_step(float value, float reference, float temperature) {
+  const double step = scaled_difference(value, reference, temperature);
+  return step < -kDetExpLimit ? -kDetExpLimit : step;
+}
+
 // Merges the ranks' partials in rank order, in float64:
-//   S = sum a_i s_i,  U = sum a_i (t_i + d_i s_i),  a_i = e^d_i,  d_i = (m_i - M) / temperature,
-//   logprob = (x_y - M) / temperature - log S,   entropy = log S - U / S.
-// A rank whose columns are all -inf or padding has m_i = -inf and is skipped. NaN anywhere makes
-// all four NaN. rank_stride: floats from one rank's partials of the token to the next rank's.
-BAPO_HD TokenLogprob combine_partials(const float* partials, int64_t num_ranks, int64_t rank_stride,
+//   S = sum a_i s_i,  U = sum a_i (t_i + d_i s_i),  a_i = e^d_i,  d_i = (m_i - M) / temperature.
+// A rank whose columns are all -inf or padding has m_i = -inf and is skipped. rank_stride: floats
+// from one rank's partials of the token to the next rank's.
+BAPO_HD MergedPartials merge_partials(const float* partials, int64_t num_ranks, int64_t rank_stride,
                                       float temperature) {
   float max = -kInfinity;
   bool poisoned = false;
@@ -122,24 +142,33 @@ BAPO_HD TokenLogprob combine_partials(const float* partials, int64_t num_ranks, 
     max = part[0] > max ? part[0] : max;
   }
   if (poisoned || max == -kInfinity) return {kNaN, kNaN, kNaN, kNaN};
-  double sum = 0.0;
-  double weighted = 0.0;
-  double target = 0.0;
-  const double inverse_temperature = 1.0 / static_cast<double>(temperature);
+  MergedPartials merged = {max, 0.0, 0.0, 0.0};
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     const float* part = partials + rank * rank_stride;
-    target += static_cast<double>(part[3]);
+    merged.target += static_cast<double>(part[3]);
     if (part[0] == -kInfinity) continue;
-    double d = (static_cast<double>(part[0]) - static_cast<double>(max)) * inverse_temperature;
-    d = d < -kDetExpLimit ? -kDetExpLimit : d;
+    const double d = scaled_step(part[0], max, temperature);
     const double alpha = det_exp(d);
-    sum += alpha * static_cast<double>(part[1]);
-    weighted += alpha * (static_cast<double>(part[2]) + d * static_cast<double>(part[1]));
+    merged.sum += alpha * static_cast<double>(part[1]);
+    merged.weighted += alpha * (static_cast<double>(part[2]) + d * static_cast<double>(part[1]));
   }
-  const double log_sum = log(sum);
-  const double logprob = (target - static_cast<double>(max)) * inverse_temperature - log_sum;
-  return {static_cast<float>(logprob), static_cast<float>(log_sum - weighted / sum), max,
-          static_cast<float>(log_sum)};
+  return merged;
+}
+
+// logprob = (x_y - M) / temperature - log S,   entropy = log S - U / S.
+BAPO_HD TokenLogprob token_logprob(const MergedPartials& merged, float temperature) {
+  const double inverse_temperature = 1.0 / static_cast<double>(temperature);
+  const double log_sum = log(merged.sum);
+  const double logprob =
+      (merged.target - static_cast<double>(merged.max)) * inverse_temperature - log_sum;
+  return {static_cast<float>(logprob), static_cast<float>(log_sum - merged.weighted / merged.sum),
+          merged.max, static_cast<float>(log_sum)};
+}
+
+// Both steps in one; NaN anywhere makes all four NaN.
+BAPO_HD TokenLogprob combine_partials(const float* partials, int64_t num_ranks, int64_t rank_stride,
+                                      float temperature) {
+  return token_logprob(merge_partials(partials, num_ranks, rank_stride, temperature), temperature);
 }
 
 // The gradient of a row, prepared once: with e2 = log2 p,

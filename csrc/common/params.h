@@ -7,6 +7,7 @@
 
 #include "common/clip_grid.h"
 #include "common/contribution.h"
+#include "common/kl.h"
 #include "common/search.h"
 
 namespace bapo {
@@ -30,6 +31,10 @@ BAPO_HD int64_t num_true_columns(const Logits& logits) {
   const int64_t left = logits.vocab_size - logits.vocab_start;
   if (left <= 0) return 0;
   return left < logits.num_columns ? left : logits.num_columns;
+}
+
+BAPO_HD float value_or_zero(const float* values, int64_t index) {
+  return values == nullptr ? 0.0f : values[index];
 }
 
 struct LogprobPartialsParams {
@@ -63,6 +68,73 @@ struct LogitsBackwardParams {
   const float* grad_entropy;  // [T] or null: 0
   int32_t* token_of_row;      // [N] scratch: token of each row, -1 none, -2 several
 };
+
+struct KlPartialsParams {
+  Logits student;  // [T, V] read only, like the teacher's of the same type and shape
+  Logits teacher;
+  const int64_t* target;  // [T] vocabulary ids
+  int64_t num_tokens;
+  KlDirection direction;
+  float* partials;  // [T, 8] out: KlPartials
+};
+
+struct KlCombineParams {
+  const float* partials;  // [P, T, 8]
+  int64_t num_ranks;
+  int64_t num_tokens;
+  float temperature;
+  KlDirection direction;
+  float* logprob;  // [T] out, like the next six
+  float* entropy;
+  float* max;
+  float* log_sum;
+  float* teacher_max;
+  float* teacher_log_sum;
+  float* kl;
+};
+
+BAPO_HD void write_token_kl(const KlCombineParams& params, int64_t token, const TokenKl& result) {
+  params.logprob[token] = result.student.logprob;
+  params.entropy[token] = result.student.entropy;
+  params.max[token] = result.student.max;
+  params.log_sum[token] = result.student.log_sum;
+  params.teacher_max[token] = result.teacher_max;
+  params.teacher_log_sum[token] = result.teacher_log_sum;
+  params.kl[token] = result.kl;
+}
+
+struct KlBackwardParams {
+  Logits student;         // [T, V] overwritten with its gradient
+  Logits teacher;         // [T, V] read only
+  const int64_t* target;  // [T]
+  int64_t num_tokens;
+  const float* max;  // [T], from kl_combine, like the next five
+  const float* log_sum;
+  const float* entropy;
+  const float* teacher_max;
+  const float* teacher_log_sum;
+  const float* kl;
+  const float* grad_logprob;  // [T] or null: 0
+  const float* grad_entropy;  // [T] or null: 0
+  const float* grad_kl;       // [T]
+  KlDirection direction;
+};
+
+// Whether the token's row becomes zeros, whatever its logits hold.
+BAPO_HD bool has_no_gradient(const KlBackwardParams& params, int64_t token) {
+  return value_or_zero(params.grad_logprob, token) == 0.0f &&
+         value_or_zero(params.grad_entropy, token) == 0.0f && params.grad_kl[token] == 0.0f;
+}
+
+BAPO_HD KlGradient token_gradient(const KlBackwardParams& params, int64_t token) {
+  const TokenKl values = {{0.0f, params.entropy[token], params.max[token], params.log_sum[token]},
+                          params.teacher_max[token],
+                          params.teacher_log_sum[token],
+                          params.kl[token]};
+  return kl_gradient(values, value_or_zero(params.grad_logprob, token),
+                     value_or_zero(params.grad_entropy, token), params.grad_kl[token],
+                     params.student.temperature, params.direction);
+}
 
 struct ContributionsParams {
   const float* logprob;  // [T], like the next three

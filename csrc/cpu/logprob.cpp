@@ -68,31 +68,38 @@ int64_t local_column(const Logits& logits, int64_t id) {
   return 0 <= column && column < num_true_columns(logits) ? column : -1;
 }
 
-float value_or_zero(const float* values, int64_t index) {
-  return values == nullptr ? 0.0f : values[index];
-}
-
 bool has_nan(const RowGradient& gradient) {
   return is_nan(gradient.shift) || is_nan(gradient.norm) || is_nan(gradient.slope) ||
          is_nan(gradient.offset);
 }
 
-// The true columns of one row. Its target is read before the row is overwritten.
-void overwrite_row(const Logits& logits, char* row, int64_t target_column,
-                   const RowGradient& gradient, RowGradientFunction row_gradient_in_place) {
+bool has_nan(const KlGradient& gradient) {
+  return has_nan(gradient.row) || is_nan(gradient.teacher_shift) || is_nan(gradient.teacher_norm) ||
+         is_nan(gradient.slope);
+}
+
+// The true columns of one row by overwrite(), then padding. target: gradient at the target,
+// computed before.
+template <typename Gradient, typename Overwrite>
+void overwrite_row(const Logits& logits, char* row, const Gradient& gradient, int64_t target_column,
+                   float target, const Overwrite& overwrite) {
   const int64_t num_columns = num_true_columns(logits);
+  const size_t bytes = element_bytes(logits.type);
   if (has_nan(gradient)) {
     // Not by vectors: rounding to 16 bits could carry out of a NaN that comes with a full payload.
     for (int64_t j = 0; j < num_columns; ++j) write_logit(row, j, logits.type, kNaN);
-    return;
+  } else {
+    overwrite(row, num_columns);
+    if (target_column >= 0) write_logit(row, target_column, logits.type, target);
   }
-  const bool is_here = target_column >= 0;
-  const float target = is_here ? read_logit(row, target_column, logits.type) : 0.0f;
-  row_gradient_in_place(row, num_columns, gradient);
-  if (is_here) {
-    const float value = logit_gradient(target, gradient) + gradient.at_target;
-    write_logit(row, target_column, logits.type, value);
-  }
+  std::memset(row + num_columns * bytes, 0, (logits.num_columns - num_columns) * bytes);
+}
+
+float kl_gradient_at(float logit, float teacher_logit, const KlGradient& gradient,
+                     KlDirection direction) {
+  return direction == KlDirection::kReverse
+             ? kl_logit_gradient<KlDirection::kReverse>(logit, teacher_logit, gradient)
+             : kl_logit_gradient<KlDirection::kForward>(logit, teacher_logit, gradient);
 }
 
 }  // namespace
@@ -137,7 +144,6 @@ void logits_backward(const LogitsBackwardParams& params, Isa isa, int64_t begin,
   const Logits& logits = params.logits;
   const RowGradientFunction row_gradient_in_place =
       row_kernels(isa).gradient[static_cast<int>(logits.type)];
-  const int64_t num_columns = num_true_columns(logits);
   const size_t bytes = element_bytes(logits.type);
   for (int64_t index = begin; index < end; ++index) {
     char* row = row_address(logits, index);
@@ -151,9 +157,66 @@ void logits_backward(const LogitsBackwardParams& params, Isa isa, int64_t begin,
     const RowGradient gradient =
         row_gradient(params.max[token], params.log_sum[token], params.entropy[token], grad_logprob,
                      grad_entropy, logits.temperature);
-    overwrite_row(logits, row, local_column(logits, params.target[token]), gradient,
-                  row_gradient_in_place);
-    std::memset(row + num_columns * bytes, 0, (logits.num_columns - num_columns) * bytes);
+    const int64_t column = local_column(logits, params.target[token]);
+    float target = 0.0f;
+    if (column >= 0) {
+      target = logit_gradient(read_logit(row, column, logits.type), gradient) + gradient.at_target;
+    }
+    overwrite_row(logits, row, gradient, column, target, [&](char* columns, int64_t count) {
+      row_gradient_in_place(columns, count, gradient);
+    });
+  }
+}
+
+void kl_partials(const KlPartialsParams& params, Isa isa, int64_t begin, int64_t end) {
+  const Logits& student = params.student;
+  const KlSumsFunction sums =
+      row_kernels(isa).kl_sums[static_cast<int>(params.direction)][static_cast<int>(student.type)];
+  const float scale = exponent_scale(student.temperature);
+  for (int64_t token = begin; token < end; ++token) {
+    const char* row = row_address(student, token);
+    const int64_t column = local_column(student, params.target[token]);
+    const float target = column >= 0 ? read_logit(row, column, student.type) : 0.0f;
+    const KlPartials partials = finish_kl_partials(
+        sums(row, row_address(params.teacher, token), num_true_columns(student), scale), target,
+        scale, params.direction);
+    std::memcpy(params.partials + 8 * token, &partials, sizeof(partials));
+  }
+}
+
+void kl_combine(const KlCombineParams& params, int64_t begin, int64_t end) {
+  for (int64_t token = begin; token < end; ++token) {
+    write_token_kl(
+        params, token,
+        combine_kl_partials(params.partials + 8 * token, params.num_ranks, 8 * params.num_tokens,
+                            params.temperature, params.direction));
+  }
+}
+
+void kl_backward(const KlBackwardParams& params, Isa isa, int64_t begin, int64_t end) {
+  const Logits& student = params.student;
+  const KlGradientFunction row_gradient_in_place =
+      row_kernels(isa)
+          .kl_gradient[static_cast<int>(params.direction)][static_cast<int>(student.type)];
+  for (int64_t token = begin; token < end; ++token) {
+    char* row = row_address(student, token);
+    const char* teacher_row = row_address(params.teacher, token);
+    if (has_no_gradient(params, token)) {
+      std::memset(row, 0, student.num_columns * element_bytes(student.type));
+      continue;
+    }
+    const KlGradient gradient = token_gradient(params, token);
+    const int64_t column = local_column(student, params.target[token]);
+    float target = 0.0f;
+    if (column >= 0) {
+      target = kl_gradient_at(read_logit(row, column, student.type),
+                              read_logit(teacher_row, column, student.type), gradient,
+                              params.direction) +
+               gradient.row.at_target;
+    }
+    overwrite_row(student, row, gradient, column, target, [&](char* columns, int64_t count) {
+      row_gradient_in_place(columns, teacher_row, count, gradient);
+    });
   }
 }
 

@@ -79,6 +79,9 @@ struct Simd {
     BAPO_HD Exponent(float scale, float shift) : scale(broadcast(scale)), shift(broadcast(shift)) {}
     BAPO_HD Float operator()(Float x) const { return _mm256_fmsub_ps(x, scale, shift); }
   };
+  BAPO_HD static Float where_minus_infinity(Float x, Float a, Float b) {
+    return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, broadcast(-kInfinity), _CMP_EQ_OQ));
+  }
   BAPO_HD static float reduce_add(Float x) {
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));

@@ -79,6 +79,10 @@ struct Simd {
     BAPO_HD Exponent(float scale, float shift) : scale(broadcast(scale)), shift(broadcast(shift)) {}
     BAPO_HD Float operator()(Float x) const { return _mm512_fmsub_ps(x, scale, shift); }
   };
+  BAPO_HD static Float where_minus_infinity(Float x, Float a, Float b) {
+    const __mmask16 is = _mm512_cmp_ps_mask(x, broadcast(-kInfinity), _CMP_EQ_OQ);
+    return _mm512_mask_mov_ps(b, is, a);
+  }
   BAPO_HD static float reduce_add(Float x) { return _mm512_reduce_add_ps(x); }
   BAPO_HD static float reduce_max(Float x) { return _mm512_reduce_max_ps(x); }
   BAPO_HD static bool has_nan(Float x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }

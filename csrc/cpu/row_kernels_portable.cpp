@@ -67,6 +67,9 @@ struct Simd {
                                       static_cast<double>(shift))) {}
     BAPO_HD Float operator()(Float x) const { return (x - reference) * scale + residual; }
   };
+  BAPO_HD static Float where_minus_infinity(Float x, Float a, Float b) {
+    return x == -kInfinity ? a : b;
+  }
   BAPO_HD static float reduce_add(Float x) { return (x[0] + x[2]) + (x[1] + x[3]); }
   BAPO_HD static float reduce_max(Float x) {
     const float even = x[0] > x[2] ? x[0] : x[2];

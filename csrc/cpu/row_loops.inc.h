@@ -2,6 +2,8 @@
 //
 // row_sums:              sum 2^e and sum 2^e e, e = x k - shift, over row [V]; one read.
 // row_gradient_in_place: x = p (slope e2 + offset) over row [V], p = 2^e2; one read, one write.
+// kl_row_sums and kl_row_gradient_in_place: the same of a student's row beside a teacher's, whose
+//   logits are read once too.
 // V = columns.
 //
 // Included inside the anonymous namespace of a file that defines `Simd` and the target of the code;
@@ -15,6 +17,7 @@
 //   max(a, b)                            b where either is NaN
 //   fraction(x)                          x - floor(x)
 //   times_power(p, x)                    p 2^floor(x) for p in [1, 2]; 0 where x < -150
+//   where_minus_infinity(x, a, b)        a where x is -inf, else b
 //   reduce_add, reduce_max, has_nan      of one vector
 
 constexpr int kUnroll = 4;  // even: independent sums, to cover the latency of fused operations
@@ -67,10 +70,21 @@ struct BlockSums {
   Float weighted;
 };
 
+// Where the powers 2^e of a block are kept, in the order of load_pair.
+struct Powers {
+  alignas(64) float values[kBlock];
+
+  BAPO_HD void keep(int64_t j, const Float* pair) { Simd::store_pair(values + j, pair); }
+};
+
+struct NoPowers {
+  BAPO_HD void keep(int64_t, const Float*) {}
+};
+
 // Sums of count columns, a multiple of kChunk, relative to 2^shift. Without the clamp a column of
 // -inf makes the weighted sum NaN.
-template <bool kClamp, typename Element>
-BlockSums block_sums(const Element* logits_V, int64_t count, float scale, float shift) {
+template <bool kClamp, typename Element, typename Kept>
+BlockSums block_sums(const Element* logits_V, int64_t count, float scale, float shift, Kept& kept) {
   const Simd::Exponent exponent(scale, shift);
   const Float least = Simd::broadcast(kMinExponent);
   Float max[kUnroll];
@@ -84,14 +98,16 @@ BlockSums block_sums(const Element* logits_V, int64_t count, float scale, float 
     prefetch_chunk(logits_V + j);
     Float x[kUnroll];
     for (int i = 0; i < kUnroll; i += 2) Simd::load_pair(logits_V + j + i * Simd::kWidth, x + i);
+    Float power[kUnroll];
     for (int i = 0; i < kUnroll; ++i) {
       Float e2 = exponent(x[i]);
       if constexpr (kClamp) e2 = Simd::max(least, e2);
-      const Float power = exp2_vector<5>(e2);
+      power[i] = exp2_vector<5>(e2);
       max[i] = Simd::max(x[i], max[i]);
-      sum[i] = Simd::add(sum[i], power);
-      weighted[i] = Simd::fma(power, e2, weighted[i]);
+      sum[i] = Simd::add(sum[i], power[i]);
+      weighted[i] = Simd::fma(power[i], e2, weighted[i]);
     }
+    for (int i = 0; i < kUnroll; i += 2) kept.keep(j + i * Simd::kWidth, power + i);
   }
   return {Simd::max(Simd::max(max[0], max[1]), Simd::max(max[2], max[3])),
           Simd::add(Simd::add(sum[0], sum[1]), Simd::add(sum[2], sum[3])),
@@ -114,20 +130,28 @@ class RowSums {
  public:
   explicit RowSums(float scale) : scale_(scale) {}
 
-  template <typename Element>
-  void add(const Element* logits_V, int64_t count) {
+  // Returns the sum of the block's powers, which are kept relative to 2^shift().
+  template <typename Element, typename Kept>
+  Float add(const Element* logits_V, int64_t count, Kept& kept) {
     if (reference_ == -kInfinity) set_reference(block_max(logits_V, count));
-    BlockSums block = block_sums<false>(logits_V, count, scale_, shift_);
+    BlockSums block = block_sums<false>(logits_V, count, scale_, shift_, kept);
     const float block_top = Simd::reduce_max(block.max);
     if ((block_top - reference_) * scale_ > kSlack) {
       set_reference(block_top);
-      block = block_sums<false>(logits_V, count, scale_, shift_);
+      block = block_sums<false>(logits_V, count, scale_, shift_, kept);
     }
-    if (Simd::has_nan(block.weighted)) block = block_sums<true>(logits_V, count, scale_, shift_);
+    if (Simd::has_nan(block.weighted)) {
+      block = block_sums<true>(logits_V, count, scale_, shift_, kept);
+    }
     max_ = block_top > max_ ? block_top : max_;
     sum_ = Simd::add(sum_, block.sum);
     weighted_ = Simd::add(weighted_, block.weighted);
+    return block.sum;
   }
+
+  float reference() const { return reference_; }
+  float shift() const { return shift_; }
+  float max() const { return max_; }
 
   ShiftedSums finish() const {
     if (max_ == kInfinity) return {kNaN, kNaN, kNaN};  // whatever the vectors made of inf - inf
@@ -157,25 +181,133 @@ class RowSums {
   Float weighted_ = Simd::broadcast(0.0f);
 };
 
-// -inf as bits of the type: adds nothing to the sums.
+int64_t whole_chunks(int64_t num_columns) { return num_columns / kChunk * kChunk; }
+
+// The columns after the last whole chunk, filled up with -inf, which adds nothing to the sums.
 template <typename Element>
-void fill_with_minus_infinity(Element* values, int64_t count) {
-  for (int64_t j = 0; j < count; ++j) values[j] = from_float<Element>(-kInfinity);
-}
+struct Tail {
+  Tail(const Element* row_V, int64_t num_columns)
+      : bytes((num_columns - whole_chunks(num_columns)) * sizeof(Element)) {
+    for (Element& value : values) value = from_float<Element>(-kInfinity);
+    std::memcpy(values, row_V + whole_chunks(num_columns), bytes);
+  }
+
+  size_t bytes;
+  Element values[kChunk];
+};
 
 template <typename Element>
 ShiftedSums row_sums(const void* row, int64_t num_columns, float scale) {
   const Element* logits_V = static_cast<const Element*>(row);
-  const int64_t whole = num_columns / kChunk * kChunk;
+  const int64_t whole = whole_chunks(num_columns);
   RowSums sums(scale);
+  NoPowers none;
   for (int64_t j = 0; j < whole; j += kBlock) {
-    sums.add(logits_V + j, whole - j < kBlock ? whole - j : kBlock);
+    sums.add(logits_V + j, whole - j < kBlock ? whole - j : kBlock, none);
+  }
+  if (whole < num_columns) sums.add(Tail<Element>(logits_V, num_columns).values, kChunk, none);
+  return sums.finish();
+}
+
+// Cross sums of a block from the powers of its first row (common/kl.h): sum 2^e (e - e') and, where
+// e' is -inf and has its floor instead, sum 2^e. Without the clamp any -inf makes the sum infinite
+// or NaN.
+template <bool kClamp, typename Element>
+CrossSums<float> block_cross_sums(const Powers& powers, const Element* first_V,
+                                  const Element* second_V, int64_t count,
+                                  const Simd::Exponent& first, const Simd::Exponent& second) {
+  const Float least = Simd::broadcast(kMinExponent);
+  const Float zero = Simd::broadcast(0.0f);
+  Float cross[kUnroll];
+  Float floored[kUnroll];
+  for (int i = 0; i < kUnroll; ++i) cross[i] = floored[i] = zero;
+  for (int64_t j = 0; j < count; j += kChunk) {
+    for (int i = 0; i < kUnroll; i += 2) {
+      Float x[2], y[2], power[2];
+      Simd::load_pair(first_V + j + i * Simd::kWidth, x);
+      Simd::load_pair(second_V + j + i * Simd::kWidth, y);
+      Simd::load_pair(powers.values + j + i * Simd::kWidth, power);
+      for (int lane = 0; lane < 2; ++lane) {
+        Float e = first(x[lane]);
+        Float other = second(y[lane]);
+        if constexpr (kClamp) {
+          const Float held = Simd::where_minus_infinity(other, power[lane], zero);
+          floored[i + lane] = Simd::add(floored[i + lane], held);
+          e = Simd::max(least, e);
+          other = Simd::where_minus_infinity(other, least, other);
+        }
+        cross[i + lane] = Simd::fma(power[lane], Simd::sub(e, other), cross[i + lane]);
+      }
+    }
+  }
+  const auto total = [](const Float* sums) {
+    return Simd::reduce_add(Simd::add(Simd::add(sums[0], sums[1]), Simd::add(sums[2], sums[3])));
+  };
+  return {0.0f, total(cross), total(floored)};
+}
+
+// Sums so far of both rows. Those of each row alone have the bits that row_sums gives.
+template <KlDirection kDirection>
+class KlRowSums {
+ public:
+  explicit KlRowSums(float scale) : scale_(scale), first_(scale), second_(scale) {}
+
+  template <typename Element>
+  void add(const Element* student_V, const Element* teacher_V, int64_t count) {
+    const Element* first_V = kIsReverse ? student_V : teacher_V;
+    const Element* second_V = kIsReverse ? teacher_V : student_V;
+    const float first_reference = first_.reference();
+    const float second_reference = second_.reference();
+    Powers powers;
+    NoPowers none;
+    const Float sum = first_.add(first_V, count, powers);
+    second_.add(second_V, count, none);
+    move(first_reference, first_.reference(), second_reference, second_.reference());
+
+    const Simd::Exponent first(scale_, first_.shift());
+    const Simd::Exponent second(scale_, second_.shift());
+    CrossSums<float> block =
+        block_cross_sums<false>(powers, first_V, second_V, count, first, second);
+    if (!(block.cross - block.cross == 0.0f)) {
+      block = block_cross_sums<true>(powers, first_V, second_V, count, first, second);
+    }
+    cross_.sum += Simd::reduce_add(sum);
+    cross_.cross += block.cross;
+    cross_.floored += block.floored;
+  }
+
+  KlSums finish() {
+    move(first_.reference(), first_.max(), second_.reference(), second_.max());
+    return kIsReverse ? KlSums{first_.finish(), second_.finish(), cross_}
+                      : KlSums{second_.finish(), first_.finish(), cross_};
+  }
+
+ private:
+  static constexpr bool kIsReverse = kDirection == KlDirection::kReverse;
+
+  void move(float first_from, float first_to, float second_from, float second_to) {
+    cross_ = move_in_base_2(cross_, reference_step(first_from, first_to, scale_),
+                            reference_step(second_from, second_to, scale_));
+  }
+
+  float scale_;
+  RowSums first_;
+  RowSums second_;
+  CrossSums<float> cross_ = {0.0f, 0.0f, 0.0f};
+};
+
+template <typename Element, KlDirection kDirection>
+KlSums kl_row_sums(const void* student, const void* teacher, int64_t num_columns, float scale) {
+  const Element* student_V = static_cast<const Element*>(student);
+  const Element* teacher_V = static_cast<const Element*>(teacher);
+  const int64_t whole = whole_chunks(num_columns);
+  KlRowSums<kDirection> sums(scale);
+  for (int64_t j = 0; j < whole; j += kBlock) {
+    sums.add(student_V + j, teacher_V + j, whole - j < kBlock ? whole - j : kBlock);
   }
   if (whole < num_columns) {
-    Element tail[kChunk];
-    fill_with_minus_infinity(tail, kChunk);
-    std::memcpy(tail, logits_V + whole, (num_columns - whole) * sizeof(Element));
-    sums.add(tail, kChunk);
+    const Tail<Element> tail(student_V, num_columns);
+    sums.add(tail.values, Tail<Element>(teacher_V, num_columns).values, kChunk);
   }
   return sums.finish();
 }
@@ -205,18 +337,81 @@ void chunk_gradient(Element* logits_V, int64_t count, const RowGradient& row) {
 template <typename Element>
 void row_gradient_in_place(void* row, int64_t num_columns, const RowGradient& gradient) {
   Element* logits_V = static_cast<Element*>(row);
-  const int64_t whole = num_columns / kChunk * kChunk;
+  const int64_t whole = whole_chunks(num_columns);
   chunk_gradient(logits_V, whole, gradient);
   if (whole < num_columns) {
-    Element tail[kChunk];
-    fill_with_minus_infinity(tail, kChunk);
-    const size_t bytes = (num_columns - whole) * sizeof(Element);
-    std::memcpy(tail, logits_V + whole, bytes);
-    chunk_gradient(tail, kChunk, gradient);
-    std::memcpy(logits_V + whole, tail, bytes);
+    Tail<Element> tail(logits_V, num_columns);
+    chunk_gradient(tail.values, kChunk, gradient);
+    std::memcpy(logits_V + whole, tail.values, tail.bytes);
   }
 }
 
+// kl_logit_gradient of common/kl.h.
+template <KlDirection kDirection, typename Element>
+void kl_chunk_gradient(Element* student_V, const Element* teacher_V, int64_t count,
+                       const KlGradient& gradient) {
+  constexpr int kDegree = sizeof(Element) == 2 ? 4 : 5;
+  const RowGradient& row = gradient.row;
+  const Simd::Exponent student_exponent(row.scale, row.shift);
+  const Simd::Exponent teacher_exponent(row.scale, gradient.teacher_shift);
+  const Float student_norm = Simd::broadcast(row.norm);
+  const Float teacher_norm = Simd::broadcast(gradient.teacher_norm);
+  const Float slope = Simd::broadcast(row.slope);
+  const Float offset = Simd::broadcast(row.offset);
+  const Float kl_slope = Simd::broadcast(gradient.slope);
+  const Float least = Simd::broadcast(kMinExponent);
+  for (int64_t j = 0; j < count; j += kChunk) {
+    prefetch_chunk(student_V + j);
+    prefetch_chunk(teacher_V + j);
+    for (int i = 0; i < kUnroll; i += 2) {
+      Float pair[2], teacher_pair[2];
+      Simd::load_pair(student_V + j + i * Simd::kWidth, pair);
+      Simd::load_pair(teacher_V + j + i * Simd::kWidth, teacher_pair);
+      for (int lane = 0; lane < 2; ++lane) {
+        const Float student = student_exponent(pair[lane]);
+        const Float teacher = teacher_exponent(teacher_pair[lane]);
+        const Float e2 = Simd::max(least, Simd::sub(student, student_norm));
+        const Float p = exp2_vector<kDegree>(e2);
+        const Float factor = Simd::fma(slope, e2, offset);
+        if constexpr (kDirection == KlDirection::kReverse) {
+          const Float q2 =
+              Simd::sub(Simd::where_minus_infinity(teacher, least, teacher), teacher_norm);
+          pair[lane] = Simd::mul(p, Simd::fma(kl_slope, Simd::sub(e2, q2), factor));
+        } else {
+          const Float q = exp2_vector<kDegree>(Simd::max(least, Simd::sub(teacher, teacher_norm)));
+          const Float value = Simd::fma(kl_slope, Simd::sub(p, q), Simd::mul(p, factor));
+          pair[lane] = Simd::where_minus_infinity(student, Simd::broadcast(0.0f), value);
+        }
+      }
+      Simd::store_pair(student_V + j + i * Simd::kWidth, pair);
+    }
+  }
+}
+
+template <typename Element, KlDirection kDirection>
+void kl_row_gradient_in_place(void* student, const void* teacher, int64_t num_columns,
+                              const KlGradient& gradient) {
+  Element* student_V = static_cast<Element*>(student);
+  const Element* teacher_V = static_cast<const Element*>(teacher);
+  const int64_t whole = whole_chunks(num_columns);
+  kl_chunk_gradient<kDirection>(student_V, teacher_V, whole, gradient);
+  if (whole < num_columns) {
+    Tail<Element> tail(student_V, num_columns);
+    kl_chunk_gradient<kDirection>(tail.values, Tail<Element>(teacher_V, num_columns).values, kChunk,
+                                  gradient);
+    std::memcpy(student_V + whole, tail.values, tail.bytes);
+  }
+}
+
+constexpr KlDirection kReverse = KlDirection::kReverse;
+constexpr KlDirection kForward = KlDirection::kForward;
+
 constexpr RowKernels kRowKernels = {
     {row_sums<float>, row_sums<BFloat16>, row_sums<Half>},
-    {row_gradient_in_place<float>, row_gradient_in_place<BFloat16>, row_gradient_in_place<Half>}};
+    {row_gradient_in_place<float>, row_gradient_in_place<BFloat16>, row_gradient_in_place<Half>},
+    {{kl_row_sums<float, kReverse>, kl_row_sums<BFloat16, kReverse>, kl_row_sums<Half, kReverse>},
+     {kl_row_sums<float, kForward>, kl_row_sums<BFloat16, kForward>, kl_row_sums<Half, kForward>}},
+    {{kl_row_gradient_in_place<float, kReverse>, kl_row_gradient_in_place<BFloat16, kReverse>,
+      kl_row_gradient_in_place<Half, kReverse>},
+     {kl_row_gradient_in_place<float, kForward>, kl_row_gradient_in_place<BFloat16, kForward>,
+      kl_row_gradient_in_place<Half, kForward>}}};

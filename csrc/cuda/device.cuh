@@ -59,4 +59,22 @@ __device__ __forceinline__ float block_max(float value, float (&scratch)[num_war
   return result;
 }
 
+// Sums over the block of each value, for thread 0, in the order of the warps.
+template <int count, int num_warps>
+__device__ __forceinline__ void block_sums(float (&values)[count],
+                                           float (&scratch)[count][num_warps]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    values[i] = warp_sum(values[i]);
+    if (threadIdx.x % kWarpSize == 0) scratch[i][threadIdx.x / kWarpSize] = values[i];
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (int warp = 1; warp < num_warps; ++warp) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) values[i] += scratch[i][warp];
+  }
+}
+
 }  // namespace bapo

@@ -13,6 +13,9 @@ extern "C" {
 int bapo_launch_logprob_partials(const bapo::LogprobPartialsParams* params, void* stream);
 int bapo_launch_logprob_combine(const bapo::LogprobCombineParams* params, void* stream);
 int bapo_launch_logits_backward(const bapo::LogitsBackwardParams* params, void* stream);
+int bapo_launch_kl_partials(const bapo::KlPartialsParams* params, void* stream);
+int bapo_launch_kl_combine(const bapo::KlCombineParams* params, void* stream);
+int bapo_launch_kl_backward(const bapo::KlBackwardParams* params, void* stream);
 // Adds into params->table.
 int bapo_launch_contributions(const bapo::ContributionsParams* params, void* stream);
 int bapo_launch_search_bounds(const bapo::SearchBoundsParams* params, void* stream);

@@ -7,6 +7,7 @@
 
 #include <climits>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/logprob.h"
 #include "common/params.h"
@@ -90,6 +91,18 @@ struct Word<__half> : PairWord<__half2> {
 template <typename Element>
 constexpr int kVectorLength = vector_length(sizeof(Element));
 
+// 16 bytes from anywhere; a row beside another one may have its own alignment.
+template <typename Element>
+__device__ __forceinline__ uint4 load_vector(const Element* address, bool is_aligned) {
+  if (is_aligned) return __ldcs(reinterpret_cast<const uint4*>(address));
+  Element elements[kVectorLength<Element>];
+#pragma unroll
+  for (int j = 0; j < kVectorLength<Element>; ++j) elements[j] = address[j];
+  uint4 vector;
+  memcpy(&vector, elements, sizeof(vector));
+  return vector;
+}
+
 template <typename Element>
 __device__ __forceinline__ void unpack_vector(const uint4& vector, float* values) {
   constexpr int kPerWord = kVectorLength<Element> / 4;
@@ -154,6 +167,17 @@ cudaError_t dispatch_element(LogitType type, const Function& function) {
       return function(__half{});
   }
   return cudaErrorInvalidValue;
+}
+
+// Calls function(Element{}, constant of the direction).
+template <typename Function>
+cudaError_t dispatch_kl(LogitType type, KlDirection direction, const Function& function) {
+  return dispatch_element(type, [&](auto element) {
+    if (direction == KlDirection::kReverse) {
+      return function(element, std::integral_constant<KlDirection, KlDirection::kReverse>{});
+    }
+    return function(element, std::integral_constant<KlDirection, KlDirection::kForward>{});
+  });
 }
 
 }  // namespace bapo

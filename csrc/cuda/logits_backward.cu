@@ -3,14 +3,12 @@
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 #include "cuda/logits.cuh"
+#include "cuda/overwrite_row.cuh"
 
 namespace bapo {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kMapThreads = 256;
-// Vectors in flight per thread; 5 blocks of 256 threads request 100 kB per multiprocessor.
-constexpr int kVectorsPerThread = 5;
 constexpr int kBlocksPerProcessor = 5;
 
 // In token_of_row, beside tokens.
@@ -32,18 +30,23 @@ __global__ void __launch_bounds__(kMapThreads)
   }
 }
 
-// What a row becomes: zeros, or the gradient with the target's own term.
 struct RowJob {
-  RowGradient gradient;
+  static constexpr bool kHasTeacher = false;
+
+  RowGradient row;
   bool is_zero;
-  int target_column;  // of this rank, else -1
+  int target_column;
+
+  __device__ __forceinline__ float at_target() const { return row.at_target; }
+  __device__ __forceinline__ float gradient(float logit, float) const {
+    return logit_gradient(logit, row);
+  }
 };
 
 __device__ __forceinline__ RowJob zero_row() { return {{}, true, -1}; }
 
 // A row that several tokens select has NaN for its log-sum, and so for its whole gradient.
-__device__ __forceinline__ RowJob row_job(const LogitsBackwardParams& params, int64_t row,
-                                          int num_true) {
+__device__ __forceinline__ RowJob row_job(const LogitsBackwardParams& params, int64_t row) {
   const Logits& logits = params.logits;
   int64_t token = row < params.num_tokens ? row : kNoToken;
   if (params.rows != nullptr) token = params.token_of_row[row];
@@ -51,86 +54,13 @@ __device__ __forceinline__ RowJob row_job(const LogitsBackwardParams& params, in
   if (token == kSeveralTokens) {
     return {row_gradient(kNaN, kNaN, kNaN, 1.0f, 0.0f, logits.temperature), false, -1};
   }
-  const float grad_logprob = params.grad_logprob == nullptr ? 0.0f : params.grad_logprob[token];
-  const float grad_entropy = params.grad_entropy == nullptr ? 0.0f : params.grad_entropy[token];
+  const float grad_logprob = value_or_zero(params.grad_logprob, token);
+  const float grad_entropy = value_or_zero(params.grad_entropy, token);
   // The row's values do not matter then: NaN is reported by the loss, not spread from here.
   if (grad_logprob == 0.0f && grad_entropy == 0.0f) return zero_row();
-  const int64_t column = params.target[token] - logits.vocab_start;
-  const bool is_local = column >= 0 && column < num_true;
   return {row_gradient(params.max[token], params.log_sum[token], params.entropy[token],
                        grad_logprob, grad_entropy, logits.temperature),
-          false, is_local ? static_cast<int>(column) : -1};
-}
-
-// The gradient of one logit, which is padding from num_true on.
-__device__ __forceinline__ float column_gradient(float logit, int column, const RowJob& job,
-                                                 int num_true) {
-  const float gradient = logit_gradient(logit, job.gradient);
-  const float at_target = column == job.target_column ? job.gradient.at_target : 0.0f;
-  return column < num_true ? gradient + at_target : 0.0f;
-}
-
-template <typename Element>
-__device__ __forceinline__ uint4 vector_gradient(const uint4& vector, int first_column,
-                                                 const RowJob& job, int num_true) {
-  constexpr int kLength = kVectorLength<Element>;
-  float values[kLength];
-  unpack_vector<Element>(vector, values);
-  // Few vectors hold the target or padding; the rest goes without two comparisons per element.
-  const bool has_target =
-      job.target_column >= first_column && job.target_column < first_column + kLength;
-  if (has_target || first_column + kLength > num_true) {
-#pragma unroll
-    for (int j = 0; j < kLength; ++j) {
-      values[j] = column_gradient(values[j], first_column + j, job, num_true);
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < kLength; ++j) values[j] = logit_gradient(values[j], job.gradient);
-  }
-  return pack_vector<Element>(values);
-}
-
-template <typename Element>
-__device__ __forceinline__ void write_scalars(Element* row, const RowLayout& layout,
-                                              const RowJob& job, int num_true) {
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread >= num_scalars(layout)) return;
-  const int column = scalar_column(layout, thread);
-  float gradient = 0.0f;
-  if (!job.is_zero) {
-    gradient = column_gradient(Word<Element>::load(row + column), column, job, num_true);
-  }
-  row[column] = Word<Element>::round(gradient);
-}
-
-template <typename Element>
-__device__ __forceinline__ void write_vectors(uint4* body, const RowLayout& layout,
-                                              const RowJob& job, int num_true) {
-  const int num_vectors = layout.num_vectors;
-  for (int first = static_cast<int>(threadIdx.x); first < num_vectors;
-       first += kThreads * kVectorsPerThread) {
-    uint4* mine = body + first;
-    const int first_column = vector_column(layout, first);
-    uint4 vectors[kVectorsPerThread];
-#pragma unroll
-    for (int i = 0; i < kVectorsPerThread; ++i) {
-      if (first + i * kThreads < num_vectors) vectors[i] = __ldcs(mine + i * kThreads);
-    }
-#pragma unroll
-    for (int i = 0; i < kVectorsPerThread; ++i) {
-      if (first + i * kThreads < num_vectors) {
-        const int column = first_column + i * kThreads * kVectorLength<Element>;
-        __stcs(mine + i * kThreads, vector_gradient<Element>(vectors[i], column, job, num_true));
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ void zero_vectors(uint4* body, int num_vectors) {
-  for (int index = static_cast<int>(threadIdx.x); index < num_vectors; index += kThreads) {
-    __stcs(body + index, make_uint4(0, 0, 0, 0));
-  }
+          false, local_column(logits, params.target[token])};
 }
 
 // Per row with token t, y its target, p = e^((x - max) / temperature - log_sum) (common/logprob.h):
@@ -138,26 +68,14 @@ __device__ __forceinline__ void zero_vectors(uint4* body, int num_vectors) {
 //          - p_j (log p_j + entropy) grad_entropy / temperature,
 // computed in float32 and rounded once. Zeros in rows without a token, in padded columns and where
 // both gradients are 0; NaN in a row that several tokens select.
-// Grid: one block of kThreads per row. logits [N, V], token_of_row [N], all else [T].
+// Grid: one block of kOverwriteThreads per row. logits [N, V], token_of_row [N], all else [T].
 template <typename Element>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+__global__ void __launch_bounds__(kOverwriteThreads, kBlocksPerProcessor)
     logits_backward_kernel(const __grid_constant__ LogitsBackwardParams params) {
   const Logits& logits = params.logits;
   const int64_t row_index = blockIdx.x;
-  const int num_columns = static_cast<int>(logits.num_columns);
-  const int num_true = static_cast<int>(num_true_columns(logits));
   Element* row = static_cast<Element*>(logits.data) + row_index * logits.row_stride;
-  const RowLayout layout =
-      row_layout(reinterpret_cast<uint64_t>(row), num_columns, static_cast<int>(sizeof(Element)));
-  uint4* body = reinterpret_cast<uint4*>(row + layout.num_head);
-
-  const RowJob job = row_job(params, row_index, num_true);
-  write_scalars(row, layout, job, num_true);
-  if (job.is_zero) {
-    zero_vectors(body, layout.num_vectors);
-  } else {
-    write_vectors<Element>(body, layout, job, num_true);
-  }
+  overwrite_row(row, static_cast<const Element*>(nullptr), logits, row_job(params, row_index));
 }
 
 cudaError_t map_rows(const LogitsBackwardParams& params, void* stream) {
@@ -185,6 +103,6 @@ extern "C" int bapo_launch_logits_backward(const bapo::LogitsBackwardParams* par
   }
   return bapo::dispatch_element(logits.type, [&](auto element) {
     return bapo::launch(bapo::logits_backward_kernel<decltype(element)>, logits.num_rows,
-                        bapo::kThreads, stream, *params);
+                        bapo::kOverwriteThreads, stream, *params);
   });
 }

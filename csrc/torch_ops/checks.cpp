@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "cpu/bound_search.h"
+#include "cpu/choices.h"
 
 namespace bapo {
 namespace {
@@ -82,22 +83,21 @@ void check_temperature(double temperature) {
                   "temperature must be > 0 and finite, got ", temperature);
 }
 
-Logits check_logits(const Tensor& logits, int64_t vocab_start, int64_t vocab_size,
+Logits check_logits(const char* name, const Tensor& logits, int64_t vocab_start, int64_t vocab_size,
                     double temperature) {
   const ScalarType type = logits.scalar_type();
   STD_TORCH_CHECK(
-      type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
-      "logits must be float32, bfloat16 or float16, got ", type_text(type));
-  STD_TORCH_CHECK(logits.dim() == 2, "logits must have shape [N, V], got ", shape_text(logits));
+      type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
+      " must be float32, bfloat16 or float16, got ", type_text(type));
+  STD_TORCH_CHECK(logits.dim() == 2, name, " must have shape [N, V], got ", shape_text(logits));
   const int64_t num_columns = logits.size(1);
-  STD_TORCH_CHECK(num_columns <= 1 || logits.stride(1) == 1,
-                  "the columns of logits must be adjacent in memory, got stride ", logits.stride(1),
+  STD_TORCH_CHECK(num_columns <= 1 || logits.stride(1) == 1, "the columns of ", name,
+                  " must be adjacent in memory, got stride ", logits.stride(1),
                   "; call contiguous()");
-  STD_TORCH_CHECK(logits.size(0) <= 1 || logits.stride(0) >= num_columns,
-                  "the rows of logits must not overlap, got stride ", logits.stride(0),
-                  " for rows of ", num_columns);
-  STD_TORCH_CHECK(logits.size(0) <= std::numeric_limits<int32_t>::max(),
-                  "logits must have fewer than 2^31 rows, got ", logits.size(0));
+  STD_TORCH_CHECK(logits.size(0) <= 1 || logits.stride(0) >= num_columns, "the rows of ", name,
+                  " must not overlap, got stride ", logits.stride(0), " for rows of ", num_columns);
+  STD_TORCH_CHECK(logits.size(0) <= std::numeric_limits<int32_t>::max(), name,
+                  " must have fewer than 2^31 rows, got ", logits.size(0));
   STD_TORCH_CHECK(vocab_start >= 0, "vocab_start must be >= 0, got ", vocab_start);
   STD_TORCH_CHECK(vocab_size >= 1, "vocab_size must be >= 1, got ", vocab_size);
   check_temperature(temperature);
@@ -112,6 +112,33 @@ Logits check_logits(const Tensor& logits, int64_t vocab_start, int64_t vocab_siz
           vocab_start,
           vocab_size,
           static_cast<float>(temperature)};
+}
+
+LogitsPair check_logits_pair(const Tensor& student, const Tensor& teacher, int64_t vocab_start,
+                             int64_t vocab_size, double temperature) {
+  const Logits checked = check_logits("student", student, vocab_start, vocab_size, temperature);
+  check_type("teacher", teacher, student.scalar_type());
+  check_same_device("teacher", teacher, "student", student);
+  STD_TORCH_CHECK(shape_text(teacher) == shape_text(student),
+                  "teacher must have the shape of student, ", shape_text(student), ", got ",
+                  shape_text(teacher));
+  return {checked, check_logits("teacher", teacher, vocab_start, vocab_size, temperature)};
+}
+
+void check_partials(const Tensor& partials, int64_t numbers) {
+  check_type("partials", partials, ScalarType::Float);
+  STD_TORCH_CHECK(partials.dim() == 3 && partials.size(0) >= 1 && partials.size(2) == numbers,
+                  "partials must have shape [P, T, ", numbers, "] with P >= 1, got ",
+                  shape_text(partials));
+  STD_TORCH_CHECK(partials.is_contiguous(), "partials must be contiguous");
+}
+
+KlDirection check_direction(const std::string& direction) {
+  return with_check_error([&] {
+    return parse_choice<KlDirection>(
+        "direction", direction,
+        {{"reverse", KlDirection::kReverse}, {"forward", KlDirection::kForward}});
+  });
 }
 
 int64_t check_tokens(const Tensor& logits, const OptionalTensor& rows, const Tensor& target) {

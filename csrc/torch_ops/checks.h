@@ -50,8 +50,16 @@ T* mutable_data(const Tensor& tensor) {
 }
 
 // [N, V] logits of a supported type with adjacent columns, and their numbers.
-Logits check_logits(const Tensor& logits, int64_t vocab_start, int64_t vocab_size,
+Logits check_logits(const char* name, const Tensor& logits, int64_t vocab_start, int64_t vocab_size,
                     double temperature);
+
+// The logits of a student and of its teacher, alike but for the stride of their rows.
+struct LogitsPair {
+  Logits student;
+  Logits teacher;
+};
+LogitsPair check_logits_pair(const Tensor& student, const Tensor& teacher, int64_t vocab_start,
+                             int64_t vocab_size, double temperature);
 
 // target [T] and rows [T] (absent: T is the number of rows), as they go with the logits. Returns T.
 int64_t check_tokens(const Tensor& logits, const OptionalTensor& rows, const Tensor& target);
@@ -61,6 +69,11 @@ void check_indices(const Logits& logits, const int64_t* rows, const int64_t* tar
                    int64_t num_tokens);
 
 void check_temperature(double temperature);
+
+// The partials [P, T, numbers] of all ranks.
+void check_partials(const Tensor& partials, int64_t numbers);
+
+KlDirection check_direction(const std::string& direction);
 
 // The rule of the search from its names.
 SearchRule check_rule(double target, const std::string& contribution, const std::string& measure);

@@ -14,6 +14,17 @@ STABLE_TORCH_LIBRARY(bapo, library) {
       "Tensor log_sum, Tensor entropy, Tensor? grad_logprob, Tensor? grad_entropy, "
       "int vocab_start, int vocab_size, float temperature) -> ()");
   library.def(
+      "kl_partials(Tensor student, Tensor teacher, Tensor target, int vocab_start, int vocab_size, "
+      "float temperature, str direction) -> Tensor");
+  library.def(
+      "kl_combine(Tensor partials, float temperature, str direction) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "kl_backward_(Tensor(a!) student, Tensor teacher, Tensor target, Tensor max, Tensor log_sum, "
+      "Tensor entropy, Tensor teacher_max, Tensor teacher_log_sum, Tensor kl, "
+      "Tensor? grad_logprob, Tensor? grad_entropy, Tensor grad_kl, int vocab_start, "
+      "int vocab_size, float temperature, str direction) -> ()");
+  library.def(
       "contributions_(Tensor(a!) table, Tensor grid, Tensor logprob, Tensor behaviour_logprob, "
       "Tensor advantage, Tensor mask, str weight) -> ()");
   library.def(

@@ -11,7 +11,7 @@ void logits_backward_op(const Tensor& logits, const OptionalTensor& rows, const 
                         const Tensor& max, const Tensor& log_sum, const Tensor& entropy,
                         const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
                         int64_t vocab_start, int64_t vocab_size, double temperature) {
-  Logits checked = check_logits(logits, vocab_start, vocab_size, temperature);
+  Logits checked = check_logits("logits", logits, vocab_start, vocab_size, temperature);
   const int64_t num_tokens = check_tokens(logits, rows, target);
   const auto check_floats = [&](const char* name, const Tensor& tensor) {
     check_vector(name, tensor, ScalarType::Float, num_tokens, "logits", logits);

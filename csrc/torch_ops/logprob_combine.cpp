@@ -9,16 +9,11 @@
 namespace bapo {
 namespace {
 
-constexpr int64_t kTokensPerTask = 1024;
-
 // Log-prob, entropy, max and log-sum, each [T].
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 Results logprob_combine_op(const Tensor& partials, double temperature) {
-  check_type("partials", partials, ScalarType::Float);
-  STD_TORCH_CHECK(partials.dim() == 3 && partials.size(0) >= 1 && partials.size(2) == 4,
-                  "partials must have shape [P, T, 4] with P >= 1, got ", shape_text(partials));
-  STD_TORCH_CHECK(partials.is_contiguous(), "partials must be contiguous");
+  check_partials(partials, 4);
   check_temperature(temperature);
 
   const int64_t num_tokens = partials.size(1);
@@ -38,9 +33,9 @@ Results logprob_combine_op(const Tensor& partials, double temperature) {
     return results;
   }
 
-  torch::stable::parallel_for(0, num_tokens, kTokensPerTask, [&](int64_t begin, int64_t end) {
-    logprob_combine(params, begin, end);
-  });
+  torch::stable::parallel_for(
+      0, num_tokens, kCombinedTokensPerTask,
+      [&](int64_t begin, int64_t end) { logprob_combine(params, begin, end); });
   return results;
 }
 

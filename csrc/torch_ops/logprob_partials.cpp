@@ -9,7 +9,7 @@ namespace {
 
 Tensor logprob_partials_op(const Tensor& logits, const OptionalTensor& rows, const Tensor& target,
                            int64_t vocab_start, int64_t vocab_size, double temperature) {
-  const Logits checked = check_logits(logits, vocab_start, vocab_size, temperature);
+  const Logits checked = check_logits("logits", logits, vocab_start, vocab_size, temperature);
   const int64_t num_tokens = check_tokens(logits, rows, target);
 
   const Tensor partials = torch::stable::new_empty(logits, {num_tokens, 4}, ScalarType::Float);

@@ -12,6 +12,9 @@
 
 namespace bapo {
 
+// Tokens of a task that merges partials.
+constexpr int64_t kCombinedTokensPerTask = 1024;
+
 // Calls loop(begin, end) on torch's threads; at once where a thread would cost more than it saves.
 template <typename Loop>
 void for_each_token_range(int64_t num_tokens, const Loop& loop) {

@@ -25,6 +25,7 @@ from bapo_megatron.ops import extension
 REPOSITORY = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 MAX_CANDIDATES = 256
+DIRECTIONS = ("reverse", "forward")
 LOGIT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLAGS = (
     "-std=c++17",
@@ -142,6 +143,53 @@ class LogitsBackwardParams(ctypes.Structure):
         ("grad_logprob", ctypes.c_void_p),
         ("grad_entropy", ctypes.c_void_p),
         ("token_of_row", ctypes.c_void_p),
+    )
+
+
+class KlPartialsParams(ctypes.Structure):
+    _fields_ = (
+        ("student", Logits),
+        ("teacher", Logits),
+        ("target", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int64),
+        ("direction", ctypes.c_int),
+        ("partials", ctypes.c_void_p),
+    )
+
+
+class KlCombineParams(ctypes.Structure):
+    _fields_ = (
+        ("partials", ctypes.c_void_p),
+        ("num_ranks", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("temperature", ctypes.c_float),
+        ("direction", ctypes.c_int),
+        ("logprob", ctypes.c_void_p),
+        ("entropy", ctypes.c_void_p),
+        ("max", ctypes.c_void_p),
+        ("log_sum", ctypes.c_void_p),
+        ("teacher_max", ctypes.c_void_p),
+        ("teacher_log_sum", ctypes.c_void_p),
+        ("kl", ctypes.c_void_p),
+    )
+
+
+class KlBackwardParams(ctypes.Structure):
+    _fields_ = (
+        ("student", Logits),
+        ("teacher", Logits),
+        ("target", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int64),
+        ("max", ctypes.c_void_p),
+        ("log_sum", ctypes.c_void_p),
+        ("entropy", ctypes.c_void_p),
+        ("teacher_max", ctypes.c_void_p),
+        ("teacher_log_sum", ctypes.c_void_p),
+        ("kl", ctypes.c_void_p),
+        ("grad_logprob", ctypes.c_void_p),
+        ("grad_entropy", ctypes.c_void_p),
+        ("grad_kl", ctypes.c_void_p),
+        ("direction", ctypes.c_int),
     )
 
 
@@ -267,6 +315,65 @@ class EmulatedKernels:
             None if rows_T is None else address(token_of_row_N),
         )
         self.launch("bapo_launch_logits_backward", params)
+
+    def kl_partials(
+        self,
+        student_TV: Tensor,
+        teacher_TV: Tensor,
+        target_T: Tensor,
+        vocab_start: int,
+        vocab_size: int,
+        temperature: float,
+        direction: str,
+    ) -> Tensor:
+        partials_T8 = torch.full((len(target_T), 8), -7.0)
+        columns = (vocab_start, vocab_size, temperature)
+        params = KlPartialsParams(
+            self.logits(student_TV, *columns),
+            self.logits(teacher_TV, *columns),
+            address(target_T),
+            len(target_T),
+            DIRECTIONS.index(direction),
+            address(partials_T8),
+        )
+        self.launch("bapo_launch_kl_partials", params)
+        return partials_T8
+
+    def kl_combine(
+        self, partials_PT8: Tensor, temperature: float, direction: str
+    ) -> tuple[Tensor, ...]:
+        num_ranks, num_tokens, _ = partials_PT8.shape
+        results = torch.full((7, num_tokens), -7.0).unbind()
+        params = KlCombineParams(
+            address(partials_PT8),
+            num_ranks,
+            num_tokens,
+            temperature,
+            DIRECTIONS.index(direction),
+            *map(address, results),
+        )
+        self.launch("bapo_launch_kl_combine", params)
+        return results
+
+    def kl_backward_(
+        self,
+        student_TV: Tensor,
+        teacher_TV: Tensor,
+        target_T: Tensor,
+        *arguments: object,
+    ) -> None:
+        """The arguments after the target: six results, three gradients, then the scalars."""
+        *tensors, vocab_start, vocab_size, temperature, direction = arguments
+        columns = (vocab_start, vocab_size, temperature)
+        params = KlBackwardParams(
+            self.logits(student_TV, *columns),  # type: ignore[arg-type]
+            self.logits(teacher_TV, *columns),  # type: ignore[arg-type]
+            address(target_T),
+            len(target_T),
+            *map(address, tensors),  # type: ignore[arg-type]
+            DIRECTIONS.index(str(direction)),
+        )
+        self.launch("bapo_launch_kl_backward", params)
 
     def contributions_(
         self,
