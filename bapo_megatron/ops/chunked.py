@@ -9,12 +9,17 @@ That is three GEMMs, and nothing of a logit outlives its chunk. All that a token
 is known before the forward pass, which therefore computes the gradients too; the backward pass only
 returns them. Both gradients are accumulated in float32.
 
+A teacher (``TeacherRows``) adds, per chunk, the logits of its head in a second buffer, and the KL
+divergence over the whole vocabulary between both distributions, which the loss may depend on. The
+all-gather then exchanges [C, 8]; gradients reach the student only. Memory is two buffers [C, V].
+
 Context-parallel ranks each call it with the tokens they hold: loss weights are over the global
 denominators and rows already point at the predicting position, so their sums and gradients add up.
 
 Shape legend: N = rows of the hidden states over all ranks, M = rows of this rank (N, or N over the
-ranks under sequence parallelism), H = hidden size, V = local vocabulary columns, T = response
-tokens, C = tokens of a chunk, P = ranks of the tensor-parallel group.
+ranks under sequence parallelism), H = hidden size (the teacher's may differ), V = local
+vocabulary columns, T = response tokens, C = tokens of a chunk, P = ranks of the tensor-parallel
+group.
 """
 
 from dataclasses import dataclass
@@ -28,11 +33,13 @@ from torch.autograd.function import once_differentiable
 from bapo_megatron.ops.backend import Kernels, select_kernels
 from bapo_megatron.ops.logprob import (
     Columns,
+    LossGradient,
     TokenLogprobs,
     TokenLoss,
     columns_of_rank,
     gather_partials,
 )
+from bapo_megatron.ops.reference import Direction
 
 PRODUCT_ROWS = 2048
 """Rows of the weight gradient per GEMM, where GEMMs cannot accumulate in place."""
@@ -74,6 +81,26 @@ class OutputHead:
         grad_MH = grad_NH.new_empty(grad_NH.shape[0] // self.num_ranks, grad_NH.shape[1])
         dist.reduce_scatter_tensor(grad_MH, grad_NH, group=self.tensor_group)
         return grad_MH
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TeacherRows:
+    """A frozen teacher's hidden states, and which divergence from it a loss depends on.
+
+    With p of the student and q of the teacher, both at the student's temperature:
+
+        reverse: KL(p ‖ q) = Σ_j p_j (log p_j − log q_j),   forward: KL(q ‖ p).
+
+    Where the second distribution's logit is −inf, its log-prob is floored (csrc/README.md).
+    """
+
+    hidden_TH: Tensor
+    """[T, H] input of the teacher's head for each response token, in token order: gathered over
+    sequence parallelism, without gradient, in the dtype of its head."""
+    head: OutputHead
+    """The teacher's head, with as many rows per rank as the student's."""
+    direction: Direction
+    """``reverse``: KL(student ‖ teacher); ``forward``: KL(teacher ‖ student)."""
 
 
 def chunked_logprobs(
@@ -130,6 +157,7 @@ def chunked_loss(
     token_loss: TokenLoss,
     chunk_tokens: int,
     kernels: Kernels | None = None,
+    teacher: TeacherRows | None = None,
 ) -> tuple[Tensor, TokenLogprobs]:
     """Compute a loss over tokens together with its gradients.
 
@@ -140,17 +168,23 @@ def chunked_loss(
     The weight's gradient is added to its ``main_grad`` here, in the forward pass: a caller that
     skips the backward pass must clear it.
 
-    ``token_loss`` is the loss of a chunk's tokens; the other arguments are those of
-    ``chunked_logprobs``.
+    ``token_loss`` is the loss of a chunk's tokens; with a ``teacher`` it gets their divergence too.
+    The other arguments are those of ``chunked_logprobs``.
 
     Returns:
         The loss (scalar float32); ℓ and H of all tokens, without gradient.
+
+    Raises:
+        RuntimeError: The teacher's logits are not of the student's dtype.
     """
     # Gradients would be added to the weights even under no_grad.
     assert torch.is_grad_enabled(), "call chunked_logprobs"
     columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
     kernels = kernels or select_kernels("auto", hidden_MH.device)
-    chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, kernels)
+    if teacher is not None:
+        assert len(teacher.hidden_TH) == len(target_T), "one row of the teacher per target"
+        assert len(teacher.head.weight) == len(head.weight), "both heads divide one vocabulary"
+    chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, kernels, teacher)
     loss, logprob_T, entropy_T = _ChunkedLoss.apply(hidden_MH, head.weight, chunks, token_loss)
     return loss, TokenLogprobs(logprob_T, entropy_T)
 
@@ -165,20 +199,23 @@ class _Chunks:
     columns: Columns
     size: int
     kernels: Kernels
+    teacher: TeacherRows | None = None
 
     def slices(self) -> list[slice]:
         num_tokens = len(self.target_T)
         begins = range(0, num_tokens, self.size)
         return [slice(begin, min(begin + self.size, num_tokens)) for begin in begins]
 
-    def new_buffer(self) -> Tensor:
-        """Allocate one buffer for the logits of every chunk."""
-        weight_VH = self.head.weight
+    def new_buffer(self, head: OutputHead | None = None) -> Tensor:
+        """Allocate one buffer for the logits of every chunk; a teacher's head has its own."""
+        weight_VH = (head or self.head).weight
         return weight_VH.new_empty(min(self.size, len(self.target_T)), len(weight_VH))
 
-    def logits(self, hidden_CH: Tensor, buffer_CV: Tensor) -> Tensor:
+    def logits(
+        self, hidden_CH: Tensor, buffer_CV: Tensor, head: OutputHead | None = None
+    ) -> Tensor:
         """Return the logits of a chunk, in the model's dtype, in the buffer."""
-        weight_HV = self.head.weight.detach().t()
+        weight_HV = (head or self.head).weight.detach().t()
         return torch.mm(hidden_CH, weight_HV, out=buffer_CV[: len(hidden_CH)])
 
     def partials(self, logits_CV: Tensor, chunk: slice) -> Tensor:
@@ -197,11 +234,77 @@ class _Chunks:
         return logprob_C, entropy_C, max_C, log_sum_C
 
     def differentiate_(
-        self, logits_CV: Tensor, chunk: slice, token_loss: TokenLoss
+        self,
+        logits_CV: Tensor,
+        chunk: slice,
+        token_loss: TokenLoss,
+        teacher_buffer_CV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Overwrite a chunk's logits with ∂loss/∂logits; returns its loss, ℓ and H [C]."""
+        """Overwrite a chunk's logits with ∂loss/∂logits; returns its loss, ℓ and H [C].
+
+        ``teacher_buffer_CV`` is there with a teacher, and receives its logits.
+        """
+        if self.teacher is not None:
+            assert teacher_buffer_CV is not None
+            return self._distill_(self.teacher, logits_CV, chunk, token_loss, teacher_buffer_CV)
         logprob_C, entropy_C, max_C, log_sum_C = self.combine(self.partials(logits_CV, chunk))
         gradient = token_loss(logprob_C, entropy_C, chunk)
+        self._overwrite_(logits_CV, chunk, max_C, log_sum_C, entropy_C, gradient)
+        return gradient.loss, logprob_C, entropy_C
+
+    def _distill_(
+        self,
+        teacher: TeacherRows,
+        logits_CV: Tensor,
+        chunk: slice,
+        token_loss: TokenLoss,
+        buffer_CV: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Do the same beside a teacher."""
+        target_C, direction = self.target_T[chunk], teacher.direction
+        teacher_CV = self.logits(teacher.hidden_TH[chunk].detach(), buffer_CV, teacher.head)
+        partials_C8 = self.kernels.kl_partials(
+            logits_CV, teacher_CV, target_C, *self.columns, direction
+        )
+        logprob_C, entropy_C, max_C, log_sum_C, teacher_max_C, teacher_log_sum_C, kl_C = (
+            self.kernels.kl_combine(
+                gather_partials(partials_C8, self.head.tensor_group),
+                self.columns.temperature,
+                direction,
+            )
+        )
+        gradient = token_loss(logprob_C, entropy_C, chunk, kl_C)
+        if gradient.kl_T is None:
+            self._overwrite_(logits_CV, chunk, max_C, log_sum_C, entropy_C, gradient)
+            return gradient.loss, logprob_C, entropy_C
+        self.kernels.kl_backward_(
+            logits_CV,
+            teacher_CV,
+            target_C,
+            max_C,
+            log_sum_C,
+            entropy_C,
+            teacher_max_C,
+            teacher_log_sum_C,
+            kl_C,
+            gradient.logprob_T,
+            gradient.entropy_T,
+            gradient.kl_T,
+            *self.columns,
+            direction,
+        )
+        return gradient.loss, logprob_C, entropy_C
+
+    def _overwrite_(
+        self,
+        logits_CV: Tensor,
+        chunk: slice,
+        max_C: Tensor,
+        log_sum_C: Tensor,
+        entropy_C: Tensor,
+        gradient: LossGradient,
+    ) -> None:
+        """Overwrite a chunk's logits with the gradient of a loss of ℓ and H."""
         self.kernels.logits_backward_(
             logits_CV,
             None,
@@ -213,7 +316,6 @@ class _Chunks:
             gradient.entropy_T,
             *self.columns,
         )
-        return gradient.loss, logprob_C, entropy_C
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -237,12 +339,15 @@ class _ChunkedLoss(torch.autograd.Function):
         logprob_T = torch.empty(len(chunks.target_T), device=hidden_NH.device)
         entropy_T = torch.empty_like(logprob_T)
         grad_CV = buffer_CV = chunks.new_buffer()
+        teacher_buffer_CV = None
+        if chunks.teacher is not None:
+            teacher_buffer_CV = chunks.new_buffer(chunks.teacher.head)
         for chunk in chunks.slices():
             rows_C = chunks.rows_T[chunk]
             hidden_CH = hidden_NH.index_select(0, rows_C)
             grad_CV = chunks.logits(hidden_CH, buffer_CV)
             chunk_loss, logprob_T[chunk], entropy_T[chunk] = chunks.differentiate_(
-                grad_CV, chunk, token_loss
+                grad_CV, chunk, token_loss, teacher_buffer_CV
             )
             loss += chunk_loss
             if grad_weight_VH is not None:
@@ -250,7 +355,7 @@ class _ChunkedLoss(torch.autograd.Function):
             del hidden_CH  # frees memory for the other GEMM
             if grad_hidden_NH is not None:
                 grad_hidden_NH.index_add_(0, rows_C, _product(grad_CV, weight_VH.detach()))
-        del grad_CV, buffer_CV  # frees memory for what follows
+        del grad_CV, buffer_CV, teacher_buffer_CV  # frees memory for what follows
         grad_hidden_MH = None
         if grad_hidden_NH is not None:
             grad_hidden_MH = chunks.head.sum_over_ranks(grad_hidden_NH).to(hidden_MH.dtype)

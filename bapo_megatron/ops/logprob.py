@@ -153,14 +153,14 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return grad_NV, None, None, None, None, None, None
 
 
-def gather_partials(partials_T4: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the partials of all ranks of the group, [P, T, 4], in rank order."""
+def gather_partials(partials_TK: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the partials of all ranks, [P, T, K], in rank order; K is 4, with a teacher 8."""
     if group is None or dist.get_world_size(group) == 1:
-        return partials_T4[None]
-    partials_PT4 = partials_T4.new_empty(dist.get_world_size(group), *partials_T4.shape)
-    # gloo does not accept [P, T, 4].
-    dist.all_gather_into_tensor(partials_PT4.flatten(0, 1), partials_T4, group=group)
-    return partials_PT4
+        return partials_TK[None]
+    partials_PTK = partials_TK.new_empty(dist.get_world_size(group), *partials_TK.shape)
+    # gloo does not accept [P, T, K].
+    dist.all_gather_into_tensor(partials_PTK.flatten(0, 1), partials_TK, group=group)
+    return partials_PTK
 
 
 def importance_ratio(
@@ -223,14 +223,20 @@ class LossGradient(NamedTuple):
     entropy_T: Tensor | None
     """[T] ∂loss/∂H; None if the loss does not depend on the entropy."""
     kl_T: Tensor | None = None
-    """[T] ∂loss/∂KL; None: 0."""
+    """[T] ∂loss/∂KL; None if the loss does not depend on the divergence from a teacher."""
 
 
 class TokenLoss(Protocol):
     """The loss of a part of a micro-batch's tokens; parts add up to the whole."""
 
-    def __call__(self, logprob_T: Tensor, entropy_T: Tensor, part: slice) -> LossGradient:
-        """Compute it for the tokens ``part``, at least one, from their detached ℓ and H."""
+    def __call__(
+        self, logprob_T: Tensor, entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
+    ) -> LossGradient:
+        """Compute it for the tokens ``part``, at least one, from their detached ℓ and H.
+
+        ``kl_T`` is the KL divergence between the policy and a teacher, in nats; None without a
+        teacher.
+        """
         ...
 
 

@@ -44,8 +44,8 @@ struct CrossSums {
 template <typename Number>
 BAPO_HD CrossSums<Number> move_references(const CrossSums<Number>& sums, Number step,
                                           Number second_step, Number factor) {
-  const Number cross = sums.cross + (step - second_step) * sums.sum + second_step * sums.floored;
-  return {factor * sums.sum, factor * cross, factor * sums.floored};
+  const Number moved = (step - second_step) * sums.sum + second_step * sums.floored;
+  return {factor * sums.sum, factor * (sums.cross + moved), factor * sums.floored};
 }
 
 // How far exponents of 2 move from an old maximum to a new one.
@@ -54,16 +54,16 @@ BAPO_HD float reference_step(float old_max, float new_max, float scale) {
 }
 
 // Steps in powers of 2.
-BAPO_HD CrossSums<float> move_in_base_2(const CrossSums<float>& sums, float step,
-                                        float second_step) {
+BAPO_HD CrossSums<float> move_references(const CrossSums<float>& sums, float step,
+                                         float second_step) {
   const float clamped = clamp_exponent(step);
   return move_references(sums, clamped, second_step, exp2_approx(clamped));
 }
 
-// What a row's logits are summed to, each relative to its own maximum.
+// What two rows of logits are summed to, each relative to its own maximum.
 struct KlSums {
-  ShiftedSums student;
-  ShiftedSums teacher;  // without the weighted sum, except as a by-product
+  ShiftedSums first;
+  ShiftedSums second;
   CrossSums<float> cross;
 };
 
@@ -74,22 +74,22 @@ BAPO_HD float shift_residual(float max, float scale) {
 
 BAPO_HD KlPartials finish_kl_partials(const KlSums& sums, float target, float scale,
                                       KlDirection direction) {
-  const float student = -shift_residual(sums.student.max, scale);
-  const float teacher = -shift_residual(sums.teacher.max, scale);
+  const CrossSums<float> cross = move_references(sums.cross, -shift_residual(sums.first.max, scale),
+                                                 -shift_residual(sums.second.max, scale));
   const bool is_reverse = direction == KlDirection::kReverse;
-  const CrossSums<float> cross =
-      move_in_base_2(sums.cross, is_reverse ? student : teacher, is_reverse ? teacher : student);
-  const Partials teacher_partials = finish_partials(sums.teacher, 0.0f, scale);
-  return {finish_partials(sums.student, target, scale), teacher_partials.max, teacher_partials.sum,
-          kLn2 * cross.cross, cross.floored};
+  const Partials teacher = finish_partials(is_reverse ? sums.second : sums.first, 0.0f, scale);
+  return {finish_partials(is_reverse ? sums.first : sums.second, target, scale), teacher.max,
+          teacher.sum, kLn2 * cross.cross, cross.floored};
 }
 
+// Adjacent floats.
 struct TokenKl {
   TokenLogprob student;
   float teacher_max;      // M'
   float teacher_log_sum;  // log S'
   float kl;
 };
+constexpr int kNumKlResults = sizeof(TokenKl) / sizeof(float);
 
 // Merges the ranks' parts in rank order, in float64. A rank whose first row is all -inf or padding
 // is skipped. NaN anywhere makes all seven NaN. rank_stride as in combine_partials.
@@ -98,21 +98,20 @@ BAPO_HD TokenKl combine_kl_partials(const float* partials, int64_t num_ranks, in
   // The halves begin alike; of the teacher's only maximum and sum are used.
   const MergedPartials student = merge_partials(partials, num_ranks, rank_stride, temperature);
   const MergedPartials teacher = merge_partials(partials + 4, num_ranks, rank_stride, temperature);
-  const bool is_reverse = direction == KlDirection::kReverse;
-  const MergedPartials& first = is_reverse ? student : teacher;
-  const MergedPartials& second = is_reverse ? teacher : student;
+  const int first_half = direction == KlDirection::kReverse ? 0 : 4;
+  const MergedPartials& first = first_half == 0 ? student : teacher;
+  const MergedPartials& second = first_half == 0 ? teacher : student;
   CrossSums<double> total = {0.0, 0.0, 0.0};
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     const float* part = partials + rank * rank_stride;
-    const float* first_part = is_reverse ? part : part + 4;
-    const float* second_part = is_reverse ? part + 4 : part;
-    if (first_part[0] == -kInfinity) continue;
-    const double step = scaled_step(first_part[0], first.max, temperature);
-    const double second_step = second_part[0] == -kInfinity
-                                   ? 0.0
-                                   : scaled_difference(second_part[0], second.max, temperature);
-    const CrossSums<double> moved = move_references<double>({first_part[1], part[6], part[7]}, step,
-                                                            second_step, det_exp(step));
+    const float max = part[first_half];
+    const float second_max = part[4 - first_half];
+    if (max == -kInfinity) continue;
+    const double step = scaled_step(max, first.max, temperature);
+    const double second_step =
+        second_max == -kInfinity ? 0.0 : scaled_difference(second_max, second.max, temperature);
+    const CrossSums<double> moved = move_references<double>(
+        {part[first_half + 1], part[6], part[7]}, step, second_step, det_exp(step));
     total.sum += moved.sum;
     total.cross += moved.cross;
   }

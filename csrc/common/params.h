@@ -84,23 +84,16 @@ struct KlCombineParams {
   int64_t num_tokens;
   float temperature;
   KlDirection direction;
-  float* logprob;  // [T] out, like the next six
-  float* entropy;
-  float* max;
-  float* log_sum;
-  float* teacher_max;
-  float* teacher_log_sum;
-  float* kl;
+  float* results[kNumKlResults];  // [T] each, out: the numbers of TokenKl
 };
 
-BAPO_HD void write_token_kl(const KlCombineParams& params, int64_t token, const TokenKl& result) {
-  params.logprob[token] = result.student.logprob;
-  params.entropy[token] = result.student.entropy;
-  params.max[token] = result.student.max;
-  params.log_sum[token] = result.student.log_sum;
-  params.teacher_max[token] = result.teacher_max;
-  params.teacher_log_sum[token] = result.teacher_log_sum;
-  params.kl[token] = result.kl;
+BAPO_HD void write_token_kl(const KlCombineParams& params, int64_t token) {
+  const TokenKl result =
+      combine_kl_partials(params.partials + 8 * token, params.num_ranks, 8 * params.num_tokens,
+                          params.temperature, params.direction);
+  float values[kNumKlResults];
+  memcpy(values, &result, sizeof(result));
+  for (int i = 0; i < kNumKlResults; ++i) params.results[i][token] = values[i];
 }
 
 struct KlBackwardParams {

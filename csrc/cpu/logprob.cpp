@@ -95,13 +95,6 @@ void overwrite_row(const Logits& logits, char* row, const Gradient& gradient, in
   std::memset(row + num_columns * bytes, 0, (logits.num_columns - num_columns) * bytes);
 }
 
-float kl_gradient_at(float logit, float teacher_logit, const KlGradient& gradient,
-                     KlDirection direction) {
-  return direction == KlDirection::kReverse
-             ? kl_logit_gradient<KlDirection::kReverse>(logit, teacher_logit, gradient)
-             : kl_logit_gradient<KlDirection::kForward>(logit, teacher_logit, gradient);
-}
-
 }  // namespace
 
 void logprob_partials(const LogprobPartialsParams& params, Isa isa, int64_t begin, int64_t end) {
@@ -170,27 +163,24 @@ void logits_backward(const LogitsBackwardParams& params, Isa isa, int64_t begin,
 
 void kl_partials(const KlPartialsParams& params, Isa isa, int64_t begin, int64_t end) {
   const Logits& student = params.student;
-  const KlSumsFunction sums =
-      row_kernels(isa).kl_sums[static_cast<int>(params.direction)][static_cast<int>(student.type)];
+  const KlSumsFunction sums = row_kernels(isa).kl_sums[static_cast<int>(student.type)];
+  const int64_t num_columns = num_true_columns(student);
   const float scale = exponent_scale(student.temperature);
   for (int64_t token = begin; token < end; ++token) {
     const char* row = row_address(student, token);
+    const char* teacher_row = row_address(params.teacher, token);
     const int64_t column = local_column(student, params.target[token]);
     const float target = column >= 0 ? read_logit(row, column, student.type) : 0.0f;
-    const KlPartials partials = finish_kl_partials(
-        sums(row, row_address(params.teacher, token), num_true_columns(student), scale), target,
-        scale, params.direction);
+    const bool is_reverse = params.direction == KlDirection::kReverse;
+    const KlSums row_sums = is_reverse ? sums(row, teacher_row, num_columns, scale)
+                                       : sums(teacher_row, row, num_columns, scale);
+    const KlPartials partials = finish_kl_partials(row_sums, target, scale, params.direction);
     std::memcpy(params.partials + 8 * token, &partials, sizeof(partials));
   }
 }
 
 void kl_combine(const KlCombineParams& params, int64_t begin, int64_t end) {
-  for (int64_t token = begin; token < end; ++token) {
-    write_token_kl(
-        params, token,
-        combine_kl_partials(params.partials + 8 * token, params.num_ranks, 8 * params.num_tokens,
-                            params.temperature, params.direction));
-  }
+  for (int64_t token = begin; token < end; ++token) write_token_kl(params, token);
 }
 
 void kl_backward(const KlBackwardParams& params, Isa isa, int64_t begin, int64_t end) {
@@ -209,10 +199,12 @@ void kl_backward(const KlBackwardParams& params, Isa isa, int64_t begin, int64_t
     const int64_t column = local_column(student, params.target[token]);
     float target = 0.0f;
     if (column >= 0) {
-      target = kl_gradient_at(read_logit(row, column, student.type),
-                              read_logit(teacher_row, column, student.type), gradient,
-                              params.direction) +
-               gradient.row.at_target;
+      const float logit = read_logit(row, column, student.type);
+      const float teacher_logit = read_logit(teacher_row, column, student.type);
+      target = gradient.row.at_target +
+               (params.direction == KlDirection::kReverse
+                    ? kl_logit_gradient<KlDirection::kReverse>(logit, teacher_logit, gradient)
+                    : kl_logit_gradient<KlDirection::kForward>(logit, teacher_logit, gradient));
     }
     overwrite_row(student, row, gradient, column, target, [&](char* columns, int64_t count) {
       row_gradient_in_place(columns, teacher_row, count, gradient);

@@ -17,19 +17,19 @@ using RowSumsFunction = ShiftedSums (*)(const void* row, int64_t num_columns, fl
 // Overwrites each logit of the row with logit_gradient, rounded once to the type of the logits.
 using RowGradientFunction = void (*)(void* row, int64_t num_columns, const RowGradient& gradient);
 
-// The same sums of a student's and a teacher's row, and their cross sums, by one read of each.
-using KlSumsFunction = KlSums (*)(const void* student, const void* teacher, int64_t num_columns,
+// The same sums of two rows, and their cross sums, by one read of each.
+using KlSumsFunction = KlSums (*)(const void* first, const void* second, int64_t num_columns,
                                   float scale);
 
 // Overwrites each logit of the student's row with kl_logit_gradient, rounded once.
 using KlGradientFunction = void (*)(void* student, const void* teacher, int64_t num_columns,
                                     const KlGradient& gradient);
 
-// Indexed by LogitType, those of the divergence by KlDirection first.
+// Indexed by LogitType; the gradient of the divergence by KlDirection first.
 struct RowKernels {
   RowSumsFunction sums[3];
   RowGradientFunction gradient[3];
-  KlSumsFunction kl_sums[2][3];
+  KlSumsFunction kl_sums[3];
   KlGradientFunction kl_gradient[2][3];
 };
 

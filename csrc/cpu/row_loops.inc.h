@@ -247,15 +247,12 @@ CrossSums<float> block_cross_sums(const Powers& powers, const Element* first_V,
 }
 
 // Sums so far of both rows. Those of each row alone have the bits that row_sums gives.
-template <KlDirection kDirection>
 class KlRowSums {
  public:
   explicit KlRowSums(float scale) : scale_(scale), first_(scale), second_(scale) {}
 
   template <typename Element>
-  void add(const Element* student_V, const Element* teacher_V, int64_t count) {
-    const Element* first_V = kIsReverse ? student_V : teacher_V;
-    const Element* second_V = kIsReverse ? teacher_V : student_V;
+  void add(const Element* first_V, const Element* second_V, int64_t count) {
     const float first_reference = first_.reference();
     const float second_reference = second_.reference();
     Powers powers;
@@ -278,16 +275,13 @@ class KlRowSums {
 
   KlSums finish() {
     move(first_.reference(), first_.max(), second_.reference(), second_.max());
-    return kIsReverse ? KlSums{first_.finish(), second_.finish(), cross_}
-                      : KlSums{second_.finish(), first_.finish(), cross_};
+    return {first_.finish(), second_.finish(), cross_};
   }
 
  private:
-  static constexpr bool kIsReverse = kDirection == KlDirection::kReverse;
-
   void move(float first_from, float first_to, float second_from, float second_to) {
-    cross_ = move_in_base_2(cross_, reference_step(first_from, first_to, scale_),
-                            reference_step(second_from, second_to, scale_));
+    cross_ = move_references(cross_, reference_step(first_from, first_to, scale_),
+                             reference_step(second_from, second_to, scale_));
   }
 
   float scale_;
@@ -296,111 +290,125 @@ class KlRowSums {
   CrossSums<float> cross_ = {0.0f, 0.0f, 0.0f};
 };
 
-template <typename Element, KlDirection kDirection>
-KlSums kl_row_sums(const void* student, const void* teacher, int64_t num_columns, float scale) {
-  const Element* student_V = static_cast<const Element*>(student);
-  const Element* teacher_V = static_cast<const Element*>(teacher);
+template <typename Element>
+KlSums kl_row_sums(const void* first, const void* second, int64_t num_columns, float scale) {
+  const Element* first_V = static_cast<const Element*>(first);
+  const Element* second_V = static_cast<const Element*>(second);
   const int64_t whole = whole_chunks(num_columns);
-  KlRowSums<kDirection> sums(scale);
+  KlRowSums sums(scale);
   for (int64_t j = 0; j < whole; j += kBlock) {
-    sums.add(student_V + j, teacher_V + j, whole - j < kBlock ? whole - j : kBlock);
+    sums.add(first_V + j, second_V + j, whole - j < kBlock ? whole - j : kBlock);
   }
   if (whole < num_columns) {
-    const Tail<Element> tail(student_V, num_columns);
-    sums.add(tail.values, Tail<Element>(teacher_V, num_columns).values, kChunk);
+    const Tail<Element> tail(first_V, num_columns);
+    sums.add(tail.values, Tail<Element>(second_V, num_columns).values, kChunk);
   }
   return sums.finish();
 }
 
-template <typename Element>
-void chunk_gradient(Element* logits_V, int64_t count, const RowGradient& row) {
-  constexpr int kDegree = sizeof(Element) == 2 ? 4 : 5;
-  const Simd::Exponent exponent(row.scale, row.shift);
-  const Float norm = Simd::broadcast(row.norm);
-  const Float slope = Simd::broadcast(row.slope);
-  const Float offset = Simd::broadcast(row.offset);
-  const Float least = Simd::broadcast(kMinExponent);
+// logit_gradient of common/logprob.h, by vectors.
+template <int kDegree>
+struct VectorGradient {
+  static constexpr bool kHasTeacher = false;
+
+  BAPO_HD explicit VectorGradient(const RowGradient& row)
+      : exponent(row.scale, row.shift),
+        norm(Simd::broadcast(row.norm)),
+        slope(Simd::broadcast(row.slope)),
+        offset(Simd::broadcast(row.offset)) {}
+
+  BAPO_HD static Float clamp(Float e2) { return Simd::max(Simd::broadcast(kMinExponent), e2); }
+  BAPO_HD Float operator()(Float x, Float) const {
+    const Float e2 = clamp(Simd::sub(exponent(x), norm));
+    return Simd::mul(exp2_vector<kDegree>(e2), Simd::fma(slope, e2, offset));
+  }
+
+  Simd::Exponent exponent;
+  Float norm;
+  Float slope;
+  Float offset;
+};
+
+// kl_logit_gradient of common/kl.h, by vectors.
+template <int kDegree, KlDirection kDirection>
+struct VectorKlGradient {
+  static constexpr bool kHasTeacher = true;
+
+  BAPO_HD explicit VectorKlGradient(const KlGradient& gradient)
+      : student(gradient.row),
+        exponent(gradient.row.scale, gradient.teacher_shift),
+        norm(Simd::broadcast(gradient.teacher_norm)),
+        slope(Simd::broadcast(gradient.slope)) {}
+
+  BAPO_HD Float operator()(Float x, Float y) const {
+    const Float raw = student.exponent(x);
+    const Float e2 = student.clamp(Simd::sub(raw, student.norm));
+    const Float p = exp2_vector<kDegree>(e2);
+    const Float factor = Simd::fma(student.slope, e2, student.offset);
+    Float q2 = exponent(y);
+    if constexpr (kDirection == KlDirection::kReverse) {
+      q2 = Simd::sub(Simd::where_minus_infinity(q2, Simd::broadcast(kMinExponent), q2), norm);
+      return Simd::mul(p, Simd::fma(slope, Simd::sub(e2, q2), factor));
+    } else {
+      const Float q = exp2_vector<kDegree>(student.clamp(Simd::sub(q2, norm)));
+      const Float value = Simd::fma(slope, Simd::sub(p, q), Simd::mul(p, factor));
+      return Simd::where_minus_infinity(raw, Simd::broadcast(0.0f), value);
+    }
+  }
+
+  VectorGradient<kDegree> student;
+  Simd::Exponent exponent;
+  Float norm;
+  Float slope;
+};
+
+template <typename Element, typename Gradient>
+void chunk_gradient(Element* logits_V, const Element* teacher_V, int64_t count,
+                    const Gradient& gradient) {
   for (int64_t j = 0; j < count; j += kChunk) {
     prefetch_chunk(logits_V + j);
+    if constexpr (Gradient::kHasTeacher) prefetch_chunk(teacher_V + j);
     for (int i = 0; i < kUnroll; i += 2) {
+      const int64_t k = j + i * Simd::kWidth;
       Float pair[2];
-      Simd::load_pair(logits_V + j + i * Simd::kWidth, pair);
-      for (Float& x : pair) {
-        const Float e2 = Simd::max(least, Simd::sub(exponent(x), norm));
-        x = Simd::mul(exp2_vector<kDegree>(e2), Simd::fma(slope, e2, offset));
-      }
-      Simd::store_pair(logits_V + j + i * Simd::kWidth, pair);
+      Float teacher_pair[2] = {};
+      Simd::load_pair(logits_V + k, pair);
+      if constexpr (Gradient::kHasTeacher) Simd::load_pair(teacher_V + k, teacher_pair);
+      for (int n = 0; n < 2; ++n) pair[n] = gradient(pair[n], teacher_pair[n]);
+      Simd::store_pair(logits_V + k, pair);
     }
   }
 }
 
-template <typename Element>
-void row_gradient_in_place(void* row, int64_t num_columns, const RowGradient& gradient) {
+// The teacher's row is any row where the gradient reads none.
+template <typename Element, typename Gradient>
+void overwrite_columns(void* row, const void* teacher, int64_t num_columns,
+                       const Gradient& gradient) {
   Element* logits_V = static_cast<Element*>(row);
+  const Element* teacher_V = static_cast<const Element*>(teacher);
   const int64_t whole = whole_chunks(num_columns);
-  chunk_gradient(logits_V, whole, gradient);
+  chunk_gradient(logits_V, teacher_V, whole, gradient);
   if (whole < num_columns) {
     Tail<Element> tail(logits_V, num_columns);
-    chunk_gradient(tail.values, kChunk, gradient);
+    chunk_gradient(tail.values, Tail<Element>(teacher_V, num_columns).values, kChunk, gradient);
     std::memcpy(logits_V + whole, tail.values, tail.bytes);
   }
 }
 
-// kl_logit_gradient of common/kl.h.
-template <KlDirection kDirection, typename Element>
-void kl_chunk_gradient(Element* student_V, const Element* teacher_V, int64_t count,
-                       const KlGradient& gradient) {
-  constexpr int kDegree = sizeof(Element) == 2 ? 4 : 5;
-  const RowGradient& row = gradient.row;
-  const Simd::Exponent student_exponent(row.scale, row.shift);
-  const Simd::Exponent teacher_exponent(row.scale, gradient.teacher_shift);
-  const Float student_norm = Simd::broadcast(row.norm);
-  const Float teacher_norm = Simd::broadcast(gradient.teacher_norm);
-  const Float slope = Simd::broadcast(row.slope);
-  const Float offset = Simd::broadcast(row.offset);
-  const Float kl_slope = Simd::broadcast(gradient.slope);
-  const Float least = Simd::broadcast(kMinExponent);
-  for (int64_t j = 0; j < count; j += kChunk) {
-    prefetch_chunk(student_V + j);
-    prefetch_chunk(teacher_V + j);
-    for (int i = 0; i < kUnroll; i += 2) {
-      Float pair[2], teacher_pair[2];
-      Simd::load_pair(student_V + j + i * Simd::kWidth, pair);
-      Simd::load_pair(teacher_V + j + i * Simd::kWidth, teacher_pair);
-      for (int lane = 0; lane < 2; ++lane) {
-        const Float student = student_exponent(pair[lane]);
-        const Float teacher = teacher_exponent(teacher_pair[lane]);
-        const Float e2 = Simd::max(least, Simd::sub(student, student_norm));
-        const Float p = exp2_vector<kDegree>(e2);
-        const Float factor = Simd::fma(slope, e2, offset);
-        if constexpr (kDirection == KlDirection::kReverse) {
-          const Float q2 =
-              Simd::sub(Simd::where_minus_infinity(teacher, least, teacher), teacher_norm);
-          pair[lane] = Simd::mul(p, Simd::fma(kl_slope, Simd::sub(e2, q2), factor));
-        } else {
-          const Float q = exp2_vector<kDegree>(Simd::max(least, Simd::sub(teacher, teacher_norm)));
-          const Float value = Simd::fma(kl_slope, Simd::sub(p, q), Simd::mul(p, factor));
-          pair[lane] = Simd::where_minus_infinity(student, Simd::broadcast(0.0f), value);
-        }
-      }
-      Simd::store_pair(student_V + j + i * Simd::kWidth, pair);
-    }
-  }
+template <typename Element>
+constexpr int kGradientDegree = sizeof(Element) == 2 ? 4 : 5;
+
+template <typename Element>
+void row_gradient_in_place(void* row, int64_t num_columns, const RowGradient& gradient) {
+  overwrite_columns<Element>(row, row, num_columns,
+                             VectorGradient<kGradientDegree<Element>>(gradient));
 }
 
 template <typename Element, KlDirection kDirection>
 void kl_row_gradient_in_place(void* student, const void* teacher, int64_t num_columns,
                               const KlGradient& gradient) {
-  Element* student_V = static_cast<Element*>(student);
-  const Element* teacher_V = static_cast<const Element*>(teacher);
-  const int64_t whole = whole_chunks(num_columns);
-  kl_chunk_gradient<kDirection>(student_V, teacher_V, whole, gradient);
-  if (whole < num_columns) {
-    Tail<Element> tail(student_V, num_columns);
-    kl_chunk_gradient<kDirection>(tail.values, Tail<Element>(teacher_V, num_columns).values, kChunk,
-                                  gradient);
-    std::memcpy(student_V + whole, tail.values, tail.bytes);
-  }
+  overwrite_columns<Element>(student, teacher, num_columns,
+                             VectorKlGradient<kGradientDegree<Element>, kDirection>(gradient));
 }
 
 constexpr KlDirection kReverse = KlDirection::kReverse;
@@ -409,8 +417,7 @@ constexpr KlDirection kForward = KlDirection::kForward;
 constexpr RowKernels kRowKernels = {
     {row_sums<float>, row_sums<BFloat16>, row_sums<Half>},
     {row_gradient_in_place<float>, row_gradient_in_place<BFloat16>, row_gradient_in_place<Half>},
-    {{kl_row_sums<float, kReverse>, kl_row_sums<BFloat16, kReverse>, kl_row_sums<Half, kReverse>},
-     {kl_row_sums<float, kForward>, kl_row_sums<BFloat16, kForward>, kl_row_sums<Half, kForward>}},
+    {kl_row_sums<float>, kl_row_sums<BFloat16>, kl_row_sums<Half>},
     {{kl_row_gradient_in_place<float, kReverse>, kl_row_gradient_in_place<BFloat16, kReverse>,
       kl_row_gradient_in_place<Half, kReverse>},
      {kl_row_gradient_in_place<float, kForward>, kl_row_gradient_in_place<BFloat16, kForward>,

@@ -51,8 +51,11 @@ __global__ void __launch_bounds__(kOverwriteThreads, kBlocksPerProcessor)
 extern "C" int bapo_launch_kl_backward(const bapo::KlBackwardParams* params, void* stream) {
   if (params->num_tokens == 0) return cudaSuccess;
   if (params->student.num_columns > bapo::kMaxColumns) return cudaErrorInvalidValue;
-  return bapo::dispatch_kl(params->student.type, params->direction, [&](auto element, auto kind) {
-    return bapo::launch(bapo::kl_backward_kernel<decltype(element), kind.value>, params->num_tokens,
-                        bapo::kOverwriteThreads, stream, *params);
+  return bapo::dispatch_element(params->student.type, [&](auto element) {
+    using Element = decltype(element);
+    const auto kernel = params->direction == bapo::KlDirection::kReverse
+                            ? bapo::kl_backward_kernel<Element, bapo::KlDirection::kReverse>
+                            : bapo::kl_backward_kernel<Element, bapo::KlDirection::kForward>;
+    return bapo::launch(kernel, params->num_tokens, bapo::kOverwriteThreads, stream, *params);
   });
 }

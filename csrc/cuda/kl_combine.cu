@@ -14,9 +14,7 @@ __global__ void __launch_bounds__(kThreads)
     kl_combine_kernel(const __grid_constant__ KlCombineParams params) {
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (token >= params.num_tokens) return;
-  write_token_kl(params, token,
-                 combine_kl_partials(params.partials + 8 * token, params.num_ranks,
-                                     8 * params.num_tokens, params.temperature, params.direction));
+  write_token_kl(params, token);
 }
 
 }  // namespace

@@ -11,115 +11,90 @@ namespace {
 constexpr int kBlocksPerProcessor = 2;
 
 // One thread's sums over the columns of both rows.
-template <KlDirection kDirection>
 struct ThreadKlSums {
-  ThreadSums student;
-  ThreadSums teacher;
+  ThreadSums first;
+  ThreadSums second;
   float cross[2];
   float floored;
   float scale;
-  float student_shift;
-  float teacher_shift;
+  float first_shift;
+  float second_shift;
 
   __device__ __forceinline__ ThreadKlSums(const KlSums& sums, float scale)
-      : student(sums.student),
-        teacher(sums.teacher),
+      : first(sums.first),
+        second(sums.second),
         cross{sums.cross.cross, 0.0f},
         floored(sums.cross.floored),
         scale(scale),
-        student_shift(shift_of(sums.student.max, scale)),
-        teacher_shift(shift_of(sums.teacher.max, scale)) {}
+        first_shift(shift_of(sums.first.max, scale)),
+        second_shift(shift_of(sums.second.max, scale)) {}
 
-  __device__ __forceinline__ void add(float logit, float teacher_logit, int half) {
-    const float e = fused_multiply_add(logit, scale, -student_shift);
-    const float teacher_e = fused_multiply_add(teacher_logit, scale, -teacher_shift);
-    const float power = student.add(clamp_exponent(e), half);
-    const float teacher_power = teacher.add(clamp_exponent(teacher_e), half);
-    if constexpr (kDirection == KlDirection::kReverse) {
-      add_cross(power, e, teacher_e, half);
-    } else {
-      add_cross(teacher_power, teacher_e, e, half);
-    }
-  }
-
-  __device__ __forceinline__ KlSums total(float max, float teacher_max) const {
-    const ShiftedSums student_total = student.total(max);
-    const ShiftedSums teacher_total = teacher.total(teacher_max);
-    const bool is_reverse = kDirection == KlDirection::kReverse;
-    const float sum = is_reverse ? student_total.sum : teacher_total.sum;
-    return {student_total, teacher_total, {sum, cross[0] + cross[1], floored}};
-  }
-
- private:
-  __device__ __forceinline__ void add_cross(float power, float first, float second, int half) {
-    const bool has_floor = second == -kInfinity;
-    const float difference = clamp_exponent(first) - (has_floor ? kMinExponent : second);
-    cross[half] = fused_multiply_add(power, difference, cross[half]);
+  __device__ __forceinline__ void add(float first_logit, float second_logit, int half) {
+    const float e = clamp_exponent(fused_multiply_add(first_logit, scale, -first_shift));
+    const float other = fused_multiply_add(second_logit, scale, -second_shift);
+    const float power = first.add(e, half);
+    second.add(clamp_exponent(other), half);
+    const bool has_floor = other == -kInfinity;
+    cross[half] = fused_multiply_add(power, e - (has_floor ? kMinExponent : other), cross[half]);
     floored += has_floor ? power : 0.0f;
+  }
+
+  __device__ __forceinline__ KlSums total(float first_max, float second_max) const {
+    const ShiftedSums sums = first.total(first_max);
+    return {sums, second.total(second_max), {sums.sum, cross[0] + cross[1], floored}};
   }
 };
 
 // The same sums relative to larger maxima.
-template <KlDirection kDirection>
-__device__ __forceinline__ KlSums rescale(const KlSums& sums, float max, float teacher_max,
+__device__ __forceinline__ KlSums rescale(const KlSums& sums, float first_max, float second_max,
                                           float scale) {
-  const float step = reference_step(sums.student.max, max, scale);
-  const float teacher_step = reference_step(sums.teacher.max, teacher_max, scale);
-  const bool is_reverse = kDirection == KlDirection::kReverse;
-  return {rescale(sums.student, max, scale), rescale(sums.teacher, teacher_max, scale),
-          move_in_base_2(sums.cross, is_reverse ? step : teacher_step,
-                         is_reverse ? teacher_step : step)};
+  return {rescale(sums.first, first_max, scale), rescale(sums.second, second_max, scale),
+          move_references(sums.cross, reference_step(sums.first.max, first_max, scale),
+                          reference_step(sums.second.max, second_max, scale))};
 }
 
-// As sum_row of logprob_partials.cu, whose bits the student's sums have: the teacher's columns are
-// taken with the student's, whatever the alignment of its own row.
-template <KlDirection kDirection, typename Element>
-__device__ __forceinline__ KlSums sum_rows(const Element* row, const Element* teacher_row,
-                                           int num_columns, float scale) {
-  __shared__ float max_scratch[2][kSumWarps];
-  __shared__ float teacher_scratch[2][kSumWarps];
-  const RowLayout layout =
-      row_layout(reinterpret_cast<uint64_t>(row), num_columns, static_cast<int>(sizeof(Element)));
-  const Element* teacher_body = teacher_row + layout.num_head;
-  const bool is_aligned = reinterpret_cast<uint64_t>(teacher_body) % kVectorBytes == 0;
+// As sum_row of logprob_partials.cu, with the layout of the student's row, so that its sums have
+// the same bits; the other row may have its own alignment.
+template <typename Element>
+__device__ __forceinline__ KlSums sum_rows(const Element* first, const Element* second,
+                                           const RowLayout& layout, float scale) {
+  __shared__ float first_scratch[2][kSumWarps];
+  __shared__ float second_scratch[2][kSumWarps];
   const int num_parts = num_pieces(layout.num_vectors, kPieceSize);
   const int thread = static_cast<int>(threadIdx.x);
 
   KlSums total = {empty_sums(), empty_sums(), {0.0f, 0.0f, 0.0f}};
   for (int index = 0; index < num_parts; ++index) {
     const ThreadVectors mine = thread_vectors(layout.num_vectors, kPieceSize, index, thread);
-    const Piece piece = load_piece(row + layout.num_head, true, mine);
-    const Piece teacher_piece = load_piece(teacher_body, is_aligned, mine);
+    const Piece first_piece = load_piece(first + layout.num_head, mine);
+    const Piece second_piece = load_piece(second + layout.num_head, mine);
     const bool has_scalar = index == 0 && thread < num_scalars(layout);
-    float scalar = -kInfinity;
-    float teacher_scalar = -kInfinity;
-    if (has_scalar) {
-      scalar = Word<Element>::load(row + scalar_column(layout, thread));
-      teacher_scalar = Word<Element>::load(teacher_row + scalar_column(layout, thread));
-    }
+    const int column = has_scalar ? scalar_column(layout, thread) : 0;
+    const float first_scalar = has_scalar ? Word<Element>::load(first + column) : -kInfinity;
+    const float second_scalar = has_scalar ? Word<Element>::load(second + column) : -kInfinity;
 
-    float max = fmaxf(fmaxf(total.student.max, scalar), piece.max<Element>());
-    float teacher_max =
-        fmaxf(fmaxf(total.teacher.max, teacher_scalar), teacher_piece.max<Element>());
-    max = block_max(max, max_scratch[index % 2]);
-    teacher_max = block_max(teacher_max, teacher_scratch[index % 2]);
-
-    ThreadKlSums<kDirection> sums(rescale<kDirection>(total, max, teacher_max, scale), scale);
-    if (has_scalar) sums.add(scalar, teacher_scalar, 1);
+    const float first_max =
+        block_max(fmaxf(fmaxf(total.first.max, first_scalar), first_piece.max<Element>()),
+                  first_scratch[index % 2]);
+    const float second_max =
+        block_max(fmaxf(fmaxf(total.second.max, second_scalar), second_piece.max<Element>()),
+                  second_scratch[index % 2]);
+    ThreadKlSums sums(rescale(total, first_max, second_max, scale), scale);
+    if (has_scalar) sums.add(first_scalar, second_scalar, 1);
 #pragma unroll
     for (int i = 0; i < kVectorsPerPiece; ++i) {
-      if (piece.has(i)) {
-        float values[kVectorLength<Element>];
-        float teacher_values[kVectorLength<Element>];
-        unpack_vector<Element>(piece.vectors[i], values);
-        unpack_vector<Element>(teacher_piece.vectors[i], teacher_values);
+      if (first_piece.has(i)) {
+        float first_values[kVectorLength<Element>];
+        float second_values[kVectorLength<Element>];
+        unpack_vector<Element>(first_piece.vectors[i], first_values);
+        unpack_vector<Element>(second_piece.vectors[i], second_values);
 #pragma unroll
         for (int j = 0; j < kVectorLength<Element>; ++j) {
-          sums.add(values[j], teacher_values[j], j % 2);
+          sums.add(first_values[j], second_values[j], j % 2);
         }
       }
     }
-    total = sums.total(max, teacher_max);
+    total = sums.total(first_max, second_max);
   }
   return total;
 }
@@ -130,10 +105,10 @@ __device__ __forceinline__ KlSums sum_rows(const Element* row, const Element* te
 // NaN in all eight if the target is out of range, without reading anything.
 // Grid: one block of kSumThreads per token. student and teacher [T, V], target [T], partials [T,
 // 8].
-template <typename Element, KlDirection kDirection>
+template <typename Element>
 __global__ void __launch_bounds__(kSumThreads, kBlocksPerProcessor)
     kl_partials_kernel(const __grid_constant__ KlPartialsParams params, float scale) {
-  __shared__ float scratch[5][kSumWarps];
+  __shared__ float scratch[6][kSumWarps];
   const Logits& student = params.student;
   const int64_t token = blockIdx.x;
   const int64_t target = params.target[token];
@@ -146,27 +121,27 @@ __global__ void __launch_bounds__(kSumThreads, kBlocksPerProcessor)
   const Element* row = static_cast<const Element*>(student.data) + token * student.row_stride;
   const Element* teacher_row =
       static_cast<const Element*>(params.teacher.data) + token * params.teacher.row_stride;
-  const int num_columns = static_cast<int>(num_true_columns(student));
-  const int64_t target_column = target - student.vocab_start;
-  float target_logit = 0.0f;
-  if (threadIdx.x == 0 && target_column >= 0 && target_column < num_columns) {
-    target_logit = Word<Element>::load(row + target_column);
-  }
+  const int column = local_column(student, target);
+  const float target_logit =
+      threadIdx.x == 0 && column >= 0 ? Word<Element>::load(row + column) : 0.0f;
 
-  KlSums sums = sum_rows<kDirection>(row, teacher_row, num_columns, scale);
-  float values[5] = {sums.student.sum, sums.student.weighted, sums.teacher.sum, sums.cross.cross,
-                     sums.cross.floored};
+  const RowLayout layout =
+      row_layout(reinterpret_cast<uint64_t>(row), static_cast<int>(num_true_columns(student)),
+                 static_cast<int>(sizeof(Element)));
+  const bool is_reverse = params.direction == KlDirection::kReverse;
+  KlSums sums =
+      sum_rows(is_reverse ? row : teacher_row, is_reverse ? teacher_row : row, layout, scale);
+  float values[6] = {sums.first.sum,       sums.first.weighted, sums.second.sum,
+                     sums.second.weighted, sums.cross.cross,    sums.cross.floored};
   block_sums(values, scratch);
   if (threadIdx.x != 0) return;
-  sums.student = {sums.student.max, values[0], values[1]};
-  sums.teacher = {sums.teacher.max, values[2], 0.0f};
-  const bool is_reverse = kDirection == KlDirection::kReverse;
-  sums.cross = {is_reverse ? values[0] : values[2], values[3], values[4]};
-  const KlPartials partials = finish_kl_partials(sums, target_logit, scale, kDirection);
-  out[0] = make_float4(partials.student.max, partials.student.sum, partials.student.weighted,
-                       partials.student.target);
-  out[1] =
-      make_float4(partials.teacher_max, partials.teacher_sum, partials.cross, partials.floored);
+  sums = {{sums.first.max, values[0], values[1]},
+          {sums.second.max, values[2], values[3]},
+          {values[0], values[4], values[5]}};
+  const KlPartials result = finish_kl_partials(sums, target_logit, scale, params.direction);
+  const Partials& part = result.student;
+  out[0] = make_float4(part.max, part.sum, part.weighted, part.target);
+  out[1] = make_float4(result.teacher_max, result.teacher_sum, result.cross, result.floored);
 }
 
 }  // namespace
@@ -176,8 +151,8 @@ extern "C" int bapo_launch_kl_partials(const bapo::KlPartialsParams* params, voi
   if (params->num_tokens == 0) return cudaSuccess;
   if (params->student.num_columns > bapo::kMaxColumns) return cudaErrorInvalidValue;
   const float scale = bapo::exponent_scale(params->student.temperature);
-  return bapo::dispatch_kl(params->student.type, params->direction, [&](auto element, auto kind) {
-    return bapo::launch(bapo::kl_partials_kernel<decltype(element), kind.value>, params->num_tokens,
+  return bapo::dispatch_element(params->student.type, [&](auto element) {
+    return bapo::launch(bapo::kl_partials_kernel<decltype(element)>, params->num_tokens,
                         bapo::kSumThreads, stream, *params, scale);
   });
 }

@@ -7,7 +7,6 @@
 
 #include <climits>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/logprob.h"
 #include "common/params.h"
@@ -91,6 +90,11 @@ struct Word<__half> : PairWord<__half2> {
 template <typename Element>
 constexpr int kVectorLength = vector_length(sizeof(Element));
 
+template <typename Element>
+__device__ __forceinline__ bool is_at_boundary(const Element* address) {
+  return reinterpret_cast<uint64_t>(address) % kVectorBytes == 0;
+}
+
 // 16 bytes from anywhere; a row beside another one may have its own alignment.
 template <typename Element>
 __device__ __forceinline__ uint4 load_vector(const Element* address, bool is_aligned) {
@@ -169,15 +173,10 @@ cudaError_t dispatch_element(LogitType type, const Function& function) {
   return cudaErrorInvalidValue;
 }
 
-// Calls function(Element{}, constant of the direction).
-template <typename Function>
-cudaError_t dispatch_kl(LogitType type, KlDirection direction, const Function& function) {
-  return dispatch_element(type, [&](auto element) {
-    if (direction == KlDirection::kReverse) {
-      return function(element, std::integral_constant<KlDirection, KlDirection::kReverse>{});
-    }
-    return function(element, std::integral_constant<KlDirection, KlDirection::kForward>{});
-  });
+// This rank's column of a target, else -1.
+__device__ __forceinline__ int local_column(const Logits& logits, int64_t target) {
+  const int64_t column = target - logits.vocab_start;
+  return column >= 0 && column < num_true_columns(logits) ? static_cast<int>(column) : -1;
 }
 
 }  // namespace bapo

@@ -26,8 +26,8 @@ __device__ __forceinline__ ShiftedSums sum_row(const Element* row, int num_colum
 
   ShiftedSums total = empty_sums();
   for (int index = 0; index < num_parts; ++index) {
-    const Piece piece = load_piece(row + layout.num_head, true,
-                                   thread_vectors(layout.num_vectors, kPieceSize, index, thread));
+    const Piece piece = load_piece<true>(
+        row + layout.num_head, thread_vectors(layout.num_vectors, kPieceSize, index, thread));
     const bool has_scalar = index == 0 && thread < num_scalars(layout);
     const float scalar =
         has_scalar ? Word<Element>::load(row + scalar_column(layout, thread)) : -kInfinity;
@@ -78,12 +78,10 @@ __global__ void __launch_bounds__(kSumThreads, kBlocksPerProcessor)
 
   const Element* row = static_cast<const Element*>(logits.data) + row_index * logits.row_stride;
   const int num_columns = static_cast<int>(num_true_columns(logits));
-  const int64_t target_column = target - logits.vocab_start;
-  float target_logit = 0.0f;
+  const int column = local_column(logits, target);
   // Loaded before the row, so that its latency is hidden.
-  if (threadIdx.x == 0 && target_column >= 0 && target_column < num_columns) {
-    target_logit = Word<Element>::load(row + target_column);
-  }
+  const float target_logit =
+      threadIdx.x == 0 && column >= 0 ? Word<Element>::load(row + column) : 0.0f;
 
   const ShiftedSums sums = sum_row(row, num_columns, scale);
   float values[2] = {sums.sum, sums.weighted};

@@ -67,7 +67,7 @@ __device__ __forceinline__ void write_vectors(uint4* body, const Element* teache
                                               const RowLayout& layout, const Job& job,
                                               int num_true) {
   const int num_vectors = layout.num_vectors;
-  const bool is_aligned = reinterpret_cast<uint64_t>(teacher_body) % kVectorBytes == 0;
+  const bool is_aligned = is_at_boundary(teacher_body);
   for (int first = static_cast<int>(threadIdx.x); first < num_vectors;
        first += kOverwriteThreads * kVectorsInFlight) {
     uint4* mine = body + first;
@@ -118,12 +118,6 @@ __device__ __forceinline__ void overwrite_row(Element* row, const Element* teach
   } else {
     write_vectors(body, teacher_row + layout.num_head, layout, job, num_true);
   }
-}
-
-// This rank's column of a target, else -1.
-__device__ __forceinline__ int local_column(const Logits& logits, int64_t target) {
-  const int64_t column = target - logits.vocab_start;
-  return column >= 0 && column < num_true_columns(logits) ? static_cast<int>(column) : -1;
 }
 
 }  // namespace bapo

@@ -56,17 +56,17 @@ struct Piece {
   }
 };
 
-// body: first vector of the row, at a boundary of 16 bytes where is_aligned.
-template <typename Element>
-__device__ __forceinline__ Piece load_piece(const Element* body, bool is_aligned,
-                                            const ThreadVectors& mine) {
+// body: first vector of the row.
+template <bool kIsAligned = false, typename Element>
+__device__ __forceinline__ Piece load_piece(const Element* body, const ThreadVectors& mine) {
+  const bool is_aligned = kIsAligned || is_at_boundary(body);
   Piece piece;
   piece.num_left = mine.num_left;
 #pragma unroll
   for (int i = 0; i < kVectorsPerPiece; ++i) {
     if (piece.has(i)) {
-      piece.vectors[i] =
-          load_vector(body + (mine.first + i * kSumThreads) * kVectorLength<Element>, is_aligned);
+      const int vector = mine.first + i * kSumThreads;
+      piece.vectors[i] = load_vector(body + vector * kVectorLength<Element>, is_aligned);
     }
   }
   return piece;

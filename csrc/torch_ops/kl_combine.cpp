@@ -24,18 +24,16 @@ KlResults kl_combine_op(const Tensor& partials, double temperature, const std::s
                           new_vector(), new_vector(), new_vector()};
   if (num_tokens == 0) return results;
 
-  const KlCombineParams params{data<float>(partials),
-                               partials.size(0),
-                               num_tokens,
-                               static_cast<float>(temperature),
-                               kind,
-                               mutable_data<float>(std::get<0>(results)),
-                               mutable_data<float>(std::get<1>(results)),
-                               mutable_data<float>(std::get<2>(results)),
-                               mutable_data<float>(std::get<3>(results)),
-                               mutable_data<float>(std::get<4>(results)),
-                               mutable_data<float>(std::get<5>(results)),
-                               mutable_data<float>(std::get<6>(results))};
+  const KlCombineParams params = std::apply(
+      [&](const auto&... result) -> KlCombineParams {
+        return {data<float>(partials),
+                partials.size(0),
+                num_tokens,
+                static_cast<float>(temperature),
+                kind,
+                {mutable_data<float>(result)...}};
+      },
+      results);
   if (BAPO_LAUNCHED(kl_combine, bapo_launch_kl_combine, partials, params)) return results;
 
   torch::stable::parallel_for(0, num_tokens, kCombinedTokensPerTask,
