@@ -116,11 +116,11 @@ BAPO_HD TokenKl combine_kl_partials(const float* partials, int64_t num_ranks, in
     total.cross += moved.cross;
   }
   const double kl = total.cross / total.sum - log(first.sum) + log(second.sum);
-  if (is_nan(student.max) || is_nan(teacher.max) || kl != kl) {
-    return {{kNaN, kNaN, kNaN, kNaN}, kNaN, kNaN, kNaN};
-  }
-  return {token_logprob(student, temperature), teacher.max, static_cast<float>(log(teacher.sum)),
-          static_cast<float>(kl)};
+  const TokenKl result = {token_logprob(student, temperature), teacher.max,
+                          static_cast<float>(log(teacher.sum)), static_cast<float>(kl)};
+  const bool has_nan = is_nan(result.student.logprob) || is_nan(result.student.entropy) ||
+                       is_nan(result.teacher_max) || is_nan(result.kl);
+  return has_nan ? TokenKl{{kNaN, kNaN, kNaN, kNaN}, kNaN, kNaN, kNaN} : result;
 }
 
 // The gradient of a row, prepared once. With p and q the probabilities of student and teacher,

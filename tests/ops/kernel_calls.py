@@ -123,6 +123,81 @@ def gradient_(
     return logits_NV
 
 
+class KlResults(NamedTuple):
+    """What ``kl_combine`` returns; each [T] float32."""
+
+    logprob: Tensor
+    entropy: Tensor
+    max: Tensor
+    log_sum: Tensor
+    teacher_max: Tensor
+    teacher_log_sum: Tensor
+    kl: Tensor
+
+
+def kl_partials(
+    student_TV: Tensor,
+    teacher_TV: Tensor,
+    target_T: Tensor,
+    direction: str,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """[T, 8] partials of one rank; the vocabulary is all columns unless its size is given."""
+    size = student_TV.shape[1] if vocab_size is None else vocab_size
+    return torch.ops.bapo.kl_partials(
+        student_TV, teacher_TV, target_T, vocab_start, size, temperature, direction
+    )
+
+
+def kl_results(
+    student_TV: Tensor,
+    teacher_TV: Tensor,
+    target_T: Tensor,
+    direction: str,
+    *,
+    temperature: float = 1.0,
+) -> KlResults:
+    """Log-probs and divergences of one rank that holds the whole vocabulary."""
+    part_T8 = kl_partials(student_TV, teacher_TV, target_T, direction, temperature=temperature)
+    return KlResults(*torch.ops.bapo.kl_combine(part_T8[None], temperature, direction))
+
+
+def kl_gradient_(
+    student_TV: Tensor,
+    teacher_TV: Tensor,
+    target_T: Tensor,
+    results: KlResults,
+    grads: tuple[Tensor | None, Tensor | None, Tensor],
+    direction: str,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Overwrite the student's logits with their gradient and return them.
+
+    ``grads`` are those of log-prob, entropy and KL.
+    """
+    size = student_TV.shape[1] if vocab_size is None else vocab_size
+    torch.ops.bapo.kl_backward_(
+        student_TV,
+        teacher_TV,
+        target_T,
+        *results[2:4],
+        results.entropy,
+        *results[4:],
+        *grads,
+        vocab_start,
+        size,
+        temperature,
+        direction,
+    )
+    return student_TV
+
+
 def random_logits(
     num_rows: int, num_columns: int, dtype: torch.dtype, *, scale: float = 4.0, seed: int = 0
 ) -> Tensor:
