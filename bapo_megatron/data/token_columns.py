@@ -43,12 +43,15 @@ class TokenColumn:
 
 
 REFERENCE, TEACHER = "reference_logprob", "teacher_logprob"
+TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
+TEACHER_HIDDEN = "teacher_hidden"
+"""[T, H] input of the teacher's head; on the last stage only, in no dump, and not declared."""
 
 _DECLARED = (
     TokenColumn(REFERENCE, np.float32, np.nan, "algorithm.kl", "log-prob of the reference"),
     TokenColumn(TEACHER, np.float32, np.nan, "algorithm.distillation", "log-prob of the teacher"),
-    TokenColumn("teacher_top_ids", np.int32, -1, "algorithm.distillation", is_wide=True),
-    TokenColumn("teacher_top_logprobs", np.float32, np.nan, "algorithm.distillation", is_wide=True),
+    TokenColumn(TEACHER_TOP_IDS, np.int32, -1, "algorithm.distillation", is_wide=True),
+    TokenColumn(TEACHER_TOP_LOGPROBS, np.float32, np.nan, "algorithm.distillation", is_wide=True),
 )
 COLUMNS: dict[str, TokenColumn] = {column.name: column for column in _DECLARED}
 """All of them, by name. Log-probs are at the sampling temperature."""

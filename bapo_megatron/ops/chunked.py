@@ -9,7 +9,7 @@ That is three GEMMs, and nothing of a logit outlives its chunk. All that a token
 is known before the forward pass, which therefore computes the gradients too; the backward pass only
 returns them. Both gradients are accumulated in float32.
 
-A teacher (``TeacherRows``) adds, per chunk, the logits of its head in a second buffer, and the KL
+A ``Teacher`` adds, per chunk, its logits in a second buffer, and the KL
 divergence over the whole vocabulary between both distributions, which the loss may depend on. The
 all-gather then exchanges [C, 8]; gradients reach the student only. Memory is two buffers [C, V].
 
@@ -23,7 +23,7 @@ group.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -83,9 +83,8 @@ class OutputHead:
         return grad_MH
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TeacherRows:
-    """A frozen teacher's hidden states, and which divergence from it a loss depends on.
+class Teacher(Protocol):
+    """A teacher's distribution at each response token, and which divergence from it is meant.
 
     With p of the student and q of the teacher, both at the student's temperature:
 
@@ -94,13 +93,62 @@ class TeacherRows:
     Where the second distribution's logit is −inf, its log-prob is floored (csrc/README.md).
     """
 
+    @property
+    def direction(self) -> Direction:
+        """``reverse``: KL(student ‖ teacher); ``forward``: KL(teacher ‖ student)."""
+
+    def logits(self, chunk: slice, buffer_CV: Tensor, columns: Columns) -> Tensor:
+        """Return this rank's columns of a chunk's logits, [C, V], written into the buffer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TeacherRows:
+    """A ``Teacher`` by its hidden states."""
+
     hidden_TH: Tensor
     """[T, H] input of the teacher's head for each response token, in token order: gathered over
     sequence parallelism, without gradient, in the dtype of its head."""
     head: OutputHead
     """The teacher's head, with as many rows per rank as the student's."""
     direction: Direction
-    """``reverse``: KL(student ‖ teacher); ``forward``: KL(teacher ‖ student)."""
+    """See ``Teacher``."""
+
+    def logits(self, chunk: slice, buffer_CV: Tensor, columns: Columns) -> Tensor:
+        """See ``Teacher``."""
+        hidden_CH = self.hidden_TH[chunk].detach()
+        weight_HV = self.head.weight.detach().t()
+        return torch.mm(hidden_CH, weight_HV, out=buffer_CV[: len(hidden_CH)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopTokens:
+    """A ``Teacher`` by its likeliest tokens, whose probabilities are renormalised.
+
+    Only KL(teacher ‖ student) is of use: elsewhere the teacher's probability is 0.
+    """
+
+    ids_TK: Tensor
+    """[T, K] int64: the K likeliest tokens at each position, each once; below 0: none."""
+    logprob_TK: Tensor
+    """[T, K] float32: their log-probs."""
+
+    @property
+    def direction(self) -> Direction:
+        """See ``Teacher``."""
+        return "forward"
+
+    def logits(self, chunk: slice, buffer_CV: Tensor, columns: Columns) -> Tensor:
+        """See ``Teacher``."""
+        ids_CK, logprob_CK = self.ids_TK[chunk], self.logprob_TK[chunk]
+        logits_CV = buffer_CV[: len(ids_CK)].fill_(-torch.inf)
+        local_CK = ids_CK - columns.start
+        is_here_CK = (ids_CK >= 0) & (local_CK >= 0) & (local_CK < logits_CV.shape[1])
+        # Relative to the likeliest one: 16-bit logits then lose least where most probability is.
+        value_CK = logprob_CK - logprob_CK.amax(dim=1, keepdim=True)
+        value_CK = torch.where(is_here_CK, value_CK, -torch.inf).to(logits_CV.dtype)
+        return logits_CV.scatter_reduce_(
+            1, local_CK.clamp(0, logits_CV.shape[1] - 1), value_CK, "amax"
+        )
 
 
 def chunked_logprobs(
@@ -157,7 +205,7 @@ def chunked_loss(
     token_loss: TokenLoss,
     chunk_tokens: int,
     kernels: Kernels | None = None,
-    teacher: TeacherRows | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[Tensor, TokenLogprobs]:
     """Compute a loss over tokens together with its gradients.
 
@@ -181,9 +229,6 @@ def chunked_loss(
     assert torch.is_grad_enabled(), "call chunked_logprobs"
     columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
     kernels = kernels or select_kernels("auto", hidden_MH.device)
-    if teacher is not None:
-        assert len(teacher.hidden_TH) == len(target_T), "one row of the teacher per target"
-        assert len(teacher.head.weight) == len(head.weight), "both heads divide one vocabulary"
     chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, kernels, teacher)
     loss, logprob_T, entropy_T = _ChunkedLoss.apply(hidden_MH, head.weight, chunks, token_loss)
     return loss, TokenLogprobs(logprob_T, entropy_T)
@@ -199,23 +244,21 @@ class _Chunks:
     columns: Columns
     size: int
     kernels: Kernels
-    teacher: TeacherRows | None = None
+    teacher: Teacher | None = None
 
     def slices(self) -> list[slice]:
         num_tokens = len(self.target_T)
         begins = range(0, num_tokens, self.size)
         return [slice(begin, min(begin + self.size, num_tokens)) for begin in begins]
 
-    def new_buffer(self, head: OutputHead | None = None) -> Tensor:
-        """Allocate one buffer for the logits of every chunk; a teacher's head has its own."""
-        weight_VH = (head or self.head).weight
+    def new_buffer(self) -> Tensor:
+        """Allocate one buffer for the logits of every chunk; a teacher needs another one."""
+        weight_VH = self.head.weight
         return weight_VH.new_empty(min(self.size, len(self.target_T)), len(weight_VH))
 
-    def logits(
-        self, hidden_CH: Tensor, buffer_CV: Tensor, head: OutputHead | None = None
-    ) -> Tensor:
+    def logits(self, hidden_CH: Tensor, buffer_CV: Tensor) -> Tensor:
         """Return the logits of a chunk, in the model's dtype, in the buffer."""
-        weight_HV = (head or self.head).weight.detach().t()
+        weight_HV = self.head.weight.detach().t()
         return torch.mm(hidden_CH, weight_HV, out=buffer_CV[: len(hidden_CH)])
 
     def partials(self, logits_CV: Tensor, chunk: slice) -> Tensor:
@@ -254,7 +297,7 @@ class _Chunks:
 
     def _distill_(
         self,
-        teacher: TeacherRows,
+        teacher: Teacher,
         logits_CV: Tensor,
         chunk: slice,
         token_loss: TokenLoss,
@@ -262,7 +305,7 @@ class _Chunks:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Do the same beside a teacher."""
         target_C, direction = self.target_T[chunk], teacher.direction
-        teacher_CV = self.logits(teacher.hidden_TH[chunk].detach(), buffer_CV, teacher.head)
+        teacher_CV = teacher.logits(chunk, buffer_CV, self.columns)
         partials_C8 = self.kernels.kl_partials(
             logits_CV, teacher_CV, target_C, *self.columns, direction
         )
@@ -341,7 +384,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_CV = buffer_CV = chunks.new_buffer()
         teacher_buffer_CV = None
         if chunks.teacher is not None:
-            teacher_buffer_CV = chunks.new_buffer(chunks.teacher.head)
+            teacher_buffer_CV = chunks.new_buffer()
         for chunk in chunks.slices():
             rows_C = chunks.rows_T[chunk]
             hidden_CH = hidden_NH.index_select(0, rows_C)

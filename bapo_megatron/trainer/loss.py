@@ -34,9 +34,22 @@ from bapo_megatron.algorithm.objective import Objective, TokenBatch
 from bapo_megatron.algorithm.prediction import Prediction
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.micro_batch import on_device
-from bapo_megatron.data.token_columns import COLUMNS, REFERENCE
+from bapo_megatron.data.token_columns import (
+    COLUMNS,
+    REFERENCE,
+    TEACHER_HIDDEN,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOGPROBS,
+)
 from bapo_megatron.ops.backend import Kernels, select_kernels
-from bapo_megatron.ops.chunked import OutputHead, chunked_logprobs, chunked_loss
+from bapo_megatron.ops.chunked import (
+    OutputHead,
+    Teacher,
+    TeacherRows,
+    TopTokens,
+    chunked_logprobs,
+    chunked_loss,
+)
 from bapo_megatron.ops.logprob import (
     LossGradient,
     TokenLogprobs,
@@ -191,7 +204,8 @@ class LossStage:
             loss = apply_token_loss(*policy, token_loss)
             policy = _detached(policy)
         else:
-            loss, policy = reader.chunked(output, micro_batch, token_loss)
+            teacher = self._teacher(safe.micro_batch)
+            loss, policy = reader.chunked(output, micro_batch, token_loss, teacher)
         sums, maxima = self.numbers.zeros(self._device)
         batches: list[TokenBatch] = []
         if len(policy.logprob_T):
@@ -222,6 +236,20 @@ class LossStage:
         known_UK = torch.stack(totals)
         reduce_over(self.data_group, known_UK)
         return known_UK
+
+    def _teacher(self, micro_batch: MicroBatch) -> Teacher | None:
+        """Return what gives the teacher's logits of the response tokens, if the loss needs them."""
+        distillation = self._config.distillation
+        if not distillation.is_over_vocabulary:
+            return None
+        columns = micro_batch.columns
+        if distillation.loss == "top_k":
+            return TopTokens(columns[TEACHER_TOP_IDS].long(), columns[TEACHER_TOP_LOGPROBS])
+        assert self.teacher_head is not None, "scorers come first"
+        is_forward = distillation.loss == "forward_kl"
+        return TeacherRows(
+            columns[TEACHER_HIDDEN], self.teacher_head, "forward" if is_forward else "reverse"
+        )
 
     def _safe_tokens(
         self, micro_batches: Sequence[MicroBatch], context: UpdateContext
@@ -495,7 +523,11 @@ class PolicyOutput:
         )
 
     def chunked(
-        self, hidden_NH: Tensor, micro_batch: MicroBatch, token_loss: TokenLoss
+        self,
+        hidden_NH: Tensor,
+        micro_batch: MicroBatch,
+        token_loss: TokenLoss,
+        teacher: Teacher | None,
     ) -> tuple[Tensor, TokenLogprobs]:
         """Return the loss with a graph, and ℓ and H [T], from hidden states."""
         assert self.head is not None
@@ -504,6 +536,7 @@ class PolicyOutput:
             self.head,
             micro_batch.target_T,
             token_loss=token_loss,
+            teacher=teacher,
             **self._chunks(micro_batch),
         )
 

@@ -111,17 +111,18 @@ def _kl_behaviour(view: TokenView) -> Tensor:
     return torch.expm1(log_ratio_T).sub_(log_ratio_T).float()
 
 
-def _kl_to(column: str) -> Value:
-    """Return k3 of the policy and the log-probs of a column."""
-
-    def value(view: TokenView) -> Tensor:
-        return estimate_kl("k3", view.tokens.logprob, view.tokens.columns[column]).value_T
-
-    return value
+def _kl_reference(view: TokenView) -> Tensor:
+    return estimate_kl("k3", view.tokens.logprob, view.tokens.columns[REFERENCE]).value_T
 
 
 def _kl_teacher(view: TokenView) -> Tensor:
-    return view.kl_teacher_T if view.kl_teacher_T is not None else _kl_to(TEACHER)(view)
+    """Return the divergence over the vocabulary, or k1 of what sampled the token: μ − ℓ_teacher.
+
+    Not k3, whose mean a few tokens dominate where the teacher is far away.
+    """
+    if view.kl_teacher_T is not None:
+        return view.kl_teacher_T
+    return view.tokens.behaviour_logprob - view.tokens.columns[TEACHER]
 
 
 def _correction(view: TokenView) -> Tensor:
@@ -156,7 +157,7 @@ SUMS: dict[str, Value] = {
     "staleness": lambda v: v.age_T,
     "mismatch_abs": lambda v: v.mismatch_T,
     "correction_weight": _correction,
-    "reference_kl": _kl_to(REFERENCE),
+    "reference_kl": _kl_reference,
     "teacher_kl": _kl_teacher,
 }
 """Values, float32 [T], by name; summed over the tokens with m = 1."""

@@ -28,7 +28,7 @@ from bapo_megatron.algorithm.kl import estimate_kl
 from bapo_megatron.algorithm.loss import add_over_responses
 from bapo_megatron.data.dump import dump_path, write_batch
 from bapo_megatron.data.micro_batch import on_device
-from bapo_megatron.data.token_columns import COLUMNS, REFERENCE, TEACHER
+from bapo_megatron.data.token_columns import COLUMNS, REFERENCE, TEACHER, TEACHER_HIDDEN
 from bapo_megatron.policy.checkpoint_files import find_steps
 from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.runtime.distributed import (
@@ -45,12 +45,10 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
     from bapo_megatron.config.scorers import FrozenModelConfig
+    from bapo_megatron.ops.chunked import OutputHead
     from bapo_megatron.policy.model import Model
     from bapo_megatron.trainer.split import SplitUpdate
     from bapo_megatron.types import MicroBatch, RolloutBatch
-
-TEACHER_HIDDEN = "teacher_hidden"
-"""[T, H] input of the teacher's head; stays on the last stage, in no dump."""
 
 Splits = tuple["SplitUpdate", ...]
 
@@ -104,16 +102,16 @@ class FrozenScorer:
         build: Callable[[], FrozenModel],
         output_of: Callable[[Model], PolicyOutput],
         *,
-        with_hidden: bool = False,
+        keeps_hidden: bool = False,
         dump: ScoredDump | None = None,
     ) -> None:
         """Take what builds the model when it is first needed.
 
-        ``with_hidden``: also keep the inputs of its head, ``TEACHER_HIDDEN``.
+        ``keeps_hidden``: keep also the inputs of its head, ``TEACHER_HIDDEN``.
         """
         self.name = column
-        self._build, self._output_of = build, output_of
-        self._with_hidden, self._dump = with_hidden, dump
+        self.keeps_hidden = keeps_hidden
+        self._build, self._output_of, self._dump = build, output_of, dump
         self._frozen: FrozenModel | None = None
         self._output: PolicyOutput
 
@@ -125,10 +123,15 @@ class FrozenScorer:
             self._output = self._output_of(self._frozen.model)
         return self._frozen
 
+    @property
+    def head(self) -> OutputHead | None:
+        """The head that ``TEACHER_HIDDEN`` goes into, on the last stage; None if not kept."""
+        return self.frozen.model.head if self.keeps_hidden else None
+
     def score(self, splits: Splits, batch: RolloutBatch) -> Splits:
         """See ``Scorer``."""
         is_filled = all(self.name in sample.columns for sample in batch.samples)
-        if is_filled and not self._with_hidden:
+        if is_filled and not self.keeps_hidden:
             return splits
         hf = self.frozen.model.hf
         lengths = [len(s.prompt.token_ids) + len(s.response_token_ids) for s in batch.samples]
@@ -155,7 +158,7 @@ class FrozenScorer:
 
     def _read(self, output: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:
         logprob_T, _ = self._output.read(output, micro_batch)
-        if not self._with_hidden:
+        if not self.keeps_hidden:
             return {self.name: logprob_T}
         head = self._output.head
         assert head is not None, "ops.logits_chunk_tokens"
@@ -173,7 +176,9 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[FrozenScorer, ...]
     dump = ScoredDump(config.run_dir / "rollouts", groups)
     over_vocabulary = distillation.is_over_vocabulary
 
-    def scorer(column: str, model: FrozenModelConfig, *, with_hidden: bool = False) -> FrozenScorer:
+    def scorer(
+        column: str, model: FrozenModelConfig, *, keeps_hidden: bool = False
+    ) -> FrozenScorer:
         return FrozenScorer(
             column,
             lambda: FrozenModel.build(
@@ -183,10 +188,10 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[FrozenScorer, ...]
                 config.megatron,
                 groups,
                 returns_hidden_states=config.ops.logits_chunk_tokens > 0,
-                keeps_head=with_hidden,
+                keeps_head=keeps_hidden,
             ),
             lambda built: PolicyOutput.of(built, config.ops, config.rollout.temperature),
-            with_hidden=with_hidden,
+            keeps_hidden=keeps_hidden,
             dump=dump if config.rollout.dump and not is_replay else None,
         )
 
@@ -194,7 +199,7 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[FrozenScorer, ...]
     if kl.is_used:
         scorers.append(scorer(REFERENCE, kl.reference))
     if distillation.is_used and not distillation.teacher.engine:
-        scorers.append(scorer(TEACHER, distillation.teacher, with_hidden=over_vocabulary))
+        scorers.append(scorer(TEACHER, distillation.teacher, keeps_hidden=over_vocabulary))
     for built in () if is_replay else scorers:
         _ = built.frozen
     return tuple(scorers)

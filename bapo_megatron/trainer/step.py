@@ -47,6 +47,7 @@ from bapo_megatron.trainer.records import (
 )
 from bapo_megatron.trainer.scorers import (
     BehaviourScorer,
+    FrozenScorer,
     Scorer,
     Splits,
     sum_kl,
@@ -195,6 +196,8 @@ class BatchTrainer:
         for scorer in self.scorers:
             self.note(f"training, forward only ({scorer.name})")
             splits = scorer.score(splits, batch)
+            if isinstance(scorer, FrozenScorer) and scorer.keeps_hidden:
+                self._stage.teacher_head = scorer.head
         kl, distillation = self.config.kl, self.config.distillation
         if kl.coefficient > 0 and kl.where == "reward":
             sum_B = sum_kl(splits, kl.kind, len(batch.samples), self._groups)

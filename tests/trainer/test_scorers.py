@@ -123,6 +123,8 @@ def test_the_reported_divergence_is_the_mean_of_k3(
     expected = float(exact.token_mean(values).detach())
     assert sums["reference_kl"] / sums["tokens"] == pytest.approx(expected, rel=1e-5)
     sums = updates["teacher"]["sums"]
+    leads = [mu - ref for mu, ref in zip(exact.behaviours, references, strict=True)]
+    expected = float(exact.token_mean(leads))
     assert sums["teacher_kl"] / sums["tokens"] == pytest.approx(expected, rel=1e-5)
 
 

@@ -214,8 +214,8 @@ def _uneven_weights(run: RunRecord) -> Iterator[Finding]:
     steps = tuple(sorted(int(step) for step in low.keys() | high.keys()))
     yield Finding(
         "caution",
-        f"The importance weights are uneven in {_count(steps, run)}: {' and '.join(reasons)}. A few "
-        "responses dominate the updates, which precedes a collapse: lower the learning rate or "
+        f"The importance weights are uneven in {_count(steps, run)}: {' and '.join(reasons)}. A "
+        "few responses dominate the updates, which precedes a collapse: lower the learning rate or "
         "the staleness.",
         steps,
     )
