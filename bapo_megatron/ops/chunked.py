@@ -130,7 +130,7 @@ class TopTokens:
     ids_TK: Tensor
     """[T, K] int64: the K likeliest tokens at each position, each once; below 0: none."""
     logprob_TK: Tensor
-    """[T, K] float32: their log-probs."""
+    """[T, K] float32: their log-probs, at the student's temperature."""
 
     @property
     def direction(self) -> Direction:
@@ -144,7 +144,7 @@ class TopTokens:
         local_CK = ids_CK - columns.start
         is_here_CK = (ids_CK >= 0) & (local_CK >= 0) & (local_CK < logits_CV.shape[1])
         # Relative to the likeliest one: 16-bit logits then lose least where most probability is.
-        value_CK = logprob_CK - logprob_CK.amax(dim=1, keepdim=True)
+        value_CK = (logprob_CK - logprob_CK.amax(dim=1, keepdim=True)) * columns.temperature
         value_CK = torch.where(is_here_CK, value_CK, -torch.inf).to(logits_CV.dtype)
         return logits_CV.scatter_reduce_(
             1, local_CK.clamp(0, logits_CV.shape[1] - 1), value_CK, "amax"

@@ -8,17 +8,32 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
+from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
+from bapo_megatron.config.schema import OpsConfig
+from bapo_megatron.config.scorers import TeacherConfig
 from bapo_megatron.data.dump import read_batch, write_batch
+from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.distributed_launch import run_ranks
+from bapo_megatron.trainer.loss import PolicyOutput
+from bapo_megatron.trainer.scorers import FrozenScorer
+from tests.distributed_launch import joined, run_ranks
+from tests.policy.parity_ranks import hf_gradients
+from tests.policy.tiny_models import load_reference
 from tests.trainer.dumps import make_random_model, write_dump_shapes
 from tests.trainer.exact_policy import ExactPolicy
 from tests.trainer.layout_ranks import SEQUENCE, Case, Outcome, train_in
+from tests.trainer.one_update import (
+    TEMPERATURE,
+    Updates,
+    assert_same_gradients,
+    build_trainer,
+    make_updates,
+)
 from tests.trainer.one_update import Case as Update
-from tests.trainer.one_update import Updates, assert_same_gradients, make_updates
 from tests.trainer.runs import (
     assert_same_training,
     differing_weights,
@@ -33,6 +48,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from bapo_megatron.policy.model import Model
 
 pytestmark = pytest.mark.distributed
 
@@ -158,6 +175,123 @@ def test_a_teacher_adds_its_lead_over_the_sampled_log_prob_to_each_advantage(
     advantages = [COEFFICIENT * (t - mu) + (0.0 if is_alone else a) for t, mu, a in leads]
     expected = _policy_gradient(exact, advantages)
     assert_same_gradients(updates[name]["gradients"], expected, 2e-6)
+
+
+# --- divergences over the vocabulary, against autograd in float64 ---
+
+TOP_K = 7
+LOSSES = ("reverse_kl", "forward_kl", "top_k")
+
+
+@pytest.fixture(scope="module")
+def divergences(random_model: Path, other_model: Path, episode_dump: Path) -> dict[str, Any]:
+    """The divergences [R] of each response, with a graph to the policy, and the teacher's rows."""
+    batch = read_batch(episode_dump)
+    exact = ExactPolicy(random_model, batch)
+    teacher = load_reference("qwen2", other_model).eval().double()
+    values: dict[str, list[Any]] = {loss: [] for loss in (*LOSSES, "rows")}
+    for sample in batch.samples:
+        ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_token_ids.tolist()]])
+        rows = slice(len(sample.prompt.token_ids) - 1, -1)
+        log_p = (exact.model(ids).logits[0, rows] / TEMPERATURE).log_softmax(-1)
+        with torch.no_grad():
+            log_q = (teacher(ids).logits[0, rows] / TEMPERATURE).log_softmax(-1)
+        values["reverse_kl"].append((log_p.exp() * (log_p - log_q)).sum(-1))
+        values["forward_kl"].append((log_q.exp() * (log_q - log_p)).sum(-1))
+        top, top_ids = log_q.topk(TOP_K)
+        top = top.float().double()  # as a dump keeps them
+        kept = top.log_softmax(-1)
+        values["top_k"].append((kept.exp() * (kept - log_p.gather(1, top_ids))).sum(-1))
+        values["rows"].append((log_q, top_ids, top))
+    return {"exact": exact, **values}
+
+
+@pytest.fixture(scope="module")
+def distilled(
+    tmp_path_factory: pytest.TempPathFactory,
+    random_model: Path,
+    other_model: Path,
+    episode_dump: Path,
+    divergences: dict[str, Any],
+) -> dict[str, Updates]:
+    """One update of each loss, on one rank and on two."""
+    batch = read_batch(episode_dump)
+    for sample, (log_q, top_ids, top) in zip(batch.samples, divergences["rows"], strict=True):
+        mask = sample.loss_mask
+        ids = torch.tensor(sample.response_token_ids).long()
+        sampled = log_q.gather(1, ids[:, None])[:, 0]
+        sample.columns = {
+            "teacher_logprob": sampled.numpy()[mask].astype(np.float32),
+            "teacher_top_ids": top_ids.numpy()[mask].astype(np.int32),
+            "teacher_top_logprobs": top.numpy()[mask].astype(np.float32),
+        }
+    dump = tmp_path_factory.mktemp("top") / "step_000001.parquet"
+    write_batch(dump, batch)
+    return {
+        name: run_ranks(distill, ranks, random_model, other_model, dump, sizes)[0]
+        for name, ranks, sizes in (
+            ("one rank", 1, {}),
+            ("TP 2, SP", 2, {"tensor": 2, "sequence": True}),
+            ("CP 2", 2, {"context": 2}),
+            ("PP 2", 2, {"pipeline": 2}),
+        )
+    }
+
+
+def distill(model_dir: Path, teacher: Path, dump: Path, sizes: dict[str, Any]) -> Updates:
+    """Make one update of each loss, on every rank of a layout."""
+    updates: Updates = {}
+    ops = {"logits_chunk_tokens": 16}
+    with joined(**sizes) as groups:
+        for loss in LOSSES:
+            engine = "local" if loss == "top_k" else ""
+            distillation = {
+                "coefficient": COEFFICIENT,
+                "loss": loss,
+                "top_k": TOP_K,
+                "teacher": {"path": str(teacher), "engine": engine, "memory": "host"},
+            }
+            algorithm = {**PLAIN, "advantage": "distill", "distillation": distillation}
+
+            def build() -> FrozenModel:
+                return FrozenModel.build(
+                    TeacherConfig(path=teacher, memory="host"),
+                    ModelConfig(path=model_dir, dtype="float32"),
+                    ParallelConfig.model_validate(sizes),
+                    MegatronConfig(),
+                    groups,
+                    returns_hidden_states=True,
+                    keeps_head=True,
+                )
+
+            def output_of(model: Model) -> PolicyOutput:
+                return PolicyOutput.of(model, OpsConfig.model_validate(ops), TEMPERATURE)
+
+            scorer = FrozenScorer("teacher_logprob", build, output_of, keeps_hidden=True)
+            trainer = build_trainer(
+                model_dir,
+                groups,
+                Update(algorithm, ops=ops),
+                sizes=sizes,
+                optimizer={"lr": 0.0, "clip_grad": 1e9},
+                scorers=() if engine else (scorer,),
+            )
+            (result,) = trainer.train(read_batch(dump))
+            updates[loss] = {"sums": result.sums, "gradients": hf_gradients(trainer.state)}
+    return updates
+
+
+@pytest.mark.parametrize("layout", ["one rank", "TP 2, SP", "CP 2", "PP 2"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_divergence_over_the_vocabulary_and_its_gradient_are_exact(
+    distilled: dict[str, Updates], divergences: dict[str, Any], loss: str, layout: str
+) -> None:
+    update, exact = distilled[layout][loss], divergences["exact"]
+    mean = exact.token_mean(divergences[loss])
+    sums = update["sums"]
+    assert sums["teacher_kl"] / sums["tokens"] == pytest.approx(float(mean.detach()), rel=1e-6)
+    expected = exact.gradients(COEFFICIENT * mean)
+    assert_same_gradients(update["gradients"], expected, 1e-6 if layout == "one rank" else 1e-5)
 
 
 # --- whole runs from dumps, in layouts ---
