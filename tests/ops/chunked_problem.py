@@ -15,7 +15,7 @@ from torch import Tensor
 from bapo_megatron.algorithm.loss import differentiate
 from bapo_megatron.algorithm.objectives.clip import FixedClip
 from bapo_megatron.ops import chunked
-from bapo_megatron.ops.chunked import OutputHead
+from bapo_megatron.ops.chunked import OutputHead, TeacherRows
 from bapo_megatron.ops.logprob import (
     LossGradient,
     TokenLogprobs,
@@ -23,6 +23,7 @@ from bapo_megatron.ops.logprob import (
     vocab_parallel_logprobs,
 )
 from tests.fakes.given_tokens import make_tokens
+from tests.oracles.kl import kl_divergence
 from tests.oracles.policy_loss import policy_loss
 
 VOCAB_SIZE, PADDED_VOCAB, HIDDEN_SIZE = 41, 64, 24
@@ -85,7 +86,9 @@ class ClippedLoss:
         self._entropy_coefficient = entropy_coefficient
         self._kernels = kernels
 
-    def __call__(self, logprob_T: Tensor, entropy_T: Tensor, part: slice) -> LossGradient:
+    def __call__(
+        self, logprob_T: Tensor, entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
+    ) -> LossGradient:
         assert len(logprob_T) == len(entropy_T) == part.stop - part.start > 0
         assert not logprob_T.requires_grad
         assert not entropy_T.requires_grad
@@ -103,6 +106,53 @@ class ClippedLoss:
         bonus_T = -self._entropy_coefficient * weight_T
         loss = loss + (bonus_T * entropy_T).sum(dtype=torch.float64)
         return LossGradient(loss, by_logprob_T, bonus_T)
+
+
+class DistilledLoss:
+    """A ``TokenLoss``: the clipped loss and a weighted divergence from a teacher."""
+
+    def __init__(self, tokens: Tokens, entropy_coefficient: float, kernels: Any = None) -> None:
+        self.kl_T = torch.full_like(tokens.mask_T, torch.nan)
+        """That it was called with."""
+        self._clipped = ClippedLoss(tokens, entropy_coefficient, kernels)
+        self._weight_T = kl_weights(tokens)
+
+    def __call__(
+        self, logprob_T: Tensor, entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
+    ) -> LossGradient:
+        assert kl_T is not None
+        assert kl_T.shape == logprob_T.shape
+        assert not kl_T.requires_grad
+        self.kl_T[part] = kl_T
+        gradient = self._clipped(logprob_T, entropy_T, part)
+        weight_T = self._weight_T[part]
+        loss = gradient.loss + (weight_T * kl_T).sum(dtype=torch.float64)
+        return gradient._replace(loss=loss, kl_T=weight_T)
+
+
+def kl_weights(tokens: Tokens) -> Tensor:
+    """[T] of the size of the clipped loss's, 0 where the mask is."""
+    return 0.3 * tokens.loss_weight_T
+
+
+def make_teacher(problem: Problem, direction: Any, *, hidden_size: int = 16) -> TeacherRows:
+    """A teacher of another hidden size for the problem's tokens."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = ((len(problem.tokens.rows_T), hidden_size), (PADDED_VOCAB, hidden_size))
+    hidden_TH, weight_VH = (torch.randn(*shape, generator=generator) for shape in shapes)
+    dtype = problem.weight_VH.dtype
+    return TeacherRows(
+        hidden_TH.to(dtype), OutputHead((weight_VH / hidden_size**0.5).to(dtype)), direction
+    )
+
+
+def run_distilled(
+    problem: Problem, teacher: TeacherRows, *, entropy_coefficient: float, **changes: Any
+) -> tuple[Outcome, Tensor]:
+    """The outcome with a teacher, and the divergences that the loss got."""
+    token_loss = DistilledLoss(problem.tokens, entropy_coefficient, changes.get("kernels"))
+    outcome = run_chunked(problem, teacher=teacher, token_loss=token_loss, **changes)
+    return outcome, token_loss.kl_T
 
 
 def make_problem(num_rows: int = 90, num_tokens: int = 61, seed: int = 0) -> Problem:
@@ -206,12 +256,14 @@ def run_unchunked(problem: Problem, *, entropy_coefficient: float, kernels: Any 
     )
 
 
-def run_oracle(problem: Problem, *, entropy_coefficient: float) -> Outcome:
+def run_oracle(
+    problem: Problem, *, entropy_coefficient: float, teacher: TeacherRows | None = None
+) -> Outcome:
     """Autograd in float64, without any op of the package."""
     hidden_NH, weight_VH = leaves(problem.to("cpu", torch.float64))
     tokens = problem.tokens
-    logits_TV = (hidden_NH @ weight_VH.t())[tokens.rows_T, :VOCAB_SIZE] / TEMPERATURE
-    all_TV = logits_TV.log_softmax(1)
+    logits_TV = (hidden_NH @ weight_VH.t())[tokens.rows_T, :VOCAB_SIZE]
+    all_TV = (logits_TV / TEMPERATURE).log_softmax(1)
     logprob_T = all_TV.gather(1, tokens.target_T[:, None]).squeeze(1)
     entropy_T = -(all_TV.exp() * all_TV).sum(1)
     loss = policy_loss(
@@ -226,10 +278,19 @@ def run_oracle(problem: Problem, *, entropy_coefficient: float) -> Outcome:
         entropy_T=entropy_T,
         entropy_coefficient=entropy_coefficient,
     ).loss
+    if teacher is not None:
+        kl_T = divergences(logits_TV, teacher)
+        loss = loss + (kl_weights(tokens).double() * kl_T).sum()
     loss.backward()
     return Outcome(
         loss.detach(), logprob_T.detach(), entropy_T.detach(), hidden_NH.grad, weight_VH.grad
     )
+
+
+def divergences(student_TV: Tensor, teacher: TeacherRows) -> Tensor:
+    """[T] float64, of the student's logits without padding."""
+    teacher_TW = teacher.hidden_TH.detach().double() @ teacher.head.weight.detach().double().t()
+    return kl_divergence(student_TV, teacher_TW[:, :VOCAB_SIZE], teacher.direction, TEMPERATURE)
 
 
 def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -11,16 +12,20 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.ops.chunked import OutputHead
+from bapo_megatron.ops.chunked import OutputHead, TeacherRows
 from tests.distributed_launch import joined
 from tests.ops.chunked_problem import (
     EARLIER_GRADIENT,
+    DistilledLoss,
     Problem,
     chunked_loss,
     collect,
     make_problem,
+    make_teacher,
     relative_error,
     run_chunked,
+    run_distilled,
+    run_oracle,
     with_main_grad,
 )
 
@@ -36,9 +41,12 @@ def two_ranks() -> dict[str, dict[str, float]]:
             for sequence_parallel in (False, True):
                 name = f"{num_tokens} tokens, sequence parallel {sequence_parallel}"
                 results[name] = _divide_vocabulary(groups.tensor, num_tokens, sequence_parallel)
+        for direction in ("reverse", "forward"):
+            results[f"teacher, {direction}"] = _divide_teacher(groups.tensor, direction)
         results["collectives"] = {
             "per chunk": _count_collectives(groups.tensor, chunk_tokens=16),
             "in one chunk": _count_collectives(groups.tensor, chunk_tokens=1000),
+            "with a teacher": _count_collectives(groups.tensor, chunk_tokens=16, teacher=True),
         }
     with joined() as groups:
         results["context"] = _divide_tokens(groups.data)
@@ -74,6 +82,46 @@ def _divide_vocabulary(
     }
 
 
+def _divide_teacher(group: dist.ProcessGroup, direction: str) -> dict[str, float]:
+    """The vocabulary of student and teacher over two ranks, of which the second has padding."""
+    problem = make_problem()
+    teacher = make_teacher(problem, direction)
+    whole, whole_kl_T = run_distilled(problem, teacher, entropy_coefficient=ENTROPY_COEFFICIENT)
+    expected = run_oracle(problem, entropy_coefficient=ENTROPY_COEFFICIENT, teacher=teacher)
+    rank = dist.get_rank(group)
+    rows, columns = _part(problem.hidden_NH, rank), _part(problem.weight_VH, rank)
+    weight_VH: Any = with_main_grad(problem.weight_VH[columns])
+    hidden_MH = problem.hidden_NH[rows].clone().requires_grad_()
+    token_loss = DistilledLoss(problem.tokens, ENTROPY_COEFFICIENT)
+    loss, policy = chunked_loss(
+        hidden_MH,
+        OutputHead(weight_VH, group, sequence_parallel=True),
+        problem.tokens,
+        token_loss=token_loss,
+        teacher=_teacher_part(teacher, group),
+    )
+    loss.backward()
+    assert whole.hidden_NH is not None
+    assert expected.weight_VH is not None
+    return {
+        "loss": relative_error(loss.detach(), whole.loss),
+        "logprob": relative_error(policy.logprob_T, whole.logprob_T),
+        "entropy": relative_error(policy.entropy_T, whole.entropy_T),
+        "kl": relative_error(token_loss.kl_T, whole_kl_T),
+        "hidden": relative_error(hidden_MH.grad, whole.hidden_NH[rows]),
+        "weight": relative_error(
+            weight_VH.main_grad - EARLIER_GRADIENT, expected.weight_VH[columns]
+        ),
+    }
+
+
+def _teacher_part(teacher: TeacherRows, group: dist.ProcessGroup) -> TeacherRows:
+    """The teacher with this rank's half of its head."""
+    weight_VH = teacher.head.weight
+    part_VH = weight_VH[_part(weight_VH, dist.get_rank(group))]
+    return replace(teacher, head=OutputHead(part_VH, group))
+
+
 def _divide_tokens(group: dist.ProcessGroup) -> dict[str, float]:
     """As context parallelism does: each rank has half of the rows, and the tokens they predict.
 
@@ -101,15 +149,19 @@ def _divide_tokens(group: dist.ProcessGroup) -> dict[str, float]:
     }
 
 
-def _count_collectives(group: dist.ProcessGroup, chunk_tokens: int) -> Any:
+def _count_collectives(group: dist.ProcessGroup, chunk_tokens: int, teacher: bool = False) -> Any:
     """Names of the collectives of a collection pass and of a loss with sequence parallelism."""
     problem = make_problem()
     rank = dist.get_rank(group)
     hidden_MH = problem.hidden_NH[_part(problem.hidden_NH, rank)].requires_grad_()
     weight_VH = problem.weight_VH[_part(problem.weight_VH, rank)].requires_grad_()
     head = OutputHead(weight_VH, group, sequence_parallel=True)
+    changes: dict[str, Any] = {"chunk_tokens": chunk_tokens}
+    if teacher:
+        changes["teacher"] = _teacher_part(make_teacher(problem, "reverse"), group)
+        changes["token_loss"] = DistilledLoss(problem.tokens, 0.0)
     with _recorded_collectives() as names:
-        chunked_loss(hidden_MH, head, problem.tokens, chunk_tokens=chunk_tokens)[0].backward()
+        chunked_loss(hidden_MH, head, problem.tokens, **changes)[0].backward()
     return names
 
 

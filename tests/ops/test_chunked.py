@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.ops.backend import select_kernels
-from bapo_megatron.ops.chunked import OutputHead
+from bapo_megatron.ops.chunked import OutputHead, TeacherRows
 from tests.ops.chunked_problem import (
     EARLIER_GRADIENT,
     HIDDEN_SIZE,
@@ -19,12 +19,16 @@ from tests.ops.chunked_problem import (
     TEMPERATURE,
     VOCAB_SIZE,
     ClippedLoss,
+    Outcome,
     chunked_loss,
     collect,
+    divergences,
     leaves,
     make_problem,
+    make_teacher,
     relative_error,
     run_chunked,
+    run_distilled,
     run_oracle,
     run_unchunked,
     with_main_grad,
@@ -291,3 +295,129 @@ def test_a_main_grad_of_16_bits_is_refused() -> None:
     rounded.main_grad = rounded.main_grad.bfloat16()
     with pytest.raises(AssertionError, match="set grad_reduce_in_fp32"):
         chunked_loss(hidden_NH, OutputHead(rounded), problem.tokens)
+
+
+def worst_distilled_error(actual: tuple[Outcome, Any], expected: Outcome, kl_T: Any) -> float:
+    outcome, actual_kl_T = actual
+    return max(worst_error(outcome, expected), relative_error(actual_kl_T, kl_T))
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("entropy_coefficient", [0.0, 0.03])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 16, 1000])
+def test_with_a_teacher_it_is_near_autograd_in_float64(
+    chunk_tokens: int, entropy_coefficient: float, backend: Any, direction: str
+) -> None:
+    problem = make_problem(seed=1)
+    teacher = make_teacher(problem, direction)
+    actual = run_distilled(
+        problem,
+        teacher,
+        entropy_coefficient=entropy_coefficient,
+        chunk_tokens=chunk_tokens,
+        kernels=select_kernels(backend, torch.device("cpu")),
+    )
+    expected = run_oracle(problem, entropy_coefficient=entropy_coefficient, teacher=teacher)
+    logits_TV = problem.hidden_NH.double() @ problem.weight_VH.double().t()
+    kl_T = divergences(logits_TV[problem.tokens.rows_T, :VOCAB_SIZE], teacher)
+    assert worst_distilled_error(actual, expected, kl_T) < 3e-6
+    # The divergence is not a small part of the gradient, and its direction matters.
+    without = run_oracle(problem, entropy_coefficient=entropy_coefficient)
+    assert relative_error(without.weight_VH, expected.weight_VH) > 0.1
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_gradients_with_a_teacher_are_as_good_as_without(
+    dtype: torch.dtype, direction: str
+) -> None:
+    problem = make_problem(num_rows=400, num_tokens=300).to("cpu", dtype)
+    teacher = make_teacher(problem, direction)
+    expected = run_oracle(problem, entropy_coefficient=0.03, teacher=teacher)
+    actual, _ = run_distilled(problem, teacher, entropy_coefficient=0.03, chunk_tokens=64)
+    assert worst_error(actual, expected) < 0.05
+    assert actual.hidden_NH is not None
+    assert actual.hidden_NH.dtype is dtype
+
+
+def equal_bits(one: Outcome, other: Outcome) -> bool:
+    names = ("loss", "logprob_T", "entropy_T", "hidden_NH", "weight_VH")
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_that_ignores_the_divergence_has_the_bits_without_a_teacher(
+    dtype: torch.dtype, direction: str
+) -> None:
+    problem = make_problem().to("cpu", dtype)
+    settings: Any = {"entropy_coefficient": 0.03, "chunk_tokens": 16}
+    teacher = make_teacher(problem, direction)
+    with_teacher = run_chunked(problem, teacher=teacher, **settings)
+    assert equal_bits(with_teacher, run_chunked(problem, **settings))
+    # With a divergence log-probs still have the bits of the collection pass.
+    collected = collect(problem.hidden_NH, OutputHead(problem.weight_VH), problem.tokens, 16)
+    distilled, _ = run_distilled(problem, teacher, **settings)
+    assert torch.equal(distilled.logprob_T, collected.logprob_T)
+    assert torch.equal(distilled.entropy_T, collected.entropy_T)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_a_student_that_is_its_own_teacher_gets_no_gradient_from_it(direction: Any) -> None:
+    problem = make_problem()
+    rows_TH = problem.hidden_NH[problem.tokens.rows_T]
+    teacher = TeacherRows(rows_TH, OutputHead(problem.weight_VH), direction)
+    settings: Any = {"entropy_coefficient": 0.03, "chunk_tokens": 16}
+    outcome, kl_T = run_distilled(problem, teacher, **settings)
+    assert not kl_T.any()
+    assert worst_error(outcome, run_chunked(problem, **settings)) < 1e-6
+
+
+def test_nothing_reaches_the_teacher() -> None:
+    problem = make_problem()
+    weight_VH: Any = with_main_grad(make_teacher(problem, "reverse").head.weight)
+    hidden_TH = make_teacher(problem, "reverse").hidden_TH.requires_grad_()
+    before_VH = weight_VH.detach().clone()
+    teacher = TeacherRows(hidden_TH, OutputHead(weight_VH), "reverse")
+    outcome, _ = run_distilled(problem, teacher, entropy_coefficient=0.0)
+    expected = run_oracle(problem, entropy_coefficient=0.0, teacher=teacher)
+    assert worst_error(outcome, expected) < 3e-6
+    assert hidden_TH.grad is None
+    assert weight_VH.grad is None
+    assert bool((weight_VH.main_grad == EARLIER_GRADIENT).all())
+    assert torch.equal(weight_VH.detach(), before_VH)
+
+
+def test_a_teacher_adds_one_matrix_product_per_chunk() -> None:
+    problem = make_problem()
+    with _CountProducts() as counted:
+        run_distilled(
+            problem, make_teacher(problem, "forward"), entropy_coefficient=0.0, chunk_tokens=16
+        )
+    assert counted.products == 4 * 4  # 61 tokens
+
+
+def test_without_response_tokens_a_teacher_changes_nothing() -> None:
+    problem = make_problem(num_tokens=0)
+    outcome, kl_T = run_distilled(
+        problem, make_teacher(problem, "reverse"), entropy_coefficient=0.03
+    )
+    assert outcome.loss.item() == 0.0
+    assert len(kl_T) == 0
+    assert outcome.weight_VH is not None
+    assert not outcome.weight_VH.any()
+
+
+def test_a_teacher_that_does_not_fit_is_refused() -> None:
+    problem = make_problem()
+    teacher = make_teacher(problem, "reverse")
+    short = TeacherRows(teacher.hidden_TH[1:], teacher.head, "reverse")
+    with pytest.raises(AssertionError, match="one row of the teacher per target"):
+        run_distilled(problem, short, entropy_coefficient=0.0)
+    narrow = TeacherRows(teacher.hidden_TH, OutputHead(teacher.head.weight[1:]), "reverse")
+    with pytest.raises(AssertionError, match="both heads divide one vocabulary"):
+        run_distilled(problem, narrow, entropy_coefficient=0.0)
+    other = make_teacher(problem.to("cpu", torch.bfloat16), "reverse")
+    with pytest.raises(RuntimeError, match="teacher must be float32, got bfloat16"):
+        run_distilled(problem, other, entropy_coefficient=0.0)

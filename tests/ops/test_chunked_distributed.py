@@ -28,6 +28,16 @@ def test_a_divided_vocabulary_changes_nothing(
         assert max(errors.values()) < 2e-6, errors
 
 
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_a_divided_vocabulary_changes_nothing_beside_a_teacher(
+    ranks: list[dict[str, Any]], direction: str
+) -> None:
+    for rank in ranks:
+        errors = rank[f"teacher, {direction}"]
+        assert len(errors) == 6
+        assert max(errors.values()) < 2e-6, errors
+
+
 def test_gradients_of_divided_tokens_add_up(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert len(rank["context"]) == 4
@@ -42,3 +52,4 @@ def test_a_chunk_costs_one_all_gather(ranks: list[dict[str, Any]]) -> None:
         assert chunks == ["all_gather_into_tensor"] * 4  # 61 tokens, 16 at a time
         assert last == "reduce_scatter_tensor"
         assert len(rank["collectives"]["in one chunk"]) == 3
+        assert rank["collectives"]["with a teacher"] == rank["collectives"]["per chunk"]

@@ -9,8 +9,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bapo_megatron.ops.backend import select_kernels
-from bapo_megatron.ops.chunked import OutputHead, chunked_logprobs
-from tests.ops.chunked_problem import Problem, chunked_loss, make_problem, with_main_grad
+from bapo_megatron.ops.chunked import OutputHead, TeacherRows, chunked_logprobs
+from tests.ops.chunked_problem import (
+    DistilledLoss,
+    Problem,
+    chunked_loss,
+    make_problem,
+    with_main_grad,
+)
 
 NUM_COLUMNS, HIDDEN_SIZE = 9728, 448
 
@@ -52,11 +58,18 @@ def _scratch_bytes(problem: Problem, num_rows: int) -> int:
     return _peak_bytes(lambda: torch.mm(rows, weight_VH.T)) - logits_bytes
 
 
+@pytest.mark.parametrize("with_teacher", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [128, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_memory_is_that_of_a_chunk(dtype: torch.dtype, chunk_tokens: int) -> None:
+def test_peak_memory_is_that_of_a_chunk(
+    dtype: torch.dtype, chunk_tokens: int, with_teacher: bool
+) -> None:
     problem, settings = _large_problem(dtype)
     weight_VH: Any = with_main_grad(problem.weight_VH)
+    if with_teacher:
+        rows_TH = problem.hidden_NH[problem.tokens.rows_T]
+        settings["teacher"] = TeacherRows(rows_TH, OutputHead(problem.weight_VH), "reverse")
+        settings["token_loss"] = DistilledLoss(problem.tokens, 0.03)
     hidden_NH = problem.hidden_NH.requires_grad_()
 
     def run() -> None:
@@ -70,7 +83,7 @@ def test_peak_memory_is_that_of_a_chunk(dtype: torch.dtype, chunk_tokens: int) -
         )
         loss.backward()
 
-    chunk_logits = chunk_tokens * NUM_COLUMNS * dtype.itemsize
+    chunk_logits = (1 + with_teacher) * chunk_tokens * NUM_COLUMNS * dtype.itemsize
     weight_gradient = NUM_COLUMNS * HIDDEN_SIZE * dtype.itemsize
     hidden_gradient = 4 * hidden_NH.numel()
     beyond = _peak_bytes(run) - hidden_gradient - _scratch_bytes(problem, chunk_tokens)
