@@ -50,6 +50,12 @@ if TYPE_CHECKING:
             [],
         ),
         (
+            "bench_kl",
+            ["--quick"],
+            {"ours", "eager torch", "torch.compile", "ours, chunks of 24"},
+            [r"Ours moves 5·T·V·b = 0\.00 GB", r"Operators dispatched.*; eager torch: \d+\."],
+        ),
+        (
             "bench_loss_stage",
             ["--tokens=300", "--columns=64", "--hidden=8", "--hidden-rounds=1"],
             {"ours", "search alone", "eager torch", "all at once", "chunks of 256"},
