@@ -26,6 +26,8 @@ from bapo_megatron.types import FinishReason, VersionSpans
 
 START_VERSION = 0
 """Weights version that an engine reports at the start: the weights of ``model.path``."""
+NO_WEIGHTS = "none"
+"""Weights version that a server reports before it got any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,21 @@ def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion
         join_spans(part.versions for part in parts),
         finish_reason,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probs of tokens that an engine did not sample, log_softmax(logits) at T = 1.
+
+    R = scored tokens, K = ``top_k``.
+    """
+
+    logprobs: np.ndarray
+    """[R] float32; NaN where the engine reports none."""
+    top_ids: np.ndarray
+    """[R, K] int32: the likeliest tokens at each position, the likeliest first."""
+    top_logprobs: np.ndarray
+    """[R, K] float32."""
 
 
 class CompletionSink:
@@ -176,8 +193,14 @@ class Engine(Protocol):
         the request in the engine.
         """
 
-    async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
-        """Return the log-prob of every token but the first, at T = 1."""
+    async def score(
+        self, token_ids: Sequence[int], timeout_s: float, *, start: int = 1, top_k: int = 0
+    ) -> Scores:
+        """Score the tokens from position ``start``, at least 1, by the engine's weights.
+
+        Only tokens before ``start`` − 1 may come from a KV cache, so with ``start`` 1 none do.
+        ``top_k``: also return so many of the likeliest tokens at each position.
+        """
 
     async def abort(self, timeout_s: float) -> None:
         """Abort every request, which keeps its tokens if it ends within ``timeout_s``.

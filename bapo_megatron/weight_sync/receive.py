@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import BucketLayout, GroupPlace, WeightControl
 from bapo_megatron.engine.pooled import EngineStates, PooledEngine
@@ -275,14 +277,15 @@ class WeightReceiver:
 
     async def _compare(self, entry: PooledEngine, expected: Sequence[Sequence[float]]) -> float:
         """Return the mean |log-prob of the server − expected|; raise if it is too large."""
-        differences: list[float] = []
+        differences: list[np.ndarray] = []
         try:
             for token_ids, expected_row in zip(self._probe, expected, strict=True):
                 scored = await entry.engine.score(token_ids, self._sync.timeout_s)
-                differences += [abs(a - b) for a, b in zip(scored, expected_row, strict=True)]
+                differences.append(np.abs(scored.logprobs - np.array(expected_row)))
         except RolloutError as error:
             raise ServerError(f"it does not answer the probe: {error}") from error
-        difference, tolerance = sum(differences) / len(differences), self._sync.verify_tolerance
+        difference = float(np.concatenate(differences).mean())
+        tolerance = self._sync.verify_tolerance
         if not difference <= tolerance:  # NaN too
             raise RolloutError(
                 f"{entry.address}: its log-probs differ from the trainer's by {difference:.3g} on "

@@ -74,7 +74,7 @@ def score_by_transformers(model: Path, dtype: str, sequences: Sequences) -> np.n
 
 async def score_by_engine(engine: LocalEngine | SglangClient, sequences: Sequences) -> np.ndarray:
     """By an engine's own call."""
-    return np.concatenate([np.array(await engine.score(tokens, 300)) for tokens in sequences])
+    return np.concatenate([(await engine.score(tokens, 300)).logprobs for tokens in sequences])
 
 
 def score_by_local(model: Path, dtype: str, sequences: Sequences) -> np.ndarray:

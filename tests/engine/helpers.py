@@ -106,6 +106,13 @@ def reference_logprobs(
     return rows_RV.gather(1, response_R[:, None])[:, 0].numpy()
 
 
+def reference_distribution(model_dir: Path, token_ids: Sequence[int]) -> np.ndarray:
+    """[N, V] log_softmax(logits) after each token, by transformers."""
+    with torch.no_grad():
+        logits_NV = _reference(model_dir)(torch.tensor([token_ids])).logits[0]
+    return logits_NV.log_softmax(dim=-1).numpy()
+
+
 def descendants(pid: int | None = None, mentioning: str = "") -> set[psutil.Process]:
     """What a process (this one, if not given) started, directly or not, by command line."""
     started = set()

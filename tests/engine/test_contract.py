@@ -26,13 +26,18 @@ from tests.engine.contract import (
     local_case,
     play,
 )
-from tests.engine.helpers import MAX_POSITIONS, change_weights, reference_logprobs
+from tests.engine.helpers import (
+    MAX_POSITIONS,
+    change_weights,
+    reference_distribution,
+    reference_logprobs,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bapo_megatron.engine.base import Completion, Engine, PauseMode
+    from bapo_megatron.engine.base import Completion, Engine, PauseMode, Scores
 
 CASES = [pytest.param(fake_case, id="fake"), pytest.param(local_case, id="local")]
 EACH_PAUSE = pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -313,12 +318,54 @@ def test_an_unusable_directory_is_an_error_and_the_engine_lives(
 def test_scores_are_those_of_the_model_at_temperature_1(real_case: Case, model_dir: Path) -> None:
     tokens = [*PROMPT, *range(40, 60)]
 
-    async def score(engine: Engine) -> list[float]:
+    async def score(engine: Engine) -> np.ndarray:
         await Response(engine, 4, prompt=tokens).end()  # nothing cached may stand in for them
-        return await engine.score(tokens, 60)
+        return (await engine.score(tokens, 60)).logprobs
 
     expected = reference_logprobs(model_dir, tokens[:1], tokens[1:], 1.0)
     np.testing.assert_allclose(play(real_case, score), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("start", "top_k"), [(1, 0), (4, 3), (15, 8), (23, 1), (24, 2)])
+def test_tokens_from_a_position_on_are_scored_with_the_likeliest_ones(
+    case: Case, model_dir: Path, start: int, top_k: int
+) -> None:
+    tokens = [*PROMPT, *range(40, 60)]
+
+    async def score(engine: Engine) -> Scores:
+        await Response(engine, 4, prompt=tokens[:16]).end()
+        first = await engine.score(tokens, 60, start=start, top_k=top_k)
+        again = await engine.score(tokens, 60, start=start, top_k=top_k)
+        np.testing.assert_allclose(again.logprobs, first.logprobs, rtol=0, atol=1e-5)
+        return first
+
+    scores, num_scored = play(case, score), len(tokens) - start
+    assert (scores.logprobs.dtype, scores.logprobs.shape) == (np.float32, (num_scored,))
+    assert (scores.top_ids.dtype, scores.top_ids.shape) == (np.int32, (num_scored, top_k))
+    assert (scores.top_logprobs.dtype, scores.top_logprobs.shape) == (
+        np.float32,
+        (num_scored, top_k),
+    )
+    if num_scored:
+        expected = case.expected(tokens[:start], tokens[start:], 1.0)
+        np.testing.assert_allclose(scores.logprobs, expected, rtol=0, atol=1e-5)
+    if case.has_model and num_scored:
+        logprob_RV = reference_distribution(model_dir, tokens)[start - 1 : -1]
+        order_RV = np.argsort(-logprob_RV, axis=1)[:, :top_k]
+        assert scores.top_ids.tolist() == order_RV.tolist()
+        top_RK = np.take_along_axis(logprob_RV, order_RV, axis=1)
+        np.testing.assert_allclose(scores.top_logprobs, top_RK, rtol=0, atol=1e-5)
+
+
+def test_tokens_beyond_the_models_positions_are_not_scored(real_case: Case) -> None:
+    async def score(engine: Engine) -> None:
+        with pytest.raises(RolloutError, match=f"{MAX_POSITIONS}") as caught:
+            await engine.score([5] * (MAX_POSITIONS + 1), 60, start=9)
+        assert not isinstance(caught.value, ServerError)
+        longest = await engine.score([5] * (MAX_POSITIONS - 7), 60, start=9)
+        assert len(longest.logprobs) == MAX_POSITIONS - 16
+
+    play(real_case, score)
 
 
 def test_a_request_beyond_the_models_positions_is_refused_by_their_number(real_case: Case) -> None:

@@ -9,6 +9,7 @@ after the last one. Their JSON has null for NaN.
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from bapo_megatron.engine.sglang.keys import NCCL_HEADER
 from tests.fakes.fake_server import POLL_S, BrokenError, FakeServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 V = 32
 LOGITS_V = 3 * np.sin(np.arange(V))
@@ -193,7 +194,36 @@ class FakeSglang(FakeServer):
                 row(token_id, start + index)
                 for index, token_id in enumerate(ids[num_sent:], start=num_sent)
             ]
+        if "logprob_start_len" in body:
+            meta |= _scores(body, row)
         return {"output_ids": ids[num_sent:], "meta_info": {**meta, **fields}}
+
+
+def _scores(body: dict[str, Any], row: Callable[[int, int], list[Any]]) -> dict[str, Any]:
+    """Log-probs of the input from a position on; the one before has none."""
+    start, num_top = body["logprob_start_len"], body.get("top_logprobs_num", 0)
+    rows = [row(token_id, place) for place, token_id in enumerate(body["input_ids"])][start:]
+    scores: dict[str, Any] = {"input_token_logprobs": [[None, *rows[0][1:]], *rows[1:]]}
+    if num_top:
+        order = np.argsort(-LOGITS_V, kind="stable")[:num_top]
+        values = [logprob_of(token_id, 1.0) for token_id in order.tolist()]
+        scores |= top_fields(*(np.tile(top, (len(rows) - 1, 1)) for top in (order, values)))
+    return scores
+
+
+def top_fields(ids_RK: np.ndarray, logprobs_RK: np.ndarray) -> dict[str, Any]:
+    """Likeliest tokens of input positions, as ``return_flat_raw_top_logprobs_b64`` sends them."""
+    fields: dict[str, Any] = {
+        "input_top_logprobs_shape": list(ids_RK.shape),
+        "input_top_logprobs_null_prefix": 1,
+    }
+    for name, array in (("idx", ids_RK.astype(np.int32)), ("val", logprobs_RK.astype(np.float32))):
+        key = f"input_top_logprobs_{name}_flat_b64"
+        fields |= {
+            key: base64.b64encode(array.tobytes()).decode(),
+            f"{key}_dtype": array.dtype.name,
+        }
+    return fields
 
 
 def _spans(versions: list[str]) -> list[dict[str, Any]]:

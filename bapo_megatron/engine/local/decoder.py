@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, Scores
 from bapo_megatron.engine.local.cache import DecodeCache, Prefill
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
@@ -263,20 +263,26 @@ class Decoder:
                 self._rows = None
         return num_steps
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probs of all tokens but the first, at T = 1."""
+    def score(self, token_ids: Sequence[int], start: int, top_k: int) -> Scores:
+        """See ``Engine.score``."""
+        none_RK = np.empty((0, top_k), np.float32)  # of a sequence without scored tokens
+        parts = [(np.empty(0, np.float32), none_RK.astype(np.int32), none_RK)]
         with torch.inference_mode():
             padding = [0] * (-len(token_ids) % MULTIPLE)
             tokens_1P = torch.tensor([[*token_ids, *padding]], device=self._model.device)
             hidden_PD = self._forward(tokens_1P, Prefill())[0]
-            scored: list[float] = []
-            targets = tokens_1P[0, 1 : len(token_ids)]
-            for start in range(0, len(targets), _SCORED_POSITIONS):
-                target = targets[start : start + _SCORED_POSITIONS]
-                logits = self._head(hidden_PD[start : start + _SCORED_POSITIONS]).float()
-                logprob_PV = logits[: len(target)].log_softmax(dim=-1)
-                scored += logprob_PV.gather(1, target[:, None])[:, 0].tolist()
-            return scored
+            first, end = start - 1, len(token_ids) - 1
+            for begin in range(first - first % MULTIPLE, end, _SCORED_POSITIONS):
+                logits = self._head(hidden_PD[begin : begin + _SCORED_POSITIONS]).float()
+                logprob_PV = logits[max(first - begin, 0) : end - begin].log_softmax(dim=-1)
+                target_P = tokens_1P[0, max(first, begin) + 1 :][: len(logprob_PV)]
+                top = logprob_PV.topk(top_k, dim=-1)
+                scored = logprob_PV.gather(1, target_P[:, None])[:, 0]
+                parts.append(tuple(t.cpu().numpy() for t in (scored, top.indices, top.values)))
+        logprobs, top_ids, top_logprobs = map(np.concatenate, zip(*parts, strict=True))
+        return Scores(
+            logprobs.astype(np.float32), top_ids.astype(np.int32), top_logprobs.astype(np.float32)
+        )
 
     def _next_rows(self) -> _Rows | None:
         """Return the rows of the next step, regrouped where that pays; None if there are none."""

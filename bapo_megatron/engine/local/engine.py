@@ -31,6 +31,7 @@ from bapo_megatron.engine.base import (
     GenerateRequest,
     GroupPlace,
     PauseMode,
+    Scores,
     Stepper,
     WeightControl,
     sample_seed,
@@ -165,11 +166,13 @@ class LocalEngine:
                 for entry in self._open_entries():
                     self._deliver(entry, entry.response.reason)
 
-    async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
-        """See ``Engine``."""
+    async def score(
+        self, token_ids: Sequence[int], timeout_s: float, *, start: int = 1, top_k: int = 0
+    ) -> Scores:
+        """See ``Engine``; no cache is read."""
         self._check_tokens(token_ids, 0, "(log-probs of given tokens)")
         async with self._turn:
-            return await self._compute(lambda: self._decoder.score(token_ids))
+            return await self._compute(lambda: self._decoder.score(token_ids, start, top_k))
 
     async def abort(self, timeout_s: float) -> None:
         """Abort every request, after the running ``decode``."""

@@ -35,6 +35,7 @@ from bapo_megatron.engine.base import (
     LoadReport,
     MemoryPart,
     PauseMode,
+    Scores,
     WeightControl,
 )
 from bapo_megatron.engine.sglang import protocol
@@ -174,12 +175,16 @@ class SglangClient:
                 if part is not None:
                     sink.take(part)
 
-    async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
+    async def score(
+        self, token_ids: Sequence[int], timeout_s: float, *, start: int = 1, top_k: int = 0
+    ) -> Scores:
         """See ``Engine``."""
-        body = protocol.score_body(token_ids)
-        return await self._ask(
-            "/generate", lambda answer: protocol.parse_scores(answer, token_ids), body, timeout_s
-        )
+
+        def parse(answer: dict[str, Any]) -> Scores:
+            return protocol.parse_scores(answer, token_ids, start, top_k)
+
+        body = protocol.score_body(token_ids, start, top_k)
+        return await self._ask("/generate", parse, body, timeout_s)
 
     async def abort(self, timeout_s: float) -> None:
         """See ``Engine``.

@@ -7,12 +7,12 @@ versions only grow, so while all events have the version with which the request 
 one can have sampled their tokens. The first event with another version and all later ones are held
 back until the last event.
 
-R = tokens of a piece.
+R = tokens of a piece, or those that are scored; K = likeliest tokens of a position.
 """
 
+import base64
 import contextlib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +30,7 @@ from bapo_megatron.engine.base import (
     GenerateRequest,
     LoadReport,
     SamplingSettings,
+    Scores,
     join,
 )
 from bapo_megatron.engine.sglang.settings import VERSION
@@ -203,28 +204,62 @@ def _parse_versions(meta: dict[str, Any], num_tokens: int) -> np.ndarray:
     return versions
 
 
-def score_body(token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return a request for the log-probs of input tokens, never from the KV cache."""
-    return {
+def score_body(token_ids: Sequence[int], start: int, top_k: int) -> dict[str, Any]:
+    """Return a request for the log-probs of the input tokens from position ``start``.
+
+    The KV cache serves at most the first ``start`` − 1 tokens: none after a weight sync, whose
+    check scores from 1, because with ``in_flight: in_place`` the cache is of older weights.
+    """
+    body: dict[str, Any] = {
         "input_ids": list(token_ids),
         "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
         "return_logprob": True,
-        "logprob_start_len": 0,
+        "logprob_start_len": start - 1,
     }
+    if top_k:  # in base64: as JSON, the rows of a long response would take 20 MB
+        names = ("return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64")
+        body |= {"top_logprobs_num": top_k, **dict.fromkeys(names, True)}
+    return body
 
 
-def parse_scores(answer: dict[str, Any], token_ids: Sequence[int]) -> list[float]:
-    """Return the log-probs of all tokens but the first; ``ValueError`` if the tokens differ."""
-    rows = answer["meta_info"]["input_token_logprobs"]
+def parse_scores(
+    answer: dict[str, Any], token_ids: Sequence[int], start: int, top_k: int
+) -> Scores:
+    """Return the scores of the tokens from ``start``; ``ValueError`` if they are of others."""
+    meta, expected = answer["meta_info"], token_ids[start - 1 :]
+    rows = meta["input_token_logprobs"]
     # SGLang reports id 0 for the last id of the vocabulary, with the right log-prob.
-    if len(rows) != len(token_ids) or any(
-        row[1] not in (token_id, 0) for row, token_id in zip(rows, token_ids, strict=True)
+    if len(rows) != len(expected) or any(
+        row[1] not in (token_id, 0) for row, token_id in zip(rows, expected, strict=True)
     ):
         raise ValueError(
-            f"log-probs of {len(rows)} input tokens do not belong to the {len(token_ids)} that "
+            f"log-probs of {len(rows)} input tokens do not belong to the {len(expected)} that "
             "were sent"
         )
-    return [math.nan if row[0] is None else float(row[0]) for row in rows[1:]]
+    # JSON null stands for NaN, and becomes NaN again here.
+    logprobs = np.array([row[0] for row in rows[1:]], dtype=np.float32)
+    shape = (len(logprobs), top_k)
+    if not top_k:
+        return Scores(logprobs, np.empty(shape, np.int32), np.empty(shape, np.float32))
+    top = Scores(logprobs, _parse_top(meta, "idx", shape), _parse_top(meta, "val", shape))
+    if top.top_ids.size and top.top_ids.min() < 0:
+        raise ValueError(f"token id {top.top_ids.min()} among the likeliest")
+    return top
+
+
+def _parse_top(meta: dict[str, Any], name: str, shape: tuple[int, int]) -> np.ndarray:
+    """[R, K] ids (``idx``, int32) or log-probs (``val``, float32), little-endian in base64."""
+    key, dtype = f"input_top_logprobs_{name}_flat_b64", {"idx": "int32", "val": "float32"}[name]
+    # The position before ``start`` has no log-prob.
+    expected = (1, list(shape), dtype)
+    layout = tuple(
+        meta[key]
+        for key in ("input_top_logprobs_null_prefix", "input_top_logprobs_shape", f"{key}_dtype")
+    )
+    if layout != expected:
+        raise ValueError(f"likeliest tokens as {layout}, expected {expected}")
+    values = np.frombuffer(base64.b64decode(meta[key]), np.dtype(dtype).newbyteorder("<"))
+    return values.reshape(shape).astype(dtype)
 
 
 def parse_info(

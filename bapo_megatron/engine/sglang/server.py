@@ -22,7 +22,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.engine.base import START_VERSION, Engine, EngineServer, Readiness
+from bapo_megatron.engine.base import (
+    NO_WEIGHTS,
+    START_VERSION,
+    Engine,
+    EngineServer,
+    Readiness,
+)
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys, check_key
 from bapo_megatron.engine.sglang.settings import server_addresses
@@ -47,8 +53,6 @@ LAUNCHER = "bapo_megatron.engine.sglang.launcher"
 LOOPBACK = "127.0.0.1"
 """Where the trainer's own servers listen."""
 
-NO_WEIGHTS = "none"
-"""Weights version that a server reports before it got any."""
 _NUM_SEEDS = 1 << 32
 # By default the server takes its memory fraction of the machine's free memory, which the trainer
 # needs too, and the kernel kills it.

@@ -90,7 +90,8 @@ async def test_bfloat16_weights_sample_and_score_alike(model_dir: Path) -> None:
 
     async with opened(model_dir, dtype="bfloat16") as engine:
         [completion] = await complete(engine, asked)
-        scores = await engine.score([*PROMPT, *completion.token_ids.tolist()], 10)
+        tokens = [*PROMPT, *completion.token_ids.tolist()]
+        scores = (await engine.score(tokens, 10)).logprobs
     np.testing.assert_allclose(completion.logprobs, scores[len(PROMPT) - 1 :], rtol=0, atol=0.2)
     assert np.abs(completion.logprobs - scores[len(PROMPT) - 1 :]).mean() < 0.02
 

@@ -128,8 +128,8 @@ async def test_the_engine_computes_with_as_many_threads_as_configured(
     try:
         for configured, expected in ((None, before), (before + 2, before + 2)):
             async with opened(model_dir, threads=configured) as engine:
-                monkeypatch.setattr(engine._decoder, "score", lambda _: [torch.get_num_threads()])
-                assert await engine.score(PROMPT, 60.0) == [expected]
+                monkeypatch.setattr(engine._decoder, "score", lambda *_: torch.get_num_threads())
+                assert await engine.score(PROMPT, 60.0) == expected
             assert torch.get_num_threads() == before  # of this thread
     finally:
         torch.set_num_threads(before)

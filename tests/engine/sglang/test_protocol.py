@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,12 @@ from bapo_megatron.engine.sglang.protocol import (
     check_architecture,
     parse_info,
     parse_scores,
+    score_body,
     stream_body,
 )
 from bapo_megatron.errors import RefusedError, RolloutError
 from bapo_megatron.types import FinishReason
-from tests.fakes.fake_sglang import INFO
+from tests.fakes.fake_sglang import INFO, top_fields
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -201,11 +203,52 @@ def test_every_sampling_setting_is_sent_so_that_no_server_default_acts() -> None
 
 def test_scores_are_those_of_the_tokens_that_were_sent() -> None:
     rows = [[None, 5, None], [-1.0, 6, None], [None, 0, None]]
-    scores = parse_scores({"meta_info": {"input_token_logprobs": rows}}, [5, 6, 7])
-    np.testing.assert_equal(scores, [-1.0, np.nan])
+    scores = parse_scores({"meta_info": {"input_token_logprobs": rows}}, [5, 6, 7], 1, 0)
+    np.testing.assert_equal(scores.logprobs, [-1.0, np.nan])
     for token_ids in ([5, 6], [5, 8, 7]):
         with pytest.raises(ValueError, match="log-probs of 3 input tokens do not belong"):
-            parse_scores({"meta_info": {"input_token_logprobs": rows}}, token_ids)
+            parse_scores({"meta_info": {"input_token_logprobs": rows}}, token_ids, 1, 0)
+
+
+def test_the_prompt_is_not_scored_and_may_be_in_the_cache() -> None:
+    body = score_body([5, 6, 7, 8], 3, 0)
+    assert body["logprob_start_len"] == 2
+    assert "top_logprobs_num" not in body
+    rows = [[None, 7, None], [-1.0, 8, None]]
+    scores = parse_scores({"meta_info": {"input_token_logprobs": rows}}, [5, 6, 7, 8], 3, 0)
+    assert scores.logprobs.tolist() == [-1.0]
+
+
+TOP = {
+    "input_token_logprobs": [[None, 7, None], [-1.0, 8, None], [-2.0, 9, None]],
+    **top_fields(np.array([[8, 3], [4, 9]]), np.array([[-1.0, -1.5], [-0.5, -2.0]])),
+}
+
+
+def test_the_likeliest_tokens_are_asked_for_and_read() -> None:
+    assert score_body([5, 6, 7, 8, 9], 3, 2)["top_logprobs_num"] == 2
+    scores = parse_scores({"meta_info": TOP}, [5, 6, 7, 8, 9], 3, 2)
+    assert scores.top_ids.tolist() == [[8, 3], [4, 9]]
+    assert scores.top_logprobs.tolist() == [[-1.0, -1.5], [-0.5, -2.0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"input_top_logprobs_shape": [2, 3]}, r"\[2, 3\].*expected .*\[2, 2\]"),
+        ({"input_top_logprobs_null_prefix": 0}, r"likeliest tokens as \(0"),
+        ({"input_top_logprobs_idx_flat_b64_dtype": "int64"}, "int64"),
+        ({"input_top_logprobs_val_flat_b64": "AAAA"}, "buffer size"),
+        ({"input_top_logprobs_val_flat_b64": "AAAAAA=="}, "cannot reshape"),
+        ({"input_top_logprobs_idx_flat_b64": base64.b64encode(b"\xff" * 16)}, "token id -1"),
+        ({"input_token_logprobs": []}, "of 0 input tokens do not belong to the 3"),
+    ],
+)
+def test_likeliest_tokens_that_do_not_belong_to_the_request_are_refused(
+    changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_scores({"meta_info": {**TOP, **changes}}, [5, 6, 7, 8, 9], 3, 2)
 
 
 @pytest.mark.parametrize(
