@@ -1,10 +1,15 @@
 """Configuration of frozen models that score: the reference of a KL divergence, and a teacher."""
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from bapo_megatron.config.section import AbsolutePath, Section
+
+
+def _as_tuple(value: Any) -> Any:
+    # ``AlgorithmConfig`` completes its values first, so that strict validation no longer sees JSON.
+    return tuple(value) if isinstance(value, list) else value
 
 
 class FrozenModelConfig(Section):
@@ -59,7 +64,7 @@ class TeacherConfig(FrozenModelConfig):
     engine: Literal["", "sglang", "local"] = ""
     """Empty: in the trainer. ``sglang``: on ``servers``; ``local``: with transformers, in the
     collector's process. Its tokenizer is read from ``path`` in any case."""
-    servers: tuple[str, ...] = ()
+    servers: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     """Addresses (http://host:port) of running SGLang servers with this model."""
     patience_s: float = Field(900.0, gt=0)
     """How long a run without a usable server waits before it saves and ends."""

@@ -264,3 +264,10 @@ def test_a_long_value_is_cut_in_the_message(folder, key):
     message = error_of(folder / "base.yaml", f"{key}={'[' * 5000}")
     assert re.search(rf"'{key.removesuffix('.path')}' must .*…", message)
     assert len(message) < 600
+
+
+def test_a_list_in_a_section_that_completes_itself_is_a_list(folder):
+    servers = "algorithm.distillation.teacher.servers=[http://a:1]"
+    overrides = (servers, "algorithm.distillation.teacher.engine=sglang")
+    config = load_config(folder / "base.yaml", overrides)
+    assert config.algorithm.distillation.teacher.servers == ("http://a:1",)
