@@ -9,6 +9,7 @@ from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, lo
 from bapo_megatron.config.check import check_generate_config
 from bapo_megatron.config.rollout import ReplayConfig
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.scorers import DistillationConfig
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.engine.base import START_VERSION
 from bapo_megatron.engine.load import load_kind
@@ -50,12 +51,19 @@ def generate_batches(config: RunConfig, steps: int) -> None:
                 f"{config.run_dir} already holds a run; change run_dir, or move it away"
             )
         # No step follows the last one, no trainer needs the servers' memory, and every group is
-        # dumped once.
+        # dumped once. Nobody would use a teacher's log-probs.
         train = config.train.model_copy(update={"steps": steps})
         rollout = config.rollout.model_copy(update={"colocated": False})
         log = config.log.model_copy(update={"tensorboard": False, "wandb_project": ""})
+        algorithm = config.algorithm.model_copy(update={"distillation": DistillationConfig()})
         config = config.model_copy(
-            update={"train": train, "rollout": rollout, "replay": ReplayConfig(), "log": log}
+            update={
+                "train": train,
+                "rollout": rollout,
+                "replay": ReplayConfig(),
+                "log": log,
+                "algorithm": algorithm,
+            }
         )
         timer = PhaseTimer()
         with (

@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
@@ -103,22 +104,28 @@ def check_data(config: RunConfig) -> None:
 
 def check_model(model: ModelConfig) -> dict[str, Any]:
     """Check that the directory is complete; return its config.json."""
-    if not model.path.is_dir():
+    return check_model_dir(model.path, "model.path")
+
+
+def check_model_dir(path: Path, key: str, *, needs_weights: bool = True) -> dict[str, Any]:
+    """Check that the model that ``key`` names is complete; return its config.json."""
+    if not path.is_dir():
         raise ConfigError(
-            f"model.path: no such directory '{model.path}'; download a Hugging Face model to it, "
-            "or run make-tiny"
+            f"{key}: no such directory '{path}'; download a Hugging Face model to it, or run "
+            "make-tiny"
         )
-    for pattern in ("config.json", "*.safetensors", "tokenizer_config.json"):
-        if not any(model.path.glob(pattern)):
+    weights = ["*.safetensors"] if needs_weights else []
+    for pattern in ("config.json", *weights, "tokenizer_config.json"):
+        if not any(path.glob(pattern)):
             raise ConfigError(
-                f"model.path: '{model.path}' has no {pattern}; save model and tokenizer there with "
+                f"{key}: '{path}' has no {pattern}; save model and tokenizer there with "
                 "save_pretrained"
             )
-    file = model.path / "config.json"
+    file = path / "config.json"
     try:
         return decode_json(dict[str, Any], read_regular(file))
     except ValueError as error:
-        raise ConfigError(f"model.path: '{file}': {error}; download the model again") from error
+        raise ConfigError(f"{key}: '{file}': {error}; download the model again") from error
 
 
 def _count(hf_config: dict[str, Any], name: str) -> int:

@@ -29,6 +29,7 @@ from bapo_megatron.rollout.buffer import (
 from bapo_megatron.rollout.episodes import BURST, Episodes, Grader, Interaction
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.saved import RolloutState, SavedRollout, settings_of
+from bapo_megatron.rollout.scoring import TeacherPool
 from bapo_megatron.telemetry.console import describe_rate, reporting
 from bapo_megatron.telemetry.metrics import is_right
 from bapo_megatron.types import RolloutBatch, RolloutStats, SampleText
@@ -66,6 +67,8 @@ class BatchCollector:
     replay: ReplayConfig
     plan: BatchPlan
     report: Callable[[str], None]
+    teacher: TeacherPool | None = None
+    """The grader's, for counters and what ``restore`` gets."""
     loop_lag: LoopLag = field(default_factory=LoopLag)
     is_interrupted: bool = False
     """End ``collect`` at once, as if no server held the weights; the buffer keeps everything."""
@@ -202,9 +205,25 @@ class BatchCollector:
         self._buffer = self._selection.buffer = replace(saved.buffer, earlier=earlier)
         self._before = _since(self._totals(), about.counted)
         self._spent_s, self._sampled_version = about.generation_s, about.sampled_version
+        if self.teacher is not None:
+            self._forget_unscored(self.teacher)
         for group in self._buffer:
             if self.grader.sees_groups and not group.is_scored:
                 group.start_again((), sees_groups=True)  # other reward functions may have scored it
+
+    def _forget_unscored(self, teacher: TeacherPool) -> None:
+        """Have samples graded again that a run without this teacher has saved."""
+        for group in self._buffer:
+            for pending in group.samples:
+                if not teacher.has_scored(pending.sample):
+                    pending.texts = None
+        earlier = self._buffer.earlier
+        for number, groups in enumerate(earlier):
+            earlier[number] = tuple(
+                group
+                for group in groups
+                if all(teacher.has_scored(pending.sample) for pending in group.samples)
+            )
 
     def _request_of(self, pending: PendingSample) -> GenerateRequest:
         """The request for a sample's whole response."""
@@ -250,6 +269,9 @@ class BatchCollector:
         chosen = choose()
         await self._episodes.settle()  # so that counters do not depend on graders
         while not all(group.is_scored for group in chosen):
+            if self.is_interrupted:  # a teacher may be waited for
+                await self._stop()
+                return None
             await self._episodes.wait_for_change()
         return chosen, generation_s
 
@@ -372,7 +394,8 @@ class BatchCollector:
             generated_tokens=self._episodes.generated_tokens,
             resumed_samples=self._episodes.resumed_samples,
             regenerated_samples=self._num_regenerated,
-            lost_requests=self._pool.num_lost_requests,
+            lost_requests=self._pool.num_lost_requests
+            + (self.teacher.num_lost_requests if self.teacher is not None else 0),
             retractions=self._pool.num_retractions,
             reward_timeouts=self.grader.num_timeouts,
             reward_errors=self.grader.num_errors,
@@ -388,7 +411,9 @@ class BatchCollector:
         """Such as ``40/64 groups, 2100 tokens/s``."""
         rate = describe_rate(self._new_tokens, self._started_s)
         ready = len(self._selection.ready())
-        return f"{ready}/{self.config.groups_per_step} groups{rate}"
+        num_waiting = 0 if self.teacher is None else self.teacher.num_waiting
+        waiting = f", {num_waiting} responses wait for the teacher" if num_waiting else ""
+        return f"{ready}/{self.config.groups_per_step} groups{rate}{waiting}"
 
 
 def _same_answer_share(groups: Sequence[PendingGroup]) -> float:

@@ -48,6 +48,7 @@ from bapo_megatron.rollout.episodes import Grader, Interaction
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.saved import read_saved, write_saved
+from bapo_megatron.rollout.scoring import TeacherPool, connect_teacher
 from bapo_megatron.rollout.servers import ColocatedServers, Membership
 from bapo_megatron.runtime import calls
 from bapo_megatron.runtime.exits import exits_noticed
@@ -94,6 +95,7 @@ class Collector:
         self._supervisor: ServerSupervisor | None = None
         self._colocated: ColocatedServers | None = None
         self._pool: EnginePool
+        self._teacher: TeacherPool | None = None
         self._probe_prompts: tuple[Prompt, ...] = ()
         self._batches: BatchCollector
         """Idle if only evaluations run."""
@@ -159,14 +161,19 @@ class Collector:
         log_warnings(train_sets, renderer.end_token_warnings())
         self._probe_prompts = train_sets[0].prompts[:4] if train_sets else ()
         shaping = Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
+        distillation = run.algorithm.distillation
+        if request.for_training and distillation.is_used and distillation.teacher.engine:
+            self._teacher = TeacherPool(distillation, run.rollout, renderer.vocab_size)
+        sees_groups = bool(rewards.group_names)
         self._batches = BatchCollector(
             Interaction(environment, renderer, episodes),
-            Grader(renderer, rewards, shaping, sees_groups=bool(rewards.group_names)),
+            Grader(renderer, rewards, shaping, sees_groups=sees_groups, teacher=self._teacher),
             PromptMixture(train_sets, run.seed, run.data.shuffle),
             run.rollout,
             run.replay,
             BatchPlan(run.seed, run.train.steps, run.algorithm.updates_per_batch),
             self._report,
+            self._teacher,
         )
         sets = load_sets(run, renderer, warns=request.for_training)
         for overlap in find_overlaps(train_sets, [(s.name, s.prompts) for s in sets]):
@@ -187,9 +194,7 @@ class Collector:
 
     def _start_servers(self, request: messages.Open) -> None:
         self._backend = load_kind(self._config.rollout.engine).open(
-            self._config,
-            "cuda" if count_gpus() else "cpu",
-            awaits_weights=request.awaits_weights,
+            self._config, _device(), awaits_weights=request.awaits_weights
         )
         if self._backend.servers:
             rollout = self._config.rollout
@@ -200,6 +205,9 @@ class Collector:
     async def connect(self, _: None) -> None:
         """Answer ``messages.CONNECT``."""
         rollout = self._config.rollout
+        if self._teacher is not None:
+            self._stack.push_async_callback(self._teacher.close)
+            await self._teacher.start(await connect_teacher(self._config, _device()), self._report)
         if self._supervisor is not None:
             await self._supervisor.wait_ready(self._report)
         engines = [await self._backend.connect(address) for address in self._backend.addresses()]
@@ -326,6 +334,10 @@ class Collector:
 
     def _report(self, text: str) -> None:
         self._send(calls.Progress(text))
+
+
+def _device() -> str:
+    return "cuda" if count_gpus() else "cpu"
 
 
 def remove_dumps(directory: Path, last_step: int) -> None:

@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.engine.base import Completion, GenerateRequest, SamplingSettings
@@ -30,6 +32,7 @@ from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import ShapedReward, Shaping
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
 from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.scoring import TeacherPool
 from bapo_megatron.types import FinishReason, Sample
 
 BURST = 16
@@ -140,18 +143,21 @@ class Grader:
     """Added to rewards in training; None in evaluations."""
     sees_groups: bool = field(default=False, kw_only=True)
     """Whether rewards depend on the whole group."""
+    teacher: TeacherPool | None = field(default=None, kw_only=True)
+    """Scores the tokens of each response meanwhile."""
     num_timeouts: int = 0
     """Samples scored 0 because grading them took too long."""
     num_errors: int = 0
     """Samples scored 0 because a reward function failed."""
 
     async def score(self, pending: PendingSample, group: PendingGroup) -> None:
-        """Set texts and reward of a finished sample, unless it was restarted meanwhile.
+        """Set texts, reward and columns of a finished sample, unless it was restarted meanwhile.
 
-        With ``sees_groups``, of the whole ``group`` once its last sample is graded.
+        With ``sees_groups``, rewards of the whole ``group`` once its last sample is graded.
 
         Raises:
             RewardError: A reward function failed.
+            RolloutError: The teacher failed.
         """
         sample, prompt = pending.sample, pending.prompt
         texts = tuple(
@@ -169,13 +175,21 @@ class Grader:
         )
         turns = texts if len(texts) > 1 else ()
         response = Response(texts[-1], prompt.answer, facts, prompt.row, turns, pending.state)
-        score = await self.rewards.score(response)
+        score, columns = await asyncio.gather(
+            self.rewards.score(response), self._teacher_columns(sample)
+        )
         if pending.sample is not sample:
             return
+        sample.columns = columns
         pending.graded = response, score
         members = group.samples if self.sees_groups else [pending]
         if all(member.graded is not None for member in members):
             await self._reward(members)
+
+    async def _teacher_columns(self, sample: Sample) -> dict[str, np.ndarray]:
+        if self.teacher is None or self.teacher.has_scored(sample):
+            return sample.columns
+        return await self.teacher.score(sample)
 
     async def _reward(self, members: Sequence[PendingSample]) -> None:
         """Set the rewards of graded samples together, unless one is restarted meanwhile."""

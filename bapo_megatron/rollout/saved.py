@@ -208,10 +208,13 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
         # Copied: a view would keep the whole row group in memory.
         sample.response_token_ids = sample.response_token_ids.copy()
         sample.behaviour_logprobs = sample.behaviour_logprobs.copy()
-        sample.columns = {name: values.copy() for name, values in sample.columns.items()}
+        columns = {name: values.copy() for name, values in sample.columns.items()}
         fields = {field: row[field] for field in _PLAIN}
         fields |= {field: _read_json(row, field, kind, name) for field, kind in _JSON.items()}
-        samples.append(PendingSample(sample, prompt, **fields))
+        pending = PendingSample(sample, prompt, **fields)
+        # Others have the columns of the file too, but filled for fewer tokens than they may get.
+        sample.columns = columns if pending.is_scored else {}
+        samples.append(pending)
     return PendingGroup(group_id, samples, first["carries"])
 
 

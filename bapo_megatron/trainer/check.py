@@ -5,14 +5,19 @@ torch is imported only for a user's code and for ``algorithm.entropy_share``.
 
 import importlib.util
 
-from bapo_megatron.config.check import check_config
+from bapo_megatron.config.check import POSITIONS, check_config, check_model_dir
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.data.vocabulary import check_same_vocabulary
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.rollout.scoring import TEACHER_KEY, as_policy, naming_teacher
 from bapo_megatron.runtime.gpus import count_gpus
 from bapo_megatron.runtime.processes import launched_number
+
+_RESERVED_POSITIONS = 7
+"""Positions of a model that the input of an SGLang server must leave free."""
 
 
 def check_training(
@@ -32,6 +37,8 @@ def check_training(
         load_kind(config.rollout.engine).check(config, is_here=trains_here)
         if trains_here:
             _check_gpus(config.rollout)
+    if config.replay.dumps is None:
+        _check_frozen_models(config, owns_files=owns_files)
     model = config.model
     read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
     algorithm = config.algorithm
@@ -44,6 +51,40 @@ def check_training(
         from bapo_megatron.algorithm.advantage import Advantages
 
         Advantages(algorithm.advantage, algorithm.baseline_shift)
+
+
+def _check_frozen_models(config: RunConfig, *, owns_files: bool) -> None:
+    """Check the reference and the teacher; tokenizers and engines are rank 0's."""
+    kl, distillation = config.algorithm.kl, config.algorithm.distillation
+    teacher = distillation.teacher
+    models = {"algorithm.kl.reference.path": kl.reference.path if kl.is_used else None}
+    if distillation.is_used and (owns_files or not teacher.engine):
+        models[f"{TEACHER_KEY}.path"] = teacher.path
+    for key, path in models.items():
+        if path is None:
+            continue
+        is_elsewhere = key.startswith(TEACHER_KEY) and teacher.engine == "sglang"
+        hf_config = check_model_dir(path, key, needs_weights=not is_elsewhere)
+        if owns_files:
+            check_same_vocabulary(config.model.path, path, key)
+    if not (owns_files and distillation.is_used and teacher.engine):
+        return
+    with naming_teacher():
+        load_kind(teacher.engine).check(as_policy(config))
+    if shared := set(teacher.servers) & set(config.rollout.servers):
+        raise ConfigError(
+            f"{TEACHER_KEY}.servers: must not be in rollout.servers, whose weights change, got "
+            f"{min(shared)} in both; start other servers with serve --teacher"
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    reserve = _RESERVED_POSITIONS if teacher.engine == "sglang" else 0
+    limit = hf_config.get(POSITIONS)
+    if isinstance(limit, int) and longest + reserve > limit:
+        raise ConfigError(
+            f"{TEACHER_KEY}.path: its {limit} positions must hold data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {longest}, and {reserve} more that the engine "
+            "reserves; lower one of them, or choose another teacher"
+        )
 
 
 def _check_packages(wandb_project: str) -> None:

@@ -17,13 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.config.rollout import EpisodesConfig
-from bapo_megatron.data.dump import encode_batch
+from bapo_megatron.data.dump import decode_batch, encode_batch
 from bapo_megatron.environment.base import EnvironmentFailedError, Step
 from bapo_megatron.reward.base import Score
 from bapo_megatron.rollout.episodes import Grader, Interaction
-from bapo_megatron.types import Prompt
+from bapo_megatron.types import EncodedBatch, Prompt
 from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import deliver
+from tests.fakes.fake_teacher import FakeTeacher, has_columns, make_teacher
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.fakes.stepped_pool import SteppedPool
 from tests.rollout.batching_setup import Renderer, make_batches
@@ -116,6 +117,7 @@ class Case:
     is_slow: bool
     has_environment: bool = False
     sees_groups: bool = False
+    has_teacher: bool = False
 
     def play(self, delay_seed: int, state: bytes | None = None, first_step: int = 0) -> Run:
         return asyncio.run(self._play(delay_seed, state, first_step))
@@ -127,14 +129,19 @@ class Case:
         delay, renderer = Delays(delay_seed), Renderer()
         limits = EpisodesConfig(max_turns=3, on_error="zero")
         interaction = Interaction(SlowEnvironment(delay), renderer, limits)
+        teacher = make_teacher(top_k=2) if self.has_teacher else None
+        if teacher is not None:
+            await teacher.start([FakeTeacher(delay), FakeTeacher(delay)])
+        rewards = SlowRewards(delay)
         batches = make_batches(
-            Grader(renderer, SlowRewards(delay), sees_groups=self.sees_groups),
+            Grader(renderer, rewards, sees_groups=self.sees_groups, teacher=teacher),
             sizes | self.rollout,
             interaction=interaction if self.has_environment else None,
             prompts=make_stream(PROMPTS, shuffle=True),
             replay=self.replay,
             total_steps=TOTAL_STEPS,
             updates=UPDATES,
+            teacher=teacher,
         )
         if state is not None:
             batches.restore(read_file(state))
@@ -150,6 +157,8 @@ class Case:
             run.states.append(without_clock(batches.state()))
             run.batches.append(content_of(batch))
         await batches.close()
+        if teacher is not None:
+            await teacher.close()
         return run
 
 
@@ -210,6 +219,7 @@ LAG = st.sampled_from([{"fixed_lag": 1}, {"fixed_lag": 2}])
     is_slow=st.booleans(),
     has_environment=st.booleans(),
     sees_groups=st.booleans(),
+    has_teacher=st.booleans(),
     stopped_after=st.integers(1, TOTAL_STEPS - 1),
 )
 def test_neither_delays_nor_a_resumption_change_a_run(
@@ -218,13 +228,17 @@ def test_neither_delays_nor_a_resumption_change_a_run(
     is_slow: bool,
     has_environment: bool,
     sees_groups: bool,
+    has_teacher: bool,
     stopped_after: int,
 ) -> None:
     replay = {} if "fixed_lag" in rollout else replay
     if has_environment:
         rollout = {**rollout, "environment": "mine:Mine"}
-    case = Case(rollout, replay, is_slow, has_environment, sees_groups)
+    case = Case(rollout, replay, is_slow, has_environment, sees_groups, has_teacher)
     first, second = case.play(1), case.play(2)
+    for batch in first.batches:
+        samples = decode_batch(EncodedBatch("a batch", bytearray(batch))).samples
+        assert all(has_columns(sample) is has_teacher for sample in samples)
     assert first.batches == second.batches
     assert first.states == second.states
     resumed = case.play(3, first.states[stopped_after - 1], stopped_after)

@@ -1,0 +1,301 @@
+"""What the teacher says of responses reaches the batch: with rewards, restarts and checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.data.dump import decode_batch
+from bapo_megatron.engine.load import load_kind
+from bapo_megatron.environment.base import Step
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.rollout.buffer import PendingGroup
+from bapo_megatron.rollout.episodes import Grader
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.scoring import TeacherPool, connect_teacher
+from bapo_megatron.types import FinishReason
+from tests.engine.helpers import reference_distribution, reference_logprobs
+from tests.fakes.fake_pool import FakePool, deliver
+from tests.fakes.fake_sglang import FakeSglang, logprob_of
+from tests.fakes.fake_teacher import FakeTeacher, has_columns, make_teacher
+from tests.rollout.batching_setup import PROMPTS, Renderer, group_of, make_batches, settle
+from tests.rollout.conftest import changed
+from tests.rollout.episodes_setup import CountingRewards
+from tests.rollout.episodes_setup import Setup as EpisodesSetup
+from tests.rollout.saved_files import read_file, without_clock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.rollout.batching import BatchCollector
+    from bapo_megatron.types import RolloutBatch
+    from tests.engine.helpers import MakeConfig
+    from tests.rollout.conftest import Open
+
+SIZES = {"groups_per_step": 2, "samples_per_group": 2, "max_response_tokens": 20}
+
+
+class Setup:
+    """A batch collector with a teacher whose answers can be held back."""
+
+    def __init__(self, *, top_k: int = 2, sees_groups: bool = False, **rollout: Any) -> None:
+        self.engine, self.teacher = FakeTeacher(), make_teacher(top_k=top_k)
+        self.pool = FakePool()
+        self.lines: list[str] = []
+        self.batches = self.collector(self.teacher, sees_groups=sees_groups, **rollout)
+
+    def collector(
+        self,
+        teacher: TeacherPool | None,
+        *,
+        sees_groups: bool = False,
+        replay: dict[str, Any] | None = None,
+        **rollout: Any,
+    ) -> BatchCollector:
+        rewards = CountingRewards()
+        grader = Grader(Renderer(), rewards, sees_groups=sees_groups, teacher=teacher)
+        report = self.lines.append
+        batches = make_batches(
+            grader, {**SIZES, **rollout}, teacher=teacher, report=report, replay=replay
+        )
+        batches.attach(self.pool)
+        return batches
+
+    async def collect(
+        self, step: int, *, batches: BatchCollector | None = None
+    ) -> asyncio.Task[RolloutBatch | None]:
+        await self.teacher.start([self.engine]) if not self.teacher._engines else None
+        collecting = asyncio.create_task((batches or self.batches).collect(step, deliver))
+        await settle()
+        return collecting
+
+    async def give(self, count: int, *group_ids: int, ends: bool = True) -> None:
+        for request in [r for r in self.pool.requests if group_of(r) in group_ids]:
+            self.pool.give(request, count, FinishReason.STOP if ends else FinishReason.ABORT)
+        await settle()
+
+    async def close(self) -> None:
+        await self.batches.close()
+        await self.teacher.close()
+
+
+@pytest.mark.parametrize("sees_groups", [False, True])
+async def test_a_batch_waits_for_the_teacher_whose_columns_all_its_samples_have(
+    sees_groups: bool,
+) -> None:
+    setup = Setup(sees_groups=sees_groups)
+    setup.engine.held = asyncio.Event()
+    collecting = await setup.collect(1)
+    await setup.give(4, 0)
+    assert len(setup.engine.scored) == 2  # while the other group is generated
+    await setup.give(3, 1)
+    await asyncio.sleep(0.6)
+    assert not collecting.done()
+    assert setup.lines[-1].endswith(", 4 responses wait for the teacher")
+    setup.engine.held.set()
+    batch = await collecting
+    assert batch is not None
+    assert all(has_columns(sample) for sample in batch.samples)
+    assert {sample.columns["teacher_top_ids"].shape for sample in batch.samples} == {(4, 2), (3, 2)}
+    await setup.close()
+
+
+async def test_an_interrupted_run_does_not_wait_for_the_teacher() -> None:
+    setup = Setup()
+    setup.engine.held = asyncio.Event()
+    collecting = await setup.collect(1)
+    await setup.give(4, 0, 1)
+    setup.batches.is_interrupted = True
+    async with asyncio.timeout(5):
+        assert await collecting is None
+    samples = [
+        p for group in read_file(without_clock(setup.batches.state())).buffer for p in group.samples
+    ]
+    assert [pending.num_tokens for pending in samples] == [4] * 4
+    assert not any(pending.is_scored for pending in samples)
+    await setup.close()
+
+
+async def test_what_an_environment_writes_is_context_only() -> None:
+    engine, teacher = FakeTeacher(), make_teacher(top_k=1)
+    await teacher.start([engine])
+    steps = [Step(None, token_ids=[1100, 1101]), Step(None, is_done=True)]
+    setup = EpisodesSetup(lambda state, turn: steps[turn.number])
+    setup.episodes.grader.teacher = teacher
+    await setup.begin()
+    await setup.turn(3)
+    # The fake pool numbers the tokens of a response, written ones included.
+    await setup.turn(2)
+    sample = setup.pending.sample
+    assert sample.response_token_ids.tolist() == [0, 1, 2, 1100, 1101, 5, 6]
+    assert engine.scored == [[1, 2, 0, 1, 2, 1100, 1101, 5, 6]]
+    assert has_columns(sample)
+    assert sample.columns["teacher_top_ids"].tolist() == [[2], [3], [4], [7], [8]]
+    await setup.episodes.close()
+    await teacher.close()
+
+
+async def test_an_answer_for_a_response_that_was_begun_again_is_discarded() -> None:
+    engine, teacher = FakeTeacher(), make_teacher()
+    await teacher.start([engine])
+    engine.held = asyncio.Event()
+    group = PendingGroup.start(0, PROMPTS[0], 1)
+    [pending] = group.samples
+    pending.sample.response_token_ids = np.arange(3, dtype=np.int32)
+    pending.sample.finish_reason = FinishReason.LENGTH
+    grader = Grader(Renderer(), CountingRewards(), teacher=teacher)
+    grading = asyncio.create_task(grader.score(pending, group))
+    await settle()
+    pending.start_again()
+    engine.held.set()
+    await grading
+    assert len(engine.scored) == 1
+    assert pending.sample.columns == {}
+    assert not pending.is_scored
+    await teacher.close()
+
+
+@pytest.mark.parametrize("sees_groups", [False, True])
+async def test_a_checkpoint_with_scored_samples_continues_as_if_it_had_not_ended(
+    sees_groups: bool,
+) -> None:
+    async def run(*, is_stopped: bool) -> tuple[bytes, bytes, int]:
+        setup = Setup(sees_groups=sees_groups, oversample_groups=2)
+        collecting = await setup.collect(1)
+        await setup.give(2, 3, ends=False)  # group 3 is unfinished, group 2 half scored
+        [first, _] = [r for r in setup.pool.requests if group_of(r) == 2]
+        setup.pool.give(first, 3, FinishReason.STOP)
+        await settle()
+        await setup.give(4, 0, 1)
+        assert await collecting is not None
+        before = without_clock(setup.batches.state())
+        num_scored = len(setup.engine.scored)
+        batches = setup.batches
+        if is_stopped:
+            batches = setup.collector(setup.teacher, sees_groups=sees_groups, oversample_groups=2)
+            batches.restore(read_file(before))
+        collecting = await setup.collect(2, batches=batches)
+        await setup.give(5, 2, 3)
+        batch = await collecting
+        assert batch is not None
+        assert [group.group_id for group in batch.groups] == [2, 3]
+        assert all(has_columns(sample) for sample in batch.samples)
+        state = without_clock(batches.state())
+        await batches.close()
+        await setup.close()
+        return before, state, len(setup.engine.scored) - num_scored
+
+    uninterrupted, resumed = await run(is_stopped=False), await run(is_stopped=True)
+    assert resumed[:2] == uninterrupted[:2]
+    assert uninterrupted[2] == 3
+    # With rewards of whole groups only complete ones are kept as scored.
+    assert resumed[2] == 3 + sees_groups
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+async def test_samples_of_a_run_with_another_teacher_are_scored_again(top_k: int) -> None:
+    setup = Setup(oversample_groups=1)
+    options: dict[str, Any] = {"oversample_groups": 1, "replay": {"batches": 2}}
+    plain = setup.collector(None if top_k == 3 else setup.teacher, **options)
+    collecting = await setup.collect(1, batches=plain)
+    await setup.give(4, 2)
+    await setup.give(4, 0, 1)
+    await collecting
+    saved = read_file(without_clock(plain.state()))
+    await plain.close()
+    assert [(group.group_id, group.is_scored) for group in saved.buffer] == [(2, True)]
+
+    other = make_teacher(top_k=top_k)
+    engine = FakeTeacher()
+    await other.start([engine])
+    batches = setup.collector(other, **options)
+    batches.restore(saved)
+    assert list(batches._buffer.earlier) == [()]  # none of these is replayed
+    collecting = asyncio.create_task(batches.collect(2, deliver))
+    await settle()
+    assert [len(tokens) for tokens in engine.scored] == [6, 6]
+    await setup.give(4, 3, 4)
+    batch = await collecting
+    assert batch is not None
+    assert all(has_columns(sample) for sample in batch.samples)
+    assert {tuple(sample.columns) for sample in batch.samples} == {
+        ("teacher_logprob", "teacher_top_ids", "teacher_top_logprobs")[: 1 + top_k]
+    }
+    await batches.close()
+    await other.close()
+    await setup.close()
+
+
+def distilled(config: RunConfig, path: Path, **changes: Any) -> RunConfig:
+    teacher = {"path": str(path), **changes.pop("teacher")}
+    return changed(
+        config, "algorithm", distillation={"coefficient": 1, "teacher": teacher, **changes}
+    )
+
+
+async def test_the_policy_as_its_own_teacher_has_the_log_probs_that_it_sampled_with(
+    make_config: MakeConfig, model_dir: Path
+) -> None:
+    config = distilled(
+        make_config(engine="local", **SIZES),
+        model_dir,
+        teacher={"engine": "local"},
+        loss="top_k",
+        top_k=5,
+    )
+    backend = load_kind("local").open(config, "cpu", awaits_weights=False)
+    pool = EnginePool([await backend.connect("local")], config.rollout, 0)
+    teacher = TeacherPool(config.algorithm.distillation, config.rollout, 4096)
+    await teacher.start(await connect_teacher(config, "cpu"))
+    grader = Grader(Renderer(), CountingRewards(), teacher=teacher)
+    batches = make_batches(grader, config.rollout.model_dump(), teacher=teacher)
+    batches.attach(pool)
+    batch = await batches.collect(1, deliver)
+    await batches.close()
+    await pool.states.close()
+    await teacher.close()
+    assert batch is not None
+    assert len(batch.samples) == 4
+    for sample in batch.samples:
+        prompt, response = sample.prompt.token_ids, sample.response_token_ids
+        logprobs, tops = sample.columns["teacher_logprob"], sample.columns["teacher_top_logprobs"]
+        np.testing.assert_allclose(logprobs, sample.behaviour_logprobs, rtol=0, atol=1e-5)
+        expected = reference_logprobs(model_dir, prompt.tolist(), response, 1.0)
+        np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-5)
+        logprob_RV = reference_distribution(model_dir, [*prompt.tolist(), *response.tolist()])
+        top_RK = -np.sort(-logprob_RV[len(prompt) - 1 : -1], axis=1)[:, :5]
+        np.testing.assert_allclose(tops, top_RK, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_has_its_batches_scored_and_not_its_evaluations(
+    make_config: MakeConfig, open_client: Open, model_dir: Path, tmp_path: Path
+) -> None:
+    with FakeSglang(stop_at=40) as policy, FakeSglang() as served:
+        config = distilled(
+            make_config(servers=(policy.address,), oversample_groups=0),
+            model_dir,
+            teacher={"engine": "sglang", "servers": [served.address], "patience_s": 1.0},
+            loss="top_k",
+            top_k=3,
+        )
+        client = open_client(config)
+        client.sync_weights(tmp_path, 1)
+        encoded = client.collect(1)
+        assert encoded is not None
+        samples = decode_batch(encoded).samples
+        assert len(samples) == len(served.requests) == 6
+        for sample in samples:
+            expected = [logprob_of(token, 1.0) for token in sample.response_token_ids.tolist()]
+            np.testing.assert_allclose(sample.columns["teacher_logprob"], expected, rtol=1e-6)
+            assert sample.columns["teacher_top_ids"].shape == (len(expected), 3)
+        assert client.evaluate(0, resume=False) is not None
+        assert len(served.requests) == 6
+        assert {request.get("rid") for request in served.requests} == {None}
+        served.crash()
+        with pytest.raises(RolloutError, match=r"^no usable teacher for 1 s .*resume=true$"):
+            client.collect(2)

@@ -1,0 +1,147 @@
+"""What is checked of references and teachers before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.trainer.check import check_training
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.engine.helpers import MakeConfig
+
+REFERENCE, TEACHER = "algorithm.kl.reference", "algorithm.distillation.teacher"
+ADDRESS = "http://a:1"
+
+
+@pytest.fixture
+def other_dir(model_dir: Path, tmp_path: Path) -> Path:
+    """The model in another directory."""
+    shutil.copytree(model_dir, directory := tmp_path / "other")
+    return directory
+
+
+def with_reference(config: RunConfig, path: Path, **others: Any) -> RunConfig:
+    kl = {"coefficient": 0.1, "reference": {"path": str(path)}}
+    return changed(config, {"algorithm": {"kl": kl}, **others})
+
+
+def with_teacher(
+    config: RunConfig, path: Path, others: dict[str, Any] | None = None, **teacher: Any
+) -> RunConfig:
+    distillation = {"coefficient": 1, "teacher": {"path": str(path), **teacher}}
+    return changed(config, {"algorithm": {"distillation": distillation}, **(others or {})})
+
+
+def changed(config: RunConfig, sections: dict[str, dict[str, Any]]) -> RunConfig:
+    content = config.model_dump(mode="json")
+    for name, values in sections.items():
+        content[name] |= values
+    return RunConfig.model_validate(content)
+
+
+def refusal(config: RunConfig, **options: bool) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_training(config, 1, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["", "local", "sglang"])
+def test_models_that_suit_are_accepted(
+    make_config: MakeConfig, other_dir: Path, engine: str
+) -> None:
+    config = make_config(server={"count": 2}, colocated=False)
+    servers = [ADDRESS] if engine == "sglang" else []
+    check_training(with_teacher(config, other_dir, engine=engine, servers=servers), 1)
+    check_training(with_reference(config, other_dir), 1)
+    if engine == "sglang":  # its weights are with the servers
+        (other_dir / "model.safetensors").unlink()
+        check_training(with_teacher(config, other_dir, engine=engine, servers=servers), 1)
+
+
+def test_a_directory_must_hold_a_model_and_its_tokenizer(
+    make_config: MakeConfig, other_dir: Path, tmp_path: Path
+) -> None:
+    config, none = make_config(), tmp_path / "none"
+    assert refusal(with_reference(config, none)).startswith(f"{REFERENCE}.path: no such directory")
+    assert refusal(with_teacher(config, none)).startswith(f"{TEACHER}.path: no such directory")
+    # The weights of a model in the trainer are on every node, its tokenizer on the first.
+    (other_dir / "model.safetensors").unlink()
+    for options in ({}, {"owns_files": False}):
+        line = refusal(with_reference(config, other_dir), **options)
+        assert line.startswith(f"{REFERENCE}.path: '{other_dir}' has no *.safetensors; save")
+    check_training(with_teacher(config, none, engine="local"), 1, owns_files=False)
+    (other_dir / "tokenizer_config.json").unlink()
+    teacher = with_teacher(config, other_dir, engine="sglang", servers=[ADDRESS])
+    assert refusal(teacher).startswith(
+        f"{TEACHER}.path: '{other_dir}' has no tokenizer_config.json"
+    )
+
+
+@pytest.mark.parametrize("engine", ["reference", "", "local", "sglang"])
+def test_another_vocabulary_is_refused_by_its_first_token(
+    make_config: MakeConfig, other_dir: Path, engine: str
+) -> None:
+    content = json.loads((other_dir / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (other_dir / "tokenizer.json").write_text(json.dumps(content))
+    config = make_config()
+    if engine == "reference":
+        config, key = with_reference(config, other_dir), REFERENCE
+    else:
+        servers = [ADDRESS] if engine == "sglang" else []
+        config, key = with_teacher(config, other_dir, engine=engine, servers=servers), TEACHER
+    assert refusal(config).startswith(f"{key}.path: must have the policy's vocabulary, got id ")
+    check_training(changed(config, {"replay": {"dumps": "dumps"}}), 1)
+
+
+def test_what_is_not_used_is_not_checked(make_config: MakeConfig, tmp_path: Path) -> None:
+    none = str(tmp_path / "none")
+    algorithm = {"kl": {"reference": {"path": none}}, "distillation": {"teacher": {"path": none}}}
+    check_training(changed(make_config(), {"algorithm": algorithm}), 1)
+
+
+@pytest.mark.parametrize("address", ["a:1", "http://user@a:1"])
+def test_addresses_of_teachers_follow_the_rules_of_servers(
+    make_config: MakeConfig, other_dir: Path, address: str
+) -> None:
+    line = refusal(with_teacher(make_config(), other_dir, engine="sglang", servers=[address]))
+    assert line.startswith(f"{TEACHER}.servers: must ")
+
+
+def test_a_server_of_the_policy_is_no_teacher(make_config: MakeConfig, other_dir: Path) -> None:
+    config = make_config(servers=(ADDRESS, "http://b:1"))
+    line = refusal(with_teacher(config, other_dir, engine="sglang", servers=[ADDRESS]))
+    assert line.startswith(f"{TEACHER}.servers: must not be in rollout.servers")
+    assert ADDRESS in line
+
+
+def test_the_teacher_must_hold_the_longest_response(
+    make_config: MakeConfig, other_dir: Path
+) -> None:
+    for num_tokens, is_refused in ((217, False), (218, True)):  # and 32 of the prompt
+        rollout = {"max_response_tokens": num_tokens}
+        budget = {"train": {"max_tokens_per_micro_batch": 512}, "rollout": rollout}
+        config = with_teacher(make_config(), other_dir, budget, engine="sglang", servers=[ADDRESS])
+        if is_refused:
+            assert refusal(config).startswith(f"{TEACHER}.path: its 256 positions must hold")
+        else:
+            check_training(config, 1)
+
+
+def test_a_local_teacher_must_be_a_model_that_the_engine_has(
+    make_config: MakeConfig, other_dir: Path
+) -> None:
+    content = json.loads((other_dir / "config.json").read_text())
+    (other_dir / "config.json").write_text(json.dumps({**content, "model_type": "gemma"}))
+    line = refusal(with_teacher(make_config(), other_dir, engine="local"))
+    assert line.startswith(f"{TEACHER}.path: with {TEACHER}.engine=local, model_type must be")
