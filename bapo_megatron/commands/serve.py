@@ -1,12 +1,33 @@
 """``bapo-megatron serve``."""
 
+from typing import Annotated
+
 import typer
 
 from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, load
+from bapo_megatron.config.load import ConfigError
 from bapo_megatron.engine.load import load_kind
+from bapo_megatron.rollout.scoring import TEACHER_KEY
 
 
-def command(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+def command(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    teacher: Annotated[
+        bool, typer.Option("--teacher", help="Serve the teacher of algorithm.distillation.")
+    ] = False,
+) -> None:
     """Run rollout.server.count servers on this node until Ctrl-C, for a trainer elsewhere."""
-    run_config = load(config, overrides)
-    load_kind(run_config.rollout.engine).serve(run_config, typer.echo)
+    run = load(config, overrides)
+    if not teacher:
+        load_kind(run.rollout.engine).serve(run, typer.echo)
+        return
+    path = run.algorithm.distillation.teacher.path
+    if path is None:
+        raise ConfigError(
+            f"{TEACHER_KEY}.path: must name the teacher for serve --teacher, got none; set it"
+        )
+    rollout = run.rollout.model_copy(update={"colocated": False})
+    model = run.model.model_copy(update={"path": path})
+    served = run.model_copy(update={"model": model, "rollout": rollout})
+    load_kind("sglang").serve(served, typer.echo, key=f"{TEACHER_KEY}.servers")

@@ -36,10 +36,13 @@ class EngineKind(Protocol):
         With ``awaits_weights`` a weight sync comes first: they need not read ``model.path``.
         """
 
-    def serve(self, config: RunConfig, show: Callable[[str], None]) -> None:
+    def serve(
+        self, config: RunConfig, show: Callable[[str], None], *, key: str = "rollout.servers"
+    ) -> None:
         """Run servers for trainers elsewhere until this process is ended.
 
-        ``show`` gets the lines that a trainer needs, once the servers are ready.
+        ``show`` gets the lines that a trainer needs, once the servers are ready. ``key``: where the
+        trainer has their addresses; servers of any other key than the default load ``model.path``.
 
         Raises:
             ConfigError: This kind has no servers, or a setting is wrong.

@@ -67,7 +67,7 @@ class LocalKind:
 
         return LocalBackend(config.model, config.rollout.local, device)
 
-    def serve(self, config: RunConfig, show: Callable[[str], None]) -> NoReturn:
+    def serve(self, config: RunConfig, show: Callable[[str], None], *, key: str = "") -> NoReturn:
         """Raise: there are no servers."""
         raise ConfigError(
             "rollout.engine: must have servers for serve, got local, which samples in the "

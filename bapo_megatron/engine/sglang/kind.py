@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.engine.sglang.settings import VERSION, check_own_servers, server_addresses
+from bapo_megatron.engine.sglang.settings import (
+    SERVERS_KEY,
+    VERSION,
+    check_own_servers,
+    server_addresses,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,7 +42,9 @@ class SglangKind:
 
         return SglangBackend(config, device, awaits_weights=awaits_weights)
 
-    def serve(self, config: RunConfig, show: Callable[[str], None]) -> None:
+    def serve(
+        self, config: RunConfig, show: Callable[[str], None], *, key: str = SERVERS_KEY
+    ) -> None:
         """See ``EngineKind``; also an ``OSError`` if ``run_dir`` cannot be written."""
         if config.rollout.colocated:
             raise ConfigError(
@@ -52,4 +59,4 @@ class SglangKind:
         check_own_servers(config)
         from bapo_megatron.engine.sglang.server import serve
 
-        serve(config, show)
+        serve(config, show, key)

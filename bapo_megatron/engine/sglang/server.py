@@ -31,7 +31,7 @@ from bapo_megatron.engine.base import (
 )
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys, check_key
-from bapo_megatron.engine.sglang.settings import server_addresses
+from bapo_megatron.engine.sglang.settings import SERVERS_KEY, server_addresses
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.runtime.processes import (
@@ -298,12 +298,12 @@ def own_servers(
     ]
 
 
-def serve(config: RunConfig, show: Callable[[str], None]) -> None:
+def serve(config: RunConfig, show: Callable[[str], None], key: str = SERVERS_KEY) -> None:
     """Run the ``serve`` command: keep ``rollout.server.count`` servers until this process is ended.
 
     An admin key that is not in the environment is created in ``<run_dir>/admin_api_key``; for
     servers beyond the loopback also an API key in ``<run_dir>/api_key``. ``show`` gets the lines
-    for a trainer's environment and command once the servers are ready.
+    for a trainer's environment and command once the servers are ready. ``key``: see ``EngineKind``.
 
     Raises:
         RolloutError: A server died before it was ever ready, or a port is in use.
@@ -322,8 +322,8 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
             keys = replace(keys, **{name: _stored_key(path)})
             exports.append(f"export BAPO_MEGATRON_{name.upper()}=$(cat '{path}')")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Every user, a trainer, ``eval`` or ``generate``, syncs weights first.
-    servers = own_servers(config, device, keys, host, awaits_weights=True)
+    # Every user of ``rollout.servers``, a trainer, ``eval`` or ``generate``, syncs weights first.
+    servers = own_servers(config, device, keys, host, awaits_weights=key == SERVERS_KEY)
 
     async def run() -> None:
         supervisor = ServerSupervisor(servers, config.rollout)
@@ -334,7 +334,7 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
             _LOG.info("ready; for the trainer's environment and command:")
             for export in exports:
                 show(export)
-            show(f"'rollout.servers=[{','.join(server.address for server in servers)}]'")
+            show(f"'{key}=[{','.join(server.address for server in servers)}]'")
             await supervisor.watch()
         finally:
             await supervisor.close()

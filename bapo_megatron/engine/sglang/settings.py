@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 VERSION = "0.5.23"
 """The SGLang that requirements/ installs and the tests run; older servers are refused."""
 
+SERVERS_KEY = "rollout.servers"
 _MAX_PORT = 65535
 _SECRET_ARGUMENTS = {"--api-key": API_KEY_VARIABLE, "--admin-api-key": ADMIN_API_KEY_VARIABLE}
 """SGLang's arguments for keys, and the variables to use instead."""
@@ -32,7 +33,7 @@ def server_addresses(rollout: RolloutConfig) -> list[str]:
         ConfigError: They are unusable.
     """
     path = rollout.servers_file
-    key = "rollout.servers" if path is None else "rollout.servers_file"
+    key = SERVERS_KEY if path is None else "rollout.servers_file"
     words = rollout.servers if path is None else _read(path)
     addresses = [address.rstrip("/") for address in words]
     for address in addresses:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import stat
 import time
@@ -69,9 +70,9 @@ def start_serve(
     assert not psutil.wait_procs(descendants(mentioning=str(tmp_path)), timeout=20)[1]
 
 
-def addresses_in(line: str) -> list[str]:
+def addresses_in(line: str, key: str = "rollout.servers") -> list[str]:
     """What the trainer's argument names."""
-    start, end = "'rollout.servers=[", "]'"
+    start, end = f"'{key}=[", "]'"
     assert line.startswith(start)
     assert line.endswith(end)
     return line.removeprefix(start).removesuffix(end).split(",")
@@ -100,6 +101,29 @@ def test_servers_are_ready_when_their_addresses_are_shown_with_a_key_that_nobody
     assert key not in errors
     assert errors.count("ready; for the trainer's environment and command") == 1
     assert not any(server.is_running() for server in servers)
+
+
+def test_a_teacher_is_served_with_its_weights(
+    start_serve: Start, model_dir: Path, tmp_path: Path
+) -> None:
+    key = "algorithm.distillation.teacher"
+    assert (
+        start_serve("--teacher")
+        .end()[2]
+        .splitlines()[-1]
+        .startswith(
+            f"bapo-megatron: {key}.path: must name the teacher for serve --teacher, got none; "
+        )
+    )
+    teacher = tmp_path / "teacher"
+    shutil.copytree(model_dir, teacher)
+    serving = start_serve("--teacher", f"{key}.path={teacher}")
+    assert len(addresses_in(serving.first_lines(2)[1], f"{key}.servers")) == 2
+    for server in descendants(serving.pid):
+        command = server.cmdline()
+        assert f"--model-path={teacher}" in command
+        assert "--weight-version=0" in command
+        assert "--load-format=dummy" not in command
 
 
 def test_servers_that_others_reach_want_a_key_for_generation_too(
