@@ -227,8 +227,8 @@ class RolloutStats:
     regenerated_samples: Count = 0
     """Responses restarted since the previous batch because they were too old."""
     lost_requests: Count = 0
-    """Requests continued elsewhere since the previous batch because their server failed; those
-    during evaluations do not count."""
+    """Requests continued elsewhere since the previous batch because their server failed, the
+    teacher's included; those during evaluations do not count."""
     retractions: Count = 0
     """Requests preempted since the previous batch by a full KV cache, not by a weight sync."""
     engine_load: dict[str, float] = field(default_factory=dict)

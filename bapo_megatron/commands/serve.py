@@ -6,8 +6,8 @@ import typer
 
 from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, load
 from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.teacher import TEACHER_KEY
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.rollout.scoring import TEACHER_KEY
 
 
 def command(

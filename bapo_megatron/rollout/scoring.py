@@ -10,25 +10,28 @@ K = ``top_k``.
 import asyncio
 import contextlib
 import logging
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from bapo_megatron.config.load import ConfigError
-from bapo_megatron.config.rollout import HealthConfig, RolloutConfig, ServerConfig, WeightSyncConfig
+from bapo_megatron.config.rollout import HealthConfig, RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.scorers import DistillationConfig
+from bapo_megatron.config.teacher import (
+    TEACHER_KEY,
+    as_policy,
+    naming_teacher,
+    teacher_text,
+)
 from bapo_megatron.data.token_columns import COLUMNS, TEACHER
 from bapo_megatron.engine.base import NO_WEIGHTS, Engine, Scores
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError, describe_cause
+from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.telemetry.console import reporting
 from bapo_megatron.types import Sample
 
-TEACHER_KEY = "algorithm.distillation.teacher"
 TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
 _LOG = logging.getLogger(__name__)
 _MAX_PER_ENGINE = 16
@@ -36,46 +39,6 @@ _MAX_PER_ENGINE = 16
 _MAX_FAILURES = 10
 """Failed attempts at one response after which the run ends."""
 _NOT_ASKED = "it has not answered yet"
-
-
-def as_policy(config: RunConfig) -> RunConfig:
-    """Return the configuration of a run whose policy is the teacher, on the teacher's engines."""
-    teacher = config.algorithm.distillation.teacher
-    rollout = {
-        "engine": teacher.engine,
-        "servers": teacher.servers,
-        "servers_file": None,
-        "min_servers": None,
-        "colocated": False,
-        "server": ServerConfig(),
-        "weight_sync": WeightSyncConfig(),
-    }
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": teacher.path}),
-            "rollout": config.rollout.model_copy(update=rollout),
-        }
-    )
-
-
-@contextlib.contextmanager
-def naming_teacher() -> Iterator[None]:
-    """Replace the policy's keys by the teacher's in errors of ``as_policy``."""
-    try:
-        yield
-    except ServerError:
-        raise
-    except ConfigError as error:
-        raise ConfigError(_renamed(error)) from error
-    except RolloutError as error:
-        raise RolloutError(_renamed(error)) from error
-
-
-def _renamed(error: BaseException) -> str:
-    text = re.sub(
-        r"\b(?:model\.(path)|rollout\.(servers|engine))\b", rf"{TEACHER_KEY}.\1\2", str(error)
-    )
-    return text or describe_cause(error)
 
 
 async def connect_teacher(config: RunConfig, device: str) -> list[Engine]:
@@ -109,8 +72,8 @@ class TeacherPool:
     def __init__(self, config: DistillationConfig, rollout: RolloutConfig, vocab_size: int) -> None:
         """Prepare; ``start`` comes before the first ``score``.
 
-        ``vocab_size``: one more than the tokenizer's largest id; rows of padding that an embedding
-        has beyond it are none of the likeliest tokens.
+        ``vocab_size``: one more than the tokenizer's largest id; padding of the teacher's embedding
+        beyond it is none of the likeliest tokens.
         """
         self.num_lost_requests = 0
         """Requests that moved on because their engine failed."""
@@ -163,25 +126,19 @@ class TeacherPool:
             RolloutError: The request is refused, no engine was usable for ``teacher.patience_s``,
                 or too many attempts failed.
         """
+        self.num_waiting += 1
+        try:
+            scores = await self._score(sample)
+        finally:
+            self.num_waiting -= 1
         mask_R = sample.loss_mask
-        shape = (len(mask_R), self._top_k)
-        scores = Scores(
-            np.empty(0, np.float32), np.empty(shape, np.int32), np.empty(shape, np.float32)
-        )
-        if len(mask_R):  # an environment may have failed before the first token
-            self.num_waiting += 1
-            try:
-                scores = await self._score(sample)
-            finally:
-                self.num_waiting -= 1
         columns = {TEACHER: scores.logprobs[mask_R]}
         if self._top_k:
-            is_padding_RK = scores.top_ids >= self._vocab_size
-            top_ids, top_logprobs = COLUMNS[TOP_IDS], COLUMNS[TOP_LOGPROBS]
-            ids_RK = np.where(is_padding_RK, top_ids.default, scores.top_ids)
-            logprobs_RK = np.where(is_padding_RK, top_logprobs.default, scores.top_logprobs)
-            columns[TOP_IDS] = ids_RK.astype(top_ids.dtype)[mask_R]
-            columns[TOP_LOGPROBS] = logprobs_RK.astype(top_logprobs.dtype)[mask_R]
+            ids_QK, logprobs_QK = scores.top_ids[mask_R], scores.top_logprobs[mask_R]
+            is_padding_QK = ids_QK >= self._vocab_size
+            ids_QK[is_padding_QK] = COLUMNS[TOP_IDS].default
+            logprobs_QK[is_padding_QK] = COLUMNS[TOP_LOGPROBS].default
+            columns |= {TOP_IDS: ids_QK, TOP_LOGPROBS: logprobs_QK}
         return columns
 
     async def _score(self, sample: Sample) -> Scores:
@@ -198,11 +155,11 @@ class TeacherPool:
                 self._leave_out(entry, error)
                 if num_failures == _MAX_FAILURES:
                     raise RolloutError(
-                        f"{TEACHER_KEY}: {_renamed(error)}; {num_failures} attempts to score "
+                        f"{TEACHER_KEY}: {teacher_text(error)}; {num_failures} attempts to score "
                         f"{where} failed; see the servers' logs"
                     ) from error
             except RolloutError as error:
-                raise RolloutError(f"{TEACHER_KEY}: {_renamed(error)} ({where})") from error
+                raise RolloutError(f"{TEACHER_KEY}: {teacher_text(error)} ({where})") from error
 
     async def _request(self, entry: _TeacherEngine, sample: Sample) -> Scores:
         prompt_ids = sample.prompt.token_ids.tolist()
@@ -231,6 +188,9 @@ class TeacherPool:
     async def _choose(self) -> _TeacherEngine:
         """Wait for an engine that takes a request; return the least busy one."""
         while True:
+            for watcher in self._watchers:
+                if watcher.done():
+                    watcher.result()  # a bug
             usable = [entry for entry in self._engines if not entry.reason]
             free = [entry for entry in usable if len(entry.requests) < _MAX_PER_ENGINE]
             if free:
@@ -296,10 +256,14 @@ class TeacherPool:
 
     def _leave_out(self, entry: _TeacherEngine, error: BaseException) -> None:
         if entry.reason in ("", _NOT_ASKED):
-            _LOG.warning("the teacher at %s is left out: %s", entry.engine.address, _renamed(error))
+            _LOG.warning(
+                "the teacher at %s is left out: %s",
+                entry.engine.address,
+                teacher_text(error),
+            )
         if not entry.reason:
             entry.lost_s = time.monotonic()
-        entry.reason = _renamed(error)
+        entry.reason = teacher_text(error)
         self._wake()
 
     def _wake(self) -> None:

@@ -9,10 +9,10 @@ from bapo_megatron.config.check import POSITIONS, check_config, check_model_dir
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.teacher import TEACHER_KEY, as_policy, naming_teacher
 from bapo_megatron.data.vocabulary import check_same_vocabulary
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from bapo_megatron.rollout.scoring import TEACHER_KEY, as_policy, naming_teacher
 from bapo_megatron.runtime.gpus import count_gpus
 from bapo_megatron.runtime.processes import launched_number
 

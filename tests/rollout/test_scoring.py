@@ -105,9 +105,9 @@ async def test_rows_of_padding_are_none_of_the_likeliest_tokens() -> None:
     assert -1 in columns["teacher_top_ids"]
 
 
-async def test_an_episode_without_a_token_needs_no_teacher() -> None:
-    teacher = make_teacher(top_k=2)
-    columns = await teacher.score(sample := make_sample(3, 0))
+async def test_an_episode_without_a_token_has_empty_columns() -> None:
+    async with teacher_on(FakeSglang(), top_k=2) as teacher:
+        columns = await teacher.score(sample := make_sample(3, 0))
     assert {name: values.shape for name, values in columns.items()} == {
         "teacher_logprob": (0,),
         "teacher_top_ids": (0, 2),

@@ -12,6 +12,7 @@ import pytest
 
 from bapo_megatron.engine.base import Capabilities, MemoryPart, Readiness, SamplingSettings
 from bapo_megatron.engine.sglang.client import SglangClient
+from bapo_megatron.engine.sglang.protocol import score_body
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
 from tests.engine.contract import Case, Response, sglang_case
@@ -59,6 +60,21 @@ def test_the_server_says_what_it_can_do_and_which_model_it_was_started_with(
     )
     with pytest.raises(RolloutError, match=rf"Llama.*, got .*Qwen2ForCausalLM.*'{tmp_path}'"):
         asyncio.run(check(tmp_path))
+
+
+def test_only_what_comes_before_the_scored_tokens_is_read_from_the_cache(
+    server: SglangServer,
+) -> None:
+    tokens = [9, *range(100, 140)]  # no other test begins with a 9
+
+    async def cached_tokens(client: SglangClient) -> list[int]:
+        counts = []
+        for start in (20, 20, 1):
+            content, _ = await client.call("/generate", score_body(tokens, start, 2))
+            counts.append(json.loads(content)["meta_info"]["cached_tokens"])
+        return counts
+
+    assert with_client(server.address, cached_tokens, server.keys) == [0, 19, 0]
 
 
 @pytest.mark.parametrize("is_given_up", [True, False])

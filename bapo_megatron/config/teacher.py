@@ -1,0 +1,51 @@
+"""The configuration of a teacher behind engines, which know a policy only."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.rollout import ServerConfig, WeightSyncConfig
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.errors import RolloutError, ServerError, describe_cause
+
+TEACHER_KEY = "algorithm.distillation.teacher"
+
+
+def as_policy(config: RunConfig) -> RunConfig:
+    """Return the configuration of a run whose policy is the teacher, on the teacher's engines."""
+    teacher = config.algorithm.distillation.teacher
+    rollout = {
+        "engine": teacher.engine,
+        "servers": teacher.servers,
+        "servers_file": None,
+        "min_servers": None,
+        "colocated": False,
+        "server": ServerConfig(),
+        "weight_sync": WeightSyncConfig(),
+    }
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": teacher.path}),
+            "rollout": config.rollout.model_copy(update=rollout),
+        }
+    )
+
+
+@contextlib.contextmanager
+def naming_teacher() -> Iterator[None]:
+    """Replace the policy's keys by the teacher's in errors of ``as_policy``."""
+    try:
+        yield
+    except ServerError:
+        raise
+    except (ConfigError, RolloutError) as error:
+        raise type(error)(teacher_text(error)) from error
+
+
+def teacher_text(error: BaseException) -> str:
+    """Return the text of an error with the teacher's keys in place of the policy's."""
+    text = re.sub(
+        r"\b(?:model\.(path)|rollout\.(servers|engine))\b", rf"{TEACHER_KEY}.\1\2", str(error)
+    )
+    return text or describe_cause(error)
