@@ -25,14 +25,18 @@ from bapo_megatron.config.teacher import (
     naming_teacher,
     teacher_text,
 )
-from bapo_megatron.data.token_columns import COLUMNS, TEACHER
+from bapo_megatron.data.token_columns import (
+    COLUMNS,
+    TEACHER,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOGPROBS,
+)
 from bapo_megatron.engine.base import NO_WEIGHTS, Engine, Scores
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.telemetry.console import reporting
 from bapo_megatron.types import Sample
 
-TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
 _LOG = logging.getLogger(__name__)
 _MAX_PER_ENGINE = 16
 """Requests in flight per engine; a few long responses fill a prefill batch."""
@@ -116,7 +120,7 @@ class TeacherPool:
         """Whether a sample has the columns that ``score`` returns."""
         # Columns that a sample lacked in a checkpoint are NaN, and as wide as none.
         has_logprobs = bool(np.isfinite(COLUMNS[TEACHER].of(sample)).all())
-        width = COLUMNS[TOP_LOGPROBS].of(sample).shape[1]
+        width = COLUMNS[TEACHER_TOP_LOGPROBS].of(sample).shape[1]
         return has_logprobs and (width == self._top_k or not sample.num_sampled)
 
     async def score(self, sample: Sample) -> dict[str, np.ndarray]:
@@ -136,9 +140,9 @@ class TeacherPool:
         if self._top_k:
             ids_QK, logprobs_QK = scores.top_ids[mask_R], scores.top_logprobs[mask_R]
             is_padding_QK = ids_QK >= self._vocab_size
-            ids_QK[is_padding_QK] = COLUMNS[TOP_IDS].default
-            logprobs_QK[is_padding_QK] = COLUMNS[TOP_LOGPROBS].default
-            columns |= {TOP_IDS: ids_QK, TOP_LOGPROBS: logprobs_QK}
+            ids_QK[is_padding_QK] = COLUMNS[TEACHER_TOP_IDS].default
+            logprobs_QK[is_padding_QK] = COLUMNS[TEACHER_TOP_LOGPROBS].default
+            columns |= {TEACHER_TOP_IDS: ids_QK, TEACHER_TOP_LOGPROBS: logprobs_QK}
         return columns
 
     async def _score(self, sample: Sample) -> Scores:

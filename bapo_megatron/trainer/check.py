@@ -4,8 +4,16 @@ torch is imported only for a user's code and for ``algorithm.entropy_share``.
 """
 
 import importlib.util
+from pathlib import Path
+from typing import Any
 
-from bapo_megatron.config.check import POSITIONS, check_config, check_model_dir
+from bapo_megatron.config.check import (
+    POSITIONS,
+    check_config,
+    check_heads,
+    check_layers,
+    check_model_dir,
+)
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
@@ -65,6 +73,8 @@ def _check_frozen_models(config: RunConfig, *, owns_files: bool) -> None:
             continue
         is_elsewhere = key.startswith(TEACHER_KEY) and teacher.engine == "sglang"
         hf_config = check_model_dir(path, key, needs_weights=not is_elsewhere)
+        if not (key.startswith(TEACHER_KEY) and teacher.engine):
+            _check_in_trainer(config, key, path, hf_config)
         if owns_files:
             check_same_vocabulary(config.model.path, path, key)
     if not (owns_files and distillation.is_used and teacher.engine):
@@ -85,6 +95,26 @@ def _check_frozen_models(config: RunConfig, *, owns_files: bool) -> None:
             f"rollout.max_response_tokens = {longest}, and {reserve} more that the engine "
             "reserves; lower one of them, or choose another teacher"
         )
+
+
+def _check_in_trainer(config: RunConfig, key: str, path: Path, hf_config: dict[str, Any]) -> None:
+    """Check that a frozen model is one that the trainer builds, in the policy's layout."""
+    hf = read_hf_config_file(path / "config.json", config.model.ignored_config_fields)
+    try:
+        check_heads(hf_config, "parallel.tensor", config.parallel.tensor)
+        check_layers(hf_config, config.parallel)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: '{path}': {error}") from error
+    distillation = config.algorithm.distillation
+    if key.startswith(TEACHER_KEY) and distillation.is_over_vocabulary:
+        model = config.model
+        policy = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
+        if hf.vocab_size != policy.vocab_size:
+            raise ConfigError(
+                f"{key}: vocab_size must be the policy's {policy.vocab_size} with loss: "
+                f"{distillation.loss}, got {hf.vocab_size} in '{path}'; set loss: tokens, or take "
+                "another teacher"
+            )
 
 
 def _check_packages(wandb_project: str) -> None:
