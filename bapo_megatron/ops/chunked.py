@@ -97,6 +97,9 @@ class Teacher(Protocol):
     def direction(self) -> Direction:
         """``reverse``: KL(student ‖ teacher); ``forward``: KL(teacher ‖ student)."""
 
+    def __len__(self) -> int:
+        """T."""
+
     def logits(self, chunk: slice, buffer_CV: Tensor, columns: Columns) -> Tensor:
         """Return this rank's columns of a chunk's logits, [C, V], written into the buffer."""
 
@@ -113,10 +116,18 @@ class TeacherRows:
     direction: Direction
     """See ``Teacher``."""
 
+    def __len__(self) -> int:
+        """T."""
+        return len(self.hidden_TH)
+
     def logits(self, chunk: slice, buffer_CV: Tensor, columns: Columns) -> Tensor:
         """See ``Teacher``."""
-        hidden_CH = self.hidden_TH[chunk].detach()
         weight_HV = self.head.weight.detach().t()
+        assert weight_HV.shape[1] == buffer_CV.shape[1], "both heads divide one vocabulary"
+        if weight_HV.dtype != buffer_CV.dtype:
+            mine, other = (str(t.dtype).removeprefix("torch.") for t in (buffer_CV, weight_HV))
+            raise RuntimeError(f"teacher must be {mine}, got {other}")
+        hidden_CH = self.hidden_TH[chunk].detach()
         return torch.mm(hidden_CH, weight_HV, out=buffer_CV[: len(hidden_CH)])
 
 
@@ -136,6 +147,10 @@ class TopTokens:
     def direction(self) -> Direction:
         """See ``Teacher``."""
         return "forward"
+
+    def __len__(self) -> int:
+        """T."""
+        return len(self.ids_TK)
 
     def logits(self, chunk: slice, buffer_CV: Tensor, columns: Columns) -> Tensor:
         """See ``Teacher``."""
@@ -229,6 +244,8 @@ def chunked_loss(
     assert torch.is_grad_enabled(), "call chunked_logprobs"
     columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
     kernels = kernels or select_kernels("auto", hidden_MH.device)
+    if teacher is not None:
+        assert len(teacher) == len(target_T), "one row of the teacher per target"
     chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, kernels, teacher)
     loss, logprob_T, entropy_T = _ChunkedLoss.apply(hidden_MH, head.weight, chunks, token_loss)
     return loss, TokenLogprobs(logprob_T, entropy_T)
