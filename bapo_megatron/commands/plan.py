@@ -15,12 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
-from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.tools.planning.memory import (
     BUFFER_TOKEN_BYTES,
     DUMP_TOKEN_BYTES,
     OPTIMIZER_BYTES,
+    StageMemory,
 )
 from bapo_megatron.tools.planning.plan import (
     ESTIMATED,
@@ -28,7 +30,7 @@ from bapo_megatron.tools.planning.plan import (
     PlanOptions,
     make_plan,
 )
-from bapo_megatron.tools.planning.scenario import MAX_GPUS
+from bapo_megatron.tools.planning.scenario import MAX_GPUS, frozen_sections
 
 _MAX_LAYOUTS = 12
 """Rows of the list of layouts; --json has all of them."""
@@ -89,11 +91,27 @@ def command(
             "download one (hf download OWNER/MODEL config.json --local-dir DIRECTORY)"
         )
     hf = read_hf_config_file(file, run_config.model.ignored_config_fields)
-    plan = make_plan(run_config, hf, options)
+    plan = make_plan(run_config, hf, options, _frozen_models(run_config))
     if as_json:
         typer.echo(json.dumps(asdict(plan), indent=2))
     else:
         _print_plan(plan, uncut_console())
+
+
+def _frozen_models(config: RunConfig) -> dict[str, HfConfig]:
+    """Read the config.json of each frozen model in the trainer that has a path."""
+    models = {}
+    for key, section in frozen_sections(config.algorithm).items():
+        if section.path is None:
+            continue
+        file = section.path / "config.json"
+        if not file.is_file():
+            raise ValueError(
+                f"{key}.path: no such file '{file}'; download it (hf download OWNER/MODEL "
+                "config.json --local-dir DIRECTORY)"
+            )
+        models[key] = read_hf_config_file(file, config.model.ignored_config_fields)
+    return models
 
 
 def _print_plan(plan: Plan, console: Console) -> None:
@@ -101,6 +119,7 @@ def _print_plan(plan: Plan, console: Console) -> None:
     for part in (
         *_head(plan),
         _memory_table(plan),
+        *([_frozen_table(plan)] if plan.frozen_parameters else []),
         *_verdicts(plan),
         ESTIMATED,
         _traffic_table(plan),
@@ -125,6 +144,10 @@ def _head(plan: Plan) -> list[str]:
         f"data {layout.data}, recompute {plan.recompute}",
         f"step: {work.samples_per_step:,} samples, {work.tokens_per_step:,} tokens, updates: "
         f"{work.updates_per_step} × {work.tokens_per_update:,} tokens",
+        *(
+            f"frozen: {key}, {parameters:,} parameters"
+            for key, parameters in plan.frozen_parameters.items()
+        ),
         f"update: {work.micro_batches} micro-batches of about {work.micro_batch_tokens:,} "
         f"tokens (at most {work.max_micro_batch_tokens:,}) on each rank",
     ]
@@ -134,7 +157,7 @@ def _memory_table(plan: Plan) -> Table:
     worst, last = plan.worst_stage.stage, plan.layout.pipeline - 1
     return _table(
         "Trainer memory per GPU, GB (total: with the larger of logits and workspace)",
-        [plan.stages[number] for number in sorted({0, worst, last})],
+        _shown_stages(plan),
         {
             "stage": lambda s: f"{s.stage}{' ←' if s.stage == worst and last else ''}",
             ">parameters": lambda s: f"{s.parameters:,}",
@@ -147,6 +170,26 @@ def _memory_table(plan: Plan) -> Table:
             ">total": lambda s: f"[bold]{_gb(s.total_bytes)}[/]",
         },
     )
+
+
+def _frozen_table(plan: Plan) -> Table:
+    return _table(
+        "Frozen models per GPU, GB, within the total (scoring: instead of activations, logits and "
+        f"workspace); host memory: {_gb(plan.host_bytes_per_node)} GB per node",
+        _shown_stages(plan),
+        {
+            "stage": lambda s: str(s.stage),
+            ">weights": lambda s: _gb(s.frozen_bytes),
+            ">teacher's hidden states": lambda s: _gb(s.teacher_hidden_bytes),
+            ">scoring": lambda s: _gb(s.scoring_bytes),
+            ">host memory": lambda s: _gb(s.host_bytes),
+        },
+    )
+
+
+def _shown_stages(plan: Plan) -> list[StageMemory]:
+    numbers = {0, plan.worst_stage.stage, plan.layout.pipeline - 1}
+    return [plan.stages[number] for number in sorted(numbers)]
 
 
 def _verdicts(plan: Plan) -> list[str]:
@@ -238,12 +281,14 @@ def _layouts_table(plan: Plan) -> Table:
 
 def _assumptions(plan: Plan) -> list[str]:
     a, gpu = plan.assumptions, plan.assumptions.gpu
+    host_link = f"copies from host memory: {a.host_link_bytes_per_s / 1e9:.0f} GB/s per GPU"
     lines = [
         f"{gpu.name}: {a.peak_flops / 1e12:,.0f} TFLOP/s peak at {a.mfu_share:.0%} MFU, "
         f"{gpu.memory_bytes_per_s / 1e12:.2f} TB/s at {a.memory_share:.0%}",
         f"links: {gpu.node_link_bytes_per_s / 1e9:.0f} GB/s in a node of {a.node_gpus}, "
         f"{gpu.network_bytes_per_s / 1e9:.0f} GB/s per GPU between nodes, at {a.link_share:.0%}; "
         f"shared disk {a.disk_bytes_per_s / 1e9:.0f} GB/s",
+        *([host_link] if plan.host_bytes_per_node else []),
         f"mean lengths: prompt {a.prompt_tokens:,}, response {a.response_tokens:,} tokens, "
         "responses uniform from 0 to twice that",
         f"rollout: {a.rollout_gpus} GPUs, {plan.rollout_tokens_per_s:,.0f} tokens/s each",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -98,3 +99,34 @@ def test_what_is_wrong_is_one_line(
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
+
+
+def test_a_teacher_s_table_fits_100_columns_and_its_model_is_read(
+    config: str, tmp_path: Path
+) -> None:
+    distilled = ["algorithm.distillation.coefficient=1", "algorithm.distillation.loss=forward_kl"]
+    distilled += [f"algorithm.distillation.teacher.path={tmp_path}", "ops.logits_chunk_tokens=1024"]
+    distilled += ["algorithm.distillation.teacher.memory=host"]
+    arguments = ["plan", config, *distilled, "--model-config", MODEL]
+    missing = run(arguments)
+    assert missing.returncode == 1
+    assert len(missing.stderr.splitlines()) == 1
+    assert f"algorithm.distillation.teacher.path: no such file '{tmp_path}" in missing.stderr
+
+    shutil.copy(MODELS / "deepseek-r1-distill-qwen-32b.json", tmp_path / "config.json")
+    result = run(arguments, environment={"COLUMNS": "100"})
+    assert result.returncode == 0, result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    words = " ".join(result.stdout.split())
+    for text in (
+        "frozen: algorithm.distillation.teacher, 32,763,876,352 parameters",
+        "stage weights teacher's hidden states scoring host memory",
+        # 65.5 GB over 2 tensor and 2 pipeline ranks, twice; without the head on the last stage.
+        "host memory: 127.9 GB per node",
+        "scoring (teacher)",
+        "copies from host memory: 25 GB/s per GPU",
+    ):
+        assert text in words, text
+    plan = json.loads(run([*arguments, "--json"]).stdout)
+    first, last = (stage["host_bytes"] for stage in plan["stages"])
+    assert plan["host_bytes_per_node"] == 4 * first + 4 * last

@@ -24,7 +24,7 @@ from typing import Literal
 
 from bapo_megatron.config.check import check_heads
 from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size
-from bapo_megatron.tools.planning.scenario import Layout, Scenario, Workload
+from bapo_megatron.tools.planning.scenario import Frozen, Layout, Scenario, Workload
 
 FLOAT32_BYTES = 4
 OPTIMIZER_BYTES = 12
@@ -102,11 +102,34 @@ class StageMemory:
     activations_bytes: float
     """Bytes that these forward passes keep."""
     logits_bytes: float
-    """Last stage: final norm, logits and the gradients that the head makes."""
+    """Last stage: final norm, logits (a teacher's, too) and the gradients that the head makes."""
     workspace_bytes: float
     """One layer's (or recomputed block's) backward pass; not at the same time as the logits."""
+    frozen_bytes: float
+    """Weights of frozen models that stay on the GPU."""
+    teacher_hidden_bytes: float
+    """Last stage: the inputs of the teacher's head, of the step's response tokens."""
+    scoring_bytes: float
+    """A frozen model's pass, with weights that wait in host memory otherwise; not at the same time
+    as activations, logits and workspace."""
+    host_bytes: float
+    """Host memory of frozen models' weights."""
     total_bytes: float
     """The peak, without the reserve."""
+
+
+def stage_parameters(hf: HfConfig, layout: Layout, stage: int) -> int:
+    """Return the parameters of a stage on one rank."""
+    return sum(chunk_parameters(hf, layout, stage, chunk) for chunk in range(layout.virtual))
+
+
+def waiting_parameters(model: Frozen, layout: Layout, stage: int) -> int:
+    """Return a frozen model's parameters on one rank of a stage that wait in host memory."""
+    if not model.waits_in_host:
+        return 0
+    keeps_head = model.keeps_hidden and stage == layout.pipeline - 1
+    head = embedding_parameters(model.hf, layout.tensor) if keeps_head else 0
+    return stage_parameters(model.hf, layout, stage) - head
 
 
 def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
@@ -124,13 +147,25 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
     state_bytes = FLOAT32_BYTES * copies * (1 - megatron.optimizer_offload_share)
     stages = []
     for stage in range(layout.pipeline):
-        chunks = range(layout.virtual)
-        parameters = sum(chunk_parameters(case.hf, layout, stage, number) for number in chunks)
+        is_last = stage == layout.pipeline - 1
+        parameters = stage_parameters(case.hf, layout, stage)
         in_flight = chunks_in_flight(layout, stage, work.micro_batches)
         weights, gradients = case.element_bytes * parameters, FLOAT32_BYTES * parameters
         optimizer = state_bytes * parameters / case.optimizer_ranks
         activations = in_flight * chunk * tokens
-        logits = head_bytes if stage == layout.pipeline - 1 else 0.0
+        logits = head_bytes if is_last else 0.0
+        frozen, hidden, scoring, host = 0.0, 0.0, 0.0, 0.0
+        for model in case.frozen:
+            waiting_bytes = case.element_bytes * waiting_parameters(model, layout, stage)
+            frozen += case.element_bytes * stage_parameters(model.hf, layout, stage) - waiting_bytes
+            host += waiting_bytes
+            scored = case.of_model(model.hf)
+            scoring = max(scoring, waiting_bytes + scoring_bytes(scored, tokens, is_last=is_last))
+            if model.keeps_hidden and is_last:
+                response_tokens = -(-work.response_tokens_per_step // layout.replicas)
+                hidden += response_tokens * scored.whole_hidden_bytes
+        training = activations + max(logits, workspace)
+        kept = weights + gradients + optimizer + frozen + hidden
         stages.append(
             StageMemory(
                 stage=stage,
@@ -142,7 +177,11 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
                 activations_bytes=activations,
                 logits_bytes=logits,
                 workspace_bytes=workspace,
-                total_bytes=weights + gradients + optimizer + activations + max(logits, workspace),
+                frozen_bytes=frozen,
+                teacher_hidden_bytes=hidden,
+                scoring_bytes=scoring,
+                host_bytes=host,
+                total_bytes=kept + max(training, scoring),
             )
         )
     return stages
@@ -246,7 +285,7 @@ def logits_bytes(case: Scenario, tokens: int) -> float:
     gradients) and the gathered input and its gradient.
 
     Chunked (``ops.logits_chunk_tokens``): logits of a chunk, the gathered hidden states, their
-    gradient in float32, and the parts of both that belong to the chunk.
+    gradient in float32, and the parts of both that belong to the chunk; a teacher's logits, too.
     """
     hidden, layout = case.hf.hidden_size, case.layout
     row = case.divided_bytes(padded_vocab_size(case.hf.vocab_size, layout.tensor))
@@ -256,10 +295,24 @@ def logits_bytes(case: Scenario, tokens: int) -> float:
         chunk = min(case.config.ops.logits_chunk_tokens, tokens)
         gradient = FLOAT32_BYTES * tokens * hidden + tokens * case.hidden_bytes
         parts = chunk * (case.whole_hidden_bytes + FLOAT32_BYTES * hidden)
-        return final_norm + gathered + gradient + parts + chunk * row
+        return final_norm + gathered + gradient + parts + (1 + case.keeps_hidden) * chunk * row
     weight_gradient = row * hidden
     input_gradient = tokens * case.whole_hidden_bytes
     return final_norm + gathered + input_gradient + weight_gradient + tokens * row
+
+
+def scoring_bytes(case: Scenario, tokens: int, *, is_last: bool) -> float:
+    """Return the bytes of a forward pass without gradient over a micro-batch of ``tokens``.
+
+    The tensors that one layer keeps for training are a bound; on the last stage, the larger of them
+    and the gathered hidden states with the logits.
+    """
+    layer = tokens * _layer_bytes(case, "none")
+    if not is_last:
+        return layer
+    row = case.divided_bytes(padded_vocab_size(case.hf.vocab_size, case.layout.tensor))
+    chunk = min(case.config.ops.logits_chunk_tokens or tokens, tokens)
+    return max(layer, tokens * case.whole_hidden_bytes + chunk * row)
 
 
 def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
@@ -372,10 +425,15 @@ def disk_use(case: Scenario, work: Workload) -> list[DiskUse]:
     waiting = rollout.oversample_groups + num_batches * rollout.groups_per_step
     waiting = waiting * rollout.partial + config.replay.batches * rollout.groups_per_step
     buffer_tokens = waiting * rollout.samples_per_group * case.assumptions.response_tokens
+    distillation = config.algorithm.distillation
+    has_top = distillation.is_used and distillation.loss == "top_k"  # ids and log-probs
+    num_columns = config.algorithm.kl.is_used + distillation.is_used
+    num_columns += 2 * distillation.top_k * has_top
+    token_bytes = DUMP_TOKEN_BYTES + FLOAT32_BYTES * num_columns
     dumps = min(steps, rollout.keep_dumps or steps) if rollout.dump else 0
     return [
         DiskUse("checkpoint", (case.element_bytes + OPTIMIZER_BYTES) * parameters, num_checkpoints),
         DiskUse("its unfinished samples", BUFFER_TOKEN_BYTES * buffer_tokens, num_checkpoints),
-        DiskUse("dump", DUMP_TOKEN_BYTES * work.response_tokens_per_step, dumps),
+        DiskUse("dump", token_bytes * work.response_tokens_per_step, dumps),
         DiskUse("export", case.element_bytes * parameters, int(checkpoint.at_end)),
     ]

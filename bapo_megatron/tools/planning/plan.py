@@ -3,7 +3,7 @@
 ``choose_layout`` also decides which GPUs train and which sample, for ``init``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from bapo_megatron.tools.planning.scenario import (
     Scenario,
     Workload,
     configured_layout,
+    frozen_models,
     plan_passes,
     plan_workload,
     possible_layouts,
@@ -39,6 +40,7 @@ from bapo_megatron.tools.planning.scenario import (
 from bapo_megatron.tools.planning.timing import (
     PhaseTime,
     rollout_time,
+    scoring_times,
     training_time,
     weight_sync_time,
 )
@@ -93,7 +95,7 @@ class LayoutEstimate:
     fits: bool
     bubble_share: float
     training_s: float
-    """Passes and optimizer of one step."""
+    """Passes, also of frozen models, and optimizer of one step."""
     is_configured: bool
 
 
@@ -114,7 +116,11 @@ class Plan:
     workload: Workload
     passes: Passes
     """Passes of a step, besides a loss pass per update."""
+    frozen_parameters: dict[str, int]
+    """Of each frozen model in the trainer, by its section."""
     stages: list[StageMemory]
+    host_bytes_per_node: float
+    """Host memory of frozen models' weights on the node with most of them."""
     sampling_bytes: float
     """Need of a trainer GPU while colocated servers sample on it, without the reserve; else 0."""
     fits: bool
@@ -143,8 +149,15 @@ class Plan:
         return max(self.stages, key=lambda stage: stage.total_bytes)
 
 
-def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
+def make_plan(
+    config: RunConfig,
+    hf: HfConfig,
+    options: PlanOptions,
+    frozen: Mapping[str, HfConfig] | None = None,
+) -> Plan:
     """Plan a run; no file that ``config`` names is read.
+
+    ``frozen`` holds the models of ``frozen_sections`` that have a path, by key.
 
     Raises:
         ValueError: Something does not divide or fit, or the GPU is unknown; one line.
@@ -154,7 +167,9 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
     check_division(hf, config.parallel)
     assumptions = make_assumptions(config, layout.gpus, options)
     passes = plan_passes(config.algorithm, options.miss_share)
-    case = Scenario(config, hf, layout, assumptions, passes)
+    case = Scenario(
+        config, hf, layout, assumptions, passes, frozen_models(config, hf, frozen or {})
+    )
     rollout = rollout_memory(case)
     workload = plan_workload(case)
     stages = plan_memory(case, workload)
@@ -162,7 +177,8 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
     needed_bytes = max(sampling_bytes, *(stage.total_bytes for stage in stages))
     training, _ = training_time(case, workload, stages)
     rollout_phase, rate = rollout_time(case, workload, rollout)
-    phases = [rollout_phase, *training, weight_sync_time(case)]
+    scoring = scoring_times(case, workload)
+    phases = [rollout_phase, *scoring, *training, weight_sync_time(case)]
     step_s = sum(phase.seconds for phase in phases)
     all_gpus = layout.gpus + assumptions.rollout_gpus * (assumptions.placement != "colocated")
     return Plan(
@@ -176,7 +192,9 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
         assumptions=assumptions,
         workload=workload,
         passes=case.passes,
+        frozen_parameters={model.key: model_parameters(model.hf) for model in case.frozen},
         stages=stages,
+        host_bytes_per_node=_host_bytes_per_node(case, stages),
         sampling_bytes=sampling_bytes,
         fits=needed_bytes <= assumptions.usable_bytes,
         rollout=rollout,
@@ -234,11 +252,19 @@ def _placement(rollout: RolloutConfig) -> Placement:
     return "same node" if rollout.starts_servers and rollout.server.first_gpu else "elsewhere"
 
 
+def _host_bytes_per_node(case: Scenario, stages: Sequence[StageMemory]) -> float:
+    layout, size = case.layout, case.assumptions.node_gpus
+    by_rank = [stage.host_bytes for stage in stages for _ in range(layout.gpus // layout.pipeline)]
+    return max(sum(by_rank[first : first + size]) for first in range(0, layout.gpus, size))
+
+
 def _sampling_bytes(case: Scenario, stages: Sequence[StageMemory]) -> float:
     """A server, and the weights, gradients and optimizer states that the trainer keeps."""
     if case.assumptions.placement != "colocated":
         return 0.0
-    kept_bytes = max(s.weights_bytes + s.gradients_bytes + s.optimizer_bytes for s in stages)
+    kept_bytes = max(
+        s.weights_bytes + s.gradients_bytes + s.optimizer_bytes + s.frozen_bytes for s in stages
+    )
     server_bytes = case.config.rollout.server.mem_fraction * case.assumptions.gpu_memory_bytes
     return kept_bytes + server_bytes
 
@@ -253,7 +279,8 @@ def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
         case = replace(configured, layout=layout, config=other)
         workload = plan_workload(case)
         stages = plan_memory(case, workload)
-        phases, bubble_share = training_time(case, workload, stages)
+        training, bubble_share = training_time(case, workload, stages)
+        phases = [*scoring_times(case, workload), *training]
         memory_bytes = max(stage.total_bytes for stage in stages)
         return LayoutEstimate(
             layout=layout,
@@ -268,8 +295,9 @@ def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
     estimates = {}
     samples = config.rollout.groups_per_step * config.rollout.samples_per_group
     max_data = samples // config.algorithm.updates_per_batch
+    models = [configured.hf, *(model.hf for model in configured.frozen)]
     for layout in possible_layouts(
-        configured.hf, configured.layout.gpus, node_gpus=assumptions.node_gpus, max_data=max_data
+        models, configured.layout.gpus, node_gpus=assumptions.node_gpus, max_data=max_data
     ):
         for recompute in RECOMPUTE_CHOICES:
             candidate = estimate(layout, recompute)
@@ -308,6 +336,12 @@ def _notes(case: Scenario, rollout: RolloutMemory) -> list[str]:
         notes.append("fp8: GEMMs run at the FP8 peak; memory is counted as of bfloat16")
     if assumptions.layers == "local" and layout.context > 1:
         notes.append("local layers: gathered keys, values and masks (context > 1) are not counted")
+    distillation = config.algorithm.distillation
+    if distillation.is_used and distillation.teacher.engine:
+        notes.append(
+            f"teacher.engine = {distillation.teacher.engine}: the teacher's servers and their time "
+            "are not planned"
+        )
     return notes
 
 

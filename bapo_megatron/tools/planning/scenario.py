@@ -8,15 +8,18 @@ so that the mean of the square is 4/3 of the square of the mean.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Literal, Self
 
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.check import packing_multiples
+from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
+from bapo_megatron.config.scorers import FrozenModelConfig
+from bapo_megatron.config.teacher import TEACHER_KEY
 from bapo_megatron.policy.hf_config import HfConfig, check_division
 from bapo_megatron.runtime.gpus import Gpu
 
@@ -117,8 +120,10 @@ def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
     )
 
 
-def possible_layouts(hf: HfConfig, gpus: int, *, node_gpus: int, max_data: int) -> Iterator[Layout]:
-    """Yield every layout of ``gpus`` GPUs that the model allows.
+def possible_layouts(
+    models: Sequence[HfConfig], gpus: int, *, node_gpus: int, max_data: int
+) -> Iterator[Layout]:
+    """Yield every layout of ``gpus`` GPUs that all of the models allow.
 
     Tensor parallel stays within a node, with sequence parallel. ``max_data`` is the number of
     samples of an update: more data-parallel ranks would have nothing to do.
@@ -131,8 +136,9 @@ def possible_layouts(hf: HfConfig, gpus: int, *, node_gpus: int, max_data: int) 
         for virtual in range(1, MAX_VIRTUAL + 1 if pipeline > 1 else 2):
             layout = Layout(tensor, tensor > 1, pipeline, virtual, context, data)
             try:
-                check_division(hf, layout.parallel)
-            except ValueError:  # the model cannot be divided so
+                for hf in models:
+                    check_division(hf, layout.parallel)
+            except ValueError:  # one of them cannot be divided so
                 continue
             yield layout
 
@@ -163,6 +169,8 @@ class Assumptions:
     node_gpus: int
     link_share: float = 0.7
     """Share of a link's bandwidth that messages reach."""
+    host_link_bytes_per_s: float = 25e9
+    """Bandwidth from pinned host memory to one GPU, what PCIe 4.0 x16 reaches."""
     disk_bytes_per_s: float = 2e9
     """Bandwidth of the shared file system, each way, for the whole run."""
     prompt_tokens: int
@@ -207,6 +215,60 @@ class Passes:
     """Loss passes that are repeated because the predicted bounds were wrong."""
 
 
+REFERENCE_KEY = "algorithm.kl.reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A frozen model in the trainer, in the policy's layout."""
+
+    key: str
+    """Its section of the configuration."""
+    hf: HfConfig
+    waits_in_host: bool
+    """Whether its weights are on the GPU for its passes only (``memory: host``)."""
+    keeps_hidden: bool
+    """Whether its head, and the head's inputs for a whole step, stay on the last stage."""
+
+
+def frozen_sections(algorithm: AlgorithmConfig) -> dict[str, FrozenModelConfig]:
+    """Return the sections of the frozen models in the trainer, by key."""
+    kl, distillation = algorithm.kl, algorithm.distillation
+    sections: dict[str, FrozenModelConfig] = {}
+    if kl.is_used:
+        sections[REFERENCE_KEY] = kl.reference
+    if distillation.is_used and not distillation.teacher.engine:
+        sections[TEACHER_KEY] = distillation.teacher
+    return sections
+
+
+def frozen_models(
+    config: RunConfig, policy: HfConfig, models: Mapping[str, HfConfig]
+) -> tuple[Frozen, ...]:
+    """Return the frozen models in the trainer; ``models`` holds those with a path, by key.
+
+    Raises:
+        ConfigError: One does not divide over the layout, or has another vocabulary than its loss
+            needs.
+    """
+    frozen, distillation = [], config.algorithm.distillation
+    for key, section in frozen_sections(config.algorithm).items():
+        hf = policy if section.path is None else models[key]
+        keeps_hidden = key == TEACHER_KEY and distillation.is_over_vocabulary
+        try:
+            check_division(hf, config.parallel)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.path: '{section.path}': {error}") from None
+        if keeps_hidden and hf.vocab_size != policy.vocab_size:
+            raise ConfigError(
+                f"{key}.path: must have the policy's vocab_size {policy.vocab_size} with "
+                f"algorithm.distillation.loss: {distillation.loss}, got {hf.vocab_size}; choose "
+                "another teacher, or loss: tokens"
+            )
+        frozen.append(Frozen(key, hf, section.memory == "host", keeps_hidden))
+    return tuple(frozen)
+
+
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """A run in one layout on the assumed hardware."""
@@ -217,6 +279,16 @@ class Scenario:
     layout: Layout
     assumptions: Assumptions
     passes: Passes
+    frozen: tuple[Frozen, ...] = ()
+
+    def of_model(self, hf: HfConfig) -> Self:
+        """Return the same run of another model, as for the passes of a frozen one."""
+        return replace(self, hf=hf, frozen=())
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether the loss compares distributions of a teacher in the trainer."""
+        return any(model.keeps_hidden for model in self.frozen)
 
     @property
     def element_bytes(self) -> int:

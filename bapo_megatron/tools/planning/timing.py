@@ -13,15 +13,16 @@ Symbols: t, c, p ranks of the tensor, context and pipeline group, d of data × c
 micro-batch on a rank, h hidden size, k key channels, e bytes of an element, L layers of a stage.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bapo_megatron.tools.planning.memory import (
     FLOAT32_BYTES,
     RolloutMemory,
     StageMemory,
     model_parameters,
+    waiting_parameters,
 )
-from bapo_megatron.tools.planning.scenario import Group, Scenario, Workload
+from bapo_megatron.tools.planning.scenario import Group, Scenario, Workload, plan_workload
 
 ADAM_TRAFFIC_BYTES = 30
 """Read and written for each parameter of a rank's share: gradient 4, master weight, two moments
@@ -37,7 +38,7 @@ class PhaseTime:
     compute_s: float
     """The part spent on operations (optimizer and decoding: on memory traffic)."""
     messages_s: float
-    """The part spent on exposed communication and on files."""
+    """The part spent on exposed communication, on files and on copies from host memory."""
     bubble_s: float
     """The part spent waiting for other pipeline stages."""
     sent_bytes: dict[Group, float]
@@ -93,12 +94,7 @@ def training_time(
         the time of a pass.
     """
     layout, megatron = case.layout, case.config.megatron
-    reached_flops = case.assumptions.reached_flops * layout.gpus * work.micro_batches
-    head_s = work.head_flops_per_update / reached_flops
-    attention_s = work.attention_flops_per_update / reached_flops
-    layers_s = work.forward_flops_per_update / reached_flops - head_s
-    # The last stage has the head on top of its layers, and the others wait for it.
-    forward_s = layers_s + layout.pipeline * head_s
+    layers_s, attention_s, forward_s = _forward_times(case, work)
     recompute_s = {"none": 0.0, "selective": attention_s, "full": layers_s}[megatron.recompute]
     backward_s = 2 * forward_s + recompute_s
     waiting = (layout.pipeline - 1) / (layout.virtual * work.micro_batches)
@@ -109,11 +105,7 @@ def training_time(
     ):
         # KV tensors go round the ring, and in the backward pass again, with their gradients.
         rounds = 3 + case.recomputes_all if trains else 1
-        sent: dict[Group, float] = {
-            "tensor": tensor_bytes(case, work.micro_batch_tokens, trains=trains),
-            "context": rounds * context_bytes(case, work.micro_batch_tokens),
-            "pipeline": (1 + trains) * pipeline_bytes(case, work.micro_batch_tokens),
-        }
+        sent = _sent_by_pass(case, work.micro_batch_tokens, rounds, trains=trains)
         compute_s, hidden_s = forward_s + trains * backward_s, rounds * attention_s
         times = passes * work.micro_batches
         phases.append(_phase(case, name, times, compute_s, sent, {"context": hidden_s}, waiting))
@@ -122,10 +114,55 @@ def training_time(
     owned_bytes = ADAM_TRAFFIC_BYTES * largest / case.optimizer_ranks
     adam_s = owned_bytes / case.assumptions.reached_memory_bytes_per_s
     hidden_s = backward_s * megatron.overlap_grad_reduce + forward_s * megatron.overlap_param_gather
-    sent = {"data": data_bytes(case, largest)}
+    data_sent: dict[Group, float] = {"data": data_bytes(case, largest)}
     updates = work.updates_per_step
-    phases.append(_phase(case, "optimizer", updates, adam_s, sent, {"data": hidden_s}, 0.0))
+    phases.append(_phase(case, "optimizer", updates, adam_s, data_sent, {"data": hidden_s}, 0.0))
     return phases, waiting / (1 + waiting)
+
+
+def scoring_times(case: Scenario, work: Workload) -> list[PhaseTime]:
+    """Estimate the forward-only pass of each frozen model over the samples of a step.
+
+    Before it, the weights that wait in host memory are copied, on all GPUs at once.
+    """
+    phases, layout = [], case.layout
+    waiting = (layout.pipeline - 1) / (layout.virtual * work.micro_batches)
+    for model in case.frozen:
+        scored = case.of_model(model.hf)
+        _, attention_s, forward_s = _forward_times(scored, plan_workload(scored))
+        phase = _phase(
+            scored,
+            f"scoring ({model.key.rpartition('.')[2]})",
+            case.config.algorithm.updates_per_batch * work.micro_batches,
+            forward_s,
+            _sent_by_pass(scored, work.micro_batch_tokens, 1, trains=False),
+            {"context": attention_s},
+            waiting,
+        )
+        parameters = max(waiting_parameters(model, layout, s) for s in range(layout.pipeline))
+        copy_s = case.element_bytes * parameters / case.assumptions.host_link_bytes_per_s
+        total_s, messages_s = phase.seconds + copy_s, phase.messages_s + copy_s
+        phases.append(replace(phase, seconds=total_s, messages_s=messages_s))
+    return phases
+
+
+def _forward_times(case: Scenario, work: Workload) -> tuple[float, float, float]:
+    """Return the seconds of a micro-batch in layers, of these in attention, and of its pass."""
+    reached_flops = case.assumptions.reached_flops * case.layout.gpus * work.micro_batches
+    head_s = work.head_flops_per_update / reached_flops
+    attention_s = work.attention_flops_per_update / reached_flops
+    layers_s = work.forward_flops_per_update / reached_flops - head_s
+    # The last stage has the head on top of its layers, and the others wait for it.
+    return layers_s, attention_s, layers_s + case.layout.pipeline * head_s
+
+
+def _sent_by_pass(case: Scenario, tokens: int, rounds: int, *, trains: bool) -> dict[Group, float]:
+    """Return what one GPU sends for a micro-batch, with ``rounds`` of its KV tensors."""
+    return {
+        "tensor": tensor_bytes(case, tokens, trains=trains),
+        "context": rounds * context_bytes(case, tokens),
+        "pipeline": (1 + trains) * pipeline_bytes(case, tokens),
+    }
 
 
 def _phase(

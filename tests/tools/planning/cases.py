@@ -74,6 +74,13 @@ STATE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 """Small models whose buffers are measured."""
 
+FROZEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("qwen3", {}),
+    "tied, divided": ("qwen3", {"tensor": 2, "sequence": True, "pipeline": 2}),
+    "untied, interleaved": ("qwen2", {"pipeline": 2, "virtual_pipeline": 2}),
+}
+"""Tiny models of four layers (``tests.policy.tiny_models``) that are built as frozen ones."""
+
 IN_FLIGHT = [(1, 1, 8), (2, 1, 8), (4, 1, 8), (4, 1, 2), (2, 2, 8), (4, 2, 8), (4, 4, 4), (4, 2, 4)]
 """(pipeline, virtual_pipeline, micro-batches)."""
 

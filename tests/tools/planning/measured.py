@@ -7,9 +7,11 @@ collectives are arbitrary; shapes, storages and messages are those of a real run
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -27,11 +29,15 @@ from bapo_megatron.config.megatron import (
     OptimizerConfig,
     ParallelConfig,
 )
+from bapo_megatron.config.scorers import FrozenModelConfig
+from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything
 from bapo_megatron.policy.optimizer import build_optimizer, wrap_for_data_parallel
 from tests.policy.fake_world import fake_world, stage_parameters
+from tests.policy.tiny_models import make_model
 from tests.tools.planning.cases import (
+    FROZEN,
     IN_FLIGHT,
     LENGTHS,
     MESSAGES,
@@ -59,6 +65,36 @@ def parameters() -> dict[str, list[list[int]]]:
             for stage in range(config.pipeline)
         ]
     return counted
+
+
+def frozen() -> dict[str, dict[str, Any]]:
+    """Each frozen model's config, and of each stage its parameters in all and in host memory."""
+    results = {}
+    for case, (family, parallel) in FROZEN.items():
+        config = ParallelConfig(**parallel)
+        with tempfile.TemporaryDirectory() as folder:
+            source = make_model(family, Path(folder), num_hidden_layers=4)
+            stages = [_frozen_parameters(source, config, stage) for stage in range(config.pipeline)]
+            hf = read_hf_config_file(source / "config.json")
+        results[case] = {"hf": hf, "stages": stages}
+    return results
+
+
+def _frozen_parameters(source: Path, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
+    with fake_world(parallel, stage * parallel.tensor) as played:
+        groups = replace(played, device=torch.device("cpu"))
+        seed_everything(0, groups)
+        built = FrozenModel.build(
+            FrozenModelConfig(path=source, memory="host"),
+            ModelConfig(path=source),
+            parallel,
+            MegatronConfig(),
+            groups,
+            returns_hidden_states=True,
+            keeps_head=True,
+        )
+        total = sum(p.numel() for chunk in built.model.chunks for p in chunk.parameters())
+        return total, sum(waiting.numel() for waiting in built._host.values())
 
 
 def saved() -> dict[str, dict[str, float]]:
