@@ -112,6 +112,14 @@ PANELS = (
         note="Estimate of KL(μ ‖ π): μ sampled the tokens, π is being trained.",
     ),
     Panel(
+        "KL divergence",
+        "nats per token",
+        {"reference": "kl/reference", "teacher": "kl/teacher"},
+        min_top=0.001,
+        note="k3 estimate of KL(π ‖ reference or teacher); with a loss over the vocabulary the "
+        "divergence that is minimised.",
+    ),
+    Panel(
         "Importance weights",
         "fraction",
         {

@@ -4,6 +4,7 @@
 const Reader = (() => {
   const SURPRISE = [0.01, 0.1, 0.3, 0.7, 1.2, 2, 3.5, 6];
   const LOG_RATIO = [0.02, 0.1, 0.2, 0.4, 0.7];
+  const DIFFERENCE = [0.1, 0.3, 0.7, 1.5, 3];
   const ADVANTAGE = [0, 0.5, 1, 1.5, 2];
   const LEVELS = ["trained", "masked", "written by the environment", "no gradient, A = 0"];
   const EXITS = {
@@ -193,12 +194,19 @@ const Reader = (() => {
   }
 
   function response(sample) {
-    const has = { ratio: sample.ratios !== null, advantage: sample.advantage !== null };
+    const { compared } = current();
+    const has = { ratio: sample.ratios !== null, advantage: sample.advantage !== null, difference: compared !== null && compared[0] in sample.columns };
+    const missing = {
+      ratio: `This response has no ratios. ${current().ratios}`,
+      advantage: "Custom estimators are not run, so advantages are unknown.",
+      difference: "This response was not scored.",
+    };
     if (has[coloring] === false) coloring = "logprob";
-    const buttons = COLORINGS.map(([name, label]) => {
+    const colorings = compared ? [...COLORINGS, ["difference", `${compared[1]} − policy`]] : COLORINGS;
+    const buttons = colorings.map(([name, label]) => {
       const pick = button(label, () => { coloring = name; paint(); }, { "aria-pressed": String(name === coloring) });
       pick.disabled = has[name] === false;
-      if (pick.disabled) pick.title = name === "ratio" ? `This response has no ratios. ${current().ratios}` : "Custom estimators are not run, so advantages are unknown.";
+      if (pick.disabled) pick.title = missing[name];
       pick.dataset.coloring = name;
       return pick;
     });
@@ -234,9 +242,11 @@ const Reader = (() => {
       const position = sample.cut_at !== undefined && cursor >= sample.cut_at
         ? cursor + sample.tokens - sample.pieces.length : cursor;
       const logprob = sample.logprobs[cursor], ratio = sample.ratios?.[cursor] ?? null;
+      const columns = Object.entries(current().columns).map(([name, label]) => [label, sample.columns[name]?.[cursor] ?? null]);
       readout.textContent = [
         `token ${whole(position + 1)}`, `${JSON.stringify(text)} (id ${id})`, LEVELS[levels[cursor]],
         logprob === null ? "" : `log-prob ${number(logprob)} (p ${number(100 * Math.exp(logprob))}%)`,
+        ...columns.map(([label, value]) => (value === null ? "" : `${label} ${number(value)}`)),
         ratio === null ? "" : `ratio ${number(ratio, 4)}`,
         versions[cursor] < 0 ? "" : `version ${versions[cursor]}, ${groupOf(sample).version - versions[cursor]} updates old`,
       ].filter(Boolean).join(" · ");
@@ -272,6 +282,10 @@ const Reader = (() => {
       const ratio = sample.ratios[at];
       return ratio === null ? "" : signClass(Math.log(ratio), quantum(Math.abs(Math.log(ratio)), LOG_RATIO));
     }
+    if (coloring === "difference") {
+      const [scored, logprob] = [sample.columns[current().compared[0]][at], sample.logprobs[at]];
+      return scored === null || logprob === null ? "" : signClass(scored - logprob, quantum(Math.abs(scored - logprob), DIFFERENCE));
+    }
     return sample.logprobs[at] === null ? "" : `s${quantum(-sample.logprobs[at], SURPRISE)}`;
   }
 
@@ -284,6 +298,12 @@ const Reader = (() => {
     if (coloring === "logprob") {
       const shown = [0, 2, 4, 6, 8];
       return [el("span", {}, "probability"), ...shown.map((at) => item(`s${at}`, at === 0 ? "≈ 1" : `< ${number(Math.exp(-SURPRISE[at - 1]), 2)}`))];
+    }
+    if (coloring === "difference") {
+      return [el("span", {}, "difference of log-probs, nats")].concat(
+        [5, 3, 1].map((at) => item(`n${at}`, `< −${DIFFERENCE[at - 1]}`)),
+        item("", "0"), [1, 3, 5].map((at) => item(`p${at}`, `> ${DIFFERENCE[at - 1]}`))
+      );
     }
     if (coloring === "ratio") {
       return [5, 3, 1].map((at) => item(`n${at}`, `< ${number(Math.exp(-LOG_RATIO[at - 1]), 2)}`))

@@ -25,6 +25,7 @@ from bapo_megatron.config.settings import masked_reasons
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import read_batch, texts_by_sample
 from bapo_megatron.data.staleness import token_versions, trainable_mask
+from bapo_megatron.data.token_columns import COLUMNS, REFERENCE, TEACHER, TokenColumn, present
 from bapo_megatron.data.token_dump import read_token_dump, token_dump_paths
 from bapo_megatron.runtime.files import read_regular
 from bapo_megatron.telemetry.metrics import is_right
@@ -40,7 +41,11 @@ MAX_STEPS = 16
 _MAX_GROUPS = 8
 """Groups of a step."""
 _TOKEN_BYTES = 24
-"""A token as JSON, at most: its piece, log-prob and ratio."""
+"""A token as JSON without columns, at most: its piece, log-prob and ratio."""
+_COLUMN_BYTES = 10
+"""A token's value of a column as JSON, at most."""
+_COMPARED = (TEACHER, REFERENCE)
+"""Columns whose difference from log π_rollout colours tokens: the first that a run has."""
 _SAMPLE_BYTES = 500
 """What a response needs beside its tokens, about."""
 _MIN_BYTES = 4000
@@ -147,8 +152,11 @@ def read_step(path: Path, settings: Mapping[str, Any], estimator: str | None = N
         _advantages=_advantages(batch, str(kind), float(shift)) if is_known else {},
         _staleness=staleness,
         _masked=masked_reasons(settings),
-        # An objective of the user's may give A = 0 a loss.
-        _trains_zero_advantage=settings.get("algorithm.entropy_coefficient", 0) != 0
+        # An objective of the user's may give A = 0 a loss, as these terms do.
+        _trains_zero_advantage=any(
+            settings.get(f"algorithm.{name}coefficient", 0) != 0
+            for name in ("entropy_", "kl.", "distillation.")
+        )
         or settings.get("algorithm.objective", "bapo") not in OBJECTIVES,
     )
 
@@ -295,11 +303,17 @@ def sample_rollouts(run: RunRecord, tokenizer: Any, max_bytes: float) -> dict[st
                 entry = _sample_entry(dumped, ratios, sample, pieces, limit)
                 samples.append({"group": len(groups) - 1, **entry})
                 num_bytes += len(json.dumps(samples[-1]))
+    names = {name for sample in samples for name in sample["columns"]}
+    compared = next((name for name in _COMPARED if name in names), None)
     num_ratios = sum(sample["ratios"] is not None for sample in samples)
     return {
         "run": run.name,
         "groups": groups,
         "samples": samples,
+        "columns": {
+            column.name: column.label for column in COLUMNS.values() if column.name in names
+        },
+        "compared": compared and [compared, compared.removesuffix("_logprob")],
         "pieces": pieces.table,
         "has_texts": pieces.has_texts,
         "note": _note(steps, num_read, num_stored, samples),
@@ -319,7 +333,7 @@ def spread(num_items: int, max_items: int) -> list[int]:
 def _chosen_samples(batch: RolloutBatch, room: float) -> list[tuple[Group, Sequence[Sample]]]:
     """Whole groups if one fits into ``room`` bytes; else as many responses of one as fit."""
     num_tokens = sum(len(sample.response_token_ids) for sample in batch.samples)
-    sample_bytes = _SAMPLE_BYTES + _TOKEN_BYTES * num_tokens / len(batch.samples)
+    sample_bytes = _SAMPLE_BYTES + _token_bytes(batch.samples) * num_tokens / len(batch.samples)
     size = len(batch.groups[0].samples)
     ordered = sorted(batch.groups, key=lambda group: (_mean_reward(group), group.group_id))
     num_groups = min(_MAX_GROUPS, math.floor(room / (size * sample_bytes)))
@@ -329,6 +343,14 @@ def _chosen_samples(batch: RolloutBatch, room: float) -> list[tuple[Group, Seque
     by_reward = sorted(group.samples, key=lambda sample: sample.reward)
     indices = spread(size, max(1, math.floor(room / sample_bytes)))
     return [(group, [by_reward[index] for index in indices])]
+
+
+def _shown_columns(samples: Sequence[Sample]) -> list[TokenColumn]:
+    return [column for column in present(samples) if column.label]
+
+
+def _token_bytes(samples: Sequence[Sample]) -> int:
+    return _TOKEN_BYTES + _COLUMN_BYTES * len(_shown_columns(samples))
 
 
 def _mean_reward(group: Group) -> float:
@@ -360,7 +382,7 @@ def _sample_entry(
     """What the page shows of a response; arrays are [R] or runs of equal values ``[value, n]``."""
     text = step.text(sample)
     num_tokens = len(sample.response_token_ids)
-    kept_R = _kept(num_tokens, math.floor((max_bytes - _SAMPLE_BYTES) / _TOKEN_BYTES))
+    kept_R = _kept(num_tokens, math.floor((max_bytes - _SAMPLE_BYTES) / _token_bytes([sample])))
     sampled_R = sample.loss_mask
     levels_R = np.full(num_tokens, _WRITTEN)
     trained = _TRAINED if step.has_gradient(sample) else _NO_GRADIENT
@@ -390,6 +412,11 @@ def _sample_entry(
         "pieces": pieces.encode(sample.response_token_ids[kept_R]),
         "logprobs": _on_response(sample.behaviour_logprobs, sampled_R, kept_R, 3),
         "ratios": None if ratio_Q is None else _on_response(ratio_Q, sampled_R, kept_R, 4),
+        "columns": {
+            column.name: values
+            for column in _shown_columns([sample])
+            if any(values := _on_response(column.of(sample), sampled_R, kept_R, 3))
+        },
         "versions": _run_lengths(version_R[kept_R].tolist()),
         "levels": _run_lengths(levels_R[kept_R].tolist()),
     }

@@ -45,8 +45,12 @@ def make_run(
     steps: int = 6,
     rewards: tuple[float, ...] = (0.0, 1.0),
     changes: dict[str, Any] | None = None,
+    columns: dict[str, list[float]] | None = None,
 ) -> Path:
-    """Write a run with an evaluation at both ends, one dump of rollouts and one of tokens."""
+    """Write a run with an evaluation at both ends, one dump of rollouts and one of tokens.
+
+    ``columns`` are token columns of each group's first response.
+    """
     path.mkdir(parents=True)
     config = {
         "name": "made",
@@ -69,7 +73,7 @@ def make_run(
     (path / "model").mkdir()
     vocabulary = {word: number for number, word in enumerate(WORDS)}
     Tokenizer(WordLevel(vocabulary, unk_token=WORDS[0])).save(str(path / "model/tokenizer.json"))
-    _write_rollouts(path, rewards)
+    _write_rollouts(path, rewards, columns or {})
     return path
 
 
@@ -92,7 +96,9 @@ def _evaluation(step: int, score: float) -> dict[str, float]:
     return {"step": step, start: score, f"{start}_low": score - 0.05, f"{start}_high": score + 0.05}
 
 
-def _write_rollouts(path: Path, rewards: tuple[float, ...]) -> None:
+def _write_rollouts(
+    path: Path, rewards: tuple[float, ...], columns: dict[str, list[float]]
+) -> None:
     groups, texts = [], []
     for group_id in range(2):
         prompt = PromptTokens(
@@ -123,12 +129,14 @@ def _write_rollouts(path: Path, rewards: tuple[float, ...]) -> None:
                 )
             )
         groups.append(Group(group_id, tuple(samples)))
+    for group in groups:
+        group.samples[0].columns = {n: np.array(v, np.float32) for n, v in columns.items()}
     batch = RolloutBatch(step=1, version=4, groups=tuple(groups))
     dump = path / "rollouts/step_000001.parquet"
     write_batch(dump, batch)
     write_texts(dump, 1, texts)
     first = groups[0].samples[0]
-    columns = {
+    token_dump = {
         "group_id": np.zeros(4, np.int64),
         "index": np.zeros(4, np.int64),
         "position": np.arange(4, dtype=np.int32),
@@ -139,7 +147,7 @@ def _write_rollouts(path: Path, rewards: tuple[float, ...]) -> None:
         "mask": np.ones(4, np.float32),
     }
     # Another response's tokens come next, with the same log-probs.
-    both = {name: np.concatenate([column, column]) for name, column in columns.items()}
+    both = {name: np.concatenate([column, column]) for name, column in token_dump.items()}
     both["index"][4:] = 1
     both["logprob"][4:] = both["behaviour_logprob"][4:]
     write_token_dump(token_dump_path(path, 1, 0), both)

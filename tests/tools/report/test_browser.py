@@ -147,6 +147,38 @@ async def change_theme(tab: Tab) -> None:
 
 
 @pytest.mark.browser
+def test_tokens_are_coloured_by_where_a_teacher_disagrees(tmp_path: Path) -> None:
+    # The policy's log-probs are −1, −2, −3 and −4.
+    teacher = {"teacher_logprob": [-0.5, float("nan"), -1.2345, -5.0]}
+    page = tmp_path / "page.html"
+    page.write_text(render(page_data([make_run(tmp_path / "made", columns=teacher)])))
+
+    async def look(tab: Tab) -> None:
+        await press(tab, "j")
+        pick = "[data-coloring=difference]"
+        assert await text(tab, pick) == "teacher − policy"
+        await tab.run(f"document.querySelector('{pick}').click()")
+        classes = "[...document.querySelectorAll('.tokens span')].map(s => s.className)"
+        # |Δ| above 0.1, 0.3, 0.7, 1.5 and 3.
+        assert await tab.run(classes) == ["p2", "", "p4", "n3"]
+        assert (await text(tab, ".scale")).startswith(
+            "difference of log-probs, nats< −3< −0.7< −0.10> 0.1> 0.7> 3"
+        )
+        await press(tab, "ArrowRight")
+        assert "log-prob of the teacher −0.5 ·" in await text(tab, ".readout")
+        await press(tab, "ArrowRight")
+        assert "teacher" not in await text(tab, ".readout")
+        # The next response was not scored.
+        await press(tab, "j")
+        assert await tab.run(f"document.querySelector('{pick}').disabled")
+        assert await tab.run("document.querySelector('[aria-pressed=true]').dataset.coloring") == (
+            "logprob"
+        )
+
+    visit(page.as_uri(), tmp_path / "profile", look)
+
+
+@pytest.mark.browser
 def test_keys_walk_through_all_groups_of_rollouts_and_their_tokens(tmp_path: Path) -> None:
     data = page_data([make_run(tmp_path / "made")])
     data["rollouts"][0]["samples"] *= 200  # two rows of each reward become 400

@@ -381,6 +381,72 @@ def test_ratios_come_from_the_token_dump_by_group_and_index(tmp_path: Path) -> N
     assert first["reason"] == f"equal_text{SCRIPT}"
 
 
+NAN = float("nan")
+
+
+def test_columns_with_a_label_are_shown_and_a_teacher_is_compared_before_a_reference(
+    tmp_path: Path,
+) -> None:
+    columns = {"reference_logprob": [-1.0, -2.5, NAN, -3.14159], "teacher_logprob": [NAN] * 4}
+    (run,) = read_runs([make_run(tmp_path / "a", columns=columns)])
+    shown = sample_rollouts(run, None, 1e6)
+    assert shown["columns"] == {"reference_logprob": "log-prob of the reference"}
+    assert shown["compared"] == ["reference_logprob", "reference"]
+    # The others were not scored, nor was any token by the teacher.
+    scored = [sample["columns"] for sample in shown["samples"]]
+    assert scored == [{"reference_logprob": [-1.0, -2.5, None, -3.14]}, {}] * 2
+    columns["teacher_logprob"] = [-0.5, NAN, NAN, NAN]
+    (run,) = read_runs([make_run(tmp_path / "b", columns=columns)])
+    assert sample_rollouts(run, None, 1e6)["compared"] == ["teacher_logprob", "teacher"]
+    (run,) = read_runs([make_run(tmp_path / "c")])
+    shown = sample_rollouts(run, None, 1e6)
+    assert (shown["columns"], shown["compared"]) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "level"),
+    [
+        ({}, 3),
+        ({"entropy_coefficient": 0.01}, 0),
+        ({"kl": {"coefficient": 0.01}}, 0),
+        ({"kl": {"coefficient": 0.0, "measure": True}}, 3),
+        ({"distillation": {"coefficient": 1.0}}, 0),
+    ],
+)
+def test_where_all_rewards_are_equal_only_other_terms_of_the_loss_train(
+    algorithm: dict[str, Any], level: int, tmp_path: Path
+) -> None:
+    changes = {"algorithm": {"objective": "bapo", "advantage": "grpo", **algorithm}}
+    (run,) = read_runs([make_run(tmp_path / "a", rewards=(0.5, 0.5), changes=changes)])
+    samples = sample_rollouts(run, None, 1e6)["samples"]
+    assert [sample["levels"] for sample in samples] == [[(level, 4)]] * 4
+
+
+@pytest.mark.parametrize(("columns", "num_kept"), [({}, 4), ({"teacher_logprob": [-1.0] * 4}, 2)])
+def test_a_column_takes_room_of_each_token(
+    columns: dict[str, list[float]],
+    num_kept: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Room for four tokens of 24 bytes, or two of 34.
+    monkeypatch.setattr("bapo_megatron.tools.report.rollouts._MIN_BYTES", 500 + 4 * 24)
+    (run,) = read_runs([make_run(tmp_path / "a", rewards=(1.0, 0.0), columns=columns)])
+    (sample,) = sample_rollouts(run, None, 0)["samples"]
+    assert len(sample["pieces"]) == num_kept
+
+
+def test_divergences_from_frozen_models_are_a_panel_of_runs_that_have_them() -> None:
+    row = {"step": 1, "policy/kl_behaviour": 0.01}
+    plain, distilled = run_of(row), run_of({**row, "kl/teacher": 0.5, "kl/reference": 0.25})
+    titles = [panel["title"] for panel in panels_of(group_runs([plain])[0])]
+    assert titles == ["KL from the sampling policy"]
+    _, panel = panels_of(group_runs([distilled])[0])
+    assert panel["title"] == "KL divergence"
+    curves = [(curve["name"], curve["y"]) for curve in panel["curves"]]
+    assert curves == [("reference", [0.25]), ("teacher", [0.5])]
+
+
 def test_token_dumps_may_be_empty_but_not_of_another_run(tmp_path: Path) -> None:
     (run,) = read_runs([make_run(tmp_path / "a")])
     path = token_dump_path(run.path, 1, 0)
