@@ -116,8 +116,8 @@ PANELS = (
         "nats per token",
         {"reference": "kl/reference", "teacher": "kl/teacher"},
         min_top=0.001,
-        note="k3 estimate of KL(π ‖ reference or teacher); with a loss over the vocabulary the "
-        "divergence that is minimised.",
+        note="k3 estimate of KL(π ‖ reference); the teacher's μ − log-prob of the sampled tokens, "
+        "or with a loss over the vocabulary the divergence that is minimised.",
     ),
     Panel(
         "Importance weights",
