@@ -141,7 +141,8 @@ class TopTokens:
     ids_TK: Tensor
     """[T, K] int64: the K likeliest tokens at each position, each once; below 0: none."""
     logprob_TK: Tensor
-    """[T, K] float32: their log-probs, at the student's temperature."""
+    """[T, K] float32: their log-probs, at the student's temperature; anything where there is no
+    token."""
 
     @property
     def direction(self) -> Direction:
@@ -154,7 +155,8 @@ class TopTokens:
 
     def logits(self, chunk: slice, buffer_CV: Tensor, columns: Columns) -> Tensor:
         """See ``Teacher``."""
-        ids_CK, logprob_CK = self.ids_TK[chunk], self.logprob_TK[chunk]
+        ids_CK = self.ids_TK[chunk]
+        logprob_CK = torch.where(ids_CK >= 0, self.logprob_TK[chunk], -torch.inf)
         logits_CV = buffer_CV[: len(ids_CK)].fill_(-torch.inf)
         local_CK = ids_CK - columns.start
         is_here_CK = (ids_CK >= 0) & (local_CK >= 0) & (local_CK < logits_CV.shape[1])

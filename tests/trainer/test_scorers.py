@@ -215,16 +215,19 @@ def distilled(
     divergences: dict[str, Any],
 ) -> dict[str, Updates]:
     """One update of each loss, on one rank and on two."""
-    batch = read_batch(episode_dump)
+    batch, padded = read_batch(episode_dump), ((0, 0), (0, 1))
     for sample, (log_q, top_ids, top) in zip(batch.samples, divergences["rows"], strict=True):
         mask = sample.loss_mask
         ids = torch.tensor(sample.response_token_ids).long()
         sampled = log_q.gather(1, ids[:, None])[:, 0]
         sample.columns = {
             "teacher_logprob": sampled.numpy()[mask].astype(np.float32),
-            "teacher_top_ids": top_ids.numpy()[mask].astype(np.int32),
-            "teacher_top_logprobs": top.numpy()[mask].astype(np.float32),
+            # The last one is missing, as an engine's ids beyond the tokenizer's are.
+            "teacher_top_ids": np.pad(top_ids.numpy()[mask], padded, constant_values=-1),
+            "teacher_top_logprobs": np.pad(top.numpy()[mask], padded, constant_values=np.nan),
         }
+        for name, dtype in (("teacher_top_ids", np.int32), ("teacher_top_logprobs", np.float32)):
+            sample.columns[name] = sample.columns[name].astype(dtype)
     dump = tmp_path_factory.mktemp("top") / "step_000001.parquet"
     write_batch(dump, batch)
     return {
