@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from bapo_megatron.types import Sample
 
@@ -78,6 +77,8 @@ def concatenated(column: TokenColumn, samples: Sequence[Sample]) -> np.ndarray:
 
 def row_columns() -> dict[str, tuple[Any, Callable[[Sample], Any]]]:
     """Return the columns of a file with a row per sample: Arrow's type, and the sample's values."""
+    import pyarrow as pa  # training without dumps does not need it
+
     kinds = {np.float32: pa.float32(), np.int32: pa.int32()}
     return {
         name: (pa.list_(kinds[column.dtype]), _flat(column)) for name, column in COLUMNS.items()

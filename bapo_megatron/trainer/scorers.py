@@ -26,10 +26,8 @@ from torch import Tensor
 
 from bapo_megatron.algorithm.kl import estimate_kl
 from bapo_megatron.algorithm.loss import add_over_responses
-from bapo_megatron.data.dump import dump_path, write_batch
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.token_columns import COLUMNS, REFERENCE, TEACHER, TEACHER_HIDDEN
-from bapo_megatron.policy.checkpoint_files import find_steps
 from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
@@ -265,6 +263,8 @@ class ScoredDump:
         Raises:
             OSError: The file cannot be written; on all ranks.
         """
+        from bapo_megatron.data.dump import dump_path, write_batch  # pyarrow
+
         sizes = [len(sample.response_token_ids) for sample in batch.samples]
         starts = [0, *accumulate(sizes)]
         flat = torch.zeros(starts[-1], dtype=torch.float32, device=self.groups.device)
@@ -335,6 +335,8 @@ class PolicyAsReference:
 
     def _remove_old(self, step: int) -> None:
         """Remove references that no checkpoint needs."""
+        from bapo_megatron.policy.checkpoint_files import find_steps  # xxhash
+
         oldest = min(find_steps(self.checkpoints), default=step)
         first = self._path(oldest - oldest % self.every_steps)
         for path in self.directory.glob("step_" + 6 * "[0-9]"):

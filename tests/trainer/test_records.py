@@ -183,7 +183,7 @@ def test_every_curve_of_the_figure_is_a_metric_of_a_step() -> None:
     updates = update_metrics([_update(sums, dict(objective.report_decision(SEARCHES[0])))])
     values = batch_metrics(_batch(), {}) | updates
     drawn = {name for panel in PANELS for name in panel.metrics.values()}
-    elsewhere = ("engines/", "throughput/", "weight_sync/", "mismatch/")
+    elsewhere = ("engines/", "throughput/", "weight_sync/", "mismatch/", "kl/")
     assert {name for name in drawn if not name.startswith(elsewhere)} <= values.keys()
     assert {"rollout/stale_token_share", "rollout/age_max"} <= drawn
 

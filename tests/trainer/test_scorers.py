@@ -355,7 +355,7 @@ def test_a_layout_trains_like_one_rank(trained: dict[str, Outcome], name: str, l
     outcome, expected = trained[f"{name}, {layout}"], trained[f"{name}, one rank, {shape}"]
     (row,), (reference,) = outcome.rows, expected.rows
     kl = "kl/teacher" if name == "teacher" else "kl/reference"
-    assert row[kl] > 0.1
+    assert abs(row[kl]) > 0.1  # k1 of a teacher may be negative
     for metric in (kl, "loss/policy", "policy/grad_norm", "policy/kl_behaviour"):
         assert row[metric] == pytest.approx(reference[metric], rel=1e-5, abs=1e-5), metric
     for weight, value in expected.weights.items():
