@@ -1,4 +1,4 @@
-"""KL divergence to a reference, estimated on sampled tokens, and what a teacher adds to advantages.
+"""KL divergence to a reference, estimated on sampled tokens.
 
 With x = ℓ − ℓ_ref of a token that the policy sampled, the mean over tokens of each estimate is
 KL(π‖π_ref): k1 is unbiased, k3 too and never negative, k2 is biased where x is large (Schulman,

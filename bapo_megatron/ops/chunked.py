@@ -9,9 +9,9 @@ That is three GEMMs, and nothing of a logit outlives its chunk. All that a token
 is known before the forward pass, which therefore computes the gradients too; the backward pass only
 returns them. Both gradients are accumulated in float32.
 
-A ``Teacher`` adds, per chunk, its logits in a second buffer, and the KL
-divergence over the whole vocabulary between both distributions, which the loss may depend on. The
-all-gather then exchanges [C, 8]; gradients reach the student only. Memory is two buffers [C, V].
+A ``Teacher`` adds, per chunk, its logits in a second buffer, and the KL divergence over the whole
+vocabulary between both distributions, which the loss may depend on. The all-gather then exchanges
+[C, 8]; gradients reach the student only. Memory is two buffers [C, V].
 
 Context-parallel ranks each call it with the tokens they hold: loss weights are over the global
 denominators and rows already point at the predicting position, so their sums and gradients add up.

@@ -6,6 +6,7 @@ Everything that would change what the model computes is either understood here o
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -14,6 +15,8 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from bapo_megatron.config.check import check_heads, check_layers
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.teacher import TEACHER_KEY
 from bapo_megatron.runtime.calls import decode, shown_value
 from bapo_megatron.runtime.files import parse_json, read_regular
 
@@ -120,6 +123,29 @@ def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
             f"channels, got {parallel.tensor}; choose a divisor"
         )
     check_layers(hf.division_fields, parallel)
+
+
+def check_frozen_model(config: RunConfig, key: str, hf: HfConfig, policy: HfConfig) -> None:
+    """Refuse a frozen model that the trainer cannot build beside the policy.
+
+    ``key``: its section of the configuration.
+
+    Raises:
+        ConfigError: It does not divide over the layout, or is a teacher with another vocabulary
+            than its loss needs.
+    """
+    path, distillation = attrgetter(f"{key}.path")(config), config.algorithm.distillation
+    try:
+        check_division(hf, config.parallel)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.path: '{path}': {error}") from None
+    compares_vocabularies = key == TEACHER_KEY and distillation.is_over_vocabulary
+    if compares_vocabularies and hf.vocab_size != policy.vocab_size:
+        raise ConfigError(
+            f"{key}.path: must have the policy's vocab_size {policy.vocab_size} with "
+            f"algorithm.distillation.loss: {distillation.loss}, got {hf.vocab_size}; choose "
+            "another teacher, or loss: tokens"
+        )
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:

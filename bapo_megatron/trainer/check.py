@@ -4,14 +4,10 @@ torch is imported only for a user's code and for ``algorithm.entropy_share``.
 """
 
 import importlib.util
-from pathlib import Path
-from typing import Any
 
 from bapo_megatron.config.check import (
     POSITIONS,
     check_config,
-    check_heads,
-    check_layers,
     check_model_dir,
 )
 from bapo_megatron.config.load import ConfigError
@@ -20,7 +16,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.teacher import TEACHER_KEY, as_policy, naming_teacher
 from bapo_megatron.data.vocabulary import check_same_vocabulary
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.policy.hf_config import HfConfig, check_frozen_model, read_hf_config_file
 from bapo_megatron.runtime.gpus import count_gpus
 from bapo_megatron.runtime.processes import launched_number
 
@@ -45,10 +41,10 @@ def check_training(
         load_kind(config.rollout.engine).check(config, is_here=trains_here)
         if trains_here:
             _check_gpus(config.rollout)
-    if config.replay.dumps is None:
-        _check_frozen_models(config, owns_files=owns_files)
     model = config.model
-    read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
+    policy = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
+    if config.replay.dumps is None:
+        _check_frozen_models(config, policy, owns_files=owns_files)
     algorithm = config.algorithm
     # ``LossStage`` loads the objective again, for its device and kernels.
     if ":" in algorithm.objective or algorithm.entropy_share < 1:
@@ -61,7 +57,7 @@ def check_training(
         Advantages(algorithm.advantage, algorithm.baseline_shift)
 
 
-def _check_frozen_models(config: RunConfig, *, owns_files: bool) -> None:
+def _check_frozen_models(config: RunConfig, policy: HfConfig, *, owns_files: bool) -> None:
     """Check the reference and the teacher; tokenizers and engines are rank 0's."""
     kl, distillation = config.algorithm.kl, config.algorithm.distillation
     teacher = distillation.teacher
@@ -74,7 +70,8 @@ def _check_frozen_models(config: RunConfig, *, owns_files: bool) -> None:
         is_elsewhere = key.startswith(TEACHER_KEY) and teacher.engine == "sglang"
         hf_config = check_model_dir(path, key, needs_weights=not is_elsewhere)
         if not (key.startswith(TEACHER_KEY) and teacher.engine):
-            _check_in_trainer(config, key, path, hf_config)
+            hf = read_hf_config_file(path / "config.json", config.model.ignored_config_fields)
+            check_frozen_model(config, key.removesuffix(".path"), hf, policy)
         if owns_files:
             check_same_vocabulary(config.model.path, path, key)
     if not (owns_files and distillation.is_used and teacher.engine):
@@ -95,26 +92,6 @@ def _check_frozen_models(config: RunConfig, *, owns_files: bool) -> None:
             f"rollout.max_response_tokens = {longest}, and {reserve} more that the engine "
             "reserves; lower one of them, or choose another teacher"
         )
-
-
-def _check_in_trainer(config: RunConfig, key: str, path: Path, hf_config: dict[str, Any]) -> None:
-    """Check that a frozen model is one that the trainer builds, in the policy's layout."""
-    hf = read_hf_config_file(path / "config.json", config.model.ignored_config_fields)
-    try:
-        check_heads(hf_config, "parallel.tensor", config.parallel.tensor)
-        check_layers(hf_config, config.parallel)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: '{path}': {error}") from error
-    distillation = config.algorithm.distillation
-    if key.startswith(TEACHER_KEY) and distillation.is_over_vocabulary:
-        model = config.model
-        policy = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
-        if hf.vocab_size != policy.vocab_size:
-            raise ConfigError(
-                f"{key}: vocab_size must be the policy's {policy.vocab_size} with loss: "
-                f"{distillation.loss}, got {hf.vocab_size} in '{path}'; set loss: tokens, or take "
-                "another teacher"
-            )
 
 
 def _check_packages(wandb_project: str) -> None:

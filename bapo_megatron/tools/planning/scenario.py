@@ -15,12 +15,11 @@ from typing import Literal, Self
 
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.check import packing_multiples
-from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
 from bapo_megatron.config.scorers import FrozenModelConfig
 from bapo_megatron.config.teacher import TEACHER_KEY
-from bapo_megatron.policy.hf_config import HfConfig, check_division
+from bapo_megatron.policy.hf_config import HfConfig, check_division, check_frozen_model
 from bapo_megatron.runtime.gpus import Gpu
 
 Group = Literal["tensor", "context", "pipeline", "data"]
@@ -255,16 +254,7 @@ def frozen_models(
     for key, section in frozen_sections(config.algorithm).items():
         hf = policy if section.path is None else models[key]
         keeps_hidden = key == TEACHER_KEY and distillation.is_over_vocabulary
-        try:
-            check_division(hf, config.parallel)
-        except ConfigError as error:
-            raise ConfigError(f"{key}.path: '{section.path}': {error}") from None
-        if keeps_hidden and hf.vocab_size != policy.vocab_size:
-            raise ConfigError(
-                f"{key}.path: must have the policy's vocab_size {policy.vocab_size} with "
-                f"algorithm.distillation.loss: {distillation.loss}, got {hf.vocab_size}; choose "
-                "another teacher, or loss: tokens"
-            )
+        check_frozen_model(config, key, hf, policy)
         frozen.append(Frozen(key, hf, section.memory == "host", keeps_hidden))
     return tuple(frozen)
 
