@@ -27,15 +27,8 @@ class _Supervised:
     """Since any start."""
     num_failures: int = 0
     """Exits in a row without being ready for long in between."""
-    last_end: str = ""
-
-    def describe_failure(self) -> str:
-        """Describe how it ended, with the last lines of its log."""
-        server = self.server
-        return (
-            f"{server.name} {self.last_end}; the last lines of {server.log_path} say why:\n"
-            f"{tail(server.log_path)}"
-        )
+    last_failure: str = ""
+    """How it ended, with the last lines of its log: written then, before another start logs."""
 
 
 class ServerSupervisor:
@@ -90,7 +83,7 @@ class ServerSupervisor:
     def describe_failures(self) -> str:
         """Describe servers that failed and are not ready, with the end of their logs."""
         return "\n".join(
-            entry.describe_failure()
+            entry.last_failure
             for entry in self._supervised
             if entry.num_failures and not entry.is_ready
         )
@@ -116,13 +109,15 @@ class ServerSupervisor:
         """Restart a server whenever it ends; raise if too few can become ready at first."""
         server = entry.server
         while True:
-            entry.last_end = await self._run_once(entry)
+            end = f"{server.name} {await self._run_once(entry)}"
             entry.num_failures += 1
+            entry.last_failure = (
+                f"{end}; the last lines of {server.log_path} say why:\n{tail(server.log_path)}"
+            )
             self._raise_failed_start()
             wait_s = restart_wait_s(entry.num_failures, self._config.max_restart_wait_s)
             delay = f" in {wait_s:g} s" if wait_s else ""
-            event = f"{server.name} {entry.last_end}; restarting{delay}"
-            _LOG.warning("%s (%s)", event, server.log_path)
+            _LOG.warning("%s; restarting%s (%s)", end, delay, server.log_path)
             # In a thread, because it waits for a process group to end.
             await asyncio.to_thread(server.close)
             await asyncio.sleep(wait_s)
@@ -132,7 +127,7 @@ class ServerSupervisor:
         """Raise if too few servers were ever ready or may still become so."""
         failed = [entry for entry in self._supervised if entry.num_failures and not entry.was_ready]
         if len(self.servers) - len(failed) < self._min_ready:
-            raise RolloutError("\n".join(entry.describe_failure() for entry in failed))
+            raise RolloutError("\n".join(entry.last_failure for entry in failed))
 
     async def _run_once(self, entry: _Supervised) -> str:
         """Start a server unless it runs, and poll it; return how it ended."""

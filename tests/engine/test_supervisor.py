@@ -160,6 +160,27 @@ async def test_too_few_servers_that_get_ready_are_an_error_with_the_end_of_each_
         assert lines[-1] == "    fate: exit; an api key: True"
 
 
+async def test_a_failure_is_told_with_the_log_of_the_start_that_failed(fate: Path) -> None:
+    fate.write_text("load")
+
+    async with supervised(fate, min_ready=2, server={"count": 3}) as supervisor:
+        first, second = supervisor.servers[:2]
+        for server in (first, second):
+            await until(lambda log=server.log_path: log.read_text().endswith("an api key: True\n"))
+        left = process_of(supervisor, 0)
+        fate.write_text("stuck")
+        process_of(supervisor, 1).kill()
+        await until(lambda: second.num_starts == 2)
+        left.kill()
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(RolloutError) as caught:
+                await supervisor.watch()
+        lines = str(caught.value).splitlines()
+        assert [line for line in lines if line.startswith(" ")] == [
+            "    fate: load; an api key: True"
+        ] * 2
+
+
 async def test_a_server_that_does_not_get_ready_in_time_is_an_error(fate: Path) -> None:
     fate.write_text("load")
 
