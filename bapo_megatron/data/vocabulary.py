@@ -20,8 +20,8 @@ def check_same_vocabulary(policy_dir: Path, other_dir: Path, key: str) -> None:
     policy, other = _ids(policy_dir, "model.path"), _ids(other_dir, key)
     if policy == other:
         return
-    tokens = sorted({**other, **policy}, key=lambda token: (policy | other)[token])
-    token = next(token for token in tokens if policy.get(token) != other.get(token))
+    either = policy | other
+    token = min((t for t in either if policy.get(t) != other.get(t)), key=either.__getitem__)
     there, here = (
         "no such token" if ids.get(token) is None else f"id {ids[token]}" for ids in (other, policy)
     )

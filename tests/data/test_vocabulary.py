@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bapo_megatron.config.load import ConfigError
+from bapo_megatron.data import vocabulary
 from bapo_megatron.data.vocabulary import check_same_vocabulary
 
 if TYPE_CHECKING:
@@ -68,6 +70,19 @@ def test_an_added_token_that_only_one_model_has_is_named(
     there = "got no such token for" if policy_has_it else r"got id 259 for"
     with pytest.raises(ConfigError, match=rf"^{KEY}: .*{there} '<tool>' in"):
         check_same_vocabulary(*pair, KEY)
+
+
+def test_a_refusal_takes_no_longer_than_reading_the_vocabularies(
+    monkeypatch: pytest.MonkeyPatch, tokenizer_dir: Path
+) -> None:
+    policy = {f"token {number}": number for number in range(12_000)}
+    swapped = {**policy, "token 7": 8, "token 8": 7}
+    both = iter([policy, swapped])
+    monkeypatch.setattr(vocabulary, "_ids", lambda directory, key: next(both))
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError, match=r"got id 7 for 'token 8' in .* has id 8; choose"):
+        check_same_vocabulary(tokenizer_dir, tokenizer_dir, KEY)
+    assert time.monotonic() - began_s < 3  # squared, it was 30 s, and over an hour for 150,000
 
 
 def test_a_model_without_a_usable_tokenizer_is_refused(tokenizer_dir: Path, tmp_path: Path) -> None:
