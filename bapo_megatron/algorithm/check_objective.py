@@ -9,9 +9,11 @@ in shuffled parts, and must behave as it declares:
 Shape legend: T = tokens of the trial.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,9 @@ from bapo_megatron.algorithm.prediction import hide_rest
 from bapo_megatron.algorithm.user_code import UserCodeError, kind_of
 from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.logprob import importance_ratio
+
+ColumnKinds = Mapping[str, tuple[type, int | None]]
+"""NumPy's type of each token column, and K of one with K values per token."""
 
 CPU = torch.device("cpu")
 _TRIAL_TOKENS, _TRIAL_RESPONSES = 48, 6
@@ -36,7 +41,10 @@ class ObjectiveError(UserCodeError):
 
 
 def check_objective(
-    objective: Objective, device: torch.device = CPU, kernels: Kernels | None = None
+    objective: Objective,
+    device: torch.device = CPU,
+    kernels: Kernels | None = None,
+    columns: ColumnKinds | None = None,
 ) -> None:
     """Refuse an objective whose results depend on which tokens share a batch.
 
@@ -44,12 +52,13 @@ def check_objective(
         objective: An instance, with its options.
         device: Device of the tokens.
         kernels: For the importance ratio; None: the best for the device.
+        columns: What ``tokens.columns`` has, such as ``{"reference_logprob": (np.float32, None)}``.
 
     Raises:
         ObjectiveError: It breaks a rule; the first one is named. Its own errors pass through.
     """
     _check_declarations(objective)
-    tokens, untouched = trial_tokens(device), trial_tokens(device)
+    tokens, untouched = (trial_tokens(device, columns) for _ in range(2))
     if objective.needs != "token":
         _check_statistics(objective, tokens)
         tokens = with_sums(objective, tokens)
@@ -95,7 +104,7 @@ def check_objective(
         )
 
 
-def trial_tokens(device: torch.device = CPU) -> TokenBatch:
+def trial_tokens(device: torch.device = CPU, columns: ColumnKinds | None = None) -> TokenBatch:
     """Tokens of several responses, some masked, with ratios on both sides of usual bounds."""
     generator = torch.Generator().manual_seed(0)
 
@@ -122,7 +131,22 @@ def trial_tokens(device: torch.device = CPU) -> TokenBatch:
     }
     values = {name: value.to(device) for name, value in values.items()}
     ratio_T = importance_ratio(values["logprob"], values["behaviour_logprob"])
-    return TokenBatch(**values, ratio=ratio_T, response_sums=None, decision=None, update=0)
+    return TokenBatch(
+        **values,
+        ratio=ratio_T,
+        response_sums=None,
+        decision=None,
+        update=0,
+        columns={name: _trial_column(*kind).to(device) for name, kind in (columns or {}).items()},
+    )
+
+
+def _trial_column(dtype: type, width: int | None) -> Tensor:
+    shape = (_TRIAL_TOKENS,) if width is None else (_TRIAL_TOKENS, width)
+    number = np.arange(_TRIAL_TOKENS * (width or 1)).reshape(shape)
+    if issubclass(dtype, np.integer):  # ids, each once per token
+        return torch.from_numpy(number.astype(dtype))
+    return torch.from_numpy((-0.1 - number * 7 % 40 / 10).astype(dtype))
 
 
 def _parts(device: torch.device) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ import torch
 
 from bapo_megatron.algorithm.check_objective import (
     CPU,
+    ColumnKinds,
     ObjectiveError,
     check_objective,
     trial_tokens,
@@ -48,7 +49,10 @@ class LoadedObjective:
 
 
 def load_objective(
-    config: AlgorithmConfig, device: torch.device = CPU, kernels: Kernels | None = None
+    config: AlgorithmConfig,
+    device: torch.device = CPU,
+    kernels: Kernels | None = None,
+    columns: ColumnKinds | None = None,
 ) -> LoadedObjective:
     """Make the objective; check a user's.
 
@@ -56,6 +60,7 @@ def load_objective(
         config: The algorithm section.
         device: Device of the tokens.
         kernels: None: the best for the device.
+        columns: What the tokens' columns are (``data.token_columns.scored``).
 
     Raises:
         UserCodeError: The user's code cannot be imported, raises, or returns what cannot be used.
@@ -70,7 +75,7 @@ def load_objective(
         objective = _from_user(code, config.objective_options)
         try:
             with code.guard():
-                check_objective(objective, device, kernels)
+                check_objective(objective, device, kernels, columns)
         except ObjectiveError as error:
             code.refuse(str(error))
     if config.entropy_share < 1:
@@ -81,7 +86,7 @@ def load_objective(
                 "out, or choose another objective (docs/objectives.md)"
             )
         objective = HighEntropy(objective, config.entropy_share)
-    tokens = with_sums(objective, trial_tokens(device))
+    tokens = with_sums(objective, trial_tokens(device, columns))
     by_update = tokens.decision is not None
     return LoadedObjective(
         objective,

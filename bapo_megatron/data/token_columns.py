@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.types import Sample
 
 
@@ -54,6 +55,17 @@ _DECLARED = (
 )
 COLUMNS: dict[str, TokenColumn] = {column.name: column for column in _DECLARED}
 """All of them, by name. Log-probs are at the sampling temperature."""
+
+
+def scored(config: AlgorithmConfig) -> dict[str, tuple[type, int | None]]:
+    """Return the columns that every batch of a run has: dtype, and K of a wide one, by name."""
+    distillation, kinds = config.distillation, {}
+    top_k = distillation.top_k if distillation.loss == "top_k" else None
+    for name, column in COLUMNS.items():
+        section = getattr(config, column.filled_by.removeprefix("algorithm."), None)
+        if getattr(section, "is_used", True) and (top_k or not column.is_wide):
+            kinds[name] = column.dtype, top_k if column.is_wide else None
+    return kinds
 
 
 def present(samples: Iterable[Sample]) -> list[TokenColumn]:

@@ -49,8 +49,9 @@ def check_training(
     # ``LossStage`` loads the objective again, for its device and kernels.
     if ":" in algorithm.objective or algorithm.entropy_share < 1:
         from bapo_megatron.algorithm.load_objective import load_objective
+        from bapo_megatron.data.token_columns import scored
 
-        load_objective(algorithm)
+        load_objective(algorithm, columns=scored(algorithm))
     if ":" in algorithm.advantage:
         from bapo_megatron.algorithm.advantage import Advantages
 

@@ -40,6 +40,7 @@ from bapo_megatron.data.token_columns import (
     TEACHER_HIDDEN,
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOGPROBS,
+    scored,
 )
 from bapo_megatron.ops.backend import Kernels, select_kernels
 from bapo_megatron.ops.chunked import (
@@ -113,7 +114,7 @@ class LossStage:
     ) -> None:
         self._config, self._output = config, output
         self._device, self.data_group = groups.device, groups.data
-        loaded = load_objective(config, groups.device, output.kernels)
+        loaded = load_objective(config, groups.device, output.kernels, scored(config))
         self.objective = loaded.objective
         self.collects = loaded.collects
         """Whether the objective must see the whole update before the first gradient."""

@@ -23,6 +23,16 @@ def cispo(tokens: TokenBatch, high: float = 1.2) -> Tensor:
     return -tokens.advantage * weight * tokens.logprob
 
 
+def towards_reference(tokens: TokenBatch) -> Tensor:
+    """Half the square of ℓ − ℓ_ref, plus the teacher's mean over its likeliest tokens."""
+    difference = tokens.logprob - tokens.columns["reference_logprob"]
+    top = tokens.columns["teacher_top_logprobs"].mean(dim=1)
+    counted = tokens.columns["teacher_top_ids"].ge(0).sum(dim=1)
+    return difference.square() / 2 + tokens.ratio * (tokens.columns["teacher_logprob"] + top) / (
+        1 + counted
+    )
+
+
 class Gspo(Objective):
     """GSPO: the ratio of a whole response, s = exp(mean x), clipped."""
 

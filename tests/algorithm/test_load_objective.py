@@ -15,6 +15,7 @@ from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.algorithm.user_code import UserCodeError
 from bapo_megatron.config.load import ConfigError, parse_section
 from bapo_megatron.config.schema import AlgorithmConfig
+from bapo_megatron.data.token_columns import scored
 from tests.algorithm import own_objectives
 
 OWN = "tests.algorithm.own_objectives"
@@ -50,6 +51,21 @@ def test_built_in_objectives_report_the_same_clipped_shares(objective: str) -> N
     names = ("clip/fraction_high", "clip/fraction_low", "clip/fraction_dual")
     assert loaded.report_names == names
     assert loaded.decision_size == (8 if objective == "bapo" else 0)
+
+
+def test_an_objective_gets_the_columns_of_the_run_and_no_others() -> None:
+    teacher = {"path": "/teacher", "engine": "local"}
+    content: dict[str, Any] = {
+        "objective": f"{OWN}:towards_reference",
+        "kl": {"measure": True},
+        "distillation": {"coefficient": 1, "loss": "top_k", "top_k": 3, "teacher": teacher},
+    }
+    section = AlgorithmConfig.model_validate(content)
+    assert load_objective(section, columns=scored(section)).report_names == ()
+    for lacking, column in (("kl", "reference_logprob"), ("distillation", "teacher_top_logprobs")):
+        section = AlgorithmConfig.model_validate({k: v for k, v in content.items() if k != lacking})
+        with pytest.raises(UserCodeError, match=f"raised KeyError: '{column}'"):
+            load_objective(section, columns=scored(section))
 
 
 def test_options_reach_the_function_and_the_class() -> None:
