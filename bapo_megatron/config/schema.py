@@ -172,6 +172,11 @@ class AlgorithmConfig(_WithOptions):
                 "distillation.coefficient must be above 0 with advantage: distill, got 0: rewards "
                 "do not count, and there is no teacher; set it, or choose another advantage"
             )
+        if self.advantage == "distill" and self.kl.coefficient > 0 and self.kl.where == "reward":
+            raise ValueError(
+                "kl.where must be loss with advantage: distill, got reward: rewards do not count, "
+                "so the divergence would not either; change one of them"
+            )
         if self.correction.kind != "none" and self.behaviour != "recomputed":
             raise ValueError(
                 f"behaviour must be recomputed with correction.kind: {self.correction.kind}, got "

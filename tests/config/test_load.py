@@ -271,3 +271,11 @@ def test_a_list_in_a_section_that_completes_itself_is_a_list(folder):
     overrides = (servers, "algorithm.distillation.teacher.engine=sglang")
     config = load_config(folder / "base.yaml", overrides)
     assert config.algorithm.distillation.teacher.servers == ("http://a:1",)
+
+
+def test_a_divergence_in_a_reward_that_does_not_count_is_refused(folder):
+    teacher = "algorithm.distillation={coefficient: 1, teacher: {path: teacher}}"
+    overrides = (teacher, "algorithm.advantage=distill", "algorithm.kl.where=reward")
+    load_config(folder / "base.yaml", overrides)
+    message = error_of(folder / "base.yaml", *overrides, "algorithm.kl.coefficient=0.1")
+    assert "kl.where' must be loss with advantage: distill, got reward: rewards do not" in message
