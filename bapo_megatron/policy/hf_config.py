@@ -5,7 +5,7 @@ Everything that would change what the model computes is either understood here o
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -131,14 +131,28 @@ def check_frozen_model(config: RunConfig, key: str, hf: HfConfig, policy: HfConf
     ``key``: its section of the configuration.
 
     Raises:
-        ConfigError: It does not divide over the layout, or is a teacher with another vocabulary
-            than its loss needs.
+        ConfigError: It does not divide over the layout, cannot get the policy's weights though it
+            is to, or is a teacher with another vocabulary than its loss needs.
     """
     path, distillation = attrgetter(f"{key}.path")(config), config.algorithm.distillation
     try:
         check_division(hf, config.parallel)
     except ConfigError as error:
         raise ConfigError(f"{key}.path: '{path}': {error}") from None
+    if key == "algorithm.kl.reference" and config.algorithm.kl.reference.update_every:
+        differing = [
+            field.name
+            for field in fields(HfConfig)
+            if getattr(hf, field.name) != getattr(policy, field.name)
+            # No layer computes with them.
+            and field.name not in ("model_type", "max_position_embeddings")
+        ]
+        if differing:
+            raise ConfigError(
+                f"{key}.path: must be a model like the policy with update_every above 0, since it "
+                f"gets the policy's weights, got another {', '.join(differing)} in '{path}'; "
+                "choose another reference, or update_every: 0"
+            )
     compares_vocabularies = key == TEACHER_KEY and distillation.is_over_vocabulary
     if compares_vocabularies and hf.vocab_size != policy.vocab_size:
         raise ConfigError(

@@ -84,6 +84,13 @@ def _check_frozen_models(config: RunConfig, policy: HfConfig, *, owns_files: boo
             f"{TEACHER_KEY}.servers: must not be in rollout.servers, whose weights change, got "
             f"{min(shared)} in both; start other servers with serve --teacher"
         )
+    vocab_size = hf_config.get("vocab_size")
+    is_too_many = isinstance(vocab_size, int) and distillation.top_k > vocab_size
+    if distillation.loss == "top_k" and is_too_many:
+        raise ConfigError(
+            f"algorithm.distillation.top_k: must be at most the teacher's vocab_size {vocab_size}, "
+            f"got {distillation.top_k}; lower it"
+        )
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     reserve = _RESERVED_POSITIONS if teacher.engine == "sglang" else 0
     limit = hf_config.get(POSITIONS)

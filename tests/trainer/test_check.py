@@ -118,6 +118,52 @@ def test_addresses_of_teachers_follow_the_rules_of_servers(
     assert line.startswith(f"{TEACHER}.servers: must ")
 
 
+def test_the_teacher_must_have_as_many_tokens_as_are_asked_of_it(
+    make_config: MakeConfig, other_dir: Path
+) -> None:
+    vocab_size = json.loads((other_dir / "config.json").read_text())["vocab_size"]
+    for top_k, is_refused in ((vocab_size, False), (vocab_size + 1, True)):
+        distillation = {
+            "coefficient": 1,
+            "loss": "top_k",
+            "top_k": top_k,
+            "teacher": {"path": str(other_dir), "engine": "local"},
+        }
+        chunked = {"ops": {"logits_chunk_tokens": 16}, "algorithm": {"distillation": distillation}}
+        config = changed(make_config(), chunked)
+        if is_refused:
+            assert refusal(config) == (
+                "algorithm.distillation.top_k: must be at most the teacher's vocab_size "
+                f"{vocab_size}, got {top_k}; lower it"
+            )
+        else:
+            check_training(config, 1)
+
+
+@pytest.mark.parametrize("field", ["rope_theta", "intermediate_size"])
+def test_a_reference_that_gets_the_policy_s_weights_must_be_such_a_model(
+    make_config: MakeConfig, other_dir: Path, field: str
+) -> None:
+    content = json.loads((other_dir / "config.json").read_text())
+    rope = content.get("rope_parameters")
+    if field == "rope_theta" and isinstance(rope, dict):
+        content["rope_parameters"] = {**rope, field: 2 * rope[field]}
+    else:
+        content[field] *= 2
+    (other_dir / "config.json").write_text(
+        json.dumps({**content, "max_position_embeddings": content["max_position_embeddings"] * 2})
+    )
+    for update_every in (0, 5):
+        kl = {"coefficient": 1, "reference": {"path": str(other_dir), "update_every": update_every}}
+        config = changed(make_config(), {"algorithm": {"kl": kl}})
+        if update_every:
+            line = refusal(config)
+            assert line.startswith(f"{REFERENCE}.path: must be a model like the policy with ")
+            assert f"got another {field} in '{other_dir}'" in line
+        else:
+            check_training(config, 1)
+
+
 def test_a_server_of_the_policy_is_no_teacher(make_config: MakeConfig, other_dir: Path) -> None:
     config = make_config(servers=(ADDRESS, "http://b:1"))
     line = refusal(with_teacher(config, other_dir, engine="sglang", servers=[ADDRESS]))
