@@ -174,6 +174,12 @@ def find_steps(root: Path) -> list[int]:
     return sorted(step for step in steps if find_checkpoint(root, step) is not None)
 
 
+def find_unfinished_steps(root: Path) -> list[int]:
+    """Return the steps of checkpoints that are being written, or that a kill has left so."""
+    names = (path.name.removeprefix(".").removesuffix(".tmp") for path in root.glob(".step_*.tmp"))
+    return sorted(int(match[1]) for name in names if (match := STEP_PATTERN.fullmatch(name)))
+
+
 def holds_checkpoints(root: Path) -> bool:
     """Return whether a run has saved under ``root``, judging by names."""
     patterns = ("step_*", ".step_*.replaced.tmp", "abandoned_*")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -27,7 +27,14 @@ from torch import Tensor
 from bapo_megatron.algorithm.kl import estimate_kl
 from bapo_megatron.algorithm.loss import add_over_responses
 from bapo_megatron.data.micro_batch import on_device
-from bapo_megatron.data.token_columns import COLUMNS, REFERENCE, TEACHER, TEACHER_HIDDEN
+from bapo_megatron.data.token_columns import (
+    COLUMNS,
+    REFERENCE,
+    TEACHER,
+    TEACHER_HIDDEN,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOGPROBS,
+)
 from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
@@ -112,6 +119,8 @@ class FrozenScorer:
         self._build, self._output_of, self._dump = build, output_of, dump
         self._frozen: FrozenModel | None = None
         self._output: PolicyOutput
+        self._newest: Path | None = None
+        """Weights that replace those it is built with."""
 
     @property
     def frozen(self) -> FrozenModel:
@@ -119,7 +128,19 @@ class FrozenScorer:
         if self._frozen is None:
             self._frozen = self._build()
             self._output = self._output_of(self._frozen.model)
+            if self._newest is not None:
+                self._frozen.load(self._newest)
         return self._frozen
+
+    def load(self, directory: Path) -> None:
+        """Replace the weights, or those that the model gets when it is first needed.
+
+        Raises:
+            ValueError: The directory has other tensors; also from the first use.
+        """
+        self._newest = directory
+        if self._frozen is not None:
+            self._frozen.load(directory)
 
     @property
     def head(self) -> OutputHead | None:
@@ -128,7 +149,7 @@ class FrozenScorer:
 
     def score(self, splits: Splits, batch: RolloutBatch) -> Splits:
         """See ``Scorer``."""
-        is_filled = all(self.name in sample.columns for sample in batch.samples)
+        is_filled = _is_filled(self.name, splits, batch)
         if is_filled and not self.keeps_hidden:
             return splits
         hf = self.frozen.model.hf
@@ -164,10 +185,48 @@ class FrozenScorer:
         return {self.name: logprob_T, TEACHER_HIDDEN: hidden_TH}
 
 
-def frozen_scorers(config: RunConfig, policy: Model) -> tuple[FrozenScorer, ...]:
+@dataclass(frozen=True, slots=True)
+class EngineTeacher:
+    """Requires the columns of a teacher behind an engine, which the collector has filled."""
+
+    columns: tuple[str, ...]
+    """What the loss needs."""
+    name: str = "teacher's columns"
+
+    def score(self, splits: Splits, batch: RolloutBatch) -> Splits:
+        """See ``Scorer``.
+
+        Raises:
+            ValueError: A response lacks them, in a replay of another run; on all ranks.
+        """
+        for column in self.columns:
+            if not _is_filled(column, splits, batch):
+                raise ValueError(
+                    f"step {batch.step}: the batch has no {column} of each response; replay dumps "
+                    "of a run with this algorithm.distillation, or set its coefficient to 0"
+                )
+        return splits
+
+
+def _is_filled(column: str, splits: Splits, batch: RolloutBatch) -> bool:
+    """Whether all samples have a column, and those that are computed have values in it.
+
+    A run that computed fewer samples has left NaN in its dumps.
+    """
+    if not all(column in sample.columns for sample in batch.samples):
+        return False
+    computed = (batch.samples[index] for split in splits for index in split.computed)
+    return all(
+        sample.columns[column].size > 0 and not np.isnan(sample.columns[column]).all()
+        for sample in computed
+    )
+
+
+def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
     """Return the scorers with models in the trainer that the configuration asks for.
 
-    Their models are built at once; in a replay, whose dumps may have their columns, when needed.
+    Also what requires the columns of a teacher behind an engine. Models are built at once; in a
+    replay, whose dumps may have their columns, when needed.
     """
     groups, kl, distillation = policy.groups, config.algorithm.kl, config.algorithm.distillation
     is_replay = config.replay.dumps is not None
@@ -193,13 +252,17 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[FrozenScorer, ...]
             dump=dump if config.rollout.dump and not is_replay else None,
         )
 
-    scorers = []
+    scorers: list[FrozenScorer] = []
     if kl.is_used:
         scorers.append(scorer(REFERENCE, kl.reference))
     if distillation.is_used and not distillation.teacher.engine:
         scorers.append(scorer(TEACHER, distillation.teacher, keeps_hidden=over_vocabulary))
     for built in () if is_replay else scorers:
         _ = built.frozen
+    if distillation.is_used and distillation.teacher.engine:
+        has_top = distillation.loss == "top_k"
+        columns = (TEACHER, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS)[: 3 if has_top else 1]
+        return (*scorers, EngineTeacher(columns))
     return tuple(scorers)
 
 
@@ -309,7 +372,7 @@ class PolicyAsReference:
         if step % self.every_steps:
             return
         self.policy.export_hf(self._path(step))
-        self.reference.frozen.load(self._path(step))
+        self.reference.load(self._path(step))
         with fail_together(self.policy.groups):
             if self.policy.groups.rank == 0:
                 self._remove_old(step)
@@ -328,16 +391,17 @@ class PolicyAsReference:
                 f"{self._path(due)}: missing, the reference of the steps after {due}; restore it "
                 "from a copy, or resume from a checkpoint before it"
             )
-        self.reference.frozen.load(self._path(due))
+        self.reference.load(self._path(due))
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step_{step:06d}"
 
     def _remove_old(self, step: int) -> None:
-        """Remove references that no checkpoint needs."""
-        from bapo_megatron.policy.checkpoint_files import find_steps  # xxhash
+        """Remove references that no checkpoint needs, be it complete or still written."""
+        from bapo_megatron.policy import checkpoint_files as files  # xxhash
 
-        oldest = min(find_steps(self.checkpoints), default=step)
+        steps = files.find_steps(self.checkpoints), files.find_unfinished_steps(self.checkpoints)
+        oldest = min(chain(*steps), default=step)
         first = self._path(oldest - oldest % self.every_steps)
         for path in self.directory.glob("step_" + 6 * "[0-9]"):
             if path.name < first.name:
