@@ -129,8 +129,9 @@ def test_the_teacher_must_have_as_many_tokens_as_are_asked_of_it(
             "top_k": top_k,
             "teacher": {"path": str(other_dir), "engine": "local"},
         }
-        chunked = {"ops": {"logits_chunk_tokens": 16}, "algorithm": {"distillation": distillation}}
-        config = changed(make_config(), chunked)
+        algorithm = {"distillation": distillation}
+        chunked = changed(make_config(), {"ops": {"logits_chunk_tokens": 16}})
+        config = changed(chunked, {"algorithm": algorithm})
         if is_refused:
             assert refusal(config) == (
                 "algorithm.distillation.top_k: must be at most the teacher's vocab_size "
