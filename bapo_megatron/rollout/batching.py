@@ -100,6 +100,7 @@ class BatchCollector:
             self.grader,
             self._request_of,
             awaits_scores=self._selection.needs_scores,
+            gives_up=self._leaves_teacher,
         )
 
     async def close(self) -> None:
@@ -406,6 +407,10 @@ class BatchCollector:
     @property
     def _new_tokens(self) -> int:
         return self._episodes.generated_tokens - self._before.generated_tokens
+
+    def _leaves_teacher(self) -> bool:
+        """Whether a run that is to end would wait for a teacher, which may take its patience."""
+        return self.is_interrupted and self.teacher is not None and self.teacher.num_waiting > 0
 
     def _describe(self) -> str:
         """Such as ``40/64 groups, 2100 tokens/s``."""

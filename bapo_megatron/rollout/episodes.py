@@ -239,6 +239,8 @@ class Episodes:
     """Awaited with each sample once it is scored."""
     awaits_scores: bool = False
     """Whether every burst of decode steps waits for all scores."""
+    gives_up: Callable[[], bool] = lambda: False
+    """Whether ``settle`` no longer waits for scores."""
     is_running: bool = False
     """Whether requests may be in flight."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -308,7 +310,8 @@ class Episodes:
     async def settle(self, *, scored: bool = True) -> bool:
         """Wait until nothing changes before the next decode step; with ``scored``, for every score.
 
-        Returns False if no engine holds the weights. Without a stepper, does nothing.
+        Returns False if no engine holds the weights, or if it gives up. Without a stepper, does
+        nothing.
         """
         while self.pool.stepper is not None:
             for _ in range(_MAX_LOOP_TURNS):
@@ -316,7 +319,7 @@ class Episodes:
                 if self._is_settled(scored):
                     return True
             await self._wait_for_news()
-            if self.pool.states.needs_weights:
+            if self.pool.states.needs_weights or self.gives_up():
                 return self._is_settled(scored)
         return True
 

@@ -21,6 +21,7 @@ from tests.engine.helpers import reference_distribution, reference_logprobs
 from tests.fakes.fake_pool import FakePool, deliver
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
 from tests.fakes.fake_teacher import FakeTeacher, has_columns, make_teacher
+from tests.fakes.stepped_pool import SteppedPool
 from tests.rollout.batching_setup import PROMPTS, Renderer, group_of, make_batches, settle
 from tests.rollout.conftest import changed
 from tests.rollout.episodes_setup import CountingRewards
@@ -117,6 +118,22 @@ async def test_an_interrupted_run_does_not_wait_for_the_teacher() -> None:
     ]
     assert [pending.num_tokens for pending in samples] == [4] * 4
     assert not any(pending.is_scored for pending in samples)
+    await setup.close()
+
+
+@pytest.mark.parametrize("awaits_scores", [False, True])
+async def test_nor_does_one_whose_engine_takes_decode_steps(awaits_scores: bool) -> None:
+    options = {"dynamic_sampling": {"enabled": True}} if awaits_scores else {}
+    setup = Setup(**options)
+    setup.batches.attach(SteppedPool())
+    setup.engine.held = asyncio.Event()
+    collecting = await setup.collect(1)
+    await asyncio.sleep(0.3)
+    assert setup.teacher.num_waiting
+    assert not collecting.done()
+    setup.batches.is_interrupted = True
+    async with asyncio.timeout(5):
+        assert await collecting is None
     await setup.close()
 
 
