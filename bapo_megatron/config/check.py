@@ -163,6 +163,13 @@ def _check_layout(hf_config: dict[str, Any], config: RunConfig, world_size: int)
             "parallel: tensor × pipeline × context must divide the number of ranks, got "
             f"{replica_size} with {world_size}; start a multiple of {replica_size} ranks"
         )
+    expert_ranks = parallel.expert * parallel.expert_tensor_size
+    if (world_size // parallel.pipeline) % expert_ranks:
+        raise ConfigError(
+            "parallel: expert × expert_tensor must divide the ranks of a pipeline stage, got "
+            f"{expert_ranks} with {world_size // parallel.pipeline}; lower them, or start more "
+            "ranks"
+        )
     check_heads(hf_config, "parallel.tensor", parallel.tensor)
     check_layers(hf_config, parallel)
 

@@ -32,9 +32,19 @@ class ParallelConfig(Section):
     pipeline > 1."""
     context: int = Field(1, ge=1)
     """Context-parallel size: ranks that divide every sequence."""
+    expert: int = Field(1, ge=1)
+    """Expert-parallel size: ranks, of those that divide data and sequences, that divide the experts
+    of a layer."""
+    expert_tensor: int | None = Field(None, ge=1)
+    """Tensor-parallel size of each expert (null: that of ``tensor``)."""
     timeout_s: float = Field(7200.0, gt=0)
     """Timeout of every process group. For a batch or an evaluation, ranks wait as long as rank 0
     does."""
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Tensor-parallel size of each expert."""
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
 
     @model_validator(mode="after")
     def _sizes_go_together(self) -> Self:

@@ -3,8 +3,9 @@
 One process, on the CPU, holds one layer's weights in memory and, when it writes Hugging Face, one
 output file. A checkpoint written here keeps config.json and tokenizer under ``hf/``.
 
-A checkpoint describes whole tensors, whatever layout wrote it. The parameters of all layers with
-the same role are one tensor whose first axis counts the layers.
+A checkpoint describes whole tensors, whatever layout wrote it. In dense models the parameters of
+all layers with the same role are one tensor whose first axis counts the layers; in models with
+experts those of all experts of a layer are one, whose first axis counts the experts.
 """
 
 import os
@@ -42,9 +43,10 @@ from bapo_megatron.policy.checkpoint_files import (
 )
 from bapo_megatron.policy.checkpoint_reader import CheckpointReader
 from bapo_megatron.policy.checkpoint_shards import BACKEND, torch_bytes
-from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
-from bapo_megatron.policy.hf_weights import Weight
+from bapo_megatron.policy.families.base import HfConfig, Weight
+from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.megatron_setup import DTYPES
+from bapo_megatron.policy.weight_table import shard_shape, weight_table
 from bapo_megatron.runtime.files import atomic_directory, naming
 
 _REMEDY = "restore the files or use another checkpoint"
@@ -118,15 +120,17 @@ def convert(
     hf = read_hf_config_file(hf_dir / "config.json", ignored_fields)
     weight_export.companion_files(hf_dir)  # fail before the work
     read, dtypes = (_open_checkpoint if is_checkpoint else _open_model)(source, hf)
-    target_dtype = _target_dtype(source, dtypes, dtype)
-    table = hf_weights.weight_table(hf)
+    table = weight_table(hf)
+    buffers = {name for w in table if w.is_buffer for name in (w.megatron, *w.hf)}
+    trained = {name: kind for name, kind in dtypes.items() if name not in buffers}
+    target_dtype = _target_dtype(source, trained, dtype)
     sizes = [weight_export.weight_bytes(weight, hf, target_dtype).values() for weight in table]
     total_bytes = sum(map(sum, sizes))
 
     def parameters() -> Iterator[tuple[Weight, Tensor]]:
         done_bytes = 0
         for weight, tensor_bytes in zip(table, sizes, strict=True):
-            yield weight, read(weight).to(target_dtype)
+            yield weight, read(weight).to(weight_export.stored_dtype(weight, target_dtype))
             done_bytes += sum(tensor_bytes)
             report(done_bytes, total_bytes)
 
@@ -160,10 +164,14 @@ def _open_model(directory: Path, hf: HfConfig) -> tuple[Read, dict[str, torch.dt
 def _stacked(weight: Weight, hf: HfConfig) -> tuple[str, tuple[int, ...], int | None]:
     """Return key and shape of the stored tensor that holds a parameter, and its place there.
 
-    That is the layer's number, on the first axis; None: the stored tensor is the parameter.
+    That is the layer's or the expert's number, on the first axis; None: the stored tensor is the
+    parameter.
     """
-    shape = hf_weights.shard_shape(weight, hf, size=1)
-    if weight.layer is None:
+    shape = shard_shape(weight, hf, size=1)
+    if weight.expert is not None and hf.experts is not None:
+        key = weight.megatron.replace(f".experts.{weight.expert}.", ".experts.experts.")
+        return key, (hf.experts.num, *shape), weight.expert
+    if weight.layer is None or hf.experts is not None:
         return weight.megatron, shape, None
     key = weight.megatron.replace(f".{weight.layer}.", ".", 1)
     return key, (hf.num_layers, *shape), weight.layer
@@ -181,15 +189,15 @@ def _open_checkpoint(directory: Path, hf: HfConfig) -> tuple[Read, dict[str, tor
     sizes = {key: tuple(tensor.size) for key, tensor in stored.items()}
     places: dict[Weight, tuple[str, int | None]] = {}
     expected: dict[str, tuple[int, ...]] = {}
-    for weight in hf_weights.weight_table(hf):
-        key, shape, layer = _stacked(weight, hf)
-        if layer is not None and weight.megatron in stored:
+    for weight in weight_table(hf):
+        key, shape, place = _stacked(weight, hf)
+        if place is not None and weight.megatron in stored:
             # Other tools may store the layers one by one.
-            key, shape, layer = weight.megatron, shape[1:], None
+            key, shape, place = weight.megatron, shape[1:], None
         if weight.form == "vocab" and sizes.get(key, (0,))[0] >= hf.vocab_size:
             # The vocabulary may be padded by another rule than ours.
             shape = (sizes[key][0], *shape[1:])
-        places[weight], expected[key] = (key, layer), shape
+        places[weight], expected[key] = (key, place), shape
     remedy = "give the Hugging Face directory of the model that was trained (--hf)"
     hf_weights.check_shapes(sizes, expected, directory, remedy)
 
@@ -225,11 +233,11 @@ def _write_checkpoint(
             for state in states if number == 0 else ():
                 append(file, MetadataIndex(state), [None])  # an entry per rank that shares it
             for weight, parameter in islice(parameters, len(bucket)):
-                key, shape, layer = _stacked(weight, hf)
-                piece = parameter if layer is None else parameter[None]
-                offsets = torch.Size([layer or 0] + [0] * (len(shape) - 1))
+                key, shape, place = _stacked(weight, hf)
+                piece = parameter if place is None else parameter[None]
+                offsets = torch.Size([place or 0] + [0] * (len(shape) - 1))
                 if key not in tensors:
-                    properties = TensorProperties(dtype=dtype)
+                    properties = TensorProperties(dtype=parameter.dtype)
                     tensors[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
                 tensors[key].chunks.append(ChunkStorageMetadata(offsets, piece.size()))
                 append(file, MetadataIndex(key, offsets), piece)
@@ -254,17 +262,16 @@ def _empty_states(hf: HfConfig) -> list[str]:
     one is an error when loading, a superfluous one is not.
     """
     states: dict[str, None] = {}
-    for weight in hf_weights.weight_table(hf):
-        modules = [weight.megatron.rpartition(".")[0]]
-        shape, offset, layer = (1,), (0,), ""
-        if weight.layer is not None:
-            layer = f".{weight.layer}."
-            modules.append(f"decoder.layers{layer}self_attention.core_attention")
-            shape, offset = (hf.num_layers,), (weight.layer,)
+    for weight in weight_table(hf):
+        key, shape, place = _stacked(weight, hf)
+        modules = [key.rpartition(".")[0]]
+        layer, is_attention, _ = key.partition(".self_attention.")
+        if is_attention:
+            modules.append(f"{layer}.self_attention.core_attention")
+        sizes = ((1,), (0,)) if place is None else (shape[:1], (place,))
         for module in modules:
             if module not in MODULES_WITHOUT_STATE:
-                key = f"{module}._extra_state".replace(layer or "..", ".", 1)
-                states[ShardedObject(key, None, shape, offset).unique_key] = None
+                states[ShardedObject(f"{module}._extra_state", None, *sizes).unique_key] = None
     return list(states)
 
 

@@ -9,18 +9,24 @@ hold equal parts of it along ``axis``:
 - ``vocab``: rows of zeros pad the vocabulary, so that it divides equally.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size
+from bapo_megatron.policy.families import FAMILIES
+from bapo_megatron.policy.families.base import HfConfig, Weight
+from bapo_megatron.policy.hf_config import padded_vocab_size
+from bapo_megatron.policy.weight_table import EMBEDDING, OUTPUT, hf_shapes, weight_table
 from bapo_megatron.runtime.calls import decode_json
 from bapo_megatron.runtime.distributed import ProcessGroups
 
@@ -30,111 +36,6 @@ MAX_NAMES_IN_ERROR = 5
 TIED_ROWS = 4096
 """Rows of tied weights that are compared at a time."""
 SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One Megatron parameter and the Hugging Face tensors it holds."""
-
-    megatron: str
-    """Name in GPTModel; ``{layer}`` counts over the whole model."""
-    hf: tuple[str, ...]
-    """Names in the Hugging Face model, in fused order."""
-    shapes: tuple[str, ...]
-    """Shape of each: names of dimensions, see ``hf_shapes``."""
-    axis: int | None = None
-    """Axis that tensor-parallel ranks divide; None: every rank holds all of it."""
-    form: Literal["plain", "qkv", "gate_up", "vocab"] = "plain"
-    layer: int | None = None
-    """Number of its layer in the whole model; None: embedding, final norm or output."""
-
-
-EMBEDDING = Weight(
-    "embedding.word_embeddings.weight",
-    ("model.embed_tokens.weight",),
-    ("vocab hidden",),
-    0,
-    "vocab",
-)
-FINAL_NORM = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden",))
-OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), ("vocab hidden",), 0, "vocab")
-
-LAYER = (
-    Weight("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), ("hidden",)),
-    Weight(
-        "self_attention.linear_qkv.weight",
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        ("query hidden", "key hidden", "key hidden"),
-        0,
-        "qkv",
-    ),
-    Weight("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ("hidden query",), 1),
-    Weight("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), ("hidden",)),
-    Weight(
-        "mlp.linear_fc1.weight",
-        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        ("intermediate hidden", "intermediate hidden"),
-        0,
-        "gate_up",
-    ),
-    Weight("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ("hidden intermediate",), 1),
-)
-QKV_BIAS = Weight(
-    "self_attention.linear_qkv.bias",
-    ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    ("query", "key", "key"),
-    0,
-    "qkv",
-)
-OUTPUT_BIAS = Weight("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), ("hidden",))
-QK_NORM = (
-    Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head",)),
-    Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head",)),
-)
-
-
-def weight_table(hf: HfConfig) -> list[Weight]:
-    """Return every parameter of the model, in the order of the layers."""
-    biases = (*([QKV_BIAS] if hf.qkv_bias else []), *([OUTPUT_BIAS] if hf.output_bias else []))
-    norms = QK_NORM if hf.qk_norm else ()
-    layers = [
-        replace(
-            weight,
-            megatron=f"decoder.layers.{layer}.{weight.megatron}",
-            hf=tuple(f"model.layers.{layer}.{name}" for name in weight.hf),
-            layer=layer,
-        )
-        for layer in range(hf.num_layers)
-        for weight in (*LAYER, *biases, *norms)
-    ]
-    return [EMBEDDING, *layers, FINAL_NORM, *([] if hf.tied_embeddings else [OUTPUT])]
-
-
-def hf_shapes(weight: Weight, hf: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each Hugging Face tensor of ``weight``."""
-    dimensions = {
-        "vocab": hf.vocab_size,
-        "hidden": hf.hidden_size,
-        "intermediate": hf.intermediate_size,
-        "query": hf.num_heads * hf.head_dim,
-        "key": hf.num_kv_heads * hf.head_dim,
-        "head": hf.head_dim,
-    }
-    return {
-        name: tuple(dimensions[dimension] for dimension in shape.split())
-        for name, shape in zip(weight.hf, weight.shapes, strict=True)
-    }
-
-
-def shard_shape(weight: Weight, hf: HfConfig, size: int) -> tuple[int, ...]:
-    """Return the shape of the part that one of ``size`` tensor-parallel ranks holds."""
-    shapes = list(hf_shapes(weight, hf).values())
-    whole = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
-    if weight.form == "vocab":
-        whole[0] = padded_vocab_size(hf.vocab_size, size)
-    if weight.axis is not None:
-        whole[weight.axis] //= size
-    return tuple(whole)
 
 
 def to_shard(weight: Weight, tensors: Sequence[Any], hf: HfConfig, rank: int, size: int) -> Tensor:
@@ -188,23 +89,48 @@ def _num_groups(weight: Weight, hf: HfConfig, size: int) -> int:
     return hf.num_kv_heads if weight.form == "qkv" else size
 
 
-def local_weights(chunks: Sequence[GPTModel], hf: HfConfig) -> list[tuple[Weight, Tensor]]:
-    """Return this rank's parameters with their entries of the table, in the order of the layers."""
-    parameters: dict[str, Tensor] = {}  # with layers counted over the whole model
+_EXPERT_NAMES = (
+    # Megatron's sequential experts, and Transformer Engine's grouped ones.
+    re.compile(r"\.experts\.local_experts\.(?P<expert>\d+)\.(?P<linear>linear_fc[12])\.weight$"),
+    re.compile(r"\.experts\.(?P<linear>linear_fc[12])\.weight(?P<expert>\d+)$"),
+)
+
+
+def local_weights(
+    chunks: Sequence[GPTModel], hf: HfConfig, groups: ProcessGroups
+) -> list[tuple[Weight, Tensor]]:
+    """Return this rank's parameters and buffers with their entries of the table, in its order."""
+    first_expert = groups.expert_rank * (hf.experts.num // groups.expert_size) if hf.experts else 0
+
+    def count_over_layer(match: re.Match[str]) -> str:
+        expert = first_expert + int(match["expert"])
+        return f".experts.{expert}.{match['linear']}.weight"
+
+    local: dict[str, Tensor] = {}  # with layers and experts counted over the whole model
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
+        buffers = (b for b in chunk.named_buffers() if b[0].endswith(".expert_bias"))
+        for name, tensor in chain(chunk.named_parameters(), buffers):
             if name.startswith("decoder.layers."):
                 index = int(name.split(".")[2])
                 layer = chunk.decoder.layers[index].layer_number - 1
                 name = name.replace(f".{index}.", f".{layer}.", 1)
-            parameters[name] = parameter
-    table = weight_table(hf)
-    if hf.tied_embeddings and EMBEDDING.megatron not in parameters:
+                for pattern in _EXPERT_NAMES:
+                    name = pattern.sub(count_over_layer, name)
+            local[name] = tensor
+    table = list(weight_table(hf))
+    if hf.tied_embeddings and EMBEDDING.megatron not in local:
         # The last of several stages has a copy of the embedding as its output layer.
         table.append(replace(EMBEDDING, megatron=OUTPUT.megatron))
-    weights = [(w, parameters.pop(w.megatron)) for w in table if w.megatron in parameters]
-    assert not parameters, f"parameters without a Hugging Face counterpart: {sorted(parameters)}"
+    weights = [(w, local.pop(w.megatron)) for w in table if w.megatron in local]
+    assert not local, f"parameters without a Hugging Face counterpart: {sorted(local)}"
     return weights
+
+
+def tensor_place(weight: Weight, groups: ProcessGroups) -> tuple[int, int]:
+    """Return this rank's place among, and the number of, the ranks that divide a parameter."""
+    if weight.expert is None:
+        return groups.tensor_rank, groups.tensor_size
+    return groups.expert_tensor_rank, groups.expert_tensor_size
 
 
 @torch.no_grad()
@@ -212,13 +138,14 @@ def load_weights(
     chunks: Sequence[GPTModel], hf: HfConfig, files: Mapping[str, Path], groups: ProcessGroups
 ) -> None:
     """Fill this rank's parameters from their rows or columns in files that were checked."""
-    for weight, parameter in local_weights(chunks, hf):
-        shard = read_shard(weight, files, hf, groups.tensor_rank, groups.tensor_size)
-        assert parameter.shape == shard.shape, (weight.megatron, parameter.shape, shard.shape)
-        # Megatron takes others for replicas, and counts one rank's in the gradient norm.
-        is_marked = getattr(parameter, "tensor_model_parallel", False)
-        assert is_marked or weight.axis is None, weight.megatron
-        parameter.copy_(shard)
+    with reading_shards(files, hf) as read:
+        for weight, parameter in local_weights(chunks, hf, groups):
+            shard = read(weight, *tensor_place(weight, groups))
+            assert parameter.shape == shard.shape, (weight.megatron, parameter.shape, shard.shape)
+            # Megatron takes others for replicas, and counts one rank's in the gradient norm.
+            is_marked = getattr(parameter, "tensor_model_parallel", False)
+            assert is_marked or weight.axis is None, weight.megatron
+            parameter.copy_(shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +180,8 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> tuple[dict[str, Path], dict[s
         # Old checkpoints hold frequencies, which are computed from the config. Some tools write the
         # tied output layer beside the embedding.
         is_tied = hf.tied_embeddings and name in OUTPUT.hf
-        if is_tied or name.endswith("rotary_emb.inv_freq"):
+        is_skipped = FAMILIES[hf.model_type].skipped_tensors(hf, name)
+        if is_tied or is_skipped or name.endswith("rotary_emb.inv_freq"):
             del shapes[name]
     check_shapes(shapes, expected, model_dir, "use the weights and the config of one model")
     for name in expected:
@@ -306,16 +234,34 @@ def _weight_files(model_dir: Path) -> list[Path]:
     return [model_dir / name for name in names]
 
 
+@contextmanager
+def reading_shards(
+    files: Mapping[str, Path], hf: HfConfig
+) -> Iterator[Callable[[Weight, int, int], Tensor]]:
+    """Open files while their tensors are read; yields ``read(weight, rank, size)``.
+
+    It reads the part of a Megatron parameter that one of ``size`` tensor-parallel ranks holds, and
+    no more.
+    """
+    with ExitStack() as stack:
+
+        @functools.cache
+        def reader_of(path: Path) -> Any:
+            return stack.enter_context(safe_open(path, framework="pt"))
+
+        def read(weight: Weight, rank: int, size: int) -> Tensor:
+            slices = [reader_of(files[name]).get_slice(name) for name in weight.hf]
+            return to_shard(weight, slices, hf, rank, size)
+
+        yield read
+
+
 def read_shard(
     weight: Weight, files: Mapping[str, Path], hf: HfConfig, rank: int, size: int
 ) -> Tensor:
-    """Read the part of a Megatron parameter that one tensor-parallel rank holds, and no more."""
-    with ExitStack() as stack:
-        readers = [
-            stack.enter_context(safe_open(files[name], framework="pt")) for name in weight.hf
-        ]
-        slices = [reader.get_slice(name) for reader, name in zip(readers, weight.hf, strict=True)]
-        return to_shard(weight, slices, hf, rank, size)
+    """Read one parameter as ``reading_shards`` does."""
+    with reading_shards(files, hf) as read:
+        return read(weight, rank, size)
 
 
 def check_shapes(

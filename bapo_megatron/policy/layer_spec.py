@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -35,40 +35,64 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
+
+from bapo_megatron.policy.families.base import HfConfig
 
 
 def layer_spec(
-    config: TransformerConfig, device: torch.device, vp_stage: int | None, *, output_bias: bool
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the spec of the decoder's layers on ``device``.
+    hf: HfConfig, config: TransformerConfig, device: torch.device, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Return the specs of this rank's layers on ``device``.
 
-    ``vp_stage`` is the number of this rank's chunk of layers; None if it has only one. With
-    ``output_bias`` the output projection of attention has a bias.
+    ``vp_stage`` is the number of this rank's chunk of layers; None if it has only one.
     """
-    if uses_transformer_engine(device, config.params_dtype):
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        if output_bias:
-            _add_output_bias(layer)
-        return layer
+    is_fused = uses_transformer_engine(device, config.params_dtype)
+    build = _fused_layer if is_fused else _layer
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    return TransformerBlockSubmodules(
+        layer_specs=[build(hf, config, has_experts=hf.has_experts(layer)) for layer in layers],
+        layer_norm=TENorm if is_fused else RMSNorm,
+    )
+
+
+def _fused_layer(hf: HfConfig, config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
+    if hf.output_bias:
+        _add_output_bias(layer)
+    return layer
+
+
+def _layer(hf: HfConfig, config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        num_experts=config.num_moe_experts if has_experts else None,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
     )
     submodules = layer.submodules
     attention = submodules.self_attention.submodules
-    submodules.input_layernorm = submodules.pre_mlp_layernorm = IdentityOp  # fused into the linears
+    submodules.input_layernorm = IdentityOp  # fused into the linear
     attention.linear_qkv = NormColumnParallelLinear
     attention.core_attention = PackedCausalAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if output_bias:
+    if hf.output_bias:
         _add_output_bias(layer)
-    mlp = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
-    submodules.mlp = partial(MLP.as_mlp_submodule, submodules=mlp)
+    if has_experts:
+        submodules.pre_mlp_layernorm = RMSNorm  # router, experts and shared experts share it
+    else:
+        submodules.pre_mlp_layernorm = IdentityOp
+        mlp = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
+        submodules.mlp = partial(MLP.as_mlp_submodule, submodules=mlp)
     # The local spec renames separate norms to the fused names in checkpoints; ours have them.
     submodules.sharded_state_dict_keys_map = {}
-    num_layers = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return layer
 
 
 def _add_output_bias(layer: ModuleSpec) -> None:
@@ -172,8 +196,11 @@ def fuse_rotation(gpt: GPTModel) -> None:
 def _rotate_packed(tokens_NHD: Tensor, cu_seqlens: Tensor, rotation: Tensor, **_: Any) -> Tensor:
     """Rotate queries or keys; the twin of Transformer Engine's kernel for packed batches."""
     cos_N1D, sin_N1D = rotation
-    first, second = tokens_NHD.chunk(2, dim=-1)
-    return tokens_NHD * cos_N1D + torch.cat((-second, first), dim=-1) * sin_N1D
+    width = cos_N1D.shape[-1]
+    rotated, passed = tokens_NHD[..., :width], tokens_NHD[..., width:]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos_N1D + torch.cat((-second, first), dim=-1) * sin_N1D
+    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
 
 
 class PackedCausalAttention(nn.Module):

@@ -26,6 +26,7 @@ MESSAGES = (
     r"`load_state_dict` is deprecated",  # torch about Megatron's checkpoints
     r"Please use DTensor instead and we are deprecating ShardedTensor",  # the same
     r"The \.grad attribute of a Tensor that is not a leaf",  # Megatron inspects activations
+    r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts
     r"\s*MimoModelConfig is experimental",  # Megatron's optimizer imports a model that is not ours
     r"The argument order of load has been changed",  # torch about Megatron's call
     r"torch\.distributed is disabled, unavailable or uninitialized",  # reading the common state

@@ -16,7 +16,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-from bapo_megatron.policy.hf_config import HfConfig, YarnRope, check_division, padded_vocab_size
+from bapo_megatron.policy.families.base import HfConfig, YarnRope
+from bapo_megatron.policy.hf_config import check_division, padded_vocab_size
 from bapo_megatron.policy.layer_spec import fuse_rotation, layer_spec, uses_transformer_engine
 from bapo_megatron.runtime.distributed import ProcessGroups
 
@@ -46,9 +47,7 @@ def build_chunks(
         vp_stage = chunk if parallel.virtual_pipeline > 1 else None
         gpt = GPTModel(
             config=config,
-            transformer_layer_spec=layer_spec(
-                config, groups.device, vp_stage, output_bias=hf.output_bias
-            ),
+            transformer_layer_spec=layer_spec(hf, config, groups.device, vp_stage),
             vocab_size=padded_vocab_size(hf.vocab_size, parallel.tensor),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=groups.is_first_stage and chunk == 0,
@@ -57,8 +56,17 @@ def build_chunks(
             share_embeddings_and_output_weights=hf.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=hf.rope_theta,
+            rotary_percent=hf.rotary_share,
             vp_stage=vp_stage,
         )
+        for name, parameter in gpt.named_parameters():
+            if ".mlp.experts." in name:
+                # Megatron's default only if expert parallel > 1. Always, so that gradients are
+                # summed over the ranks with the same expert, and every layout's optimizers match.
+                parameter.allreduce = False
+        for module in gpt.modules():
+            if hasattr(module, "frozen_expert_bias"):
+                module.frozen_expert_bias = True  # training keeps the balance that it finds
         _scale_frequencies(gpt.rotary_pos_emb, hf)
         if not uses_transformer_engine(groups.device, config.params_dtype):
             fuse_rotation(gpt)
@@ -73,14 +81,14 @@ def _scale_frequencies(rope: RotaryEmbedding, hf: HfConfig) -> None:
         low, high = _yarn_find_correction_range(
             scaling.beta_fast,
             scaling.beta_slow,
-            hf.head_dim,
+            hf.rotary_dim,
             hf.rope_theta,
             scaling.original_max_position_embeddings,
             scaling.truncate,
         )
-        mask = 1 - _yarn_linear_ramp_mask(low, high, hf.head_dim // 2, rope.inv_freq.device)
+        mask = 1 - _yarn_linear_ramp_mask(low, high, hf.rotary_dim // 2, rope.inv_freq.device)
         powers = hf.rope_theta ** (
-            torch.arange(0, hf.head_dim, 2, device=mask.device) / hf.head_dim
+            torch.arange(0, hf.rotary_dim, 2, device=mask.device) / hf.rotary_dim
         )
         rope.inv_freq = 1 / (scaling.factor * powers) * (1 - mask) + rope.inv_freq * mask
     elif scaling is not None:
@@ -135,6 +143,7 @@ def _transformer_config(
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         context_parallel_size=parallel.context,
+        **_expert_options(hf, parallel, fused=fused),
         # A stage needs only the shape of its sent output, not the values.
         deallocate_pipeline_outputs=True,
         # Losses come with global denominators: neither schedule nor DDP may divide gradients.
@@ -142,6 +151,34 @@ def _transformer_config(
         **memory_options(megatron, fused),
         **_speed_options(groups.device, fused=fused, interleaved=num_chunks > 1),
     )
+
+
+def _expert_options(hf: HfConfig, parallel: ParallelConfig, *, fused: bool) -> dict[str, Any]:
+    """Translate the experts of a layer and how they are divided; nothing for a dense model."""
+    experts = hf.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.num,
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.intermediate_size,
+        "moe_layer_freq": [int(hf.has_experts(layer)) for layer in range(hf.num_layers)],
+        "moe_shared_expert_intermediate_size": experts.shared_intermediate_size or None,
+        "moe_router_score_function": experts.scoring,
+        # A softmax over the chosen logits alone is one over all logits, normalised.
+        "moe_router_pre_softmax": experts.scoring == "softmax" and not experts.normalizes,
+        "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1 else None,
+        "moe_router_enable_expert_bias": experts.has_bias,
+        "moe_router_num_groups": experts.num_groups if experts.num_groups > 1 else None,
+        "moe_router_group_topk": experts.groups_per_token if experts.num_groups > 1 else None,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",  # the one for ranks with different token counts
+        "moe_grouped_gemm": fused,
+        "moe_permute_fusion": fused,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor_size,
+    }
 
 
 def memory_options(megatron: MegatronConfig, has_transformer_engine: bool) -> dict[str, Any]:

@@ -33,7 +33,8 @@ from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelC
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.policy import weight_export
-from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
+from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.hf_weights import find_tensors, load_weights
 from bapo_megatron.policy.megatron_setup import build_chunks
 from bapo_megatron.runtime.distributed import ProcessGroups, fail_together
@@ -81,11 +82,14 @@ class Model:
         hf = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
         files, _ = find_tensors(hf, model.path)  # checked before memory is allocated
         chunks = build_chunks(hf, model, parallel, megatron, groups)
+        config = chunks[0].config
+        modules = [Float16Module(config, gpt) if config.bf16 else gpt for gpt in chunks]
+        for router in (part for gpt in chunks for part in gpt.modules()):
+            if hasattr(router, "expert_bias"):
+                router._maintain_float32_expert_bias()  # before its values are rounded
         load_weights(chunks, hf, files, groups)
         has_head = returns_hidden_states and groups.is_last_stage
         head = _take_off_head(chunks[-1], groups.tensor) if has_head else None
-        config = chunks[0].config
-        modules = [Float16Module(config, gpt) if config.bf16 else gpt for gpt in chunks]
         return cls(hf, model.path, groups, chunks, head, modules)
 
     def forward_only[Result](
@@ -128,10 +132,9 @@ class Model:
                         weight_export.write_weights(weights, files, temporary)
                         weight_export.copy_companions(self.model_dir, temporary, dtype)
             finally:
-                # The other ranks of the replica take part in every gather, also after a failure.
-                if self.groups.is_first_replica:
-                    for _ in weights:
-                        pass
+                # The other ranks take part in every gather, also after a failure.
+                for _ in weights:
+                    pass
 
     def run_schedule(
         self,

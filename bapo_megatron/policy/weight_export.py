@@ -4,8 +4,9 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,19 +15,24 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bapo_megatron.policy.hf_config import HfConfig
+from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_weights import (
-    EMBEDDING,
     INDEX_NAME,
     SINGLE_NAME,
-    Weight,
     from_shards,
-    hf_shapes,
     local_weights,
+)
+from bapo_megatron.policy.weight_table import (
+    EMBEDDING,
+    hf_shapes,
     shard_shape,
     weight_table,
 )
 from bapo_megatron.runtime.distributed import ProcessGroups
+
+GATHER_BYTES = 256 * 1024**2
+"""Most bytes of whole parameters that are sent to rank 0 at once; a larger one is sent alone."""
+_ALIGNMENT = 16
 
 MAX_FILE_BYTES = 5 * 1024**3
 """Largest weight file; it is also what rank 0 holds in host memory."""
@@ -45,41 +51,89 @@ def gather_weights(
     table: Sequence[Weight] | None = None,
     read: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor, whole, on the ranks of the first stage; elsewhere nothing.
+    """Yield every Hugging Face tensor, whole, on rank 0; elsewhere nothing.
 
-    One parameter is gathered at a time. A collective: the ranks of a model replica (its tensor and
-    pipeline groups) iterate together, to the end. ``table`` is a part of ``weight_table(hf)``;
-    ``read`` takes a tensor of a parameter's shape from it, such as its gradient, all of one dtype.
+    A collective: all ranks iterate together, to the end. Each rank of one model replica sends its
+    parts to rank 0 as one message per ``GATHER_BYTES``, however small the parameters are: a model
+    of 30B has 18,432 tensors of experts. ``table`` is a part of ``weight_table(hf)``; ``read``
+    takes a tensor of a parameter's shape from it, such as its gradient; those of parameters have
+    one type.
     """
-    local = {weight.megatron: read(parameter) for weight, parameter in local_weights(chunks, hf)}
-    dtype = next(iter(local.values())).dtype
-    for weight in weight_table(hf) if table is None else table:
-        # The layers are divided into pipeline × virtual chunks; chunk c is on stage c mod pipeline.
-        stage = 0 if weight.megatron == EMBEDDING.megatron else groups.pipeline_size - 1
-        if weight.layer is not None:
-            layers_per_chunk = hf.num_layers // (groups.pipeline_size * groups.virtual_size)
-            stage = weight.layer // layers_per_chunk % groups.pipeline_size
-        if groups.pipeline_rank == stage:
-            shard = local[weight.megatron].contiguous()
-            if stage != 0:
-                dist.send(shard, group=groups.pipeline, group_dst=0)
-        elif groups.is_first_stage:
-            shape = shard_shape(weight, hf, groups.tensor_size)
-            shard = torch.empty(shape, dtype=dtype, device=groups.device)
-            dist.recv(shard, group=groups.pipeline, group_src=stage)
-        if not groups.is_first_stage:
-            continue
-        shards = [shard]
-        if weight.axis is not None and groups.tensor_size > 1:
-            shards = [torch.empty_like(shard) for _ in range(groups.tensor_size)]
-            dist.all_gather(shards, shard, group=groups.tensor)
-        yield from from_shards(weight, shards, hf).items()
+    local = {w.megatron: tensor for w, tensor in local_weights(chunks, hf, groups)}
+    dtype = read(next(iter(local.values()))).dtype
+    for bucket in _buckets(weight_table(hf) if table is None else table, hf, dtype, GATHER_BYTES):
+        held: dict[int, list[Weight]] = {}  # by rank, in the order of the table
+        for weight in bucket:
+            for rank in _holders(weight, hf, groups):
+                held.setdefault(rank, []).append(weight)
+        if groups.rank == 0:
+            shards = {rank: _shards(weights, hf, groups, dtype) for rank, weights in held.items()}
+            _exchange(dist.irecv, {rank: flat for rank, (flat, _) in shards.items() if rank})
+            parts = {rank: iter(views) for rank, (_, views) in shards.items()}
+            parts[0] = (read(local[weight.megatron]) for weight in held.get(0, ()))
+            for weight in bucket:
+                whole = [next(parts[rank]) for rank in _holders(weight, hf, groups)]
+                yield from from_shards(weight, whole, hf).items()
+        elif groups.rank in held:
+            flat, views = _shards(held[groups.rank], hf, groups, dtype)
+            for weight, view in zip(held[groups.rank], views, strict=True):
+                view.copy_(read(local[weight.megatron]))
+            _exchange(dist.isend, {0: flat})
+
+
+def _holders(weight: Weight, hf: HfConfig, groups: ProcessGroups) -> list[int]:
+    """Return the rank that sends each part of a parameter, in the order of the parts."""
+    # The layers are divided into pipeline × virtual chunks; chunk c is on stage c mod pipeline.
+    stage = 0 if weight.megatron == EMBEDDING.megatron else groups.pipeline_size - 1
+    if weight.layer is not None:
+        layers_per_chunk = hf.num_layers // (groups.pipeline_size * groups.virtual_size)
+        stage = weight.layer // layers_per_chunk % groups.pipeline_size
+    first, num_parts = 0, groups.tensor_size if weight.axis is not None else 1
+    if weight.expert is not None and hf.experts is not None:
+        num_parts = groups.expert_tensor_size
+        first = weight.expert // (hf.experts.num // groups.expert_size) * num_parts
+    return [groups.rank_in_stage(stage, first + part) for part in range(num_parts)]
+
+
+def _shards(
+    weights: Sequence[Weight], hf: HfConfig, groups: ProcessGroups, dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor]]:
+    """Return memory for one rank's parts of parameters, and each of them in it."""
+    shapes = [
+        shard_shape(w, hf, groups.tensor_size if w.expert is None else groups.expert_tensor_size)
+        for w in weights
+    ]
+    dtypes = [stored_dtype(weight, dtype) for weight in weights]
+    sizes = [math.prod(s) * kind.itemsize for s, kind in zip(shapes, dtypes, strict=True)]
+    starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+    flat = torch.empty(starts[-1], dtype=torch.uint8, device=groups.device)
+    views = [
+        flat[start : start + size].view(kind).view(shape)
+        for start, size, kind, shape in zip(starts, sizes, dtypes, shapes, strict=False)
+    ]
+    return flat, views
+
+
+def _exchange(operation: Callable[..., Any], buffers: dict[int, Tensor]) -> None:
+    """Send or receive a buffer to or from each rank, in the communicator of all ranks.
+
+    Single operations would give NCCL a communicator, with its memory, for each pair of ranks.
+    """
+    if buffers:
+        operations = [dist.P2POp(operation, flat, peer=rank) for rank, flat in buffers.items()]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def stored_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a weight's tensors in a model of ``dtype``."""
+    return torch.float32 if weight.is_buffer else dtype
 
 
 def weight_bytes(weight: Weight, hf: HfConfig, dtype: torch.dtype) -> dict[str, int]:
     """Return the bytes of each Hugging Face tensor of a parameter."""
-    shapes = hf_shapes(weight, hf).items()
-    return {name: math.prod(shape) * dtype.itemsize for name, shape in shapes}
+    size, shapes = stored_dtype(weight, dtype).itemsize, hf_shapes(weight, hf).items()
+    return {name: math.prod(shape) * size for name, shape in shapes}
 
 
 def plan_buckets(hf: HfConfig, dtype: torch.dtype, max_bytes: int) -> list[list[Weight]]:
@@ -87,7 +141,13 @@ def plan_buckets(hf: HfConfig, dtype: torch.dtype, max_bytes: int) -> list[list[
 
     A parameter above the limit has a bucket of its own.
     """
-    sizes = [(weight, sum(weight_bytes(weight, hf, dtype).values())) for weight in weight_table(hf)]
+    return _buckets(weight_table(hf), hf, dtype, max_bytes)
+
+
+def _buckets(
+    table: Sequence[Weight], hf: HfConfig, dtype: torch.dtype, max_bytes: int
+) -> list[list[Weight]]:
+    sizes = [(weight, sum(weight_bytes(weight, hf, dtype).values())) for weight in table]
     return [[weight for weight, _ in bucket] for bucket in _filled(sizes, max_bytes)]
 
 

@@ -52,6 +52,8 @@ class ProcessGroups:
     ``data_size · context_size``. Gradients and sums over tokens are reduced over it."""
     pipeline: dist.ProcessGroup
     """Ranks that hold successive layers of one model replica."""
+    expert_data: dist.ProcessGroup
+    """Ranks with the same experts: the gradients of experts are reduced over it."""
     control: dist.ProcessGroup
     """All ranks over gloo, with the timeout ``parallel.timeout_s``. Ranks wait for batches here:
     a rollout may outlast any NCCL timeout."""
@@ -70,6 +72,11 @@ class ProcessGroups:
     pipeline_size: int
     virtual_size: int
     """Model chunks per rank; above 1 the schedule is interleaved."""
+    expert_rank: int
+    """Index of this rank's experts."""
+    expert_size: int
+    expert_tensor_rank: int
+    expert_tensor_size: int
 
     @property
     def is_first_stage(self) -> bool:
@@ -81,10 +88,13 @@ class ProcessGroups:
         """Whether this rank sees logits."""
         return self.pipeline_rank == self.pipeline_size - 1
 
-    @property
-    def is_first_replica(self) -> bool:
-        """Whether this rank belongs to the model replica of rank 0."""
-        return self.data_rank == 0 and self.context_rank == 0
+    def rank_in_stage(self, stage: int, number: int) -> int:
+        """Return the global rank of the ``number``-th rank of a pipeline stage.
+
+        Ranks are numbered tensor first, then context, data, pipeline; for experts expert-tensor
+        first, then expert, expert-data, pipeline.
+        """
+        return stage * (self.world_size // self.pipeline_size) + number
 
 
 def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
@@ -125,6 +135,8 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
                 parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
             ),
             context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor_size,
             distributed_timeout_minutes=parallel.timeout_s / 60,  # becomes a timedelta
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
@@ -156,6 +168,7 @@ def megatron_groups(
         context=parallel_state.get_context_parallel_group(),
         data=parallel_state.get_data_parallel_group(with_context_parallel=True),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        expert_data=parallel_state.get_expert_data_parallel_group(),
         control=control,
         device=device,
         rank=dist.get_rank(),
@@ -169,6 +182,10 @@ def megatron_groups(
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_size=parallel.virtual_pipeline,
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
     )
 
 

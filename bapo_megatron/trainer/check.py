@@ -16,7 +16,8 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.teacher import TEACHER_KEY, as_policy, naming_teacher
 from bapo_megatron.data.vocabulary import check_same_vocabulary
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.policy.hf_config import HfConfig, check_frozen_model, read_hf_config_file
+from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.hf_config import check_frozen_model, read_hf_config_file
 from bapo_megatron.runtime.gpus import count_gpus
 from bapo_megatron.runtime.processes import launched_number
 

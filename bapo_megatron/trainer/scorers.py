@@ -36,6 +36,7 @@ from bapo_megatron.data.token_columns import (
     TEACHER_TOP_LOGPROBS,
 )
 from bapo_megatron.policy.frozen import FrozenModel
+from bapo_megatron.policy.weight_table import sequence_flops
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
     broadcast_from_last_stage,
@@ -163,7 +164,7 @@ class FrozenScorer:
                     replace(micro_batch, columns={**micro_batch.columns, **values})
                     for micro_batch, values in zip(split.micro_batches, columns, strict=False)
                 ]
-                flops = sum(hf.sequence_flops.of(lengths[i]) for i in split.computed)
+                flops = sum(sequence_flops(hf).of(lengths[i]) for i in split.computed)
                 scored.append(
                     replace(
                         split,

@@ -24,6 +24,7 @@ from bapo_megatron.data.packing import PackingRules, UpdatePacking, pack_update,
 from bapo_megatron.data.staleness import trainable_mask
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.policy.model import Model
+from bapo_megatron.policy.weight_table import sequence_flops
 from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch, Sample
 
 ZeroAdvantage = Literal["trained", "computed", "left_out"]
@@ -86,7 +87,7 @@ def split_shape(
     rules = PackingRules(
         data_size=groups.data_size,
         max_tokens=train.max_tokens_per_micro_batch * parallel.context,
-        flops=model.hf.sequence_flops,
+        flops=sequence_flops(model.hf),
         sequence_multiple=sequence_multiple,
         total_multiple=total_multiple,
         # The interleaved schedule runs micro-batches in rounds of one per stage.

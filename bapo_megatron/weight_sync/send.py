@@ -42,10 +42,10 @@ from bapo_megatron.engine.collective import (
     unpack,
 )
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.policy.hf_weights import hf_shapes
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.train_state import TrainState
-from bapo_megatron.policy.weight_export import gather_weights, plan_buckets
+from bapo_megatron.policy.weight_export import gather_weights, plan_buckets, stored_dtype
+from bapo_megatron.policy.weight_table import hf_shapes
 from bapo_megatron.runtime.calls import Caller
 from bapo_megatron.runtime.distributed import broadcast_bytes, fail_together
 from bapo_megatron.weight_sync import receive
@@ -207,10 +207,12 @@ class WeightBuckets:
         model = self._model
         broadcast_bytes(str(number).encode(), model.groups)
         shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: list[str] = []
         for weight in self._plan[number]:
             shapes |= hf_shapes(weight, model.hf)
-        dtypes = (str(self._dtype).removeprefix("torch."),) * len(shapes)
-        layout = BucketLayout(tuple(shapes), dtypes, tuple(shapes.values()))
+            name = str(stored_dtype(weight, self._dtype)).removeprefix("torch.")
+            dtypes += [name] * len(weight.hf)
+        layout = BucketLayout(tuple(shapes), tuple(dtypes), tuple(shapes.values()))
         flat = torch.empty(sum(tensor_sizes(layout)), dtype=torch.uint8, device=model.groups.device)
         targets = unpack(layout, flat)
         for (name, target), (gathered, tensor) in zip(targets, self._iterate(number), strict=True):
@@ -225,9 +227,8 @@ class WeightBuckets:
     def follow(self) -> None:
         """Take part in every ``gather`` of rank 0, until ``end``."""
         while (message := broadcast_bytes(None, self._model.groups)) != _END:
-            if self._model.groups.is_first_replica:
-                for _ in self._iterate(int(message)):
-                    pass
+            for _ in self._iterate(int(message)):
+                pass
 
     def _iterate(self, number: int) -> Iterator[tuple[str, Tensor]]:
         model = self._model

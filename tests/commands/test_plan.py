@@ -48,7 +48,7 @@ def test_json_holds_every_figure(config: str) -> None:
     result = run(["plan", config, "--model-config", MODEL, "--gpus", "16", "--json"])
     assert result.returncode == 0, result.stderr
     plan = json.loads(result.stdout)
-    assert list(plan["layout"].values()) == [2, False, 2, 1, 2, 2]
+    assert list(plan["layout"].values()) == [2, False, 2, 1, 2, 2, 1, None]
     assert [stage["stage"] for stage in plan["stages"]] == [0, 1]
     for stage in plan["stages"]:
         parts = [stage[f"{part}_bytes"] for part in ("weights", "gradients", "optimizer")]

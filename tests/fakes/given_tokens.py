@@ -40,6 +40,7 @@ def one_rank(device: torch.device = CPU) -> Iterator[ProcessGroups]:
             context=world,
             data=world,
             pipeline=world,
+            expert_data=world,
             control=world,
             device=device,
             rank=0,
@@ -53,6 +54,10 @@ def one_rank(device: torch.device = CPU) -> Iterator[ProcessGroups]:
             pipeline_rank=0,
             pipeline_size=1,
             virtual_size=1,
+            expert_rank=0,
+            expert_size=1,
+            expert_tensor_rank=0,
+            expert_tensor_size=1,
         )
     finally:
         dist.destroy_process_group()

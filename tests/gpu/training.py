@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from bapo_megatron.policy.hf_weights import hf_shapes, weight_table
 from bapo_megatron.policy.layer_spec import uses_transformer_engine
 from bapo_megatron.policy.megatron_setup import DTYPES, seed_everything
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.train_state import TrainState
+from bapo_megatron.policy.weight_table import hf_shapes, weight_table
 from bapo_megatron.runtime.distributed import init_distributed, shutdown_distributed
 from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
 from bapo_megatron.trainer.split import split_shape

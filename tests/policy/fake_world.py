@@ -6,6 +6,7 @@ with nothing, so the world need not exist.
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from bapo_megatron.runtime.distributed import ProcessGroups, megatron_groups
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bapo_megatron.policy.hf_config import HfConfig
+    from bapo_megatron.policy.families.base import HfConfig
 
 META = torch.device("meta")
 
@@ -32,13 +33,19 @@ def stage_parameters(
     hf: HfConfig, model: ModelConfig, parallel: ParallelConfig, stage: int
 ) -> list[int]:
     """Parameters of each chunk of a rank of a pipeline stage; all ranks of a stage hold as many."""
-    rank = stage * parallel.tensor * parallel.context
+    rank = stage * _stage_ranks(parallel)
     with fake_world(parallel, rank) as groups, OnMeta():
         chunks = build_chunks(hf, model, parallel, MegatronConfig(), groups)
     for chunk in chunks:
         strays = [name for name, p in chunk.named_parameters() if p.device != META]
         assert not strays, f"allocated: {strays}"
     return [sum(parameter.numel() for parameter in chunk.parameters()) for chunk in chunks]
+
+
+def _stage_ranks(parallel: ParallelConfig) -> int:
+    """Ranks of a stage: the fewest over which its parameters and its experts divide."""
+    replica = parallel.tensor * parallel.context
+    return math.lcm(replica, parallel.expert * parallel.expert_tensor_size)
 
 
 @contextmanager
@@ -56,7 +63,7 @@ def fake_world(parallel: ParallelConfig, rank: int) -> Iterator[ProcessGroups]:
         "fake",
         store=FakeStore(),
         rank=rank,
-        world_size=parallel.tensor * parallel.context * parallel.pipeline,
+        world_size=_stage_ranks(parallel) * parallel.pipeline,
     )
     try:
         parallel_state.initialize_model_parallel(
@@ -64,6 +71,8 @@ def fake_world(parallel: ParallelConfig, rank: int) -> Iterator[ProcessGroups]:
             pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor_size,
             create_gloo_process_groups=False,
         )
         world = dist.group.WORLD
@@ -84,6 +93,8 @@ class OnMeta(TorchFunctionMode):
             return args[0]
         if func is torch.device and isinstance(args[0], int):
             return func("cuda", *args)  # without a GPU a number alone names no device
-        if "device" in kwargs or func in _device_constructors():
+        # By name: ``cpu_compat`` wraps some of them.
+        names = {constructor.__name__ for constructor in _device_constructors()}
+        if "device" in kwargs or getattr(func, "__name__", "") in names:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)

@@ -23,6 +23,7 @@ from bapo_megatron.policy import megatron_setup
 from bapo_megatron.policy.megatron_import import APEX_PRODUCTS, stand_in_for_apex
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_export import gather_weights
+from bapo_megatron.policy.weight_table import weight_table
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
     any_rank,
@@ -77,7 +78,7 @@ def forward_backward(state: TrainState, problems: list[Problem]) -> list[dict[st
 
 
 def snapshot(state: TrainState) -> dict[str, Tensor]:
-    """Copies of all weights by Hugging Face name."""
+    """Copies of all weights by Hugging Face name, on rank 0."""
     weights = gather_weights(state.model.chunks, state.model.hf, state.model.groups)
     return {name: tensor.clone() for name, tensor in weights}
 
@@ -187,20 +188,26 @@ def gather_columns(logits_NV: Tensor, groups: ProcessGroups) -> Tensor:
 
 
 def hf_gradients(state: TrainState) -> dict[str, Tensor]:
-    """Whole gradients by Hugging Face name, on the ranks of the first stage.
+    """Whole gradients by Hugging Face name, on rank 0.
 
     Each rank of the data group has reduced a part of them.
     """
     groups = state.model.groups
-    size, rank = groups.data.size(), groups.data.rank()
     for ddp in state.wrapped:
-        for buffer in ddp.buffers if ddp.ddp_config.use_distributed_optimizer else ():
-            part = buffer.grad_data.chunk(size)[rank].clone()
-            parts = [torch.empty_like(part) for _ in range(size)]
-            dist.all_gather(parts, part, group=groups.data)
-            buffer.grad_data.copy_(torch.cat(parts))
+        for group, buffers in (
+            (groups.data, ddp.buffers),
+            (groups.expert_data, ddp.expert_parallel_buffers),
+        ):
+            for buffer in buffers if ddp.ddp_config.use_distributed_optimizer else ():
+                part = buffer.grad_data.chunk(group.size())[group.rank()].clone()
+                parts = [torch.empty_like(part) for _ in range(group.size())]
+                dist.all_gather(parts, part, group=group)
+                buffer.grad_data.copy_(torch.cat(parts))
     model = state.model
-    gradients = gather_weights(model.chunks, model.hf, groups, read=lambda p: p.main_grad)
+    trained = [weight for weight in weight_table(model.hf) if not weight.is_buffer]
+    gradients = gather_weights(
+        model.chunks, model.hf, groups, trained, read=lambda parameter: parameter.main_grad
+    )
     return {name: gradient.clone() for name, gradient in gradients}
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.policy import hf_weights
+from bapo_megatron.policy import hf_weights, weight_table
 from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.train_state import TrainState
 from tests.distributed_launch import joined, run_ranks
@@ -138,7 +138,9 @@ def test_there_and_back_changes_no_bit(
     deep_models: Models, tmp_path: Path, family: str, dtype: torch.dtype
 ) -> None:
     def in_dtype(tensors: dict[str, Tensor]) -> None:
-        tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
+        buffers = [name for name in tensors if name.endswith("e_score_correction_bias")]
+        trained = {name: t.to(dtype) for name, t in tensors.items() if name not in buffers}
+        tensors.update(trained)
 
     model = copy_with(deep_models[family], tmp_path / "model", in_dtype)
     set_config_field(model, dtype=str(dtype).removeprefix("torch."))
@@ -197,7 +199,8 @@ def test_a_checkpoint_with_another_padding_of_the_vocabulary_is_read(
     deep_models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(hf_weights, "padded_vocab_size", lambda vocab_size, tensor: 100)
+        for module in (hf_weights, weight_table):
+            patched.setattr(module, "padded_vocab_size", lambda vocab_size, tensor: 100)
         run_convert(deep_models["qwen2"], tmp_path / "megatron")
     run_convert(tmp_path / "megatron", tmp_path / "back")
     assert_same(weights(tmp_path / "back"), weights(deep_models["qwen2"]))
@@ -247,7 +250,8 @@ def test_megatron_loads_a_converted_model_and_what_it_saves_becomes_what_it_expo
     run_convert(run_dir / "checkpoints" / "step_1", tmp_path / "hf")
     for path in (run_dir / "export").iterdir():
         assert (tmp_path / "hf" / path.name).read_bytes() == path.read_bytes(), path.name
-    assert_same(weights(tmp_path / "hf"), {name: 1.5 * t for name, t in original.items()})
+    trained = {n: 1.5 * t for n, t in original.items() if not n.endswith("e_score_correction_bias")}
+    assert_same(weights(tmp_path / "hf"), original | trained)
 
 
 @pytest.mark.distributed

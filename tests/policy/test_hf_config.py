@@ -9,15 +9,10 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.policy.hf_config import (
-    FAMILIES,
-    HARMLESS_FIELDS,
-    ConfigJson,
-    HfConfig,
-    Llama3Rope,
-    YarnRope,
-    read_hf_config_file,
-)
+from bapo_megatron.policy.families import FAMILIES
+from bapo_megatron.policy.families.base import HfConfig, Llama3Rope, YarnRope
+from bapo_megatron.policy.families.config_json import HARMLESS_FIELDS
+from bapo_megatron.policy.hf_config import read_hf_config_file
 from tests.policy.tiny_models import model_class
 
 QWEN25 = {
@@ -87,8 +82,8 @@ def test_qwen25_is_read_with_its_biases(tmp_path: Path) -> None:
 
 
 def test_every_field_of_transformers_own_configurations_is_known_here() -> None:
-    known = {*ConfigJson.model_fields, *HARMLESS_FIELDS}
-    for family in FAMILIES:
+    for family, description in FAMILIES.items():
+        known = {*description.fields.model_fields, *HARMLESS_FIELDS}
         fields = model_class(family).config_class().to_dict()
         assert {name for name, value in fields.items() if value} - known == set(), family
 

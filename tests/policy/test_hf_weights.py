@@ -10,19 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size, read_hf_config_file
-from bapo_megatron.policy.hf_weights import (
-    EMBEDDING,
-    INDEX_NAME,
-    LAYER,
-    Weight,
-    find_tensors,
-    from_shards,
-    hf_shapes,
-    to_shard,
-    weight_table,
-)
+from bapo_megatron.policy.families.base import HfConfig, Weight
+from bapo_megatron.policy.families.layers import ATTENTION, DENSE_MLP
+from bapo_megatron.policy.hf_config import padded_vocab_size, read_hf_config_file
+from bapo_megatron.policy.hf_weights import INDEX_NAME, find_tensors, from_shards, to_shard
 from bapo_megatron.policy.weight_export import plan_buckets, plan_files, weight_bytes
+from bapo_megatron.policy.weight_table import EMBEDDING, hf_shapes, weight_table
 from tests.policy.convert_models import copy_with
 from tests.policy.tiny_models import Models, set_config_field
 
@@ -46,9 +39,9 @@ HF = HfConfig(
     qkv_bias=True,
     qk_norm=False,
 )
-QKV = next(weight for weight in LAYER if weight.form == "qkv")
-GATE_UP = next(weight for weight in LAYER if weight.form == "gate_up")
-OUTPUT_PROJECTION = next(weight for weight in LAYER if weight.axis == 1)
+QKV = next(weight for weight in ATTENTION if weight.form == "qkv")
+GATE_UP = next(weight for weight in DENSE_MLP if weight.form == "gate_up")
+OUTPUT_PROJECTION = next(weight for weight in ATTENTION if weight.axis == 1)
 
 
 def rows(*values: int) -> torch.Tensor:
@@ -155,7 +148,7 @@ def test_buckets_hold_whole_parameters_in_order_and_exceed_the_limit_by_single_o
     dtype: torch.dtype, max_bytes: int, sizes: list[int]
 ) -> None:
     buckets = plan_buckets(HF, dtype, max_bytes)
-    assert [weight for bucket in buckets for weight in bucket] == weight_table(HF)
+    assert tuple(weight for bucket in buckets for weight in bucket) == weight_table(HF)
     of_buckets = [
         sum(sum(weight_bytes(weight, HF, dtype).values()) for weight in bucket)
         for bucket in buckets

@@ -63,6 +63,9 @@ def assert_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> 
     for name, gradient in expected.items():
         # A shift of all keys hardly moves a softmax: a small rest of large terms.
         tolerance = 5e-5 if name.endswith("k_proj.bias") else 1e-5
+        if not gradient.any():  # of an expert that no token visits
+            assert not actual[name].any(), name
+            continue
         assert relative_error(actual[name], gradient) < tolerance, name
 
 
@@ -110,8 +113,7 @@ def test_gradients_and_their_norm_are_those_of_transformers_on_the_tokens_of_all
     for result in results[layout]:
         assert result[family]["step"].applied
         assert result[family]["step"].grad_norm == pytest.approx(norm, rel=1e-5)
-    for result in results[layout][: 1 if layout == "pipeline" else None]:
-        assert_gradients(result[family]["gradients"], expected)
+    assert_gradients(results[layout][0][family]["gradients"], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.policy.convert import _empty_states, _stacked
-from bapo_megatron.policy.hf_weights import EMBEDDING, OUTPUT, shard_shape, weight_table
+from bapo_megatron.policy.weight_table import EMBEDDING, OUTPUT, shard_shape, weight_table
 from tests.policy.transformer_engine_names import FAMILIES, LAYOUTS, published
 
 FOLDER = Path(sys.prefix) / "transformer-engine-2.20.2"

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from bapo_megatron.policy.hf_config import YarnRope, read_hf_config_file
+from bapo_megatron.policy.families.base import YarnRope
+from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.megatron_setup import _scale_frequencies
 from tests.policy.test_hf_config import YARN_ROPE, write
 

@@ -6,7 +6,7 @@ Shape legend: N = packed tokens, V = vocabulary, S = tokens of one sequence.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from bapo_megatron.data.micro_batch import TOKEN_FIELDS, shard_context
 from bapo_megatron.types import MicroBatch
 
 VOCAB_SIZE = 97  # prime, so that padding is needed for every tensor-parallel size
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "glm4_moe")
 Models = dict[str, Path]
 """Directories of models, or of checkpoints, by family."""
 Ranks = list[dict[str, Any]]
@@ -44,7 +44,8 @@ def make_model(family: str, directory: Path, **changes: Any) -> Path:
     torch.manual_seed(FAMILIES.index(family))
     model = model_class(family)(_config(family, changes)).float()
     with torch.no_grad():
-        for parameter in model.parameters():
+        biases = (b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
+        for parameter in (*model.parameters(), *biases):
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(directory)
@@ -65,6 +66,8 @@ def model_class(family: str) -> Any:
         "qwen3": transformers.Qwen3ForCausalLM,
         "llama": transformers.LlamaForCausalLM,
         "mistral": transformers.MistralForCausalLM,
+        "qwen3_moe": transformers.Qwen3MoeForCausalLM,
+        "glm4_moe": transformers.Glm4MoeForCausalLM,
     }[family]
 
 
@@ -93,6 +96,27 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
                 "factor": 4.0,
                 "original_max_position_embeddings": 8,
             },
+        },
+        "qwen3_moe": {
+            "tie_word_embeddings": False,
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+        },
+        "glm4_moe": {
+            "tie_word_embeddings": False,
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
         },
     }
     return model_class(family).config_class(**{**SIZES, **traits[family], **changes})
@@ -159,7 +183,23 @@ def reference_gradients(model: Any, problems: list[Problem]) -> dict[str, Tensor
     model.zero_grad()
     for problem in problems:
         problem.loss(reference_logits(model, problem)).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return dict(one for name, grad in gradients.items() for one in _per_expert(name, grad))
+
+
+def _per_expert(name: str, fused: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Tensors as files name them: transformers keeps the experts of a layer together."""
+    layer, experts, kind = name.rpartition(".experts.")
+    if not experts:
+        yield name, fused
+        return
+    for number, expert in enumerate(fused):
+        if kind == "gate_up_proj":
+            gate, up = expert.chunk(2)
+            yield f"{layer}.experts.{number}.gate_proj.weight", gate
+            yield f"{layer}.experts.{number}.up_proj.weight", up
+        else:
+            yield f"{layer}.experts.{number}.down_proj.weight", expert
 
 
 def set_config_field(directory: Path, **values: Any) -> None:

@@ -23,7 +23,8 @@ from unittest.mock import MagicMock, patch
 
 import torch
 
-from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
+from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.runtime.cpu_torch import uncompiled_imports
 from tests.tools.planning.cases import MODELS
 
@@ -117,7 +118,7 @@ def held(hf: HfConfig, parallel: dict[str, Any]) -> dict[str, Any]:
                 for module in chunk.decoder.modules()
                 if any(True for _ in module.parameters(recurse=False))
             }
-            for weight, parameter in local_weights([chunk], hf):
+            for weight, parameter in local_weights([chunk], hf, played):
                 is_divided = getattr(parameter, "tensor_model_parallel", False)
                 parameters[weight.megatron] = {
                     "shape": list(parameter.shape),

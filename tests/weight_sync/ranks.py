@@ -178,7 +178,9 @@ def _sync(sync: WeightSync, state: TrainState, source: ThreadSource | None) -> S
 
 def _multiply(state: TrainState, factor: float) -> None:
     with torch.no_grad():
-        for weight, parameter in local_weights(state.model.chunks, state.model.hf):
+        for weight, parameter in local_weights(
+            state.model.chunks, state.model.hf, state.model.groups
+        ):
             if weight.megatron.endswith("linear_fc2.weight"):
                 parameter.mul_(factor)
 

@@ -6,7 +6,7 @@ them there: then nothing is sampled until a complete one.
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -316,8 +316,7 @@ class LocalWeights:
     ) -> None:
         """Take a model, and the function that runs a change of its weights."""
         self._change = change
-        # Tied parameters appear under each of their names.
-        self._parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._parameters = dict(_weights(model))
         self._group: Any = None
         self._loaded: set[int] = set()
         """Parameters already loaded by an incomplete weight sync, by ``id``."""
@@ -421,6 +420,25 @@ class LocalWeights:
             )
         self._loaded.clear()
         self._is_whole = True
+
+
+def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield what weights are copied to, by the names in files; tied ones under each of theirs.
+
+    transformers keeps the experts of a layer in two tensors, [E, 2 · channels, D] of gate and up
+    and [E, D, channels]; files have three matrices per expert.
+    """
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        layer, is_expert, kind = name.partition(".experts.")
+        if not is_expert:
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor.detach()):
+            parts = [(kind, expert)]
+            if kind == "gate_up_proj":
+                parts = list(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+            for part, matrix in parts:
+                yield f"{layer}.experts.{number}.{part}.weight", matrix
 
 
 def _use_threads(number: int | None) -> None:

@@ -12,18 +12,25 @@ its scores. Symbols, all per rank:
     f  MLP channels / tensor-parallel size    H  heads / tensor-parallel size, of D channels
     e  bytes of an element (2 or 4)
 
+In a layer with experts f is k·(channels of one)/s for a token's k experts, each of which has a copy
+of it, plus those of the shared experts; a rank's share of the tokens is taken to be balanced.
+
 ``transformer-engine`` is read off the saved tensors of its LayerNormLinear, Linear, RMSNorm and
 flash attention, and Megatron's fused SwiGLU; ``local`` off ours (``policy.layer_spec``), and
 measured by the tests.
 """
 
+import functools
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from bapo_megatron.config.check import check_heads
-from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size
+from bapo_megatron.policy.families.base import HfConfig, Weight
+from bapo_megatron.policy.hf_config import padded_vocab_size
+from bapo_megatron.policy.weight_table import layer_weights, shard_shape
 from bapo_megatron.tools.planning.scenario import Frozen, Layout, Scenario, Workload
 
 FLOAT32_BYTES = 4
@@ -35,23 +42,22 @@ BUFFER_TOKEN_BYTES = 5.6
 """Per response token of an unfinished sample, without texts (``tests.benchmarks.bench_buffer``)."""
 
 
-def layer_parameters(hf: HfConfig, tensor: int) -> int:
-    """Return the parameters of one layer on one of ``tensor`` ranks.
+@functools.cache
+def layer_parameters(hf: HfConfig, layer: int, tensor: int = 1) -> int:
+    """Return the parameters of a layer, outside experts, on one of ``tensor`` ranks."""
+    return _elements(hf, layer_weights(hf, layer).shared, tensor)
 
-    With hidden size h, query channels q, key (and value) channels k and MLP channels f, all but the
-    norms divided over t ranks:
 
-        2h + [D + D] + [h] + ((q + 2k)·h + [q + 2k] + q·h + 3·h·f) / t
+@functools.cache
+def expert_parameters(hf: HfConfig, layer: int, ranks: int = 1) -> int:
+    """Return the parameters of a layer's experts on each of ``ranks`` ranks that divide them."""
+    num = hf.experts.num if hf.experts else 0
+    return num * _elements(hf, layer_weights(hf, layer).expert, 1) // ranks
 
-    where the bracketed norms over the D channels of a head and biases are those of models that have
-    them.
-    """
-    query, key = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
-    projections = (2 * query + 2 * key + 3 * hf.intermediate_size) * hf.hidden_size
-    biases = query + 2 * key if hf.qkv_bias else 0
-    norms = 2 * hf.hidden_size + (2 * hf.head_dim if hf.qk_norm else 0)
-    output_bias = hf.hidden_size if hf.output_bias else 0
-    return norms + output_bias + (projections + biases) // tensor
+
+def _elements(hf: HfConfig, weights: Iterable[Weight], size: int) -> int:
+    shapes = (shard_shape(weight, hf, size) for weight in weights if not weight.is_buffer)
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def embedding_parameters(hf: HfConfig, tensor: int) -> int:
@@ -67,7 +73,11 @@ def chunk_parameters(hf: HfConfig, layout: Layout, stage: int, chunk: int) -> in
     """
     is_first = stage == 0 and chunk == 0
     is_last = stage == layout.pipeline - 1 and chunk == layout.virtual - 1
-    total = layout.layers_per_chunk(hf) * layer_parameters(hf, layout.tensor)
+    per_chunk = layout.layers_per_chunk(hf)
+    first = (chunk * layout.pipeline + stage) * per_chunk
+    layers = range(first, first + per_chunk)
+    total = sum(layer_parameters(hf, layer, layout.tensor) for layer in layers)
+    total += _chunk_experts(hf, layout, layers)
     if is_first:
         total += embedding_parameters(hf, layout.tensor)
     if is_last:
@@ -77,11 +87,38 @@ def chunk_parameters(hf: HfConfig, layout: Layout, stage: int, chunk: int) -> in
     return total
 
 
+def _chunk_experts(hf: HfConfig, layout: Layout, layers: Iterable[int]) -> int:
+    return sum(expert_parameters(hf, layer, layout.expert_ranks) for layer in layers)
+
+
+def stage_experts(hf: HfConfig, layout: Layout, stage: int) -> int:
+    """Return the parameters of experts among those of a stage on one rank."""
+    per_chunk = layout.layers_per_chunk(hf)
+    chunks = range(stage, layout.pipeline * layout.virtual, layout.pipeline)
+    layers = (layer for c in chunks for layer in range(c * per_chunk, (c + 1) * per_chunk))
+    return _chunk_experts(hf, layout, layers)
+
+
+def visited_parameters(hf: HfConfig, sequences: int = 1) -> float:
+    """Return the parameters that as many tokens at once visit on average, experts drawn evenly.
+
+    The whole model but the experts that none of them is sent to: of E, each with a chance of
+    (1 − k/E)^sequences.
+    """
+    experts = hf.experts
+    if experts is None:
+        return model_parameters(hf)
+    idle = (1 - experts.per_token / experts.num) ** sequences
+    of_experts = sum(expert_parameters(hf, layer) for layer in range(hf.num_layers))
+    return model_parameters(hf) - idle * of_experts
+
+
 def model_parameters(hf: HfConfig) -> int:
     """Return the parameters of the whole model as published, its vocabulary without padding."""
     embeddings = 1 if hf.tied_embeddings else 2
-    layers = hf.num_layers * layer_parameters(hf, 1)
-    return layers + hf.hidden_size + embeddings * hf.vocab_size * hf.hidden_size
+    layers = range(hf.num_layers)
+    total = sum(layer_parameters(hf, layer) + expert_parameters(hf, layer) for layer in layers)
+    return total + hf.hidden_size + embeddings * hf.vocab_size * hf.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +128,8 @@ class StageMemory:
     stage: int
     parameters: int
     """Held by the GPU."""
+    expert_parameters: int
+    """Those of experts among them."""
     weights_bytes: float
     gradients_bytes: float
     """float32, all of the rank's parameters: each rank sums over its own micro-batches."""
@@ -151,7 +190,9 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
         parameters = stage_parameters(case.hf, layout, stage)
         in_flight = chunks_in_flight(layout, stage, work.micro_batches)
         weights, gradients = case.element_bytes * parameters, FLOAT32_BYTES * parameters
-        optimizer = state_bytes * parameters / case.optimizer_ranks
+        experts = stage_experts(case.hf, layout, stage)
+        optimizer = state_bytes * (parameters - experts) / case.optimizer_ranks
+        optimizer += state_bytes * experts / case.expert_optimizer_ranks
         activations = in_flight * chunk * tokens
         logits = head_bytes if is_last else 0.0
         frozen, hidden, scoring, host = 0.0, 0.0, 0.0, 0.0
@@ -170,6 +211,7 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
             StageMemory(
                 stage=stage,
                 parameters=parameters,
+                expert_parameters=experts,
                 weights_bytes=weights,
                 gradients_bytes=gradients,
                 optimizer_bytes=optimizer,
@@ -216,7 +258,7 @@ def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> di
     hf = case.hf
     query = case.divided_bytes(hf.num_heads * hf.head_dim)
     key = case.divided_bytes(hf.num_kv_heads * hf.head_dim)
-    mlp = case.divided_bytes(hf.intermediate_size)
+    mlp = mlp_bytes(case)
     tensors = {
         "norms and inputs of the two products": 2 * norm_bytes(case),
         "queries, keys, values": query + 2 * key,
@@ -225,6 +267,14 @@ def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> di
         "gate and up": 2 * mlp,
         "input of the down product": mlp,
     }
+    if hf.experts is not None:
+        ranks, visits = case.layout.sequence_ranks, hf.experts.per_token
+        tensors["tokens of experts"] = visits * case.hidden_bytes
+        tensors["logits, scores and weights of the router"] = (
+            3 * FLOAT32_BYTES * hf.experts.num / ranks
+        )
+        if case.assumptions.layers == "local":
+            tensors["weighted input of the down product"] = mlp
     if hf.qk_norm:
         tensors["norms of queries and keys"] = _head_norm_bytes(case)
     if case.assumptions.layers == "local":
@@ -234,6 +284,16 @@ def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> di
     if recompute == "none":
         tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // case.layout.tensor)
     return tensors
+
+
+def mlp_bytes(case: Scenario) -> float:
+    """Return the bytes per token of an MLP's channels, of all experts that the token visits."""
+    experts = case.hf.experts
+    if experts is None:
+        return case.divided_bytes(case.hf.intermediate_size)
+    visited = case.element_bytes * experts.per_token * experts.intermediate_size
+    shared = case.divided_bytes(experts.shared_intermediate_size)
+    return visited / case.layout.sequence_ranks + shared
 
 
 def _layer_bytes(case: Scenario, recompute: Literal["none", "selective"]) -> float:
@@ -273,7 +333,7 @@ def workspace_bytes(case: Scenario) -> float:
     In the MLP: the gradients of the down product's input (f) and of gate and up (2f), the gathered
     input of the gate and up product and its gradient (h each), and the residual's gradient.
     """
-    mlp = case.divided_bytes(case.hf.intermediate_size)
+    mlp = mlp_bytes(case)
     return 3 * mlp + 2 * case.whole_hidden_bytes + case.hidden_bytes
 
 

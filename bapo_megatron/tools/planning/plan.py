@@ -11,7 +11,8 @@ from bapo_megatron.config.check import check_settings
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import Section
-from bapo_megatron.policy.hf_config import HfConfig, check_division
+from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.hf_config import check_division
 from bapo_megatron.runtime.gpus import find_gpu, peak_flops
 from bapo_megatron.tools.planning.memory import (
     DiskUse,

@@ -19,10 +19,12 @@ from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
 from bapo_megatron.config.scorers import FrozenModelConfig
 from bapo_megatron.config.teacher import TEACHER_KEY
-from bapo_megatron.policy.hf_config import HfConfig, check_division, check_frozen_model
+from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.hf_config import check_division, check_frozen_model
+from bapo_megatron.policy.weight_table import sequence_flops
 from bapo_megatron.runtime.gpus import Gpu
 
-Group = Literal["tensor", "context", "pipeline", "data"]
+Group = Literal["tensor", "context", "pipeline", "data", "expert"]
 
 MAX_GPUS = 1 << 16
 MAX_VIRTUAL = 8
@@ -39,6 +41,8 @@ class Layout:
     virtual: int = 1
     context: int = 1
     data: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -49,7 +53,14 @@ class Layout:
             pipeline=self.pipeline,
             virtual_pipeline=self.virtual,
             context=self.context,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
         )
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of a stage that divide the experts of a layer."""
+        return self.expert * self.parallel.expert_tensor_size
 
     @property
     def gpus(self) -> int:
@@ -62,6 +73,11 @@ class Layout:
         return self.data * self.context
 
     @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.tensor * self.replicas // self.expert_ranks
+
+    @property
     def sequence_ranks(self) -> int:
         """Ranks that divide the tokens between GEMMs."""
         return self.tensor if self.sequence else 1
@@ -72,12 +88,17 @@ class Layout:
 
     @property
     def group_ranks(self) -> dict[Group, int]:
-        """Ranks of each group, where ``data`` has those that sum gradients: data × context."""
+        """Ranks of each group, where ``data`` has those that sum gradients: data × context.
+
+        ``expert`` is there if experts are divided.
+        """
+        expert: dict[Group, int] = {"expert": self.expert} if self.expert > 1 else {}
         return {
             "tensor": self.tensor,
             "context": self.context,
             "pipeline": self.pipeline,
             "data": self.replicas,
+            **expert,
         }
 
     def within_node(self, group: Group, node_gpus: int) -> bool:
@@ -87,6 +108,7 @@ class Layout:
             "context": self.tensor * self.context,
             "data": self.tensor * self.replicas,
             "pipeline": self.gpus,
+            "expert": self.expert_ranks,
         }
         return span[group] <= node_gpus
 
@@ -109,6 +131,12 @@ def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
             f"--gpus: must be a multiple of parallel.tensor × pipeline × context = {replica}, got "
             f"{gpus}; give {-(-max(gpus, 1) // replica) * replica}, or change parallel"
         )
+    expert_ranks = parallel.expert * parallel.expert_tensor_size
+    if (gpus // parallel.pipeline) % expert_ranks:
+        raise ValueError(
+            "parallel: expert × expert_tensor must divide the GPUs of a pipeline stage, got "
+            f"{expert_ranks} with {gpus // parallel.pipeline}; lower them, or give more --gpus"
+        )
     return Layout(
         parallel.tensor,
         parallel.sequence,
@@ -116,6 +144,8 @@ def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
         parallel.virtual_pipeline,
         parallel.context,
         gpus // replica,
+        parallel.expert,
+        parallel.expert_tensor,
     )
 
 
@@ -124,16 +154,21 @@ def possible_layouts(
 ) -> Iterator[Layout]:
     """Yield every layout of ``gpus`` GPUs that all of the models allow.
 
-    Tensor parallel stays within a node, with sequence parallel. ``max_data`` is the number of
-    samples of an update: more data-parallel ranks would have nothing to do.
+    Tensor parallel stays within a node, with sequence parallel, and leaves experts whole.
+    ``max_data`` is the number of samples of an update: more data-parallel ranks would have nothing
+    to do.
     """
+    has_experts = any(hf.experts for hf in models)
     divisors = [number for number in range(1, gpus + 1) if gpus % number == 0]
     for tensor, pipeline, context in product(divisors, repeat=3):
         data, rest = divmod(gpus, tensor * pipeline * context)
         if rest or data > max_data or tensor > node_gpus:
             continue
-        for virtual in range(1, MAX_VIRTUAL + 1 if pipeline > 1 else 2):
-            layout = Layout(tensor, tensor > 1, pipeline, virtual, context, data)
+        sizes = [size for size in divisors if (gpus // pipeline) % size == 0]
+        virtuals = range(1, MAX_VIRTUAL + 1 if pipeline > 1 else 2)
+        for virtual, expert in product(virtuals, sizes if has_experts else [1]):
+            whole = 1 if has_experts and tensor > 1 else None
+            layout = Layout(tensor, tensor > 1, pipeline, virtual, context, data, expert, whole)
             try:
                 for hf in models:
                     check_division(hf, layout.parallel)
@@ -309,6 +344,11 @@ class Scenario:
         """Ranks that divide the optimizer's state and work."""
         return self.layout.replicas if self.config.megatron.distributed_optimizer else 1
 
+    @property
+    def expert_optimizer_ranks(self) -> int:
+        """The same for experts."""
+        return self.layout.expert_replicas if self.config.megatron.distributed_optimizer else 1
+
     def link_bytes_per_s(self, group: Group) -> float:
         """Bandwidth between the ranks of a group."""
         within_node = self.layout.within_node(group, self.assumptions.node_gpus)
@@ -357,7 +397,7 @@ def plan_workload(case: Scenario) -> Workload:
     if layout.virtual > 1:  # the interleaved schedule runs them in rounds of one per stage
         micro_batches = math.ceil(micro_batches / layout.pipeline) * layout.pipeline
     mean_tokens = samples_per_update * length / (micro_batches * layout.data * layout.context)
-    hf, flops = case.hf, case.hf.sequence_flops
+    hf, flops = case.hf, sequence_flops(case.hf)
     # The mean of (prompt + response)², the response uniform between 0 and twice its mean.
     mean_square = prompt**2 + 2 * prompt * response + 4 / 3 * response**2
     attention = samples_per_update * flops.per_pair * mean_square

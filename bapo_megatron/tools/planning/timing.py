@@ -20,6 +20,7 @@ from bapo_megatron.tools.planning.memory import (
     RolloutMemory,
     StageMemory,
     model_parameters,
+    visited_parameters,
     waiting_parameters,
 )
 from bapo_megatron.tools.planning.scenario import Group, Scenario, Workload, plan_workload
@@ -73,13 +74,28 @@ def pipeline_bytes(case: Scenario, tokens: int) -> float:
     return chunks * tokens * case.hidden_bytes
 
 
-def data_bytes(case: Scenario, parameters: int) -> float:
-    """Return what an update sends: (4 + e) · (d − 1)/d for each parameter of a rank.
+def expert_bytes(case: Scenario, tokens: int, *, trains: bool) -> float:
+    """Return what a micro-batch sends to and from experts: 2 · L · k · n·h·e/s · (x − 1)/x forward.
+
+    x ranks divide the experts, of which each token visits k. Backward sends the gradients likewise,
+    and full recomputation repeats the layers.
+    """
+    experts, layout = case.hf.experts, case.layout
+    if experts is None:
+        return 0.0
+    layers = (case.hf.num_layers - len(experts.dense_layers)) / layout.pipeline
+    times = 2 * layers * (1 + trains * (1 + case.recomputes_all))
+    share = (layout.expert - 1) / layout.expert
+    return times * experts.per_token * tokens * case.hidden_bytes * share
+
+
+def data_bytes(case: Scenario, parameters: int, ranks: int) -> float:
+    """Return what an update sends: (4 + e) · (d − 1)/d for each parameter that d ranks hold.
 
     The sum of float32 gradients, and the weights that each rank updated; without the distributed
     optimizer an all-reduce of the gradients, 2 · 4 instead of 4 + e.
     """
-    ranks, is_divided = case.layout.replicas, case.config.megatron.distributed_optimizer
+    is_divided = case.config.megatron.distributed_optimizer
     size = FLOAT32_BYTES + (case.element_bytes if is_divided else FLOAT32_BYTES)
     return size * parameters * (ranks - 1) / ranks
 
@@ -110,11 +126,15 @@ def training_time(
         times = passes * work.micro_batches
         phases.append(_phase(case, name, times, compute_s, sent, {"context": hidden_s}, waiting))
     # Adam is memory-bound: each rank reads and writes its share of the state.
-    largest = max(stage.parameters for stage in stages)
-    owned_bytes = ADAM_TRAFFIC_BYTES * largest / case.optimizer_ranks
+    largest = max(stages, key=lambda stage: stage.parameters)
+    experts, others = largest.expert_parameters, largest.parameters - largest.expert_parameters
+    owned = others / case.optimizer_ranks + experts / case.expert_optimizer_ranks
+    owned_bytes = ADAM_TRAFFIC_BYTES * owned
     adam_s = owned_bytes / case.assumptions.reached_memory_bytes_per_s
     hidden_s = backward_s * megatron.overlap_grad_reduce + forward_s * megatron.overlap_param_gather
-    data_sent: dict[Group, float] = {"data": data_bytes(case, largest)}
+    summed = data_bytes(case, others, layout.replicas)
+    summed += data_bytes(case, experts, layout.expert_replicas)
+    data_sent: dict[Group, float] = {"data": summed}
     updates = work.updates_per_step
     phases.append(_phase(case, "optimizer", updates, adam_s, data_sent, {"data": hidden_s}, 0.0))
     return phases, waiting / (1 + waiting)
@@ -158,11 +178,14 @@ def _forward_times(case: Scenario, work: Workload) -> tuple[float, float, float]
 
 def _sent_by_pass(case: Scenario, tokens: int, rounds: int, *, trains: bool) -> dict[Group, float]:
     """Return what one GPU sends for a micro-batch, with ``rounds`` of its KV tensors."""
-    return {
+    sent: dict[Group, float] = {
         "tensor": tensor_bytes(case, tokens, trains=trains),
         "context": rounds * context_bytes(case, tokens),
         "pipeline": (1 + trains) * pipeline_bytes(case, tokens),
     }
+    if case.layout.expert > 1:
+        sent["expert"] = expert_bytes(case, tokens, trains=trains)
+    return sent
 
 
 def _phase(
@@ -196,16 +219,23 @@ def rollout_time(case: Scenario, work: Workload, memory: RolloutMemory) -> tuple
         limit = rollout.server.max_running_requests or memory.mean_sequences
         running = max(1, min(memory.mean_sequences, limit, -(-work.samples_per_step // servers)))
         context = assumptions.prompt_tokens + assumptions.response_tokens / 2
-        read = memory.weights_bytes + running * context * memory.kv_bytes_per_token
-        operations = 2 * model_parameters(case.hf) * running / memory.gpus_per_server
+        weights = _read_bytes(case, memory, running)
+        read = weights + running * context * memory.kv_bytes_per_token
+        operations = 2 * visited_parameters(case.hf) * running / memory.gpus_per_server
         decoding_s = max(read / bandwidth, operations / assumptions.reached_flops)
         rate = running / decoding_s / memory.gpus_per_server
     seconds = work.response_tokens_per_step / (rate * assumptions.rollout_gpus)
     if not rollout.partial or rollout.oversample_groups == 0:
-        alone_s = memory.weights_bytes / bandwidth
+        alone_s = _read_bytes(case, memory, 1) / bandwidth
         longest = rollout.partial_tokens or rollout.max_response_tokens
         seconds = max(seconds, longest * alone_s)
     return PhaseTime("rollout", seconds, seconds, 0.0, 0.0, {}), rate
+
+
+def _read_bytes(case: Scenario, memory: RolloutMemory, sequences: int) -> float:
+    """Weights that one GPU of a server reads to decode a token of each sequence."""
+    share = visited_parameters(case.hf, sequences) / model_parameters(case.hf)
+    return memory.weights_bytes * share
 
 
 def weight_sync_time(case: Scenario) -> PhaseTime:

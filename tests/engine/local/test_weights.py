@@ -193,3 +193,25 @@ async def test_weights_wait_for_the_running_burst(model_dir: Path, changed_dir: 
         assert await decoding == 20
         await finish(engine, [stream])
         assert stream.completion.versions == (VersionSpan(0, 20), VersionSpan(1, 10))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+async def test_experts_come_one_by_one(tmp_path: Path, family: str) -> None:
+    directory = make_model_dir(tmp_path / family, family)
+    tensors = load_file(directory / "model.safetensors")
+    changed = tmp_path / "changed"
+    shutil.copytree(directory, changed)
+    layer = "model.layers.1.mlp"
+    for expert in range(8):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            tensors[f"{layer}.experts.{expert}.{part}.weight"] *= 1 + (expert + 1) / 10
+    if family == "glm4_moe":
+        tensors[f"{layer}.gate.e_score_correction_bias"] += torch.arange(8) / 10
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+
+    async with opened(directory) as engine:
+        await _load(engine, changed, 1)
+        (completion,) = await complete(engine, request(PROMPT, LONG, version=1))
+    _assert_of(changed, completion)
+    with pytest.raises(AssertionError):
+        _assert_of(directory, completion)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
+from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.tools.planning.plan import PlanOptions, make_assumptions
 from bapo_megatron.tools.planning.scenario import LayerKind, Layout, Passes, Scenario
 
@@ -40,6 +41,11 @@ PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
             {"pipeline": 4, "virtual_pipeline": 7},
         ),
         "qwen3-0.6b": ({"tensor": 2}, {"tensor": 4, "pipeline": 7, "virtual_pipeline": 2}),
+        "qwen3-30b-a3b": (
+            {"expert": 16},
+            {"tensor": 4, "sequence": True, "expert": 8, "expert_tensor": 1, "pipeline": 2},
+        ),
+        "glm-4.5-air": ({"tensor": 2, "sequence": True, "pipeline": 2, "expert": 16},),
     }.items()
     for parallel in layouts
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bapo_megatron.config.load import load_config
-from bapo_megatron.policy.hf_config import HfConfig
+from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.tools.planning.memory import layer_parameters
 from bapo_megatron.tools.planning.plan import Plan, PlanOptions, make_plan
 from tests.launch import REPOSITORY
@@ -41,7 +41,7 @@ def plan_32b(options: PlanOptions | None = None, *overrides: str) -> Plan:
 def test_the_memory_tables_are_those_of_the_plan(plan: Plan) -> None:
     memory = plan.stages[0]
     assert f"= {memory.parameters:,} |" in TEXT
-    assert f"· {layer_parameters(model_of(plan.name), plan.layout.tensor):,} +" in TEXT
+    assert f"· {layer_parameters(model_of(plan.name), 0, plan.layout.tensor):,} +" in TEXT
     for name in ("weights", "gradients", "optimizer", "activations", "total"):
         value = getattr(memory, f"{name}_bytes")
         rows = [row for row in TEXT.split(" | | ") if row.startswith(f"{name} |")]

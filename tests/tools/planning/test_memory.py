@@ -64,6 +64,7 @@ def test_biases_of_all_projections_of_attention_are_counted() -> None:
         ("deepseek-r1-distill-qwen-32b", 32_763_876_352),
         ("octothinker-3b", 3_212_749_824),
         ("qwen3-0.6b", 596_049_920),
+        ("qwen3-30b-a3b", 30_532_122_624),
     ],
 )
 def test_a_whole_model_has_its_published_number_of_parameters(model: str, parameters: int) -> None:

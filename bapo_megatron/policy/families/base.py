@@ -1,0 +1,199 @@
+"""What describes a model: its architecture, its weights, and the family that reads both.
+
+A family is one file of this package. It says which fields of config.json it reads, what they mean
+(``HfConfig``), and which tensors a layer has (``LayerWeights``); loading, export, weight sync,
+conversion, FLOPs and ``plan`` follow from these.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+if TYPE_CHECKING:
+    from bapo_megatron.policy.families.config_json import ConfigJson
+
+Positive = Annotated[float, Field(gt=0, lt=1e30, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Frequency scaling of rotary embeddings, ``rope_type: llama3``."""
+
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: Positive
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRope:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071), ``rope_type: yarn``: frequencies and attention."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    factor: Annotated[float, Field(ge=1, lt=1e30, strict=True)]
+    original_max_position_embeddings: Positive
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
+    truncate: Annotated[bool, Field(strict=True)] = True
+    """Whether the range of interpolated channels ends at whole numbers."""
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor of the cosines and sines of queries and of keys."""
+        numerator, denominator = self.mscale, self.mscale_all_dim
+        if numerator is None or denominator is None:
+            numerator, denominator = 1.0, 0.0
+        log = 0.1 * math.log(self.factor)
+        return (1 + numerator * log) / (1 + denominator * log)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer, and how its router chooses among them.
+
+    A token goes to the ``per_token`` experts of highest score; their outputs are summed with the
+    scores, without ``expert_bias``, as weights.
+    """
+
+    num: int
+    """Routed experts of a layer."""
+    per_token: int
+    """Routed experts of a token (top-k)."""
+    intermediate_size: int
+    """Channels of one routed expert."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from the router's logits to scores."""
+    normalizes: bool = True
+    """Whether the weights of a token's experts sum to ``scale``."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    has_bias: bool = False
+    """Whether ``expert_bias``, a float32 buffer, is added to the scores for the choice alone."""
+    num_groups: int = 1
+    """Groups of experts, of which a token's experts are from ``groups_per_token``."""
+    groups_per_token: int = 1
+    shared_intermediate_size: int = 0
+    """Channels of the shared experts, which every token visits, together."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers with a dense MLP in place of experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class HfConfig:
+    """The architecture of a decoder-only model, as its config.json describes it."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    """Channels of a dense MLP."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: Llama3Rope | YarnRope | None
+    tied_embeddings: bool
+    qkv_bias: bool
+    """Biases on the query, key and value projections."""
+    qk_norm: bool
+    """RMSNorm over each head's query and key."""
+    output_bias: bool = False
+    """Bias on the output projection of attention."""
+    rotary_share: float = 1.0
+    """Share of a head's channels, the first ones, that are rotated."""
+    experts: Experts | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of a dense MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that are rotated."""
+        return int(self.head_dim * self.rotary_share)
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """Sizes by the names that ``Weight.shapes`` uses."""
+        experts = self.experts
+        return {
+            "vocab": self.vocab_size,
+            "hidden": self.hidden_size,
+            "intermediate": self.intermediate_size,
+            "query": self.num_heads * self.head_dim,
+            "key": self.num_kv_heads * self.head_dim,
+            "head": self.head_dim,
+            "experts": experts.num if experts else 0,
+            "expert": experts.intermediate_size if experts else 0,
+            "shared": experts.shared_intermediate_size if experts else 0,
+        }
+
+    @property
+    def division_fields(self) -> dict[str, int]:
+        """The config.json fields by which ``config.check`` checks a layout."""
+        return {
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "num_hidden_layers": self.num_layers,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One Megatron parameter (or buffer) and the Hugging Face tensors it holds.
+
+    Tensor-parallel ranks, for an expert expert-tensor-parallel ranks, hold equal parts of it along
+    ``axis``.
+    """
+
+    megatron: str
+    """Name in GPTModel; layers and experts are numbered over the whole model."""
+    hf: tuple[str, ...]
+    """Names in the Hugging Face model, in fused order."""
+    shapes: tuple[str, ...]
+    """Shape of each: names of ``HfConfig.dimensions``."""
+    axis: int | None = None
+    """Axis that tensor-parallel ranks divide; None: every rank holds all of it."""
+    form: Literal["plain", "qkv", "gate_up", "vocab"] = "plain"
+    """How the tensors are fused (``policy.hf_weights``)."""
+    layer: int | None = None
+    """Number of its layer in the whole model; None: embedding, final norm or output."""
+    expert: int | None = None
+    """Number of its expert in the layer; None: every expert-parallel rank holds it."""
+    is_buffer: bool = False
+    """Whether it is a float32 buffer: stored and exported, but not trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """What a layer holds, under names that lack the layer."""
+
+    shared: tuple[Weight, ...]
+    """On every expert-parallel rank."""
+    expert: tuple[Weight, ...] = ()
+    """Of each expert; ``{expert}`` in the names stands for its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models of one ``model_type``."""
+
+    model_type: str
+    architecture: str
+    """The only entry of config.json's ``architectures``."""
+    fields: "type[ConfigJson]"
+    """What is read from config.json."""
+    understand: "Callable[[ConfigJson], HfConfig]"
+    """Returns the architecture that the fields describe; raises ``ValueError`` naming a field."""
+    layer: Callable[[HfConfig, int], LayerWeights]
+    """Returns the weights of a layer."""
+    skipped_tensors: Callable[[HfConfig, str], bool] = lambda hf, name: False
+    """Whether a tensor of published checkpoints is of no use here, such as a draft layer's."""

@@ -1,0 +1,67 @@
+"""GLM-4.5, 4.6 and 4.7: sigmoid routing with a bias, shared experts, half of a head rotated.
+
+The first layers are dense. Published checkpoints end with draft layers for speculative decoding
+(``num_nextn_predict_layers``), which are neither loaded nor exported.
+"""
+
+from dataclasses import replace
+from typing import Annotated, Literal, cast
+
+from pydantic import Field
+
+from bapo_megatron.policy.families.base import Experts, Family, HfConfig, Positive
+from bapo_megatron.policy.families.config_json import (
+    Channels,
+    ConfigJson,
+    Count,
+    understand_common,
+)
+from bapo_megatron.policy.families.layers import decoder_layer
+
+ROTARY_SHARE = 0.5
+
+
+class Glm4MoeJson(ConfigJson):
+    """The fields of config.json."""
+
+    n_routed_experts: Count
+    num_experts_per_tok: Count
+    moe_intermediate_size: Channels
+    n_shared_experts: Count
+    first_k_dense_replace: Annotated[int, Field(ge=0)]
+    norm_topk_prob: Literal[True]
+    routed_scaling_factor: Positive
+    n_group: Literal[1] = 1
+    topk_group: Literal[1] = 1
+    use_qk_norm: bool = False
+    num_nextn_predict_layers: int = 0
+
+
+def _understand(fields: ConfigJson) -> HfConfig:
+    glm = cast(Glm4MoeJson, fields)
+    experts = Experts(
+        num=glm.n_routed_experts,
+        per_token=glm.num_experts_per_tok,
+        intermediate_size=glm.moe_intermediate_size,
+        scoring="sigmoid",
+        scale=glm.routed_scaling_factor,
+        has_bias=True,
+        shared_intermediate_size=glm.n_shared_experts * glm.moe_intermediate_size,
+        dense_layers=frozenset(range(glm.first_k_dense_replace)),
+    )
+    common = understand_common(
+        fields,
+        qkv_bias=bool(fields.attention_bias),
+        qk_norm=glm.use_qk_norm,
+        rotary_share=ROTARY_SHARE,
+    )
+    return replace(common, experts=experts)
+
+
+def _is_draft(hf: HfConfig, name: str) -> bool:
+    return name.startswith("model.layers.") and int(name.split(".")[2]) >= hf.num_layers
+
+
+FAMILY = Family(
+    "glm4_moe", "Glm4MoeForCausalLM", Glm4MoeJson, _understand, decoder_layer, _is_draft
+)

@@ -1,0 +1,96 @@
+"""Every weight of a model and its shapes, from which FLOPs and memory follow; imports no torch."""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from bapo_megatron.policy.families import FAMILIES
+from bapo_megatron.policy.families.base import HfConfig, LayerWeights, Weight
+from bapo_megatron.policy.hf_config import padded_vocab_size
+
+if TYPE_CHECKING:
+    from bapo_megatron.data.packing import SequenceFlops
+
+EMBEDDING = Weight(
+    "embedding.word_embeddings.weight",
+    ("model.embed_tokens.weight",),
+    ("vocab hidden",),
+    0,
+    "vocab",
+)
+FINAL_NORM = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden",))
+OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), ("vocab hidden",), 0, "vocab")
+
+
+@functools.cache
+def weight_table(hf: HfConfig) -> tuple[Weight, ...]:
+    """Return every parameter and buffer of the model, in the order of the layers."""
+    layers = (_in_layer(w, layer) for layer in range(hf.num_layers) for w in _layer(hf, layer))
+    return (EMBEDDING, *layers, FINAL_NORM, *(() if hf.tied_embeddings else (OUTPUT,)))
+
+
+def layer_weights(hf: HfConfig, layer: int) -> LayerWeights:
+    """Return the weights of a layer under names that lack it."""
+    return FAMILIES[hf.model_type].layer(hf, layer)
+
+
+def _layer(hf: HfConfig, layer: int) -> Iterator[Weight]:
+    weights = layer_weights(hf, layer)
+    yield from weights.shared
+    for expert in range(hf.experts.num if hf.experts and weights.expert else 0):
+        for weight in weights.expert:
+            names = tuple(name.format(expert=expert) for name in weight.hf)
+            megatron = weight.megatron.format(expert=expert)
+            yield replace(weight, megatron=megatron, hf=names, expert=expert)
+
+
+def _in_layer(weight: Weight, layer: int) -> Weight:
+    return replace(
+        weight,
+        megatron=f"decoder.layers.{layer}.{weight.megatron}",
+        hf=tuple(f"model.layers.{layer}.{name}" for name in weight.hf),
+        layer=layer,
+    )
+
+
+@functools.cache
+def sequence_flops(hf: HfConfig) -> "SequenceFlops":
+    """Return the FLOPs of a forward pass: two per weight and token, and causal attention.
+
+    Of the experts a token visits ``per_token``. Attention multiplies queries with keys and scores
+    with values, half of the L² pairs each: 2 · 2 · L²/2 · channels FLOPs per layer. The embedding
+    is a lookup.
+    """
+    from bapo_megatron.data.packing import SequenceFlops  # imports numpy
+
+    weights = hf.vocab_size * hf.hidden_size
+    for layer in range(hf.num_layers):
+        parts = layer_weights(hf, layer)
+        visited = hf.experts.per_token if hf.experts else 0
+        for times, group in ((1, parts.shared), (visited, parts.expert)):
+            shapes = [shape for w in group for shape in hf_shapes(w, hf).values()]
+            weights += times * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    query = hf.num_heads * hf.head_dim
+    return SequenceFlops(per_token=2 * weights, per_pair=2 * hf.num_layers * query)
+
+
+def hf_shapes(weight: Weight, hf: HfConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each Hugging Face tensor of ``weight``."""
+    dimensions = hf.dimensions
+    return {
+        name: tuple(dimensions[dimension] for dimension in shape.split())
+        for name, shape in zip(weight.hf, weight.shapes, strict=True)
+    }
+
+
+def shard_shape(weight: Weight, hf: HfConfig, size: int) -> tuple[int, ...]:
+    """Return the shape of the part that one of ``size`` tensor-parallel ranks holds."""
+    shapes = list(hf_shapes(weight, hf).values())
+    whole = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+    if weight.form == "vocab":
+        whole[0] = padded_vocab_size(hf.vocab_size, size)
+    if weight.axis is not None:
+        whole[weight.axis] //= size
+    return tuple(whole)

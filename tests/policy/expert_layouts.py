@@ -1,0 +1,126 @@
+"""Layouts of models with experts, and what their ranks do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.distributed_launch import joined
+from tests.policy.parity_ranks import (
+    build,
+    forward_backward,
+    gather_columns,
+    hf_gradients,
+    snapshot,
+)
+from tests.policy.tiny_models import SEQUENCES, Problem, make_problems
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.runtime.distributed import ProcessGroups
+
+BATCHES = (
+    *SEQUENCES,
+    ((13, 14, 15, 16, 17, 18), (60, 61, 62)),
+    ((80,), (90, 3, 90, 4, 90, 5), (2, 2)),
+)
+"""One for each of four data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of ``ranks`` ranks."""
+
+    name: str
+    ranks: int
+    sizes: dict[str, Any] = field(default_factory=dict)
+    """Of ``ParallelConfig``."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+
+
+_PLAIN = {"distributed_optimizer": False}
+_RECOMPUTE = {"recompute": "full"}
+_SEQUENCE = {"tensor": 2, "sequence": True}
+_WHOLE = {**_SEQUENCE, "expert_tensor": 1}
+_INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
+LAYOUTS = (
+    Layout("one rank", 1),
+    Layout("one rank, recomputed", 1, {}, _RECOMPUTE),
+    Layout("EP 2", 2, {"expert": 2}),
+    Layout("EP 2, optimizer not distributed", 2, {"expert": 2}, _PLAIN),
+    Layout("EP 2, recomputed", 2, {"expert": 2}, _RECOMPUTE),
+    Layout("TP 2", 2, _SEQUENCE),
+    Layout("TP 2, ETP 1", 2, _WHOLE),
+    Layout("TP 2 × EP 2, ETP 1", 2, {**_WHOLE, "expert": 2}),
+    Layout("PP 2", 2, {"pipeline": 2}),
+    Layout("PP 2 × VPP 2", 2, _INTERLEAVED),
+    Layout("PP 2, recomputed", 2, {"pipeline": 2}, _RECOMPUTE),
+    Layout("CP 2", 2, {"context": 2}),
+    Layout("CP 2 × EP 2", 2, {"context": 2, "expert": 2}),
+    Layout("DP 2", 2),
+    Layout("TP 2 × EP 2, ETP 2", 4, {**_SEQUENCE, "expert": 2}),
+    Layout("TP 2 × EP 2, ETP 1, DP 2", 4, {**_WHOLE, "expert": 2}),
+    Layout("TP 2 × EP 4, ETP 1", 4, {**_WHOLE, "expert": 4}),
+    Layout("EP 2 × DP 4, recomputed", 4, {"expert": 2}, _RECOMPUTE),
+    Layout("PP 2 × EP 2", 4, {"pipeline": 2, "expert": 2}),
+    Layout("CP 2 × EP 4", 4, {"context": 2, "expert": 4}, _PLAIN),
+    Layout("PP 2 × VPP 2 × CP 2 × EP 2", 4, {**_INTERLEAVED, "context": 2, "expert": 2}),
+    Layout("TP 2 × PP 2 × EP 2, ETP 1", 4, {**_WHOLE, "pipeline": 2, "expert": 2}),
+)
+COVERING = (
+    *("EP 2", "TP 2, ETP 1", "PP 2, recomputed"),
+    *("TP 2 × EP 2, ETP 2", "TP 2 × EP 4, ETP 1", "PP 2 × VPP 2 × CP 2 × EP 2"),
+)
+"""Every kind of parallelism, alone or with another; all layouts are in ``bench_layouts``."""
+CHECKPOINTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"EP 1": {}},
+    2: {
+        "EP 2": {"expert": 2},
+        "TP 2 × ETP 2": _SEQUENCE,
+        "PP 2": {"pipeline": 2},
+        "CP 2 × EP 2": {"context": 2, "expert": 2},
+    },
+    4: {"TP 2 × EP 2": {**_SEQUENCE, "expert": 2}},
+}
+"""Layouts that save and continue from each other, by their number of ranks."""
+LR = 1e-3
+
+
+def problems_of(groups: ProcessGroups) -> list[Problem]:
+    """This rank's share of ``BATCHES``, padded as its layout needs."""
+    size, rank = groups.context_size, groups.context_rank
+    multiples = (2, 1) if size == 1 else (2 * size, 2 * size)
+    problems = make_problems(0, *multiples, batches=BATCHES)
+    return [p.part(rank, size) for p in problems[groups.data_rank :: groups.data_size]]
+
+
+def run_layouts(layouts: list[Layout], models: dict[str, Path], export: Path) -> dict[str, Any]:
+    """By layout and family: logits, gradients, the norm, the weights after an update."""
+    results: dict[str, Any] = {}
+    for layout in layouts:
+        with joined(**layout.sizes) as groups:
+            for family, directory in models.items():
+                state = build(directory, groups, megatron=layout.megatron, lr=LR)
+                problems = problems_of(groups)
+                logits = state.model.forward_only(
+                    [problem.micro_batch for problem in problems],
+                    lambda logits_NV, _, groups=groups: gather_columns(logits_NV, groups),
+                )
+                if groups.rank == 0:
+                    export.mkdir(exist_ok=True)
+                state.model.export_hf(export / f"{layout.name}, {family}", durable=False)
+                forward_backward(state, problems)
+                results[f"{layout.name}, {family}"] = {
+                    "place": (
+                        groups.data_rank,
+                        groups.data_size,
+                        groups.context_rank,
+                        groups.context_size,
+                    ),
+                    "logits": logits,
+                    "gradients": hf_gradients(state),
+                    "step": state.optimizer_step(),
+                    "weights": snapshot(state),
+                }
+    return results
