@@ -61,7 +61,7 @@ def penalized_rewards(reward_B: Tensor, kl_sum_B: Tensor, coefficient: float) ->
 
     Args:
         reward_B: [B].
-        kl_sum_B: [B] int64 from ``algorithm.loss.add_over_responses``.
+        kl_sum_B: [B] int64 from ``algorithm.loss.sum_over_responses``.
         coefficient: ``algorithm.kl.coefficient``.
     """
     return reward_B.double() - coefficient * RESPONSE_UNIT * kl_sum_B.double()

@@ -14,6 +14,7 @@ Shape legend: T = response tokens of a micro-batch, B = responses of the step's 
 of an update.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -76,22 +77,31 @@ def differentiate(
     return TokenGradient(ratio_T.detach(), loss_T.detach(), by_logprob_T, by_entropy_T)
 
 
-def add_over_responses(sum_B: Tensor, value_T: Tensor, response_T: Tensor) -> None:
-    """Add values of tokens to the sums of their responses, exactly.
+def sum_over_responses(
+    parts: Iterable[tuple[Tensor, Tensor]], num_responses: int, device: torch.device
+) -> Tensor:
+    """Sum values of tokens over each response, exactly.
 
     Ranks that hold parts of the same responses add up their sums afterwards.
 
     Args:
-        sum_B: [B] int64 in units of ``RESPONSE_UNIT``; changed in place.
-        value_T: [T] finite; clamped to ±``RESPONSE_LIMIT``.
-        response_T: [T] int64 index of each token's response.
+        parts: For each micro-batch, values [T], finite, clamped to ±``RESPONSE_LIMIT``; and the
+            index of each token's response, [T] int64.
+        num_responses: B.
+        device: Where all of them are; parts may be empty.
+
+    Returns:
+        [B] int64 in units of ``RESPONSE_UNIT``.
     """
-    limited_T = value_T.double().clamp(-RESPONSE_LIMIT, RESPONSE_LIMIT)
-    sum_B.index_add_(0, response_T, (limited_T / RESPONSE_UNIT).round().to(torch.int64))
+    sum_B = torch.zeros(num_responses, dtype=torch.int64, device=device)
+    for value_T, response_T in parts:
+        limited_T = value_T.double().clamp(-RESPONSE_LIMIT, RESPONSE_LIMIT)
+        sum_B.index_add_(0, response_T, (limited_T / RESPONSE_UNIT).round().to(torch.int64))
+    return sum_B
 
 
 def response_sums(sum_B: Tensor, response_T: Tensor) -> Tensor:
-    """Return the sum of every token's response, [T] float64, from ``add_over_responses``."""
+    """Return the sum of every token's response, [T] float64, from ``sum_over_responses``."""
     return (sum_B.double() * RESPONSE_UNIT)[response_T]
 
 
@@ -103,9 +113,8 @@ def with_sums(objective: Objective, tokens: TokenBatch) -> TokenBatch:
     if objective.needs != "response":
         return replace(tokens, decision=objective.decide(statistics))
     num_responses = int(tokens.response.max()) + 1
-    sum_B = torch.zeros(num_responses, dtype=torch.int64, device=tokens.logprob.device)
     value_T = torch.where(tokens.mask > 0, statistics, 0.0)
-    add_over_responses(sum_B, value_T, tokens.response)
+    sum_B = sum_over_responses([(value_T, tokens.response)], num_responses, value_T.device)
     sums_T = response_sums(sum_B, tokens.response).to(tokens.logprob.dtype)
     return replace(tokens, response_sums=sums_T)
 

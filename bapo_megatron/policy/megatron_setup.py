@@ -1,6 +1,7 @@
 """The one translation from a Hugging Face architecture and our settings to Megatron's GPTModel."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +14,9 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
 from bapo_megatron.policy.families.base import HfConfig, YarnRope
@@ -72,6 +75,18 @@ def build_chunks(
             fuse_rotation(gpt)
         chunks.append(gpt.to(groups.device))
     return chunks
+
+
+def wrap_for_precision(chunks: Sequence[GPTModel]) -> list[nn.Module]:
+    """Return the chunks as Megatron's schedule calls them: wrapped if they compute in bfloat16.
+
+    The biases of routers stay float32.
+    """
+    modules = [Float16Module(gpt.config, gpt) if gpt.config.bf16 else gpt for gpt in chunks]
+    for router in (part for gpt in chunks for part in gpt.modules()):
+        if hasattr(router, "expert_bias"):
+            router._maintain_float32_expert_bias()
+    return modules
 
 
 def _scale_frequencies(rope: RotaryEmbedding, hf: HfConfig) -> None:

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
@@ -36,7 +35,7 @@ from bapo_megatron.policy import weight_export
 from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.hf_weights import find_tensors, load_weights
-from bapo_megatron.policy.megatron_setup import build_chunks
+from bapo_megatron.policy.megatron_setup import build_chunks, wrap_for_precision
 from bapo_megatron.runtime.distributed import ProcessGroups, fail_together
 from bapo_megatron.runtime.files import atomic_directory
 from bapo_megatron.types import MicroBatch
@@ -82,11 +81,7 @@ class Model:
         hf = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
         files, _ = find_tensors(hf, model.path)  # checked before memory is allocated
         chunks = build_chunks(hf, model, parallel, megatron, groups)
-        config = chunks[0].config
-        modules = [Float16Module(config, gpt) if config.bf16 else gpt for gpt in chunks]
-        for router in (part for gpt in chunks for part in gpt.modules()):
-            if hasattr(router, "expert_bias"):
-                router._maintain_float32_expert_bias()  # before its values are rounded
+        modules = wrap_for_precision(chunks)  # it would round what is loaded before
         load_weights(chunks, hf, files, groups)
         has_head = returns_hidden_states and groups.is_last_stage
         head = _take_off_head(chunks[-1], groups.tensor) if has_head else None

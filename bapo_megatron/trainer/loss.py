@@ -1,8 +1,8 @@
 """The loss of a micro-batch on the last pipeline stage, and the decision that it depends on.
 
 A step calls ``LossStage.collect``, which decides, then ``loss``, from which the backward pass
-starts. Below are the tokens as an objective sees them (``SafeTokens``) and their log-probs from the
-model's output (``PolicyOutput``). With compiled kernels nothing here waits for the device.
+starts. Below are the tokens as an objective sees them (``SafeTokens``). With compiled kernels
+nothing here waits for the device.
 
 Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, T = response tokens,
 B = samples of the step's batch, U = its updates, K = entries of a statistic, D = entries of a
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,16 +22,16 @@ from bapo_megatron.algorithm.kl import estimate_kl
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.algorithm.loss import (
     SAFE_LOGPROB,
-    add_over_responses,
     differentiate,
     is_finite,
     limit_weights,
     response_sums,
+    sum_over_responses,
     token_weights,
 )
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
 from bapo_megatron.algorithm.prediction import Prediction
-from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.token_columns import (
     COLUMNS,
@@ -42,25 +41,16 @@ from bapo_megatron.data.token_columns import (
     TEACHER_TOP_LOGPROBS,
     scored,
 )
-from bapo_megatron.ops.backend import Kernels, select_kernels
-from bapo_megatron.ops.chunked import (
-    OutputHead,
-    Teacher,
-    TeacherRows,
-    TopTokens,
-    chunked_logprobs,
-    chunked_loss,
-)
+from bapo_megatron.ops.backend import Kernels
+from bapo_megatron.ops.chunked import OutputHead, Teacher, TeacherRows, TopTokens
 from bapo_megatron.ops.logprob import (
     LossGradient,
     TokenLogprobs,
-    TokenLoss,
     apply_token_loss,
     importance_ratio,
-    vocab_parallel_logprobs,
 )
-from bapo_megatron.policy.model import Model
 from bapo_megatron.runtime.distributed import ProcessGroups, reduce_over
+from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.records import Numbers, TokenReport, TokenView
 from bapo_megatron.trainer.split import ZeroAdvantage
 from bapo_megatron.types import MicroBatch
@@ -152,12 +142,13 @@ class LossStage:
         by_response = objective.needs == "response"
         faults = torch.zeros(2, dtype=torch.int64, device=self._device)
         if by_response:
-            total = torch.zeros(context.num_samples, dtype=torch.int64, device=self._device)
+            parts = []
             for batch in tokens.values():
                 value_T = torch.where(batch.mask > 0, objective.statistics(batch), 0.0)
                 finite_T = is_finite(value_T)
                 faults[1] += (~finite_T).sum()
-                add_over_responses(total, torch.where(finite_T, value_T, 0.0), batch.response)
+                parts.append((torch.where(finite_T, value_T, 0.0), batch.response))
+            total = sum_over_responses(parts, context.num_samples, self._device)
         else:
             total = self._statistics(tokens.values())
         reduce_over(self.data_group, total)
@@ -215,10 +206,8 @@ class LossStage:
         if decision is None:
             decision = sums.new_zeros(0)
         statistics = self._statistics(batches) if with_statistics else None
-        log_weight_B = torch.zeros(context.num_samples, dtype=torch.int64, device=self._device)
-        for tokens in batches:
-            log_weight_T = tokens.logprob - tokens.behaviour_logprob
-            add_over_responses(log_weight_B, log_weight_T, tokens.response)
+        log_weights = ((t.logprob - t.behaviour_logprob, t.response) for t in batches)
+        log_weight_B = sum_over_responses(log_weights, context.num_samples, self._device)
         return loss, TokenReport(sums, maxima, decision, policy, log_weight_B, statistics)
 
     def known_statistics(
@@ -472,83 +461,6 @@ class SafeTokens:
             entropy=entropy_T,
             collected_entropy=collected_T,
         )
-
-
-@dataclass(eq=False, repr=False)
-class PolicyOutput:
-    """The model's output as log-probs of the response tokens, with the kernels of this run.
-
-    The output is logits [N, V], or with ``ops.logits_chunk_tokens`` hidden states [N, H], from
-    which logits are computed chunk by chunk.
-
-    Raises:
-        ValueError: ``ops.backend`` names kernels that this machine does not have.
-    """
-
-    ops: OpsConfig
-    vocab_size: int
-    temperature: float
-    """Sampling temperature, by which logits are divided."""
-    groups: ProcessGroups
-    head: OutputHead | None
-    """Set if the model returns hidden states."""
-
-    def __post_init__(self) -> None:
-        self.kernels = select_kernels(self.ops.backend, self.groups.device)
-
-    @classmethod
-    def of(cls, model: Model, ops: OpsConfig, temperature: float) -> PolicyOutput:
-        """Return the output of a model, which was built with the same ops section."""
-        return cls(ops, model.hf.vocab_size, temperature, model.groups, model.head)
-
-    def read(self, output: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
-        """Return ℓ and H [T] of the response tokens, without gradient."""
-        if self.head is None:
-            with torch.no_grad():
-                return self.differentiable(output, micro_batch)
-        return chunked_logprobs(
-            output, self.head, micro_batch.target_T, **self._chunks(micro_batch)
-        )
-
-    def differentiable(self, logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
-        """Return ℓ and H [T] with a graph; their backward pass overwrites the logits."""
-        return vocab_parallel_logprobs(
-            logits_NV,
-            micro_batch.target_T,
-            vocab_size=self.vocab_size,
-            rows_T=micro_batch.rows_T,
-            temperature=self.temperature,
-            group=self.groups.tensor,
-            kernels=self.kernels,
-            overwrite_logits=True,
-        )
-
-    def chunked(
-        self,
-        hidden_NH: Tensor,
-        micro_batch: MicroBatch,
-        token_loss: TokenLoss,
-        teacher: Teacher | None,
-    ) -> tuple[Tensor, TokenLogprobs]:
-        """Return the loss with a graph, and ℓ and H [T], from hidden states."""
-        assert self.head is not None
-        return chunked_loss(
-            hidden_NH,
-            self.head,
-            micro_batch.target_T,
-            token_loss=token_loss,
-            teacher=teacher,
-            **self._chunks(micro_batch),
-        )
-
-    def _chunks(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        return {
-            "rows_T": micro_batch.rows_T,
-            "vocab_size": self.vocab_size,
-            "temperature": self.temperature,
-            "chunk_tokens": self.ops.logits_chunk_tokens,
-            "kernels": self.kernels,
-        }
 
 
 def _zero_advantage(objective: Objective, config: AlgorithmConfig) -> ZeroAdvantage:

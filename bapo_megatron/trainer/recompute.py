@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.algorithm.loss import add_over_responses, log_weights, response_sums
+from bapo_megatron.algorithm.loss import log_weights, response_sums, sum_over_responses
 from bapo_megatron.config.schema import CorrectionConfig, OpsConfig
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.ops.logprob import LOG_RATIO_LIMIT
@@ -21,7 +21,7 @@ from bapo_megatron.runtime.distributed import (
     gather_objects,
     reduce_over,
 )
-from bapo_megatron.trainer.loss import PolicyOutput
+from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.split import SplitShape
 from bapo_megatron.types import (
     FinishReason,
@@ -65,9 +65,7 @@ def with_recomputed_behaviour(
     if correction.kind in ("sequence", "geometric"):
         device = weights[0].device
         samples = [micro_batch.sample_T.to(device) for micro_batch in micro_batches]
-        sum_B = torch.zeros(num_samples, dtype=torch.int64, device=device)
-        for sample_T, log_weight_T in zip(samples, weights, strict=True):
-            add_over_responses(sum_B, log_weight_T, sample_T)
+        sum_B = sum_over_responses(zip(weights, samples, strict=True), num_samples, device)
         dist.all_reduce(sum_B, group=context_group)
         weights = [response_sums(sum_B, sample_T) for sample_T in samples]
         if correction.kind == "geometric":

@@ -53,7 +53,7 @@ class TokenReport:
     policy: TokenLogprobs
     """[T] ℓ and H; for dumps, and to explain a failure."""
     log_weight_B: Tensor
-    """[B] int64: Σ (ℓ − μ) over each response (``algorithm.loss.add_over_responses``)."""
+    """[B] int64: Σ (ℓ − μ) over each response (``algorithm.loss.sum_over_responses``)."""
     statistics: Tensor | None = None
     """[K] int64: the objective's, if the loss pass was asked for them."""
 
@@ -298,7 +298,7 @@ class MeasuredUpdate(NamedTuple):
     decisions: Tensor
     """[E, D] float64, equal on the ranks of the last stage."""
     log_weight_B: Tensor
-    """[B] int64: Σ (ℓ − μ) over each response (``algorithm.loss.add_over_responses``)."""
+    """[B] int64: Σ (ℓ − μ) over each response (``algorithm.loss.sum_over_responses``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.kl import estimate_kl
-from bapo_megatron.algorithm.loss import add_over_responses
+from bapo_megatron.algorithm.loss import sum_over_responses
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.token_columns import (
     COLUMNS,
@@ -43,7 +43,7 @@ from bapo_megatron.runtime.distributed import (
     fail_together,
     reduce_over,
 )
-from bapo_megatron.trainer.loss import PolicyOutput
+from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.recompute import with_recomputed_behaviour
 
 if TYPE_CHECKING:
@@ -286,13 +286,17 @@ def sum_kl(
 
     Tokens that do not train do not count. A collective of all ranks.
     """
-    sum_B = torch.zeros(num_samples, dtype=torch.int64, device=groups.device)
+
+    def estimate(host_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        mb = on_device(host_batch, groups.device)
+        value_T = estimate_kl(kind, mb.behaviour_logprob_T, mb.columns[REFERENCE]).value_T
+        counts_T = (mb.mask_T > 0) & value_T.isfinite()
+        return torch.where(counts_T, value_T, 0.0), mb.sample_T
+
+    # Before the last stage, micro-batches have no columns.
+    scored = [mb for split in splits for mb in split.micro_batches] if groups.is_last_stage else []
+    sum_B = sum_over_responses(map(estimate, scored), num_samples, groups.device)
     if groups.is_last_stage:
-        for host_batch in (mb for split in splits for mb in split.micro_batches):
-            mb = on_device(host_batch, groups.device)
-            value_T = estimate_kl(kind, mb.behaviour_logprob_T, mb.columns[REFERENCE]).value_T
-            counts_T = (mb.mask_T > 0) & value_T.isfinite()
-            add_over_responses(sum_B, torch.where(counts_T, value_T, 0.0), mb.sample_T)
         reduce_over(groups.data, sum_B)
     broadcast_from_last_stage(sum_B, groups)
     return sum_B

@@ -35,7 +35,8 @@ from bapo_megatron.runtime.distributed import (
     first_message,
     reduce_over,
 )
-from bapo_megatron.trainer.loss import LossInputs, LossStage, PolicyOutput, UpdateContext
+from bapo_megatron.trainer.loss import LossInputs, LossStage, UpdateContext
+from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.recompute import measure_mismatch
 from bapo_megatron.trainer.records import (
     MeasuredUpdate,

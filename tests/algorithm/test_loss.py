@@ -17,12 +17,12 @@ from torch import Tensor
 from bapo_megatron.algorithm.loss import (
     LOG_RATIO_LIMIT,
     RESPONSE_UNIT,
-    add_over_responses,
     first_nonfinite,
     is_finite,
     limit_weights,
     log_weights,
     response_sums,
+    sum_over_responses,
     token_weights,
 )
 from bapo_megatron.algorithm.objective import LOG_RATIO_LIMIT as OBJECTIVE_LIMIT
@@ -153,11 +153,11 @@ def _computed(
     """The same by the package, over tokens in ``order`` in so many parts."""
     log_weight_T = log_weights(tokens["recomputed_T"], tokens["rollout_T"], tokens["mask_T"])
     if config.kind == "sequence":
-        sum_B = torch.zeros(9, dtype=torch.int64)
-        for part in order.chunk(num_parts):
-            add_over_responses(sum_B, log_weight_T[part], tokens["sample_T"][part])
+        sample_T = tokens["sample_T"]
+        parts = [(log_weight_T[part], sample_T[part]) for part in order.chunk(num_parts)]
+        sum_B = sum_over_responses(parts, 9, log_weight_T.device)
         log_weight_T = (
-            response_sums(sum_B, tokens["sample_T"])
+            response_sums(sum_B, sample_T)
             .clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             .float()
         )
@@ -219,8 +219,8 @@ def test_logs_are_clamped_and_sums_do_not_overflow() -> None:
         torch.zeros(num_tokens), torch.full((num_tokens,), -1e30), torch.ones(num_tokens)
     )
     assert log_weight_T[0] == 20.0
-    sum_B = torch.zeros(1, dtype=torch.int64)
-    add_over_responses(sum_B, log_weight_T, torch.zeros(num_tokens, dtype=torch.int64))
+    response_T = torch.zeros(num_tokens, dtype=torch.int64)
+    sum_B = sum_over_responses([(log_weight_T, response_T)], 1, response_T.device)
     assert sum_B.tolist() == [num_tokens * 20 * round(1 / RESPONSE_UNIT)]
     sum_T = response_sums(sum_B, torch.tensor([0])).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     assert sum_T.tolist() == [20.0]

@@ -18,7 +18,8 @@ from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.trainer.loss import LossInputs, LossStage, PolicyOutput
+from bapo_megatron.trainer.loss import LossInputs, LossStage
+from bapo_megatron.trainer.policy_output import PolicyOutput
 from tests.distributed_launch import joined
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_tokens
 

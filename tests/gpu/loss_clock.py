@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 import torch
 
-from bapo_megatron.trainer.loss import LossStage, PolicyOutput
+from bapo_megatron.trainer.loss import LossStage
+from bapo_megatron.trainer.policy_output import PolicyOutput
 
 if TYPE_CHECKING:
     from torch import Tensor

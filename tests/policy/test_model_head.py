@@ -17,7 +17,8 @@ from bapo_megatron.config.megatron import ModelConfig, ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import ProcessGroups
-from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
+from bapo_megatron.trainer.loss import LossStage, UpdateContext
+from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined, run_ranks
 from tests.policy.build import build_state

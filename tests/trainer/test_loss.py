@@ -17,7 +17,8 @@ from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.runtime.distributed import ProcessGroups
-from bapo_megatron.trainer.loss import LossStage, PolicyOutput, SafeTokens, UpdateContext
+from bapo_megatron.trainer.loss import LossStage, SafeTokens, UpdateContext
+from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.records import TokenReport
 from bapo_megatron.types import MicroBatch
 from tests.algorithm.batches import CLIP, DUAL_CLIP, oracle_bounds, random_batch, with_gradient

@@ -18,7 +18,7 @@ from bapo_megatron.config.scorers import TeacherConfig
 from bapo_megatron.data.dump import read_batch, write_batch
 from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.telemetry.sinks import read_metrics
-from bapo_megatron.trainer.loss import PolicyOutput
+from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.scorers import FrozenScorer
 from tests.distributed_launch import joined, run_ranks
 from tests.policy.parity_ranks import hf_gradients

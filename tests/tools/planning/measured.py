@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
-from megatron.core.transformer.module import Float16Module
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from bapo_megatron.config.megatron import (
@@ -32,7 +31,7 @@ from bapo_megatron.config.megatron import (
 from bapo_megatron.config.scorers import FrozenModelConfig
 from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything
+from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything, wrap_for_precision
 from bapo_megatron.policy.optimizer import build_optimizer, wrap_for_data_parallel
 from tests.policy.fake_world import fake_world, stage_parameters
 from tests.policy.tiny_models import make_model
@@ -131,8 +130,7 @@ def state() -> dict[str, dict[str, int]]:
             for parameter in gpt.parameters():
                 del parameter.main_grad
             config = MegatronConfig.model_validate(megatron)
-            module = Float16Module(gpt.config, gpt) if gpt.config.bf16 else gpt
-            wrapped = wrap_for_data_parallel([module], config)
+            wrapped = wrap_for_data_parallel(wrap_for_precision([gpt]), config)
             # Groups for checkpoints; the fake backend has none over gloo.
             with mock.patch.multiple(
                 parallel_state,

@@ -1,0 +1,97 @@
+"""The model's output as log-probs and entropies of the response tokens.
+
+Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, T = response tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.config.schema import OpsConfig
+from bapo_megatron.ops.backend import select_kernels
+from bapo_megatron.ops.chunked import OutputHead, Teacher, chunked_logprobs, chunked_loss
+from bapo_megatron.ops.logprob import TokenLogprobs, TokenLoss, vocab_parallel_logprobs
+from bapo_megatron.policy.model import Model
+from bapo_megatron.runtime.distributed import ProcessGroups
+from bapo_megatron.types import MicroBatch
+
+
+@dataclass(eq=False, repr=False)
+class PolicyOutput:
+    """The model's output as log-probs of the response tokens, with the kernels of this run.
+
+    The output is logits [N, V], or with ``ops.logits_chunk_tokens`` hidden states [N, H], from
+    which logits are computed chunk by chunk.
+
+    Raises:
+        ValueError: ``ops.backend`` names kernels that this machine does not have.
+    """
+
+    ops: OpsConfig
+    vocab_size: int
+    temperature: float
+    """Sampling temperature, by which logits are divided."""
+    groups: ProcessGroups
+    head: OutputHead | None
+    """Set if the model returns hidden states."""
+
+    def __post_init__(self) -> None:
+        self.kernels = select_kernels(self.ops.backend, self.groups.device)
+
+    @classmethod
+    def of(cls, model: Model, ops: OpsConfig, temperature: float) -> PolicyOutput:
+        """Return the output of a model, which was built with the same ops section."""
+        return cls(ops, model.hf.vocab_size, temperature, model.groups, model.head)
+
+    def read(self, output: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
+        """Return ℓ and H [T] of the response tokens, without gradient."""
+        if self.head is None:
+            with torch.no_grad():
+                return self.differentiable(output, micro_batch)
+        return chunked_logprobs(
+            output, self.head, micro_batch.target_T, **self._chunks(micro_batch)
+        )
+
+    def differentiable(self, logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
+        """Return ℓ and H [T] with a graph; their backward pass overwrites the logits."""
+        return vocab_parallel_logprobs(
+            logits_NV,
+            micro_batch.target_T,
+            vocab_size=self.vocab_size,
+            rows_T=micro_batch.rows_T,
+            temperature=self.temperature,
+            group=self.groups.tensor,
+            kernels=self.kernels,
+            overwrite_logits=True,
+        )
+
+    def chunked(
+        self,
+        hidden_NH: Tensor,
+        micro_batch: MicroBatch,
+        token_loss: TokenLoss,
+        teacher: Teacher | None,
+    ) -> tuple[Tensor, TokenLogprobs]:
+        """Return the loss with a graph, and ℓ and H [T], from hidden states."""
+        assert self.head is not None
+        return chunked_loss(
+            hidden_NH,
+            self.head,
+            micro_batch.target_T,
+            token_loss=token_loss,
+            teacher=teacher,
+            **self._chunks(micro_batch),
+        )
+
+    def _chunks(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        return {
+            "rows_T": micro_batch.rows_T,
+            "vocab_size": self.vocab_size,
+            "temperature": self.temperature,
+            "chunk_tokens": self.ops.logits_chunk_tokens,
+            "kernels": self.kernels,
+        }
