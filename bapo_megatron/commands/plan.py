@@ -31,7 +31,7 @@ from bapo_megatron.tools.planning.plan import (
     PlanOptions,
     make_plan,
 )
-from bapo_megatron.tools.planning.scenario import MAX_GPUS, frozen_sections
+from bapo_megatron.tools.planning.scenario import MAX_GPUS
 
 _MAX_LAYOUTS = 12
 """Rows of the list of layouts; --json has all of them."""
@@ -102,7 +102,7 @@ def command(
 def _frozen_models(config: RunConfig) -> dict[str, HfConfig]:
     """Read the config.json of each frozen model in the trainer that has a path."""
     models = {}
-    for key, section in frozen_sections(config.algorithm).items():
+    for key, section in config.algorithm.frozen_models.items():
         if section.path is None:
             continue
         file = section.path / "config.json"
@@ -175,8 +175,8 @@ def _memory_table(plan: Plan) -> Table:
 
 def _frozen_table(plan: Plan) -> Table:
     return _table(
-        "Frozen models per GPU, GB, within the total (scoring: instead of activations, logits and "
-        f"workspace); host memory: {_gb(plan.host_bytes_per_node)} GB per node",
+        "Frozen models per GPU, GB, included in the total (scoring replaces activations, logits "
+        f"and workspace); host memory: {_gb(plan.host_bytes_per_node)} GB per node",
         _shown_stages(plan),
         {
             "stage": lambda s: str(s.stage),

@@ -6,7 +6,7 @@ import typer
 
 from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, load
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.config.teacher import TEACHER_KEY
+from bapo_megatron.config.scorers import TEACHER_KEY
 from bapo_megatron.engine.load import load_kind
 
 

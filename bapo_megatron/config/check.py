@@ -216,11 +216,11 @@ def _check_scorers(config: RunConfig) -> None:
             f"ops.logits_chunk_tokens: must be above 0 with {key}.loss: {distillation.loss}, got "
             "0: the teacher's logits are computed in chunks; set 1024, or change the loss"
         )
-    if distillation.is_used and distillation.teacher.engine and config.rollout.temperature != 1:
+    if distillation.has_engine and config.rollout.temperature != 1:
         raise ConfigError(
             f"rollout.temperature: must be 1 with {key}.teacher.engine: "
             f"{distillation.teacher.engine}, got {config.rollout.temperature:g}: engines score at "
-            "1; change it, or put the teacher into the trainer (teacher.engine: '')"
+            "temperature 1; change it, or run the teacher in the trainer (teacher.engine: '')"
         )
 
 

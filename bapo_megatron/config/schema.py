@@ -31,7 +31,13 @@ from bapo_megatron.config.megatron import (
 )
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-from bapo_megatron.config.scorers import DistillationConfig, KlConfig
+from bapo_megatron.config.scorers import (
+    REFERENCE_KEY,
+    TEACHER_KEY,
+    DistillationConfig,
+    FrozenModelConfig,
+    KlConfig,
+)
 from bapo_megatron.config.section import MAX_SECONDS, AbsolutePath, Section, built_in_or_own
 
 
@@ -70,7 +76,12 @@ DUAL_CLIPPED = tuple(name for name, entry in _objectives.NAMED.items() if entry.
 """Objectives that take ``algorithm.dual_clip``."""
 
 ADVANTAGES = (
-    *("grpo", "grpo_no_std", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline"),
+    "grpo",
+    "grpo_no_std",
+    "rloo",
+    "opo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
     "distill",
 )
 """Names that ``algorithm.advantage`` takes."""
@@ -97,7 +108,7 @@ class _AlgorithmKeys(Section):
     """Train only this share of an update's tokens, those with the highest entropy (0.2: 80/20)."""
     advantage: Annotated[str, built_in_or_own(ADVANTAGES, "function")] = "grpo"
     """Advantage of each response: ``grpo``, ``grpo_no_std`` (Dr. GRPO), ``rloo``, ``opo``,
-    ``reinforce_pp``, ``reinforce_pp_baseline`` (docs/objectives.md); ``distill``, 0, so that only
+    ``reinforce_pp``, ``reinforce_pp_baseline`` (docs/objectives.md); ``distill``: 0, so that only
     the teacher of ``distillation`` counts; or ``package.module:function``, called with rewards [G]
     and the group's samples."""
     baseline_shift: float = 0.0
@@ -139,6 +150,16 @@ class AlgorithmConfig(_WithOptions):
     def options[OptionsT: Section](self, kind: type[OptionsT]) -> OptionsT:
         """Return the options of a built-in objective by their class."""
         return next(value for _, value in self if isinstance(value, kind))
+
+    @property
+    def frozen_models(self) -> dict[str, FrozenModelConfig]:
+        """The sections of the frozen models in the trainer, by key."""
+        models: dict[str, FrozenModelConfig] = {}
+        if self.kl.is_used:
+            models[REFERENCE_KEY] = self.kl.reference
+        if self.distillation.is_used and not self.distillation.has_engine:
+            models[TEACHER_KEY] = self.distillation.teacher
+        return models
 
     @model_validator(mode="before")
     @classmethod

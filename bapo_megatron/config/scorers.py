@@ -1,4 +1,4 @@
-"""Configuration of frozen models that score: the reference of a KL divergence, and a teacher."""
+"""Configuration of the frozen models that score tokens: a KL reference and a teacher."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -6,42 +6,45 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from bapo_megatron.config.section import AbsolutePath, Section
 
+REFERENCE_KEY = "algorithm.kl.reference"
+TEACHER_KEY = "algorithm.distillation.teacher"
+
 
 def _as_tuple(value: Any) -> Any:
-    # ``AlgorithmConfig`` completes its values first, so that strict validation no longer sees JSON.
+    # ``AlgorithmConfig`` completes its values first, so strict validation no longer sees JSON.
     return tuple(value) if isinstance(value, list) else value
 
 
 class FrozenModelConfig(Section):
-    """A model in the trainer, laid out as the policy, whose weights training does not change."""
+    """A model in the trainer, in the policy's parallel layout, whose weights are not trained."""
 
     path: AbsolutePath | None = None
     """Directory of a Hugging Face model (config.json, safetensors, tokenizer)."""
     memory: Literal["device", "host"] = "device"
-    """Where its weights are between its passes; ``host`` copies them to the GPU for each step."""
+    """Where the weights are kept between passes; ``host`` copies them to the GPU for each step."""
 
 
 class ReferenceConfig(FrozenModelConfig):
-    """The reference of the KL divergence; without ``path`` the policy as it starts."""
+    """The reference of the KL divergence; without ``path`` the initial policy."""
 
     update_every: int = Field(0, ge=0)
-    """Every N steps the policy of that time becomes the reference; 0: never."""
+    """Every N steps the current policy becomes the reference; 0: never."""
 
 
 class KlConfig(Section):
     """KL divergence from the policy to a reference, estimated on sampled tokens."""
 
     coefficient: float = Field(0.0, ge=0)
-    """Weight of the divergence; 0: none, and no reference is loaded."""
+    """Weight of the divergence; 0: no penalty, and no reference is loaded unless ``measure``."""
     kind: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
-    """Estimate per token, with x = ℓ − ℓ_reference: ``k1`` x; ``k2`` x²/2; ``k3`` e^−x − 1 + x;
-    ``k1+`` and ``k3+`` have the gradient of ``k2``, whose mean is that of the divergence."""
+    """Estimate per token, with x = ℓ − ℓ_ref: ``k1`` x; ``k2`` x²/2; ``k3`` e^−x − 1 + x; ``k1+``
+    and ``k3+`` use the gradient of ``k2``, which is unbiased."""
     where: Literal["loss", "reward"] = "loss"
-    """``loss``: added to each token's loss; ``reward``: the sum over a response, of the policy that
-    sampled it, is subtracted from its reward before advantages are computed."""
+    """``loss``: added to each token's loss; ``reward``: the sum over a response, for the policy
+    that sampled it, is subtracted from the reward before advantages are computed."""
     reference: ReferenceConfig = ReferenceConfig()
     measure: bool = False
-    """Report ``kl/reference`` also with the coefficient 0."""
+    """Report ``kl/reference`` with ``coefficient: 0``, too."""
 
     @property
     def is_used(self) -> bool:
@@ -53,45 +56,46 @@ class KlConfig(Section):
         if self.where == "reward" and self.kind.endswith("+"):
             raise ValueError(
                 f"kind must be k1, k2 or k3 with where: reward, got {self.kind}: it differs from "
-                f"{self.kind[:-1]} in its gradient alone, and a reward has none; drop the +"
+                f"{self.kind[:-1]} only in its gradient, and a reward has none; drop the +"
             )
         return self
 
 
 class TeacherConfig(FrozenModelConfig):
-    """The teacher: a model in the trainer, or one behind engines that score the responses."""
+    """The teacher: a model in the trainer, or one that engines serve to score responses."""
 
     engine: Literal["", "sglang", "local"] = ""
     """Empty: in the trainer. ``sglang``: on ``servers``; ``local``: with transformers, in the
-    collector's process. Its tokenizer is read from ``path`` in any case."""
+    collector's process. The tokenizer is always read from ``path``."""
     servers: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     """Addresses (http://host:port) of running SGLang servers with this model."""
     patience_s: float = Field(900.0, gt=0)
-    """How long a run without a usable server waits before it saves and ends."""
+    """How long a run waits without a usable server before it saves and ends."""
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Self:
         if bool(self.servers) != (self.engine == "sglang"):
             raise ValueError(
                 f"servers must be given with engine: sglang and only then, got engine: "
-                f"'{self.engine}' with {len(self.servers)} servers; start some with serve "
-                "(docs/launch.md), or change engine"
+                f"'{self.engine}' with {len(self.servers)} servers; start them with serve "
+                "--teacher (docs/rollout.md), or change engine"
             )
         return self
 
 
 class DistillationConfig(Section):
-    """On-policy distillation: the teacher's distribution at the tokens that the policy sampled."""
+    """On-policy distillation: match a teacher's distribution at the tokens the policy sampled."""
 
     coefficient: float = Field(0.0, ge=0)
-    """Weight of the teacher; 0: none, and no teacher is loaded."""
+    """Weight of the teacher; 0: no distillation, and no teacher is loaded."""
     loss: Literal["tokens", "reverse_kl", "forward_kl", "top_k"] = "tokens"
     """``tokens``: coefficient · (ℓ_teacher − μ) is added to each token's advantage. ``reverse_kl``
     and ``forward_kl``: KL(policy‖teacher) or KL(teacher‖policy) over the whole vocabulary is added
     to each token's loss (teacher in the trainer, ``ops.logits_chunk_tokens`` above 0). ``top_k``:
-    KL(teacher‖policy) over the teacher's ``top_k`` likeliest tokens (teacher behind an engine)."""
+    KL(teacher‖policy) over the teacher's ``top_k`` most likely tokens (teacher behind an
+    engine)."""
     top_k: int = Field(64, ge=1, le=1024)
-    """Number of tokens per position with ``loss: top_k``, whose probabilities are renormalised."""
+    """Tokens per position with ``loss: top_k``; the teacher's probabilities are renormalised."""
     teacher: TeacherConfig = TeacherConfig()
 
     @property
@@ -103,6 +107,11 @@ class DistillationConfig(Section):
     def is_over_vocabulary(self) -> bool:
         """Whether the loss compares distributions, not only log-probs of sampled tokens."""
         return self.is_used and self.loss != "tokens"
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether there is a teacher behind an engine."""
+        return self.is_used and self.teacher.engine != ""
 
     @model_validator(mode="after")
     def _teacher_fits(self) -> Self:

@@ -1,4 +1,4 @@
-"""The configuration of a teacher behind engines, which know a policy only."""
+"""A served teacher's configuration in the keys that engines read: those of a policy."""
 
 import contextlib
 import re
@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.rollout import ServerConfig, WeightSyncConfig
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.scorers import TEACHER_KEY
 from bapo_megatron.errors import RolloutError, ServerError, describe_cause
-
-TEACHER_KEY = "algorithm.distillation.teacher"
 
 
 def as_policy(config: RunConfig) -> RunConfig:
@@ -34,7 +33,7 @@ def as_policy(config: RunConfig) -> RunConfig:
 
 @contextlib.contextmanager
 def naming_teacher() -> Iterator[None]:
-    """Replace the policy's keys by the teacher's in errors of ``as_policy``."""
+    """Replace the policy's keys by the teacher's in errors about ``as_policy``'s configuration."""
     try:
         yield
     except ServerError:

@@ -6,7 +6,6 @@ Everything that would change what the model computes is either understood by its
 import math
 from collections.abc import Collection
 from dataclasses import fields
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from bapo_megatron.config.check import check_heads, check_layers
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.config.teacher import TEACHER_KEY
+from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
 from bapo_megatron.policy.families import FAMILIES
 from bapo_megatron.policy.families.base import Experts, HfConfig
 from bapo_megatron.policy.families.config_json import refuse_unknown
@@ -81,18 +80,19 @@ def _check_experts(experts: Experts | None, parallel: ParallelConfig) -> None:
 def check_frozen_model(config: RunConfig, key: str, hf: HfConfig, policy: HfConfig) -> None:
     """Refuse a frozen model that the trainer cannot build beside the policy.
 
-    ``key``: its section of the configuration.
+    ``key`` is its section: one of ``AlgorithmConfig.frozen_models``.
 
     Raises:
         ConfigError: It does not divide over the layout, cannot get the policy's weights though it
-            is to, or is a teacher with another vocabulary than its loss needs.
+            is to, or its loss compares distributions and its ``vocab_size`` is not the policy's.
     """
-    path, distillation = attrgetter(f"{key}.path")(config), config.algorithm.distillation
+    algorithm = config.algorithm
+    path = algorithm.frozen_models[key].path
     try:
         check_division(hf, config.parallel)
     except ConfigError as error:
         raise ConfigError(f"{key}.path: '{path}': {error}") from None
-    if key == "algorithm.kl.reference" and config.algorithm.kl.reference.update_every:
+    if key == REFERENCE_KEY and algorithm.kl.reference.update_every:
         differing = [
             field.name
             for field in fields(HfConfig)
@@ -106,12 +106,12 @@ def check_frozen_model(config: RunConfig, key: str, hf: HfConfig, policy: HfConf
                 f"gets the policy's weights, got another {', '.join(differing)} in '{path}'; "
                 "choose another reference, or update_every: 0"
             )
-    compares_vocabularies = key == TEACHER_KEY and distillation.is_over_vocabulary
+    compares_vocabularies = key == TEACHER_KEY and algorithm.distillation.is_over_vocabulary
     if compares_vocabularies and hf.vocab_size != policy.vocab_size:
         raise ConfigError(
             f"{key}.path: must have the policy's vocab_size {policy.vocab_size} with "
-            f"algorithm.distillation.loss: {distillation.loss}, got {hf.vocab_size}; choose "
-            "another teacher, or loss: tokens"
+            f"algorithm.distillation.loss: {algorithm.distillation.loss}, got {hf.vocab_size}; "
+            "choose another teacher, or loss: tokens"
         )
 
 

@@ -162,7 +162,7 @@ class Collector:
         self._probe_prompts = train_sets[0].prompts[:4] if train_sets else ()
         shaping = Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
         distillation = run.algorithm.distillation
-        if request.for_training and distillation.is_used and distillation.teacher.engine:
+        if request.for_training and distillation.has_engine:
             self._teacher = TeacherPool(distillation, run.rollout, renderer.vocab_size)
         sees_groups = bool(rewards.group_names)
         self._batches = BatchCollector(

@@ -18,13 +18,8 @@ import numpy as np
 
 from bapo_megatron.config.rollout import HealthConfig, RolloutConfig
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.config.scorers import DistillationConfig
-from bapo_megatron.config.teacher import (
-    TEACHER_KEY,
-    as_policy,
-    naming_teacher,
-    teacher_text,
-)
+from bapo_megatron.config.scorers import TEACHER_KEY, DistillationConfig
+from bapo_megatron.config.teacher import as_policy, naming_teacher, teacher_text
 from bapo_megatron.data.token_columns import (
     COLUMNS,
     TEACHER,

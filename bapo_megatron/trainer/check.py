@@ -5,15 +5,12 @@ torch is imported only for a user's code and for ``algorithm.entropy_share``.
 
 import importlib.util
 
-from bapo_megatron.config.check import (
-    POSITIONS,
-    check_config,
-    check_model_dir,
-)
+from bapo_megatron.config.check import POSITIONS, check_config, check_model_dir
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.config.teacher import TEACHER_KEY, as_policy, naming_teacher
+from bapo_megatron.config.scorers import TEACHER_KEY
+from bapo_megatron.config.teacher import as_policy, naming_teacher
 from bapo_megatron.data.vocabulary import check_same_vocabulary
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.policy.families.base import HfConfig
@@ -22,7 +19,7 @@ from bapo_megatron.runtime.gpus import count_gpus
 from bapo_megatron.runtime.processes import launched_number
 
 _RESERVED_POSITIONS = 7
-"""Positions of a model that the input of an SGLang server must leave free."""
+"""Positions that an SGLang server reserves beyond its input."""
 
 
 def check_training(
@@ -46,6 +43,8 @@ def check_training(
     policy = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
     if config.replay.dumps is None:
         _check_frozen_models(config, policy, owns_files=owns_files)
+        if owns_files and config.algorithm.distillation.has_engine:
+            _check_served_teacher(config)
     algorithm = config.algorithm
     # ``LossStage`` loads the objective again, for its device and kernels.
     if ":" in algorithm.objective or algorithm.entropy_share < 1:
@@ -60,24 +59,25 @@ def check_training(
 
 
 def _check_frozen_models(config: RunConfig, policy: HfConfig, *, owns_files: bool) -> None:
-    """Check the reference and the teacher; tokenizers and engines are rank 0's."""
-    kl, distillation = config.algorithm.kl, config.algorithm.distillation
-    teacher = distillation.teacher
-    models = {"algorithm.kl.reference.path": kl.reference.path if kl.is_used else None}
-    if distillation.is_used and (owns_files or not teacher.engine):
-        models[f"{TEACHER_KEY}.path"] = teacher.path
-    for key, path in models.items():
-        if path is None:
+    """Check the frozen models in the trainer; their tokenizers with ``owns_files`` only."""
+    for key, model in config.algorithm.frozen_models.items():
+        if model.path is None:
             continue
-        is_elsewhere = key.startswith(TEACHER_KEY) and teacher.engine == "sglang"
-        hf_config = check_model_dir(path, key, needs_weights=not is_elsewhere)
-        if not (key.startswith(TEACHER_KEY) and teacher.engine):
-            hf = read_hf_config_file(path / "config.json", config.model.ignored_config_fields)
-            check_frozen_model(config, key.removesuffix(".path"), hf, policy)
+        check_model_dir(model.path, f"{key}.path")
+        hf = read_hf_config_file(model.path / "config.json", config.model.ignored_config_fields)
+        check_frozen_model(config, key, hf, policy)
         if owns_files:
-            check_same_vocabulary(config.model.path, path, key)
-    if not (owns_files and distillation.is_used and teacher.engine):
-        return
+            check_same_vocabulary(config.model.path, model.path, f"{key}.path")
+
+
+def _check_served_teacher(config: RunConfig) -> None:
+    """Check a teacher behind engines; SGLang servers have its weights."""
+    distillation, key = config.algorithm.distillation, f"{TEACHER_KEY}.path"
+    teacher = distillation.teacher
+    assert teacher.path is not None, "DistillationConfig requires it"
+    is_remote = teacher.engine == "sglang"
+    hf_config = check_model_dir(teacher.path, key, needs_weights=not is_remote)
+    check_same_vocabulary(config.model.path, teacher.path, key)
     with naming_teacher():
         load_kind(teacher.engine).check(as_policy(config))
     if shared := set(teacher.servers) & set(config.rollout.servers):
@@ -92,13 +92,13 @@ def _check_frozen_models(config: RunConfig, policy: HfConfig, *, owns_files: boo
             f"algorithm.distillation.top_k: must be at most the teacher's vocab_size {vocab_size}, "
             f"got {distillation.top_k}; lower it"
         )
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    reserve = _RESERVED_POSITIONS if teacher.engine == "sglang" else 0
+    num_positions = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    reserve = _RESERVED_POSITIONS if is_remote else 0
     limit = hf_config.get(POSITIONS)
-    if isinstance(limit, int) and longest + reserve > limit:
+    if isinstance(limit, int) and num_positions + reserve > limit:
         raise ConfigError(
-            f"{TEACHER_KEY}.path: its {limit} positions must hold data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {longest}, and {reserve} more that the engine "
+            f"{key}: its {limit} positions must hold data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {num_positions}, and {reserve} more that the engine "
             "reserves; lower one of them, or choose another teacher"
         )
 

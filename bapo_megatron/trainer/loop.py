@@ -46,7 +46,7 @@ from bapo_megatron.trainer.checkpointing import Checkpoints, is_due
 from bapo_megatron.trainer.opening import Opening
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump, update_metrics
-from bapo_megatron.trainer.scorers import frozen_scorers, policy_as_reference
+from bapo_megatron.trainer.scorers import frozen_scorers, reference_updater
 from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
@@ -107,6 +107,7 @@ class Run:
         self._opening, self._groups, self._stack = opening, groups, stack
         self._peak_flops = reporting.find_peak_flops(config, groups)
         shape = split_shape(state.model, config.parallel, config.megatron, config.train)
+        scorers = frozen_scorers(config, state.model)
         self.trainer = BatchTrainer(
             state=state,
             config=config.algorithm,
@@ -115,15 +116,15 @@ class Run:
             staleness=config.rollout.staleness,
             shape=shape,
             masked_reasons=masked_reasons(flat_settings(config)),
-            scorers=frozen_scorers(config, state.model),
+            scorers=scorers,
             dump=TokenDump(config.run_dir, config.train.dump_tokens),
             note=self.timer.pulse.note,
         )
-        self._reference = policy_as_reference(config, state.model, self.trainer.scorers)
+        self._reference = reference_updater(config, state.model, scorers)
         self.checkpoints = Checkpoints(config, state, opening.source)
         self.progress = self.checkpoints.progress
-        scorer = ProbeScorer(state.model, config.ops, shape)
-        sync = WeightSync(config.rollout.weight_sync, config.run_dir, scorer.score, groups.device)
+        probe = ProbeScorer(state.model, config.ops, shape)
+        sync = WeightSync(config.rollout.weight_sync, config.run_dir, probe.score, groups.device)
         self.generation = Generation(config, state, opening, sync, stopping)
         self._sinks: MetricsSinks | None = None
         self._has_evaluation = bool(config.eval.sets) and self.generation.has_servers
@@ -231,7 +232,7 @@ class Run:
         return batch
 
     def train(self, batch: RolloutBatch) -> list[UpdateResult]:
-        """Make the updates of a batch, and the policy the reference if that is due."""
+        """Run a batch's updates, then make the policy the reference if that is due."""
         results = self.trainer.train(batch)
         if self._reference is not None:
             self._reference.after_step(batch.step)

@@ -1,12 +1,12 @@
-"""What a step computes of its tokens before its updates: a list of scorers that ``step`` runs.
+"""Scorers: what a step computes for its tokens before its updates.
 
     behaviour: μ by the trainer, with importance weights       (``algorithm.behaviour``)
     reference: log-probs by the reference of a KL divergence   (``algorithm.kl``)
     teacher:   log-probs, and hidden states, by a teacher      (``algorithm.distillation``)
 
 A scorer fills token columns (``data.token_columns``) of the micro-batches on the last pipeline
-stage, which are packed as for the loss: a reference with the policy's weights has its log-probs bit
-for bit. Columns that a dump or an engine has filled are not computed again.
+stage. They are packed as for the loss, so a reference with the policy's weights gives the policy's
+log-probs bit for bit. Columns that a dump has filled are not computed again.
 
 Shape legend: T = response tokens of a micro-batch, B = samples of the batch, Q = tokens of a sample
 that the policy sampled, R = all its response tokens, H = hidden size.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from bapo_megatron.algorithm.kl import estimate_kl
 from bapo_megatron.algorithm.loss import sum_over_responses
+from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.token_columns import (
     COLUMNS,
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
-    from bapo_megatron.config.scorers import FrozenModelConfig
     from bapo_megatron.ops.chunked import OutputHead
     from bapo_megatron.policy.model import Model
     from bapo_megatron.trainer.split import SplitUpdate
@@ -60,14 +61,14 @@ Splits = tuple["SplitUpdate", ...]
 
 
 class Scorer(Protocol):
-    """Computes something of the tokens of a step before its updates."""
+    """Computes something for the tokens of a step before its updates."""
 
     @property
     def name(self) -> str:
         """For hang reports."""
 
     def score(self, splits: Splits, batch: RolloutBatch) -> Splits:
-        """Return the updates with filled columns; a collective of all ranks."""
+        """Return the step's updates with what was computed; a collective of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class BehaviourScorer:
     name: str = "behaviour"
 
     def score(self, splits: Splits, batch: RolloutBatch) -> Splits:
-        """See ``Scorer``; the first update also gets ℓ and H, which its weights give."""
+        """See ``Scorer``; the first update also gets ℓ and H: the pass ran with its weights."""
         scored = []
         for number, split in enumerate(splits):
             policy = self.model.forward_only(split.micro_batches, self.output.read)
@@ -111,9 +112,14 @@ class FrozenScorer:
         keeps_hidden: bool = False,
         dump: ScoredDump | None = None,
     ) -> None:
-        """Take what builds the model when it is first needed.
+        """Fill ``column``; the model is built on first use.
 
-        ``keeps_hidden``: keep also the inputs of its head, ``TEACHER_HIDDEN``.
+        Args:
+            column: Name of the token column.
+            build: Builds the model; a collective of all ranks.
+            output_of: Reads log-probs from its output.
+            keeps_hidden: Also keep the inputs of its head, as ``TEACHER_HIDDEN``.
+            dump: Gets the column of every step, for replays.
         """
         self.name = column
         self.keeps_hidden = keeps_hidden
@@ -145,7 +151,7 @@ class FrozenScorer:
 
     @property
     def head(self) -> OutputHead | None:
-        """The head that ``TEACHER_HIDDEN`` goes into, on the last stage; None if not kept."""
+        """The head that ``TEACHER_HIDDEN`` is for, on the last stage; None without it."""
         return self.frozen.model.head if self.keeps_hidden else None
 
     def score(self, splits: Splits, batch: RolloutBatch) -> Splits:
@@ -159,8 +165,8 @@ class FrozenScorer:
         with self.frozen.on_device() as model:
             for split in splits:
                 columns = model.forward_only(split.micro_batches, self._read)
-                # Nothing on any stage but the last.
-                filled = [
+                # No columns on any stage but the last.
+                micro_batches = [
                     replace(micro_batch, columns={**micro_batch.columns, **values})
                     for micro_batch, values in zip(split.micro_batches, columns, strict=False)
                 ]
@@ -168,7 +174,7 @@ class FrozenScorer:
                 scored.append(
                     replace(
                         split,
-                        micro_batches=tuple(filled) or split.micro_batches,
+                        micro_batches=tuple(micro_batches) or split.micro_batches,
                         scored_flops=split.scored_flops + flops,
                     )
                 )
@@ -229,17 +235,16 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
     Also what requires the columns of a teacher behind an engine. Models are built at once; in a
     replay, whose dumps may have their columns, when needed.
     """
-    groups, kl, distillation = policy.groups, config.algorithm.kl, config.algorithm.distillation
+    groups, distillation = policy.groups, config.algorithm.distillation
     is_replay = config.replay.dumps is not None
     dump = ScoredDump(config.run_dir / "rollouts", groups)
-    over_vocabulary = distillation.is_over_vocabulary
-
-    def scorer(
-        column: str, model: FrozenModelConfig, *, keeps_hidden: bool = False
-    ) -> FrozenScorer:
-        return FrozenScorer(
-            column,
-            lambda: FrozenModel.build(
+    scorers: list[FrozenScorer] = []
+    for key, model in config.algorithm.frozen_models.items():
+        keeps_hidden = key == TEACHER_KEY and distillation.is_over_vocabulary
+        scorer = FrozenScorer(
+            {REFERENCE_KEY: REFERENCE, TEACHER_KEY: TEACHER}[key],
+            partial(
+                FrozenModel.build,
                 model,
                 config.model,
                 config.parallel,
@@ -252,39 +257,45 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
             keeps_hidden=keeps_hidden,
             dump=dump if config.rollout.dump and not is_replay else None,
         )
-
-    scorers: list[FrozenScorer] = []
-    if kl.is_used:
-        scorers.append(scorer(REFERENCE, kl.reference))
-    if distillation.is_used and not distillation.teacher.engine:
-        scorers.append(scorer(TEACHER, distillation.teacher, keeps_hidden=over_vocabulary))
+        scorers.append(scorer)
     for built in () if is_replay else scorers:
         _ = built.frozen
-    if distillation.is_used and distillation.teacher.engine:
+    if distillation.has_engine:
         has_top = distillation.loss == "top_k"
         columns = (TEACHER, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS)[: 3 if has_top else 1]
         return (*scorers, EngineTeacher(columns))
     return tuple(scorers)
 
 
-def policy_as_reference(
+def reference_updater(
     config: RunConfig, policy: Model, scorers: Iterable[Scorer]
-) -> PolicyAsReference | None:
-    """Return what makes the policy the reference; None if the reference stays as it is."""
-    every_steps = config.algorithm.kl.reference.update_every
-    for scorer in scorers if every_steps else ():
-        if isinstance(scorer, FrozenScorer) and scorer.name == REFERENCE:
-            directory, checkpoints = config.run_dir / "reference", config.run_dir / "checkpoints"
-            return PolicyAsReference(policy, scorer, directory, every_steps, checkpoints)
-    return None
+) -> ReferenceUpdater | None:
+    """Return what makes the policy the reference; None if the reference never changes."""
+    every_steps, run_dir = config.algorithm.kl.reference.update_every, config.run_dir
+    frozen = (scorer for scorer in scorers if isinstance(scorer, FrozenScorer))
+    reference = next((scorer for scorer in frozen if scorer.name == REFERENCE), None)
+    if reference is None or every_steps == 0:
+        return None
+    return ReferenceUpdater(
+        policy, reference, run_dir / "reference", every_steps, run_dir / "checkpoints"
+    )
 
 
 def sum_kl(
     splits: Iterable[SplitUpdate], kind: str, num_samples: int, groups: ProcessGroups
 ) -> Tensor:
-    """Return Σ KL over each response, estimated at ℓ = μ: [B] int64 on every rank.
+    """Return Σ KL over each response, estimated at ℓ = μ; a collective of all ranks.
 
-    Tokens that do not train do not count. A collective of all ranks.
+    Tokens that do not train do not count.
+
+    Args:
+        splits: The step's updates with the reference's column.
+        kind: Of ``estimate_kl``.
+        num_samples: B.
+        groups: The policy's.
+
+    Returns:
+        [B] int64 in units of ``RESPONSE_UNIT``, equal on all ranks.
     """
 
     def estimate(host_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -307,46 +318,48 @@ def with_teacher_advantages(splits: Splits, coefficient: float, groups: ProcessG
     if not groups.is_last_stage:
         return splits
 
-    def changed(host_batch: MicroBatch) -> MicroBatch:
+    def add_teacher(host_batch: MicroBatch) -> MicroBatch:
         mb = on_device(host_batch, groups.device)
-        gain_T = mb.columns[TEACHER] - mb.behaviour_logprob_T
-        return replace(mb, advantage_T=mb.advantage_T + coefficient * gain_T)
+        log_ratio_T = mb.columns[TEACHER] - mb.behaviour_logprob_T
+        return replace(mb, advantage_T=mb.advantage_T + coefficient * log_ratio_T)
 
     return tuple(
-        replace(split, micro_batches=tuple(map(changed, split.micro_batches))) for split in splits
+        replace(split, micro_batches=tuple(map(add_teacher, split.micro_batches)))
+        for split in splits
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredDump:
-    """Adds columns that were computed here to the dump of their step, for replays."""
+    """Adds columns that the trainer computed to the dump of their step, for replays."""
 
     directory: Path
     """The run's dumps."""
     groups: ProcessGroups
 
     def add(self, name: str, splits: Splits, batch: RolloutBatch) -> None:
-        """Write the dump again with the column; a collective of all ranks.
+        """Rewrite the dump with the column; a collective of all ranks.
 
         Raises:
-            OSError: The file cannot be written; on all ranks.
+            OSError: The file cannot be written; raised on every rank.
         """
         from bapo_megatron.data.dump import dump_path, write_batch  # pyarrow
 
         sizes = [len(sample.response_token_ids) for sample in batch.samples]
         starts = [0, *accumulate(sizes)]
-        flat = torch.zeros(starts[-1], dtype=torch.float32, device=self.groups.device)
+        # The responses of all samples, one after the other.
+        values = torch.zeros(starts[-1], dtype=torch.float32, device=self.groups.device)
         if self.groups.is_last_stage:
-            start_B = torch.tensor(starts[:-1], device=flat.device)
+            start_B = torch.tensor(starts[:-1], device=values.device)
             for host_batch in (mb for split in splits for mb in split.micro_batches):
-                mb = on_device(host_batch, flat.device)
-                flat[start_B[mb.sample_T] + mb.position_T] = mb.columns[name]
-            reduce_over(self.groups.data, flat)  # one rank has a token, the others have 0
-        broadcast_from_last_stage(flat, self.groups)
+                mb = on_device(host_batch, values.device)
+                values[start_B[mb.sample_T] + mb.position_T] = mb.columns[name]
+            reduce_over(self.groups.data, values)  # one rank has a token, the others have 0
+        broadcast_from_last_stage(values, self.groups)
         with fail_together(self.groups):
             if self.groups.rank == 0:
                 computed = {index for split in splits for index in split.computed}
-                parts = np.split(flat.cpu().numpy(), starts[1:-1])
+                parts = np.split(values.cpu().numpy(), starts[1:-1])
                 for index, (sample, values_R) in enumerate(zip(batch.samples, parts, strict=True)):
                     if index not in computed:
                         values_R = np.full_like(values_R, COLUMNS[name].default)
@@ -355,24 +368,25 @@ class ScoredDump:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyAsReference:
+class ReferenceUpdater:
     """Makes the policy the reference every N steps (``algorithm.kl.reference.update_every``).
 
-    It goes through a directory of the run, so that a resumed run has the same reference, in any
-    layout.
+    The weights go through the run directory, so a resumed run has the same reference in any layout.
     """
 
     policy: Model
     reference: FrozenScorer
     directory: Path
+    """Where references are kept, one per update."""
     every_steps: int
     checkpoints: Path
+    """The run's; references that none of them needs are removed."""
 
     def after_step(self, step: int) -> None:
-        """Export the policy and load it, if the step is due; a collective of all ranks.
+        """Export the policy and load it into the reference, if due; a collective of all ranks.
 
         Raises:
-            OSError: The directory cannot be written; on all ranks.
+            OSError: The directory cannot be written; raised on every rank.
         """
         if step % self.every_steps:
             return
@@ -383,10 +397,10 @@ class PolicyAsReference:
                 self._remove_old(step)
 
     def restore(self, step: int) -> None:
-        """Load the reference that the run had after ``step``.
+        """Load the reference that the run had after ``step``; a collective of all ranks.
 
         Raises:
-            ValueError: It is not there any more.
+            ValueError: It is missing.
         """
         due = step - step % self.every_steps
         if due == 0:

@@ -157,9 +157,7 @@ def _computed(
         parts = [(log_weight_T[part], sample_T[part]) for part in order.chunk(num_parts)]
         sum_B = sum_over_responses(parts, 9, log_weight_T.device)
         log_weight_T = (
-            response_sums(sum_B, sample_T)
-            .clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-            .float()
+            response_sums(sum_B, sample_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).float()
         )
     return limit_weights(log_weight_T.exp(), config)
 

@@ -20,6 +20,7 @@ from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.scorers import FrozenScorer
+from bapo_megatron.trainer.split import SplitUpdate
 from tests.distributed_launch import joined, run_ranks
 from tests.policy.parity_ranks import hf_gradients
 from tests.policy.tiny_models import load_reference
@@ -445,6 +446,25 @@ def test_a_scored_dump_replays_without_the_models(
             values, others = sample.columns[name], other.columns[name]
             assert len(values) == sample.num_sampled
             assert np.allclose(values, others, rtol=0, atol=1e-5)
+
+
+def test_samples_that_the_dump_lacks_are_scored_again(episode_dump: Path) -> None:
+    batch = read_batch(episode_dump)
+    for sample in batch.samples:
+        sample.columns = {"reference_logprob": np.full(sample.num_sampled, -1.0, np.float32)}
+    batch.samples[2].columns["reference_logprob"][:] = np.nan  # A = 0, and only measured
+
+    def build() -> FrozenModel:
+        raise LookupError("the reference is needed")
+
+    def output_of(model: Model) -> PolicyOutput:
+        raise AssertionError("no model was built")
+
+    scorer = FrozenScorer("reference_logprob", build, output_of)
+    without = (SplitUpdate({}, (0, 1), computed=(0, 1)), SplitUpdate({}, (2, 3), computed=(3,)))
+    assert scorer.score(without, batch) == without
+    with pytest.raises(LookupError, match="the reference is needed"):
+        scorer.score((SplitUpdate({}, (2, 3), computed=(2, 3)),), batch)
 
 
 # --- resumes ---

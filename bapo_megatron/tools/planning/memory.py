@@ -31,7 +31,7 @@ from bapo_megatron.config.check import check_heads
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_config import padded_vocab_size
 from bapo_megatron.policy.weight_table import layer_weights, shard_shape
-from bapo_megatron.tools.planning.scenario import Frozen, Layout, Scenario, Workload
+from bapo_megatron.tools.planning.scenario import FrozenSpec, Layout, Scenario, Workload
 
 FLOAT32_BYTES = 4
 OPTIMIZER_BYTES = 12
@@ -162,7 +162,7 @@ def stage_parameters(hf: HfConfig, layout: Layout, stage: int) -> int:
     return sum(chunk_parameters(hf, layout, stage, chunk) for chunk in range(layout.virtual))
 
 
-def waiting_parameters(model: Frozen, layout: Layout, stage: int) -> int:
+def waiting_parameters(model: FrozenSpec, layout: Layout, stage: int) -> int:
     """Return a frozen model's parameters on one rank of a stage that wait in host memory."""
     if not model.waits_in_host:
         return 0

@@ -33,7 +33,7 @@ from bapo_megatron.tools.planning.scenario import (
     Scenario,
     Workload,
     configured_layout,
-    frozen_models,
+    frozen_specs,
     plan_passes,
     plan_workload,
     possible_layouts,
@@ -96,7 +96,7 @@ class LayoutEstimate:
     fits: bool
     bubble_share: float
     training_s: float
-    """Passes, also of frozen models, and optimizer of one step."""
+    """Passes, frozen models' included, and optimizer of one step."""
     is_configured: bool
 
 
@@ -118,7 +118,7 @@ class Plan:
     passes: Passes
     """Passes of a step, besides a loss pass per update."""
     frozen_parameters: dict[str, int]
-    """Of each frozen model in the trainer, by its section."""
+    """Parameters of each frozen model in the trainer, by its section."""
     stages: list[StageMemory]
     host_bytes_per_node: float
     """Host memory of frozen models' weights on the node with most of them."""
@@ -158,7 +158,7 @@ def make_plan(
 ) -> Plan:
     """Plan a run; no file that ``config`` names is read.
 
-    ``frozen`` holds the models of ``frozen_sections`` that have a path, by key.
+    ``frozen`` holds the models of ``AlgorithmConfig.frozen_models`` that have a path, by key.
 
     Raises:
         ValueError: Something does not divide or fit, or the GPU is unknown; one line.
@@ -168,9 +168,8 @@ def make_plan(
     check_division(hf, config.parallel)
     assumptions = make_assumptions(config, layout.gpus, options)
     passes = plan_passes(config.algorithm, options.miss_share)
-    case = Scenario(
-        config, hf, layout, assumptions, passes, frozen_models(config, hf, frozen or {})
-    )
+    specs = frozen_specs(config, hf, frozen or {})
+    case = Scenario(config, hf, layout, assumptions, passes, specs)
     rollout = rollout_memory(case)
     workload = plan_workload(case)
     stages = plan_memory(case, workload)
@@ -338,7 +337,7 @@ def _notes(case: Scenario, rollout: RolloutMemory) -> list[str]:
     if assumptions.layers == "local" and layout.context > 1:
         notes.append("local layers: gathered keys, values and masks (context > 1) are not counted")
     distillation = config.algorithm.distillation
-    if distillation.is_used and distillation.teacher.engine:
+    if distillation.has_engine:
         notes.append(
             f"teacher.engine = {distillation.teacher.engine}: the teacher's servers and their time "
             "are not planned"

@@ -17,8 +17,7 @@ from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.check import packing_multiples
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
-from bapo_megatron.config.scorers import FrozenModelConfig
-from bapo_megatron.config.teacher import TEACHER_KEY
+from bapo_megatron.config.scorers import TEACHER_KEY
 from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.hf_config import check_division, check_frozen_model
 from bapo_megatron.policy.weight_table import sequence_flops
@@ -249,49 +248,34 @@ class Passes:
     """Loss passes that are repeated because the predicted bounds were wrong."""
 
 
-REFERENCE_KEY = "algorithm.kl.reference"
-
-
 @dataclass(frozen=True, slots=True)
-class Frozen:
+class FrozenSpec:
     """A frozen model in the trainer, in the policy's layout."""
 
     key: str
     """Its section of the configuration."""
     hf: HfConfig
     waits_in_host: bool
-    """Whether its weights are on the GPU for its passes only (``memory: host``)."""
+    """Whether its weights are on the GPU only during its passes (``memory: host``)."""
     keeps_hidden: bool
     """Whether its head, and the head's inputs for a whole step, stay on the last stage."""
 
 
-def frozen_sections(algorithm: AlgorithmConfig) -> dict[str, FrozenModelConfig]:
-    """Return the sections of the frozen models in the trainer, by key."""
-    kl, distillation = algorithm.kl, algorithm.distillation
-    sections: dict[str, FrozenModelConfig] = {}
-    if kl.is_used:
-        sections[REFERENCE_KEY] = kl.reference
-    if distillation.is_used and not distillation.teacher.engine:
-        sections[TEACHER_KEY] = distillation.teacher
-    return sections
-
-
-def frozen_models(
+def frozen_specs(
     config: RunConfig, policy: HfConfig, models: Mapping[str, HfConfig]
-) -> tuple[Frozen, ...]:
-    """Return the frozen models in the trainer; ``models`` holds those with a path, by key.
+) -> tuple[FrozenSpec, ...]:
+    """Describe the frozen models in the trainer; ``models`` holds those with a path, by key.
 
     Raises:
-        ConfigError: One does not divide over the layout, or has another vocabulary than its loss
-            needs.
+        ConfigError: As ``check_frozen_model``.
     """
-    frozen, distillation = [], config.algorithm.distillation
-    for key, section in frozen_sections(config.algorithm).items():
+    specs, algorithm = [], config.algorithm
+    for key, section in algorithm.frozen_models.items():
         hf = policy if section.path is None else models[key]
-        keeps_hidden = key == TEACHER_KEY and distillation.is_over_vocabulary
+        keeps_hidden = key == TEACHER_KEY and algorithm.distillation.is_over_vocabulary
         check_frozen_model(config, key, hf, policy)
-        frozen.append(Frozen(key, hf, section.memory == "host", keeps_hidden))
-    return tuple(frozen)
+        specs.append(FrozenSpec(key, hf, section.memory == "host", keeps_hidden))
+    return tuple(specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,15 +288,15 @@ class Scenario:
     layout: Layout
     assumptions: Assumptions
     passes: Passes
-    frozen: tuple[Frozen, ...] = ()
+    frozen: tuple[FrozenSpec, ...] = ()
 
     def of_model(self, hf: HfConfig) -> Self:
-        """Return the same run of another model, as for the passes of a frozen one."""
+        """Return the same run with another model, such as a frozen one for its passes."""
         return replace(self, hf=hf, frozen=())
 
     @property
     def keeps_hidden(self) -> bool:
-        """Whether the loss compares distributions of a teacher in the trainer."""
+        """Whether a teacher in the trainer keeps the inputs of its head for the loss."""
         return any(model.keeps_hidden for model in self.frozen)
 
     @property

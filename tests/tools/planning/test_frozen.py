@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.config.teacher import TEACHER_KEY
+from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
 from bapo_megatron.tools.planning.memory import stage_parameters, waiting_parameters
 from bapo_megatron.tools.planning.plan import Plan, PlanOptions, make_plan
-from bapo_megatron.tools.planning.scenario import REFERENCE_KEY, Frozen
+from bapo_megatron.tools.planning.scenario import FrozenSpec
 from tests.tools.planning.cases import FROZEN, layout_of, published, run_config
 from tests.tools.planning.test_plan import COLOCATED, RUN_7B, configured
 
@@ -51,7 +51,7 @@ def test_every_stage_of_a_frozen_model_has_the_parameters_that_are_built(
 ) -> None:
     _, parallel = FROZEN[case]
     built, layout = measured["frozen"][case], layout_of(parallel)
-    model = Frozen(TEACHER_KEY, built["hf"], waits_in_host=True, keeps_hidden=True)
+    model = FrozenSpec(TEACHER_KEY, built["hf"], waits_in_host=True, keeps_hidden=True)
     planned = [
         (stage_parameters(model.hf, layout, stage), waiting_parameters(model, layout, stage))
         for stage in range(layout.pipeline)
