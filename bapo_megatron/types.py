@@ -128,7 +128,7 @@ class Sample:
     answer_found: bool = False
     """Whether an answer could be extracted from the response, right or wrong."""
     columns: dict[str, np.ndarray] = field(default_factory=dict)
-    """What scorers computed of each of the Q tokens, [Q] or [Q, K] (``data.token_columns``)."""
+    """Token columns by name, [Q] or [Q, K] (``data.token_columns``)."""
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -315,7 +315,7 @@ class MicroBatch:
     selected_T: torch.Tensor | None = None
     """[T] bool: tokens that the objective keeps, where it leaves some out."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """[T] or [T, K]: what scorers computed of each token (``data.token_columns``)."""
+    """Token columns by name, [T] or [T, K] (``data.token_columns``)."""
 
     @property
     def num_tokens(self) -> int:

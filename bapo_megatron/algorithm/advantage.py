@@ -50,7 +50,7 @@ class Advantages:
 
         Args:
             groups: All groups of the batch, of equal size.
-            reward_PG: [P, G] float64; None: the samples' own rewards.
+            reward_PG: [P, G] float64, to be used instead of the samples' own rewards.
 
         Raises:
             ValueError: A reward is not finite, or groups have fewer than 2 samples.
@@ -99,9 +99,8 @@ def group_advantages(
     - ``grpo``: (R − mean) / (std + 1e-6) of the group, with the unbiased standard deviation;
     - ``reinforce_pp``: R whitened over the batch (REINFORCE++, arXiv 2501.03262): (R − m) / √(v +
       1e-8), where m is the mean and v the unbiased variance over all *tokens* of the batch;
-    - ``reinforce_pp_baseline``: the same for R − mean of the group.
-
-    - ``distill``: 0; the advantages of tokens are the teacher's alone.
+    - ``reinforce_pp_baseline``: the same for R − mean of the group;
+    - ``distill``: 0, so that tokens have only the advantage that the teacher adds.
 
     A group of equal rewards gets exactly 0 minus the shift; without a shift it counts as having no
     gradient. With the ``reinforce_pp`` kinds this needs equal rewards in the whole batch.

@@ -1,9 +1,9 @@
 """KL divergence to a reference, estimated on sampled tokens.
 
-With x = ℓ − ℓ_ref of a token that the policy sampled, the mean over tokens of each estimate is
-KL(π‖π_ref): k1 is unbiased, k3 too and never negative, k2 is biased where x is large (Schulman,
-"Approximating KL divergence", 2020). Their derivatives with respect to ℓ differ: only that of k2
-has the divergence's gradient as its mean, which is why ``k1+`` and ``k3+`` borrow it.
+With x = ℓ − ℓ_ref of a token that the policy sampled, each estimates KL(π‖π_ref): k1 is unbiased,
+k3 is unbiased and never negative, k2 is biased where x is large (Schulman, "Approximating KL
+divergence", 2020). As losses they differ again: only the derivative of k2 with respect to ℓ gives
+an unbiased gradient of the divergence, which is why ``k1+`` and ``k3+`` use it.
 
 Shape legend: T = response tokens of a micro-batch, B = responses of the step's batch.
 """
@@ -18,7 +18,7 @@ from bapo_megatron.algorithm.objective import LOG_RATIO_LIMIT
 
 
 class KlEstimate(NamedTuple):
-    """An estimate for each token, and its derivative."""
+    """Estimates for tokens, and their derivatives."""
 
     value_T: Tensor
     """[T] nats."""
@@ -27,7 +27,7 @@ class KlEstimate(NamedTuple):
 
 
 def estimate_kl(kind: str, logprob_T: Tensor, reference_T: Tensor) -> KlEstimate:
-    """Estimate KL(π‖π_ref) for each token; computed in float64, since the terms of k3 cancel.
+    """Estimate KL(π‖π_ref) at each token, in float64, because the terms of k3 cancel.
 
     Args:
         kind: ``k1`` x, derivative 1; ``k2`` x²/2, derivative x; ``k3`` e^−x − 1 + x, derivative 1 −
@@ -37,7 +37,7 @@ def estimate_kl(kind: str, logprob_T: Tensor, reference_T: Tensor) -> KlEstimate
         reference_T: [T] ℓ_ref.
 
     Returns:
-        Both in the dtype of ``logprob_T``.
+        Value and derivative, [T] each, in the dtype of ``logprob_T``.
     """
     x_T = logprob_T.double() - reference_T.double()
     values = {"k1": x_T, "k2": x_T.square() / 2}
@@ -55,12 +55,12 @@ def estimate_kl(kind: str, logprob_T: Tensor, reference_T: Tensor) -> KlEstimate
 def penalized_rewards(reward_B: Tensor, kl_sum_B: Tensor, coefficient: float) -> Tensor:
     """Return R − coefficient · Σ KL over the response, [B] float64.
 
-    Advantages are computed from these rewards: what a token costs is shared by all tokens of its
-    response, and with ``grpo`` the divergence is scaled by the group's standard deviation. In a
-    group of equal rewards it alone decides the advantages.
+    Advantages are computed from these rewards, so all tokens of a response share the cost of each.
+    ``grpo`` also scales the divergence by the group's standard deviation; in a group of equal
+    rewards the divergence alone decides the advantages.
 
     Args:
-        reward_B: [B].
+        reward_B: [B] rewards R.
         kl_sum_B: [B] int64 from ``algorithm.loss.sum_over_responses``.
         coefficient: ``algorithm.kl.coefficient``.
     """

@@ -78,8 +78,8 @@ class TokenBatch:
     update: int
     """Optimizer updates made before this one."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """What scorers computed, [T] or [T, K], such as ``reference_logprob`` with a reference
-    (``data.token_columns``); as they are, also where the mask is 0."""
+    """Token columns by name, [T] or [T, K], such as ``reference_logprob`` with a reference
+    (``data.token_columns``); where the mask is 0, values may be NaN."""
 
     def __len__(self) -> int:
         """T."""

@@ -51,7 +51,7 @@ def generate_batches(config: RunConfig, steps: int) -> None:
                 f"{config.run_dir} already holds a run; change run_dir, or move it away"
             )
         # No step follows the last one, no trainer needs the servers' memory, and every group is
-        # dumped once. Nobody would use a teacher's log-probs.
+        # dumped once. Nothing reads a teacher's log-probs.
         train = config.train.model_copy(update={"steps": steps})
         rollout = config.rollout.model_copy(update={"colocated": False})
         log = config.log.model_copy(update={"tensorboard": False, "wandb_project": ""})

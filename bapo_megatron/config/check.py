@@ -108,7 +108,11 @@ def check_model(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_model_dir(path: Path, key: str, *, needs_weights: bool = True) -> dict[str, Any]:
-    """Check that the model that ``key`` names is complete; return its config.json."""
+    """Check that ``path``, the value of ``key``, is a complete model; return its config.json.
+
+    Raises:
+        ConfigError: A file is missing or unreadable; weights count with ``needs_weights`` only.
+    """
     if not path.is_dir():
         raise ConfigError(
             f"{key}: no such directory '{path}'; download a Hugging Face model to it, or run "

@@ -42,21 +42,21 @@ class RowFile[RecordT]:
     key: str = "bapo_megatron.rollout"
     """Key of the metadata in the file."""
     optional: Mapping[str, tuple[Any, Callable[[RecordT], Any]]] = field(default_factory=dict)
-    """Columns that a file may lack; rows then lack them too."""
+    """Columns that a file may lack; its rows then lack them, too."""
 
     def write(
         self,
         stream: Any,
         chunks: Iterable[Sequence[RecordT]],
         about: Mapping[str, Any],
-        also: Sequence[str] = (),
+        optional_names: Sequence[str] = (),
     ) -> None:
-        """Write the records of each chunk as a row group, with the optional columns of ``also``.
+        """Write the records of each chunk as a row group, with these optional columns.
 
         Raises:
-            OSError: The stream does.
+            OSError: The stream cannot be written.
         """
-        declared = {**self.columns, **{name: self.optional[name] for name in also}}
+        declared = {**self.columns, **{name: self.optional[name] for name in optional_names}}
         kinds = {name: kind for name, (kind, _) in declared.items()}
         arrays = [name for name, kind in kinds.items() if _is_array(kind)]
         metadata = {self.key: json.dumps({"format": self.format, **about})}

@@ -126,8 +126,8 @@ def encode_batch(batch: RolloutBatch) -> bytes:
     _check_batch(batch, f"batch of step {batch.step}")
     stream = io.BytesIO()
     about = {"step": batch.step, "version": batch.version, "stats": asdict(batch.stats)}
-    also = [column.name for column in token_columns.present(batch.samples)]
-    _DUMP.write(stream, [batch.samples], about, also)
+    names = [column.name for column in token_columns.present(batch.samples)]
+    _DUMP.write(stream, [batch.samples], about, names)
     return stream.getvalue()
 
 

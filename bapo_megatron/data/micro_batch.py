@@ -181,7 +181,7 @@ def on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     among the kernels instead, while the host prepares what follows.
     """
     values = {f.name: getattr(micro_batch, f.name) for f in fields(micro_batch)}
-    values |= values.pop("columns")  # whose names differ from those of the fields
+    values |= values.pop("columns")  # no column has the name of a field
     elsewhere = {n: v for n, v in values.items() if v is not None and v.device != device}
     if not elsewhere:
         return micro_batch

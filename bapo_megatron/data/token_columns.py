@@ -1,8 +1,8 @@
-"""Values of sampled tokens that a scorer computes, declared once.
+"""Token columns: what scorers compute for each sampled token, declared once.
 
-A column is in ``Sample.columns`` [Q], ``MicroBatch.columns`` [T] and ``TokenBatch.columns`` [T]
+``Sample.columns`` [Q], ``MicroBatch.columns`` [T] and ``TokenBatch.columns`` [T] hold a column
 under its name. Dumps, checkpoints, packing, context parallelism and the report's reader follow the
-declaration; a new column costs an entry here and what fills it.
+declaration: a new column needs an entry here and something that fills it.
 
 Shape legend: Q = tokens of a response that the policy sampled, T = those of a micro-batch,
 K = values per token of a wide column.
@@ -25,11 +25,11 @@ class TokenColumn:
     name: str
     dtype: type[np.float32 | np.int32]
     default: float
-    """Value of tokens that nothing was computed for."""
+    """Value of tokens for which nothing was computed."""
     filled_by: str
     """Section of the configuration whose scorer fills it."""
     label: str = ""
-    """Name for people, if the report's reader shows it."""
+    """Name in the report's reader and in messages; empty: not shown."""
     is_wide: bool = False
     """Whether it is [Q, K]; K is the same in all samples of a batch."""
 
@@ -45,7 +45,7 @@ class TokenColumn:
 REFERENCE, TEACHER = "reference_logprob", "teacher_logprob"
 TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
 TEACHER_HIDDEN = "teacher_hidden"
-"""[T, H] input of the teacher's head; on the last stage only, in no dump, and not declared."""
+"""[T, H] input of the teacher's head: on the last stage only, never dumped, so not declared."""
 
 _DECLARED = (
     TokenColumn(REFERENCE, np.float32, np.nan, "algorithm.kl", "log-prob of the reference"),
@@ -75,7 +75,7 @@ def present(samples: Iterable[Sample]) -> list[TokenColumn]:
 
 
 def concatenated(column: TokenColumn, samples: Sequence[Sample]) -> np.ndarray:
-    """Return the column of all samples in turn, [T] or [T, K]."""
+    """Concatenate a column over samples, [T] or [T, K]; unscored samples have its default."""
     parts = [column.of(sample) for sample in samples]
     if column.is_wide:
         width = max((part.shape[1] for part in parts), default=0)
@@ -88,7 +88,7 @@ def concatenated(column: TokenColumn, samples: Sequence[Sample]) -> np.ndarray:
 
 
 def row_columns() -> dict[str, tuple[Any, Callable[[Sample], Any]]]:
-    """Return the columns of a file with a row per sample: Arrow's type, and the sample's values."""
+    """Return the Arrow type and the values of each column, for a file with a row per sample."""
     import pyarrow as pa  # training without dumps does not need it
 
     kinds = {np.float32: pa.float32(), np.int32: pa.int32()}
@@ -102,10 +102,10 @@ def _flat(column: TokenColumn) -> Callable[[Sample], np.ndarray]:
 
 
 def read_columns(row: dict[str, Any], num_sampled: int) -> dict[str, np.ndarray]:
-    """Return the columns of a sample of ``num_sampled`` tokens from a row that ``row_columns`` has.
+    """Read the columns of a sample of ``num_sampled`` tokens from a row of such a file.
 
     Raises:
-        ValueError: The number of values does not fit the number of tokens.
+        ValueError: A column's length is not a multiple of ``num_sampled``, or not equal to it.
     """
     columns = {}
     for name, column in COLUMNS.items():

@@ -1,4 +1,4 @@
-"""Whether two models have one vocabulary: log-probs of one are compared with the other's by id."""
+"""Checks that two models share a vocabulary: their log-probs are compared by token id."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ _FILE = "tokenizer.json"
 
 
 def check_same_vocabulary(policy_dir: Path, other_dir: Path, key: str) -> None:
-    """Check that two tokenizers give every token the same id; embeddings may be padded otherwise.
+    """Check that two tokenizers give every token the same id; padding of embeddings may differ.
 
-    Takes half a second for 150,000 tokens, several where a directory has no ``tokenizer.json``.
+    Takes half a second for 150,000 tokens, or several seconds without a ``tokenizer.json``.
 
     Raises:
         ConfigError: A token differs, or a tokenizer cannot be read; ``key`` names ``other_dir``.
@@ -22,12 +22,12 @@ def check_same_vocabulary(policy_dir: Path, other_dir: Path, key: str) -> None:
         return
     either = policy | other
     token = min((t for t in either if policy.get(t) != other.get(t)), key=either.__getitem__)
-    there, here = (
+    other_id, policy_id = (
         "no such token" if ids.get(token) is None else f"id {ids[token]}" for ids in (other, policy)
     )
     raise ConfigError(
-        f"{key}: must have the policy's vocabulary, got {there} for {token!r} in '{other_dir}', "
-        f"where '{policy_dir}' has {here}; choose a model with the same tokenizer"
+        f"{key}: must have the policy's vocabulary, got {other_id} for {token!r} in '{other_dir}', "
+        f"where '{policy_dir}' has {policy_id}; choose a model with the same tokenizer"
     )
 
 

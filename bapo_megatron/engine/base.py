@@ -27,7 +27,7 @@ from bapo_megatron.types import FinishReason, VersionSpans
 START_VERSION = 0
 """Weights version that an engine reports at the start: the weights of ``model.path``."""
 NO_WEIGHTS = "none"
-"""Weights version that a server reports before it got any."""
+"""Weights version that a server reports before it has received weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Scores:
     top_ids: np.ndarray
     """[R, K] int32: the likeliest tokens at each position, the likeliest first."""
     top_logprobs: np.ndarray
-    """[R, K] float32."""
+    """[R, K] float32: their log-probs."""
 
 
 class CompletionSink:
@@ -196,10 +196,10 @@ class Engine(Protocol):
     async def score(
         self, token_ids: Sequence[int], timeout_s: float, *, start: int = 1, top_k: int = 0
     ) -> Scores:
-        """Score the tokens from position ``start``, at least 1, by the engine's weights.
+        """Score the tokens from position ``start``, at least 1, with the engine's weights.
 
-        Only tokens before ``start`` − 1 may come from a KV cache, so with ``start`` 1 none do.
-        ``top_k``: also return so many of the likeliest tokens at each position.
+        Only tokens before ``start`` − 1 may come from a KV cache, so with ``start`` 1 none do. With
+        ``top_k`` it also returns that many of the likeliest tokens at each position.
         """
 
     async def abort(self, timeout_s: float) -> None:

@@ -41,8 +41,9 @@ class EngineKind(Protocol):
     ) -> None:
         """Run servers for trainers elsewhere until this process is ended.
 
-        ``show`` gets the lines that a trainer needs, once the servers are ready. ``key``: where the
-        trainer has their addresses; servers of any other key than the default load ``model.path``.
+        ``show`` gets the lines that a trainer needs, once the servers are ready. ``key`` is where
+        the trainer lists the servers: those of ``rollout.servers`` wait for a weight sync, others
+        load ``model.path``.
 
         Raises:
             ConfigError: This kind has no servers, or a setting is wrong.

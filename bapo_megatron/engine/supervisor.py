@@ -28,7 +28,7 @@ class _Supervised:
     num_failures: int = 0
     """Exits in a row without being ready for long in between."""
     last_failure: str = ""
-    """How it ended, with the last lines of its log: written then, before another start logs."""
+    """How it last ended, with the end of its log, read before a restart writes to it."""
 
 
 class ServerSupervisor:

@@ -9,9 +9,9 @@ That is three GEMMs, and nothing of a logit outlives its chunk. All that a token
 is known before the forward pass, which therefore computes the gradients too; the backward pass only
 returns them. Both gradients are accumulated in float32.
 
-A ``Teacher`` adds, per chunk, its logits in a second buffer, and the KL divergence over the whole
-vocabulary between both distributions, which the loss may depend on. The all-gather then exchanges
-[C, 8]; gradients reach the student only. Memory is two buffers [C, V].
+With a ``Teacher`` the loss may also depend on the KL divergence between both distributions over the
+whole vocabulary. The teacher's logits of a chunk take a second buffer [C, V], the all-gather
+exchanges [C, 8], and gradients reach the student only.
 
 Context-parallel ranks each call it with the tokens they hold: loss weights are over the global
 denominators and rows already point at the predicting position, so their sums and gradients add up.
@@ -84,7 +84,7 @@ class OutputHead:
 
 
 class Teacher(Protocol):
-    """A teacher's distribution at each response token, and which divergence from it is meant.
+    """A teacher's distribution at each response token, and the direction of the divergence.
 
     With p of the student and q of the teacher, both at the student's temperature:
 
@@ -101,12 +101,12 @@ class Teacher(Protocol):
         """T."""
 
     def logits(self, chunk: slice, buffer_CV: Tensor, columns: Columns) -> Tensor:
-        """Return this rank's columns of a chunk's logits, [C, V], written into the buffer."""
+        """Write this rank's columns of a chunk's logits into the buffer; return them, [C, V]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherRows:
-    """A ``Teacher`` by its hidden states."""
+    """A ``Teacher`` given by its hidden states."""
 
     hidden_TH: Tensor
     """[T, H] input of the teacher's head for each response token, in token order: gathered over
@@ -125,24 +125,23 @@ class TeacherRows:
         weight_HV = self.head.weight.detach().t()
         assert weight_HV.shape[1] == buffer_CV.shape[1], "both heads divide one vocabulary"
         if weight_HV.dtype != buffer_CV.dtype:
-            mine, other = (str(t.dtype).removeprefix("torch.") for t in (buffer_CV, weight_HV))
-            raise RuntimeError(f"teacher must be {mine}, got {other}")
+            expected, got = (str(t.dtype).removeprefix("torch.") for t in (buffer_CV, weight_HV))
+            raise RuntimeError(f"teacher must be {expected}, got {got}; build both in one dtype")
         hidden_CH = self.hidden_TH[chunk].detach()
         return torch.mm(hidden_CH, weight_HV, out=buffer_CV[: len(hidden_CH)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopTokens:
-    """A ``Teacher`` by its likeliest tokens, whose probabilities are renormalised.
+    """A ``Teacher`` given by its likeliest tokens, whose probabilities are renormalised.
 
-    Only KL(teacher ‖ student) is of use: elsewhere the teacher's probability is 0.
+    Its other probabilities are 0, so only KL(teacher ‖ student) is of use.
     """
 
     ids_TK: Tensor
-    """[T, K] int64: the K likeliest tokens at each position, each once; below 0: none."""
+    """[T, K] int64: the K likeliest tokens at each position, without repeats; below 0: no token."""
     logprob_TK: Tensor
-    """[T, K] float32: their log-probs, at the student's temperature; anything where there is no
-    token."""
+    """[T, K] float32: their log-probs at the student's temperature; ignored without a token."""
 
     @property
     def direction(self) -> Direction:
@@ -160,7 +159,7 @@ class TopTokens:
         logits_CV = buffer_CV[: len(ids_CK)].fill_(-torch.inf)
         local_CK = ids_CK - columns.start
         is_here_CK = (ids_CK >= 0) & (local_CK >= 0) & (local_CK < logits_CV.shape[1])
-        # Relative to the likeliest one: 16-bit logits then lose least where most probability is.
+        # Relative to the likeliest: 16-bit logits are then most precise where probability is high.
         value_CK = (logprob_CK - logprob_CK.amax(dim=1, keepdim=True)) * columns.temperature
         value_CK = torch.where(is_here_CK, value_CK, -torch.inf).to(logits_CV.dtype)
         return logits_CV.scatter_reduce_(
@@ -233,14 +232,14 @@ def chunked_loss(
     The weight's gradient is added to its ``main_grad`` here, in the forward pass: a caller that
     skips the backward pass must clear it.
 
-    ``token_loss`` is the loss of a chunk's tokens; with a ``teacher`` it gets their divergence too.
-    The other arguments are those of ``chunked_logprobs``.
+    ``token_loss`` is the loss of a chunk's tokens, and with a ``teacher`` is also given their
+    divergence from it, [C]. The other arguments are those of ``chunked_logprobs``.
 
     Returns:
         The loss (scalar float32); ℓ and H of all tokens, without gradient.
 
     Raises:
-        RuntimeError: The teacher's logits are not of the student's dtype.
+        RuntimeError: The teacher's logits and the student's differ in dtype.
     """
     # Gradients would be added to the weights even under no_grad.
     assert torch.is_grad_enabled(), "call chunked_logprobs"
@@ -271,7 +270,7 @@ class _Chunks:
         return [slice(begin, min(begin + self.size, num_tokens)) for begin in begins]
 
     def new_buffer(self) -> Tensor:
-        """Allocate one buffer for the logits of every chunk; a teacher needs another one."""
+        """Allocate a buffer for the logits of every chunk; a teacher needs one of its own."""
         weight_VH = self.head.weight
         return weight_VH.new_empty(min(self.size, len(self.target_T)), len(weight_VH))
 
@@ -304,7 +303,7 @@ class _Chunks:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Overwrite a chunk's logits with ∂loss/∂logits; returns its loss, ℓ and H [C].
 
-        ``teacher_buffer_CV`` is there with a teacher, and receives its logits.
+        A teacher's logits go into ``teacher_buffer_CV``.
         """
         if self.teacher is not None:
             assert teacher_buffer_CV is not None
@@ -322,7 +321,7 @@ class _Chunks:
         token_loss: TokenLoss,
         buffer_CV: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Do the same beside a teacher."""
+        """Do the same with a teacher."""
         target_C, direction = self.target_T[chunk], teacher.direction
         teacher_CV = teacher.logits(chunk, buffer_CV, self.columns)
         partials_C8 = self.kernels.kl_partials(

@@ -232,10 +232,9 @@ class TokenLoss(Protocol):
     def __call__(
         self, logprob_T: Tensor, entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
     ) -> LossGradient:
-        """Compute it for the tokens ``part``, at least one, from their detached ℓ and H.
+        """Compute it for the tokens ``part``, at least one, from their detached ℓ and H, [T].
 
-        ``kl_T`` is the KL divergence between the policy and a teacher, in nats; None without a
-        teacher.
+        ``kl_T`` [T] is the KL divergence between policy and teacher, in nats; None without one.
         """
         ...
 

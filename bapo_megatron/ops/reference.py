@@ -151,9 +151,9 @@ class ReferenceKernels:
         temperature: float,
         direction: Direction,
     ) -> Tensor:
-        """Reduce this rank's columns of both rows of each token, each [T, V], to [T, 8].
+        """Reduce this rank's columns of both rows of each token, [T, V] each, to [T, 8].
 
-        The student's m, s, t and x_y, the teacher's m and s, and c and f.
+        These are the student's m, s, t and x_y, the teacher's m and s, and c and f.
         """
         columns = (vocab_start, vocab_size, temperature)
         partials_T8 = torch.cat(
@@ -183,14 +183,14 @@ class ReferenceKernels:
     def kl_combine(
         self, partials: Tensor, temperature: float, direction: Direction
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Merge partials [P, T, 8] to log-prob, entropy, M, log S, the teacher's M' and log S', KL.
+        """Merge partials [P, T, 8] to log-prob, entropy, M, log S, the teacher's M and log S, KL.
 
-        Each is [T]. NaN anywhere makes all seven of its token NaN.
+        Each is [T]. A NaN in a token's partials makes all seven of its results NaN.
         """
         exact_PT8 = partials.double()
         student_PT4, teacher_PT4 = exact_PT8[..., :4], exact_PT8[..., 4:]
         student = self.logprob_combine(student_PT4, temperature)
-        # The halves begin alike; of the teacher's only M' and log S' are used.
+        # Both halves begin with m and s; of the teacher's results only M and log S are used.
         teacher = self.logprob_combine(teacher_PT4, temperature)
         _, _, cross_PT, floored_PT = teacher_PT4.unbind(dim=2)
         first_PT4, second_PT4 = _in_order(student_PT4, teacher_PT4, direction)
@@ -308,7 +308,7 @@ def _gradient(
     grad_entropy_C: Tensor,
     vocab_start: int,
 ) -> Tensor:
-    """Compute ∂(g · log-prob + h · entropy)/∂(x / temperature)."""
+    """Compute ∂(g · log-prob + h · entropy)/∂(x / temperature), [C, V]."""
     prob_CV = log_prob_CV.exp()
     # A column with p = 0 has log p = −inf; its term tends to 0.
     from_mean_CV = (log_prob_CV + entropy_C[:, None]).masked_fill_(prob_CV == 0, 0)
@@ -325,7 +325,7 @@ def _scaled_(raw_CV: Tensor, max_C: Tensor, temperature: float) -> Tensor:
 
 
 def _in_order[T](student: T, teacher: T, direction: Direction) -> tuple[T, T]:
-    """Return first and second: the mean of a KL divergence is over the first."""
+    """Return the first distribution, over which the KL divergence is a mean, and the second."""
     if direction not in ("reverse", "forward"):
         raise RuntimeError(f"direction must be reverse or forward, got '{direction}'")
     return (student, teacher) if direction == "reverse" else (teacher, student)

@@ -18,11 +18,11 @@ from bapo_megatron.runtime.distributed import ProcessGroups
 
 @dataclass(eq=False, repr=False)
 class FrozenModel:
-    """A ``Model`` in the policy's layout, whose weights may wait in host memory."""
+    """A ``Model`` in the policy's layout, whose weights can be kept in host memory."""
 
     model: Model
     _host: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    """Weights that are in host memory between passes."""
+    """Weights that are kept in host memory between passes."""
 
     @classmethod
     def build(
@@ -36,11 +36,11 @@ class FrozenModel:
         returns_hidden_states: bool,
         keeps_head: bool = False,
     ) -> Self:
-        """Build the model of ``config.path``, or of the policy's; a collective of all ranks.
+        """Build the model at ``config.path``, or else the policy's; a collective of all ranks.
 
         Args:
-            config: Where the weights come from and where they wait.
-            policy: Gives the type, and the path if ``config`` has none.
+            config: Where the weights come from and where they are kept.
+            policy: Gives the dtype, and the path if ``config`` has none.
             parallel: The policy's layout.
             megatron: The policy's settings.
             groups: The policy's groups.
@@ -48,7 +48,7 @@ class FrozenModel:
             keeps_head: Whether the language-model head stays on the device with ``memory: host``.
 
         Raises:
-            ValueError: The model is unusable, or does not suit the layout.
+            ValueError: The model is unusable, or does not fit the layout.
         """
         source = policy.model_copy(update={"path": config.path or policy.path})
         model = Model.build(
@@ -66,10 +66,10 @@ class FrozenModel:
 
     @contextmanager
     def on_device(self) -> Iterator[Model]:
-        """Give the model with all its weights on the device."""
+        """Yield the model with all its weights on the device."""
         device = self.model.groups.device
         for parameter, waiting in self._host.items():
-            # A copy on a CPU, too: one code path.
+            # Copied even on a CPU: one code path.
             parameter.data = torch.empty_like(waiting, device=device)
             parameter.data.copy_(waiting, non_blocking=True)
         try:
@@ -78,10 +78,12 @@ class FrozenModel:
             self._release()
 
     def load(self, directory: Path) -> None:
-        """Replace the weights by those of a Hugging Face directory of the same architecture.
+        """Replace the weights by those of a Hugging Face model of the same architecture.
+
+        A collective of all ranks.
 
         Raises:
-            ValueError: The directory has other tensors.
+            ValueError: ``directory`` has other tensors.
         """
         files, _ = find_tensors(self.model.hf, directory)
         load_weights(self.model.chunks, self.model.hf, files, self.model.groups)

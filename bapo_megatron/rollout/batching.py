@@ -67,8 +67,6 @@ class BatchCollector:
     replay: ReplayConfig
     plan: BatchPlan
     report: Callable[[str], None]
-    teacher: TeacherPool | None = None
-    """The grader's, for counters and what ``restore`` gets."""
     loop_lag: LoopLag = field(default_factory=LoopLag)
     is_interrupted: bool = False
     """End ``collect`` at once, as if no server held the weights; the buffer keeps everything."""
@@ -206,14 +204,14 @@ class BatchCollector:
         self._buffer = self._selection.buffer = replace(saved.buffer, earlier=earlier)
         self._before = _since(self._totals(), about.counted)
         self._spent_s, self._sampled_version = about.generation_s, about.sampled_version
-        if self.teacher is not None:
-            self._forget_unscored(self.teacher)
+        if self.grader.teacher is not None:
+            self._forget_unscored(self.grader.teacher)
         for group in self._buffer:
             if self.grader.sees_groups and not group.is_scored:
                 group.start_again((), sees_groups=True)  # other reward functions may have scored it
 
     def _forget_unscored(self, teacher: TeacherPool) -> None:
-        """Have samples graded again that a run without this teacher has saved."""
+        """Regrade samples that were saved without this teacher's scores; drop earlier groups."""
         for group in self._buffer:
             for pending in group.samples:
                 if not teacher.has_scored(pending.sample):
@@ -270,7 +268,7 @@ class BatchCollector:
         chosen = choose()
         await self._episodes.settle()  # so that counters do not depend on graders
         while not all(group.is_scored for group in chosen):
-            if self.is_interrupted:  # a teacher may be waited for
+            if self.is_interrupted:  # waiting for a teacher can take long
                 await self._stop()
                 return None
             await self._episodes.wait_for_change()
@@ -396,7 +394,7 @@ class BatchCollector:
             resumed_samples=self._episodes.resumed_samples,
             regenerated_samples=self._num_regenerated,
             lost_requests=self._pool.num_lost_requests
-            + (self.teacher.num_lost_requests if self.teacher is not None else 0),
+            + (0 if self.grader.teacher is None else self.grader.teacher.num_lost_requests),
             retractions=self._pool.num_retractions,
             reward_timeouts=self.grader.num_timeouts,
             reward_errors=self.grader.num_errors,
@@ -410,13 +408,14 @@ class BatchCollector:
 
     def _leaves_teacher(self) -> bool:
         """Whether a run that is to end would wait for a teacher, which may take its patience."""
-        return self.is_interrupted and self.teacher is not None and self.teacher.num_waiting > 0
+        teacher = self.grader.teacher
+        return self.is_interrupted and teacher is not None and teacher.num_waiting > 0
 
     def _describe(self) -> str:
         """Such as ``40/64 groups, 2100 tokens/s``."""
         rate = describe_rate(self._new_tokens, self._started_s)
         ready = len(self._selection.ready())
-        num_waiting = 0 if self.teacher is None else self.teacher.num_waiting
+        num_waiting = 0 if self.grader.teacher is None else self.grader.teacher.num_waiting
         waiting = f", {num_waiting} responses wait for the teacher" if num_waiting else ""
         return f"{ready}/{self.config.groups_per_step} groups{rate}{waiting}"
 

@@ -173,7 +173,6 @@ class Collector:
             run.replay,
             BatchPlan(run.seed, run.train.steps, run.algorithm.updates_per_batch),
             self._report,
-            self._teacher,
         )
         sets = load_sets(run, renderer, warns=request.for_training)
         for overlap in find_overlaps(train_sets, [(s.name, s.prompts) for s in sets]):

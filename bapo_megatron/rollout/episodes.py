@@ -144,7 +144,7 @@ class Grader:
     sees_groups: bool = field(default=False, kw_only=True)
     """Whether rewards depend on the whole group."""
     teacher: TeacherPool | None = field(default=None, kw_only=True)
-    """Scores the tokens of each response meanwhile."""
+    """Scores each response while it is graded."""
     num_timeouts: int = 0
     """Samples scored 0 because grading them took too long."""
     num_errors: int = 0
@@ -153,7 +153,7 @@ class Grader:
     async def score(self, pending: PendingSample, group: PendingGroup) -> None:
         """Set texts, reward and columns of a finished sample, unless it was restarted meanwhile.
 
-        With ``sees_groups``, rewards of the whole ``group`` once its last sample is graded.
+        With ``sees_groups`` the whole ``group`` gets its rewards once its last sample is graded.
 
         Raises:
             RewardError: A reward function failed.

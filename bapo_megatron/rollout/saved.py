@@ -150,9 +150,9 @@ def write_saved(path: Path, saved: SavedRollout) -> None:
     }
     groups = [*buffer, *(group for batch in buffer.earlier for group in batch)]
     samples = (pending.sample for group in groups for pending in group.samples)
-    also = [column.name for column in token_columns.present(samples)]
+    names = [column.name for column in token_columns.present(samples)]
     with naming(path), path.open("wb") as stream:
-        _FILE.write(stream, batched(_rows(buffer), _CHUNK_SAMPLES), about, also)
+        _FILE.write(stream, batched(_rows(buffer), _CHUNK_SAMPLES), about, names)
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -212,7 +212,7 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
         fields = {field: row[field] for field in _PLAIN}
         fields |= {field: _read_json(row, field, kind, name) for field, kind in _JSON.items()}
         pending = PendingSample(sample, prompt, **fields)
-        # Others have the columns of the file too, but filled for fewer tokens than they may get.
+        # In the file an unscored sample has defaults, for fewer tokens than it may get.
         sample.columns = columns if pending.is_scored else {}
         samples.append(pending)
     return PendingGroup(group_id, samples, first["carries"])

@@ -1,7 +1,7 @@
-"""A teacher behind engines: it scores finished responses (``algorithm.distillation``).
+"""A teacher behind engines, which scores finished responses (``algorithm.distillation``).
 
-Its engines are never in ``EnginePool``: nothing is sampled with them, and they keep their weights.
-One that fails is left out and asked again; its requests go on at others, or wait.
+Its engines are not in ``EnginePool``: they sample nothing, and their weights never change. An
+engine that fails is left out and polled until it answers; its requests move to others, or wait.
 
 Shape legend: Q = tokens of a response that the policy sampled, R = all tokens of the response,
 K = ``top_k``.
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 _MAX_PER_ENGINE = 16
 """Requests in flight per engine; a few long responses fill a prefill batch."""
 _MAX_FAILURES = 10
-"""Failed attempts at one response after which the run ends."""
+"""Failed attempts to score one response after which the run ends."""
 _NOT_ASKED = "it has not answered yet"
 
 
@@ -56,26 +56,26 @@ async def connect_teacher(config: RunConfig, device: str) -> list[Engine]:
 class _TeacherEngine:
     engine: Engine
     reason: str = _NOT_ASKED
-    """Why it is left out; empty if it is used."""
+    """Why it is left out; empty if it is usable."""
     lost_s: float = field(default_factory=time.monotonic)
     """When it was left out."""
     version: str | None = None
     """Its weights version, which must not change."""
     requests: set[asyncio.Timeout] = field(default_factory=set)
-    """The time limit of each request in flight."""
+    """The time limits of requests in flight; the health check ends them."""
 
 
 class TeacherPool:
     """The teacher's engines as one; fills the teacher's columns of finished samples."""
 
     def __init__(self, config: DistillationConfig, rollout: RolloutConfig, vocab_size: int) -> None:
-        """Prepare; ``start`` comes before the first ``score``.
+        """Prepare; call ``start`` before the first ``score``.
 
-        ``vocab_size``: one more than the tokenizer's largest id; padding of the teacher's embedding
-        beyond it is none of the likeliest tokens.
+        ``vocab_size`` is one more than the tokenizer's largest id. Ids beyond it are padding of the
+        teacher's embedding, and removed from its likeliest tokens.
         """
         self.num_lost_requests = 0
-        """Requests that moved on because their engine failed."""
+        """Requests that moved to another engine because theirs failed."""
         self.num_waiting = 0
         """Samples that are not scored yet."""
         self._top_k = config.top_k if config.loss == "top_k" else 0
@@ -87,7 +87,7 @@ class TeacherPool:
         self._watchers: list[asyncio.Task[None]] = []
         self._news = asyncio.Event()
         self._turn = asyncio.Lock()
-        """Held by the request that is sent next."""
+        """Held by the request to be sent next."""
 
     async def start(
         self, engines: Sequence[Engine], report: Callable[[str], None] = lambda line: None
@@ -95,7 +95,7 @@ class TeacherPool:
         """Check every engine that answers, and wait until one does.
 
         Raises:
-            RolloutError: One cannot be used as it is, or none answers for ``teacher.patience_s``.
+            RolloutError: One is unusable as it is, or none answers for ``teacher.patience_s``.
         """
         self._engines = [_TeacherEngine(engine) for engine in engines]
         await asyncio.gather(*map(self._ask, self._engines))
@@ -113,16 +113,16 @@ class TeacherPool:
 
     def has_scored(self, sample: Sample) -> bool:
         """Whether a sample has the columns that ``score`` returns."""
-        # Columns that a sample lacked in a checkpoint are NaN, and as wide as none.
+        # Columns that a checkpoint lacked for a sample are NaN, and have width 0.
         has_logprobs = bool(np.isfinite(COLUMNS[TEACHER].of(sample)).all())
         width = COLUMNS[TEACHER_TOP_LOGPROBS].of(sample).shape[1]
         return has_logprobs and (width == self._top_k or not sample.num_sampled)
 
     async def score(self, sample: Sample) -> dict[str, np.ndarray]:
-        """Return the columns of a finished sample.
+        """Return the teacher's columns of a finished sample, [Q] and [Q, K].
 
         Raises:
-            RolloutError: The request is refused, no engine was usable for ``teacher.patience_s``,
+            RolloutError: The request was refused, no engine was usable for ``teacher.patience_s``,
                 or too many attempts failed.
         """
         self.num_waiting += 1
@@ -179,17 +179,17 @@ class TeacherPool:
             self._wake()
         if not (np.isfinite(scores.logprobs).all() and np.isfinite(scores.top_logprobs).all()):
             raise ServerError(
-                f"{entry.engine.address}: a log-prob is not finite: the teacher's weights, or its "
-                "numerics, are broken"
+                f"{entry.engine.address}: a log-prob is not finite; check the teacher's weights "
+                "and dtype"
             )
         return scores
 
     async def _choose(self) -> _TeacherEngine:
-        """Wait for an engine that takes a request; return the least busy one."""
+        """Wait for an engine that can take a request; return the least busy one."""
         while True:
             for watcher in self._watchers:
                 if watcher.done():
-                    watcher.result()  # a bug
+                    watcher.result()  # raises its bug
             usable = [entry for entry in self._engines if not entry.reason]
             free = [entry for entry in usable if len(entry.requests) < _MAX_PER_ENGINE]
             if free:
@@ -224,7 +224,7 @@ class TeacherPool:
                 self._leave_out(entry, error)
 
     async def _ask(self, entry: _TeacherEngine) -> None:
-        """Ask an engine whether it answers; raise if it cannot be used as it is."""
+        """Poll an engine; leave it out if it does not answer, raise if it is unusable as it is."""
         engine, address = entry.engine, entry.engine.address
         try:
             async with asyncio.timeout(self._health.timeout_s):
@@ -246,7 +246,8 @@ class TeacherPool:
         if entry.version not in (None, version):
             raise RolloutError(
                 f"{TEACHER_KEY}.servers: the weights of {address} must not change, got version "
-                f"{version} after {entry.version}: a run trains them; give the teacher its own"
+                f"{version} after {entry.version}: a run syncs weights to it; give the teacher "
+                "servers of its own"
             )
         if entry.version is not None and entry.reason:
             _LOG.warning("the teacher at %s answers again", address)
@@ -256,9 +257,7 @@ class TeacherPool:
     def _leave_out(self, entry: _TeacherEngine, error: BaseException) -> None:
         if entry.reason in ("", _NOT_ASKED):
             _LOG.warning(
-                "the teacher at %s is left out: %s",
-                entry.engine.address,
-                teacher_text(error),
+                "the teacher at %s is left out: %s", entry.engine.address, teacher_text(error)
             )
         if not entry.reason:
             entry.lost_s = time.monotonic()

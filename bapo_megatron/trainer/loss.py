@@ -49,6 +49,7 @@ from bapo_megatron.ops.logprob import (
     apply_token_loss,
     importance_ratio,
 )
+from bapo_megatron.ops.reference import Direction
 from bapo_megatron.runtime.distributed import ProcessGroups, reduce_over
 from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.records import Numbers, TokenReport, TokenView
@@ -114,16 +115,16 @@ class LossStage:
         """D."""
         self.zero_advantage = _zero_advantage(loaded.objective, config)
         """How responses with A = 0 are treated."""
-        has = {
+        features = {
             "correct": config.correction.kind != "none",
             "reference": config.kl.is_used,
             "teacher": config.distillation.is_used,
         }
-        self.numbers = Numbers(loaded.report_names, {name for name in has if has[name]})
+        self.numbers = Numbers(loaded.report_names, {name for name, on in features.items() if on})
         self._statistic_size = loaded.statistic_size
         self.teacher_head: OutputHead | None = None
-        """Head of a teacher in the trainer, whose hidden states the micro-batches have; set before
-        the first step with a loss over the vocabulary."""
+        """Head of a teacher in the trainer, for the hidden states in the micro-batches; with a loss
+        over the vocabulary, set before the first update."""
 
     def collect(
         self,
@@ -228,7 +229,7 @@ class LossStage:
         return known_UK
 
     def _teacher(self, micro_batch: MicroBatch) -> Teacher | None:
-        """Return what gives the teacher's logits of the response tokens, if the loss needs them."""
+        """Return the teacher of the response tokens, if the loss compares distributions."""
         distillation = self._config.distillation
         if not distillation.is_over_vocabulary:
             return None
@@ -236,10 +237,8 @@ class LossStage:
         if distillation.loss == "top_k":
             return TopTokens(columns[TEACHER_TOP_IDS].long(), columns[TEACHER_TOP_LOGPROBS])
         assert self.teacher_head is not None, "scorers come first"
-        is_forward = distillation.loss == "forward_kl"
-        return TeacherRows(
-            columns[TEACHER_HIDDEN], self.teacher_head, "forward" if is_forward else "reverse"
-        )
+        direction: Direction = "forward" if distillation.loss == "forward_kl" else "reverse"
+        return TeacherRows(columns[TEACHER_HIDDEN], self.teacher_head, direction)
 
     def _safe_tokens(
         self, micro_batches: Sequence[MicroBatch], context: UpdateContext
@@ -317,7 +316,7 @@ class LossStage:
 
 
 class _MicroBatchLoss:
-    """A ``TokenLoss``: objective, weights and entropy bonus; keeps what is reported."""
+    """A ``TokenLoss``: objective, weights, entropy bonus and KL terms; keeps what is reported."""
 
     def __init__(self, objective: Objective, safe: SafeTokens, kernels: Kernels) -> None:
         self.safe = safe
@@ -325,7 +324,7 @@ class _MicroBatchLoss:
         if safe.correction_T is not None:
             self.weight_T = self.weight_T * safe.correction_T
         self.kl_T: Tensor | None = None
-        """KL between teacher and policy over the vocabulary, with such a loss."""
+        """[T] KL between teacher and policy, with a loss over the vocabulary."""
         self.loss_T = torch.empty_like(self.weight_T)
         self.derivative_T = torch.empty_like(self.weight_T)
         self.finite_T = torch.empty_like(safe.trains_T)
@@ -354,7 +353,7 @@ class _MicroBatchLoss:
             self.finite_T[part] = finite_T
         loss = (weight_T * loss_T).sum(dtype=torch.float64)
         config = self.safe.config
-        # What is added to the policy's loss has the weights of the aggregation alone.
+        # Terms added to the policy's loss have the weights of the aggregation only.
         plain_T = torch.where(counts_T, self.safe.micro_batch.loss_weight_T[part], 0.0)
         if config.entropy_coefficient != 0:
             bonus_T = plain_T * -config.entropy_coefficient
@@ -464,9 +463,9 @@ class SafeTokens:
 
 
 def _zero_advantage(objective: Objective, config: AlgorithmConfig) -> ZeroAdvantage:
-    # The reference and the teacher give A = 0 a loss, or another advantage.
-    has_scorer = config.kl.coefficient > 0 or config.distillation.is_used
-    if config.entropy_coefficient > 0 or has_scorer or objective.trains_zero_advantage:
+    # These give A = 0 a loss, or another advantage.
+    has_terms = config.kl.coefficient > 0 or config.distillation.is_used
+    if config.entropy_coefficient > 0 or has_terms or objective.trains_zero_advantage:
         return "trained"
     # A selection counts all its tokens in the denominators, and decisions of micro-batches depend
     # on which samples share one.

@@ -101,7 +101,7 @@ class TokenView:
     cap: float
     """Limit of the correction; infinite if it has none."""
     kl_teacher_T: Tensor | None = None
-    """KL between teacher and policy over the vocabulary; None if only sampled tokens are scored."""
+    """KL between teacher and policy, with a loss over the vocabulary."""
 
 
 def _kl_behaviour(view: TokenView) -> Tensor:
@@ -116,9 +116,9 @@ def _kl_reference(view: TokenView) -> Tensor:
 
 
 def _kl_teacher(view: TokenView) -> Tensor:
-    """Return the divergence over the vocabulary, or k1 of what sampled the token: μ − ℓ_teacher.
+    """Return the divergence over the vocabulary, or else the k1 estimate μ − ℓ_teacher.
 
-    Not k3, whose mean a few tokens dominate where the teacher is far away.
+    Not k3: far from the teacher, a few tokens dominate its mean.
     """
     if view.kl_teacher_T is not None:
         return view.kl_teacher_T
@@ -144,9 +144,8 @@ COUNTS: dict[str, Value] = {
     "correction_capped": lambda v: v.importance_T > v.cap,
     "correction_masked": lambda v: _correction(v) == 0,
 }
-"""Conditions, bool [T], by name; counted over the tokens with m = 1. Names that begin with
-``correct``, ``reference`` or ``teacher`` need ``algorithm.correction``, ``kl`` or ``distillation``,
-also in ``SUMS``."""
+"""Conditions, bool [T], by name; counted over the tokens with m = 1. Here and in ``SUMS``, names
+with a prefix of ``PREFIXES`` need that feature."""
 
 SUMS: dict[str, Value] = {
     "policy_loss": lambda v: torch.where(v.counts_T, v.weight_T * v.loss_T, 0.0),
@@ -211,8 +210,8 @@ TOTALS = {
 }
 """Metric → the sum that it reports, 0 without updates."""
 
-_OPTIONAL = ("correct", "reference", "teacher")
-"""Beginnings of names that not every run has."""
+PREFIXES = ("correct", "reference", "teacher")
+"""Prefixes of names that need ``algorithm.correction``, ``kl`` or ``distillation``, in order."""
 _REPORT = "report: "
 """Prefix of the sums that the objective reports; they are divided by ``tokens``."""
 
@@ -220,8 +219,8 @@ _REPORT = "report: "
 class Numbers:
     """Which sums and maxima a run has, in order."""
 
-    def __init__(self, report_names: Sequence[str], has: Set[str]) -> None:
-        """Choose them by what the objective reports and which of ``_OPTIONAL`` the run has.
+    def __init__(self, report_names: Sequence[str], features: Set[str]) -> None:
+        """Choose them by what the objective reports and which of ``PREFIXES`` the run uses.
 
         Raises:
             ValueError: The objective reports a metric of this module.
@@ -233,7 +232,7 @@ class Numbers:
                 "another name"
             )
 
-        absent = tuple(name for name in _OPTIONAL if name not in has)
+        absent = tuple(prefix for prefix in PREFIXES if prefix not in features)
 
         def measured(values: dict[str, Value]) -> dict[str, Value]:
             return {n: v for n, v in values.items() if not n.startswith(absent)}

@@ -47,9 +47,9 @@ class SplitUpdate:
     computed: tuple[int, ...] = ()
     """Indices of the samples in all ranks' micro-batches."""
     scored_flops: float = 0.0
-    """FLOPs of the forward-only passes that were made over them before the updates."""
+    """FLOPs of the scorers' forward-only passes over its micro-batches."""
     policy: list[TokenLogprobs] | None = None
-    """ℓ and H of the micro-batches by the weights of the update, if a scorer computed them."""
+    """ℓ and H of each micro-batch with the update's weights, if a scorer computed them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,17 +159,25 @@ def split_step(
 def with_advantages(
     splits: Sequence[SplitUpdate], samples: Sequence[Sample], advantage_B: np.ndarray
 ) -> tuple[SplitUpdate, ...]:
-    """Replace the advantages of updates of which every sample that trains is computed."""
+    """Replace the advantages of updates, and their counts by sign.
+
+    Every sample that trains must be computed already (``ZeroAdvantage``: ``trained``).
+
+    Args:
+        splits: The step's updates.
+        samples: The batch's, B of them.
+        advantage_B: [B] float32.
+    """
     value_B = torch.from_numpy(advantage_B)
-    changed = []
+    replaced = []
     for split in splits:
         micro_batches = tuple(
             replace(mb, advantage_T=value_B.to(mb.sample_T.device)[mb.sample_T])
             for mb in split.micro_batches
         )
         counts = split.counts | _signs(samples, split.indices, advantage_B)
-        changed.append(replace(split, micro_batches=micro_batches, counts=counts))
-    return tuple(changed)
+        replaced.append(replace(split, micro_batches=micro_batches, counts=counts))
+    return tuple(replaced)
 
 
 def _signs(

@@ -75,7 +75,7 @@ class Update:
     policy: list[TokenLogprobs] | None
     """Its ℓ and H, if a forward-only pass with these weights was made."""
     scored_flops: float
-    """FLOPs of the forward-only passes that scorers made for it."""
+    """FLOPs of the scorers' forward-only passes for it."""
     known_K: Tensor | None
     """Statistics of its tokens at ℓ = μ, on the last stage if decisions are predicted."""
 
@@ -117,7 +117,7 @@ class BatchTrainer:
     masked_reasons: Set[FinishReason] = frozenset()
     """Responses that ended for one of these do not train."""
     scorers: Sequence[Scorer] = ()
-    """Run before the updates of a batch, after the one that recomputes μ."""
+    """Run in order before a batch's updates; the one that recomputes μ is put in front."""
     dump: TokenDump | None = None
     note: Callable[[str], None] = lambda _: None
     """Called with the name of each phase, for hang reports."""
@@ -192,8 +192,8 @@ class BatchTrainer:
             )
         return results
 
-    def _score(self, splits: tuple[SplitUpdate, ...], batch: RolloutBatch) -> Splits:
-        """Fill the columns of scorers, and form the advantages that depend on them."""
+    def _score(self, splits: Splits, batch: RolloutBatch) -> Splits:
+        """Run the scorers, and compute the advantages that depend on their columns."""
         for scorer in self.scorers:
             self.note(f"training, forward only ({scorer.name})")
             splits = scorer.score(splits, batch)

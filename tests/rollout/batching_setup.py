@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from bapo_megatron.data.stream import PromptMixture
     from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-    from bapo_megatron.rollout.scoring import TeacherPool
     from bapo_megatron.types import RolloutBatch
 
 PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(50)]
@@ -52,6 +51,7 @@ class Rewards:
 
     num_timeouts = num_errors = 0
     sees_groups = False
+    teacher = None
 
     def __init__(self, equal: Sequence[int]) -> None:
         self.equal = equal
@@ -82,7 +82,6 @@ def make_batches(
     total_steps: int = TOTAL_STEPS,
     updates: int = 1,
     report: Callable[[str], None] = lambda line: None,
-    teacher: TeacherPool | None = None,
 ) -> BatchCollector:
     """A batch collector that is not attached to a pool."""
     return BatchCollector(
@@ -93,7 +92,6 @@ def make_batches(
         ReplayConfig.model_validate(replay or {}),
         BatchPlan(seed=0, total_steps=total_steps, updates_per_batch=updates),
         report,
-        teacher,
     )
 
 

@@ -60,9 +60,7 @@ class Setup:
         rewards = CountingRewards()
         grader = Grader(Renderer(), rewards, sees_groups=sees_groups, teacher=teacher)
         report = self.lines.append
-        batches = make_batches(
-            grader, {**SIZES, **rollout}, teacher=teacher, report=report, replay=replay
-        )
+        batches = make_batches(grader, {**SIZES, **rollout}, report=report, replay=replay)
         batches.attach(self.pool)
         return batches
 
@@ -269,7 +267,7 @@ async def test_the_policy_as_its_own_teacher_has_the_log_probs_that_it_sampled_w
     teacher = TeacherPool(config.algorithm.distillation, config.rollout, 4096)
     await teacher.start(await connect_teacher(config, "cpu"))
     grader = Grader(Renderer(), CountingRewards(), teacher=teacher)
-    batches = make_batches(grader, config.rollout.model_dump(), teacher=teacher)
+    batches = make_batches(grader, config.rollout.model_dump())
     batches.attach(pool)
     batch = await batches.collect(1, deliver)
     await batches.close()

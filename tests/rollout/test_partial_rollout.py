@@ -48,6 +48,7 @@ class PatientGrader:
 
     num_timeouts = num_errors = 0
     sees_groups = False
+    teacher = None
     batches: BatchCollector
     num_groups = 0
     """Groups of all batches so far; those after them wait for their scores."""

@@ -141,7 +141,6 @@ class Case:
             replay=self.replay,
             total_steps=TOTAL_STEPS,
             updates=UPDATES,
-            teacher=teacher,
         )
         if state is not None:
             batches.restore(read_file(state))

@@ -265,8 +265,8 @@ class Decoder:
 
     def score(self, token_ids: Sequence[int], start: int, top_k: int) -> Scores:
         """See ``Engine.score``."""
-        none_RK = np.empty((0, top_k), np.float32)  # of a sequence without scored tokens
-        parts = [(np.empty(0, np.float32), none_RK.astype(np.int32), none_RK)]
+        empty_RK = np.empty((0, top_k), np.float32)  # for a sequence without scored tokens
+        parts = [(np.empty(0, np.float32), empty_RK.astype(np.int32), empty_RK)]
         with torch.inference_mode():
             padding = [0] * (-len(token_ids) % MULTIPLE)
             tokens_1P = torch.tensor([[*token_ids, *padding]], device=self._model.device)

@@ -7,7 +7,7 @@ versions only grow, so while all events have the version with which the request 
 one can have sampled their tokens. The first event with another version and all later ones are held
 back until the last event.
 
-R = tokens of a piece, or those that are scored; K = likeliest tokens of a position.
+R = tokens of a piece, or scored tokens; K = likeliest tokens at a position.
 """
 
 import base64
@@ -225,7 +225,7 @@ def score_body(token_ids: Sequence[int], start: int, top_k: int) -> dict[str, An
 def parse_scores(
     answer: dict[str, Any], token_ids: Sequence[int], start: int, top_k: int
 ) -> Scores:
-    """Return the scores of the tokens from ``start``; ``ValueError`` if they are of others."""
+    """Return the scores of the tokens from ``start``; ``ValueError`` if they are others'."""
     meta, expected = answer["meta_info"], token_ids[start - 1 :]
     rows = meta["input_token_logprobs"]
     # SGLang reports id 0 for the last id of the vocabulary, with the right log-prob.
@@ -243,12 +243,12 @@ def parse_scores(
         return Scores(logprobs, np.empty(shape, np.int32), np.empty(shape, np.float32))
     top = Scores(logprobs, _parse_top(meta, "idx", shape), _parse_top(meta, "val", shape))
     if top.top_ids.size and top.top_ids.min() < 0:
-        raise ValueError(f"token id {top.top_ids.min()} among the likeliest")
+        raise ValueError(f"token id {top.top_ids.min()} among the likeliest tokens")
     return top
 
 
 def _parse_top(meta: dict[str, Any], name: str, shape: tuple[int, int]) -> np.ndarray:
-    """[R, K] ids (``idx``, int32) or log-probs (``val``, float32), little-endian in base64."""
+    """Read ids (``idx``, int32) or log-probs (``val``, float32), [R, K], little-endian base64."""
     key, dtype = f"input_top_logprobs_{name}_flat_b64", {"idx": "int32", "val": "float32"}[name]
     # The position before ``start`` has no log-prob.
     expected = (1, list(shape), dtype)

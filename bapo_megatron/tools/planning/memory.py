@@ -141,18 +141,18 @@ class StageMemory:
     activations_bytes: float
     """Bytes that these forward passes keep."""
     logits_bytes: float
-    """Last stage: final norm, logits (a teacher's, too) and the gradients that the head makes."""
+    """Last stage: final norm, logits (a teacher's included) and the gradients of the head."""
     workspace_bytes: float
     """One layer's (or recomputed block's) backward pass; not at the same time as the logits."""
     frozen_bytes: float
     """Weights of frozen models that stay on the GPU."""
     teacher_hidden_bytes: float
-    """Last stage: the inputs of the teacher's head, of the step's response tokens."""
+    """Last stage: the inputs of the teacher's head for the step's response tokens."""
     scoring_bytes: float
-    """A frozen model's pass, with weights that wait in host memory otherwise; not at the same time
-    as activations, logits and workspace."""
+    """The largest pass of a frozen model, with the weights that it copies from host memory; not at
+    the same time as activations, logits and workspace."""
     host_bytes: float
-    """Host memory of frozen models' weights."""
+    """Host memory for the weights of frozen models."""
     total_bytes: float
     """The peak, without the reserve."""
 
@@ -163,7 +163,7 @@ def stage_parameters(hf: HfConfig, layout: Layout, stage: int) -> int:
 
 
 def waiting_parameters(model: FrozenSpec, layout: Layout, stage: int) -> int:
-    """Return a frozen model's parameters on one rank of a stage that wait in host memory."""
+    """Return the parameters of a frozen model that one rank of a stage keeps in host memory."""
     if not model.waits_in_host:
         return 0
     keeps_head = model.keeps_hidden and stage == layout.pipeline - 1
@@ -345,7 +345,7 @@ def logits_bytes(case: Scenario, tokens: int) -> float:
     gradients) and the gathered input and its gradient.
 
     Chunked (``ops.logits_chunk_tokens``): logits of a chunk, the gathered hidden states, their
-    gradient in float32, and the parts of both that belong to the chunk; a teacher's logits, too.
+    gradient in float32, the parts of both that belong to the chunk, and a teacher's logits.
     """
     hidden, layout = case.hf.hidden_size, case.layout
     row = case.divided_bytes(padded_vocab_size(case.hf.vocab_size, layout.tensor))
@@ -362,10 +362,10 @@ def logits_bytes(case: Scenario, tokens: int) -> float:
 
 
 def scoring_bytes(case: Scenario, tokens: int, *, is_last: bool) -> float:
-    """Return the bytes of a forward pass without gradient over a micro-batch of ``tokens``.
+    """Return the bytes of a forward-only pass over a micro-batch of ``tokens``.
 
-    The tensors that one layer keeps for training are a bound; on the last stage, the larger of them
-    and the gathered hidden states with the logits.
+    An upper bound: the tensors that one layer keeps for training, or on the last stage the gathered
+    hidden states with the logits, if these are larger.
     """
     layer = tokens * _layer_bytes(case, "none")
     if not is_last:
@@ -486,10 +486,10 @@ def disk_use(case: Scenario, work: Workload) -> list[DiskUse]:
     waiting = waiting * rollout.partial + config.replay.batches * rollout.groups_per_step
     buffer_tokens = waiting * rollout.samples_per_group * case.assumptions.response_tokens
     distillation = config.algorithm.distillation
-    has_top = distillation.is_used and distillation.loss == "top_k"  # ids and log-probs
-    num_columns = config.algorithm.kl.is_used + distillation.is_used
-    num_columns += 2 * distillation.top_k * has_top
-    token_bytes = DUMP_TOKEN_BYTES + FLOAT32_BYTES * num_columns
+    num_values = config.algorithm.kl.is_used + distillation.is_used
+    if distillation.is_used and distillation.loss == "top_k":
+        num_values += 2 * distillation.top_k  # ids and log-probs
+    token_bytes = DUMP_TOKEN_BYTES + FLOAT32_BYTES * num_values
     dumps = min(steps, rollout.keep_dumps or steps) if rollout.dump else 0
     return [
         DiskUse("checkpoint", (case.element_bytes + OPTIMIZER_BYTES) * parameters, num_checkpoints),

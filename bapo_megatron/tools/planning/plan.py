@@ -121,7 +121,7 @@ class Plan:
     """Parameters of each frozen model in the trainer, by its section."""
     stages: list[StageMemory]
     host_bytes_per_node: float
-    """Host memory of frozen models' weights on the node with most of them."""
+    """Host memory for the weights of frozen models, on the node that holds most."""
     sampling_bytes: float
     """Need of a trainer GPU while colocated servers sample on it, without the reserve; else 0."""
     fits: bool
@@ -253,9 +253,9 @@ def _placement(rollout: RolloutConfig) -> Placement:
 
 
 def _host_bytes_per_node(case: Scenario, stages: Sequence[StageMemory]) -> float:
-    layout, size = case.layout, case.assumptions.node_gpus
-    by_rank = [stage.host_bytes for stage in stages for _ in range(layout.gpus // layout.pipeline)]
-    return max(sum(by_rank[first : first + size]) for first in range(0, layout.gpus, size))
+    gpus, size = case.layout.gpus, case.assumptions.node_gpus
+    by_rank = [stage.host_bytes for stage in stages for _ in range(gpus // len(stages))]
+    return max(sum(by_rank[first : first + size]) for first in range(0, gpus, size))
 
 
 def _sampling_bytes(case: Scenario, stages: Sequence[StageMemory]) -> float:
@@ -339,7 +339,7 @@ def _notes(case: Scenario, rollout: RolloutMemory) -> list[str]:
     distillation = config.algorithm.distillation
     if distillation.has_engine:
         notes.append(
-            f"teacher.engine = {distillation.teacher.engine}: the teacher's servers and their time "
+            f"teacher.engine = {distillation.teacher.engine}: the teacher's engines and their time "
             "are not planned"
         )
     return notes

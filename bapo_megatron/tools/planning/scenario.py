@@ -151,7 +151,7 @@ def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
 def possible_layouts(
     models: Sequence[HfConfig], gpus: int, *, node_gpus: int, max_data: int
 ) -> Iterator[Layout]:
-    """Yield every layout of ``gpus`` GPUs that all of the models allow.
+    """Yield every layout of ``gpus`` GPUs that all models allow.
 
     Tensor parallel stays within a node, with sequence parallel, and leaves experts whole.
     ``max_data`` is the number of samples of an update: more data-parallel ranks would have nothing
@@ -171,7 +171,7 @@ def possible_layouts(
             try:
                 for hf in models:
                     check_division(hf, layout.parallel)
-            except ValueError:  # one of them cannot be divided so
+            except ValueError:  # a model cannot be divided like this
                 continue
             yield layout
 
@@ -203,7 +203,7 @@ class Assumptions:
     link_share: float = 0.7
     """Share of a link's bandwidth that messages reach."""
     host_link_bytes_per_s: float = 25e9
-    """Bandwidth from pinned host memory to one GPU, what PCIe 4.0 x16 reaches."""
+    """Bandwidth from pinned host memory to one GPU: what PCIe 4.0 x16 reaches."""
     disk_bytes_per_s: float = 2e9
     """Bandwidth of the shared file system, each way, for the whole run."""
     prompt_tokens: int

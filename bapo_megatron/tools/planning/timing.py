@@ -143,7 +143,7 @@ def training_time(
 def scoring_times(case: Scenario, work: Workload) -> list[PhaseTime]:
     """Estimate the forward-only pass of each frozen model over the samples of a step.
 
-    Before it, the weights that wait in host memory are copied, on all GPUs at once.
+    Before it, all GPUs copy their weights from host memory at the same time.
     """
     phases, layout = [], case.layout
     waiting = (layout.pipeline - 1) / (layout.virtual * work.micro_batches)
@@ -167,7 +167,7 @@ def scoring_times(case: Scenario, work: Workload) -> list[PhaseTime]:
 
 
 def _forward_times(case: Scenario, work: Workload) -> tuple[float, float, float]:
-    """Return the seconds of a micro-batch in layers, of these in attention, and of its pass."""
+    """Return the seconds of a micro-batch: in layers, in their attention, and for the pass."""
     reached_flops = case.assumptions.reached_flops * case.layout.gpus * work.micro_batches
     head_s = work.head_flops_per_update / reached_flops
     attention_s = work.attention_flops_per_update / reached_flops
@@ -177,7 +177,7 @@ def _forward_times(case: Scenario, work: Workload) -> tuple[float, float, float]
 
 
 def _sent_by_pass(case: Scenario, tokens: int, rounds: int, *, trains: bool) -> dict[Group, float]:
-    """Return what one GPU sends for a micro-batch, with ``rounds`` of its KV tensors."""
+    """Return the bytes that one GPU sends for a micro-batch, with ``rounds`` of KV tensors."""
     sent: dict[Group, float] = {
         "tensor": tensor_bytes(case, tokens, trains=trains),
         "context": rounds * context_bytes(case, tokens),

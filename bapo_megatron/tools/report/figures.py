@@ -116,7 +116,7 @@ PANELS = (
         "nats per token",
         {"reference": "kl/reference", "teacher": "kl/teacher"},
         min_top=0.001,
-        note="k3 estimate of KL(π ‖ reference); the teacher's μ − log-prob of the sampled tokens, "
+        note="Reference: k3 estimate of KL(π ‖ reference). Teacher: mean of log μ − log π_teacher, "
         "or with a loss over the vocabulary the divergence that is minimised.",
     ),
     Panel(

@@ -43,9 +43,9 @@ _MAX_GROUPS = 8
 _TOKEN_BYTES = 24
 """A token as JSON without columns, at most: its piece, log-prob and ratio."""
 _COLUMN_BYTES = 10
-"""A token's value of a column as JSON, at most."""
+"""A token's value in a column as JSON, at most."""
 _COMPARED = (TEACHER, REFERENCE)
-"""Columns whose difference from log π_rollout colours tokens: the first that a run has."""
+"""Columns to compare with log π_rollout by colour: the first of these that a run has."""
 _SAMPLE_BYTES = 500
 """What a response needs beside its tokens, about."""
 _MIN_BYTES = 4000
@@ -152,7 +152,7 @@ def read_step(path: Path, settings: Mapping[str, Any], estimator: str | None = N
         _advantages=_advantages(batch, str(kind), float(shift)) if is_known else {},
         _staleness=staleness,
         _masked=masked_reasons(settings),
-        # An objective of the user's may give A = 0 a loss, as these terms do.
+        # These terms give A = 0 a loss, and so may an objective of the user's.
         _trains_zero_advantage=any(
             settings.get(f"algorithm.{name}coefficient", 0) != 0
             for name in ("entropy_", "kl.", "distillation.")
