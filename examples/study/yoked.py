@@ -44,7 +44,7 @@ class Yoked(Clip):
 class YokedToFile(Yoked):
     """The same for ``algorithm.objective``, with bounds that ``RecordedBapo`` wrote.
 
-    ``{partner}`` in ``file`` stands for the next of ``seeds`` seeds after ``seed``.
+    ``{partner}`` in ``file`` stands for the seed after ``seed``, of ``seeds`` in a cycle.
     """
 
     def __init__(
