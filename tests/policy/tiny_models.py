@@ -184,11 +184,15 @@ def reference_gradients(model: Any, problems: list[Problem]) -> dict[str, Tensor
     for problem in problems:
         problem.loss(reference_logits(model, problem)).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return dict(one for name, grad in gradients.items() for one in _per_expert(name, grad))
+    return per_expert(gradients)
 
 
-def _per_expert(name: str, fused: Tensor) -> Iterator[tuple[str, Tensor]]:
+def per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as files name them: transformers keeps the experts of a layer together."""
+    return dict(one for name, fused in tensors.items() for one in _parts(name, fused))
+
+
+def _parts(name: str, fused: Tensor) -> Iterator[tuple[str, Tensor]]:
     layer, experts, kind = name.rpartition(".experts.")
     if not experts:
         yield name, fused
