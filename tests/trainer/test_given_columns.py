@@ -15,7 +15,7 @@ from bapo_megatron.data.token_columns import (
     TEACHER_TOP_LOGPROBS,
 )
 from bapo_megatron.trainer import scorers
-from bapo_megatron.trainer.scorers import EngineTeacher, FrozenScorer, PolicyAsReference
+from bapo_megatron.trainer.scorers import EngineTeacher, FrozenScorer, ReferenceUpdater
 from bapo_megatron.trainer.split import SplitUpdate
 from bapo_megatron.types import Group, RolloutBatch
 from tests.data.samples import make_sample
@@ -115,17 +115,17 @@ class Loads:
 
 
 @pytest.fixture
-def follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PolicyAsReference:
+def follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReferenceUpdater:
     """The reference of every step, with a model that is not built yet."""
     monkeypatch.setattr(scorers, "fail_together", lambda groups: contextlib.nullcontext())
     model: Any = Loads()
     policy: Any = Policy()
     scorer = FrozenScorer(REFERENCE, lambda: model, lambda built: model)
-    return PolicyAsReference(policy, scorer, tmp_path / "reference", 1, tmp_path / "checkpoints")
+    return ReferenceUpdater(policy, scorer, tmp_path / "reference", 1, tmp_path / "checkpoints")
 
 
 def test_a_reference_that_is_not_needed_is_not_built_and_is_the_newest_when_it_is(
-    follows: PolicyAsReference,
+    follows: ReferenceUpdater,
 ) -> None:
     follows.after_step(1)
     follows.after_step(2)
@@ -138,7 +138,7 @@ def test_a_reference_that_is_not_needed_is_not_built_and_is_the_newest_when_it_i
 
 
 def test_the_reference_of_a_checkpoint_that_is_still_written_is_kept(
-    follows: PolicyAsReference, tmp_path: Path
+    follows: ReferenceUpdater, tmp_path: Path
 ) -> None:
     def kept() -> list[str]:
         return sorted(path.name for path in (tmp_path / "reference").iterdir())
