@@ -21,6 +21,7 @@ from bapo_megatron.policy.hf_weights import (
     SINGLE_NAME,
     from_shards,
     local_weights,
+    tensor_place,
 )
 from bapo_megatron.policy.weight_table import (
     EMBEDDING,
@@ -99,10 +100,7 @@ def _shards(
     weights: Sequence[Weight], hf: HfConfig, groups: ProcessGroups, dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor]]:
     """Return memory for one rank's parts of parameters, and each of them in it."""
-    shapes = [
-        shard_shape(w, hf, groups.tensor_size if w.expert is None else groups.expert_tensor_size)
-        for w in weights
-    ]
+    shapes = [shard_shape(weight, hf, tensor_place(weight, groups)[1]) for weight in weights]
     dtypes = [stored_dtype(weight, dtype) for weight in weights]
     sizes = [math.prod(s) * kind.itemsize for s, kind in zip(shapes, dtypes, strict=True)]
     starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]

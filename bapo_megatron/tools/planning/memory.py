@@ -73,11 +73,9 @@ def chunk_parameters(hf: HfConfig, layout: Layout, stage: int, chunk: int) -> in
     """
     is_first = stage == 0 and chunk == 0
     is_last = stage == layout.pipeline - 1 and chunk == layout.virtual - 1
-    per_chunk = layout.layers_per_chunk(hf)
-    first = (chunk * layout.pipeline + stage) * per_chunk
-    layers = range(first, first + per_chunk)
+    layers = _chunk_layers(hf, layout, stage, chunk)
     total = sum(layer_parameters(hf, layer, layout.tensor) for layer in layers)
-    total += _chunk_experts(hf, layout, layers)
+    total += _chunk_experts(hf, layout, stage, chunk)
     if is_first:
         total += embedding_parameters(hf, layout.tensor)
     if is_last:
@@ -87,16 +85,20 @@ def chunk_parameters(hf: HfConfig, layout: Layout, stage: int, chunk: int) -> in
     return total
 
 
-def _chunk_experts(hf: HfConfig, layout: Layout, layers: Iterable[int]) -> int:
+def _chunk_layers(hf: HfConfig, layout: Layout, stage: int, chunk: int) -> range:
+    per_chunk = layout.layers_per_chunk(hf)
+    first = (chunk * layout.pipeline + stage) * per_chunk
+    return range(first, first + per_chunk)
+
+
+def _chunk_experts(hf: HfConfig, layout: Layout, stage: int, chunk: int) -> int:
+    layers = _chunk_layers(hf, layout, stage, chunk)
     return sum(expert_parameters(hf, layer, layout.expert_ranks) for layer in layers)
 
 
 def stage_experts(hf: HfConfig, layout: Layout, stage: int) -> int:
     """Return the parameters of experts among those of a stage on one rank."""
-    per_chunk = layout.layers_per_chunk(hf)
-    chunks = range(stage, layout.pipeline * layout.virtual, layout.pipeline)
-    layers = (layer for c in chunks for layer in range(c * per_chunk, (c + 1) * per_chunk))
-    return _chunk_experts(hf, layout, layers)
+    return sum(_chunk_experts(hf, layout, stage, chunk) for chunk in range(layout.virtual))
 
 
 def visited_parameters(hf: HfConfig, sequences: int = 1) -> float:
