@@ -29,6 +29,9 @@ API = {
     "Environments": "environment.base",
     "Engines": "engine.base",
     "Finding an engine": "engine.load",
+    "Model families": "policy.families.base",
+    "Reading a config.json": "policy.families.config_json",
+    "Layers of a family": "policy.families.layers",
     "Records": "types",
 }
 """Modules under bapo_megatron/ that docs/extending.md builds on."""

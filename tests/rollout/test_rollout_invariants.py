@@ -70,6 +70,7 @@ class RewardsByGroup:
 
     num_timeouts = num_errors = 0
     sees_groups = False
+    teacher = None
 
     def __init__(self) -> None:
         self.waiting: list[asyncio.Future[None]] = []

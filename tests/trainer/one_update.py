@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import Tensor
 
 from bapo_megatron.config.megatron import (
@@ -151,13 +150,6 @@ def _watch_output(state: TrainState) -> list[tuple[MicroBatch, Tensor]]:
 
     state.forward_backward = watched  # type: ignore[method-assign]
     return seen
-
-
-def assert_same_update(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
-    """Loss, bounds and gradients agree."""
-    assert actual["loss"] == pytest.approx(expected["loss"], abs=tolerance)
-    assert actual["bounds"] == expected["bounds"]
-    assert_same_gradients(actual["gradients"], expected["gradients"], tolerance)
 
 
 def assert_same_gradients(
