@@ -51,20 +51,22 @@ class YokedToFile(Yoked):
         self, file: str, seed: int, seeds: int = 1, dual_clip: float | None = None
     ) -> None:
         path = Path(file.replace("{partner}", str((seed + 1) % seeds)))
-        lines = (json.loads(line) for line in path.read_text().splitlines())
-        # The check of an objective before the first step is an update 0, too: the last one counts.
-        by_update = {update: (low, high) for update, low, high in lines}
+        by_update: dict[int, tuple[float, float]] = {}
+        for update, low, high in map(json.loads, path.read_text().splitlines()):
+            # The check of an objective at the start of a run is an update 0, too. It comes before
+            # the real one, and again when the run is resumed.
+            if update > 0 or by_update.keys() <= {0}:
+                by_update[update] = (low, high)
         super().__init__(list(by_update.values()), seed, dual_clip)
 
 
 class RecordedBapo(Bapo):
-    """BAPO with its defaults that writes the bounds of every update to ``file``."""
+    """BAPO with its defaults that appends the bounds of every update to ``file``."""
 
     def __init__(self, file: str) -> None:
         super().__init__(BapoConfig(), None)
         self._file = Path(file)
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_text("")
         self._written: tuple[int, float, float] | None = None
 
     def loss(self, tokens: TokenBatch) -> Tensor:
