@@ -129,6 +129,10 @@ class Sample:
     """Whether an answer could be extracted from the response, right or wrong."""
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     """Token columns by name, [Q] or [Q, K] (``data.token_columns``)."""
+    routes: np.ndarray | None = None
+    """[≤ P + R, layers · experts per token] int8 or int16: the experts that the engine chose for
+    the first tokens of prompt and response, layer by layer; −1 where they are not known. None
+    unless asked for; dumps have them in a file of their own (``data.routes``)."""
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -316,6 +320,9 @@ class MicroBatch:
     """[T] bool: tokens that the objective keeps, where it leaves some out."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Token columns by name, [T] or [T, K] (``data.token_columns``)."""
+    routes: torch.Tensor | None = None
+    """[N or, under sequence parallelism, this rank's part of it, layers of this rank with experts,
+    experts per token] int8 or int16: the experts to use; −1: those that the router chooses."""
 
     @property
     def num_tokens(self) -> int:

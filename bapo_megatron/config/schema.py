@@ -119,6 +119,10 @@ class _AlgorithmKeys(Section):
     """The constant of ``token_sum_norm``: the sum is divided by responses × constant."""
     behaviour: Literal["rollout", "recomputed"] = "rollout"
     """μ: the engine's own log-probs, or the trainer's at the start of the step."""
+    router_replay: Literal["none", "behaviour", "rollout"] = "none"
+    """Whether the routers of a model with experts repeat earlier choices, of which small numerical
+    differences change many: those of the pass that recomputes μ (R2), or those of the engine, for
+    prompt and response (R3; docs/rollout.md)."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KlConfig = KlConfig()
     distillation: DistillationConfig = DistillationConfig()
@@ -197,6 +201,12 @@ class AlgorithmConfig(_WithOptions):
             raise ValueError(
                 "kl.where must be loss with advantage: distill, got reward: rewards do not count, "
                 "so the divergence would not either; change one of them"
+            )
+        if self.router_replay == "behaviour" and self.behaviour != "recomputed":
+            raise ValueError(
+                "behaviour must be recomputed with router_replay: behaviour, got "
+                f"{self.behaviour}: there is no pass whose choices could be repeated; change one "
+                "of them"
             )
         if self.correction.kind != "none" and self.behaviour != "recomputed":
             raise ValueError(

@@ -27,6 +27,7 @@ def as_policy(config: RunConfig) -> RunConfig:
         update={
             "model": config.model.model_copy(update={"path": teacher.path}),
             "rollout": config.rollout.model_copy(update=rollout),
+            "algorithm": config.algorithm.model_copy(update={"router_replay": "none"}),
         }
     )
 

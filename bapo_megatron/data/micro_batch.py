@@ -26,6 +26,7 @@ from torch import Tensor
 
 from bapo_megatron.data import token_columns
 from bapo_megatron.data.packing import PackingRules
+from bapo_megatron.data.routes import FREE, BatchRoutes
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.types import MicroBatch, Sample
 
@@ -43,6 +44,7 @@ def build_micro_batch(
     loss_weights_B: ArrayLike,
     rules: PackingRules,
     masks_B: Sequence[np.ndarray] | None = None,
+    routes: BatchRoutes | None = None,
 ) -> MicroBatch:
     """Pack samples into the tensors of one forward pass.
 
@@ -56,6 +58,10 @@ def build_micro_batch(
         loss_weights_B: [B] weight of each token that trains: 1 over the global denominator.
         rules: What sequences and micro-batches are padded to.
         masks_B: For each sample, which of its tokens train, [Q] bool; None: all of them.
+        routes: The experts that the engine chose; None: those that the routers choose.
+
+    Raises:
+        ValueError: Routes are impossible.
     """
     chosen = [samples[i] for i in sample_indices]
     index_S = np.asarray(sample_indices, dtype=np.int64)
@@ -96,7 +102,28 @@ def build_micro_batch(
             column.name: torch.from_numpy(token_columns.concatenated(column, chosen))
             for column in token_columns.present(samples)
         },
+        routes=None
+        if routes is None
+        else _lay_out_routes(chosen, index_S, first_row_S, routes, len(token_ids_N)),
     )
+
+
+def _lay_out_routes(
+    chosen: Sequence[Sample],
+    index_S: np.ndarray,
+    first_row_S: np.ndarray,
+    routes: BatchRoutes,
+    num_tokens: int,
+) -> Tensor:
+    """Return the routes of every token of a micro-batch, free where it is padding."""
+    parts = [routes.of(index) for index in index_S.tolist()]
+    files = routes.files
+    size = (num_tokens, len(files.layers), files.per_token)
+    laid_out = np.full(size, FREE, np.result_type(np.int8, *parts))
+    for sample, first_row, part in zip(chosen, first_row_S.tolist(), parts, strict=True):
+        start = first_row + 1 - len(sample.prompt.token_ids)
+        laid_out[start : start + len(part)] = part
+    return torch.from_numpy(laid_out)
 
 
 def _lay_out(
@@ -158,6 +185,7 @@ def shard_context(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
         position_ids_N=micro_batch.position_ids_N[local_N],
         **local | {"rows_T": row_T[is_local_T]},
         columns={name: value[is_local_T] for name, value in micro_batch.columns.items()},
+        routes=None if micro_batch.routes is None else micro_batch.routes[local_N],
     )
 
 

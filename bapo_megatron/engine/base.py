@@ -66,6 +66,8 @@ class GenerateRequest:
     """Response tokens among ``input_ids``: the response's random numbers continue there."""
     stream_tokens: int = 64
     """Approximate length of a piece."""
+    routes_from: int | None = None
+    """First of the input tokens whose experts are wanted; None: none are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,10 @@ class Completion:
     """The weights version of each token."""
     finish_reason: FinishReason
     """ABORT for every piece but the last."""
+    routes: np.ndarray | None = None
+    """[rows, layers · experts per token] int16: the experts of the tokens from
+    ``GenerateRequest.routes_from`` on, layer by layer; over all pieces, of every token but the
+    last, which is not processed. −1 where they are not known, and in layers without experts."""
 
 
 def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion:
@@ -91,7 +97,12 @@ def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion
         np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
         join_spans(part.versions for part in parts),
         finish_reason,
+        _joined_routes([part.routes for part in parts if part.routes is not None]),
     )
+
+
+def _joined_routes(parts: Sequence[np.ndarray]) -> np.ndarray | None:
+    return np.concatenate(parts) if parts else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,14 @@ def _check_experts(experts: Experts | None, parallel: ParallelConfig) -> None:
         )
 
 
+def check_router_replay(hf: HfConfig, config: RunConfig) -> None:
+    """Refuse ``algorithm.router_replay`` for a model without experts; raise ``ConfigError``."""
+    if hf.experts is None and (kind := config.algorithm.router_replay) != "none":
+        raise ConfigError(
+            f"algorithm.router_replay: must be none for a model without experts, got {kind}; set it"
+        )
+
+
 def check_frozen_model(config: RunConfig, key: str, hf: HfConfig, policy: HfConfig) -> None:
     """Refuse a frozen model that the trainer cannot build beside the policy.
 

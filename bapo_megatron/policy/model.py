@@ -36,6 +36,7 @@ from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.hf_weights import find_tensors, load_weights
 from bapo_megatron.policy.megatron_setup import build_chunks, wrap_for_precision
+from bapo_megatron.policy.routers import Routers
 from bapo_megatron.runtime.distributed import ProcessGroups, fail_together
 from bapo_megatron.runtime.files import atomic_directory
 from bapo_megatron.types import MicroBatch
@@ -57,6 +58,8 @@ class Model:
     """What Megatron's schedule calls: the chunks, wrapped."""
     on_micro_batch: Callable[[], None] = lambda: None
     """Called before a chunk's forward pass of a micro-batch."""
+    routers: Routers | None = None
+    """Set by ``TrainState`` for a model with experts: only the policy repeats choices."""
     finish_weights: Callable[[], None] = lambda: None
     """Waits until every weight is up to date; to be called before weights are read."""
 
@@ -154,6 +157,8 @@ class Model:
                 return output.new_empty(0), lambda *_, **__: result
             return output, lambda output: on_output(output.squeeze(0), micro_batch)
 
+        if self.routers is not None:
+            self.routers.begin_pass(is_loss_pass=not forward_only)
         # Each chunk of an interleaved stage iterates over the micro-batches by itself.
         iterators = [iter(micro_batches) for _ in self.chunks]
         return get_forward_backward_func()(
@@ -182,6 +187,9 @@ class Model:
             f"{self.groups.context_size} ranks; padding must belong to a sequence"
         )
         micro_batch = on_device(host_batch, self.groups.device)
+        if self.routers is not None:
+            chunk = get_attr_wrapped_model(model, "vp_stage") or 0
+            self.routers.begin(micro_batch, chunk)
         decoder = get_attr_wrapped_model(model, "decoder")
         if not decoder.pre_process:  # the previous stage sent [M, 1, H]; cut it to [N, 1, H]
             decoder.set_input_tensor(decoder.input_tensor[: num_tokens // token_ranks])

@@ -67,6 +67,8 @@ class BatchCollector:
     replay: ReplayConfig
     plan: BatchPlan
     report: Callable[[str], None]
+    wants_routes: bool = field(default=False, kw_only=True)
+    """Whether the trainer needs the experts that engines choose (``algorithm.router_replay``)."""
     loop_lag: LoopLag = field(default_factory=LoopLag)
     is_interrupted: bool = False
     """End ``collect`` at once, as if no server held the weights; the buffer keeps everything."""
@@ -204,11 +206,28 @@ class BatchCollector:
         self._buffer = self._selection.buffer = replace(saved.buffer, earlier=earlier)
         self._before = _since(self._totals(), about.counted)
         self._spent_s, self._sampled_version = about.generation_s, about.sampled_version
+        if self.wants_routes:
+            self._forget_unrouted()
         if self.grader.teacher is not None:
             self._forget_unscored(self.grader.teacher)
         for group in self._buffer:
             if self.grader.sees_groups and not group.is_scored:
                 group.start_again((), sees_groups=True)  # other reward functions may have scored it
+
+    def _forget_unrouted(self) -> None:
+        """Sample responses again that were saved without their experts; drop earlier groups."""
+
+        def lacks_routes(pending: PendingSample) -> bool:
+            return pending.num_tokens > 0 and pending.sample.routes is None
+
+        for group in self._buffer:
+            unrouted = [pending for pending in group.samples if lacks_routes(pending)]
+            group.start_again(unrouted, sees_groups=bool(unrouted) and self.grader.sees_groups)
+        earlier = self._buffer.earlier
+        for number, groups in enumerate(earlier):
+            earlier[number] = tuple(
+                group for group in groups if not any(map(lacks_routes, group.samples))
+            )
 
     def _forget_unscored(self, teacher: TeacherPool) -> None:
         """Regrade samples that were saved without this teacher's scores; drop earlier groups."""
@@ -236,6 +255,7 @@ class BatchCollector:
             ),
             label=f"sample {sample.index} of group {sample.group_id}, {prompt.prompt_id}",
             order=(sample.group_id, sample.index),
+            routes_from=0 if self.wants_routes else None,
         )
 
     async def _generate(

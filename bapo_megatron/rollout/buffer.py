@@ -24,6 +24,7 @@ from typing import Any, Self
 import numpy as np
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.data.routes import narrowed
 from bapo_megatron.data.staleness import response_age
 from bapo_megatron.engine.base import Completion, join
 from bapo_megatron.reward.base import Response, Score
@@ -152,10 +153,11 @@ class PendingSample:
             return
         sample, abort = self.sample, FinishReason.ABORT
         token_ids, logprobs = sample.response_token_ids, sample.behaviour_logprobs
-        before = Completion(token_ids, logprobs, sample.versions, abort)
+        before = Completion(token_ids, logprobs, sample.versions, abort, sample.routes)
         joined = join([before, *self._parts], abort)
         sample.response_token_ids, sample.behaviour_logprobs = joined.token_ids, joined.logprobs
         sample.versions, self._parts = joined.versions, []
+        sample.routes = None if joined.routes is None else narrowed(joined.routes)
 
     def snapshot(self) -> Self:
         """Return a copy that later changes do not affect."""

@@ -30,6 +30,7 @@ from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.dump import dump_path, write_batch, write_texts
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import PromptSet, load_train_sets, log_warnings
+from bapo_megatron.data.routes import routes_path, write_routes
 from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.engine.base import START_VERSION, Backend
 from bapo_megatron.engine.load import load_kind
@@ -173,6 +174,7 @@ class Collector:
             run.replay,
             BatchPlan(run.seed, run.train.steps, run.algorithm.updates_per_batch),
             self._report,
+            wants_routes=run.algorithm.router_replay == "rollout",
         )
         sets = load_sets(run, renderer, warns=request.for_training)
         for overlap in find_overlaps(train_sets, [(s.name, s.prompts) for s in sets]):
@@ -317,12 +319,17 @@ class Collector:
     async def _hand_over(self, batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
         """Write a batch for the trainer, in a thread; release GPU memory for training."""
         path, rollout = self._batch_path(batch.step), self._config.rollout
+        rollouts = self._config.run_dir / "rollouts"
         if rollout.dump:  # first, so that every dump has its texts
             await asyncio.to_thread(write_texts, path, batch.step, texts)
+        if self._batches.wants_routes:  # read by ranks on all nodes, so never in ``_wire_dir``
+            await asyncio.to_thread(write_routes, routes_path(rollouts, batch.step), batch.samples)
         await asyncio.to_thread(write_batch, path, batch)
-        if rollout.keep_dumps:
-            with contextlib.suppress(OSError):  # the next step tries again
-                await asyncio.to_thread(remove_dumps, path.parent, batch.step - rollout.keep_dumps)
+        with contextlib.suppress(OSError):  # the next step tries again
+            if rollout.dump and rollout.keep_dumps:
+                await asyncio.to_thread(remove_dumps, rollouts, batch.step - rollout.keep_dumps)
+            elif not rollout.dump:
+                await asyncio.to_thread(_remove_steps, rollouts / "routes", batch.step - 1)
         if self._colocated is not None:
             await self._finish_evaluation()  # needs the servers
             await self._colocated.release()
@@ -340,12 +347,16 @@ def _device() -> str:
 
 
 def remove_dumps(directory: Path, last_step: int) -> None:
-    """Remove the dumps of steps up to ``last_step``, each before its texts."""
-    for folder in (directory, directory / "texts"):
-        for path in folder.glob("step_*.parquet"):
-            step = path.stem.removeprefix("step_")
-            if step.isdecimal() and int(step) <= last_step:
-                path.unlink()
+    """Remove the dumps of steps up to ``last_step``, each before its texts and routes."""
+    for folder in (directory, directory / "texts", directory / "routes"):
+        _remove_steps(folder, last_step)
+
+
+def _remove_steps(folder: Path, last_step: int) -> None:
+    for path in folder.glob("step_*.*"):
+        step = path.stem.removeprefix("step_")
+        if step.isdecimal() and int(step) <= last_step:
+            path.unlink()
 
 
 class _WarningsToClient(logging.Handler):

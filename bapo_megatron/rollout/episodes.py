@@ -401,12 +401,16 @@ class Episodes:
             remaining = stop_at - pending.num_tokens
             if remaining == 0:
                 return None
-            return replace(
+            later = replace(
                 request,
                 input_ids=pending.input_ids(),
                 sampling=replace(request.sampling, max_new_tokens=remaining),
                 sampled_tokens=pending.num_tokens,
             )
+            routes = pending.sample.routes
+            if request.routes_from is None or routes is None:
+                return later
+            return replace(later, routes_from=len(routes))
 
         def take(part: Completion) -> None:
             num_tokens = pending.num_tokens + len(part.token_ids)

@@ -14,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
@@ -21,6 +22,7 @@ from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data import token_columns
 from bapo_megatron.data.columns import DumpError, RowFile
 from bapo_megatron.data.dump import SAMPLE_COLUMNS, sample_of
+from bapo_megatron.data.routes import narrowed
 from bapo_megatron.data.stream import MixturePosition
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
 from bapo_megatron.runtime.calls import decode
@@ -128,8 +130,15 @@ _COLUMNS: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     **{name: (pa.large_string(), _as_json(name)) for name in _JSON},
 }
 _REMEDY = "this checkpoint cannot be continued"
+_ROUTES: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
+    # Too many for lists, whose offsets have 32 bits.
+    "routes": (pa.large_binary(), lambda sample: _routes_of(sample).astype("<i2").tobytes()),
+    "routed_tokens": (pa.int32(), lambda sample: len(_routes_of(sample))),
+}
+"""``Sample.routes``, and its number of rows; 0 if there are none."""
 _OPTIONAL = {
-    name: (kind, _of_sample(value)) for name, (kind, value) in token_columns.row_columns().items()
+    name: (kind, _of_sample(value))
+    for name, (kind, value) in (token_columns.row_columns() | _ROUTES).items()
 }
 _FILE = RowFile("rollout buffer", _REMEDY, FORMAT, _COLUMNS, _Metadata, optional=_OPTIONAL)
 
@@ -149,8 +158,9 @@ def write_saved(path: Path, saved: SavedRollout) -> None:
         "num_earlier": len(buffer.earlier),
     }
     groups = [*buffer, *(group for batch in buffer.earlier for group in batch)]
-    samples = (pending.sample for group in groups for pending in group.samples)
+    samples = [pending.sample for group in groups for pending in group.samples]
     names = [column.name for column in token_columns.present(samples)]
+    names += _ROUTES if any(sample.routes is not None for sample in samples) else []
     with naming(path), path.open("wb") as stream:
         _FILE.write(stream, batched(_rows(buffer), _CHUNK_SAMPLES), about, names)
         stream.flush()
@@ -214,8 +224,25 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
         pending = PendingSample(sample, prompt, **fields)
         # In the file an unscored sample has defaults, for fewer tokens than it may get.
         sample.columns = columns if pending.is_scored else {}
+        sample.routes = _read_routes(row, name)
         samples.append(pending)
     return PendingGroup(group_id, samples, first["carries"])
+
+
+def _routes_of(sample: Sample) -> np.ndarray:
+    return np.empty((0, 0)) if sample.routes is None else sample.routes
+
+
+def _read_routes(row: dict[str, Any], name: str) -> np.ndarray | None:
+    if not (num_rows := row.get("routed_tokens", 0)):
+        return None
+    values = np.frombuffer(row["routes"], "<i2")
+    if num_rows < 0 or not len(values) or len(values) % num_rows:
+        raise DumpError(
+            f"{name}: sample {row['index']} of group {row['group_id']}: {len(values)} experts for "
+            f"{num_rows} tokens; {_REMEDY}"
+        )
+    return narrowed(values.reshape(num_rows, -1))
 
 
 def _read_json(row: dict[str, Any], column: str, kind: Any, name: str) -> Any:

@@ -61,7 +61,9 @@ class TinyReport(NamedTuple):
     """Mean cross entropy in nats per response token at the end of the warm-up."""
 
 
-def make_tiny(out_dir: Path, seed: int, settings: WarmupSettings | None = None) -> TinyReport:
+def make_tiny(
+    out_dir: Path, seed: int, settings: WarmupSettings | None = None, *, num_experts: int = 0
+) -> TinyReport:
     """Make a tiny model with a supervised warm-up, and its training and held-out prompts.
 
     On the same machine, the same seed and settings give the same bytes of weights and data. The
@@ -71,6 +73,7 @@ def make_tiny(out_dir: Path, seed: int, settings: WarmupSettings | None = None) 
         out_dir: Gets model/, tiny.json, train.jsonl and heldout.jsonl.
         seed: Determines the split of the problems, the initial weights and the warm-up.
         settings: How the warm-up is optimised; the demo's by default.
+        num_experts: Experts of a layer; 0: a dense model.
 
     Raises:
         ValueError: ``out_dir`` holds something else, which would be lost.
@@ -86,13 +89,18 @@ def make_tiny(out_dir: Path, seed: int, settings: WarmupSettings | None = None) 
             rows = [json.dumps({"prompt": p.prompt, "answer": p.answer}) + "\n" for p in problems]
             (temporary_dir / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
         tokenizer = build_tokenizer()
-        model = build_model(tokenizer, seed)
+        model = build_model(tokenizer, seed, num_experts)
         start_s = time.monotonic()
         final_loss = warm_up(model, tokenizer, splits.warmup, settings, seed)
         warmup_s = time.monotonic() - start_s
         (temporary_dir / "model").mkdir()
         save_model(model, tokenizer, temporary_dir / "model")
-        recipe = {"seed": seed, "warmup": asdict(settings), "torch": torch.__version__}
+        recipe = {
+            "seed": seed,
+            "experts": num_experts,
+            "warmup": asdict(settings),
+            "torch": torch.__version__,
+        }
         (temporary_dir / RECIPE_NAME).write_text(json.dumps({"recipe": recipe}, indent=2) + "\n")
     return TinyReport(out_dir / "model", model.num_parameters(), warmup_s, final_loss)
 

@@ -1,4 +1,4 @@
-"""The tiny model: a Qwen2 with random weights, and its tokenizer.
+"""The tiny model, a Qwen2 or a Qwen3 with experts, with random weights, and its tokenizer.
 
 The tokenizer knows the 256 bytes and a few words of the task, so no text is unknown to it.
 """
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, pre_tokenizers
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2Tokenizer
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
+from transformers.utils import logging
 
 PAD, EOS, BOS, USER, ASSISTANT = "<pad>", "<eos>", "<bos>", "<|user|>", "<|assistant|>"
 """Their ids are 0 to 4; the bytes follow."""
@@ -60,11 +60,34 @@ INITIAL_STD = 0.08
 """Standard deviation of the initial matrices; biases start at 0 and norms at 1."""
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-    """Build a two-layer ``Qwen2ForCausalLM`` of 115,264 parameters, whose values ``seed`` draws."""
-    from transformers import Qwen2ForCausalLM
+EXPERTS_PER_TOKEN = 2
+_EXPERT_SIZE = 64
+"""Channels of an expert: two of them compute as much as the MLP of the dense model."""
 
-    config = Qwen2Config(
+
+def build_model(tokenizer: PreTrainedTokenizerBase, seed: int, num_experts: int = 0) -> Any:
+    """Build a model of two layers, whose values ``seed`` draws.
+
+    A ``Qwen2ForCausalLM`` of 115,264 parameters, or with experts a ``Qwen3MoeForCausalLM`` with
+    ``num_experts`` of them in each layer.
+    """
+    import transformers
+
+    kind, kind_of_config, traits = (
+        transformers.Qwen2ForCausalLM,
+        transformers.Qwen2Config,
+        dict[str, Any](),
+    )
+    if num_experts:
+        kind, kind_of_config = transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig
+        traits = {
+            "num_experts": num_experts,
+            "num_experts_per_tok": EXPERTS_PER_TOKEN,
+            "moe_intermediate_size": _EXPERT_SIZE,
+            "norm_topk_prob": True,
+            "head_dim": 16,
+        }
+    config = kind_of_config(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=64,
         intermediate_size=128,
@@ -77,15 +100,16 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         initializer_range=INITIAL_STD,
-        architectures=["Qwen2ForCausalLM"],
+        architectures=[kind.__name__],
         dtype="float32",
+        **traits,
     )
     # Layers draw initial values from the global generator before ours replace them.
     with torch.random.fork_rng(devices=[]):
-        model = Qwen2ForCausalLM(config)
+        model = kind(config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
+        if parameter.ndim > 1:
             nn.init.normal_(parameter, std=INITIAL_STD, generator=generator)
         else:
             nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
@@ -94,7 +118,8 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> None:
     """Write model, tokenizer and their configuration to an existing directory."""
-    model.config.save_pretrained(model_dir)
+    logging.disable_progress_bar()
+    model.save_pretrained(model_dir)
     GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -102,7 +127,5 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, model_dir: Path) 
         do_sample=True,
     ).save_pretrained(model_dir)
     tokenizer.save_pretrained(model_dir)
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    path = model_dir / "model.safetensors"
-    save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors makes it private; a server may be another user
+    # safetensors makes it private; a server may be another user.
+    (model_dir / "model.safetensors").chmod(0o644)

@@ -14,7 +14,11 @@ from bapo_megatron.config.teacher import as_policy, naming_teacher
 from bapo_megatron.data.vocabulary import check_same_vocabulary
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.policy.families.base import HfConfig
-from bapo_megatron.policy.hf_config import check_frozen_model, read_hf_config_file
+from bapo_megatron.policy.hf_config import (
+    check_frozen_model,
+    check_router_replay,
+    read_hf_config_file,
+)
 from bapo_megatron.runtime.gpus import count_gpus
 from bapo_megatron.runtime.processes import launched_number
 
@@ -41,6 +45,7 @@ def check_training(
             _check_gpus(config.rollout)
     model = config.model
     policy = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
+    check_router_replay(policy, config)
     if config.replay.dumps is None:
         _check_frozen_models(config, policy, owns_files=owns_files)
         if owns_files and config.algorithm.distillation.has_engine:

@@ -47,7 +47,7 @@ from bapo_megatron.trainer.opening import Opening
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump, update_metrics
 from bapo_megatron.trainer.scorers import frozen_scorers, reference_updater
-from bapo_megatron.trainer.split import split_shape
+from bapo_megatron.trainer.split import engine_routes, split_shape
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
 from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch, StepMetrics, UpdateResult
@@ -117,6 +117,7 @@ class Run:
             shape=shape,
             masked_reasons=masked_reasons(flat_settings(config)),
             scorers=scorers,
+            routes=engine_routes(config, state.model),
             dump=TokenDump(config.run_dir, config.train.dump_tokens),
             note=self.timer.pulse.note,
         )

@@ -14,10 +14,12 @@ from torch import Tensor
 from bapo_megatron.algorithm.loss import log_weights, response_sums, sum_over_responses
 from bapo_megatron.config.schema import CorrectionConfig, OpsConfig
 from bapo_megatron.data.micro_batch import on_device
+from bapo_megatron.data.routes import BatchRoutes
 from bapo_megatron.ops.logprob import LOG_RATIO_LIMIT
 from bapo_megatron.policy.model import Model
 from bapo_megatron.runtime.distributed import (
     broadcast_from_last_stage,
+    fail_together,
     gather_objects,
     reduce_over,
 )
@@ -79,7 +81,11 @@ def with_recomputed_behaviour(
 
 
 def measure_mismatch(
-    model: Model, output: PolicyOutput, shape: SplitShape, batch: RolloutBatch
+    model: Model,
+    output: PolicyOutput,
+    shape: SplitShape,
+    batch: RolloutBatch,
+    routes: BatchRoutes | None,
 ) -> UpdateResult:
     """Compare log-probs with the engine's in a step without an update, for its metrics.
 
@@ -97,8 +103,9 @@ def measure_mismatch(
     if not chosen:
         return UpdateResult({}, {}, (), grad_norm=0.0, skipped=True)
     nothing_B = np.zeros(len(samples), dtype=np.float32)
-    _, micro_batches = shape.pack(samples, chosen, nothing_B, nothing_B)
     groups = model.groups
+    with fail_together(groups, ValueError):
+        _, micro_batches = shape.pack(samples, chosen, nothing_B, nothing_B, routes=routes)
     values = torch.zeros(3, dtype=torch.float64, device=groups.device)
     # No log-probs on any stage but the last.
     for host_batch, (logprob_T, _) in zip(

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
     from bapo_megatron.ops.chunked import OutputHead
+    from bapo_megatron.ops.logprob import TokenLogprobs
     from bapo_megatron.policy.model import Model
     from bapo_megatron.trainer.split import SplitUpdate
     from bapo_megatron.types import MicroBatch, RolloutBatch
@@ -73,7 +74,10 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BehaviourScorer:
-    """Replaces μ by the log-probs of the policy at the start of the step."""
+    """Replaces μ by the log-probs of the policy at the start of the step.
+
+    With ``router_replay: behaviour`` it also records the experts that its pass used.
+    """
 
     model: Model
     output: PolicyOutput
@@ -84,7 +88,7 @@ class BehaviourScorer:
         """See ``Scorer``; the first update also gets ℓ and H: the pass ran with its weights."""
         scored = []
         for number, split in enumerate(splits):
-            policy = self.model.forward_only(split.micro_batches, self.output.read)
+            policy, split = self._forward(split)
             if policy:
                 micro_batches = with_recomputed_behaviour(
                     split.micro_batches,
@@ -98,6 +102,19 @@ class BehaviourScorer:
             first = policy if number == 0 else None
             scored.append(replace(split, scored_flops=flops, policy=first))
         return tuple(scored)
+
+    def _forward(self, split: SplitUpdate) -> tuple[list[TokenLogprobs], SplitUpdate]:
+        routers, micro_batches = self.model.routers, split.micro_batches
+        if routers is None or self.config.router_replay != "behaviour":
+            return self.model.forward_only(micro_batches, self.output.read), split
+        with routers.recorded() as recorded:
+            policy = self.model.forward_only(micro_batches, self.output.read)
+        if not recorded:  # no micro-batches, or no layers with experts on this rank
+            return policy, split
+        pairs = zip(micro_batches, recorded, strict=True)
+        return policy, replace(
+            split, micro_batches=tuple(replace(mb, routes=routes) for mb, routes in pairs)
+        )
 
 
 class FrozenScorer:

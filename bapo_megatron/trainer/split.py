@@ -18,9 +18,10 @@ from bapo_megatron.algorithm.loss import token_weights
 from bapo_megatron.config.check import packing_multiples
 from bapo_megatron.config.megatron import MegatronConfig, ParallelConfig
 from bapo_megatron.config.rollout import StalenessConfig
-from bapo_megatron.config.schema import AlgorithmConfig, TrainConfig
+from bapo_megatron.config.schema import AlgorithmConfig, RunConfig, TrainConfig
 from bapo_megatron.data.micro_batch import build_micro_batch, shard_context
 from bapo_megatron.data.packing import PackingRules, UpdatePacking, pack_update, split_updates
+from bapo_megatron.data.routes import BatchRoutes, RouteFiles
 from bapo_megatron.data.staleness import trainable_mask
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.policy.model import Model
@@ -60,6 +61,9 @@ class SplitShape:
     data_rank: int = 0
     context_rank: int = 0
     context_size: int = 1
+    sequence_rank: int = 0
+    sequence_size: int = 1
+    """Ranks that divide the tokens of a micro-batch under sequence parallelism."""
 
     def pack(
         self,
@@ -68,14 +72,27 @@ class SplitShape:
         advantage_B: np.ndarray,
         loss_weight_B: np.ndarray,
         masks_B: Sequence[np.ndarray] | None = None,
+        routes: BatchRoutes | None = None,
     ) -> tuple[UpdatePacking, tuple[MicroBatch, ...]]:
-        """Return the packing of ``indices`` over all ranks, and this rank's micro-batches."""
+        """Return the packing of ``indices`` over all ranks, and this rank's micro-batches.
+
+        Raises:
+            ValueError: Routes are impossible.
+        """
         packing = pack_update(samples, indices, self.rules)
         whole = (
-            build_micro_batch(samples, members, advantage_B, loss_weight_B, self.rules, masks_B)
+            build_micro_batch(
+                samples, members, advantage_B, loss_weight_B, self.rules, masks_B, routes
+            )
             for members in packing.ranks[self.data_rank]
         )
-        return packing, tuple(shard_context(m, self.context_rank, self.context_size) for m in whole)
+        return packing, tuple(map(self._local, whole))
+
+    def _local(self, whole: MicroBatch) -> MicroBatch:
+        local = shard_context(whole, self.context_rank, self.context_size)
+        if local.routes is None or self.sequence_size == 1:
+            return local
+        return replace(local, routes=local.routes.chunk(self.sequence_size)[self.sequence_rank])
 
 
 def split_shape(
@@ -93,7 +110,19 @@ def split_shape(
         # The interleaved schedule runs micro-batches in rounds of one per stage.
         count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
     )
-    return SplitShape(rules, groups.data_rank, groups.context_rank, groups.context_size)
+    sequence = (groups.tensor_rank, groups.tensor_size) if parallel.sequence else (0, 1)
+    return SplitShape(rules, groups.data_rank, groups.context_rank, groups.context_size, *sequence)
+
+
+def engine_routes(config: RunConfig, model: Model) -> RouteFiles | None:
+    """Return where the experts that engines chose are, if the routers repeat them."""
+    experts, routers = model.hf.experts, model.routers
+    if config.algorithm.router_replay != "rollout" or experts is None or routers is None:
+        return None
+    directory = config.replay.dumps or config.run_dir / "rollouts"
+    return RouteFiles(
+        directory, model.hf.num_layers, experts.num, experts.per_token, routers.layers
+    )
 
 
 def split_step(
@@ -105,6 +134,7 @@ def split_step(
     *,
     zero_advantage: ZeroAdvantage,
     masked_reasons: Set[FinishReason] = frozenset(),
+    routes: BatchRoutes | None = None,
 ) -> tuple[SplitUpdate, ...]:
     """Divide a batch into the updates of one epoch; further epochs repeat them.
 
@@ -114,7 +144,7 @@ def split_step(
 
     Raises:
         ValueError: A response is longer than a micro-batch, or the groups have different sizes or
-            do not divide into ``updates_per_batch`` equal parts.
+            do not divide into ``updates_per_batch`` equal parts; or routes are impossible.
     """
     samples = batch.samples
     sizes = {len(group.samples) for group in batch.groups}
@@ -143,7 +173,9 @@ def split_step(
         micro_batches: tuple[MicroBatch, ...] = ()
         if computed:
             weight_B = _loss_weights(trained_B, indices, config)
-            packing, micro_batches = shape.pack(samples, computed, advantage_B, weight_B, masks_B)
+            packing, micro_batches = shape.pack(
+                samples, computed, advantage_B, weight_B, masks_B, routes
+            )
             flops = packing.rank_flops
             counts |= {
                 "packing_real": float(packing.real_tokens),

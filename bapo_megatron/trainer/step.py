@@ -14,6 +14,7 @@ decision.
 """
 
 from collections.abc import Callable, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,6 +26,7 @@ from bapo_megatron.algorithm.kl import penalized_rewards
 from bapo_megatron.algorithm.loss import first_nonfinite
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.data.routes import BatchRoutes, RouteFiles
 from bapo_megatron.data.token_columns import COLUMNS
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.policy.optimizer import OptimizerStep
@@ -32,6 +34,7 @@ from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
     broadcast_from_last_stage,
+    fail_together,
     first_message,
     reduce_over,
 )
@@ -118,6 +121,8 @@ class BatchTrainer:
     """Responses that ended for one of these do not train."""
     scorers: Sequence[Scorer] = ()
     """Run in order before a batch's updates; the one that recomputes μ is put in front."""
+    routes: RouteFiles | None = None
+    """Where the experts that engines chose are, which the routers repeat."""
     dump: TokenDump | None = None
     note: Callable[[str], None] = lambda _: None
     """Called with the name of each phase, for hang reports."""
@@ -140,21 +145,12 @@ class BatchTrainer:
         """Make ``epochs × updates_per_batch`` updates; results are equal on every rank.
 
         Raises:
-            ValueError: The batch does not fit the configuration, the objective refuses an update,
-                or, with ``on_nonfinite: raise``, a value is not finite; it is named with its place.
+            ValueError: The batch or its routes do not fit the configuration, the objective refuses
+                an update, or, with ``on_nonfinite: raise``, a value is not finite; it is named with
+                its place.
         """
-        splits = self._score(
-            split_step(
-                batch,
-                self._advantages,
-                self.config,
-                self.staleness,
-                self.shape,
-                zero_advantage=self._stage.zero_advantage,
-                masked_reasons=self.masked_reasons,
-            ),
-            batch,
-        )
+        routes, splits = self._split(batch)
+        splits = self._score(splits, batch)
         num_updates, num_splits = self.config.epochs * len(splits), len(splits)
         num_decided = num_updates - self._recomputes
         known_UK = self._known_statistics(splits, batch.version) if num_decided > 0 else None
@@ -186,11 +182,32 @@ class BatchTrainer:
         is_fresh = self.state.num_updates == batch.version
         if is_fresh and not any(split.micro_batches for split in splits):
             self.note("training, forward only (mismatch)")
-            measured = measure_mismatch(self._model, self.output, self.shape, batch)
+            measured = measure_mismatch(self._model, self.output, self.shape, batch, routes)
             results[0] = replace(
                 results[0], sums=results[0].sums | measured.sums, maxima=measured.maxima
             )
+        if self._model.routers is not None:
+            sums = self._model.routers.take_sums(self._model.hf.num_layers)
+            results[0] = replace(results[0], sums=results[0].sums | sums)
         return results
+
+    def _split(self, batch: RolloutBatch) -> tuple[BatchRoutes | None, Splits]:
+        """Return what the engines chose, if that is repeated, and the step's updates."""
+        # A rank reads the routes of its own samples only.
+        together = fail_together(self._groups, ValueError) if self.routes else nullcontext()
+        with together:
+            routes = None if self.routes is None else self.routes.open(batch.step, batch.samples)
+            splits = split_step(
+                batch,
+                self._advantages,
+                self.config,
+                self.staleness,
+                self.shape,
+                zero_advantage=self._stage.zero_advantage,
+                masked_reasons=self.masked_reasons,
+                routes=routes,
+            )
+        return routes, splits
 
     def _score(self, splits: Splits, batch: RolloutBatch) -> Splits:
         """Run the scorers, and compute the advantages that depend on their columns."""

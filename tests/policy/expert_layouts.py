@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from tests.distributed_launch import joined
@@ -16,8 +17,12 @@ from tests.policy.parity_ranks import (
 from tests.policy.tiny_models import SEQUENCES, Problem, make_problems
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from torch import Tensor
+
+    from bapo_megatron.policy.train_state import TrainState
     from bapo_megatron.runtime.distributed import ProcessGroups
 
 BATCHES = (
@@ -72,7 +77,12 @@ COVERING = (
     *("EP 2", "TP 2, ETP 1", "PP 2, recomputed"),
     *("TP 2 × EP 2, ETP 2", "TP 2 × EP 4, ETP 1", "PP 2 × VPP 2 × CP 2 × EP 2"),
 )
-"""Every kind of parallelism, alone or with another; all layouts are in ``bench_layouts``."""
+"""Every kind of parallelism, alone or with another; all layouts are in ``bench_experts``."""
+REPLAYED = (
+    *("one rank, recomputed", "TP 2 × EP 2, ETP 1", "PP 2, recomputed"),
+    "PP 2 × VPP 2 × CP 2 × EP 2",
+)
+"""Layouts whose routers repeat choices in the suite."""
 CHECKPOINTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"EP 1": {}},
     2: {
@@ -124,3 +134,55 @@ def run_layouts(layouts: list[Layout], models: dict[str, Path], export: Path) ->
                     "weights": snapshot(state),
                 }
     return results
+
+
+def run_replays(layouts: list[Layout], models: dict[str, Path]) -> dict[str, Any]:
+    """By layout and family: what changes when routers repeat their own choices, or get others."""
+    results: dict[str, Any] = {}
+    for layout in layouts:
+        with joined(**layout.sizes) as groups:
+            for family, directory in models.items():
+                state = build(directory, groups, megatron=layout.megatron)
+                assert state.model.routers is not None
+                problems = problems_of(groups)
+                with state.model.routers.recorded() as recorded:
+                    passes = {"free": _run(state, problems)}
+                num_experts = state.model.hf.dimensions["experts"]
+                routes = {
+                    "own": recorded[: len(problems)],
+                    "half": [_half_free(part) for part in recorded[: len(problems)]],
+                    "other": [(part + 1) % num_experts for part in recorded[: len(problems)]],
+                }
+                for name, parts in routes.items():
+                    passes[name] = _run(state, problems, parts)
+                results[f"{layout.name}, {family}"] = passes
+    return results
+
+
+def _half_free(routes: Tensor) -> Tensor:
+    """Leave every second token to the router."""
+    free = routes.clone()
+    free[::2] = -1
+    return free
+
+
+def _run(
+    state: TrainState, problems: list[Problem], routes: Sequence[Tensor | None] = ()
+) -> dict[str, Any]:
+    """Logits, and, on rank 0, gradients; and what the routers' metrics are made of."""
+    groups, routers = state.model.groups, state.model.routers
+    assert routers is not None
+    parts = [
+        replace(problem, micro_batch=replace(problem.micro_batch, routes=part))
+        for problem, part in zip_longest(problems, routes)
+    ]
+    logits = state.model.forward_only(
+        [part.micro_batch for part in parts],
+        lambda logits_NV, _: gather_columns(logits_NV, groups),
+    )
+    forward_backward(state, parts)
+    return {
+        "logits": logits,
+        "gradients": hf_gradients(state),
+        "sums": routers.take_sums(state.model.hf.num_layers),
+    }

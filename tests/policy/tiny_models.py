@@ -225,7 +225,8 @@ def _pack(sequences: list[list[int]]) -> MicroBatch:
         "token_ids_N": torch.tensor([token for sequence in sequences for token in sequence]),
         "position_ids_N": torch.cat([torch.arange(length) for length in lengths]),
         "cu_seqlens": torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
+        "rows_T": torch.arange(int(lengths.sum())),
     }
-    # What belongs to response tokens is not the policy's business.
-    names = [f.name for f in fields(MicroBatch) if f.name != "columns"]
+    # What else belongs to response tokens is not the policy's business.
+    names = [f.name for f in fields(MicroBatch) if f.name not in ("columns", "routes")]
     return MicroBatch(**{name: used.get(name, torch.empty(0)) for name in names})

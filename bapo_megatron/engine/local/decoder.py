@@ -10,9 +10,10 @@ of finished responses stay, as padding, until the rows are regrouped (``_regroup
 A token is drawn with a uniform number that depends only on the response's seed and the position.
 
 Shape legend: B = rows, a multiple of 8; V = vocabulary; K = steps; W = columns of the cache;
-R = inputs of a prefill; P = positions; D = hidden size.
+R = inputs of a prefill; P = positions; D = hidden size; E = experts of a token in all layers.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, Scores
 from bapo_megatron.engine.local.cache import DecodeCache, Prefill
@@ -129,24 +130,43 @@ class Decoding:
     """Order of arrival."""
     _sampled: list[np.ndarray] = field(default_factory=list)
     """[K, 2] Tokens and log-probs not yet taken, float64."""
+    _routes: list[np.ndarray] = field(default_factory=list)
+    """[K, E] Experts of tokens not yet taken."""
+    _num_routed: int = 0
+    """Number of tokens whose experts are known or not wanted."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.input_ids)
         self.position = self.request.sampled_tokens
         self.remaining = self.request.sampling.max_new_tokens
+        self._num_routed = self.request.routes_from or 0
 
-    def add(self, tape_K2: np.ndarray) -> None:
-        """Append sampled tokens."""
+    @property
+    def wants_routes(self) -> bool:
+        """Whether the experts of its tokens are to be returned."""
+        return self.request.routes_from is not None
+
+    def add(self, tape_K2: np.ndarray, routes_KE: np.ndarray | None) -> None:
+        """Append sampled tokens, with the experts of the tokens before each of them."""
+        if routes_KE is not None:
+            self.add_routes(len(self.token_ids) - 1, routes_KE)
         self._sampled.append(tape_K2)
         self.token_ids += tape_K2[:, 0].astype(int).tolist()
         self.position += len(tape_K2)
         self.remaining -= len(tape_K2)
 
-    def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens (int32) and log-probs (float32) since the last call."""
+    def add_routes(self, first: int, routes_KE: np.ndarray) -> None:
+        """Add the experts of the tokens from ``first`` on, unless known: a token may come again."""
+        new_KE = routes_KE[self._num_routed - first :]
+        self._routes.append(new_KE)
+        self._num_routed += len(new_KE)
+
+    def take(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return tokens (int32), log-probs (float32) and experts since the last call."""
         tape_K2 = np.concatenate([np.empty((0, 2)), *self._sampled])
-        self._sampled = []
-        return tape_K2[:, 0].astype(np.int32), tape_K2[:, 1].astype(np.float32)
+        routes = np.concatenate(self._routes) if self._routes else None
+        self._sampled, self._routes = [], []
+        return tape_K2[:, 0].astype(np.int32), tape_K2[:, 1].astype(np.float32), routes
 
 
 @dataclass(slots=True)
@@ -175,6 +195,8 @@ class _Rows:
     """Whether columns in use are padding in some row."""
     tape: list[np.ndarray] = field(default_factory=list)
     """[2, B] Tokens and log-probs of each step not yet passed to the responses, float64."""
+    route_tape: list[np.ndarray] = field(default_factory=list)
+    """[B, E] Experts of the input of each step, if a response wants them."""
     num_taped_B: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -196,6 +218,7 @@ class _Rows:
     def flush(self) -> None:
         """Pass the tape to the responses."""
         tape_K2B = np.array(self.tape)
+        routes_KBE = np.array(self.route_tape)
         for row in np.flatnonzero(self.num_taped_B).tolist():
             tape_K2 = tape_K2B[: self.num_taped_B[row], :, row]
             response = self.responses[row]
@@ -204,9 +227,10 @@ class _Rows:
                     f"local: a log-prob of '{response.request.label}' is not finite: the weights, "
                     "or their numerics, are broken; continue from an earlier checkpoint"
                 )
-            response.add(tape_K2)
+            routes_KE = routes_KBE[: len(tape_K2), row] if response.wants_routes else None
+            response.add(tape_K2, routes_KE)
         self.num_taped_B[:] = 0
-        self.tape = []
+        self.tape, self.route_tape = [], []
 
 
 class Decoder:
@@ -217,6 +241,7 @@ class Decoder:
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
         self._model = model
+        self._watch = _ExpertWatch(model)
         self._is_stop_V = np.zeros(self._head.weight.shape[0], dtype=bool)
         self._is_stop_V[[token for token in stop_ids if token < len(self._is_stop_V)]] = True
         self._max_rows = max_rows
@@ -374,6 +399,11 @@ class Decoder:
             ]
             prefills.append(Prefill(starts))
             self._forward(torch.tensor(padded, device=self._model.device), prefills[-1])
+            wanting = [start for start in starts if responses[start[0] - first_row].wants_routes]
+            if wanting:
+                routes_RPE = self._watch.take().reshape(len(batch), width, -1)
+            for row, index, length in wanting:
+                responses[row - first_row].add_routes(0, routes_RPE[index, :length])
         return prefills
 
     def _forward(self, tokens_RP: Tensor, cache: Prefill) -> Tensor:
@@ -401,6 +431,8 @@ class Decoder:
         uniform_B = rows.uniform_BK[:, cache.end - cache.num_columns]
         uniform_B1 = torch.from_numpy(uniform_B).to(logits_BV.device)[:, None]
         token_B, logprob_B = sample(logits_BV, uniform_B1, rows.filters)
+        if any(response.wants_routes for response in rows.responses):
+            rows.route_tape.append(self._watch.take())
         drawn_2B = torch.stack((token_B.double(), logprob_B.double())).cpu().numpy()
         rows.token_B1 = token_B[:, None]
         rows.position_B1 += 1
@@ -421,6 +453,27 @@ class Decoder:
         if ends_B.any():
             rows.is_active_B = active_B & ~ends_B
             rows.update_active()
+
+
+class _ExpertWatch:
+    """Sees which experts the model's layers use in a forward pass."""
+
+    def __init__(self, model: Any) -> None:
+        self._num_layers = model.config.num_hidden_layers
+        self._chosen: dict[int, Tensor] = {}
+        for number, layer in enumerate(model.get_decoder().layers):
+            if (experts := getattr(layer.mlp, "experts", None)) is not None:
+                experts.register_forward_pre_hook(functools.partial(self._see, number))
+
+    def _see(self, layer: int, experts: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        _, self._chosen[layer], _ = inputs  # hidden states, [tokens, experts per token], weights
+
+    def take(self) -> np.ndarray:
+        """Return the experts of each token of the last pass, [tokens, E] int16; −1: no experts."""
+        shape = next(iter(self._chosen.values())).shape
+        none = torch.full(shape, -1, device="cpu")
+        layers = [self._chosen.get(number, none).cpu() for number in range(self._num_layers)]
+        return torch.cat(layers, dim=1).to(torch.int16).numpy()
 
 
 def _round_up(number: int) -> int:

@@ -262,7 +262,7 @@ class LocalEngine:
     def _deliver(self, entry: _OpenRequest, reason: FinishReason | None) -> None:
         """Pass new tokens to the sink; with a reason they are the last piece."""
         version, has_logprobs = self._version, entry.response.request.return_logprobs
-        token_ids, logprobs = entry.response.take()
+        token_ids, logprobs, routes = entry.response.take()
         spans = (VersionSpan(version, len(token_ids)),) if len(token_ids) else ()
         logprobs = logprobs if has_logprobs else logprobs[:0]
         try:
@@ -273,7 +273,7 @@ class LocalEngine:
                 )
             if spans or reason is not None:
                 last = reason or FinishReason.ABORT
-                entry.sink.take(Completion(token_ids, logprobs, spans, last))
+                entry.sink.take(Completion(token_ids, logprobs, spans, last, routes))
         except Exception as error:  # noqa: BLE001 — fails this request only
             entry.end(error)
         else:

@@ -88,13 +88,18 @@ class SglangClient:
         request_timeout_s: float,
         model: Path | None = None,
         gpus: tuple[int, ...] = (),
+        returns_routes: bool = False,
     ) -> None:
-        """Prepare without connecting; ``check`` refuses servers of other models than ``model``."""
+        """Prepare without connecting; ``check`` refuses servers of other models than ``model``.
+
+        With ``returns_routes`` it also refuses servers that cannot return the experts of tokens.
+        """
         self.address = address.rstrip("/")
         self._keys = keys
         self._timeout_s = request_timeout_s
         self._model = model
         self._gpus = gpus
+        self._returns_routes = returns_routes
         self._in_flight: dict[str, _Flight] = {}
         self._heard_s = 0.0
         self._is_suspended = False
@@ -234,6 +239,13 @@ class SglangClient:
         if self._model is not None:
             served = await self._ask("/model_info", itemgetter("architectures"))
             protocol.check_architecture(self.address, served, self._model)
+        if self._returns_routes:
+            parse = itemgetter("enable_return_routed_experts")
+            if not await self._ask("/server_info", parse):
+                raise RolloutError(
+                    f"{self.address}: returns no experts of tokens, which algorithm.router_replay: "
+                    "rollout needs; start it with --enable-return-routed-experts"
+                )
         await self.resume()
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:

@@ -66,6 +66,10 @@ def _prepare_cpu() -> None:
     with uncompiled_imports():
         import sglang.srt.entrypoints.http_server
         import sglang.srt.models.registry  # noqa: F401
+        from sglang.srt.mem_cache.pool_host import common
+
+    # The host memory that keeps the experts of tokens is registered with CUDA.
+    common._cuda_host_register = lambda *_, **__: None
 
 
 def main(arguments: list[str]) -> None:

@@ -48,7 +48,14 @@ def stream_body(request: GenerateRequest) -> dict[str, Any]:
         "sampling_params": {**sampling_params, "stream_interval": request.stream_tokens},
         "return_logprob": request.return_logprobs,
         "stream": True,
+        **_routes_wanted(request),
     }
+
+
+def _routes_wanted(request: GenerateRequest) -> dict[str, Any]:
+    if request.routes_from is None:
+        return {}
+    return {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
 
 
 def _sampling_params(sampling: SamplingSettings) -> dict[str, float | int]:
@@ -81,6 +88,8 @@ class StreamParser:
     """How often the server retracted the request, including pauses."""
     is_finished: bool = False
     _num_tokens: int = 0
+    _num_recomputed: int = 0
+    """Tokens that it had when it was last retracted, which the server then computed again."""
     _num_yielded: int = 0
     _held: list[Completion] = field(default_factory=list)
 
@@ -110,8 +119,9 @@ class StreamParser:
             raise _error(finish["status_code"], finish.get("message", finish))
         part = self._new_tokens(event["output_ids"], meta)
         num_new = len(part.token_ids)
-        self.num_retractions = int(meta.get("num_retractions", 0))
         self._num_tokens += num_new
+        if (num_retractions := int(meta.get("num_retractions", 0))) > self.num_retractions:
+            self.num_retractions, self._num_recomputed = num_retractions, self._num_tokens
         if finish is not None:
             return self._finish(part, meta, FinishReason(finish["type"]))
         version = int(meta["weight_version"])
@@ -136,8 +146,27 @@ class StreamParser:
         for version in np.unique(versions).tolist():
             self._check_known(version)
         rest = join([*self._held, part], reason)
+        routes = None if self.request.routes_from is None else self._parse_routes(meta)
         self.is_finished = True
-        return replace(rest, versions=spans_of(versions[self._num_yielded :]))
+        return replace(rest, versions=spans_of(versions[self._num_yielded :]), routes=routes)
+
+    def _parse_routes(self, meta: dict[str, Any]) -> np.ndarray | None:
+        """See ``Completion.routes``; sent as base64 of int32.
+
+        Tokens that were computed again after a retraction may have other experts than when they
+        were sampled, which are unknown.
+        """
+        request, first = self.request, self.request.routes_from
+        if not self._num_tokens or first is None:  # perhaps nothing was computed
+            return None
+        num_rows = len(request.input_ids) + self._num_tokens - 1 - first
+        values = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
+        if not len(values) or len(values) % num_rows:
+            raise ValueError(f"{len(values)} experts for {num_rows} tokens")
+        routes = values.reshape(num_rows, -1).astype(np.int16)
+        if self.num_retractions:
+            routes[: len(request.input_ids) + self._num_recomputed - first] = -1
+        return routes
 
     def _check_known(self, version: int) -> None:
         if not self.is_known(version):

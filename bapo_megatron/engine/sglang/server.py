@@ -252,6 +252,8 @@ class SglangServer:
             arguments += ["--enable-memory-saver", "--cuda-graph-backend-prefill=disabled"]
         if self.awaits_weights:
             arguments.append("--load-format=dummy")
+        if self.config.algorithm.router_replay == "rollout":
+            arguments.append("--enable-return-routed-experts")
         return [*arguments, *server.extra_args]
 
 
@@ -285,6 +287,7 @@ class SglangBackend:
             request_timeout_s=self._config.rollout.request_timeout_s,
             model=self._config.model.path,
             gpus=next((s.gpus for s in self._own if s.address == address), ()),
+            returns_routes=self._config.algorithm.router_replay == "rollout",
         )
 
 

@@ -62,9 +62,20 @@ def _event(
 class Parser(StreamParser):
     """Of a request to weights version 3."""
 
-    def __init__(self, max_new_tokens: int = 20, known: tuple[int, ...] = (3, 4)) -> None:
+    def __init__(
+        self,
+        max_new_tokens: int = 20,
+        known: tuple[int, ...] = (3, 4),
+        routes_from: int | None = None,
+    ) -> None:
         sampling = SamplingSettings(1.0, max_new_tokens)
-        request = GenerateRequest(input_ids=[], sampling=sampling, label="", version=3)
+        request = GenerateRequest(
+            input_ids=[0] * (0 if routes_from is None else 4),
+            sampling=sampling,
+            label="",
+            version=3,
+            routes_from=routes_from,
+        )
         super().__init__(request, known.__contains__)
 
     def take(self, event: dict[str, Any]) -> Completion | None:
@@ -292,3 +303,52 @@ def test_a_server_with_ranks_that_buckets_do_not_reach_takes_directories_only(na
     capabilities = parse_info("http://a", {**INFO, name: 2}, {}, ())
     assert (capabilities.num_ranks, capabilities.methods) == (2, {"disk"})
     assert capabilities.cache_tokens == (2 << 20 if name == "dp_size" else 1 << 20)
+
+
+def _with_routes(event: dict[str, Any], rows: int, retractions: int = 0) -> dict[str, Any]:
+    """Experts 0, 1, 2 … of two layers with two experts per token."""
+    values = np.arange(4 * rows, dtype="<i4")
+    event["meta_info"]["routed_experts"] = base64.b64encode(values.tobytes()).decode()
+    event["meta_info"]["num_retractions"] = retractions
+    return event
+
+
+def test_the_experts_of_a_response_come_with_its_last_event() -> None:
+    parser = Parser(routes_from=1)
+    body = stream_body(parser.request)
+    assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 1)
+    first = parser.take(_event([8, 16], 2))
+    assert first is not None
+    assert first.routes is None
+    # Four input tokens but the first, and three sampled ones but the last.
+    last = parser.take(_with_routes(_event([24], 3, finish=STOP), rows=5))
+    assert last is not None
+    assert last.routes is not None
+    assert last.routes.dtype == np.int16
+    assert last.routes.tolist() == np.arange(20).reshape(5, 4).tolist()
+
+
+def test_what_was_computed_again_after_a_retraction_has_unknown_experts() -> None:
+    parser = Parser(routes_from=1)
+    parser.take(_event([8], 1))
+    again = _event([16], 2)
+    again["meta_info"]["num_retractions"] = 1
+    parser.take(again)
+    parser.take(_event([24, 32], 4) | {})
+    last = parser.take(_with_routes(_event([40], 5, finish=STOP), rows=7, retractions=1))
+    assert last is not None
+    assert last.routes is not None
+    assert (last.routes[:5] == -1).all()  # the input, and two tokens
+    assert last.routes[5:].tolist() == [[20, 21, 22, 23], [24, 25, 26, 27]]
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_experts_that_do_not_fit_the_tokens_are_refused(rows: int) -> None:
+    with pytest.raises(ValueError, match=rf"{4 * rows} experts for 5 tokens"):
+        Parser(routes_from=0).take(_with_routes(_event([8, 16], 2, finish=STOP), rows))
+
+
+def test_a_response_without_tokens_needs_no_experts() -> None:
+    last = Parser(routes_from=0).take(_event([], 0, finish=ABORT))
+    assert last is not None
+    assert last.routes is None

@@ -1,0 +1,138 @@
+"""The experts that an engine chose for the tokens of a batch: a file beside its dump.
+
+Every rank gets the whole dump, but reads only the rows of its own micro-batches here, so that 4
+million tokens of a model with 48 layers and 8 experts per token (1.5 GB) are in no rank's memory.
+The file is a safetensors tensor ``routes``, [ΣT, L · K] in the order of the batch's samples.
+
+Shape legend: P = prompt tokens of a sample, R = its response tokens, T = P + R, L = layers of the
+model, M = those of them that a rank wants, K = experts of a token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bapo_megatron.runtime.files import atomic_write_bytes
+from bapo_megatron.types import Sample
+
+FREE = -1
+"""In place of an expert: the engine's choice is not known, and the trainer's router chooses."""
+_NAME = "routes"
+_REMEDY = "write the dump again, or set algorithm.router_replay=none"
+
+
+def routes_path(directory: Path, step: int) -> Path:
+    """Return where the routes of a step's batch are, in a run's directory of dumps."""
+    return directory / "routes" / f"step_{step:06d}.safetensors"
+
+
+def narrowed(routes: np.ndarray) -> np.ndarray:
+    """Return routes as int8 if no expert is above 127, else int16."""
+    return routes.astype(np.int16 if routes.max(initial=0) > np.iinfo(np.int8).max else np.int8)
+
+
+def write_routes(path: Path, samples: Sequence[Sample]) -> None:
+    """Write the routes of a batch's samples, complete or not at all.
+
+    Raises:
+        ValueError: A sample has none, or those of another model.
+        OSError: The file cannot be written.
+    """
+    from safetensors.numpy import save
+
+    parts, widths = list[np.ndarray](), set[int]()
+    for sample in samples:
+        place = f"sample {sample.index} of group {sample.group_id}"
+        if sample.routes is None:
+            raise ValueError(
+                f"{place}: the engine returned no experts for its tokens, which "
+                "algorithm.router_replay: rollout needs; set it to none, or use an engine that does"
+            )
+        num_tokens = len(sample.prompt.token_ids) + len(sample.response_token_ids)
+        num_rows, width = sample.routes.shape
+        widths.add(width)
+        if num_rows > num_tokens or len(widths) > 1:
+            raise ValueError(
+                f"{place}: the engine returned {sorted(widths)} experts per token for {num_rows} "
+                f"of {num_tokens} tokens; all engines must sample with model.path"
+            )
+        missing = np.full((num_tokens - num_rows, width), FREE, np.int8)
+        parts += [sample.routes, missing]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_bytes(path, save({_NAME: narrowed(np.concatenate(parts))}))
+
+
+@dataclass(frozen=True, slots=True)
+class RouteFiles:
+    """The route files of a run's dumps, as one rank reads them."""
+
+    directory: Path
+    """Of the dumps."""
+    num_layers: int
+    """L."""
+    num_experts: int
+    per_token: int
+    """K."""
+    layers: tuple[int, ...]
+    """[M], from 0."""
+
+    def open(self, step: int, samples: Sequence[Sample]) -> "BatchRoutes":
+        """Open the file of a step's batch, which has these samples.
+
+        Raises:
+            ValueError: It is missing, damaged, or of another batch or model.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = routes_path(self.directory, step)
+        lengths = [len(s.prompt.token_ids) + len(s.response_token_ids) for s in samples]
+        expected = [sum(lengths), self.num_layers * self.per_token]
+        try:
+            file: Any = safe_open(path, framework="numpy")
+            rows = file.get_slice(_NAME)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path}: cannot be read ({error}); {_REMEDY}") from error
+        if (shape := rows.get_shape()) != expected:
+            raise ValueError(
+                f"{path}: must have {expected[1]} experts for each of the batch's {expected[0]} "
+                f"tokens, got {shape}; {_REMEDY}"
+            )
+        return BatchRoutes(self, path, rows, [0, *accumulate(lengths)])
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRoutes:
+    """The routes of one batch; made by ``RouteFiles.open``."""
+
+    files: RouteFiles
+    path: Path
+    _rows: Any
+    _starts: Sequence[int] = field(repr=False)
+
+    def of(self, sample: int) -> np.ndarray:
+        """Read the routes of a sample, [T, M, K] int8 or int16.
+
+        Raises:
+            ValueError: A token has an expert twice, or one that the model lacks.
+        """
+        first, end = self._starts[sample], self._starts[sample + 1]
+        size = (end - first, self.files.num_layers, self.files.per_token)
+        whole: np.ndarray = self._rows[first:end].reshape(size)
+        routes = whole[:, list(self.files.layers)]
+        ordered = np.sort(routes, axis=-1)
+        is_free = (routes == FREE).all(axis=-1)
+        is_fit = (ordered[..., 0] >= 0) & (ordered[..., -1] < self.files.num_experts)
+        is_fit &= (ordered[..., 1:] != ordered[..., :-1]).all(axis=-1)
+        if not (is_free | is_fit).all():
+            row, layer = np.argwhere(~(is_free | is_fit))[0].tolist()
+            raise ValueError(
+                f"{self.path}: token {row} of sample {sample} in layer "
+                f"{self.files.layers[layer]}: must have {self.files.per_token} different experts "
+                f"from 0 to {self.files.num_experts - 1}, got {routes[row, layer].tolist()}; "
+                f"{_REMEDY}"
+            )
+        return routes

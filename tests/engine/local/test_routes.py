@@ -1,0 +1,105 @@
+"""The experts that the engine reports are those that its model used, for each token once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.helpers import make_model_dir
+from tests.engine.local.setting import complete, finish, opened, ragged_requests, start
+from tests.policy.tiny_models import load_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from bapo_megatron.engine.base import Completion, GenerateRequest
+
+FAMILIES = ("qwen3_moe", "glm4_moe")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def reference_routes(model_dir: Path, token_ids: Sequence[int]) -> np.ndarray:
+    """[tokens, layers, experts per token], sorted, of one pass of transformers."""
+    model = load_reference(model_dir.name[:-1], model_dir)
+    chosen: dict[int, Tensor] = {}
+    for number, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(
+                lambda _, __, output, number=number: chosen.update({number: output[2]})
+            )
+    with torch.no_grad():
+        model(torch.tensor([list(token_ids)]))
+    none = torch.full_like(next(iter(chosen.values())), -1)
+    layers = [chosen.get(number, none) for number in range(len(model.model.layers))]
+    return torch.stack(layers, dim=1).sort(dim=-1).values.numpy()
+
+
+def assert_routes(
+    model_dir: Path, requests: Sequence[GenerateRequest], completions: Sequence[Completion]
+) -> None:
+    """Of every token from ``routes_from`` to the last but one."""
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.routes is not None
+        assert completion.routes.dtype == np.int16
+        tokens = [*request.input_ids, *completion.token_ids.tolist()]
+        expected = reference_routes(model_dir, tokens)[request.routes_from : -1]
+        actual = completion.routes.reshape(len(completion.routes), *expected.shape[1:])
+        np.testing.assert_array_equal(np.sort(actual, axis=-1), expected)
+
+
+@pytest.mark.parametrize("burst", [1, 7])
+async def test_experts_of_prompt_and_response_are_those_of_the_model(
+    model: Path, burst: int
+) -> None:
+    requests = ragged_requests(11, max_new_tokens=20, routes_from=0)
+    async with opened(model, max_rows=8) as engine:
+        assert_routes(model, requests, await complete(engine, *requests, burst=burst))
+
+
+async def test_only_what_is_asked_for_is_reported(model: Path) -> None:
+    requests = ragged_requests(3, max_new_tokens=9, longest=30)
+    wanting = [
+        *ragged_requests(2, max_new_tokens=9, longest=30, routes_from=1),
+        *ragged_requests(1, max_new_tokens=9, longest=30, routes_from=0),
+    ]
+    wanting = [r for r in wanting if len(r.input_ids) > 1 or r.routes_from == 0]
+    async with opened(model) as engine:
+        silent, *asked = await complete(engine, requests[0], *wanting)
+        assert silent.routes is None
+        assert_routes(model, wanting, asked)
+
+
+async def test_a_pause_reports_no_token_twice(model: Path) -> None:
+    """Its prefix is computed again, with the same weights."""
+    requests = ragged_requests(5, max_new_tokens=20, routes_from=0)
+    async with opened(model) as engine:
+        streams = await start(engine, *requests)
+        for _ in range(3):
+            await engine.decode(3)
+            await engine.pause("retract")
+            await engine.resume()
+        await finish(engine, streams)
+    assert_routes(model, requests, [stream.completion for stream in streams])
+
+
+async def test_an_aborted_response_has_those_of_what_it_got(model: Path) -> None:
+    requests = ragged_requests(4, max_new_tokens=30, routes_from=0)
+    async with opened(model) as engine:
+        streams = await start(engine, *requests)
+        await engine.decode(5)
+        await engine.abort(10)
+        for stream in streams:
+            await stream.task
+    completions = [stream.completion for stream in streams]
+    assert {len(c.token_ids) for c in completions} >= {5}
+    assert_routes(model, requests, completions)

@@ -1,0 +1,179 @@
+"""Runs whose routers repeat the engine's choices, for responses in rounds and in several turns.
+
+With a learning rate of 0 all weights are equal, so that engine and trainer choose alike wherever a
+row of the engine is at its token: any other row would choose other experts.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file, save_file
+
+from bapo_megatron.data.dump import read_batch
+from tests.engine.helpers import make_model_dir
+from tests.trainer.chaos import steps
+from tests.trainer.runs import assert_same_training, refusal, sampling_settings, train
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+STEPS = 3
+MODULE = """
+from bapo_megatron.environment.base import Step
+
+
+class Again:
+    def start(self, task):
+        return 0
+
+    def step(self, state, turn):
+        return Step(state, is_done=turn.number > 1, token_ids=[5, 6, 7, turn.token_ids[0]])
+"""
+EPISODES = {
+    "environment": "own_world:Again",
+    "episodes": {"workers": 1, "max_turns": 3},
+    "max_response_tokens": 40,
+    "temperature": 1.5,
+}
+
+
+def write_config(directory: Path, model: Path, **rollout: Any) -> Path:
+    (directory / "own_world.py").write_text(MODULE)
+    settings = sampling_settings(
+        directory,
+        model,
+        rollout={"engine": "local", "partial_tokens": 9, **rollout},
+        algorithm={"router_replay": "rollout", "updates_per_batch": 2},
+        train={"steps": STEPS},
+        checkpoint={"every_steps": 1, "keep_last": 9},
+        eval={"sets": []},
+        log={"tensorboard": False},
+    )
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    return write_config(tmp_path_factory.mktemp("rounds"), model)
+
+
+@pytest.fixture(scope="module")
+def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    train(config, run_dir, "parallel.expert=2", ranks=2)
+    return run_dir
+
+
+def test_every_token_of_responses_in_rounds_has_its_experts(config: Path, tmp_path: Path) -> None:
+    frozen = ("optimizer.lr=0", "parallel.expert=2")
+    rows = train(config, tmp_path, *frozen, ranks=2)
+    assert sum(row["rollout/resumed_samples"] for row in rows) > 10
+    for row in rows:
+        assert row["router/replayed_share"] == 1.0
+        assert row["router/agreement_share"] > 0.999
+        assert row["mismatch/logprob_abs_max"] < 1e-4
+        assert 0 < row["router/entropy"] < np.log(8)
+        assert 1 < row["router/load_mean"] <= row["router/load_max"] < 8
+
+
+def test_every_token_of_several_turns_has_its_experts(model: Path, tmp_path: Path) -> None:
+    path = write_config(tmp_path, model, **EPISODES)
+    frozen = ("optimizer.lr=0", "parallel.tensor=2", "parallel.sequence=true")
+    environment = {"PYTHONPATH": str(tmp_path)}
+    rows = train(path, tmp_path / "run", *frozen, ranks=2, environment=environment)
+    dumps = (tmp_path / "run" / "rollouts").glob("step_*.parquet")
+    assert any(sample.num_turns > 1 for dump in dumps for sample in read_batch(dump).samples)
+    for row in rows:
+        assert row["router/replayed_share"] == 1.0
+        assert row["router/agreement_share"] > 0.999
+        assert row["mismatch/logprob_abs_max"] < 1e-4
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    config: Path, finished: Path, tmp_path: Path
+) -> None:
+    resumed = tmp_path / "run"
+    shutil.copytree(finished, resumed)
+    # Forget what came later, as if the run had been killed.
+    (resumed / "checkpoints" / "latest").write_text("step_1\n")
+    shutil.rmtree(resumed / "hf")
+    train(config, resumed, "parallel.expert=2", "resume=true", ranks=2)
+    assert_same_training(resumed, finished)
+
+
+def test_a_replay_has_the_routes_of_the_run_and_repeats_its_training(
+    config: Path, finished: Path, tmp_path: Path
+) -> None:
+    replayed = train(
+        config, tmp_path, f"replay={finished / 'rollouts'}", "parallel.expert=2", ranks=2
+    )
+    for row, original in zip(replayed, steps(finished), strict=True):
+        for name in ("router/agreement_share", "router/entropy", "policy/grad_norm"):
+            assert row[name] == pytest.approx(original[name], rel=1e-6)
+
+
+def test_without_replay_the_mismatch_shows_it_where_choices_differ(
+    config: Path, finished: Path, tmp_path: Path
+) -> None:
+    dumps = tmp_path / "dumps"
+    shutil.copytree(finished / "rollouts", dumps)
+    path = dumps / "routes" / "step_000001.safetensors"
+    routes = load_file(path)["routes"]
+    known = routes >= 0
+    save_file({"routes": np.where(known, (routes + 3) % 8, routes).astype(np.int8)}, path)
+    frozen = (f"replay={dumps}", "train.steps=1", "optimizer.lr=0")
+    (other,) = train(config, tmp_path / "other", *frozen)
+    (free,) = train(config, tmp_path / "free", *frozen, "algorithm.router_replay=none")
+    assert other["router/agreement_share"] < 0.5
+    assert other["mismatch/logprob_abs_mean"] > 0.05
+    assert free["mismatch/logprob_abs_mean"] < 1e-5
+    assert "router/agreement_share" not in free
+    assert free["router/replayed_share"] == 0.0
+
+
+def test_choices_of_the_first_pass_are_repeated_by_the_later_ones(
+    config: Path, tmp_path: Path
+) -> None:
+    settings = ("algorithm.router_replay=behaviour", "algorithm.behaviour=recomputed")
+    rows = train(config, tmp_path, *settings, "parallel.pipeline=2", ranks=2)
+    assert not (tmp_path / "rollouts" / "routes").exists()
+    for row in rows:
+        assert row["router/replayed_share"] == 1.0
+        assert 0.9 < row["router/agreement_share"] <= 1.0
+
+
+def test_a_missing_file_ends_the_run_with_one_line(
+    config: Path, finished: Path, tmp_path: Path
+) -> None:
+    dumps = tmp_path / "dumps"
+    shutil.copytree(finished / "rollouts", dumps)
+    (dumps / "routes" / "step_000001.safetensors").unlink()
+    arguments = ["train", str(config), f"run_dir={tmp_path}/run", f"replay={dumps}"]
+    status, line = refusal([*arguments, "parallel.expert=2"], ranks=2)
+    assert status == 1
+    assert "step_000001.safetensors: cannot be read" in line
+
+
+def test_only_models_with_experts_have_routers(
+    config: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    arguments = ["train", str(config), f"run_dir={tmp_path}", f"model.path={model_dir}"]
+    status, line = refusal(arguments)
+    assert status == 2
+    assert line == (
+        "algorithm.router_replay: must be none for a model without experts, got rollout; set it"
+    )
