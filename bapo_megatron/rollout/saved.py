@@ -158,7 +158,10 @@ def write_saved(path: Path, saved: SavedRollout) -> None:
         "num_earlier": len(buffer.earlier),
     }
     groups = [*buffer, *(group for batch in buffer.earlier for group in batch)]
-    samples = [pending.sample for group in groups for pending in group.samples]
+    waiting = [pending for group in groups for pending in group.samples]
+    for pending in waiting:
+        pending.settle()
+    samples = [pending.sample for pending in waiting]
     names = [column.name for column in token_columns.present(samples)]
     names += _ROUTES if any(sample.routes is not None for sample in samples) else []
     with naming(path), path.open("wb") as stream:
@@ -198,7 +201,6 @@ def _rows(buffer: RolloutBuffer) -> Iterator[_Row]:
     groups = [(number, group) for number, batch in enumerate(buffer.earlier) for group in batch]
     for number, group in (*groups, *((_WAITING, group) for group in buffer)):
         for pending in group.samples:
-            pending.settle()
             yield _Row(number, group, pending)
 
 

@@ -21,9 +21,10 @@ FRAGMENTS = {
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 PAPER_RUNS = [name for name in NAMES if name.startswith(("r1-", "bp-", "octothinker-"))]
+CLUSTER_RUNS = [*PAPER_RUNS, "qwen3-30b-a3b-32k"]
 MODELS = Path(__file__).parents[1] / "tools" / "planning" / "models"
-"""config.json of the models that the paper's runs start from, as published; OctoThinker's is that
-of Llama 3.2 3B, from which it was trained."""
+"""config.json of the models that the runs on clusters start from, as published; OctoThinker's is
+that of Llama 3.2 3B, from which it was trained."""
 
 
 def load_shipped(name: str) -> RunConfig:
@@ -32,7 +33,7 @@ def load_shipped(name: str) -> RunConfig:
 
 
 def hf_config_file(config: RunConfig) -> Path:
-    """config.json of the model of one of the paper's runs."""
+    """config.json of the model of one of the runs on clusters."""
     return MODELS / f"{config.model.path.name.lower().removesuffix('-long-zero')}.json"
 
 

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from bapo_megatron.data.dump import read_batch
 from tests.engine.helpers import make_model_dir
+from tests.launch import REPOSITORY
 from tests.trainer.chaos import steps
 from tests.trainer.runs import assert_same_training, refusal, sampling_settings, train
 
@@ -115,6 +116,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert_same_training(resumed, finished)
 
 
+def test_a_run_that_begins_to_replay_samples_again_what_has_no_routes(
+    config: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    train(config, run_dir, "algorithm.router_replay=none", "train.steps=2")
+    assert not (run_dir / "rollouts" / "routes").exists()
+    (run_dir / "checkpoints" / "latest").write_text("step_1\n")
+    rows = train(config, run_dir, "train.steps=2", "resume=true")
+    assert rows[-1]["router/replayed_share"] == 1.0
+
+
 def test_a_replay_has_the_routes_of_the_run_and_repeats_its_training(
     config: Path, finished: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +136,42 @@ def test_a_replay_has_the_routes_of_the_run_and_repeats_its_training(
     for row, original in zip(replayed, steps(finished), strict=True):
         for name in ("router/agreement_share", "router/entropy", "policy/grad_norm"):
             assert row[name] == pytest.approx(original[name], rel=1e-6)
+
+
+@pytest.mark.sglang
+def test_servers_return_the_experts_of_every_token_but_those_computed_again(
+    model: Path, tmp_path: Path
+) -> None:
+    """Of responses that are aborted and continued; then, of responses that are retracted."""
+    server = {"max_total_tokens": 8192, "mem_fraction": 0.3}
+    rollout = {"engine": "sglang", "partial_tokens": None, "server": server, "async_steps": 1}
+    path = write_config(tmp_path, model, **rollout, max_response_tokens=60, oversample_groups=2)
+    frozen = ("optimizer.lr=0", "parallel.expert=2", "checkpoint.every_steps=0")
+    aborted = train(path, tmp_path / "aborted", *frozen, ranks=2)
+    assert sum(row["rollout/resumed_samples"] for row in aborted) > 0
+    assert all(row["router/replayed_share"] == 1.0 for row in aborted)
+    retract = "rollout.weight_sync.in_flight=retract"
+    retracted = train(path, tmp_path / "retracted", *frozen, retract, ranks=2)
+    assert 0.3 < min(row["router/replayed_share"] for row in retracted) < 1.0
+    assert all(row["router/agreement_share"] > 0.999 for row in (*aborted, *retracted))
+    for rows in (aborted, retracted):  # later tokens may all be of an earlier version
+        assert rows[0]["mismatch/logprob_abs_mean"] < 1e-5
+
+
+def test_under_noise_in_the_engine_s_choice_replay_takes_the_mismatch_away(
+    config: Path, tmp_path: Path
+) -> None:
+    noisy = ("rollout.engine=examples.study.router_noise:NoisyKind", "rollout.partial_tokens=null")
+    frozen = (*noisy, "optimizer.lr=0", "train.steps=2", "checkpoint.every_steps=0")
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    mismatch = {}
+    for kind in ("rollout", "none"):
+        run_dir = tmp_path / kind
+        replay = f"algorithm.router_replay={kind}"
+        rows = train(config, run_dir, *frozen, replay, environment=environment)
+        mismatch[kind] = [row["mismatch/logprob_abs_mean"] for row in rows]
+    assert max(mismatch["rollout"]) < min(mismatch["none"]) / 10
+    assert min(mismatch["none"]) > 1e-3
 
 
 def test_without_replay_the_mismatch_shows_it_where_choices_differ(

@@ -38,6 +38,8 @@ OPTIMIZER_BYTES = 12
 """Per parameter: float32 master weights and two moments."""
 DUMP_TOKEN_BYTES = 7.8
 """Per response token of a dump with its texts (docs/benchmarks/data_path_cpu_202611.md)."""
+_BYTE_EXPERTS = 128
+"""Experts whose numbers are bytes in a file of routes (``data.routes``)."""
 BUFFER_TOKEN_BYTES = 5.6
 """Per response token of an unfinished sample, without texts (``tests.benchmarks.bench_buffer``)."""
 
@@ -492,10 +494,17 @@ def disk_use(case: Scenario, work: Workload) -> list[DiskUse]:
     if distillation.is_used and distillation.loss == "top_k":
         num_values += 2 * distillation.top_k  # ids and log-probs
     token_bytes = DUMP_TOKEN_BYTES + FLOAT32_BYTES * num_values
+    dump_bytes = token_bytes * work.response_tokens_per_step
+    buffer_bytes: float = BUFFER_TOKEN_BYTES * buffer_tokens
+    if (experts := case.hf.experts) is not None and config.algorithm.router_replay == "rollout":
+        routes = case.hf.num_layers * experts.per_token
+        route_bytes = 1 if experts.num <= _BYTE_EXPERTS else 2
+        dump_bytes += routes * route_bytes * work.tokens_per_step
+        buffer_bytes += 2 * routes * buffer_tokens
     dumps = min(steps, rollout.keep_dumps or steps) if rollout.dump else 0
     return [
         DiskUse("checkpoint", (case.element_bytes + OPTIMIZER_BYTES) * parameters, num_checkpoints),
-        DiskUse("its unfinished samples", BUFFER_TOKEN_BYTES * buffer_tokens, num_checkpoints),
-        DiskUse("dump", token_bytes * work.response_tokens_per_step, dumps),
+        DiskUse("its unfinished samples", buffer_bytes, num_checkpoints),
+        DiskUse("dump", dump_bytes, dumps),
         DiskUse("export", case.element_bytes * parameters, int(checkpoint.at_end)),
     ]

@@ -29,6 +29,8 @@ _MIN_SET_RATIO = 0.25
 """Ratio of a data set's reward to that of the best one, at the end."""
 _MIN_LIVE_SET_RATIO = 0.1
 """The same where the best one has risen: nothing of what it learned helped the other."""
+_AGREEMENT, _LOAD = "router/agreement_share", "router/load_mean"
+_MIN_AGREEMENT_SHARE = 0.9
 _MAX_KL = 0.1
 """Nats per token between the policy and what sampled its tokens."""
 _EFFECTIVE, _DOUBLED = "policy/effective_sample_share", "policy/negative_doubled_share"
@@ -190,6 +192,31 @@ def _mismatch(run: RunRecord) -> Iterator[Finding]:
             )
 
 
+def _router_agreement(run: RunRecord) -> Iterator[Finding]:
+    shares = {step: v for step, v in run.points(_AGREEMENT) if v < _MIN_AGREEMENT_SHARE}
+    if shares:
+        steps = tuple(int(step) for step in shares)
+        yield Finding(
+            "caution",
+            f"The trainer's routers would choose {min(shares.values()):.0%} of the experts that "
+            f"they repeat, in {_count(steps, run)}. The weights have moved since the tokens were "
+            "sampled (see their age), or the engine computes differently (see the mismatch).",
+            steps,
+        )
+
+
+def _expert_load(run: RunRecord) -> Iterator[Finding]:
+    loads = run.points(_LOAD)
+    first, last = loads[: len(loads) // 2], loads[len(loads) // 2 :]
+    if len(first) >= _MIN_STEPS and _mean(last) > 2 * _mean(first):
+        yield Finding(
+            "caution",
+            "Tokens crowd on few experts: the busiest expert of a layer had "
+            f"{_mean(first):.1f} times the mean load ({_steps(first)}), then {_mean(last):.1f} "
+            f"({_steps(last)}). Lower the learning rate.",
+        )
+
+
 def _high_kl(run: RunRecord) -> Iterator[Finding]:
     if steps := _steps_above(run, "policy/kl_behaviour", _MAX_KL):
         yield Finding(
@@ -330,6 +357,8 @@ CHECKS = (
     Check("data set without reward", _zero_set, _SET_REWARDS, _SETS, "source"),
     Check("lagging data set", _lagging_set, _SET_REWARDS, _SETS, "source", _TREND),
     Check("engine–trainer mismatch", _mismatch, _MISMATCHES, "Engine–trainer mismatch"),
+    Check("router agreement", _router_agreement, (_AGREEMENT,), "Router replay"),
+    Check("load of experts", _expert_load, (_LOAD,), "Experts", "", _TREND),
     Check("falling reward", _falling_reward, ("reward/mean",), _REWARD, "step", _TREND),
     Check("steps without an update", _skipped_updates, ("train/updates",), "Outcome of groups"),
     Check("gradient norm spikes", _gradient_spikes, _NORM, "Gradient norm", "", _MIN_STEPS),

@@ -142,6 +142,18 @@ PANELS = (
         "(rollout.weight_sync.verify), have a value.",
     ),
     Panel(
+        "Experts",
+        "load of the busiest expert over the mean",
+        {"mean of layers": "router/load_mean", "worst layer": "router/load_max"},
+    ),
+    Panel(
+        "Router replay",
+        "share",
+        {"agreement": "router/agreement_share", "replayed tokens": "router/replayed_share"},
+        note="Fraction of the repeated experts that the trainer's routers would have chosen; "
+        "fraction of tokens whose experts were repeated.",
+    ),
+    Panel(
         "Gradient norm",
         "before clipping, log scale",
         {"mean": "policy/grad_norm", "largest update": "policy/grad_norm_max"},

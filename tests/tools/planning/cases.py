@@ -44,6 +44,7 @@ PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3-30b-a3b": (
             {"expert": 16},
             {"tensor": 4, "sequence": True, "expert": 8, "expert_tensor": 1, "pipeline": 2},
+            {"tensor": 4, "sequence": True, "context": 2, "expert": 8, "expert_tensor": 1},
         ),
         "glm-4.5-air": ({"tensor": 2, "sequence": True, "pipeline": 2, "expert": 16},),
     }.items()

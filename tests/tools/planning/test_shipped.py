@@ -1,24 +1,40 @@
-"""Every file in configs/ can be planned, and the layouts of the paper's are built."""
+"""Every file in configs/ can be planned, and the layouts of those for clusters are built."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from bapo_megatron.policy.families.base import Experts
+from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
-from tests.config.shipped import FRAGMENTS, NAMES, PAPER_RUNS, hf_config_file, load_shipped
+from tests.config.shipped import CLUSTER_RUNS, FRAGMENTS, NAMES, hf_config_file, load_shipped
 from tests.tools.planning.cases import PARAMETERS, layout_of, small_model
 
 
-@pytest.mark.parametrize("name", PAPER_RUNS)
-def test_the_layout_of_a_run_of_the_paper_is_built_on_the_meta_device(name: str) -> None:
+@pytest.mark.parametrize("name", CLUSTER_RUNS)
+def test_the_layout_of_a_run_on_a_cluster_is_built_on_the_meta_device(name: str) -> None:
     config = load_shipped(name)
     parallel = config.parallel.model_dump(exclude_defaults=True, exclude={"timeout_s"})
     built = [(model, layout_of(sizes)) for model, sizes in PARAMETERS.values()]
     assert (hf_config_file(config).stem, layout_of(parallel)) in built
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in {*PAPER_RUNS, *FRAGMENTS}])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in {*CLUSTER_RUNS, *FRAGMENTS}])
 def test_the_small_runs_can_be_planned_too(name: str) -> None:
-    plan = make_plan(load_shipped(name), small_model("qwen2", 4), PlanOptions())
+    experts = Experts(8, 2, 64) if "experts" in name else None
+    model = replace(small_model("qwen2", 4), experts=experts)
+    plan = make_plan(load_shipped(name), model, PlanOptions())
     assert plan.fits
     assert plan.step_s > 0
+
+
+def test_a_model_with_experts_fits_on_four_nodes_and_a_dump_has_its_routes() -> None:
+    config = load_shipped("qwen3-30b-a3b-32k")
+    hf = read_hf_config_file(hf_config_file(config))
+    plan = make_plan(config, hf, PlanOptions(gpus=32))
+    assert plan.fits
+    routes = 48 * 8 * 128 * 16 * (256 + 16384)  # a byte each, of prompts and responses
+    assert plan.disk[2].each_bytes == pytest.approx(routes + 7.8 * 128 * 16 * 16384)
+    assert plan.disk[2].number == 8
