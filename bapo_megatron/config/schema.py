@@ -123,6 +123,9 @@ class _AlgorithmKeys(Section):
     """Whether the routers of a model with experts repeat earlier choices, of which small numerical
     differences change many: those of the pass that recomputes μ (R2), or those of the engine, for
     prompt and response (R3; docs/rollout.md)."""
+    load_balancing_coefficient: float = Field(0.0, ge=0)
+    """Weight of a loss that spreads tokens evenly over experts, in each layer (0.001 is usual in
+    pretraining)."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KlConfig = KlConfig()
     distillation: DistillationConfig = DistillationConfig()

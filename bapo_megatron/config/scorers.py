@@ -74,11 +74,10 @@ class TeacherConfig(FrozenModelConfig):
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Self:
-        if bool(self.servers) != (self.engine == "sglang"):
+        if self.servers and self.engine != "sglang":
             raise ValueError(
-                f"servers must be given with engine: sglang and only then, got engine: "
-                f"'{self.engine}' with {len(self.servers)} servers; start them with serve "
-                "--teacher (docs/rollout.md), or change engine"
+                f"servers must be left out unless engine is sglang, got {len(self.servers)} with "
+                f"engine: '{self.engine}'; set engine: sglang, or remove them"
             )
         return self
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from bapo_megatron.config.check import check_heads, check_layers
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
-from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
 from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
 from bapo_megatron.policy.families import FAMILIES
 from bapo_megatron.policy.families.base import Experts, HfConfig
@@ -77,12 +77,13 @@ def _check_experts(experts: Experts | None, parallel: ParallelConfig) -> None:
         )
 
 
-def check_router_replay(hf: HfConfig, config: RunConfig) -> None:
-    """Refuse ``algorithm.router_replay`` for a model without experts; raise ``ConfigError``."""
-    if hf.experts is None and (kind := config.algorithm.router_replay) != "none":
-        raise ConfigError(
-            f"algorithm.router_replay: must be none for a model without experts, got {kind}; set it"
-        )
+def check_routers(hf: HfConfig, algorithm: AlgorithmConfig) -> None:
+    """Refuse settings of routers for a model without experts; raise ``ConfigError``."""
+    for key, off in (("router_replay", "none"), ("load_balancing_coefficient", 0)):
+        if hf.experts is None and (value := getattr(algorithm, key)) != off:
+            raise ConfigError(
+                f"algorithm.{key}: must be {off} for a model without experts, got {value}; set it"
+            )
 
 
 def check_frozen_model(config: RunConfig, key: str, hf: HfConfig, policy: HfConfig) -> None:

@@ -160,6 +160,20 @@ class Routers:
             choice.measured_n = counts_N.chunk(size)[rank]
             choice.wanted = None if wanted is None else wanted[:, number]
 
+    def balance(self, coefficient: float, num_tokens: float) -> None:
+        """Add coefficient · the load balancing loss to the losses of later loss passes.
+
+        It is that of the Switch Transformer (arXiv 2101.03961), E Σ_e f_e P_e with the fraction f_e
+        of choices and the mean probability P_e over a micro-batch, in every layer; and the mean
+        over micro-batches, weighted by their tokens. The choices are those of the scores alone,
+        without a bias or what is repeated. ``num_tokens`` are those of the update on all ranks,
+        padding included.
+        """
+        for choice in self._all():
+            choice.router.routing_type = "aux_loss"
+            # Megatron multiplies it by the tokens of the micro-batch.
+            choice.router.config.moe_aux_loss_coeff = coefficient / num_tokens
+
     @contextmanager
     def recorded(self) -> Iterator[list[Tensor]]:
         """Yield a list that afterwards has the choices of each micro-batch, [n, M, K] int16."""

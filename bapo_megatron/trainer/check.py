@@ -16,7 +16,7 @@ from bapo_megatron.engine.load import load_kind
 from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.hf_config import (
     check_frozen_model,
-    check_router_replay,
+    check_routers,
     read_hf_config_file,
 )
 from bapo_megatron.runtime.gpus import count_gpus
@@ -45,7 +45,7 @@ def check_training(
             _check_gpus(config.rollout)
     model = config.model
     policy = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
-    check_router_replay(policy, config)
+    check_routers(policy, config.algorithm)
     if config.replay.dumps is None:
         _check_frozen_models(config, policy, owns_files=owns_files)
         if owns_files and config.algorithm.distillation.has_engine:
@@ -81,6 +81,11 @@ def _check_served_teacher(config: RunConfig) -> None:
     teacher = distillation.teacher
     assert teacher.path is not None, "DistillationConfig requires it"
     is_remote = teacher.engine == "sglang"
+    if is_remote and not teacher.servers:
+        raise ConfigError(
+            f"{TEACHER_KEY}.servers: must be given with engine: sglang, got none; start them with "
+            "serve --teacher (docs/rollout.md), or change engine"
+        )
     hf_config = check_model_dir(teacher.path, key, needs_weights=not is_remote)
     check_same_vocabulary(config.model.path, teacher.path, key)
     with naming_teacher():

@@ -215,19 +215,33 @@ class EngineTeacher:
 
     columns: tuple[str, ...]
     """What the loss needs."""
+    top_k: int
+    """Width of the wide ones."""
     name: str = "teacher's columns"
 
     def score(self, splits: Splits, batch: RolloutBatch) -> Splits:
         """See ``Scorer``.
 
         Raises:
-            ValueError: A response lacks them, in a replay of another run; on all ranks.
+            ValueError: A response lacks them, or has another number of likeliest tokens, in a
+                replay of another run; on all ranks.
         """
         for column in self.columns:
             if not _is_filled(column, splits, batch):
                 raise ValueError(
                     f"step {batch.step}: the batch has no {column} of each response; replay dumps "
                     "of a run with this algorithm.distillation, or set its coefficient to 0"
+                )
+            widths = {
+                sample.columns[column].shape[1]
+                for sample in batch.samples
+                if COLUMNS[column].is_wide and sample.num_sampled
+            }
+            if widths - {self.top_k}:
+                raise ValueError(
+                    f"step {batch.step}: the batch has the teacher's {min(widths - {self.top_k})} "
+                    f"likeliest tokens, got algorithm.distillation.top_k = {self.top_k}; set it to "
+                    "that of the run that wrote the dumps"
                 )
         return splits
 
@@ -280,7 +294,7 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
     if distillation.has_engine:
         has_top = distillation.loss == "top_k"
         columns = (TEACHER, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS)[: 3 if has_top else 1]
-        return (*scorers, EngineTeacher(columns))
+        return (*scorers, EngineTeacher(columns, distillation.top_k))
     return tuple(scorers)
 
 

@@ -269,6 +269,9 @@ class BatchTrainer:
             context=update.context,
             with_statistics=inputs.is_predicted or inputs.is_trial,
         )
+        if self.config.load_balancing_coefficient > 0 and self._model.routers is not None:
+            num_tokens = update.split.counts["packing_slots"]
+            self._model.routers.balance(self.config.load_balancing_coefficient, num_tokens)
         self.note(f"training, forward and backward of {update.name}{again}")
         reports = self.state.forward_backward(inputs.micro_batches, loss_fn)
         self.note(f"training, optimizer step of {update.name}{again}")

@@ -95,13 +95,19 @@ CHECKPOINTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 """Layouts that save and continue from each other, by their number of ranks."""
 LR = 1e-3
+BALANCE = 3.0
+"""Coefficient of the load balancing loss."""
+
+
+def multiples_of(context_size: int) -> tuple[int, int]:
+    """What micro-batches and sequences are padded to."""
+    return (2, 1) if context_size == 1 else (2 * context_size, 2 * context_size)
 
 
 def problems_of(groups: ProcessGroups) -> list[Problem]:
     """This rank's share of ``BATCHES``, padded as its layout needs."""
     size, rank = groups.context_size, groups.context_rank
-    multiples = (2, 1) if size == 1 else (2 * size, 2 * size)
-    problems = make_problems(0, *multiples, batches=BATCHES)
+    problems = make_problems(0, *multiples_of(size), batches=BATCHES)
     return [p.part(rank, size) for p in problems[groups.data_rank :: groups.data_size]]
 
 
@@ -156,6 +162,25 @@ def run_replays(layouts: list[Layout], models: dict[str, Path]) -> dict[str, Any
                 for name, parts in routes.items():
                     passes[name] = _run(state, problems, parts)
                 results[f"{layout.name}, {family}"] = passes
+    return results
+
+
+def run_balanced(layouts: list[Layout], models: dict[str, Path]) -> dict[str, Any]:
+    """By layout and family, on rank 0: the gradients without and with the load balancing loss."""
+    results: dict[str, Any] = {}
+    for layout in layouts:
+        with joined(**layout.sizes) as groups:
+            for family, directory in models.items():
+                state = build(directory, groups, megatron=layout.megatron)
+                assert state.model.routers is not None
+                problems = problems_of(groups)
+                forward_backward(state, problems)
+                gradients = [hf_gradients(state)]
+                whole = make_problems(0, *multiples_of(groups.context_size), batches=BATCHES)
+                num_tokens = sum(problem.micro_batch.num_tokens for problem in whole)
+                state.model.routers.balance(BALANCE, num_tokens)
+                forward_backward(state, problems)
+                results[f"{layout.name}, {family}"] = [*gradients, hf_gradients(state)]
     return results
 
 

@@ -8,11 +8,27 @@ import pytest
 import torch
 
 from tests.distributed_launch import run_ranks
-from tests.policy.expert_layouts import LAYOUTS, REPLAYED, run_replays
-from tests.policy.tiny_models import make_model
+from tests.policy.expert_layouts import (
+    BALANCE,
+    BATCHES,
+    LAYOUTS,
+    REPLAYED,
+    multiples_of,
+    run_balanced,
+    run_replays,
+)
+from tests.policy.tiny_models import (
+    load_reference,
+    make_model,
+    make_problems,
+    per_expert,
+    reference_logits,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch import Tensor
 
 pytestmark = pytest.mark.distributed
 
@@ -22,10 +38,14 @@ CASES = [f"{layout.name}, {family}" for layout in TESTED for family in FAMILIES]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: make_model(name, root / name, num_hidden_layers=4) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def results(models: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
     """By layout and family, of each rank."""
-    root: Path = tmp_path_factory.mktemp("models")
-    models = {name: make_model(name, root / name, num_hidden_layers=4) for name in FAMILIES}
     of_layouts: dict[str, list[dict[str, Any]]] = {}
     for ranks in sorted({layout.ranks for layout in TESTED}):
         layouts = [layout for layout in TESTED if layout.ranks == ranks]
@@ -33,6 +53,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         for name in by_rank[0]:
             of_layouts[name] = [results[name] for results in by_rank]
     return of_layouts
+
+
+def per_token(case: str) -> int:
+    """Experts of a token."""
+    return 3 if case.endswith("glm4_moe") else 2
 
 
 @pytest.mark.parametrize("repeated", ["own", "half"])
@@ -85,10 +110,62 @@ def test_metrics_say_what_was_repeated_and_where_the_router_agrees(
     assert 0 < half["router_replayed"] < half["router_tokens"]
     assert half["router_matches"] == half["router_compared"]
     assert 0 < other["router_matches"] < 0.7 * other["router_compared"]
-    per_token = {"qwen3_moe": 2, "glm4_moe": 3}[case.rpartition(", ")[2]]
-    assert own["router_compared"] == per_token * own["router_tokens"]
+    assert own["router_compared"] == per_token(case) * own["router_tokens"]
     for sums in (free, own, half):
         assert sums["router_entropy"] == pytest.approx(free["router_entropy"])
         assert 0 < sums["router_entropy"] / sums["router_tokens"] < 2.08  # log 8
         assert sums["router_load"] == pytest.approx(free["router_load"])
         assert 1 < sums["router_load"] / sums["router_layers"] <= sums["router_load_max"] <= 8
+
+
+@pytest.fixture(scope="module")
+def balanced(models: dict[str, Path]) -> dict[str, list[dict[str, Tensor]]]:
+    gradients: dict[str, list[dict[str, Tensor]]] = {}
+    for ranks in sorted({layout.ranks for layout in TESTED}):
+        layouts = [layout for layout in TESTED if layout.ranks == ranks]
+        gradients |= run_ranks(run_balanced, ranks, layouts, models, timeout_s=300)[0]
+    return gradients
+
+
+def balancing_gradients(family: str, directory: Path, context_size: int) -> dict[str, Tensor]:
+    """Of Σ_layers E Σ_e f_e P_e over a micro-batch, weighted by tokens, by transformers."""
+    model = load_reference(family, directory)
+    seen: dict[int, list[Tensor]] = {}
+    for number, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(
+                lambda _, __, output, number=number: seen.setdefault(number, []).append(output[0])
+            )
+    problems = make_problems(0, *multiples_of(context_size), batches=BATCHES)
+    num_tokens = sum(problem.micro_batch.num_tokens for problem in problems)
+    for problem in problems:
+        seen.clear()
+        reference_logits(model, problem)
+        for passes in seen.values():
+            logits_NE = torch.cat(passes)
+            chosen_NK = logits_NE.topk(per_token(family), dim=-1).indices  # also with a bias
+            assert len(logits_NE) == problem.micro_batch.num_tokens
+            probability_NE = logits_NE.softmax(dim=-1)
+            if family == "glm4_moe":
+                probability_NE = logits_NE.sigmoid() / logits_NE.sigmoid().sum(-1, keepdim=True)
+            share_E = torch.bincount(chosen_NK.flatten(), minlength=8) / chosen_NK.numel()
+            loss = 8 * (share_E * probability_NE.mean(dim=0)).sum()
+            (BALANCE * loss * len(logits_NE) / num_tokens).backward(retain_graph=True)
+    named = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return per_expert({name: grad for name, grad in named.items() if grad is not None})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_load_balancing_loss_has_the_gradient_of_its_formula_in_every_layout(
+    balanced: dict[str, list[dict[str, Tensor]]], models: dict[str, Path], case: str
+) -> None:
+    layout, _, family = case.rpartition(", ")
+    context_size = next(x for x in TESTED if x.name == layout).sizes.get("context", 1)
+    expected = balancing_gradients(family, models[family], context_size)
+    plain, with_loss = balanced[case]
+    assert sum(name.endswith("mlp.gate.weight") for name in expected) >= 3
+    for name, gradient in plain.items():
+        added = with_loss[name] - gradient
+        reference = expected.get(name, torch.zeros_like(gradient))
+        scale = float(reference.abs().max()) + float(gradient.abs().max())
+        assert (added - reference).abs().max() <= 1e-5 * scale, name

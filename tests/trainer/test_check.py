@@ -185,6 +185,18 @@ def test_the_teacher_must_hold_the_longest_response(
             check_training(config, 1)
 
 
+def test_servers_can_be_left_out_only_to_serve_them(
+    make_config: MakeConfig, other_dir: Path
+) -> None:
+    line = refusal(with_teacher(make_config(), other_dir, engine="sglang"))
+    assert line == (
+        "algorithm.distillation.teacher.servers: must be given with engine: sglang, got none; "
+        "start them with serve --teacher (docs/rollout.md), or change engine"
+    )
+    with pytest.raises(ValueError, match="servers must be left out unless engine is sglang"):
+        with_teacher(make_config(), other_dir, engine="local", servers=[ADDRESS])
+
+
 def test_a_local_teacher_must_be_a_model_that_the_engine_has(
     make_config: MakeConfig, other_dir: Path
 ) -> None:

@@ -83,7 +83,7 @@ EMPTY = {**TOP, TEACHER_TOP_IDS: np.ones((3, 0), np.int32)}
 def test_a_replay_without_the_teacher_s_columns_ends_in_one_line(
     columns: tuple[dict[str, np.ndarray], ...], lacks: str | None
 ) -> None:
-    scorer = EngineTeacher((TEACHER, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS))
+    scorer = EngineTeacher((TEACHER, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS), top_k=2)
     splits = (SplitUpdate({}, (0, 1), computed=(0, 1)),)
     if lacks is None:
         assert scorer.score(splits, batch_of(*columns)) == splits
@@ -91,6 +91,13 @@ def test_a_replay_without_the_teacher_s_columns_ends_in_one_line(
     with pytest.raises(ValueError, match=f"^step 1: the batch has no {lacks} of each ") as caught:
         scorer.score(splits, batch_of(*columns))
     assert "\n" not in str(caught.value)
+
+
+def test_a_replay_with_another_number_of_likeliest_tokens_names_both() -> None:
+    scorer = EngineTeacher((TEACHER, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS), top_k=3)
+    splits = (SplitUpdate({}, (0, 1), computed=(0, 1)),)
+    with pytest.raises(ValueError, match=r"has the teacher's 2 likeliest tokens, got .*top_k = 3"):
+        scorer.score(splits, batch_of(TOP, TOP))
 
 
 class Policy:
