@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.benchmarks.harness import columns, finish, machine, page, report_arguments
 from tests.distributed_launch import run_ranks
 from tests.policy import checkpoint_ranks
-from tests.policy.expert_layouts import BATCHES, CHECKPOINTS, LAYOUTS, run_layouts
+from tests.policy.expert_layouts import BATCHES, CHECKPOINTS, LAYOUTS, multiples_of, run_layouts
 from tests.policy.tiny_models import (
     load_reference,
     make_model,
@@ -57,8 +57,7 @@ def _logit_errors(results: list[dict[str, Any]], reference: Any) -> list[float]:
     errors = []
     for result in results:
         data_rank, data_size, context_rank, size = result["place"]
-        multiples = (2, 1) if size == 1 else (2 * size, 2 * size)
-        problems = make_problems(0, *multiples, batches=BATCHES)[data_rank::data_size]
+        problems = make_problems(0, *multiples_of(size), batches=BATCHES)[data_rank::data_size]
         for actual_NV, problem in zip(result["logits"], problems, strict=False):
             whole_NV = reference_logits(reference, problem)
             if size > 1:

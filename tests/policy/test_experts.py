@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed_launch import run_ranks
 from tests.policy.convert_models import assert_same, weights
-from tests.policy.expert_layouts import BATCHES, COVERING, LAYOUTS, LR, run_layouts
+from tests.policy.expert_layouts import BATCHES, COVERING, LAYOUTS, LR, multiples_of, run_layouts
 from tests.policy.test_policy_parity import assert_gradients
 from tests.policy.tiny_models import (
     load_reference,
@@ -74,8 +74,9 @@ def test_logits_are_those_of_transformers(
     has_logits = 0
     for result in results[f"{layout.name}, {family}"]:
         data_rank, data_size, context_rank, context_size = result["place"]
-        multiples = (2, 1) if context_size == 1 else (2 * context_size, 2 * context_size)
-        problems = make_problems(0, *multiples, batches=BATCHES)[data_rank::data_size]
+        problems = make_problems(0, *multiples_of(context_size), batches=BATCHES)[
+            data_rank::data_size
+        ]
         if not result["logits"]:
             continue  # not the last stage
         has_logits += 1
