@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.families.layers import ATTENTION, DENSE_MLP
 from bapo_megatron.policy.hf_config import padded_vocab_size, read_hf_config_file
 from bapo_megatron.policy.hf_weights import INDEX_NAME, find_tensors, from_shards, to_shard
-from bapo_megatron.policy.weight_export import plan_buckets, plan_files, weight_bytes
+from bapo_megatron.policy.weight_export import (
+    GATHER_BYTES,
+    _holders,
+    plan_buckets,
+    plan_files,
+    weight_bytes,
+)
 from bapo_megatron.policy.weight_table import EMBEDDING, hf_shapes, weight_table
+from tests.config.shipped import MODELS
 from tests.policy.convert_models import copy_with
+from tests.policy.fake_world import fake_world
 from tests.policy.tiny_models import Models, set_config_field
 
 if TYPE_CHECKING:
@@ -204,3 +213,14 @@ def test_weights_must_be_floats(models: Models, tmp_path: Path) -> None:
     model = copy_with(models["qwen2"], tmp_path / "model", lambda tensors: tensors.update(norm))
     with pytest.raises(ValueError, match=r"model.norm.weight must be stored as .*I8"):
         find_tensors(read_hf_config_file(model / "config.json"), model)
+
+
+def test_the_experts_of_a_large_model_are_gathered_in_few_messages() -> None:
+    hf = read_hf_config_file(MODELS / "qwen3-30b-a3b.json")
+    layout = {"tensor": 4, "sequence": True, "context": 2, "expert": 8, "expert_tensor": 1}
+    assert sum(len(hf_shapes(weight, hf)) for weight in weight_table(hf)) == 18_867
+    buckets = plan_buckets(hf, torch.bfloat16, GATHER_BYTES)
+    with fake_world(ParallelConfig.model_validate(layout), 0) as groups:
+        senders = [{r for w in bucket for r in _holders(w, hf, groups)} - {0} for bucket in buckets]
+    assert len(buckets) == 229
+    assert sum(map(len, senders)) == 616
