@@ -13,6 +13,7 @@ from bapo_megatron.config.scorers import DistillationConfig
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.engine.base import START_VERSION
 from bapo_megatron.engine.load import load_kind
+from bapo_megatron.policy.hf_config import check_routers, read_hf_config_file
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine
 from bapo_megatron.telemetry.metrics import batch_metrics
@@ -43,6 +44,10 @@ def generate_batches(config: RunConfig, steps: int) -> None:
         RolloutError: Generation failed; earlier batches are kept.
     """
     check_generate_config(config)
+    if config.algorithm.router_replay != "none":
+        ignored = config.model.ignored_config_fields
+        hf = read_hf_config_file(config.model.path / "config.json", ignored)
+        check_routers(hf, config.algorithm)
     load_kind(config.rollout.engine).check(config)
     with run_dir_locked(config.run_dir, "generate"):
         dumps = (config.run_dir / "rollouts").glob("step_*.parquet")

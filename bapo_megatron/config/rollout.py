@@ -240,9 +240,10 @@ class RolloutConfig(Section):
     ``max_response_tokens``, but at least 64 and at most 512."""
     dump: bool = True
     """Keep every step's samples as ``<run_dir>/rollouts/step_<n>.parquet``, ready for replay, and
-    their texts in ``rollouts/texts/``."""
+    their texts in ``rollouts/texts/`` and, with ``router_replay: rollout``, their experts in
+    ``rollouts/routes/``."""
     keep_dumps: int = Field(0, ge=0)
-    """Number of newest dumps to keep, with their texts; 0: all. Must exceed
+    """Number of newest dumps to keep, with their texts and experts; 0: all. Must exceed
     ``checkpoint.every_steps``, so that a replay from the newest checkpoint has all later steps."""
 
     @property

@@ -120,9 +120,9 @@ class _AlgorithmKeys(Section):
     behaviour: Literal["rollout", "recomputed"] = "rollout"
     """μ: the engine's own log-probs, or the trainer's at the start of the step."""
     router_replay: Literal["none", "behaviour", "rollout"] = "none"
-    """Whether the routers of a model with experts repeat earlier choices, of which small numerical
-    differences change many: those of the pass that recomputes μ (R2), or those of the engine, for
-    prompt and response (R3; docs/rollout.md)."""
+    """Which choices the routers of a model with experts replay, since rounding alone changes many:
+    those of the pass that recomputes μ (R2), or the engine's, for prompt and response (R3;
+    docs/rollout.md)."""
     load_balancing_coefficient: float = Field(0.0, ge=0)
     """Weight of a loss that spreads tokens evenly over experts, in each layer (0.001 is usual in
     pretraining)."""

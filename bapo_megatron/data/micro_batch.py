@@ -115,11 +115,11 @@ def _lay_out_routes(
     routes: BatchRoutes,
     num_tokens: int,
 ) -> Tensor:
-    """Return the routes of every token of a micro-batch, free where it is padding."""
+    """Return [N, M, K] routes (``data.routes``) of a micro-batch's tokens, free in padding."""
     parts = [routes.of(index) for index in index_S.tolist()]
     files = routes.files
     size = (num_tokens, len(files.layers), files.per_token)
-    laid_out = np.full(size, FREE, np.result_type(np.int8, *parts))
+    laid_out = np.full(size, FREE, parts[0].dtype if parts else np.int8)
     for sample, first_row, part in zip(chosen, first_row_S.tolist(), parts, strict=True):
         start = first_row + 1 - len(sample.prompt.token_ids)
         laid_out[start : start + len(part)] = part

@@ -31,37 +31,38 @@ def routes_path(directory: Path, step: int) -> Path:
 
 
 def narrowed(routes: np.ndarray) -> np.ndarray:
-    """Return routes as int8 if no expert is above 127, else int16."""
-    return routes.astype(np.int16 if routes.max(initial=0) > np.iinfo(np.int8).max else np.int8)
+    """Return routes as int8 if no expert is above 127, else int16; perhaps the same array."""
+    dtype = np.int16 if routes.max(initial=0) > np.iinfo(np.int8).max else np.int8
+    return routes.astype(dtype, copy=False)
 
 
 def write_routes(path: Path, samples: Sequence[Sample]) -> None:
     """Write the routes of a batch's samples, complete or not at all.
 
     Raises:
-        ValueError: A sample has none, or those of another model.
+        ValueError: No sample has any, or one has those of another model.
         OSError: The file cannot be written.
     """
     from safetensors.numpy import save
 
-    parts, widths = list[np.ndarray](), set[int]()
+    widths = {sample.routes.shape[1] for sample in samples if sample.routes is not None}
+    if not widths:
+        raise ValueError(
+            "algorithm.router_replay: rollout needs an engine that returns the experts of tokens, "
+            "got none for any; set it to none, or use another engine"
+        )
+    parts: list[np.ndarray] = []
     for sample in samples:
-        place = f"sample {sample.index} of group {sample.group_id}"
-        if sample.routes is None:
-            raise ValueError(
-                f"{place}: the engine returned no experts for its tokens, which "
-                "algorithm.router_replay: rollout needs; set it to none, or use an engine that does"
-            )
         num_tokens = len(sample.prompt.token_ids) + len(sample.response_token_ids)
-        num_rows, width = sample.routes.shape
-        widths.add(width)
-        if num_rows > num_tokens or len(widths) > 1:
+        # An episode may fail before its first token, and a server after the last one.
+        known = np.empty((0, max(widths)), np.int8) if sample.routes is None else sample.routes
+        if len(known) > num_tokens or len(widths) > 1:
             raise ValueError(
-                f"{place}: the engine returned {sorted(widths)} experts per token for {num_rows} "
-                f"of {num_tokens} tokens; all engines must sample with model.path"
+                f"sample {sample.index} of group {sample.group_id}: the engine returned "
+                f"{sorted(widths)} experts per token for {len(known)} of {num_tokens} tokens; all "
+                "engines must sample with model.path"
             )
-        missing = np.full((num_tokens - num_rows, width), FREE, np.int8)
-        parts += [sample.routes, missing]
+        parts += [known, np.full((num_tokens - len(known), max(widths)), FREE, np.int8)]
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_bytes(path, save({_NAME: narrowed(np.concatenate(parts))}))
 
@@ -71,7 +72,7 @@ class RouteFiles:
     """The route files of a run's dumps, as one rank reads them."""
 
     directory: Path
-    """Of the dumps."""
+    """Directory of the dumps."""
     num_layers: int
     """L."""
     num_experts: int

@@ -85,24 +85,22 @@ class Completion:
     routes: np.ndarray | None = None
     """[rows, layers · experts per token] int16: the experts of the tokens from
     ``GenerateRequest.routes_from`` on, layer by layer; over all pieces, of every token but the
-    last, which is not processed. −1 where they are not known, and in layers without experts."""
+    last, which is not processed. −1 where they are not known; meaningless in layers without
+    experts."""
 
 
 def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion:
     """Join pieces into one completion."""
     if len(parts) == 1:
         return replace(parts[0], finish_reason=finish_reason)
+    routes = [part.routes for part in parts if part.routes is not None]
     return Completion(
         np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in parts)]),
         np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
         join_spans(part.versions for part in parts),
         finish_reason,
-        _joined_routes([part.routes for part in parts if part.routes is not None]),
+        np.concatenate(routes) if routes else None,
     )
-
-
-def _joined_routes(parts: Sequence[np.ndarray]) -> np.ndarray | None:
-    return np.concatenate(parts) if parts else None
 
 
 @dataclass(frozen=True, slots=True)

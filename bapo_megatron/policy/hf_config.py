@@ -82,7 +82,8 @@ def check_routers(hf: HfConfig, algorithm: AlgorithmConfig) -> None:
     for key, off in (("router_replay", "none"), ("load_balancing_coefficient", 0)):
         if hf.experts is None and (value := getattr(algorithm, key)) != off:
             raise ConfigError(
-                f"algorithm.{key}: must be {off} for a model without experts, got {value}; set it"
+                f"algorithm.{key}: must be {off} for a model without experts, got {value}; set it "
+                f"to {off}"
             )
 
 

@@ -189,7 +189,7 @@ class Model:
         micro_batch = on_device(host_batch, self.groups.device)
         if self.routers is not None:
             chunk = get_attr_wrapped_model(model, "vp_stage") or 0
-            self.routers.begin(micro_batch, chunk)
+            self.routers.begin_micro_batch(micro_batch, chunk)
         decoder = get_attr_wrapped_model(model, "decoder")
         if not decoder.pre_process:  # the previous stage sent [M, 1, H]; cut it to [N, 1, H]
             decoder.set_input_tensor(decoder.input_tensor[: num_tokens // token_ranks])

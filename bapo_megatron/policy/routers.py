@@ -1,9 +1,9 @@
-"""The routers of a model with experts: what they choose, and choices that they are to repeat.
+"""Router replay (R2, R3) and router metrics of a model with experts.
 
 Megatron asks ``router.router_replay`` for the experts of each token. Its own class keeps one choice
 per router in a process-wide list; this one gets the choices with the micro-batch, and keeps those
-that recomputation of activations repeats in a queue, since Megatron recomputes the micro-batches of
-a chunk in their order.
+of passes that are recomputed in a queue, since Megatron recomputes the micro-batches of a chunk in
+their order.
 
 Shape legend: n = tokens of a micro-batch on this rank, or with sequence parallelism its part of
 them; N = the same without sequence parallelism; E = experts; K = experts of a token; L = layers of
@@ -27,18 +27,18 @@ from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.types import MicroBatch
 
 _TOTALS = ("entropy", "tokens", "replayed", "matches")
-"""What is measured beside the load of each expert."""
+"""What is summed besides the load of each expert."""
 
 
 @dataclass(eq=False)
-class _Choice:
-    """What one router chooses: Megatron's ``router_replay`` of it."""
+class _RouterReplay:
+    """Takes the place of Megatron's ``RouterReplay`` in one router."""
 
-    router: TopKRouter
-    repeats: bool
+    module: TopKRouter
+    recomputes: bool
     """Whether activations are recomputed in the backward pass."""
     is_loss_pass: bool = False
-    wanted: Tensor | None = None
+    replayed: Tensor | None = None
     """[n, K] int64: experts to use; −1: the router's own."""
     measured_n: Tensor | None = None
     """[n] float64: 1 for the tokens that metrics count."""
@@ -50,8 +50,8 @@ class _Choice:
     """What was chosen in forward passes that are to be recomputed."""
 
     def __post_init__(self) -> None:
-        size = self.router.config.num_moe_experts + len(_TOTALS)
-        self.totals = torch.zeros(size, dtype=torch.float64, device=self.router.weight.device)
+        size = self.module.config.num_moe_experts + len(_TOTALS)
+        self.totals = torch.zeros(size, dtype=torch.float64, device=self.module.weight.device)
 
     def begin_pass(self, *, is_loss_pass: bool) -> None:
         """Forget what an earlier pass, which may have failed, left."""
@@ -67,25 +67,25 @@ class _Choice:
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return scores and indices of each token's experts, [n, K]; called by Megatron."""
-        is_repeated = self.is_loss_pass and self.repeats and torch.is_grad_enabled()
-        if is_repeated and self._kept:
+        is_recomputation = self.is_loss_pass and self.recomputes and torch.is_grad_enabled()
+        if is_recomputation and self.replayed is not None:
             chosen = self._kept.popleft()
             return scores_nE.gather(1, chosen), chosen
         values, own = choose(scores_nE, topk, num_groups=num_groups, group_topk=group_topk)
         chosen = own
-        if self.wanted is not None:
-            chosen = torch.where(self.wanted >= 0, self.wanted, own)
+        if self.replayed is not None:
+            chosen = torch.where(self.replayed >= 0, self.replayed, own)
             values = scores_nE.gather(1, chosen)
-            if self.is_loss_pass and self.repeats:
+            if self.is_loss_pass and self.recomputes:
                 self._kept.append(chosen)
         if self.recorded is not None:
             self.recorded.append(chosen.to(torch.int16))
-        if self.is_loss_pass and not is_repeated:
+        if self.is_loss_pass and not is_recomputation:
             self._measure(scores_nE.detach(), own, chosen)
         return values, chosen
 
     def _measure(self, scores_nE: Tensor, own: Tensor, chosen: Tensor) -> None:
-        assert self.measured_n is not None, "begin comes first"
+        assert self.measured_n is not None, "begin_micro_batch comes first"
         weight_n = self.measured_n
         probability_nE = self._probabilities(scores_nE.double())
         entropy_n = torch.special.entr(probability_nE).sum(dim=-1)
@@ -93,19 +93,19 @@ class _Choice:
         weights = weight_n[:, None].expand_as(chosen).flatten()
         self.totals[:num_experts].index_add_(0, chosen.flatten(), weights)
         counts = [(entropy_n * weight_n).sum(), weight_n.sum()]
-        if self.wanted is not None:
-            known_n = weight_n * (self.wanted >= 0).all(dim=-1)
-            matches_n = (own[:, :, None] == self.wanted[:, None, :]).any(dim=-1).sum(dim=-1)
+        if self.replayed is not None:
+            known_n = weight_n * (self.replayed >= 0).all(dim=-1)
+            matches_n = (own[:, :, None] == self.replayed[:, None, :]).any(dim=-1).sum(dim=-1)
             counts += [known_n.sum(), (matches_n * known_n).sum()]
         self.totals[num_experts : num_experts + len(counts)] += torch.stack(counts)
 
     def _probabilities(self, scores_nE: Tensor) -> Tensor:
         """Turn what the choice depends on into probabilities of experts."""
-        config = self.router.config
+        config = self.module.config
         if config.moe_router_score_function == "softmax":
             return scores_nE if config.moe_router_pre_softmax else scores_nE.softmax(dim=-1)
-        if self.router.expert_bias is not None:
-            scores_nE = scores_nE - self.router.expert_bias
+        if self.module.expert_bias is not None:
+            scores_nE = scores_nE - self.module.expert_bias
         return scores_nE / scores_nE.sum(dim=-1, keepdim=True)
 
 
@@ -129,64 +129,63 @@ class Routers:
         self._part = (groups.tensor_rank, groups.tensor_size) if sequence_parallel else (0, 1)
         self._chunks = [
             [
-                _Choice(module, recomputes)
+                _RouterReplay(module, recomputes)
                 for module in chunk.modules()
                 if isinstance(module, TopKRouter)
             ]
             for chunk in chunks
         ]
-        for choice in self._all():
-            choice.router.router_replay = choice
+        for router in self._all():
+            router.module.router_replay = router
 
     @property
     def layers(self) -> tuple[int, ...]:
         """[M] Numbers of the layers, from 0, in the order of ``MicroBatch.routes``."""
-        return tuple(choice.router.layer_number - 1 for choice in self._all())
+        return tuple(router.module.layer_number - 1 for router in self._all())
 
     def begin_pass(self, *, is_loss_pass: bool) -> None:
         """Prepare for a pass over micro-batches; only a loss pass is measured."""
-        for choice in self._all():
-            choice.begin_pass(is_loss_pass=is_loss_pass)
+        for router in self._all():
+            router.begin_pass(is_loss_pass=is_loss_pass)
 
-    def begin(self, micro_batch: MicroBatch, chunk: int) -> None:
+    def begin_micro_batch(self, micro_batch: MicroBatch, chunk: int) -> None:
         """Prepare a chunk's routers for its forward pass of a micro-batch on the device."""
-        wanted = None if micro_batch.routes is None else micro_batch.routes.long()
+        replayed = None if micro_batch.routes is None else micro_batch.routes.long()
         num_tokens, device = micro_batch.num_tokens, micro_batch.rows_T.device
         counts_N = torch.zeros(num_tokens, dtype=torch.float64, device=device)
         counts_N.index_fill_(0, micro_batch.rows_T, 1.0)
         rank, size = self._part
         first = sum(map(len, self._chunks[:chunk]))
-        for number, choice in enumerate(self._chunks[chunk], start=first):
-            choice.measured_n = counts_N.chunk(size)[rank]
-            choice.wanted = None if wanted is None else wanted[:, number]
+        for number, router in enumerate(self._chunks[chunk], start=first):
+            router.measured_n = counts_N.chunk(size)[rank]
+            router.replayed = None if replayed is None else replayed[:, number]
 
     def balance(self, coefficient: float, num_tokens: float) -> None:
         """Add coefficient · the load balancing loss to the losses of later loss passes.
 
-        It is that of the Switch Transformer (arXiv 2101.03961), E Σ_e f_e P_e with the fraction f_e
-        of choices and the mean probability P_e over a micro-batch, in every layer; and the mean
-        over micro-batches, weighted by their tokens. The choices are those of the scores alone,
-        without a bias or what is repeated. ``num_tokens`` are those of the update on all ranks,
-        padding included.
+        It is that of the Switch Transformer (arXiv 2101.03961), E Σ_e f_e P_e per layer and
+        micro-batch, averaged over micro-batches by tokens: f_e is the fraction of choices, P_e the
+        mean probability. f_e counts the router's own top-k without a bias, not replayed experts.
+        ``num_tokens`` are those of the update on all ranks, with padding.
         """
-        for choice in self._all():
-            choice.router.routing_type = "aux_loss"
+        for router in self._all():
+            router.module.routing_type = "aux_loss"
             # Megatron multiplies it by the tokens of the micro-batch.
-            choice.router.config.moe_aux_loss_coeff = coefficient / num_tokens
+            router.module.config.moe_aux_loss_coeff = coefficient / num_tokens
 
     @contextmanager
     def recorded(self) -> Iterator[list[Tensor]]:
         """Yield a list that afterwards has the choices of each micro-batch, [n, M, K] int16."""
         routes: list[Tensor] = []
-        for choice in self._all():
-            choice.recorded = []
+        for router in self._all():
+            router.recorded = []
         try:
             yield routes
-            recorded = [choice.recorded for choice in self._all() if choice.recorded is not None]
+            recorded = [router.recorded for router in self._all() if router.recorded is not None]
             routes += [torch.stack(parts, dim=1) for parts in zip(*recorded, strict=True)]
         finally:
-            for choice in self._all():
-                choice.recorded = None
+            for router in self._all():
+                router.recorded = None
 
     def take_sums(self, num_layers: int) -> dict[str, float]:
         """Return sums for ``trainer.records`` over all ranks since the last call.
@@ -196,9 +195,9 @@ class Routers:
         """
         size = self._experts.num + len(_TOTALS)
         totals = torch.zeros((num_layers, size), dtype=torch.float64, device=self._groups.device)
-        for layer, choice in zip(self.layers, self._all(), strict=True):
-            totals[layer] = choice.totals
-            choice.totals.zero_()
+        for layer, router in zip(self.layers, self._all(), strict=True):
+            totals[layer] = router.totals
+            router.totals.zero_()
         dist.all_reduce(totals)
         load_LE = totals[:, : self._experts.num]
         is_measured_L = load_LE.sum(dim=1) > 0
@@ -218,11 +217,11 @@ class Routers:
             "router_steps": 1.0,
         }
 
-    def _all(self) -> Iterator[_Choice]:
-        return (choice for chunk in self._chunks for choice in chunk)
+    def _all(self) -> Iterator[_RouterReplay]:
+        return (router for chunk in self._chunks for router in chunk)
 
 
-def watch_routers(
+def install_router_replay(
     chunks: Sequence[GPTModel], experts: Experts | None, groups: ProcessGroups
 ) -> Routers | None:
     """Return the routers of a model's chunks; None for a model without experts."""

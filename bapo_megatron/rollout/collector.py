@@ -355,7 +355,8 @@ def remove_dumps(directory: Path, last_step: int) -> None:
 def _remove_steps(folder: Path, last_step: int) -> None:
     for path in folder.glob("step_*.*"):
         step = path.stem.removeprefix("step_")
-        if step.isdecimal() and int(step) <= last_step:
+        is_ours = path.suffix in (".parquet", ".safetensors") and step.isdecimal()
+        if is_ours and int(step) <= last_step:
             path.unlink()
 
 

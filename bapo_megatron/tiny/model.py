@@ -73,11 +73,8 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int, num_experts: int 
     """
     import transformers
 
-    kind, kind_of_config, traits = (
-        transformers.Qwen2ForCausalLM,
-        transformers.Qwen2Config,
-        dict[str, Any](),
-    )
+    kind, kind_of_config = transformers.Qwen2ForCausalLM, transformers.Qwen2Config
+    traits: dict[str, Any] = {}
     if num_experts:
         kind, kind_of_config = transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig
         traits = {

@@ -14,7 +14,6 @@ decision.
 """
 
 from collections.abc import Callable, Sequence, Set
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -193,9 +192,7 @@ class BatchTrainer:
 
     def _split(self, batch: RolloutBatch) -> tuple[BatchRoutes | None, Splits]:
         """Return what the engines chose, if that is repeated, and the step's updates."""
-        # A rank reads the routes of its own samples only.
-        together = fail_together(self._groups, ValueError) if self.routes else nullcontext()
-        with together:
+        with fail_together(self._groups, ValueError):  # a rank reads its own samples' routes only
             routes = None if self.routes is None else self.routes.open(batch.step, batch.samples)
             splits = split_step(
                 batch,

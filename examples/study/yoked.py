@@ -54,7 +54,7 @@ class YokedToFile(Yoked):
         by_update: dict[int, tuple[float, float]] = {}
         for update, low, high in map(json.loads, path.read_text().splitlines()):
             # The check of an objective at the start of a run is an update 0, too. It comes before
-            # the real one, and again when the run is resumed.
+            # the real one, and again when the run is resumed, after update 1 or later.
             if update > 0 or by_update.keys() <= {0}:
                 by_update[update] = (low, high)
         super().__init__(list(by_update.values()), seed, dual_clip)

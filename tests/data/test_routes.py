@@ -114,9 +114,8 @@ def test_a_batch_without_samples_on_a_rank_is_free(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ("none", r"sample 1 of group 1: the engine returned no experts .* set it to none"),
         ("long", r"sample 1 of group 1: .*\[6\] experts per token for 9 of 6 tokens"),
-        ("other model", r"sample 1 of group 1: .*\[4, 6\] experts per token"),
+        ("other model", r"sample 0 of group 0: .*\[4, 6\] experts per token"),
     ],
 )
 def test_samples_that_cannot_be_written_are_named(
@@ -126,7 +125,6 @@ def test_samples_that_cannot_be_written_are_named(
     routes = samples[3].routes
     assert routes is not None
     samples[3].routes = {
-        "none": None,
         "long": np.zeros((9, 6), np.int8),
         "other model": routes[:, :4],
     }[change]
@@ -172,5 +170,19 @@ def test_files_that_do_not_fit_are_refused_with_a_remedy(tmp_path: Path) -> None
         files.open(STEP, samples)
 
 
-def test_no_routes_are_narrow() -> None:
+def test_what_an_engine_did_not_return_is_free_unless_it_returns_nothing(tmp_path: Path) -> None:
+    """Of an episode that failed before its first token, or a server after the last one."""
+    samples = routed_samples()
+    samples[2].routes = None
+    written(tmp_path, samples)
+    opened = files_in(tmp_path).open(STEP, samples)
+    assert (opened.of(2) == -1).all()
+    np.testing.assert_array_equal(opened.of(3), expected_routes(samples[3]))
+    for sample in samples:
+        sample.routes = None
+    with pytest.raises(ValueError, match=r"needs an engine that returns .* set it to none"):
+        written(tmp_path, samples)
+
+
+def test_an_empty_array_is_narrowed_to_bytes() -> None:
     assert narrowed(np.empty((0, 6), np.int16)).dtype == np.int8

@@ -34,6 +34,7 @@ INFO = {
     "dp_size": 1,
     "incremental_streaming_output": True,
     "max_total_num_tokens": 1 << 20,
+    "enable_return_routed_experts": False,
 }
 """What a server says of itself."""
 

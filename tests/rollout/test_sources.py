@@ -44,9 +44,11 @@ def test_each_step_gets_its_own_dump_also_after_a_resume(dumps: Path) -> None:
 
 
 def test_old_dumps_and_their_texts_are_removed_and_nothing_else(dumps: Path) -> None:
-    (dumps / "texts").mkdir()
+    for folder in ("texts", "routes"):
+        (dumps / folder).mkdir()
     others = ("step_000001.parquet.bak", "step_last.parquet", "notes.parquet", "texts/step_1.txt")
-    for name in (*others, *(f"texts/step_{step:06d}.parquet" for step in (0, 2, 3, 4))):
+    texts = [f"texts/step_{step:06d}.parquet" for step in (0, 2, 3, 4)]
+    for name in (*others, *texts, *(f"routes/step_{step:06d}.safetensors" for step in (2, 3))):
         (dumps / name).write_text("")
     remove_dumps(dumps, 2)
     left = {str(path.relative_to(dumps)) for path in dumps.rglob("*") if path.is_file()}
@@ -55,6 +57,7 @@ def test_old_dumps_and_their_texts_are_removed_and_nothing_else(dumps: Path) -> 
         "step_000004.parquet",
         "texts/step_000003.parquet",
         "texts/step_000004.parquet",
+        "routes/step_000003.safetensors",
     }
 
 

@@ -222,6 +222,5 @@ def test_only_models_with_experts_have_routers(
     arguments = ["train", str(config), f"run_dir={tmp_path}", f"model.path={model_dir}"]
     status, line = refusal(arguments)
     assert status == 2
-    assert line == (
-        "algorithm.router_replay: must be none for a model without experts, got rollout; set it"
-    )
+    rule = "must be none for a model without experts, got rollout; set it to none"
+    assert line == f"algorithm.router_replay: {rule}"

@@ -470,10 +470,9 @@ class _ExpertWatch:
 
     def take(self) -> np.ndarray:
         """Return the experts of each token of the last pass, [tokens, E] int16; −1: no experts."""
-        shape = next(iter(self._chosen.values())).shape
-        none = torch.full(shape, -1, device="cpu")
-        layers = [self._chosen.get(number, none).cpu() for number in range(self._num_layers)]
-        return torch.cat(layers, dim=1).to(torch.int16).numpy()
+        none = torch.full_like(next(iter(self._chosen.values())), -1)
+        layers = [self._chosen.get(number, none) for number in range(self._num_layers)]
+        return torch.cat(layers, dim=1).to(torch.int16).cpu().numpy()
 
 
 def _round_up(number: int) -> int:

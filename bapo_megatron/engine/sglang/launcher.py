@@ -68,7 +68,7 @@ def _prepare_cpu() -> None:
         import sglang.srt.models.registry  # noqa: F401
         from sglang.srt.mem_cache.pool_host import common
 
-    # The host memory that keeps the experts of tokens is registered with CUDA.
+    # It would pin the host buffer of routed experts with cudaHostRegister; there is no CUDA here.
     common._cuda_host_register = lambda *_, **__: None
 
 

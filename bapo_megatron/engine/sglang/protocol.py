@@ -43,19 +43,15 @@ _BEGIN = b"data: "
 def stream_body(request: GenerateRequest) -> dict[str, Any]:
     """Return the body of a streaming request, without its id."""
     sampling_params = _sampling_params(request.sampling)
-    return {
+    body: dict[str, Any] = {
         "input_ids": list(request.input_ids),
         "sampling_params": {**sampling_params, "stream_interval": request.stream_tokens},
         "return_logprob": request.return_logprobs,
         "stream": True,
-        **_routes_wanted(request),
     }
-
-
-def _routes_wanted(request: GenerateRequest) -> dict[str, Any]:
-    if request.routes_from is None:
-        return {}
-    return {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
+    if request.routes_from is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
+    return body
 
 
 def _sampling_params(sampling: SamplingSettings) -> dict[str, float | int]:
@@ -146,19 +142,21 @@ class StreamParser:
         for version in np.unique(versions).tolist():
             self._check_known(version)
         rest = join([*self._held, part], reason)
-        routes = None if self.request.routes_from is None else self._parse_routes(meta)
+        routes = self._parse_routes(meta, reason)
         self.is_finished = True
         return replace(rest, versions=spans_of(versions[self._num_yielded :]), routes=routes)
 
-    def _parse_routes(self, meta: dict[str, Any]) -> np.ndarray | None:
+    def _parse_routes(self, meta: dict[str, Any], reason: FinishReason) -> np.ndarray | None:
         """See ``Completion.routes``; sent as base64 of int32.
 
         Tokens that were computed again after a retraction may have other experts than when they
         were sampled, which are unknown.
         """
         request, first = self.request, self.request.routes_from
-        if not self._num_tokens or first is None:  # perhaps nothing was computed
+        if first is None or not self._num_tokens:
             return None
+        if reason is FinishReason.ABORT and "routed_experts" not in meta:
+            return None  # aborted in the queue, after a retraction: the KV cache has nothing of it
         num_rows = len(request.input_ids) + self._num_tokens - 1 - first
         values = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
         if not len(values) or len(values) % num_rows:

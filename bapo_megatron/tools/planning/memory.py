@@ -494,17 +494,19 @@ def disk_use(case: Scenario, work: Workload) -> list[DiskUse]:
     if distillation.is_used and distillation.loss == "top_k":
         num_values += 2 * distillation.top_k  # ids and log-probs
     token_bytes = DUMP_TOKEN_BYTES + FLOAT32_BYTES * num_values
-    dump_bytes = token_bytes * work.response_tokens_per_step
+    route_bytes = 0
     buffer_bytes: float = BUFFER_TOKEN_BYTES * buffer_tokens
     if (experts := case.hf.experts) is not None and config.algorithm.router_replay == "rollout":
         routes = case.hf.num_layers * experts.per_token
-        route_bytes = 1 if experts.num <= _BYTE_EXPERTS else 2
-        dump_bytes += routes * route_bytes * work.tokens_per_step
+        route_bytes = routes * (1 if experts.num <= _BYTE_EXPERTS else 2)
         buffer_bytes += 2 * routes * buffer_tokens
     dumps = min(steps, rollout.keep_dumps or steps) if rollout.dump else 0
-    return [
+    uses = [
         DiskUse("checkpoint", (case.element_bytes + OPTIMIZER_BYTES) * parameters, num_checkpoints),
         DiskUse("its unfinished samples", buffer_bytes, num_checkpoints),
-        DiskUse("dump", dump_bytes, dumps),
+        DiskUse("dump", token_bytes * work.response_tokens_per_step, dumps),
         DiskUse("export", case.element_bytes * parameters, int(checkpoint.at_end)),
     ]
+    if route_bytes:
+        uses.append(DiskUse("its experts", route_bytes * work.tokens_per_step, max(dumps, 1)))
+    return uses

@@ -113,13 +113,15 @@ class Layout:
 
 
 def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
-    """Return the layout of a configuration on ``gpus`` GPUs; None: those of one replica.
+    """Return the layout of a configuration on ``gpus`` GPUs; None: as few as it needs.
 
     Raises:
         ValueError: The GPUs cannot be divided so.
     """
     replica = parallel.tensor * parallel.pipeline * parallel.context
-    gpus = replica if gpus is None else gpus
+    expert_ranks = parallel.expert * parallel.expert_tensor_size
+    if gpus is None:
+        gpus = parallel.pipeline * math.lcm(parallel.tensor * parallel.context, expert_ranks)
     if replica > MAX_GPUS:
         raise ValueError(
             f"parallel: tensor × pipeline × context must be at most {MAX_GPUS}, got {replica}; "
@@ -130,7 +132,6 @@ def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
             f"--gpus: must be a multiple of parallel.tensor × pipeline × context = {replica}, got "
             f"{gpus}; give {-(-max(gpus, 1) // replica) * replica}, or change parallel"
         )
-    expert_ranks = parallel.expert * parallel.expert_tensor_size
     if (gpus // parallel.pipeline) % expert_ranks:
         raise ValueError(
             "parallel: expert × expert_tensor must divide the GPUs of a pipeline stage, got "

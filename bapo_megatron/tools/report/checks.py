@@ -31,6 +31,7 @@ _MIN_LIVE_SET_RATIO = 0.1
 """The same where the best one has risen: nothing of what it learned helped the other."""
 _AGREEMENT, _LOAD = "router/agreement_share", "router/load_mean"
 _MIN_AGREEMENT_SHARE = 0.9
+"""Replayed experts that the router would have chosen itself."""
 _MAX_KL = 0.1
 """Nats per token between the policy and what sampled its tokens."""
 _EFFECTIVE, _DOUBLED = "policy/effective_sample_share", "policy/negative_doubled_share"
@@ -213,7 +214,8 @@ def _expert_load(run: RunRecord) -> Iterator[Finding]:
             "caution",
             "Tokens crowd on few experts: the busiest expert of a layer had "
             f"{_mean(first):.1f} times the mean load ({_steps(first)}), then {_mean(last):.1f} "
-            f"({_steps(last)}). Lower the learning rate.",
+            f"({_steps(last)}). Lower the learning rate, or set "
+            "algorithm.load_balancing_coefficient (0.001).",
         )
 
 

@@ -244,3 +244,23 @@ async def test_a_refusal_leaves_a_server_of_which_nobody_knows_what_it_holds(pat
     async with client_of(FakeWeightServer(refusals={path: "no"})) as client:
         with pytest.raises(ServerError, match=f"{path}: HTTP 400"):
             await client.release_memory(1.0)
+
+
+@pytest.mark.parametrize("returns_routes", [True, False])
+def test_a_server_that_returns_no_experts_is_refused_where_they_are_needed(
+    returns_routes: bool,
+) -> None:
+    async def check(address: str, *, needs_routes: bool) -> None:
+        client = SglangClient(
+            address, ApiKeys(), request_timeout_s=9.0, returns_routes=needs_routes
+        )
+        try:
+            await client.check()
+        finally:
+            await client.close()
+
+    with FakeSglang(info={"enable_return_routed_experts": returns_routes}) as fake:
+        asyncio.run(check(fake.address, needs_routes=False))
+        refused = pytest.raises(RolloutError, match="start it with --enable-return-routed-experts")
+        with contextlib.nullcontext() if returns_routes else refused:
+            asyncio.run(check(fake.address, needs_routes=True))

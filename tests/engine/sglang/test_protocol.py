@@ -334,7 +334,9 @@ def test_what_was_computed_again_after_a_retraction_has_unknown_experts() -> Non
     again = _event([16], 2)
     again["meta_info"]["num_retractions"] = 1
     parser.take(again)
-    parser.take(_event([24, 32], 4) | {})
+    more = _event([24, 32], 4)
+    more["meta_info"]["num_retractions"] = 1
+    parser.take(more)
     last = parser.take(_with_routes(_event([40], 5, finish=STOP), rows=7, retractions=1))
     assert last is not None
     assert last.routes is not None
@@ -346,6 +348,16 @@ def test_what_was_computed_again_after_a_retraction_has_unknown_experts() -> Non
 def test_experts_that_do_not_fit_the_tokens_are_refused(rows: int) -> None:
     with pytest.raises(ValueError, match=rf"{4 * rows} experts for 5 tokens"):
         Parser(routes_from=0).take(_with_routes(_event([8, 16], 2, finish=STOP), rows))
+
+
+def test_an_abort_in_the_queue_after_a_retraction_has_no_experts() -> None:
+    parser = Parser(routes_from=0)
+    parser.take(_event([8, 16], 2))
+    last = parser.take(_event([], 2, finish=ABORT))
+    assert last is not None
+    assert last.routes is None
+    with pytest.raises(KeyError, match="routed_experts"):
+        Parser(routes_from=0).take(_event([8], 1, finish=STOP))
 
 
 def test_a_response_without_tokens_needs_no_experts() -> None:

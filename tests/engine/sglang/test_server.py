@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from bapo_megatron.config.reward import RewardConfig
+from bapo_megatron.config.teacher import as_policy
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.engine.sglang.server import SglangServer
@@ -213,6 +214,16 @@ def test_servers_have_the_trainers_nccl_settings_and_colocated_ones_can_release_
     assert not set(allocators) & colocated.environment().keys()
     assert saver <= set(colocated.arguments())
     assert colocated.environment()[variable] == "1"
+
+
+def test_servers_return_experts_where_the_trainer_replays_them(tmp_path: Path) -> None:
+    config = server_config(tmp_path, tmp_path)
+    algorithm = config.algorithm.model_copy(update={"router_replay": "rollout"})
+    replaying = config.model_copy(update={"algorithm": algorithm})
+    argument = "--enable-return-routed-experts"
+    assert argument not in SglangServer(config, "cpu", KEYS).arguments()
+    assert argument in SglangServer(replaying, "cpu", KEYS).arguments()
+    assert argument not in SglangServer(as_policy(replaying), "cpu", KEYS).arguments()
 
 
 def test_of_the_shared_files_only_those_of_the_ended_group_are_removed(tmp_path: Path) -> None:

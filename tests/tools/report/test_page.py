@@ -314,7 +314,7 @@ def test_checks_have_a_column_for_every_seed() -> None:
         ["constant reward", "passed, 3 of 3 steps", "passed, 3 of 3 steps"],
         ["data set without reward", "not measured, 0 of 3 steps", "not measured, 0 of 3 steps"],
     ]
-    assert len(card["results"]) == 32
+    assert len(card["results"]) == 36
 
 
 def test_a_curve_and_a_score_that_hide_those_of_another_run_name_it() -> None:
