@@ -145,6 +145,7 @@ def test_every_tensor_has_the_documented_type():
         "entropy_T": None,
         "response_sum_T": None,
         "selected_T": None,
+        "routes": None,
     }
 
 

@@ -179,6 +179,9 @@ def test_a_search_without_a_signed_token_reports_bounds_alone() -> None:
 
 def test_every_curve_of_the_figure_is_a_metric_of_a_step() -> None:
     sums = {**_sums(8, 0.1, 2), "response_tokens": 9.0, "masked_tokens": 1.0}
+    sums |= {"router_load": 3.0, "router_layers": 2.0, "router_load_max": 2.0, "router_steps": 1.0}
+    sums |= {"router_tokens": 4.0, "router_replayed": 3.0, "router_compared": 6.0}
+    sums["router_matches"] = 3.0
     objective = load_objective(AlgorithmConfig()).objective
     updates = update_metrics([_update(sums, dict(objective.report_decision(SEARCHES[0])))])
     values = batch_metrics(_batch(), {}) | updates
@@ -186,6 +189,9 @@ def test_every_curve_of_the_figure_is_a_metric_of_a_step() -> None:
     elsewhere = ("engines/", "throughput/", "weight_sync/", "mismatch/", "kl/")
     assert {name for name in drawn if not name.startswith(elsewhere)} <= values.keys()
     assert {"rollout/stale_token_share", "rollout/age_max"} <= drawn
+    assert values["router/replayed_share"] == 0.75
+    assert values["router/agreement_share"] == 0.5
+    assert (values["router/load_mean"], values["router/load_max"]) == (1.5, 2.0)
 
 
 def _view(**changes: object) -> TokenView:
