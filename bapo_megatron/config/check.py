@@ -218,7 +218,7 @@ def _check_scorers(config: RunConfig) -> None:
     if distillation.is_over_vocabulary and not config.ops.logits_chunk_tokens:
         raise ConfigError(
             f"ops.logits_chunk_tokens: must be above 0 with {key}.loss: {distillation.loss}, got "
-            "0: the teacher's logits are computed in chunks; set 1024, or change the loss"
+            "0: the loss reads logits in chunks; set 1024, or change the loss"
         )
     if distillation.has_engine and config.rollout.temperature != 1:
         raise ConfigError(

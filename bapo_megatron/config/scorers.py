@@ -91,7 +91,8 @@ class DistillationConfig(Section):
     """``tokens``: coefficient · (ℓ_teacher − μ) is added to each token's advantage. ``reverse_kl``
     and ``forward_kl``: KL(policy‖teacher) or KL(teacher‖policy) over the whole vocabulary is added
     to each token's loss (teacher in the trainer, ``ops.logits_chunk_tokens`` above 0). ``top_k``:
-    KL(teacher‖policy) over the teacher's ``top_k`` likeliest tokens (teacher behind an engine)."""
+    KL(teacher‖policy) over the teacher's ``top_k`` likeliest tokens (teacher behind an engine;
+    ``ops.logits_chunk_tokens`` above 0, too)."""
     top_k: int = Field(64, ge=1, le=1024)
     """Tokens per position with ``loss: top_k``; the teacher's probabilities are renormalised."""
     teacher: TeacherConfig = TeacherConfig()
