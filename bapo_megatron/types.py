@@ -148,6 +148,11 @@ class Sample:
         return self.response_token_ids[self.loss_mask] if self.written else self.response_token_ids
 
     @property
+    def sequence_tokens(self) -> int:
+        """P + R."""
+        return len(self.prompt.token_ids) + len(self.response_token_ids)
+
+    @property
     def num_written(self) -> int:
         """R − Q."""
         return sum(span.num_tokens for span in self.written)

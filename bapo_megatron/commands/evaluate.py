@@ -87,9 +87,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
         RolloutError: A server failed.
     """
     check_eval_config(config)
-    # No trainer replays what routers choose.
-    algorithm = config.algorithm.model_copy(update={"router_replay": "none"})
-    config = config.model_copy(update={"algorithm": algorithm})
+    config = config.without_router_replay()
     load_kind(config.rollout.engine).check(config)
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
     renderer = ChatRenderer(tokenizer, config.data)

@@ -29,6 +29,6 @@ def command(
         )
     rollout = run.rollout.model_copy(update={"colocated": False})
     model = run.model.model_copy(update={"path": path})
-    algorithm = run.algorithm.model_copy(update={"router_replay": "none"})
-    served = run.model_copy(update={"model": model, "rollout": rollout, "algorithm": algorithm})
+    served = run.model_copy(update={"model": model, "rollout": rollout})
+    served = served.without_router_replay()
     load_kind("sglang").serve(served, typer.echo, key=f"{TEACHER_KEY}.servers")

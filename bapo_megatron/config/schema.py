@@ -208,7 +208,7 @@ class AlgorithmConfig(_WithOptions):
         if self.router_replay == "behaviour" and self.behaviour != "recomputed":
             raise ValueError(
                 "behaviour must be recomputed with router_replay: behaviour, got "
-                f"{self.behaviour}: there is no pass whose choices could be repeated; change one "
+                f"{self.behaviour}: there is no pass whose choices could be replayed; change one "
                 "of them"
             )
         if self.correction.kind != "none" and self.behaviour != "recomputed":
@@ -332,6 +332,11 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = Field(EvalConfig(), validate_default=True)
     log: LogConfig = LogConfig()
+
+    def without_router_replay(self) -> Self:
+        """Return the configuration of engines whose choices no trainer replays."""
+        algorithm = self.algorithm.model_copy(update={"router_replay": "none"})
+        return self.model_copy(update={"algorithm": algorithm})
 
     @field_validator("eval")
     @classmethod

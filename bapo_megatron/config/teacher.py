@@ -23,11 +23,10 @@ def as_policy(config: RunConfig) -> RunConfig:
         "server": ServerConfig(),
         "weight_sync": WeightSyncConfig(),
     }
-    return config.model_copy(
+    return config.without_router_replay().model_copy(
         update={
             "model": config.model.model_copy(update={"path": teacher.path}),
             "rollout": config.rollout.model_copy(update=rollout),
-            "algorithm": config.algorithm.model_copy(update={"router_replay": "none"}),
         }
     )
 

@@ -106,10 +106,7 @@ def pack_update(
         ValueError: A sample alone exceeds the budget.
     """
     assert sample_indices, "an update needs at least one sample"
-    lengths = {
-        i: len(samples[i].prompt.token_ids) + len(samples[i].response_token_ids)
-        for i in sample_indices
-    }
+    lengths = {i: samples[i].sequence_tokens for i in sample_indices}
     longest_first = sorted(lengths, key=lambda i: (-lengths[i], i))
     longest = samples[longest_first[0]]
     if rules.slots(lengths[longest_first[0]]) > rules.budget:

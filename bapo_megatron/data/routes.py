@@ -53,7 +53,7 @@ def write_routes(path: Path, samples: Sequence[Sample]) -> None:
         )
     parts: list[np.ndarray] = []
     for sample in samples:
-        num_tokens = len(sample.prompt.token_ids) + len(sample.response_token_ids)
+        num_tokens = sample.sequence_tokens
         # An episode may fail before its first token, and a server after the last one.
         known = np.empty((0, max(widths)), np.int8) if sample.routes is None else sample.routes
         if len(known) > num_tokens or len(widths) > 1:
@@ -90,7 +90,7 @@ class RouteFiles:
         from safetensors import SafetensorError, safe_open
 
         path = routes_path(self.directory, step)
-        lengths = [len(s.prompt.token_ids) + len(s.response_token_ids) for s in samples]
+        lengths = [sample.sequence_tokens for sample in samples]
         expected = [sum(lengths), self.num_layers * self.per_token]
         try:
             file: Any = safe_open(path, framework="numpy")

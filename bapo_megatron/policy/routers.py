@@ -71,20 +71,20 @@ class _RouterReplay:
         if is_recomputation and self.replayed is not None:
             chosen = self._kept.popleft()
             return scores_nE.gather(1, chosen), chosen
-        values, own = choose(scores_nE, topk, num_groups=num_groups, group_topk=group_topk)
-        chosen = own
+        values, top = choose(scores_nE, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen = top
         if self.replayed is not None:
-            chosen = torch.where(self.replayed >= 0, self.replayed, own)
+            chosen = torch.where(self.replayed >= 0, self.replayed, top)
             values = scores_nE.gather(1, chosen)
             if self.is_loss_pass and self.recomputes:
                 self._kept.append(chosen)
         if self.recorded is not None:
             self.recorded.append(chosen.to(torch.int16))
         if self.is_loss_pass and not is_recomputation:
-            self._measure(scores_nE.detach(), own, chosen)
+            self._measure(scores_nE.detach(), top, chosen)
         return values, chosen
 
-    def _measure(self, scores_nE: Tensor, own: Tensor, chosen: Tensor) -> None:
+    def _measure(self, scores_nE: Tensor, top: Tensor, chosen: Tensor) -> None:
         assert self.measured_n is not None, "begin_micro_batch comes first"
         weight_n = self.measured_n
         probability_nE = self._probabilities(scores_nE.double())
@@ -95,7 +95,7 @@ class _RouterReplay:
         counts = [(entropy_n * weight_n).sum(), weight_n.sum()]
         if self.replayed is not None:
             known_n = weight_n * (self.replayed >= 0).all(dim=-1)
-            matches_n = (own[:, :, None] == self.replayed[:, None, :]).any(dim=-1).sum(dim=-1)
+            matches_n = (top[:, :, None] == self.replayed[:, None, :]).any(dim=-1).sum(dim=-1)
             counts += [known_n.sum(), (matches_n * known_n).sum()]
         self.totals[num_experts : num_experts + len(counts)] += torch.stack(counts)
 
@@ -112,21 +112,13 @@ class _RouterReplay:
 class Routers:
     """The routers of this rank's chunks of a model."""
 
-    def __init__(
-        self,
-        chunks: Sequence[GPTModel],
-        experts: Experts,
-        groups: ProcessGroups,
-        *,
-        recomputes: bool,
-        sequence_parallel: bool,
-    ) -> None:
-        """Take over the choices of the chunks' routers.
-
-        ``recomputes``: whether the backward pass computes all layers again.
-        """
+    def __init__(self, chunks: Sequence[GPTModel], experts: Experts, groups: ProcessGroups) -> None:
+        """Take over the choices of the chunks' routers."""
+        config: Any = chunks[0].config
+        recomputes = config.recompute_granularity == "full"
         self._experts, self._groups = experts, groups
-        self._part = (groups.tensor_rank, groups.tensor_size) if sequence_parallel else (0, 1)
+        is_divided = config.sequence_parallel
+        self._part = (groups.tensor_rank, groups.tensor_size) if is_divided else (0, 1)
         self._chunks = [
             [
                 _RouterReplay(module, recomputes)
@@ -155,9 +147,10 @@ class Routers:
         counts_N = torch.zeros(num_tokens, dtype=torch.float64, device=device)
         counts_N.index_fill_(0, micro_batch.rows_T, 1.0)
         rank, size = self._part
+        measured_n = counts_N.chunk(size)[rank]
         first = sum(map(len, self._chunks[:chunk]))
         for number, router in enumerate(self._chunks[chunk], start=first):
-            router.measured_n = counts_N.chunk(size)[rank]
+            router.measured_n = measured_n
             router.replayed = None if replayed is None else replayed[:, number]
 
     def balance(self, coefficient: float, num_tokens: float) -> None:
@@ -219,19 +212,3 @@ class Routers:
 
     def _all(self) -> Iterator[_RouterReplay]:
         return (router for chunk in self._chunks for router in chunk)
-
-
-def install_router_replay(
-    chunks: Sequence[GPTModel], experts: Experts | None, groups: ProcessGroups
-) -> Routers | None:
-    """Return the routers of a model's chunks; None for a model without experts."""
-    if experts is None:
-        return None
-    config: Any = chunks[0].config
-    return Routers(
-        chunks,
-        experts,
-        groups,
-        recomputes=config.recompute_granularity == "full",
-        sequence_parallel=config.sequence_parallel,
-    )

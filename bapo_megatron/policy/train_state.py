@@ -24,7 +24,7 @@ from bapo_megatron.policy.optimizer import (
     learning_rate,
     wrap_for_data_parallel,
 )
-from bapo_megatron.policy.routers import install_router_replay
+from bapo_megatron.policy.routers import Routers
 from bapo_megatron.types import MicroBatch
 
 
@@ -55,7 +55,8 @@ class TrainState:
         adam = build_optimizer(wrapped, config, megatron)
         state = cls(model, wrapped, adam, config, total_updates)
         model.modules, model.finish_weights = wrapped, state.finish_weights
-        model.routers = install_router_replay(model.chunks, model.hf.experts, model.groups)
+        if model.hf.experts is not None:
+            model.routers = Routers(model.chunks, model.hf.experts, model.groups)
         return state
 
     @property

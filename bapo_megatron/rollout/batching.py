@@ -223,24 +223,25 @@ class BatchCollector:
         for group in self._buffer:
             unrouted = [pending for pending in group.samples if lacks_routes(pending)]
             group.start_again(unrouted, sees_groups=bool(unrouted) and self.grader.sees_groups)
-        earlier = self._buffer.earlier
-        for number, groups in enumerate(earlier):
-            earlier[number] = tuple(
-                group for group in groups if not any(map(lacks_routes, group.samples))
-            )
+        self._drop_earlier(lacks_routes)
 
     def _forget_unscored(self, teacher: TeacherPool) -> None:
         """Regrade samples that were saved without this teacher's scores; drop earlier groups."""
+
+        def lacks_scores(pending: PendingSample) -> bool:
+            return not teacher.has_scored(pending.sample)
+
         for group in self._buffer:
-            for pending in group.samples:
-                if not teacher.has_scored(pending.sample):
-                    pending.texts = None
+            for pending in filter(lacks_scores, group.samples):
+                pending.texts = None
+        self._drop_earlier(lacks_scores)
+
+    def _drop_earlier(self, is_unusable: Callable[[PendingSample], bool]) -> None:
+        """Drop groups of earlier batches with a sample that cannot be trained on again."""
         earlier = self._buffer.earlier
         for number, groups in enumerate(earlier):
             earlier[number] = tuple(
-                group
-                for group in groups
-                if all(teacher.has_scored(pending.sample) for pending in group.samples)
+                group for group in groups if not any(map(is_unusable, group.samples))
             )
 
     def _request_of(self, pending: PendingSample) -> GenerateRequest:

@@ -95,8 +95,7 @@ def measure_mismatch(
     samples, chosen, room = batch.samples, [], shape.rules.budget * shape.rules.data_size
     for index, sample in enumerate(samples):
         if any(span.version == batch.version for span in sample.versions):
-            length = len(sample.prompt.token_ids) + len(sample.response_token_ids)
-            room -= shape.rules.slots(length)
+            room -= shape.rules.slots(sample.sequence_tokens)
             if room < 0:
                 break
             chosen.append(index)

@@ -177,7 +177,7 @@ class FrozenScorer:
         if is_filled and not self.keeps_hidden:
             return splits
         hf = self.frozen.model.hf
-        lengths = [len(s.prompt.token_ids) + len(s.response_token_ids) for s in batch.samples]
+        lengths = [sample.sequence_tokens for sample in batch.samples]
         scored = []
         with self.frozen.on_device() as model:
             for split in splits:

@@ -115,7 +115,7 @@ def split_shape(
 
 
 def engine_routes(config: RunConfig, model: Model) -> RouteFiles | None:
-    """Return where the experts that engines chose are, if the routers repeat them."""
+    """Return where the experts that engines chose are, if the routers replay them."""
     experts, routers = model.hf.experts, model.routers
     if config.algorithm.router_replay != "rollout" or experts is None or routers is None:
         return None

@@ -121,7 +121,7 @@ class BatchTrainer:
     scorers: Sequence[Scorer] = ()
     """Run in order before a batch's updates; the one that recomputes μ is put in front."""
     routes: RouteFiles | None = None
-    """Where the experts that engines chose are, which the routers repeat."""
+    """Where the experts that engines chose are, which the routers replay."""
     dump: TokenDump | None = None
     note: Callable[[str], None] = lambda _: None
     """Called with the name of each phase, for hang reports."""
@@ -191,7 +191,7 @@ class BatchTrainer:
         return results
 
     def _split(self, batch: RolloutBatch) -> tuple[BatchRoutes | None, Splits]:
-        """Return what the engines chose, if that is repeated, and the step's updates."""
+        """Return what the engines chose, if that is replayed, and the step's updates."""
         with fail_together(self._groups, ValueError):  # a rank reads its own samples' routes only
             routes = None if self.routes is None else self.routes.open(batch.step, batch.samples)
             splits = split_step(

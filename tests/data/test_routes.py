@@ -32,7 +32,7 @@ def routed_samples(largest: int = EXPERTS - 1) -> list[Sample]:
     """Samples with different experts for every token, of which the last one has none."""
     samples, number = list(make_batch().samples), 0
     for sample in samples:
-        num_rows = len(sample.prompt.token_ids) + len(sample.response_token_ids) - 1
+        num_rows = sample.sequence_tokens - 1
         values = (largest - np.arange(num_rows * LAYERS * PER_TOKEN) - number) % (largest + 1)
         sample.routes = values.reshape(num_rows, -1).astype(np.int16)
         number += 7
@@ -48,7 +48,7 @@ def written(directory: Path, samples: list[Sample]) -> Path:
 def expected_routes(sample: Sample) -> np.ndarray:
     assert sample.routes is not None
     known = sample.routes.reshape(len(sample.routes), LAYERS, PER_TOKEN)
-    missing = len(sample.prompt.token_ids) + len(sample.response_token_ids) - len(known)
+    missing = sample.sequence_tokens - len(known)
     return np.pad(known, ((0, missing), (0, 0), (0, 0)), constant_values=-1)
 
 
@@ -171,7 +171,7 @@ def test_files_that_do_not_fit_are_refused_with_a_remedy(tmp_path: Path) -> None
 
 
 def test_what_an_engine_did_not_return_is_free_unless_it_returns_nothing(tmp_path: Path) -> None:
-    """Of an episode that failed before its first token, or a server after the last one."""
+    """An episode failed before its first token, or a server after the last one."""
     samples = routed_samples()
     samples[2].routes = None
     written(tmp_path, samples)

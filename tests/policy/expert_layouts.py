@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from tests.distributed_launch import joined
+from tests.distributed_launch import joined, run_ranks
 from tests.policy.parity_ranks import (
     build,
     forward_backward,
@@ -14,10 +14,10 @@ from tests.policy.parity_ranks import (
     hf_gradients,
     snapshot,
 )
-from tests.policy.tiny_models import SEQUENCES, Problem, make_problems
+from tests.policy.tiny_models import SEQUENCES, Problem, make_model, make_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -31,6 +31,16 @@ BATCHES = (
     ((80,), (90, 3, 90, 4, 90, 5), (2, 2)),
 )
 """One for each of four data-parallel ranks."""
+
+
+FAMILIES = ("qwen3_moe", "glm4_moe")
+Results = dict[str, list[dict[str, Any]]]
+"""By layout and family, of each rank."""
+
+
+def make_models(root: Path) -> dict[str, Path]:
+    """Four layers, so that two stages have two chunks each."""
+    return {name: make_model(name, root / name, num_hidden_layers=4) for name in FAMILIES}
 
 
 @dataclass(frozen=True)
@@ -111,76 +121,86 @@ def problems_of(groups: ProcessGroups) -> list[Problem]:
     return [p.part(rank, size) for p in problems[groups.data_rank :: groups.data_size]]
 
 
-def run_layouts(layouts: list[Layout], models: dict[str, Path], export: Path) -> dict[str, Any]:
-    """By layout and family: logits, gradients, the norm, the weights after an update."""
-    results: dict[str, Any] = {}
+def built(
+    layouts: list[Layout], models: dict[str, Path], **optimizer: float
+) -> Iterator[tuple[str, ProcessGroups, TrainState]]:
+    """A training state of each model in each layout, with the names of both."""
     for layout in layouts:
         with joined(**layout.sizes) as groups:
             for family, directory in models.items():
-                state = build(directory, groups, megatron=layout.megatron, lr=LR)
-                problems = problems_of(groups)
-                logits = state.model.forward_only(
-                    [problem.micro_batch for problem in problems],
-                    lambda logits_NV, _, groups=groups: gather_columns(logits_NV, groups),
-                )
-                if groups.rank == 0:
-                    export.mkdir(exist_ok=True)
-                state.model.export_hf(export / f"{layout.name}, {family}", durable=False)
-                forward_backward(state, problems)
-                results[f"{layout.name}, {family}"] = {
-                    "place": (
-                        groups.data_rank,
-                        groups.data_size,
-                        groups.context_rank,
-                        groups.context_size,
-                    ),
-                    "logits": logits,
-                    "gradients": hf_gradients(state),
-                    "step": state.optimizer_step(),
-                    "weights": snapshot(state),
-                }
+                state = build(directory, groups, megatron=layout.megatron, **optimizer)
+                yield f"{layout.name}, {family}", groups, state
+
+
+def by_rank(run: Callable[..., dict[str, Any]], layouts: list[Layout], *args: Any) -> Results:
+    """What ``run`` returns of layouts, by layout and family, of each rank."""
+    results: Results = {}
+    for ranks in sorted({layout.ranks for layout in layouts}):
+        fitting = [layout for layout in layouts if layout.ranks == ranks]
+        of_ranks = run_ranks(run, ranks, fitting, *args, timeout_s=300)
+        results |= {name: [result[name] for result in of_ranks] for name in of_ranks[0]}
+    return results
+
+
+def run_layouts(layouts: list[Layout], models: dict[str, Path], export: Path) -> dict[str, Any]:
+    """By layout and family: logits, gradients, the norm, the weights after an update."""
+    results: dict[str, Any] = {}
+    for name, groups, state in built(layouts, models, lr=LR):
+        problems = problems_of(groups)
+        logits = state.model.forward_only(
+            [problem.micro_batch for problem in problems],
+            lambda logits_NV, _, groups=groups: gather_columns(logits_NV, groups),
+        )
+        if groups.rank == 0:
+            export.mkdir(exist_ok=True)
+        state.model.export_hf(export / name, durable=False)
+        forward_backward(state, problems)
+        results[name] = {
+            "place": (
+                groups.data_rank,
+                groups.data_size,
+                groups.context_rank,
+                groups.context_size,
+            ),
+            "logits": logits,
+            "gradients": hf_gradients(state),
+            "step": state.optimizer_step(),
+            "weights": snapshot(state),
+        }
     return results
 
 
 def run_replays(layouts: list[Layout], models: dict[str, Path]) -> dict[str, Any]:
-    """By layout and family: what changes when routers repeat their own choices, or get others."""
+    """By layout and family: what changes when routers replay their own choices, or get others."""
     results: dict[str, Any] = {}
-    for layout in layouts:
-        with joined(**layout.sizes) as groups:
-            for family, directory in models.items():
-                state = build(directory, groups, megatron=layout.megatron)
-                assert state.model.routers is not None
-                problems = problems_of(groups)
-                with state.model.routers.recorded() as recorded:
-                    passes = {"free": _run(state, problems)}
-                num_experts = state.model.hf.dimensions["experts"]
-                routes = {
-                    "own": recorded[: len(problems)],
-                    "half": [_half_free(part) for part in recorded[: len(problems)]],
-                    "other": [(part + 1) % num_experts for part in recorded[: len(problems)]],
-                }
-                for name, parts in routes.items():
-                    passes[name] = _run(state, problems, parts)
-                results[f"{layout.name}, {family}"] = passes
+    for name, groups, state in built(layouts, models):
+        assert state.model.routers is not None
+        problems = problems_of(groups)
+        with state.model.routers.recorded() as recorded:
+            results[name] = {"free": _run(state, problems)}
+        num_experts = state.model.hf.dimensions["experts"]
+        routes = {
+            "own": recorded[: len(problems)],
+            "half": [_half_free(part) for part in recorded[: len(problems)]],
+            "other": [(part + 1) % num_experts for part in recorded[: len(problems)]],
+        }
+        results[name] |= {kind: _run(state, problems, parts) for kind, parts in routes.items()}
     return results
 
 
 def run_balanced(layouts: list[Layout], models: dict[str, Path]) -> dict[str, Any]:
     """By layout and family, on rank 0: the gradients without and with the load balancing loss."""
     results: dict[str, Any] = {}
-    for layout in layouts:
-        with joined(**layout.sizes) as groups:
-            for family, directory in models.items():
-                state = build(directory, groups, megatron=layout.megatron)
-                assert state.model.routers is not None
-                problems = problems_of(groups)
-                forward_backward(state, problems)
-                gradients = [hf_gradients(state)]
-                whole = make_problems(0, *multiples_of(groups.context_size), batches=BATCHES)
-                num_tokens = sum(problem.micro_batch.num_tokens for problem in whole)
-                state.model.routers.balance(BALANCE, num_tokens)
-                forward_backward(state, problems)
-                results[f"{layout.name}, {family}"] = [*gradients, hf_gradients(state)]
+    for name, groups, state in built(layouts, models):
+        assert state.model.routers is not None
+        problems = problems_of(groups)
+        forward_backward(state, problems)
+        results[name] = [hf_gradients(state)]
+        whole = make_problems(0, *multiples_of(groups.context_size), batches=BATCHES)
+        num_tokens = sum(problem.micro_batch.num_tokens for problem in whole)
+        state.model.routers.balance(BALANCE, num_tokens)
+        forward_backward(state, problems)
+        results[name].append(hf_gradients(state))
     return results
 
 

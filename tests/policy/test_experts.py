@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.distributed_launch import run_ranks
 from tests.policy.convert_models import assert_same, weights
-from tests.policy.expert_layouts import BATCHES, COVERING, LAYOUTS, LR, multiples_of, run_layouts
+from tests.policy.expert_layouts import (
+    BATCHES,
+    COVERING,
+    FAMILIES,
+    LAYOUTS,
+    LR,
+    Results,
+    by_rank,
+    make_models,
+    multiples_of,
+    run_layouts,
+)
 from tests.policy.test_policy_parity import assert_gradients
 from tests.policy.tiny_models import (
     load_reference,
-    make_model,
     make_problems,
     reference_gradients,
     reference_logits,
@@ -27,15 +36,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.distributed
 
-FAMILIES = ("qwen3_moe", "glm4_moe")
 TESTED = [layout for layout in LAYOUTS if layout.name in COVERING]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Four layers, so that two stages have two chunks each."""
-    root = tmp_path_factory.mktemp("models")
-    return {name: make_model(name, root / name, num_hidden_layers=4) for name in FAMILIES}
+    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +50,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(models: dict[str, Path], exports: Path) -> dict[str, list[dict[str, Any]]]:
-    """By layout and family, of each rank."""
-    of_layouts: dict[str, list[dict[str, Any]]] = {}
-    for ranks in sorted({layout.ranks for layout in TESTED}):
-        layouts = [layout for layout in TESTED if layout.ranks == ranks]
-        by_rank = run_ranks(run_layouts, ranks, layouts, models, exports, timeout_s=300)
-        for name in by_rank[0]:
-            of_layouts[name] = [results[name] for results in by_rank]
-    return of_layouts
+def results(models: dict[str, Path], exports: Path) -> Results:
+    return by_rank(run_layouts, TESTED, models, exports)
 
 
 @pytest.fixture(scope="module")

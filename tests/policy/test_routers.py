@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.distributed_launch import run_ranks
 from tests.policy.expert_layouts import (
     BALANCE,
     BATCHES,
+    FAMILIES,
     LAYOUTS,
     REPLAYED,
+    Results,
+    by_rank,
+    make_models,
     multiples_of,
     run_balanced,
     run_replays,
 )
 from tests.policy.tiny_models import (
     load_reference,
-    make_model,
     make_problems,
     per_expert,
     reference_logits,
@@ -32,27 +34,18 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.distributed
 
-FAMILIES = ("qwen3_moe", "glm4_moe")
 TESTED = [layout for layout in LAYOUTS if layout.name in REPLAYED]
 CASES = [f"{layout.name}, {family}" for layout in TESTED for family in FAMILIES]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: make_model(name, root / name, num_hidden_layers=4) for name in FAMILIES}
+    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
-def results(models: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
-    """By layout and family, of each rank."""
-    of_layouts: dict[str, list[dict[str, Any]]] = {}
-    for ranks in sorted({layout.ranks for layout in TESTED}):
-        layouts = [layout for layout in TESTED if layout.ranks == ranks]
-        by_rank = run_ranks(run_replays, ranks, layouts, models, timeout_s=300)
-        for name in by_rank[0]:
-            of_layouts[name] = [results[name] for results in by_rank]
-    return of_layouts
+def results(models: dict[str, Path]) -> Results:
+    return by_rank(run_replays, TESTED, models)
 
 
 def per_token(case: str) -> int:
@@ -119,16 +112,13 @@ def test_metrics_say_what_was_repeated_and_where_the_router_agrees(
 
 
 @pytest.fixture(scope="module")
-def balanced(models: dict[str, Path]) -> dict[str, list[dict[str, Tensor]]]:
-    gradients: dict[str, list[dict[str, Tensor]]] = {}
-    for ranks in sorted({layout.ranks for layout in TESTED}):
-        layouts = [layout for layout in TESTED if layout.ranks == ranks]
-        gradients |= run_ranks(run_balanced, ranks, layouts, models, timeout_s=300)[0]
-    return gradients
+def balanced(models: dict[str, Path]) -> dict[str, Any]:
+    """Gradients without and with the loss, on rank 0."""
+    return {name: first for name, (first, *_) in by_rank(run_balanced, TESTED, models).items()}
 
 
 def balancing_gradients(family: str, directory: Path, context_size: int) -> dict[str, Tensor]:
-    """Of Σ_layers E Σ_e f_e P_e over a micro-batch, weighted by tokens, by transformers."""
+    """Gradients of Σ_layers E Σ_e f_e P_e, averaged by tokens over micro-batches."""
     model = load_reference(family, directory)
     seen: dict[int, list[Tensor]] = {}
     for number, layer in enumerate(model.model.layers):
@@ -157,7 +147,7 @@ def balancing_gradients(family: str, directory: Path, context_size: int) -> dict
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_load_balancing_loss_has_the_gradient_of_its_formula_in_every_layout(
-    balanced: dict[str, list[dict[str, Tensor]]], models: dict[str, Path], case: str
+    balanced: dict[str, Any], models: dict[str, Path], case: str
 ) -> None:
     layout, _, family = case.rpartition(", ")
     context_size = next(x for x in TESTED if x.name == layout).sizes.get("context", 1)

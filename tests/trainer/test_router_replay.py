@@ -142,7 +142,7 @@ def test_a_replay_has_the_routes_of_the_run_and_repeats_its_training(
 def test_servers_return_the_experts_of_every_token_but_those_computed_again(
     model: Path, tmp_path: Path
 ) -> None:
-    """Of responses that are aborted and continued; then, of responses that are retracted."""
+    """Responses are aborted and continued; then, retracted."""
     server = {"max_total_tokens": 8192, "mem_fraction": 0.3}
     rollout = {"engine": "sglang", "partial_tokens": None, "server": server, "async_steps": 1}
     path = write_config(tmp_path, model, **rollout, max_response_tokens=60, oversample_groups=2)

@@ -200,7 +200,7 @@ def _router_agreement(run: RunRecord) -> Iterator[Finding]:
         yield Finding(
             "caution",
             f"The trainer's routers would choose {min(shares.values()):.0%} of the experts that "
-            f"they repeat, in {_count(steps, run)}. The weights have moved since the tokens were "
+            f"they replay, in {_count(steps, run)}. The weights have moved since the tokens were "
             "sampled (see their age), or the engine computes differently (see the mismatch).",
             steps,
         )

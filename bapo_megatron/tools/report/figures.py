@@ -150,8 +150,8 @@ PANELS = (
         "Router replay",
         "share",
         {"agreement": "router/agreement_share", "replayed tokens": "router/replayed_share"},
-        note="Fraction of the repeated experts that the trainer's routers would have chosen; "
-        "fraction of tokens whose experts were repeated.",
+        note="Fraction of the replayed experts that the trainer's routers would have chosen; "
+        "fraction of tokens whose experts were replayed.",
     ),
     Panel(
         "Gradient norm",

@@ -47,7 +47,7 @@ def reference_routes(model_dir: Path, token_ids: Sequence[int]) -> np.ndarray:
 def assert_routes(
     model_dir: Path, requests: Sequence[GenerateRequest], completions: Sequence[Completion]
 ) -> None:
-    """Of every token from ``routes_from`` to the last but one."""
+    """Check every token from ``routes_from`` to the last but one."""
     for request, completion in zip(requests, completions, strict=True):
         assert completion.routes is not None
         assert completion.routes.dtype == np.int16
