@@ -270,7 +270,7 @@ def _empty_states(hf: HfConfig) -> list[str]:
             modules.append(f"{layer}.self_attention.core_attention")
         sizes = ((1,), (0,)) if place is None else (shape[:1], (place,))
         for module in modules:
-            if module not in MODULES_WITHOUT_STATE:
+            if module not in MODULES_WITHOUT_STATE and not module.endswith(".mlp.router"):
                 states[ShardedObject(f"{module}._extra_state", None, *sizes).unique_key] = None
     return list(states)
 

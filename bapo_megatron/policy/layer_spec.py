@@ -27,6 +27,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -62,8 +63,11 @@ def _fused_layer(hf: HfConfig, config: TransformerConfig, *, has_experts: bool) 
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
+        qk_layernorm=config.qk_layernorm or hf.latent is not None,
+        multi_latent_attention=hf.latent is not None,
     )
+    if hf.latent:
+        layer.submodules.self_attention.module = LatentSelfAttention
     if hf.output_bias:
         _add_output_bias(layer)
     return layer
@@ -74,12 +78,21 @@ def _layer(hf: HfConfig, config: TransformerConfig, *, has_experts: bool) -> Mod
         num_experts=config.num_moe_experts if has_experts else None,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
+        multi_latent_attention=hf.latent is not None,
     )
     submodules = layer.submodules
     attention = submodules.self_attention.submodules
-    submodules.input_layernorm = IdentityOp  # fused into the linear
-    attention.linear_qkv = NormColumnParallelLinear
     attention.core_attention = PackedCausalAttention
+    if hf.latent:
+        submodules.input_layernorm = RMSNorm
+        submodules.self_attention.module = LatentSelfAttention
+        attention.linear_q_up_proj = attention.linear_kv_up_proj = NormColumnParallelLinear
+        replicated = multi_latent_attention.TELinear or ReplicatedLinear
+        multi_latent_attention.TELinear = replicated  # the name that Megatron compares with
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = replicated
+    else:
+        submodules.input_layernorm = IdentityOp  # fused into the linear
+        attention.linear_qkv = NormColumnParallelLinear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if hf.output_bias:
@@ -127,7 +140,7 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = _norm_weight(config, hidden_size)
+        self.weight = _replicated(config, hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise the last dimension."""
@@ -141,7 +154,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
     ) -> None:
         super().__init__(input_size, output_size, config=config, **options)
-        self.layer_norm_weight = _norm_weight(config, input_size)
+        self.layer_norm_weight = _replicated(config, input_size)
 
     def forward(self, hidden: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Normalise ``hidden``, then multiply; returns (output, bias to add later)."""
@@ -149,11 +162,43 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(normalised, *args, **options)
 
 
+class ReplicatedLinear(nn.Module):
+    """A linear that every tensor-parallel rank has whole: the twin of a duplicated TELinear.
+
+    Megatron's column-parallel one would give the rotated keys, which all heads share, the gradients
+    of a rank's own heads alone.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
+    ) -> None:
+        super().__init__()
+        self.weight = _replicated(config, output_size, input_size)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """Multiply; returns (output, no bias)."""
+        return F.linear(hidden, self.weight), None
+
+
+class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
+    """Megatron's attention over latents, with the norms that the spec says.
+
+    Megatron's choice would add a norm to queries that have no latent.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+        return {
+            **{name: getattr(submodules, name) for name in names},
+            **dict.fromkeys(("q_layernorm", "kv_layernorm"), IdentityOp),
+        }
+
+
 class PackedRotaryEmbedding(nn.Module):
     """Rotations of the tokens of a packed batch, computed once for all layers.
 
     Megatron has the angles by position and, without Transformer Engine, rotates each sequence
-    separately in every layer.
+    separately in every layer. Of attention over latents every layer computes them.
     """
 
     def __init__(self, by_position: RotaryEmbedding, dtype: torch.dtype) -> None:
@@ -169,18 +214,31 @@ class PackedRotaryEmbedding(nn.Module):
         self, packed_seq_params: PackedSeqParams, *, cp_group: Any, **options: Any
     ) -> Tensor:
         """Return cosine and sine for each token of this context rank, [2, N, 1, D]."""
+        angles = self.by_position(packed_seq_params.max_seqlen_q, **options)
+        angles_N1D = self._of_tokens(angles, packed_seq_params, cp_group)
+        return torch.stack([angles_N1D.cos(), angles_N1D.sin()]).to(self.dtype)
+
+    def get_cached_cos_sin(
+        self, packed_seq_params: PackedSeqParams, *, packed_seq: bool, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine, [N, 1, D] each, for attention over latents; YaRN scales them."""
+        angles, factor = self.by_position(packed_seq_params.max_seqlen_q, packed_seq=packed_seq)
+        angles_N1D = self._of_tokens(angles, packed_seq_params, None)
+        return factor * angles_N1D.cos().to(self.dtype), factor * angles_N1D.sin().to(self.dtype)
+
+    def _of_tokens(
+        self, angles_S11D: Tensor, packed_seq_params: PackedSeqParams, cp_group: Any
+    ) -> Tensor:
         group = self.by_position.cp_group if cp_group is None else cp_group
         size, rank = group.size(), group.rank()
-        angles = self.by_position(packed_seq_params.max_seqlen_q, **options)[:, :, 0]
-        parts = []
+        angles, parts = angles_S11D[:, :, 0], []
         for length in packed_seq_params.cu_seqlens_q.diff().tolist():
             if size == 1:
                 parts.append(angles[:length])
             else:
                 chunks = angles[:length].chunk(2 * size)
                 parts += [chunks[rank], chunks[2 * size - 1 - rank]]
-        angles_N1D = torch.cat(parts)
-        return torch.stack([angles_N1D.cos(), angles_N1D.sin()]).to(self.dtype)
+        return torch.cat(parts)
 
 
 def fuse_rotation(gpt: GPTModel) -> None:
@@ -188,12 +246,21 @@ def fuse_rotation(gpt: GPTModel) -> None:
 
     Replaces the kernel for every model of this process.
     """
-    gpt.rotary_pos_emb = PackedRotaryEmbedding(gpt.rotary_pos_emb, gpt.config.params_dtype)
+    for module in list(gpt.modules()):
+        if isinstance(rope := getattr(module, "rotary_pos_emb", None), RotaryEmbedding):
+            module.rotary_pos_emb = PackedRotaryEmbedding(rope, gpt.config.params_dtype)
     gpt.config.apply_rope_fusion = True
     rope_utils.fused_apply_rotary_pos_emb_thd = _rotate_packed
+    multi_latent_attention.fused_apply_mla_rope_for_q = _rotate_latent_queries
+    multi_latent_attention.fused_apply_mla_rope_for_kv = _rotate_latent_keys
 
 
-def _rotate_packed(tokens_NHD: Tensor, cu_seqlens: Tensor, rotation: Tensor, **_: Any) -> Tensor:
+def _rotate_packed(
+    tokens_NHD: Tensor,
+    cu_seqlens: Tensor | None,
+    rotation: Tensor | tuple[Tensor, Tensor],
+    **_: Any,
+) -> Tensor:
     """Rotate queries or keys; the twin of Transformer Engine's kernel for packed batches."""
     cos_N1D, sin_N1D = rotation
     width = cos_N1D.shape[-1]
@@ -201,6 +268,36 @@ def _rotate_packed(tokens_NHD: Tensor, cu_seqlens: Tensor, rotation: Tensor, **_
     first, second = rotated.chunk(2, dim=-1)
     rotated = rotated * cos_N1D + torch.cat((-second, first), dim=-1) * sin_N1D
     return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
+
+
+def _rotate_latent_queries(
+    query_NHD: Tensor, cos: Tensor, sin: Tensor, unrotated_dim: int, rotary_dim: int, *_: Any
+) -> Tensor:
+    """Rotate the last channels of queries; the twin of Megatron's kernel."""
+    unrotated, rotated = query_NHD.split([unrotated_dim, rotary_dim], dim=-1)
+    return torch.cat((unrotated, _rotate_pairs(rotated, cos, sin)), dim=-1)
+
+
+def _rotate_latent_keys(
+    key_value_NHD: Tensor,
+    shared_key_N1D: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rotary_dim: int,
+    unrotated_dim: int,
+    value_dim: int,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return keys with the rotated channels that heads share, and values; a twin as well."""
+    unrotated, value_NHD = key_value_NHD.split([unrotated_dim, value_dim], dim=-1)
+    rotated = _rotate_pairs(shared_key_N1D, cos, sin).expand(-1, unrotated.shape[1], -1)
+    return torch.cat((unrotated, rotated), dim=-1), value_NHD
+
+
+def _rotate_pairs(tokens_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channels 2i and 2i + 1 together; they become channels i and i + D/2."""
+    halves = torch.cat((tokens_NHD[..., 0::2], tokens_NHD[..., 1::2]), dim=-1)
+    return _rotate_packed(halves, None, (cos, sin))
 
 
 class PackedCausalAttention(nn.Module):
@@ -291,9 +388,9 @@ class PackedCausalAttention(nn.Module):
         return output_HSD.transpose(0, 1)
 
 
-def _norm_weight(config: TransformerConfig, size: int) -> nn.Parameter:
+def _replicated(config: TransformerConfig, *shape: int) -> nn.Parameter:
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-    weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
+    weight = nn.Parameter(torch.ones(shape, dtype=config.params_dtype, device=device))
     # Sequence-parallel ranks see a part of the tokens each: Megatron sums marked gradients.
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight

@@ -15,7 +15,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import nn
 
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
@@ -70,7 +70,8 @@ def build_chunks(
         for module in gpt.modules():
             if hasattr(module, "frozen_expert_bias"):
                 module.frozen_expert_bias = True  # training keeps the balance that it finds
-        _scale_frequencies(gpt.rotary_pos_emb, hf)
+        if hf.latent is None:
+            _scale_frequencies(gpt.rotary_pos_emb, hf)
         if not uses_transformer_engine(groups.device, config.params_dtype):
             fuse_rotation(gpt)
         chunks.append(gpt.to(groups.device))
@@ -116,7 +117,7 @@ def _softmax_scale(hf: HfConfig) -> float | None:
 
     YaRN scales rotated queries and keys, and so their products by the square.
     """
-    if not isinstance(hf.rope_scaling, YarnRope):
+    if hf.latent or not isinstance(hf.rope_scaling, YarnRope):
         return None
     return float(hf.rope_scaling.attention_factor**2 * hf.head_dim**-0.5)
 
@@ -130,7 +131,8 @@ def _transformer_config(
 ) -> TransformerConfig:
     dtype, num_chunks = DTYPES[model.dtype], parallel.virtual_pipeline
     fused = uses_transformer_engine(groups.device, dtype)
-    return TransformerConfig(
+    config = MLATransformerConfig if hf.latent else TransformerConfig
+    return config(
         num_layers=hf.num_layers,
         hidden_size=hf.hidden_size,
         ffn_hidden_size=hf.intermediate_size,
@@ -158,6 +160,7 @@ def _transformer_config(
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         context_parallel_size=parallel.context,
+        **_latent_options(hf),
         **_expert_options(hf, parallel, fused=fused),
         # A stage needs only the shape of its sent output, not the values.
         deallocate_pipeline_outputs=True,
@@ -166,6 +169,31 @@ def _transformer_config(
         **memory_options(megatron, fused),
         **_speed_options(groups.device, fused=fused, interleaved=num_chunks > 1),
     )
+
+
+def _latent_options(hf: HfConfig) -> dict[str, Any]:
+    """Translate attention over latents; nothing for other models.
+
+    YaRN by a factor of 1 is no YaRN, and Megatron's kernel has no rotation without it.
+    """
+    if hf.latent is None:
+        return {}
+    yarn = hf.rope_scaling or YarnRope(1.0, hf.max_position_embeddings)
+    assert isinstance(yarn, YarnRope)
+    return {
+        "q_lora_rank": hf.latent.query_rank,
+        "kv_lora_rank": hf.latent.key_value_rank,
+        "qk_head_dim": hf.latent.unrotated_dim,
+        "qk_pos_emb_head_dim": hf.latent.rotary_dim,
+        "v_head_dim": hf.latent.value_dim,
+        "rotary_base": hf.rope_theta,
+        "rotary_scaling_factor": yarn.factor,
+        "original_max_position_embeddings": int(yarn.original_max_position_embeddings),
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale or 1.0,
+        "mscale_all_dim": yarn.mscale_all_dim or 0.0,
+    }
 
 
 def _expert_options(hf: HfConfig, parallel: ParallelConfig, *, fused: bool) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def sequence_flops(hf: HfConfig) -> "SequenceFlops":
     """Return the FLOPs of a forward pass: two per weight and token, and causal attention.
 
     Of the experts a token visits ``per_token``. Attention multiplies queries with keys and scores
-    with values, half of the L² pairs each: 2 · 2 · L²/2 · channels FLOPs per layer. The embedding
-    is a lookup.
+    with values, half of the L² pairs each: 2 · L²/2 · channels FLOPs per layer and product. The
+    embedding is a lookup.
     """
     from bapo_megatron.data.packing import SequenceFlops  # imports numpy
 
@@ -72,8 +72,8 @@ def sequence_flops(hf: HfConfig) -> "SequenceFlops":
         for times, group in ((1, parts.shared), (visited, parts.expert)):
             shapes = [shape for w in group for shape in hf_shapes(w, hf).values()]
             weights += times * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-    query = hf.num_heads * hf.head_dim
-    return SequenceFlops(per_token=2 * weights, per_pair=2 * hf.num_layers * query)
+    channels = hf.num_heads * (hf.head_dim + hf.value_dim)
+    return SequenceFlops(per_token=2 * weights, per_pair=hf.num_layers * channels)
 
 
 def hf_shapes(weight: Weight, hf: HfConfig) -> dict[str, tuple[int, ...]]:

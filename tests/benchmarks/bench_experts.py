@@ -21,7 +21,7 @@ from tests.policy.tiny_models import (
     reference_logits,
 )
 
-FAMILIES = ("qwen3_moe", "glm4_moe")
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 COLUMNS = {
     "layout": "{layout}",
     "ranks": "{ranks}",

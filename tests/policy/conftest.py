@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.policy.convert_models import COMPANIONS, run_convert
-from tests.policy.tiny_models import FAMILIES, Models, make_model
+from tests.policy.tiny_models import FAMILIES, MOONLIGHT, Models, make_model
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Two layers."""
+    """Two layers; DeepSeek's as Moonlight has them."""
     root = tmp_path_factory.mktemp("models")
-    return {family: make_model(family, root / family) for family in FAMILIES}
+    changes = {"deepseek_v3": MOONLIGHT}
+    return {name: make_model(name, root / name, **changes.get(name, {})) for name in FAMILIES}
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ BATCHES = (
 """One for each of four data-parallel ranks."""
 
 
-FAMILIES = ("qwen3_moe", "glm4_moe")
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 Results = dict[str, list[dict[str, Any]]]
 """By layout and family, of each rank."""
 

@@ -136,7 +136,7 @@ def balancing_gradients(family: str, directory: Path, context_size: int) -> dict
             chosen_NK = logits_NE.topk(per_token(family), dim=-1).indices  # also with a bias
             assert len(logits_NE) == problem.micro_batch.num_tokens
             probability_NE = logits_NE.softmax(dim=-1)
-            if family == "glm4_moe":
+            if family != "qwen3_moe":
                 probability_NE = logits_NE.sigmoid() / logits_NE.sigmoid().sum(-1, keepdim=True)
             share_E = torch.bincount(chosen_NK.flatten(), minlength=8) / chosen_NK.numel()
             loss = 8 * (share_E * probability_NE.mean(dim=0)).sum()

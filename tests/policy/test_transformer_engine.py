@@ -16,9 +16,17 @@ import pytest
 
 from bapo_megatron.policy.convert import _empty_states, _stacked
 from bapo_megatron.policy.weight_table import EMBEDDING, OUTPUT, shard_shape, weight_table
-from tests.policy.transformer_engine_names import FAMILIES, LAYOUTS, published
+from tests.policy.transformer_engine_names import CASES, LAYOUTS, published
 
 FOLDER = Path(sys.prefix) / "transformer-engine-2.20.2"
+
+MODULES = ("RMSNorm", "TELayerNormColumnParallelLinear", "TERowParallelLinear")
+EXPERTS = ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear", "TopKRouter")
+FURTHER_MODULES = {
+    "qwen3 with experts": EXPERTS,
+    "glm with experts": (*EXPERTS, "TEColumnParallelLinear"),  # of the shared experts
+    "moonlight": (*EXPERTS, "TEColumnParallelLinear", "TELinear"),
+}
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,44 +38,44 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
     """What each model holds in each layout, as its own process found it."""
     result = tmp_path_factory.mktemp("names") / "held.json"
     command = [sys.executable, "-m", "tests.policy.transformer_engine_names", FOLDER, result]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
-    return dict(json.loads(result.read_text()))
+    return dict(zip(CASES, json.loads(result.read_text()), strict=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), CASES)
 def test_parameters_of_transformer_engine_are_those_of_our_table(
-    built: dict[str, dict[str, Any]], family: str, layout: str
+    built: dict[tuple[str, str], dict[str, Any]], family: str, layout: str
 ) -> None:
-    hf, parallel, actual = published(family), LAYOUTS[layout], built[family][layout]
+    hf, parallel, actual = published(family), LAYOUTS[layout], built[family, layout]
     table = list(weight_table(hf))
     if hf.tied_embeddings and "pipeline" in parallel:
         table.append(replace(EMBEDDING, megatron=OUTPUT.megatron))  # the last stage's copy
-    assert actual["modules"] == [
-        "RMSNorm",
-        "TELayerNormColumnParallelLinear",
-        "TERowParallelLinear",
-    ]
+    assert actual["modules"] == sorted([*MODULES, *FURTHER_MODULES.get(family, ())])
+    tensor = parallel.get("tensor", 1)
+    sizes = {False: tensor, True: parallel.get("expert_tensor", tensor)}
+    num_experts = hf.experts.num // parallel.get("expert", 1) if hf.experts else 0
     assert actual["parameters"] == {
         weight.megatron: {
-            "shape": list(shard_shape(weight, hf, parallel.get("tensor", 1))),
+            "shape": list(shard_shape(weight, hf, sizes[weight.expert is not None])),
             "axis": weight.axis,
-            "sees part of the tokens": parallel.get("sequence", False) and weight.axis is None,
+            "sees part of the tokens": parallel.get("sequence", False)
+            and weight.axis is None
+            and not weight.is_buffer,
         }
         for weight in table
+        if weight.expert is None or weight.expert < num_experts
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), [case for case in CASES if case[1] != "experts"])
 def test_checkpoints_of_transformer_engine_are_those_that_we_convert(
-    built: dict[str, dict[str, Any]], family: str, layout: str
+    built: dict[tuple[str, str], dict[str, Any]], family: str, layout: str
 ) -> None:
-    hf, actual = published(family), built[family][layout]
+    hf, actual = published(family), built[family, layout]
     places = [_stacked(weight, hf) for weight in weight_table(hf)]
     assert actual["tensors"] == {key: list(shape) for key, shape, _ in places}
     # Loading ignores a state too many; other releases of Megatron ask for attention's.

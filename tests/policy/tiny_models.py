@@ -18,7 +18,7 @@ from bapo_megatron.data.micro_batch import TOKEN_FIELDS, shard_context
 from bapo_megatron.types import MicroBatch
 
 VOCAB_SIZE = 97  # prime, so that padding is needed for every tensor-parallel size
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "glm4_moe")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "glm4_moe", "deepseek_v3")
 Models = dict[str, Path]
 """Directories of models, or of checkpoints, by family."""
 Ranks = list[dict[str, Any]]
@@ -34,6 +34,14 @@ SIZES = {
     "max_position_embeddings": 64,
     "initializer_range": 0.15,
 }
+
+MOONLIGHT = {
+    "q_lora_rank": None,
+    "n_group": 1,
+    "n_shared_experts": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+}
+"""How Moonlight differs from the tiny DeepSeek-V3: no latent of queries, no groups, no YaRN."""
 
 SEQUENCES = (((7, 3), (5,), (11, 9, 40)), ((96, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9), (50, 51)))
 """Token ids of the sequences of each micro-batch: different lengths, one of a single token."""
@@ -68,6 +76,7 @@ def model_class(family: str) -> Any:
         "mistral": transformers.MistralForCausalLM,
         "qwen3_moe": transformers.Qwen3MoeForCausalLM,
         "glm4_moe": transformers.Glm4MoeForCausalLM,
+        "deepseek_v3": transformers.DeepseekV3ForCausalLM,
     }[family]
 
 
@@ -117,6 +126,32 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 2.5,
             "norm_topk_prob": True,
+        },
+        "deepseek_v3": {
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 12,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 10,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "original_max_position_embeddings": 8,
+            },
         },
     }
     return model_class(family).config_class(**{**SIZES, **traits[family], **changes})

@@ -18,7 +18,7 @@ ATTENTION = "bapo_local"
 """Name of ``_attend`` for transformers."""
 
 Layer = tuple[Tensor, Tensor]
-"""Keys and values."""
+"""Keys and values; for attention over latents (MLA) the latents and the rotated keys, M = 1."""
 
 
 def register_attention() -> None:
@@ -39,16 +39,16 @@ def _attend(
     """Attend as transformers' ``sdpa``; in a decode step, heads of a group act as positions."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    num_rows, num_heads, num_positions, head_size = query_BNSH.shape
+    num_rows, num_heads, num_positions, _ = query_BNSH.shape
     if num_positions > 1:
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query_BNSH, key_BMWH, value_BMWH, attention_mask, **options
         )
-    grouped = query_BNSH.reshape(num_rows, key_BMWH.shape[1], -1, head_size)
+    grouped = query_BNSH.reshape(num_rows, key_BMWH.shape[1], -1, key_BMWH.shape[3])
     mixed = scaled_dot_product_attention(
         grouped, key_BMWH, value_BMWH, attn_mask=attention_mask, scale=options["scaling"]
     )
-    return mixed.reshape(num_rows, 1, num_heads, head_size), None
+    return mixed.reshape(num_rows, 1, num_heads, value_BMWH.shape[3]), None
 
 
 class Prefill:
@@ -104,14 +104,13 @@ class DecodeCache:
         Layer by layer, so that at most one layer exists twice; ``old`` loses its layers. Further
         rows are zero. The longest row fills the columns before ``end`` < ``num_columns``.
         """
-        cache, config, device = cls(num_columns, end), model.config, model.device
-        heads = config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        cache, device = cls(num_columns, end), model.device
         kept = torch.tensor(kept_rows, dtype=torch.long, device=device)
-        shape = (num_rows, config.num_key_value_heads, num_columns, head_size)
-        for layer in range(config.num_hidden_layers):
+        num_heads, *sizes = _cached_shape(model.config)
+        for layer in range(model.config.num_hidden_layers):
             tensors = []
-            for part in (0, 1):
+            for part, size in enumerate(sizes):
+                shape = (num_rows, num_heads, num_columns, size)
                 new = torch.zeros(shape, dtype=model.dtype, device=device)
                 if old is not None and kept_rows:
                     seen = old._layers[layer][part][:, :, old.first : old.end]
@@ -131,3 +130,12 @@ class DecodeCache:
         values[:, :, self.end : self.end + 1] = values_BM1H
         seen = slice(self.first, self.end + 1)
         return keys[:, :, seen], values[:, :, seen]
+
+
+def _cached_shape(config: Any) -> tuple[int, int, int]:
+    """Return M, and H of keys and of values."""
+    if latent := getattr(config, "kv_lora_rank", None):
+        return 1, latent, config.qk_rope_head_dim
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_key_value_heads, size, size

@@ -65,6 +65,10 @@ def load_model(path: Path, dtype: str, device: str) -> tuple[Any, frozenset[int]
     for parameter in model.parameters():
         # Not memory-mapped: results would depend on the alignment of tensors in the file.
         parameter.data = parameter.data.clone()
+    for name, module in model.named_modules():
+        # transformers fixes 1e-6 for the norms of latents (MLA); SGLang and Megatron use the field.
+        if name.endswith(("kv_a_layernorm", "q_a_layernorm")):
+            module.variance_epsilon = model.config.rms_norm_eps
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     stop_ids: set[int] = set()
     for source in (model.config, model.generation_config, tokenizer):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.engine.base import Backend
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "glm4_moe")
+MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "glm4_moe", "deepseek_v3")
 """Models whose layers all attend to all positions, as ``cache`` requires."""
 
 _NO_SERVER = "it has no server"

@@ -84,6 +84,22 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Sizes of attention whose keys and values are projections of one latent per token (MLA)."""
+
+    query_rank: int | None
+    """Channels of the queries' latent; None: queries are projections of the hidden states."""
+    key_value_rank: int
+    """Channels of the latent of keys and values."""
+    unrotated_dim: int
+    """Channels of a head's query and key that are not rotated."""
+    rotary_dim: int
+    """Channels of a head's query and key that are rotated; all heads have the same key there."""
+    value_dim: int
+    """Channels of a head's value."""
+
+
+@dataclass(frozen=True, slots=True)
 class HfConfig:
     """The architecture of a decoder-only model, as its config.json describes it."""
 
@@ -96,6 +112,7 @@ class HfConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Channels of a head's query and key, without ``latent`` also of its value."""
     rms_norm_eps: float
     max_position_embeddings: int
     rope_theta: float
@@ -109,6 +126,7 @@ class HfConfig:
     """Bias on the output projection of attention."""
     rotary_share: float = 1.0
     """Share of a head's channels, the first ones, that are rotated."""
+    latent: LatentAttention | None = None
     experts: Experts | None = None
 
     def has_experts(self, layer: int) -> bool:
@@ -119,6 +137,18 @@ class HfConfig:
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated."""
         return int(self.head_dim * self.rotary_share)
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a head's value."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def cached_channels(self) -> int:
+        """Channels of a token in the KV cache of a layer."""
+        if self.latent:
+            return self.latent.key_value_rank + self.latent.rotary_dim
+        return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def dimensions(self) -> dict[str, int]:
@@ -134,6 +164,19 @@ class HfConfig:
             "experts": experts.num if experts else 0,
             "expert": experts.intermediate_size if experts else 0,
             "shared": experts.shared_intermediate_size if experts else 0,
+            **self._latent_dimensions,
+        }
+
+    @property
+    def _latent_dimensions(self) -> dict[str, int]:
+        if self.latent is None:
+            return {}
+        return {
+            "query_rank": self.latent.query_rank or 0,
+            "key_value_rank": self.latent.key_value_rank,
+            "latent": self.cached_channels,
+            "key_value": self.num_heads * (self.latent.unrotated_dim + self.latent.value_dim),
+            "value": self.num_heads * self.latent.value_dim,
         }
 
     @property

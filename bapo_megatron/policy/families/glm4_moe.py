@@ -16,7 +16,7 @@ from bapo_megatron.policy.families.config_json import (
     Count,
     understand_common,
 )
-from bapo_megatron.policy.families.layers import decoder_layer
+from bapo_megatron.policy.families.layers import decoder_layer, is_draft
 
 ROTARY_SHARE = 0.5
 
@@ -25,7 +25,8 @@ class Glm4MoeJson(ConfigJson):
     """The fields of config.json."""
 
     n_routed_experts: Count
-    num_experts_per_tok: Count
+    num_experts_per_tok: Annotated[int, Field(ge=2, le=1 << 12)]
+    """Megatron does not normalise the weight of a single expert."""
     moe_intermediate_size: Channels
     n_shared_experts: Count
     first_k_dense_replace: Annotated[int, Field(ge=0)]
@@ -58,10 +59,4 @@ def _understand(fields: ConfigJson) -> HfConfig:
     return replace(common, experts=experts)
 
 
-def _is_draft(hf: HfConfig, name: str) -> bool:
-    return name.startswith("model.layers.") and int(name.split(".")[2]) >= hf.num_layers
-
-
-FAMILY = Family(
-    "glm4_moe", "Glm4MoeForCausalLM", Glm4MoeJson, _understand, decoder_layer, _is_draft
-)
+FAMILY = Family("glm4_moe", "Glm4MoeForCausalLM", Glm4MoeJson, _understand, decoder_layer, is_draft)

@@ -62,9 +62,20 @@ EXPERT = _swiglu("mlp.experts.{expert}", "mlp.experts.{expert}", "expert")
 def decoder_layer(hf: HfConfig, layer: int) -> LayerWeights:
     """Grouped-query attention, and a gated MLP or experts, under the names that most models use."""
     biases = (*([QKV_BIAS] if hf.qkv_bias else []), *([OUTPUT_BIAS] if hf.output_bias else []))
+    mlp = feed_forward(hf, layer)
     extra = (*biases, *(QK_NORM if hf.qk_norm else ()))
+    return LayerWeights((*ATTENTION, *mlp.shared, *extra), mlp.expert)
+
+
+def feed_forward(hf: HfConfig, layer: int) -> LayerWeights:
+    """Return the weights of a gated MLP, or of a router and experts."""
     if hf.experts is None or not hf.has_experts(layer):
-        return LayerWeights((*ATTENTION, *DENSE_MLP, *extra))
+        return LayerWeights(DENSE_MLP)
     bias = [EXPERT_BIAS] if hf.experts.has_bias else []
     shared = SHARED_EXPERTS if hf.experts.shared_intermediate_size else ()
-    return LayerWeights((*ATTENTION, *EXPERTS, *bias, *shared, *extra), EXPERT)
+    return LayerWeights((*EXPERTS, *bias, *shared), EXPERT)
+
+
+def is_draft(hf: HfConfig, name: str) -> bool:
+    """Return whether a tensor is of a draft layer, which published checkpoints end with."""
+    return name.startswith("model.layers.") and int(name.split(".")[2]) >= hf.num_layers

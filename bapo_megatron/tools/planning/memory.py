@@ -261,22 +261,18 @@ def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> di
     """
     hf = case.hf
     query = case.divided_bytes(hf.num_heads * hf.head_dim)
-    key = case.divided_bytes(hf.num_kv_heads * hf.head_dim)
     mlp = mlp_bytes(case)
     tensors = {
         "norms and inputs of the two products": 2 * norm_bytes(case),
-        "queries, keys, values": query + 2 * key,
-        "rotated queries, keys": query + key,
-        "attention's output": query,
+        **(_latent_tensors(case) if hf.latent else _attention_tensors(case)),
         "gate and up": 2 * mlp,
         "input of the down product": mlp,
     }
     if hf.experts is not None:
         ranks, visits = case.layout.sequence_ranks, hf.experts.per_token
         tensors["tokens of experts"] = visits * case.hidden_bytes
-        tensors["logits, scores and weights of the router"] = (
-            3 * FLOAT32_BYTES * hf.experts.num / ranks
-        )
+        # 8 bytes per expert, and for each visit two indices and two floats.
+        tensors["indices and weights of the router"] = (8 * hf.experts.num + 24 * visits) / ranks
         if case.assumptions.layers == "local":
             tensors["weighted input of the down product"] = mlp
     if hf.qk_norm:
@@ -288,6 +284,29 @@ def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> di
     if recompute == "none":
         tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // case.layout.tensor)
     return tensors
+
+
+def _attention_tensors(case: Scenario) -> dict[str, float]:
+    query = case.divided_bytes(case.hf.num_heads * case.hf.head_dim)
+    key = case.divided_bytes(case.hf.num_kv_heads * case.hf.head_dim)
+    return {
+        "queries, keys, values": query + 2 * key,
+        "rotated queries, keys": query + key,
+        "attention's output": query,
+    }
+
+
+def _latent_tensors(case: Scenario) -> dict[str, float]:
+    """Attention over latents: values are padded to the width of keys, and cut after it."""
+    assert case.hf.latent is not None
+    latent, heads = case.hf.latent, case.hf.num_heads
+    ranks = (latent.query_rank or 0, latent.key_value_rank)
+    return {
+        "latents and their norms": sum(_normed_bytes(case, rank) for rank in ranks if rank),
+        "cosines and sines": 2 * latent.rotary_dim * case.element_bytes,
+        "queries, keys, padded values": 3 * case.divided_bytes(heads * case.hf.head_dim),
+        "attention's output": case.divided_bytes(heads * latent.value_dim),
+    }
 
 
 def mlp_bytes(case: Scenario) -> float:
@@ -310,11 +329,13 @@ def norm_bytes(case: Scenario) -> float:
     Transformer Engine: the norm's input and its output (the product's input), and 1/rms in float32.
     Local: the input in float32, the normalised value (for the norm's weight), the product's input.
     """
-    ranks = case.layout.sequence_ranks
-    if case.assumptions.layers == "transformer-engine":
-        return 2 * case.hidden_bytes + FLOAT32_BYTES / ranks
-    in_float32 = FLOAT32_BYTES * (case.hf.hidden_size + 1) / ranks
-    return in_float32 + 2 * case.hidden_bytes
+    return _normed_bytes(case, case.hf.hidden_size)
+
+
+def _normed_bytes(case: Scenario, channels: int) -> float:
+    in_float32 = channels + 1 if case.assumptions.layers == "local" else 1
+    num_bytes = 2 * case.element_bytes * channels + FLOAT32_BYTES * in_float32
+    return num_bytes / case.layout.sequence_ranks
 
 
 def _head_norm_bytes(case: Scenario) -> float:
@@ -434,7 +455,9 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
         )
     while True:
         weights = case.element_bytes * model_parameters(hf) / gpus
-        per_token = 2 * hf.num_layers * hf.num_kv_heads * hf.head_dim * case.element_bytes / gpus
+        # Every GPU of a server has all latents.
+        holders = 1 if hf.latent else gpus
+        per_token = hf.num_layers * hf.cached_channels * case.element_bytes / holders
         cache = max(0.0, server.mem_fraction * assumptions.gpu_memory_bytes - weights)
         tokens = int(cache // per_token)
         if limit < tokens:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.families.base import Experts, HfConfig, LatentAttention
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.tools.planning.plan import PlanOptions, make_assumptions
 from bapo_megatron.tools.planning.scenario import LayerKind, Layout, Passes, Scenario
@@ -47,6 +47,10 @@ PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
             {"tensor": 4, "sequence": True, "context": 2, "expert": 8, "expert_tensor": 1},
         ),
         "glm-4.5-air": ({"tensor": 2, "sequence": True, "pipeline": 2, "expert": 16},),
+        "moonlight-16b-a3b": (
+            {"expert": 8},
+            {"tensor": 4, "sequence": True, "expert": 8, "expert_tensor": 1, "pipeline": 3},
+        ),
     }.items()
     for parallel in layouts
 }
@@ -62,6 +66,8 @@ SAVED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "tensor": ("qwen2", "bfloat16", {"tensor": 2}, {}),
     "sequence": ("qwen3", "bfloat16", {"tensor": 2, "sequence": True}, {}),
     "sequence, full": ("qwen2", "bfloat16", {"tensor": 2, "sequence": True}, {"recompute": "full"}),
+    "experts": ("qwen3_moe", "bfloat16", {}, {}),
+    "experts of latents": ("deepseek_v3", "bfloat16", {}, {}),
 }
 """Small models whose kept activations are measured."""
 
@@ -92,6 +98,9 @@ IN_FLIGHT = [(1, 1, 8), (2, 1, 8), (4, 1, 8), (4, 1, 2), (2, 2, 8), (4, 2, 8), (
 """(pipeline, virtual_pipeline, micro-batches)."""
 
 
+EXPERTS = ("qwen3_moe", "deepseek_v3")
+
+
 def published(name: str) -> HfConfig:
     """A published model."""
     return read_hf_config_file(MODELS / f"{name}.json")
@@ -99,6 +108,8 @@ def published(name: str) -> HfConfig:
 
 def small_model(family: str, layers: int) -> HfConfig:
     """A model that runs on a CPU; MLP and heads are no multiples of the hidden size."""
+    experts = Experts(num=8, per_token=3, intermediate_size=96) if family in EXPERTS else None
+    latent = LatentAttention(80, 48, 24, 8, 20) if family == "deepseek_v3" else None
     return HfConfig(
         model_type=family,
         vocab_size=512,
@@ -106,7 +117,7 @@ def small_model(family: str, layers: int) -> HfConfig:
         intermediate_size=704,
         num_layers=layers,
         num_heads=8,
-        num_kv_heads=2,
+        num_kv_heads=8 if latent else 2,
         head_dim=64 if family == "qwen3" else 32,
         rms_norm_eps=1e-6,
         max_position_embeddings=131072,
@@ -114,7 +125,9 @@ def small_model(family: str, layers: int) -> HfConfig:
         rope_scaling=None,
         tied_embeddings=False,
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        latent=latent,
+        experts=experts,
     )
 
 

@@ -1,0 +1,171 @@
+"""DeepSeek-V3 and models of its architecture, such as Moonlight: attention over latents.
+
+Keys and values are projections of one latent per token, queries of another (or of the hidden
+states); a part of each head is rotated, in interleaved pairs, and its keys are shared by all heads
+(DeepSeek-V2, arXiv 2405.04434, section 2.1). Experts are GLM-4.5's, optionally in groups.
+"""
+
+from dataclasses import replace
+from typing import Annotated, Literal, cast
+
+from pydantic import Field
+
+from bapo_megatron.policy.families.base import (
+    Experts,
+    Family,
+    HfConfig,
+    LatentAttention,
+    LayerWeights,
+    Positive,
+    Weight,
+    YarnRope,
+)
+from bapo_megatron.policy.families.config_json import (
+    Channels,
+    ConfigJson,
+    Count,
+    refuse_attention_bias,
+    understand_common,
+)
+from bapo_megatron.policy.families.layers import feed_forward, is_draft
+
+_SUMMED_PER_GROUP = 2
+"""Scores whose sum ranks a group; Megatron sums ``per_token`` / ``groups_per_token``."""
+
+
+class DeepseekV3Json(ConfigJson):
+    """The fields of config.json."""
+
+    q_lora_rank: Count | None
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Count
+    qk_head_dim: Count | None = None
+    """transformers 5 writes this sum, and ``qk_rope_head_dim`` again as ``head_dim``."""
+    v_head_dim: Count
+    rope_interleave: Literal[True] = True
+    n_routed_experts: Count
+    num_experts_per_tok: Annotated[int, Field(ge=2, le=1 << 12)]
+    moe_intermediate_size: Channels
+    n_shared_experts: Count
+    first_k_dense_replace: Annotated[int, Field(ge=0)]
+    moe_layer_freq: Literal[1] = 1
+    norm_topk_prob: Literal[True]
+    routed_scaling_factor: Positive
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    n_group: Count
+    topk_group: Count
+    num_nextn_predict_layers: int = 0
+    num_mtp_layers: int = 0
+    auto_map: dict[str, str] | None = None
+    """Code beside the weights, which nothing runs."""
+    ep_size: int = 1
+    aux_loss_alpha: float = 0.0
+    seq_aux: bool = False
+
+
+def _understand(fields: ConfigJson) -> HfConfig:
+    deepseek = cast(DeepseekV3Json, fields)
+    refuse_attention_bias(fields)
+    latent = LatentAttention(
+        query_rank=deepseek.q_lora_rank,
+        key_value_rank=deepseek.kv_lora_rank,
+        unrotated_dim=deepseek.qk_nope_head_dim,
+        rotary_dim=deepseek.qk_rope_head_dim,
+        value_dim=deepseek.v_head_dim,
+    )
+    groups, per_token = deepseek.topk_group, deepseek.num_experts_per_tok
+    if deepseek.n_group > 1 and per_token != _SUMMED_PER_GROUP * groups:
+        raise ValueError(
+            f"'num_experts_per_tok' must be {_SUMMED_PER_GROUP} × 'topk_group' {groups} with "
+            f"'n_group' {deepseek.n_group}, got {per_token}"
+        )
+    experts = Experts(
+        num=deepseek.n_routed_experts,
+        per_token=per_token,
+        intermediate_size=deepseek.moe_intermediate_size,
+        scoring="sigmoid",
+        scale=deepseek.routed_scaling_factor,
+        has_bias=True,
+        num_groups=deepseek.n_group,
+        groups_per_token=groups,
+        shared_intermediate_size=deepseek.n_shared_experts * deepseek.moe_intermediate_size,
+        dense_layers=frozenset(range(deepseek.first_k_dense_replace)),
+    )
+    common = understand_common(fields)
+    if common.num_kv_heads != common.num_heads:
+        raise ValueError(
+            f"'num_key_value_heads' must be 'num_attention_heads' {common.num_heads}, got "
+            f"{common.num_kv_heads}"
+        )
+    scaling = common.rope_scaling
+    if scaling is not None and not (
+        isinstance(scaling, YarnRope)
+        and scaling.truncate
+        and (scaling.mscale is None) == (scaling.mscale_all_dim is None)
+    ):
+        raise ValueError(
+            "'rope_scaling' must be absent, or yarn with truncate and with both or neither of "
+            f"'mscale' and 'mscale_all_dim', got {scaling}"
+        )
+    head_dim = latent.unrotated_dim + latent.rotary_dim
+    return replace(common, head_dim=head_dim, latent=latent, experts=experts)
+
+
+_NORM = Weight("input_layernorm.weight", ("input_layernorm.weight",), ("hidden",))
+_QUERY = Weight(
+    "self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",), ("query hidden",), 0
+)
+_QUERY_LATENT = (
+    Weight(
+        "self_attention.linear_q_down_proj.weight",
+        ("self_attn.q_a_proj.weight",),
+        ("query_rank hidden",),
+    ),
+    Weight(
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+        ("self_attn.q_a_layernorm.weight",),
+        ("query_rank",),
+    ),
+    Weight(
+        "self_attention.linear_q_up_proj.weight",
+        ("self_attn.q_b_proj.weight",),
+        ("query query_rank",),
+        0,
+    ),
+)
+_KEY_VALUE_LATENT = (
+    Weight(
+        "self_attention.linear_kv_down_proj.weight",
+        ("self_attn.kv_a_proj_with_mqa.weight",),
+        ("latent hidden",),
+    ),
+    Weight(
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+        ("self_attn.kv_a_layernorm.weight",),
+        ("key_value_rank",),
+    ),
+    Weight(
+        "self_attention.linear_kv_up_proj.weight",
+        ("self_attn.kv_b_proj.weight",),
+        ("key_value key_value_rank",),
+        0,
+    ),
+)
+_OUTPUT = Weight(
+    "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ("hidden value",), 1
+)
+
+
+def _layer(hf: HfConfig, layer: int) -> LayerWeights:
+    assert hf.latent is not None
+    query = _QUERY_LATENT if hf.latent.query_rank else (_QUERY,)
+    attention = (_NORM, *query, *_KEY_VALUE_LATENT, _OUTPUT)
+    mlp = feed_forward(hf, layer)
+    return LayerWeights((*attention, *mlp.shared), mlp.expert)
+
+
+FAMILY = Family(
+    "deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Json, _understand, _layer, is_draft
+)
