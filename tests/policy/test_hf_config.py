@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config.load import ConfigError
+from bapo_megatron.data.packing import SequenceFlops
 from bapo_megatron.policy.families import FAMILIES
-from bapo_megatron.policy.families.base import HfConfig, Llama3Rope, YarnRope
+from bapo_megatron.policy.families.base import (
+    Experts,
+    HfConfig,
+    LatentAttention,
+    Llama3Rope,
+    YarnRope,
+)
 from bapo_megatron.policy.families.config_json import HARMLESS_FIELDS
 from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.policy.weight_table import sequence_flops
 from tests.policy.tiny_models import model_class
+from tests.tools.planning.cases import MODELS
 
 QWEN25 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -154,6 +163,48 @@ def test_mistral_without_a_window_and_attention_biases_are_read(tmp_path: Path) 
     assert (mistral.qkv_bias, mistral.output_bias, mistral.qk_norm) == (False, False, False)
     llama = read_hf_config_file(write(tmp_path, LLAMA | {"attention_bias": True}))
     assert (llama.qkv_bias, llama.output_bias) == (True, True)
+
+
+def test_moonlight_is_read_with_its_latents_experts_and_code_that_nothing_runs() -> None:
+    config = read_hf_config_file(MODELS / "moonlight-16b-a3b.json")
+    assert config.latent == LatentAttention(None, 512, 128, 64, 128)
+    assert (config.head_dim, config.value_dim, config.cached_channels) == (192, 128, 576)
+    assert config.experts == Experts(
+        num=64,
+        per_token=6,
+        intermediate_size=1408,
+        scoring="sigmoid",
+        scale=2.446,
+        has_bias=True,
+        shared_intermediate_size=2816,
+        dense_layers=frozenset({0}),
+    )
+    # Two per weight that a token meets, and per pair 27 layers of 16 heads of 192 + 128 channels.
+    assert sequence_flops(config) == SequenceFlops(5_158_207_488, 27 * 16 * 320)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"n_group": 4, "topk_group": 2}, "'num_experts_per_tok' must be 2 × 'topk_group' 2"),
+        ({"num_key_value_heads": 4}, "'num_key_value_heads' must be 'num_attention_heads' 16"),
+        ({"rope_interleave": False}, "'rope_interleave'"),
+        ({"norm_topk_prob": False}, "'norm_topk_prob'"),
+        ({"scoring_func": "softmax"}, "'scoring_func'"),
+        ({"num_experts_per_tok": 1}, "'num_experts_per_tok'"),
+        ({"attention_bias": True}, "'attention_bias' must be false"),
+        ({"rope_scaling": LLAMA3_ROPE}, "'rope_scaling' must be absent, or yarn"),
+        ({"rope_scaling": YARN_ROPE | {"mscale": 1.0}}, "'rope_scaling' must be absent, or yarn"),
+        ({"rope_scaling": YARN_ROPE | {"truncate": False}}, "'rope_scaling' must be absent, or"),
+    ],
+)
+def test_a_deepseek_that_megatron_or_engines_compute_otherwise_is_refused(
+    tmp_path: Path, changes: dict[str, Any], rule: str
+) -> None:
+    fields = json.loads((MODELS / "moonlight-16b-a3b.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | changes))
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/config\.json: {rule}"):
+        read_hf_config_file(tmp_path / "config.json")
 
 
 def test_fields_that_a_user_ignores_may_have_any_value_but_none_that_is_read(

@@ -10,6 +10,7 @@ import pytest
 
 from bapo_megatron.engine.base import SamplingSettings, join
 from bapo_megatron.engine.local import decoder
+from bapo_megatron.engine.local.engine import load_model
 from bapo_megatron.types import FinishReason
 from tests.engine.helpers import make_model_dir, reference_logprobs
 from tests.engine.local.setting import (
@@ -24,6 +25,7 @@ from tests.engine.local.setting import (
     sampled,
     start,
 )
+from tests.policy.tiny_models import set_config_field
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +45,7 @@ def _assert_equal(one: list[Completion], other: list[Completion]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "max_rows"),
-    [("qwen2", 8), ("qwen2", 256), ("qwen3", 16), ("llama", 8), ("mistral", 8)],
+    [("qwen2", 8), ("qwen2", 256), ("qwen3", 16), ("llama", 8), ("mistral", 8), ("deepseek_v3", 8)],
 )
 async def test_logprobs_are_those_of_transformers(
     tmp_path_factory: pytest.TempPathFactory, family: str, max_rows: int
@@ -54,6 +56,17 @@ async def test_logprobs_are_those_of_transformers(
     completions = await sampled(directory, requests, max_rows=max_rows)
     assert_reference(directory, requests, completions)
     assert sum(len(completion.token_ids) for completion in completions) > 300
+
+
+def test_norms_of_latents_have_the_epsilon_of_the_config_like_those_of_servers(
+    tmp_path: Path,
+) -> None:
+    directory = make_model_dir(tmp_path / "deepseek_v3", "deepseek_v3")
+    set_config_field(directory, rms_norm_eps=1e-3)
+    model, _ = load_model(directory, "float32", "cpu")
+    norms = {n: m for n, m in model.named_modules() if hasattr(m, "variance_epsilon")}
+    assert len(norms) == 9
+    assert {norm.variance_epsilon for norm in norms.values()} == {1e-3}
 
 
 @pytest.mark.slow
