@@ -294,7 +294,11 @@ def _sharded_state(train_state: TrainState, *, is_loading: bool) -> dict[str, An
         for number, chunk in enumerate(train_state.model.chunks)
     }
     optimizer = sharded_state(
-        train_state.optimizer, state, is_loading=is_loading, metadata=metadata
+        train_state.optimizer,
+        state,
+        train_state.num_updates,
+        is_loading=is_loading,
+        metadata=metadata,
     )
     return {**state, "optimizer": optimizer}
 

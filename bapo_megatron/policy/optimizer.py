@@ -176,9 +176,18 @@ class OptimizerStep:
 
 
 def sharded_state(
-    optimizer: MegatronOptimizer, model_state: dict[str, Any], *, is_loading: bool, **options: Any
+    optimizer: MegatronOptimizer,
+    model_state: dict[str, Any],
+    num_updates: int,
+    *,
+    is_loading: bool,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return Megatron's sharded state dict; to save, of owned states only. A collective."""
+    for inner in filter(_is_torch, optimizer.chained_optimizers):
+        if not any(group["params"] for group in inner.optimizer.param_groups):
+            # A stage without experts, say: Megatron reads the steps from a state.
+            inner.optimizer.state["no parameters"] = {"step": torch.tensor(float(num_updates))}
     state: dict[str, Any] = optimizer.sharded_state_dict(
         model_state, is_loading=is_loading, **options
     )

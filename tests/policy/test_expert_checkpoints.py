@@ -17,11 +17,17 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.distributed
 
-SOURCES = {"EP 2": ["EP 1"], "TP 2 × ETP 2": ["EP 2"], "TP 2 × EP 2": ["CP 2 × EP 2"]}
+SOURCES = {
+    "EP 2": ["EP 1"],
+    "TP 2 × ETP 2": ["EP 2"],
+    "PP 2": ["EP 1"],  # its first stage has no experts
+    "CP 2 × EP 2": ["PP 2"],
+    "TP 2 × EP 2": ["CP 2 × EP 2"],
+}
 """Whose checkpoints layouts continue from, beside their own."""
 LAST = {"EP 1": ["TP 2 × EP 2"]}
 CROSSED = [f"{name} from {source}" for name, (source,) in (SOURCES | LAST).items()]
-TESTED = [name for layouts in CHECKPOINTS.values() for name in layouts if name != "PP 2"]
+TESTED = [name for layouts in CHECKPOINTS.values() for name in layouts]
 
 
 def changed_rate(model: Path, root: Path) -> list[float]:
@@ -46,9 +52,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     model = make_model("glm4_moe", root / "model")
     results: dict[str, list[Any]] = {}
     for num_ranks, layouts in CHECKPOINTS.items():
-        tested = {name: sizes for name, sizes in layouts.items() if name in TESTED}
-        sources = {name: SOURCES.get(name, []) for name in tested}
-        job = run_ranks(ranks.run_layouts, num_ranks, model, root, tested, sources)
+        sources = {name: SOURCES.get(name, []) for name in layouts}
+        job = run_ranks(ranks.run_layouts, num_ranks, model, root, layouts, sources)
         results |= {name: [rank[name] for rank in job] for name in job[0]}
     job = run_ranks(resume_last, 1, model, root)
     results |= {name: [rank[name] for rank in job] for name in job[0]}
