@@ -7,6 +7,22 @@ from pydantic import Field, model_validator
 from bapo_megatron.config.section import AbsolutePath, Section
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685), which are trained in place of the model's weights."""
+
+    rank: int = Field(0, ge=0, le=1024)
+    """Rank r of the adapters; 0: none, and all weights are trained."""
+    alpha: float = Field(32.0, gt=0)
+    """Their factor is alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Linears by the last part of their names, such as q_proj; empty: all of the layers, each
+    expert's too, but routers."""
+    path: AbsolutePath | None = None
+    """PEFT directory to begin from, of this rank, alpha and targets; null: the model as it is."""
+    seed: int = 0
+    """Seed of the initial A; B begins at 0."""
+
+
 class ModelConfig(Section):
     """The policy."""
 
@@ -16,6 +32,7 @@ class ModelConfig(Section):
     """Parameter and activation type; with bfloat16 the optimizer keeps float32 master weights."""
     ignored_config_fields: tuple[str, ...] = ()
     """More fields of config.json that do not change the model's output; any value is accepted."""
+    lora: LoraConfig = LoraConfig()
 
 
 class ParallelConfig(Section):

@@ -38,6 +38,12 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
     # It takes seconds to import, and reading prompts does not need it.
     from transformers import AutoTokenizer
 
+    files = {path.name for path in model_path.iterdir()} if model_path.is_dir() else set()
+    if "tiktoken.model" in files and "tokenizer.json" not in files:
+        raise ValueError(
+            f"{model_path}: has tiktoken.model but no tokenizer.json, so its tokens follow from "
+            "code beside it, which is not run; save the tokenizer as tokenizer.json there"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         if not tokenizer("1")["input_ids"]:

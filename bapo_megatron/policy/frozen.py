@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
 from bapo_megatron.config.scorers import FrozenModelConfig
-from bapo_megatron.policy.hf_weights import find_tensors, load_weights
+from bapo_megatron.policy.hf_weights import find_tensors, load_weights, local_weights
 from bapo_megatron.policy.model import Model
 from bapo_megatron.runtime.distributed import ProcessGroups
 
@@ -86,7 +86,10 @@ class FrozenModel:
             ValueError: ``directory`` has other tensors.
         """
         files, _ = find_tensors(self.model.hf, directory)
-        load_weights(self.model.chunks, self.model.hf, files, self.model.groups)
+        model = self.model
+        load_weights(
+            local_weights(model.chunks, model.hf, model.groups), model.hf, files, model.groups
+        )
 
     def _release(self) -> None:
         for parameter, waiting in self._host.items():

@@ -11,7 +11,7 @@ hold equal parts of it along ``axis``:
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -110,6 +110,8 @@ def local_weights(
     for chunk in chunks:
         buffers = (b for b in chunk.named_buffers() if b[0].endswith(".expert_bias"))
         for name, tensor in chain(chunk.named_parameters(), buffers):
+            if name.startswith("lora."):
+                continue
             if name.startswith("decoder.layers."):
                 index = int(name.split(".")[2])
                 layer = chunk.decoder.layers[index].layer_number - 1
@@ -135,11 +137,14 @@ def tensor_place(weight: Weight, groups: ProcessGroups) -> tuple[int, int]:
 
 @torch.no_grad()
 def load_weights(
-    chunks: Sequence[GPTModel], hf: HfConfig, files: Mapping[str, Path], groups: ProcessGroups
+    local: Iterable[tuple[Weight, Tensor]],
+    hf: HfConfig,
+    files: Mapping[str, Path],
+    groups: ProcessGroups,
 ) -> None:
     """Fill this rank's parameters from their rows or columns in files that were checked."""
     with reading_shards(files, hf) as read:
-        for weight, parameter in local_weights(chunks, hf, groups):
+        for weight, parameter in local:
             shard = read(weight, *tensor_place(weight, groups))
             assert parameter.shape == shard.shape, (weight.megatron, parameter.shape, shard.shape)
             # Megatron takes others for replicas, and counts one rank's in the gradient norm.

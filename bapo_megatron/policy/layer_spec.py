@@ -87,9 +87,8 @@ def _layer(hf: HfConfig, config: TransformerConfig, *, has_experts: bool) -> Mod
         submodules.input_layernorm = RMSNorm
         submodules.self_attention.module = LatentSelfAttention
         attention.linear_q_up_proj = attention.linear_kv_up_proj = NormColumnParallelLinear
-        replicated = multi_latent_attention.TELinear or ReplicatedLinear
-        multi_latent_attention.TELinear = replicated  # the name that Megatron compares with
-        attention.linear_q_down_proj = attention.linear_kv_down_proj = replicated
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
+        multi_latent_attention.TELinear = ReplicatedLinear  # the name that Megatron compares with
     else:
         submodules.input_layernorm = IdentityOp  # fused into the linear
         attention.linear_qkv = NormColumnParallelLinear
@@ -181,7 +180,7 @@ class ReplicatedLinear(nn.Module):
 
 
 class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
-    """Megatron's attention over latents, with the norms that the spec says.
+    """Megatron's multi-head latent attention (MLA), with exactly the norms of its spec.
 
     Megatron's choice would add a norm to queries that have no latent.
     """
@@ -198,7 +197,7 @@ class PackedRotaryEmbedding(nn.Module):
     """Rotations of the tokens of a packed batch, computed once for all layers.
 
     Megatron has the angles by position and, without Transformer Engine, rotates each sequence
-    separately in every layer. Of attention over latents every layer computes them.
+    separately in every layer. With MLA every layer computes them.
     """
 
     def __init__(self, by_position: RotaryEmbedding, dtype: torch.dtype) -> None:
@@ -215,18 +214,20 @@ class PackedRotaryEmbedding(nn.Module):
     ) -> Tensor:
         """Return cosine and sine for each token of this context rank, [2, N, 1, D]."""
         angles = self.by_position(packed_seq_params.max_seqlen_q, **options)
-        angles_N1D = self._of_tokens(angles, packed_seq_params, cp_group)
+        angles_N1D = self._angles_by_token(angles, packed_seq_params, cp_group)
         return torch.stack([angles_N1D.cos(), angles_N1D.sin()]).to(self.dtype)
 
     def get_cached_cos_sin(
         self, packed_seq_params: PackedSeqParams, *, packed_seq: bool, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine, [N, 1, D] each, for attention over latents; YaRN scales them."""
+        """Return cosine and sine for MLA, [N, 1, D] each; YaRN scales them."""
         angles, factor = self.by_position(packed_seq_params.max_seqlen_q, packed_seq=packed_seq)
-        angles_N1D = self._of_tokens(angles, packed_seq_params, None)
-        return factor * angles_N1D.cos().to(self.dtype), factor * angles_N1D.sin().to(self.dtype)
+        angles_N1D = self._angles_by_token(angles, packed_seq_params, None)
+        return (factor * angles_N1D.cos()).to(self.dtype), (factor * angles_N1D.sin()).to(
+            self.dtype
+        )
 
-    def _of_tokens(
+    def _angles_by_token(
         self, angles_S11D: Tensor, packed_seq_params: PackedSeqParams, cp_group: Any
     ) -> Tensor:
         group = self.by_position.cp_group if cp_group is None else cp_group
@@ -288,7 +289,7 @@ def _rotate_latent_keys(
     value_dim: int,
     *_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return keys with the rotated channels that heads share, and values; a twin as well."""
+    """Return keys with the rotated channels that heads share, and values; the kernel's twin."""
     unrotated, value_NHD = key_value_NHD.split([unrotated_dim, value_dim], dim=-1)
     rotated = _rotate_pairs(shared_key_N1D, cos, sin).expand(-1, unrotated.shape[1], -1)
     return torch.cat((unrotated, rotated), dim=-1), value_NHD
@@ -386,6 +387,13 @@ class PackedCausalAttention(nn.Module):
             enable_gqa=True,
         )[0]
         return output_HSD.transpose(0, 1)
+
+
+def normalised(linear: Any, hidden: Tensor) -> Tensor:
+    """Return what a linear multiplies: its input after its norm, if it has one."""
+    if not hasattr(linear, "layer_norm_weight"):
+        return hidden
+    return _rms_norm(hidden, linear.layer_norm_weight, linear.config.layernorm_epsilon)
 
 
 def _replicated(config: TransformerConfig, *shape: int) -> nn.Parameter:

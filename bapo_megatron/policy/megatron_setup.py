@@ -172,13 +172,13 @@ def _transformer_config(
 
 
 def _latent_options(hf: HfConfig) -> dict[str, Any]:
-    """Translate attention over latents; nothing for other models.
+    """Translate multi-head latent attention; nothing for other models.
 
     YaRN by a factor of 1 is no YaRN, and Megatron's kernel has no rotation without it.
     """
     if hf.latent is None:
         return {}
-    yarn = hf.rope_scaling or YarnRope(1.0, hf.max_position_embeddings)
+    yarn = hf.rope_scaling or YarnRope(1.0, 4096.0)
     assert isinstance(yarn, YarnRope)
     return {
         "q_lora_rank": hf.latent.query_rank,

@@ -32,9 +32,10 @@ from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelC
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.policy import weight_export
-from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from bapo_megatron.policy.hf_weights import find_tensors, load_weights
+from bapo_megatron.policy.hf_weights import find_tensors, load_weights, local_weights
+from bapo_megatron.policy.lora import Lora, adapter_table, load_adapter, write_adapter
 from bapo_megatron.policy.megatron_setup import build_chunks, wrap_for_precision
 from bapo_megatron.policy.routers import Routers
 from bapo_megatron.runtime.distributed import ProcessGroups, fail_together
@@ -60,6 +61,8 @@ class Model:
     """Called before a chunk's forward pass of a micro-batch."""
     routers: Routers | None = None
     """Set by ``TrainState`` for a model with experts: only the policy repeats choices."""
+    lora: Lora | None = None
+    """Adapters, which are trained in place of the weights."""
     finish_weights: Callable[[], None] = lambda: None
     """Waits until every weight is up to date; to be called before weights are read."""
 
@@ -85,10 +88,21 @@ class Model:
         files, _ = find_tensors(hf, model.path)  # checked before memory is allocated
         chunks = build_chunks(hf, model, parallel, megatron, groups)
         modules = wrap_for_precision(chunks)  # it would round what is loaded before
-        load_weights(chunks, hf, files, groups)
+        load_weights(local_weights(chunks, hf, groups), hf, files, groups)
         has_head = returns_hidden_states and groups.is_last_stage
         head = _take_off_head(chunks[-1], groups.tensor) if has_head else None
-        return cls(hf, model.path, groups, chunks, head, modules)
+        built = cls(hf, model.path, groups, chunks, head, modules)
+        if model.lora.rank:  # after the wrapping, which would round them
+            built.lora = Lora.attach(model.lora, chunks, hf, groups)
+            if model.lora.path is not None:
+                load_adapter(model.lora.path, built.lora, hf, groups)
+        return built
+
+    def gather_weights(self, table: Sequence[Weight] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield Hugging Face tensors with their adapters; see ``weight_export.gather_weights``."""
+        local = dict(local_weights(self.chunks, self.hf, self.groups))
+        options = {} if self.lora is None else {"read": self.lora.merged}
+        return weight_export.gather_weights(local, self.hf, self.groups, table, **options)
 
     def forward_only[Result](
         self, micro_batches: Sequence[MicroBatch], fn: Callable[[Tensor, MicroBatch], Result]
@@ -121,7 +135,7 @@ class Model:
         """
         self.finish_weights()
         dtype = self.chunks[0].config.params_dtype
-        weights = weight_export.gather_weights(self.chunks, self.hf, self.groups)
+        weights = self.gather_weights()
         with fail_together(self.groups):
             try:
                 if self.groups.rank == 0:
@@ -132,6 +146,23 @@ class Model:
             finally:
                 # The other ranks take part in every gather, also after a failure.
                 for _ in weights:
+                    pass
+
+    def export_adapter(self, directory: Path) -> None:
+        """Write the adapters as PEFT does, complete or not at all; see ``export_hf``."""
+        assert self.lora is not None
+        self.finish_weights()
+        table = adapter_table(self.hf, self.lora.config)
+        local = dict(self.lora.parameters())
+        tensors = weight_export.gather_weights(local, self.hf, self.groups, table)
+        with fail_together(self.groups):
+            try:
+                if self.groups.rank == 0:
+                    with atomic_directory(directory) as temporary:
+                        base = self.model_dir
+                        write_adapter(tensors, self.hf, self.lora.config, base, temporary)
+            finally:
+                for _ in tensors:
                     pass
 
     def run_schedule(

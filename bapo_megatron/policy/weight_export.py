@@ -3,14 +3,13 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,7 +19,6 @@ from bapo_megatron.policy.hf_weights import (
     INDEX_NAME,
     SINGLE_NAME,
     from_shards,
-    local_weights,
     tensor_place,
 )
 from bapo_megatron.policy.weight_table import (
@@ -46,22 +44,21 @@ COMPANION_PATTERNS = (
 
 
 def gather_weights(
-    chunks: Sequence[GPTModel],
+    local: Mapping[Weight, Tensor],
     hf: HfConfig,
     groups: ProcessGroups,
     table: Sequence[Weight] | None = None,
-    read: Callable[[Tensor], Tensor] = Tensor.detach,
+    read: Callable[[Weight, Tensor], Tensor] = lambda weight, tensor: tensor.detach(),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor, whole, on rank 0; elsewhere nothing.
 
     A collective: all ranks iterate together, to the end. Each rank of one model replica sends its
     parts to rank 0 as one message per ``GATHER_BYTES``, however small the parameters are: a model
-    of 30B has 18,432 tensors of experts. ``table`` is a part of ``weight_table(hf)``; ``read``
-    takes a tensor of a parameter's shape from it, such as its gradient; those of parameters have
-    one type.
+    of 30B has 18,432 tensors of experts. ``local`` are this rank's parts of ``table``, which is
+    ``weight_table(hf)`` if not given. ``read`` takes a tensor of a part's shape from it, such as
+    its gradient; those of parameters have one type.
     """
-    local = {w.megatron: tensor for w, tensor in local_weights(chunks, hf, groups)}
-    dtype = read(next(iter(local.values()))).dtype
+    dtype = read(*next(iter(local.items()))).dtype
     for bucket in _buckets(weight_table(hf) if table is None else table, hf, dtype, GATHER_BYTES):
         held: dict[int, list[Weight]] = {}  # by rank, in the order of the table
         for weight in bucket:
@@ -71,14 +68,14 @@ def gather_weights(
             shards = {rank: _shards(weights, hf, groups, dtype) for rank, weights in held.items()}
             _exchange(dist.irecv, {rank: flat for rank, (flat, _) in shards.items() if rank})
             parts = {rank: iter(views) for rank, (_, views) in shards.items()}
-            parts[0] = (read(local[weight.megatron]) for weight in held.get(0, ()))
+            parts[0] = (read(weight, local[weight]) for weight in held.get(0, ()))
             for weight in bucket:
                 whole = [next(parts[rank]) for rank in _holders(weight, hf, groups)]
                 yield from from_shards(weight, whole, hf).items()
         elif groups.rank in held:
             flat, views = _shards(held[groups.rank], hf, groups, dtype)
             for weight, view in zip(held[groups.rank], views, strict=True):
-                view.copy_(read(local[weight.megatron]))
+                view.copy_(read(weight, local[weight]))
             _exchange(dist.isend, {0: flat})
 
 
@@ -145,8 +142,14 @@ def plan_buckets(hf: HfConfig, dtype: torch.dtype, max_bytes: int) -> list[list[
 def _buckets(
     table: Sequence[Weight], hf: HfConfig, dtype: torch.dtype, max_bytes: int
 ) -> list[list[Weight]]:
-    sizes = [(weight, sum(weight_bytes(weight, hf, dtype).values())) for weight in table]
-    return [[weight for weight, _ in bucket] for bucket in _filled(sizes, max_bytes)]
+    units: list[list[Weight]] = []
+    for weight in table:
+        if weight.loads_with_previous:
+            units[-1].append(weight)
+        else:
+            units.append([weight])
+    sizes = [(u, sum(sum(weight_bytes(w, hf, dtype).values()) for w in u)) for u in units]
+    return [[w for unit, _ in bucket for w in unit] for bucket in _filled(sizes, max_bytes)]
 
 
 def plan_files(hf: HfConfig, dtype: torch.dtype, max_file_bytes: int) -> list[dict[str, int]]:

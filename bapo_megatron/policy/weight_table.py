@@ -80,7 +80,7 @@ def hf_shapes(weight: Weight, hf: HfConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each Hugging Face tensor of ``weight``."""
     dimensions = hf.dimensions
     return {
-        name: tuple(dimensions[dimension] for dimension in shape.split())
+        name: tuple(int(part) if part.isdecimal() else dimensions[part] for part in shape.split())
         for name, shape in zip(weight.hf, weight.shapes, strict=True)
     }
 

@@ -52,6 +52,8 @@ class ProcessGroups:
     ``data_size · context_size``. Gradients and sums over tokens are reduced over it."""
     pipeline: dist.ProcessGroup
     """Ranks that hold successive layers of one model replica."""
+    expert_tensor: dist.ProcessGroup
+    """Ranks that divide each expert and see the same of its tokens."""
     expert_data: dist.ProcessGroup
     """Ranks with the same experts: the gradients of experts are reduced over it."""
     control: dist.ProcessGroup
@@ -168,6 +170,7 @@ def megatron_groups(
         context=parallel_state.get_context_parallel_group(),
         data=parallel_state.get_data_parallel_group(with_context_parallel=True),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
         expert_data=parallel_state.get_expert_data_parallel_group(),
         control=control,
         device=device,

@@ -44,7 +44,7 @@ from bapo_megatron.engine.collective import (
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.train_state import TrainState
-from bapo_megatron.policy.weight_export import gather_weights, plan_buckets, stored_dtype
+from bapo_megatron.policy.weight_export import plan_buckets, stored_dtype
 from bapo_megatron.policy.weight_table import hf_shapes
 from bapo_megatron.runtime.calls import Caller
 from bapo_megatron.runtime.distributed import broadcast_bytes, fail_together
@@ -231,8 +231,7 @@ class WeightBuckets:
                 pass
 
     def _iterate(self, number: int) -> Iterator[tuple[str, Tensor]]:
-        model = self._model
-        return gather_weights(model.chunks, model.hf, model.groups, self._plan[number])
+        return self._model.gather_weights(self._plan[number])
 
 
 def _send_all(buckets: WeightBuckets, collector: Caller, version: int, transport: Transport) -> int:

@@ -169,6 +169,12 @@ def test_a_directory_without_a_tokenizer_is_refused_on_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_tokenizer_that_is_code_beside_the_model_is_refused(tmp_path):
+    (tmp_path / "tiktoken.model").touch()
+    with pytest.raises(ValueError, match=f"^{tmp_path}: has tiktoken.model but no tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_process_that_has_loaded_no_model_loads_a_llama_s_tokenizer(tmp_path, tokenizer_dir):
     shutil.copytree(tokenizer_dir, tmp_path, dirs_exist_ok=True)

@@ -62,6 +62,7 @@ _INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
 LAYOUTS = (
     Layout("one rank", 1),
     Layout("one rank, recomputed", 1, {}, _RECOMPUTE),
+    Layout("one rank, attention recomputed", 1, {}, {"recompute": "selective"}),
     Layout("EP 2", 2, {"expert": 2}),
     Layout("EP 2, optimizer not distributed", 2, {"expert": 2}, _PLAIN),
     Layout("EP 2, recomputed", 2, {"expert": 2}, _RECOMPUTE),
@@ -84,7 +85,7 @@ LAYOUTS = (
     Layout("TP 2 × PP 2 × EP 2, ETP 1", 4, {**_WHOLE, "pipeline": 2, "expert": 2}),
 )
 COVERING = (
-    *("EP 2", "TP 2, ETP 1", "PP 2, recomputed"),
+    *("one rank, attention recomputed", "EP 2", "TP 2, ETP 1", "PP 2, recomputed"),
     *("TP 2 × EP 2, ETP 2", "TP 2 × EP 4, ETP 1", "PP 2 × VPP 2 × CP 2 × EP 2"),
 )
 """Every kind of parallelism, alone or with another; all layouts are in ``bench_experts``."""

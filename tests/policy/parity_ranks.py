@@ -15,11 +15,14 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from bapo_megatron.config.megatron import (
+    LoraConfig,
     MegatronConfig,
     ModelConfig,
     OptimizerConfig,
 )
 from bapo_megatron.policy import megatron_setup
+from bapo_megatron.policy.hf_weights import local_weights
+from bapo_megatron.policy.lora import adapter_table
 from bapo_megatron.policy.megatron_import import APEX_PRODUCTS, stand_in_for_apex
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_export import gather_weights
@@ -44,13 +47,15 @@ def build(
     *,
     dtype: str = "float32",
     megatron: dict[str, Any] | None = None,
+    lora: LoraConfig | None = None,
+    sequence: bool = True,
     **optimizer: Any,
 ) -> TrainState:
     """Build it in the layout of ``groups``, sequence-parallel wherever that is possible."""
     return build_state(
-        ModelConfig(path=model_dir, dtype=dtype),
+        ModelConfig(path=model_dir, dtype=dtype, lora=lora or LoraConfig()),
         groups,
-        parallel=layout_of(groups, sequence=groups.tensor_size > 1),
+        parallel=layout_of(groups, sequence=sequence and groups.tensor_size > 1),
         optimizer=OptimizerConfig(**{"lr": 1e-3, **optimizer}),
         megatron=MegatronConfig.model_validate(megatron or {}),
     )
@@ -79,7 +84,7 @@ def forward_backward(state: TrainState, problems: list[Problem]) -> list[dict[st
 
 def snapshot(state: TrainState) -> dict[str, Tensor]:
     """Copies of all weights by Hugging Face name, on rank 0."""
-    weights = gather_weights(state.model.chunks, state.model.hf, state.model.groups)
+    weights = state.model.gather_weights()
     return {name: tensor.clone() for name, tensor in weights}
 
 
@@ -205,8 +210,11 @@ def hf_gradients(state: TrainState) -> dict[str, Tensor]:
                 buffer.grad_data.copy_(torch.cat(parts))
     model = state.model
     trained = [weight for weight in weight_table(model.hf) if not weight.is_buffer]
+    local = dict(local_weights(model.chunks, model.hf, groups))
+    if model.lora is not None:
+        local, trained = dict(model.lora.parameters()), adapter_table(model.hf, model.lora.config)
     gradients = gather_weights(
-        model.chunks, model.hf, groups, trained, read=lambda parameter: parameter.main_grad
+        local, model.hf, groups, trained, read=lambda _, parameter: parameter.main_grad
     )
     return {name: gradient.clone() for name, gradient in gradients}
 

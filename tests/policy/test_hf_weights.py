@@ -27,6 +27,7 @@ from tests.config.shipped import MODELS
 from tests.policy.convert_models import copy_with
 from tests.policy.fake_world import fake_world
 from tests.policy.tiny_models import Models, set_config_field
+from tests.tools.planning.cases import published
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,6 +164,21 @@ def test_buckets_hold_whole_parameters_in_order_and_exceed_the_limit_by_single_o
         for bucket in buckets
     ]
     assert of_buckets == sizes
+
+
+def test_no_bucket_ends_between_weights_that_a_server_fuses_as_it_loads_them() -> None:
+    moonlight = published("moonlight-16b-a3b")
+    assert moonlight.latent is not None
+    hf = replace(moonlight, num_layers=4, latent=replace(moonlight.latent, query_rank=1536))
+    for max_mb in range(1, 120):
+        buckets = plan_buckets(hf, torch.bfloat16, max_mb * 10**6)
+        assert [w for bucket in buckets for w in bucket] == list(weight_table(hf))
+        names = [{name for weight in bucket for name in weight.hf} for bucket in buckets]
+        for layer in range(4):
+            attention = f"model.layers.{layer}.self_attn"
+            pair = {f"{attention}.q_a_proj.weight", f"{attention}.kv_a_proj_with_mqa.weight"}
+            assert sum(pair <= bucket for bucket in names) == 1
+            assert sum(bool(pair & bucket) for bucket in names) == 1
 
 
 def _set_index(model: Path, weight_map: Any) -> None:

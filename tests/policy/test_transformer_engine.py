@@ -26,6 +26,7 @@ FURTHER_MODULES = {
     "qwen3 with experts": EXPERTS,
     "glm with experts": (*EXPERTS, "TEColumnParallelLinear"),  # of the shared experts
     "moonlight": (*EXPERTS, "TEColumnParallelLinear", "TELinear"),
+    "moonlight with a latent of queries": (*EXPERTS, "TEColumnParallelLinear", "TELinear"),
 }
 
 pytestmark = [

@@ -47,6 +47,7 @@ FAMILIES = {
     "qwen3 with experts": "qwen3-30b-a3b",
     "glm with experts": "glm-4.5-air",
     "moonlight": "moonlight-16b-a3b",
+    "moonlight with a latent of queries": "moonlight-16b-a3b",
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -55,7 +56,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": 2},
     "experts": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
 }
-WITH_EXPERTS = ("qwen3 with experts", "glm with experts", "moonlight")
+WITH_EXPERTS = (*FAMILIES,)[-4:]
 CASES = [
     (family, layout)
     for family in FAMILIES
@@ -102,6 +103,8 @@ def published(family: str) -> HfConfig:
     """A published model, but for its number of layers."""
     hf = read_hf_config_file(MODELS / f"{FAMILIES[family]}.json")
     biases = {"qkv_bias": True, "output_bias": True} if "biases" in family else {}
+    if "latent" in family and hf.latent is not None:
+        hf = replace(hf, latent=replace(hf.latent, query_rank=1536))
     return replace(hf, num_layers=2, **biases)
 
 

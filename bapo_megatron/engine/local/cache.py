@@ -18,7 +18,7 @@ ATTENTION = "bapo_local"
 """Name of ``_attend`` for transformers."""
 
 Layer = tuple[Tensor, Tensor]
-"""Keys and values; for attention over latents (MLA) the latents and the rotated keys, M = 1."""
+"""Keys and values; for multi-head latent attention the latents and the rotated keys, M = 1."""
 
 
 def register_attention() -> None:
@@ -133,7 +133,7 @@ class DecodeCache:
 
 
 def _cached_shape(config: Any) -> tuple[int, int, int]:
-    """Return M, and H of keys and of values."""
+    """Return the number of cached heads (M), and the sizes (H) of keys and of values."""
     if latent := getattr(config, "kv_lora_rank", None):
         return 1, latent, config.qk_rope_head_dim
     heads = config.num_attention_heads

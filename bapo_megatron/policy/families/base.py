@@ -202,7 +202,7 @@ class Weight:
     hf: tuple[str, ...]
     """Names in the Hugging Face model, in fused order."""
     shapes: tuple[str, ...]
-    """Shape of each: names of ``HfConfig.dimensions``."""
+    """Shape of each: names of ``HfConfig.dimensions``, or numbers."""
     axis: int | None = None
     """Axis that tensor-parallel ranks divide; None: every rank holds all of it."""
     form: Literal["plain", "qkv", "gate_up", "vocab"] = "plain"
@@ -211,6 +211,8 @@ class Weight:
     """Number of its layer in the whole model; None: embedding, final norm or output."""
     expert: int | None = None
     """Number of its expert in the layer; None: every expert-parallel rank holds it."""
+    loads_with_previous: bool = False
+    """Whether a server must get it in one call with the weight before: SGLang fuses them."""
     is_buffer: bool = False
     """Whether it is a float32 buffer: stored and exported, but not trained."""
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and models of its architecture, such as Moonlight: attention over latents.
+"""DeepSeek-V3 and models of its architecture, such as Moonlight: multi-head latent attention.
 
 Keys and values are projections of one latent per token, queries of another (or of the hidden
 states); a part of each head is rotated, in interleaved pairs, and its keys are shared by all heads
@@ -24,6 +24,7 @@ from bapo_megatron.policy.families.config_json import (
     Channels,
     ConfigJson,
     Count,
+    ExpertsPerToken,
     refuse_attention_bias,
     understand_common,
 )
@@ -39,13 +40,13 @@ class DeepseekV3Json(ConfigJson):
     q_lora_rank: Count | None
     kv_lora_rank: Count
     qk_nope_head_dim: Count
-    qk_rope_head_dim: Count
+    qk_rope_head_dim: Annotated[int, Field(ge=4, le=1 << 12, multiple_of=4)]
     qk_head_dim: Count | None = None
     """transformers 5 writes this sum, and ``qk_rope_head_dim`` again as ``head_dim``."""
     v_head_dim: Count
     rope_interleave: Literal[True] = True
     n_routed_experts: Count
-    num_experts_per_tok: Annotated[int, Field(ge=2, le=1 << 12)]
+    num_experts_per_tok: ExpertsPerToken
     moe_intermediate_size: Channels
     n_shared_experts: Count
     first_k_dense_replace: Annotated[int, Field(ge=0)]
@@ -75,11 +76,31 @@ def _understand(fields: ConfigJson) -> HfConfig:
         rotary_dim=deepseek.qk_rope_head_dim,
         value_dim=deepseek.v_head_dim,
     )
+    head_dim = latent.unrotated_dim + latent.rotary_dim
+    for name, value, allowed in (
+        ("head_dim", deepseek.head_dim, latent.rotary_dim),
+        ("qk_head_dim", deepseek.qk_head_dim, head_dim),
+    ):
+        if value not in (None, allowed):
+            raise ValueError(f"'{name}' must be {allowed} or absent, got {value}")
+    if latent.value_dim > head_dim:
+        raise ValueError(f"'v_head_dim' must be at most {head_dim}, got {latent.value_dim}")
     groups, per_token = deepseek.topk_group, deepseek.num_experts_per_tok
     if deepseek.n_group > 1 and per_token != _SUMMED_PER_GROUP * groups:
         raise ValueError(
             f"'num_experts_per_tok' must be {_SUMMED_PER_GROUP} × 'topk_group' {groups} with "
             f"'n_group' {deepseek.n_group}, got {per_token}"
+        )
+    per_group, rest = divmod(deepseek.n_routed_experts, deepseek.n_group)
+    if rest or per_group < _SUMMED_PER_GROUP or groups > deepseek.n_group:
+        raise ValueError(
+            f"'n_group' must divide 'n_routed_experts' {deepseek.n_routed_experts} into groups of "
+            f"2 or more, and be at least 'topk_group' {groups}, got {deepseek.n_group}"
+        )
+    if per_token > deepseek.n_routed_experts:
+        raise ValueError(
+            f"'num_experts_per_tok' must be at most 'n_routed_experts' "
+            f"{deepseek.n_routed_experts}, got {per_token}"
         )
     experts = Experts(
         num=deepseek.n_routed_experts,
@@ -109,7 +130,6 @@ def _understand(fields: ConfigJson) -> HfConfig:
             "'rope_scaling' must be absent, or yarn with truncate and with both or neither of "
             f"'mscale' and 'mscale_all_dim', got {scaling}"
         )
-    head_dim = latent.unrotated_dim + latent.rotary_dim
     return replace(common, head_dim=head_dim, latent=latent, experts=experts)
 
 
@@ -117,12 +137,17 @@ _NORM = Weight("input_layernorm.weight", ("input_layernorm.weight",), ("hidden",
 _QUERY = Weight(
     "self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",), ("query hidden",), 0
 )
-_QUERY_LATENT = (
-    Weight(
-        "self_attention.linear_q_down_proj.weight",
-        ("self_attn.q_a_proj.weight",),
-        ("query_rank hidden",),
-    ),
+_DOWN_QUERY = Weight(
+    "self_attention.linear_q_down_proj.weight",
+    ("self_attn.q_a_proj.weight",),
+    ("query_rank hidden",),
+)
+_DOWN_KEY_VALUE = Weight(
+    "self_attention.linear_kv_down_proj.weight",
+    ("self_attn.kv_a_proj_with_mqa.weight",),
+    ("latent hidden",),
+)
+_UP_QUERY = (
     Weight(
         "self_attention.linear_q_up_proj.layer_norm_weight",
         ("self_attn.q_a_layernorm.weight",),
@@ -135,12 +160,7 @@ _QUERY_LATENT = (
         0,
     ),
 )
-_KEY_VALUE_LATENT = (
-    Weight(
-        "self_attention.linear_kv_down_proj.weight",
-        ("self_attn.kv_a_proj_with_mqa.weight",),
-        ("latent hidden",),
-    ),
+_UP_KEY_VALUE = (
     Weight(
         "self_attention.linear_kv_up_proj.layer_norm_weight",
         ("self_attn.kv_a_layernorm.weight",),
@@ -160,8 +180,11 @@ _OUTPUT = Weight(
 
 def _layer(hf: HfConfig, layer: int) -> LayerWeights:
     assert hf.latent is not None
-    query = _QUERY_LATENT if hf.latent.query_rank else (_QUERY,)
-    attention = (_NORM, *query, *_KEY_VALUE_LATENT, _OUTPUT)
+    inputs = (_QUERY, _DOWN_KEY_VALUE)
+    if hf.latent.query_rank:
+        inputs = (_DOWN_QUERY, replace(_DOWN_KEY_VALUE, loads_with_previous=True))
+    query = _UP_QUERY if hf.latent.query_rank else ()
+    attention = (_NORM, *inputs, *query, *_UP_KEY_VALUE, _OUTPUT)
     mlp = feed_forward(hf, layer)
     return LayerWeights((*attention, *mlp.shared), mlp.expert)
 

@@ -14,6 +14,7 @@ from bapo_megatron.policy.families.config_json import (
     Channels,
     ConfigJson,
     Count,
+    ExpertsPerToken,
     understand_common,
 )
 from bapo_megatron.policy.families.layers import decoder_layer, is_draft
@@ -25,8 +26,7 @@ class Glm4MoeJson(ConfigJson):
     """The fields of config.json."""
 
     n_routed_experts: Count
-    num_experts_per_tok: Annotated[int, Field(ge=2, le=1 << 12)]
-    """Megatron does not normalise the weight of a single expert."""
+    num_experts_per_tok: ExpertsPerToken
     moe_intermediate_size: Channels
     n_shared_experts: Count
     first_k_dense_replace: Annotated[int, Field(ge=0)]

@@ -264,7 +264,7 @@ def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> di
     mlp = mlp_bytes(case)
     tensors = {
         "norms and inputs of the two products": 2 * norm_bytes(case),
-        **(_latent_tensors(case) if hf.latent else _attention_tensors(case)),
+        **(_latent_tensors(case, recompute) if hf.latent else _attention_tensors(case)),
         "gate and up": 2 * mlp,
         "input of the down product": mlp,
     }
@@ -279,8 +279,8 @@ def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> di
         tensors["norms of queries and keys"] = _head_norm_bytes(case)
     if case.assumptions.layers == "local":
         tensors["silu(gate), up"] = 2 * mlp
-        if recompute == "none":
-            tensors["attention's output, by sequence"] = query
+    if recompute == "none" and (hf.latent or case.assumptions.layers == "local"):
+        tensors["attention's output, by sequence"] = query  # with MLA, as wide as keys
     if recompute == "none":
         tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // case.layout.tensor)
     return tensors
@@ -296,15 +296,18 @@ def _attention_tensors(case: Scenario) -> dict[str, float]:
     }
 
 
-def _latent_tensors(case: Scenario) -> dict[str, float]:
-    """Attention over latents: values are padded to the width of keys, and cut after it."""
+def _latent_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> dict[str, float]:
+    """Multi-head latent attention: it pads values to the width of keys, and cuts its output."""
     assert case.hf.latent is not None
     latent, heads = case.hf.latent, case.hf.num_heads
     ranks = (latent.query_rank or 0, latent.key_value_rank)
     return {
         "latents and their norms": sum(_normed_bytes(case, rank) for rank in ranks if rank),
         "cosines and sines": 2 * latent.rotary_dim * case.element_bytes,
-        "queries, keys, padded values": 3 * case.divided_bytes(heads * case.hf.head_dim),
+        "queries, keys": 2 * case.divided_bytes(heads * case.hf.head_dim),
+        "values": case.divided_bytes(
+            heads * (latent.value_dim if recompute == "selective" else case.hf.head_dim)
+        ),
         "attention's output": case.divided_bytes(heads * latent.value_dim),
     }
 
@@ -436,8 +439,8 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
     """Return the memory of a rollout GPU.
 
     A server has ``rollout.server.tensor`` GPUs, doubled until the longest sequence fits, since
-    servers elsewhere may have more. They divide the weights and the KV cache, of 2 · layers · key
-    channels · element bytes per token.
+    servers elsewhere may have more. They divide the weights and, without MLA, the KV cache, of
+    layers · cached channels · element bytes per token.
 
     Raises:
         ValueError: The model cannot be divided so, or neither a node nor ``max_total_tokens`` has
@@ -455,7 +458,7 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
         )
     while True:
         weights = case.element_bytes * model_parameters(hf) / gpus
-        # Every GPU of a server has all latents.
+        # Tensor parallelism replicates latents.
         holders = 1 if hf.latent else gpus
         per_token = hf.num_layers * hf.cached_channels * case.element_bytes / holders
         cache = max(0.0, server.mem_fraction * assumptions.gpu_memory_bytes - weights)

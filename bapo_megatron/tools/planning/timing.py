@@ -63,7 +63,9 @@ def tensor_bytes(case: Scenario, tokens: int, *, trains: bool) -> float:
 def context_bytes(case: Scenario, tokens: int) -> float:
     """Return what one ring pass of the KV tensors sends: (c − 1) · L · n · 2·k/t · e."""
     hf, layout = case.hf, case.layout
-    channels = 2 * hf.num_kv_heads * hf.head_dim // layout.tensor  # of latents' padded values too
+    channels = (
+        2 * hf.num_kv_heads * hf.head_dim // layout.tensor
+    )  # MLA: values padded to the width of keys
     layers = hf.num_layers // layout.pipeline
     return (layout.context - 1) * layers * tokens * channels * case.element_bytes
 

@@ -67,7 +67,8 @@ SAVED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "sequence": ("qwen3", "bfloat16", {"tensor": 2, "sequence": True}, {}),
     "sequence, full": ("qwen2", "bfloat16", {"tensor": 2, "sequence": True}, {"recompute": "full"}),
     "experts": ("qwen3_moe", "bfloat16", {}, {}),
-    "experts of latents": ("deepseek_v3", "bfloat16", {}, {}),
+    "latents": ("deepseek_v3", "bfloat16", {}, {}),
+    "latents, selective": ("deepseek_v3", "bfloat16", {}, {"recompute": "selective"}),
 }
 """Small models whose kept activations are measured."""
 

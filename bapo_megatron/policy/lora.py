@@ -1,0 +1,415 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + α/r · B A x, of which A and B are trained.
+
+Every Hugging Face linear has its own A and B, named and shaped as PEFT has them, also where
+Megatron fuses several, such as query, key and value, and every expert its own. Only r channels per
+token cross tensor-parallel ranks. The parameters are float32 whatever the model's dtype, and
+compute in it.
+
+Shape legend: N = tokens on this rank, I and O = input and output channels of a linear on this
+rank, r = rank, R = r × the adapters of a linear.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import mappings
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.megatron import LoraConfig
+from bapo_megatron.policy.families.base import HfConfig, Weight
+from bapo_megatron.policy.hf_weights import (
+    check_shapes,
+    load_weights,
+    local_weights,
+    tensor_place,
+    to_shard,
+)
+from bapo_megatron.policy.layer_spec import normalised
+from bapo_megatron.policy.weight_table import hf_shapes, weight_table
+from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.distributed import ProcessGroups
+from bapo_megatron.runtime.files import read_regular
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+ADAPTER_NAME = "adapter_model.safetensors"
+
+
+def target_of(name: str) -> str:
+    """Return what ``model.lora.targets`` calls a Hugging Face linear: ``q_proj``."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _adapted(weight: Weight, hf: HfConfig, config: LoraConfig) -> list[str]:
+    """Return the linears of a weight that have adapters."""
+    is_linear = (
+        weight.layer is not None and not weight.is_buffer and ".router." not in weight.megatron
+    )
+    names = [name for name, shape in hf_shapes(weight, hf).items() if len(shape) == 2 and is_linear]
+    return [name for name in names if not config.targets or target_of(name) in config.targets]
+
+
+def check_targets(hf: HfConfig, config: LoraConfig) -> None:
+    """Refuse targets that the model lacks; raise ``ConfigError``."""
+    every = config.model_copy(update={"targets": ()})
+    known = {target_of(name) for w in weight_table(hf) for name in _adapted(w, hf, every)}
+    for target in config.targets:
+        if target not in known:
+            raise ConfigError(
+                f"model.lora.targets: must name linears of the model, {', '.join(sorted(known))}, "
+                f"got {target}; choose among them, or leave targets out for all"
+            )
+
+
+def adapter_weights(
+    weight: Weight, hf: HfConfig, config: LoraConfig
+) -> list[tuple[Weight, Weight]]:
+    """Return A and B of each adapter of a weight, as entries of a table under PEFT's names."""
+    shapes = dict(zip(weight.hf, weight.shapes, strict=True))
+    pairs = []
+    for name in _adapted(weight, hf, config):
+        outputs, inputs = shapes[name].split()
+        entries = [
+            replace(
+                weight,
+                megatron=peft_name,
+                hf=(peft_name,),
+                shapes=(shape,),
+                axis=weight.axis if weight.axis == axis else None,
+                form="plain",
+            )
+            for part, shape, axis in (
+                ("A", f"{config.rank} {inputs}", 1),
+                ("B", f"{outputs} {config.rank}", 0),
+            )
+            for peft_name in (f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight",)
+        ]
+        pairs.append((entries[0], entries[1]))
+    return pairs
+
+
+def adapter_table(hf: HfConfig, config: LoraConfig) -> list[Weight]:
+    """Return the entries of all adapters, in the order of ``weight_table``."""
+    pairs = (pair for weight in weight_table(hf) for pair in adapter_weights(weight, hf, config))
+    return [entry for pair in pairs for entry in pair]
+
+
+class Adapter(nn.Module):
+    """This rank's part of the adapters of one weight of Megatron's model."""
+
+    def __init__(
+        self, weight: Weight, hf: HfConfig, config: LoraConfig, groups: ProcessGroups
+    ) -> None:
+        super().__init__()
+        self.entry, self.groups = weight, groups
+        self._scale = config.alpha / config.rank
+        self.entries = adapter_weights(weight, hf, config)
+        self.part = tensor_place(weight, groups)
+        """Place among, and number of, the ranks that divide the weight."""
+        self.a, self.b = nn.ParameterList(), nn.ParameterList()
+        for pair in self.entries:
+            for entry, parameters in zip(pair, (self.a, self.b), strict=True):
+                shape = next(iter(hf_shapes(entry, hf).values()))
+                whole = torch.zeros(shape)
+                if parameters is self.a:  # as PEFT initialises it, equal in every layout
+                    digest = hashlib.sha256(f"{config.seed} {entry.megatron}".encode()).digest()
+                    generator = torch.Generator().manual_seed(int.from_bytes(digest[:6]))
+                    whole.uniform_(-1, 1, generator=generator).div_(math.sqrt(shape[1]))
+                parameters.append(self._parameter(entry, to_shard(entry, [whole], hf, *self.part)))
+        self._rows_O, self._sizes = self._fused_rows(hf)
+
+    def _parameter(self, entry: Weight, shard: Tensor) -> nn.Parameter:
+        parameter = nn.Parameter(shard.contiguous().to(self.groups.device))
+        # Megatron's marks: how gradients are summed, and which ranks count them in the norm.
+        if entry.axis is not None:
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+            parameter.partition_dim, parameter.partition_stride = entry.axis, 1  # type: ignore[attr-defined]
+        if entry.expert is not None:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+        elif entry.axis is None:
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        return parameter
+
+    def _fused_rows(self, hf: HfConfig) -> tuple[Tensor | None, dict[str, int]]:
+        """Return where rows of the fused weight are among those of its linears, and their sizes."""
+        shapes = hf_shapes(self.entry, hf)
+        size = self.part[1] if self.entry.axis == 0 else 1
+        sizes = {name: shape[0] // size for name, shape in shapes.items()}
+        if len(shapes) == 1:
+            return None, sizes
+        ends = itertools.accumulate((shape[0] for shape in shapes.values()), initial=0)
+        ids = [torch.arange(*rows)[:, None] for rows in itertools.pairwise(ends)]
+        fused_O = to_shard(self.entry, ids, hf, *self.part)[:, 0]
+        return fused_O.argsort().argsort().to(self.groups.device), sizes
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A, [R, I], and α/r · B, [O, R], of the fused weight; float32."""
+        blocks = dict(zip((b.hf[0] for _, b in self.entries), self.b, strict=True))
+        rank = self.a[0].shape[0]
+        columns, parts = 0, []
+        for name, num_rows in self._sizes.items():
+            block = blocks.get(f"base_model.model.{name.removesuffix('weight')}lora_B.weight")
+            if block is None:
+                parts.append(self.b[0].new_zeros(num_rows, rank * len(self.b)))
+                continue
+            after = rank * (len(self.b) - 1) - columns
+            parts.append(F.pad(block, (columns, after)))
+            columns += rank
+        b_OR = torch.cat(parts) * self._scale
+        return torch.cat([*self.a]), b_OR if self._rows_O is None else b_OR[self._rows_O]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return what the adapters add to the weight's output."""
+        a_RI, b_OR = (factor.to(hidden.dtype) for factor in self.factors())
+        if self.entry.expert is not None:
+            return self._expert(hidden, a_RI, b_OR)
+        reduced = F.linear(hidden, a_RI)
+        group, axis = self.groups.tensor, self.entry.axis
+        if self.part[1] > 1 and axis is not None:
+            reduced = _CROSSINGS[axis, self._is_sequence_parallel](reduced, group=group)
+        return F.linear(reduced, b_OR)
+
+    _is_sequence_parallel = False
+
+    def _expert(self, hidden: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
+        """Expert-tensor ranks have the same tokens; their outputs of ``fc2`` are summed later."""
+        group = self.groups.expert_tensor
+        if self.part[1] == 1:
+            return F.linear(F.linear(hidden, a_RI), b_OR)
+        if self.entry.axis == 0:
+            return F.linear(_WholeWeight.apply(hidden, a_RI, group, False), b_OR)
+        return _WholeWeight.apply(F.linear(hidden, a_RI), b_OR, group, True)
+
+    @torch.no_grad()
+    def merged(self, base: Tensor) -> Tensor:
+        """Return W + α/r · B A in the dtype of ``base``, rounded once."""
+        a_RI, b_OR = self.factors()
+        return torch.addmm(base.float(), b_OR, a_RI).to(base.dtype)
+
+
+_CROSSINGS: dict[tuple[int, bool], Callable[..., Tensor]] = {
+    (0, False): mappings.copy_to_tensor_model_parallel_region,
+    (0, True): mappings.gather_from_sequence_parallel_region,
+    (1, False): mappings.reduce_from_tensor_model_parallel_region,
+    (1, True): mappings.reduce_scatter_to_sequence_parallel_region,
+}
+"""What crosses tensor-parallel ranks between A and B, by axis and ``sequence_parallel``."""
+
+
+class _WholeWeight(torch.autograd.Function):
+    """A linear whose weight every rank of a group holds, with gradients summed over the group.
+
+    Either its input is one of several summands of the whole (``is_part``), or its gradient is.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, is_part: bool
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.group, ctx.is_part = group, is_part
+        return F.linear(hidden, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, weight = ctx.saved_tensors
+        of_weight = (hidden if ctx.is_part else gradient).clone()
+        dist.all_reduce(of_weight, group=ctx.group)
+        left, right = (gradient, of_weight) if ctx.is_part else (of_weight, hidden)
+        return gradient @ weight, left.flatten(0, -2).T @ right.flatten(0, -2), None, None
+
+
+class ChunkAdapters(nn.ModuleList):
+    """The adapters of a chunk, its module ``lora``."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, ShardedTensor]:
+        """Return Megatron's description of every parameter, under PEFT's names."""
+        state = {}
+        for number, adapter in enumerate(cast("Iterable[Adapter]", self)):
+            groups = adapter.groups
+            is_expert = adapter.entry.expert is not None
+            replica = (groups.expert_data if is_expert else groups.data).rank()
+            for index, (pair, *parts) in enumerate(
+                zip(adapter.entries, adapter.a, adapter.b, strict=True)
+            ):
+                for entry, kind, parameter in zip(pair, "ab", parts, strict=True):
+                    offsets = [] if entry.axis is None else [(entry.axis, *adapter.part)]
+                    place = adapter.part[0] if entry.axis is None else 0
+                    state[f"{prefix}{number}.{kind}.{index}"] = ShardedTensor.from_rank_offsets(
+                        f"lora.{entry.megatron}",
+                        parameter,
+                        *offsets,
+                        replica_id=(0, place, replica),
+                    )
+        return state
+
+
+@dataclass(eq=False, repr=False)
+class Lora:
+    """The adapters of a model; ``attach`` adds them."""
+
+    config: LoraConfig
+    adapters: dict[Weight, Adapter]
+    """On this rank, by the weight that they change."""
+    _is_on: bool = True
+
+    @classmethod
+    def attach(
+        cls,
+        config: LoraConfig,
+        chunks: Sequence[GPTModel],
+        hf: HfConfig,
+        groups: ProcessGroups,
+    ) -> Self:
+        """Freeze the chunks and add adapters, with B = 0, to the linears that ``config`` names.
+
+        Raises:
+            ConfigError: The model lacks a target.
+        """
+        check_targets(hf, config)
+        lora = cls(config, {})
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+            if chunk.pre_process:
+                # Recomputed layers have gradients only if their input has.
+                chunk.embedding.register_forward_hook(_with_gradient)
+            owners = {
+                parameter: chunk.get_submodule(name.rpartition(".")[0])
+                for name, parameter in chunk.named_parameters()
+            }
+            of_linear: dict[nn.Module, list[Adapter]] = {}
+            for weight, parameter in local_weights([chunk], hf, groups):
+                if _adapted(weight, hf, config):
+                    adapter = lora.adapters[weight] = Adapter(weight, hf, config, groups)
+                    adapter._is_sequence_parallel = chunk.config.sequence_parallel
+                    of_linear.setdefault(owners[parameter], []).append(adapter)
+            for linear, adapters in of_linear.items():
+                linear.register_forward_hook(partial(lora._add, adapters))
+            chunk.lora = ChunkAdapters(a for adapters in of_linear.values() for a in adapters)
+        return lora
+
+    def _add(
+        self, adapters: Sequence[Adapter], linear: nn.Module, inputs: tuple[Any, ...], output: Any
+    ) -> Any:
+        if not self._is_on:
+            return None
+        hidden = normalised(linear, inputs[0])
+        if len(adapters) == 1:
+            delta = adapters[0](hidden)
+        else:  # Transformer Engine's grouped experts, with the tokens of each
+            parts = hidden.split([int(size) for size in inputs[1]])
+            delta = torch.cat([one(part) for one, part in zip(adapters, parts, strict=True)])
+        return (output[0] + delta, *output[1:])
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Compute with the base model."""
+        self._is_on = False
+        try:
+            yield
+        finally:
+            self._is_on = True
+
+    def merged(self, weight: Weight, parameter: Tensor) -> Tensor:
+        """Return a parameter with its adapters, and another one as it is."""
+        adapter = self.adapters.get(weight)
+        return parameter.detach() if adapter is None else adapter.merged(parameter)
+
+    def parameters(self) -> Iterator[tuple[Weight, Tensor]]:
+        """Yield this rank's parts of A and B with their entries of ``adapter_table``."""
+        for adapter in self.adapters.values():
+            for pair, *parts in zip(adapter.entries, adapter.a, adapter.b, strict=True):
+                yield from zip(pair, parts, strict=True)
+
+
+def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+class _PeftJson(BaseModel):
+    """The fields read from adapter_config.json; others of PEFT concern its training."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    peft_type: Literal["LORA"]
+    r: int
+    lora_alpha: float
+    bias: Literal["none"] = "none"
+    fan_in_fan_out: Literal[False] = False
+    lora_bias: Literal[False] = False
+    use_dora: Literal[False] = False
+    use_rslora: Literal[False] = False
+    rank_pattern: dict[str, int] = Field({}, max_length=0)
+    alpha_pattern: dict[str, float] = Field({}, max_length=0)
+    modules_to_save: list[str] | None = Field(None, max_length=0)
+
+
+def load_adapter(directory: Path, lora: Lora, hf: HfConfig, groups: ProcessGroups) -> None:
+    """Fill this rank's adapters from a PEFT directory.
+
+    Raises:
+        ValueError: It is not readable, or not of this model, rank, alpha and targets; one line.
+        OSError: It cannot be read.
+    """
+    config, path = lora.config, directory / ADAPTER_CONFIG_NAME
+    try:
+        fields = decode_json(_PeftJson, read_regular(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; choose another adapter") from error
+    for key, actual, expected in (
+        ("rank", config.rank, fields.r),
+        ("alpha", config.alpha, fields.lora_alpha),
+    ):
+        if actual != expected:
+            raise ConfigError(
+                f"model.lora.{key}: must be {expected:g}, that of {directory}, got {actual:g}; set "
+                "it to that, or choose another model.lora.path"
+            )
+    weights = directory / ADAPTER_NAME
+    try:
+        with safe_open(weights, framework="pt") as reader:
+            shapes = {name: reader.get_slice(name).get_shape() for name in reader.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{weights}: not readable ({error}); restore it") from error
+    expected_shapes = {n: s for w in adapter_table(hf, config) for n, s in hf_shapes(w, hf).items()}
+    check_shapes(shapes, expected_shapes, directory, "set model.lora.targets to its target_modules")
+    load_weights(lora.parameters(), hf, dict.fromkeys(shapes, weights), groups)
+
+
+def write_adapter(
+    tensors: Iterable[tuple[str, Tensor]], hf: HfConfig, config: LoraConfig, base: Path, to: Path
+) -> None:
+    """Write a PEFT directory from all tensors of ``adapter_table``."""
+    names = {target_of(name) for w in weight_table(hf) for name in _adapted(w, hf, config)}
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(names),
+        "inference_mode": True,
+    }
+    (to / ADAPTER_CONFIG_NAME).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    contents = {name: tensor.cpu().contiguous() for name, tensor in tensors}
+    save_file(contents, to / ADAPTER_NAME, metadata={"format": "pt"})
+    (to / ADAPTER_NAME).chmod(0o644)  # safetensors makes it private

@@ -1,0 +1,263 @@
+"""Adapters against PEFT and against full gradients of transformers, in every layout."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.megatron import LoraConfig
+from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.policy.lora import check_targets
+from tests.distributed_launch import run_ranks
+from tests.policy.convert_models import weights
+from tests.policy.expert_layouts import BATCHES, LR, multiples_of
+from tests.policy.lora_ranks import ALL, DENSE, LAYOUTS, LORA, run_layouts, untrained_logits
+from tests.policy.tiny_models import (
+    load_reference,
+    make_model,
+    make_problems,
+    reference_gradients,
+    reference_logits,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+pytestmark = pytest.mark.distributed
+
+SCALE = LORA["alpha"] / LORA["rank"]
+CASES = [(layout, family) for layout in LAYOUTS for family in layout.families]
+NAMES = [f"{layout.name}, {family}" for layout, family in CASES]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: make_model(name, root / name, num_hidden_layers=4) for name in ALL}
+
+
+@pytest.fixture(scope="module")
+def adapters(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """PEFT directories with random A and B."""
+    root = tmp_path_factory.mktemp("adapters")
+    for family, directory in models.items():
+        (root / family).mkdir()
+        write_random_adapter(directory, root / family)
+    return {family: root / family for family in models}
+
+
+def write_random_adapter(model: Path, directory: Path) -> None:
+    """Every 2-D weight of a layer but routers has an adapter, under the names of its own."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, weight in weights(model).items():
+        if ".layers." in name and weight.dim() == 2 and not name.endswith(".gate.weight"):
+            outputs, inputs = weight.shape
+            part = f"base_model.model.{name.removesuffix('.weight')}"
+            drawn = torch.randn(LORA["rank"], inputs, generator=generator)
+            tensors[f"{part}.lora_A.weight"] = 0.2 * drawn
+            drawn = torch.randn(outputs, LORA["rank"], generator=generator)
+            tensors[f"{part}.lora_B.weight"] = 0.2 * drawn
+    save_file(tensors, directory / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": LORA["rank"], "lora_alpha": LORA["alpha"]}
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    (directory / "adapter_config.json").write_text(
+        json.dumps({**fields, "target_modules": targets})
+    )
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exports")
+
+
+@pytest.fixture(scope="module")
+def results(
+    models: dict[str, Path], adapters: dict[str, Path], exports: Path
+) -> dict[str, list[dict[str, Any]]]:
+    collected: dict[str, list[dict[str, Any]]] = {}
+    for ranks in (1, 2):
+        layouts = [layout for layout in LAYOUTS if layout.ranks == ranks]
+        job = run_ranks(run_layouts, ranks, layouts, models, adapters, exports, timeout_s=300)
+        collected |= {name: [rank[name] for rank in job] for name in job[0]}
+    return collected
+
+
+def pairs(adapter: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B of each linear, by the name of its weight."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    return {
+        name.removeprefix("base_model.model.").replace(".lora_A", ""): (
+            a,
+            tensors[name.replace(".lora_A", ".lora_B")],
+        )
+        for name, a in tensors.items()
+        if ".lora_A." in name
+    }
+
+
+@pytest.fixture(scope="module")
+def merged(
+    models: dict[str, Path], adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Models of transformers whose weights are W + α/r · B A."""
+    root = tmp_path_factory.mktemp("merged")
+    references = {}
+    for family, directory in models.items():
+        changed = root / family
+        make_model(family, changed, num_hidden_layers=4)  # for the files beside the weights
+        tensors = dict(weights(directory))
+        for name, (a, b) in pairs(adapters[family]).items():
+            tensors[name] = tensors[name] + SCALE * b @ a
+        save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+        references[family] = load_reference(family, changed)
+    return references
+
+
+def expected_gradients(merged: Any, adapter: Path) -> dict[str, Tensor]:
+    """dA = α/r · Bᵀ dW and dB = α/r · dW Aᵀ, of the gradients of whole weights."""
+    exact = copy.deepcopy(merged).double()
+    exact.set_experts_implementation("eager")  # the other ones have no float64
+    whole = reference_gradients(exact, make_problems(batches=BATCHES))
+    gradients = {}
+    for name, (a, b) in pairs(adapter).items():
+        part = f"base_model.model.{name.removesuffix('.weight')}"
+        gradients[f"{part}.lora_A.weight"] = SCALE * b.double().T @ whole[name]
+        gradients[f"{part}.lora_B.weight"] = SCALE * whole[name] @ a.double().T
+    return gradients
+
+
+@pytest.mark.parametrize(("layout", "family"), CASES, ids=NAMES)
+def test_logits_are_those_of_merged_weights_and_without_adapters_those_of_the_base(
+    results: dict[str, Any],
+    models: dict[str, Path],
+    merged: dict[str, Any],
+    layout: Any,
+    family: str,
+) -> None:
+    base = load_reference(family, models[family])
+    num_compared = 0
+    for result in results[f"{layout.name}, {family}"]:
+        data_rank, data_size, context_rank, size = result["place"]
+        problems = make_problems(0, *multiples_of(size), batches=BATCHES)[data_rank::data_size]
+        for kind, model in (("logits", merged[family]), ("base", base)):
+            for actual_NV, problem in zip(result[kind], problems, strict=False):
+                whole_NV = reference_logits(model, problem)
+                if size > 1:
+                    whole_NV = whole_NV[problem.part(context_rank, size).micro_batch.target_T]
+                assert (actual_NV - whole_NV).abs().max() < 1e-5 * max(1, whole_NV.abs().max() / 4)
+                num_compared += 1
+    assert num_compared >= 4
+
+
+@pytest.mark.parametrize(("layout", "family"), CASES, ids=NAMES)
+def test_gradients_and_their_norm_are_those_of_the_formula(
+    results: dict[str, Any],
+    merged: dict[str, Any],
+    adapters: dict[str, Path],
+    layout: Any,
+    family: str,
+) -> None:
+    expected = expected_gradients(merged[family], adapters[family])
+    of_ranks = results[f"{layout.name}, {family}"]
+    actual = of_ranks[0]["gradients"]
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in expected.values()))
+    assert norm > 0.1
+    for result in of_ranks:
+        assert result["step"].grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(("layout", "family"), CASES, ids=NAMES)
+def test_exports_hold_merged_weights_and_the_trained_adapters_alone(
+    results: dict[str, Any],
+    exports: Path,
+    models: dict[str, Path],
+    merged: dict[str, Any],
+    adapters: dict[str, Path],
+    layout: Any,
+    family: str,
+) -> None:
+    root, base = exports / f"{layout.name}, {family}", weights(models[family])
+    whole, start = weights(root / "merged"), pairs(adapters[family])
+    for name, weight in base.items():
+        expected = weight
+        if name in start:
+            a, b = start[name]
+            expected = weight + SCALE * b @ a
+        assert (whole[name] - expected).abs().max() <= (1e-6 if name in start else 0.0), name
+    after = pairs(root / "adapter")
+    assert after.keys() == start.keys()
+    steps = torch.cat(
+        [
+            (new - old).flatten()
+            for name, parts in after.items()
+            for new, old in zip(parts, start[name], strict=True)
+        ]
+    )
+    assert steps.abs().max() <= 1.001 * LR  # Adam's first step
+    assert (steps != 0).float().mean() > 0.5  # some experts have no tokens
+    on_ranks = sum(result["trained"] for result in results[f"{layout.name}, {family}"])
+    assert on_ranks >= sum(a.numel() + b.numel() for a, b in start.values())
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_peft_computes_the_same_with_what_is_written_and_has_the_same_gradients(
+    results: dict[str, Any],
+    models: dict[str, Path],
+    adapters: dict[str, Path],
+    exports: Path,
+    family: str,
+) -> None:
+    from peft import PeftModel
+
+    result = results[f"one rank, {family}"][0]
+    problems = make_problems(batches=BATCHES)
+    model = PeftModel.from_pretrained(
+        load_reference(family, models[family]), adapters[family], is_trainable=True
+    )
+    for actual_NV, problem in zip(result["logits"], problems, strict=True):
+        expected_NV = reference_logits(model, problem)
+        assert (actual_NV - expected_NV).abs().max() < 1e-5 * max(1, expected_NV.abs().max() / 4)
+        problem.loss(expected_NV).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            actual = result["gradients"][name.replace(".default.", ".")]
+            assert (actual - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
+    # What is written after the update is read back to the same adapters.
+    written = exports / f"one rank, {family}" / "adapter"
+    again = PeftModel.from_pretrained(load_reference(family, models[family]), written)
+    saved = load_file(written / "adapter_model.safetensors")
+    values = {n.replace(".default.", "."): v for n, v in again.named_parameters() if "lora_" in n}
+    assert values.keys() == saved.keys()
+    assert all(torch.equal(values[name], value) for name, value in saved.items())
+
+
+def test_new_adapters_change_nothing_bit_for_bit(models: dict[str, Path]) -> None:
+    results = run_ranks(untrained_logits, 1, models)[0]
+    for family in models:
+        for dtype in ("float32", "bfloat16"):
+            new, none = (results[f"{family}, {kind}, {dtype}"] for kind in ("new", "none"))
+            for new_NV, none_NV in zip(new, none, strict=True):
+                assert torch.equal(new_NV, none_NV)
+
+
+def test_unknown_targets_are_refused_with_the_known_ones(models: dict[str, Path]) -> None:
+    hf = read_hf_config_file(models["qwen2"] / "config.json")
+    check_targets(hf, LoraConfig(rank=1, targets=("q_proj", "down_proj")))
+    with pytest.raises(
+        ConfigError,
+        match=r"^model\.lora\.targets: .* down_proj, gate_proj, k_proj, .* got qkv_proj; choose",
+    ):
+        check_targets(hf, LoraConfig(rank=1, targets=("qkv_proj",)))
