@@ -104,10 +104,12 @@ class WeightSyncConfig(Section):
     timeout_s: float = Field(600.0, gt=0)
     """Time limit of an attempt with the available servers (``health.patience_s``: the wait for
     one), and of ``verify``. Servers that exceed it are removed; the others get a new attempt."""
-    verify: Literal["none", "first", "every"] = "first"
+    verify: Literal["none", "first", "every"] | Annotated[int, Field(ge=1)] = "first"
     """Compare log-probs of a probe batch with the trainer's after a server's ``first`` weight sync
-    since it was (re)started, or after ``every`` one, and remove servers that differ. Unless
-    requests are ``abort``ed, and with ``colocated``, tokens that it sampled in between stay."""
+    since it was (re)started, after ``every`` one, or also after every N-th (the default with
+    ``model.lora``: 10), and remove servers that differ, or that do not follow the trainer's since
+    the comparison before. Unless requests are ``abort``ed, and with ``colocated``, tokens that it
+    sampled in between stay."""
     verify_tolerance: float = Field(0.1, gt=0)
     """Limit of the probe's mean absolute log-prob difference; 1e-3 suits float32."""
 

@@ -338,6 +338,22 @@ class RunConfig(Section):
         algorithm = self.algorithm.model_copy(update={"router_replay": "none"})
         return self.model_copy(update={"algorithm": algorithm})
 
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the KL reference is the policy without its adapters, which costs no memory."""
+        reference = self.algorithm.kl.reference
+        return self.model.lora.rank > 0 and reference.path is None and not reference.update_every
+
+    @field_validator("rollout")
+    @classmethod
+    def _default_verification(cls, rollout: RolloutConfig, info: ValidationInfo) -> RolloutConfig:
+        """Verify every tenth weight sync of adapters unless ``verify`` is set."""
+        has_adapters = "model" in info.data and info.data["model"].lora.rank > 0
+        if not has_adapters or "verify" in rollout.weight_sync.model_fields_set:
+            return rollout
+        weight_sync = rollout.weight_sync.model_copy(update={"verify": 10})
+        return rollout.model_copy(update={"weight_sync": weight_sync})
+
     @field_validator("eval")
     @classmethod
     def _default_length(cls, evaluation: EvalConfig, info: ValidationInfo) -> EvalConfig:

@@ -25,7 +25,7 @@ class FrozenModelConfig(Section):
 
 
 class ReferenceConfig(FrozenModelConfig):
-    """The reference of the KL divergence; without ``path`` the initial policy."""
+    """The reference of the KL divergence; without ``path`` the initial policy, without adapters."""
 
     update_every: int = Field(0, ge=0)
     """Every N steps the current policy becomes the reference; 0: never."""

@@ -26,6 +26,8 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.policy import checkpoint_files as files
 from bapo_megatron.policy.checkpoint_reader import CheckpointReader
 from bapo_megatron.policy.checkpoint_shards import ShardWriter, torch_bytes
+from bapo_megatron.policy.lora import identity
+from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.optimizer import load_state, sharded_state
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import (
@@ -112,6 +114,7 @@ class CheckpointSaver:
             "num_updates": train_state.num_updates,
             "layout": rng_layout(groups),
             "distributed_optimizer": _is_distributed(train_state),
+            "lora": identity(model.lora.config, model.hf, model.model_dir) if model.lora else None,
             "extra": json.loads(json.dumps(extra)),  # a copy: the caller keeps changing it
         }
         self._save = _Save(step, fields, writer, groups, best, wait_for_rollout)
@@ -202,6 +205,7 @@ def load_checkpoint(
             state = files.read_state(directory)
             if groups.rank == 0:
                 files.check_files(directory, state)
+                _check_adapters(directory, state.lora, train_state.model)
         if state.distributed_optimizer != _is_distributed(train_state):
             setting = f"megatron.distributed_optimizer: {str(state.distributed_optimizer).lower()}"
             raise files.CheckpointError(
@@ -215,8 +219,8 @@ def load_checkpoint(
             with files.reading(name):
                 rng = torch.load(directory / name, weights_only=True)
     loaded = _load_shards(directory, train_state)
-    for number, chunk in enumerate(train_state.model.chunks):
-        chunk.load_state_dict(loaded[f"model{number}"])
+    for number, trained in enumerate(_trained_modules(train_state)):
+        trained.load_state_dict(loaded[f"model{number}"])
     load_state(train_state.optimizer, loaded["optimizer"])
     train_state.num_updates = state.num_updates
     if rng is not None:
@@ -290,8 +294,8 @@ def _read_together(directory: Path, groups: ProcessGroups) -> Iterator[None]:
 def _sharded_state(train_state: TrainState, *, is_loading: bool) -> dict[str, Any]:
     metadata = dict(METADATA)  # Megatron writes process groups into it
     state = {
-        f"model{number}": chunk.sharded_state_dict(metadata=metadata)
-        for number, chunk in enumerate(train_state.model.chunks)
+        f"model{number}": trained.sharded_state_dict(metadata=metadata)
+        for number, trained in enumerate(_trained_modules(train_state))
     }
     optimizer = sharded_state(
         train_state.optimizer,
@@ -301,6 +305,31 @@ def _sharded_state(train_state: TrainState, *, is_loading: bool) -> dict[str, An
         metadata=metadata,
     )
     return {**state, "optimizer": optimizer}
+
+
+def _trained_modules(train_state: TrainState) -> list[Any]:
+    """Return the chunks, or their adapters, if these alone are trained."""
+    model = train_state.model
+    return [chunk if model.lora is None else chunk.lora for chunk in model.chunks]
+
+
+def _check_adapters(directory: Path, saved: dict[str, Any] | None, model: Model) -> None:
+    """Refuse adapters of other settings or of another base."""
+    lora = model.lora
+    current = None if lora is None else identity(lora.config, model.hf, model.model_dir)
+    if (saved is None) != (current is None):
+        kind = "all weights" if saved is None else f"adapters of rank {saved['rank']}"
+        raise files.CheckpointError(
+            f"{directory}: holds {kind}, but model.lora.rank is {lora.config.rank if lora else 0}; "
+            f"resume with model.lora.rank={0 if saved is None else saved['rank']}"
+        )
+    for name, value in (saved or {}).items():
+        if current is not None and current[name] != value:
+            key = {"base": "model.path"}.get(name, f"model.lora.{name}")
+            raise files.CheckpointError(
+                f"{directory}: saved with another {key}, {value}, got {current[name]}; resume with "
+                "that one"
+            )
 
 
 def _is_distributed(train_state: TrainState) -> bool:

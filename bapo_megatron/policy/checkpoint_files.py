@@ -117,6 +117,8 @@ class CheckpointState:
     """The caller's own state, plain JSON values."""
     file_bytes: dict[str, int]
     """Size of every other file of the checkpoint."""
+    lora: dict[str, Any] | None = None
+    """See ``lora.identity``; None: the checkpoint holds all weights of the model."""
     format: int = FORMAT
     checksum: str = ""
     """Checksum of the other fields, which ``encode_state`` fills in; '' before."""

@@ -9,11 +9,25 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
+from bapo_megatron.config.megatron import LoraConfig, MegatronConfig, ModelConfig, ParallelConfig
 from bapo_megatron.config.scorers import FrozenModelConfig
 from bapo_megatron.policy.hf_weights import find_tensors, load_weights, local_weights
 from bapo_megatron.policy.model import Model
 from bapo_megatron.runtime.distributed import ProcessGroups
+
+
+@dataclass(frozen=True, slots=True)
+class BaseOfAdapters:
+    """The policy without its adapters, as a frozen model that takes no memory."""
+
+    model: Model
+
+    @contextmanager
+    def on_device(self) -> Iterator[Model]:
+        """Yield the policy with its adapters off; its routers still replay."""
+        assert self.model.lora is not None
+        with self.model.lora.off():
+            yield self.model
 
 
 @dataclass(eq=False, repr=False)
@@ -50,7 +64,8 @@ class FrozenModel:
         Raises:
             ValueError: The model is unusable, or does not fit the layout.
         """
-        source = policy.model_copy(update={"path": config.path or policy.path})
+        changes = {"path": config.path or policy.path, "lora": LoraConfig()}
+        source = policy.model_copy(update=changes)
         model = Model.build(
             source, parallel, megatron, groups, returns_hidden_states=returns_hidden_states
         )

@@ -15,10 +15,10 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,21 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import mappings
-from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import LoraConfig
+from bapo_megatron.policy.adapters import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
+    adapted,
+    adapter_table,
+    adapter_weights,
+    check_adapter,
+    check_targets,
+    peft_fields,
+)
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_weights import (
     check_shapes,
@@ -42,72 +50,8 @@ from bapo_megatron.policy.hf_weights import (
     to_shard,
 )
 from bapo_megatron.policy.layer_spec import normalised
-from bapo_megatron.policy.weight_table import hf_shapes, weight_table
-from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.policy.weight_table import hf_shapes
 from bapo_megatron.runtime.distributed import ProcessGroups
-from bapo_megatron.runtime.files import read_regular
-
-ADAPTER_CONFIG_NAME = "adapter_config.json"
-ADAPTER_NAME = "adapter_model.safetensors"
-
-
-def target_of(name: str) -> str:
-    """Return what ``model.lora.targets`` calls a Hugging Face linear: ``q_proj``."""
-    return name.removesuffix(".weight").rpartition(".")[2]
-
-
-def _adapted(weight: Weight, hf: HfConfig, config: LoraConfig) -> list[str]:
-    """Return the linears of a weight that have adapters."""
-    is_linear = (
-        weight.layer is not None and not weight.is_buffer and ".router." not in weight.megatron
-    )
-    names = [name for name, shape in hf_shapes(weight, hf).items() if len(shape) == 2 and is_linear]
-    return [name for name in names if not config.targets or target_of(name) in config.targets]
-
-
-def check_targets(hf: HfConfig, config: LoraConfig) -> None:
-    """Refuse targets that the model lacks; raise ``ConfigError``."""
-    every = config.model_copy(update={"targets": ()})
-    known = {target_of(name) for w in weight_table(hf) for name in _adapted(w, hf, every)}
-    for target in config.targets:
-        if target not in known:
-            raise ConfigError(
-                f"model.lora.targets: must name linears of the model, {', '.join(sorted(known))}, "
-                f"got {target}; choose among them, or leave targets out for all"
-            )
-
-
-def adapter_weights(
-    weight: Weight, hf: HfConfig, config: LoraConfig
-) -> list[tuple[Weight, Weight]]:
-    """Return A and B of each adapter of a weight, as entries of a table under PEFT's names."""
-    shapes = dict(zip(weight.hf, weight.shapes, strict=True))
-    pairs = []
-    for name in _adapted(weight, hf, config):
-        outputs, inputs = shapes[name].split()
-        entries = [
-            replace(
-                weight,
-                megatron=peft_name,
-                hf=(peft_name,),
-                shapes=(shape,),
-                axis=weight.axis if weight.axis == axis else None,
-                form="plain",
-            )
-            for part, shape, axis in (
-                ("A", f"{config.rank} {inputs}", 1),
-                ("B", f"{outputs} {config.rank}", 0),
-            )
-            for peft_name in (f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight",)
-        ]
-        pairs.append((entries[0], entries[1]))
-    return pairs
-
-
-def adapter_table(hf: HfConfig, config: LoraConfig) -> list[Weight]:
-    """Return the entries of all adapters, in the order of ``weight_table``."""
-    pairs = (pair for weight in weight_table(hf) for pair in adapter_weights(weight, hf, config))
-    return [entry for pair in pairs for entry in pair]
 
 
 class Adapter(nn.Module):
@@ -297,7 +241,7 @@ class Lora:
             }
             of_linear: dict[nn.Module, list[Adapter]] = {}
             for weight, parameter in local_weights([chunk], hf, groups):
-                if _adapted(weight, hf, config):
+                if adapted(weight, hf, config):
                     adapter = lora.adapters[weight] = Adapter(weight, hf, config, groups)
                     adapter._is_sequence_parallel = chunk.config.sequence_parallel
                     of_linear.setdefault(owners[parameter], []).append(adapter)
@@ -344,23 +288,6 @@ def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-class _PeftJson(BaseModel):
-    """The fields read from adapter_config.json; others of PEFT concern its training."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-    peft_type: Literal["LORA"]
-    r: int
-    lora_alpha: float
-    bias: Literal["none"] = "none"
-    fan_in_fan_out: Literal[False] = False
-    lora_bias: Literal[False] = False
-    use_dora: Literal[False] = False
-    use_rslora: Literal[False] = False
-    rank_pattern: dict[str, int] = Field({}, max_length=0)
-    alpha_pattern: dict[str, float] = Field({}, max_length=0)
-    modules_to_save: list[str] | None = Field(None, max_length=0)
-
-
 def load_adapter(directory: Path, lora: Lora, hf: HfConfig, groups: ProcessGroups) -> None:
     """Fill this rank's adapters from a PEFT directory.
 
@@ -368,20 +295,8 @@ def load_adapter(directory: Path, lora: Lora, hf: HfConfig, groups: ProcessGroup
         ValueError: It is not readable, or not of this model, rank, alpha and targets; one line.
         OSError: It cannot be read.
     """
-    config, path = lora.config, directory / ADAPTER_CONFIG_NAME
-    try:
-        fields = decode_json(_PeftJson, read_regular(path))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; choose another adapter") from error
-    for key, actual, expected in (
-        ("rank", config.rank, fields.r),
-        ("alpha", config.alpha, fields.lora_alpha),
-    ):
-        if actual != expected:
-            raise ConfigError(
-                f"model.lora.{key}: must be {expected:g}, that of {directory}, got {actual:g}; set "
-                "it to that, or choose another model.lora.path"
-            )
+    config = lora.config
+    check_adapter(directory, config)
     weights = directory / ADAPTER_NAME
     try:
         with safe_open(weights, framework="pt") as reader:
@@ -393,22 +308,37 @@ def load_adapter(directory: Path, lora: Lora, hf: HfConfig, groups: ProcessGroup
     load_weights(lora.parameters(), hf, dict.fromkeys(shapes, weights), groups)
 
 
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+
+
+def identity(config: LoraConfig, hf: HfConfig, base: Path) -> dict[str, Any]:
+    """Return what a checkpoint of adapters belongs to, plain JSON values.
+
+    The base's identity is the SHA-256 of the names, sizes and 16 samples of 64 KiB of its weight
+    files: reading 65 GB at every start would take minutes.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(base.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for number in range(_SAMPLES):
+                file.seek(max(size - _SAMPLE_BYTES, 0) * number // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    fields = peft_fields(hf, config, base)
+    return {
+        "rank": config.rank,
+        "alpha": config.alpha,
+        "targets": fields["target_modules"],
+        "base": digest.hexdigest(),
+    }
+
+
 def write_adapter(
     tensors: Iterable[tuple[str, Tensor]], hf: HfConfig, config: LoraConfig, base: Path, to: Path
 ) -> None:
     """Write a PEFT directory from all tensors of ``adapter_table``."""
-    names = {target_of(name) for w in weight_table(hf) for name in _adapted(w, hf, config)}
-    fields = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted(names),
-        "inference_mode": True,
-    }
+    fields = peft_fields(hf, config, base)
     (to / ADAPTER_CONFIG_NAME).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     contents = {name: tensor.cpu().contiguous() for name, tensor in tensors}
     save_file(contents, to / ADAPTER_NAME, metadata={"format": "pt"})

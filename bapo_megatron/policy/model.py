@@ -32,10 +32,11 @@ from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelC
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.policy import weight_export
+from bapo_megatron.policy.adapters import adapter_table
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.hf_weights import find_tensors, load_weights, local_weights
-from bapo_megatron.policy.lora import Lora, adapter_table, load_adapter, write_adapter
+from bapo_megatron.policy.lora import Lora, load_adapter, write_adapter
 from bapo_megatron.policy.megatron_setup import build_chunks, wrap_for_precision
 from bapo_megatron.policy.routers import Routers
 from bapo_megatron.runtime.distributed import ProcessGroups, fail_together

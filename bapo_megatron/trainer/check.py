@@ -13,6 +13,7 @@ from bapo_megatron.config.scorers import TEACHER_KEY
 from bapo_megatron.config.teacher import as_policy, naming_teacher
 from bapo_megatron.data.vocabulary import check_same_vocabulary
 from bapo_megatron.engine.load import load_kind
+from bapo_megatron.policy.adapters import check_adapter, check_targets
 from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.hf_config import (
     check_frozen_model,
@@ -46,6 +47,10 @@ def check_training(
     model = config.model
     policy = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
     check_routers(policy, config.algorithm)
+    if model.lora.rank:
+        check_targets(policy, model.lora)
+        if model.lora.path is not None:
+            check_adapter(model.lora.path, model.lora)
     if config.replay.dumps is None:
         _check_frozen_models(config, policy, owns_files=owns_files)
         if owns_files and config.algorithm.distillation.has_engine:

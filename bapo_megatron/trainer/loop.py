@@ -330,6 +330,8 @@ class Run:
         if self.config.checkpoint.at_end:
             with self.timer.phase("export"):
                 self.state.model.export_hf(self.config.run_dir / "hf")
+                if self.state.model.lora is not None:
+                    self.state.model.export_adapter(self.config.run_dir / "adapter")
         if self.generation.source is not None:
             reporting.report_run(self.config, self.progress, self.timer.total_s)
 

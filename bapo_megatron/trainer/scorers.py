@@ -37,7 +37,7 @@ from bapo_megatron.data.token_columns import (
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOGPROBS,
 )
-from bapo_megatron.policy.frozen import FrozenModel
+from bapo_megatron.policy.frozen import BaseOfAdapters, FrozenModel
 from bapo_megatron.policy.weight_table import sequence_flops
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
@@ -123,7 +123,7 @@ class FrozenScorer:
     def __init__(
         self,
         column: str,
-        build: Callable[[], FrozenModel],
+        build: Callable[[], FrozenModel | BaseOfAdapters],
         output_of: Callable[[Model], PolicyOutput],
         *,
         keeps_hidden: bool = False,
@@ -141,18 +141,19 @@ class FrozenScorer:
         self.name = column
         self.keeps_hidden = keeps_hidden
         self._build, self._output_of, self._dump = build, output_of, dump
-        self._frozen: FrozenModel | None = None
+        self._frozen: FrozenModel | BaseOfAdapters | None = None
         self._output: PolicyOutput
         self._newest: Path | None = None
         """Weights that replace those it is built with."""
 
     @property
-    def frozen(self) -> FrozenModel:
+    def frozen(self) -> FrozenModel | BaseOfAdapters:
         """The model; built by the first use, a collective of all ranks."""
         if self._frozen is None:
             self._frozen = self._build()
             self._output = self._output_of(self._frozen.model)
             if self._newest is not None:
+                assert isinstance(self._frozen, FrozenModel), "the base never changes"
                 self._frozen.load(self._newest)
         return self._frozen
 
@@ -163,7 +164,7 @@ class FrozenScorer:
             ValueError: The directory has other tensors; also from the first use.
         """
         self._newest = directory
-        if self._frozen is not None:
+        if isinstance(self._frozen, FrozenModel):
             self._frozen.load(directory)
 
     @property
@@ -272,18 +273,21 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
     scorers: list[FrozenScorer] = []
     for key, model in config.algorithm.frozen_models.items():
         keeps_hidden = key == TEACHER_KEY and distillation.is_over_vocabulary
+        build: Callable[[], FrozenModel | BaseOfAdapters] = partial(
+            FrozenModel.build,
+            model,
+            config.model,
+            config.parallel,
+            config.megatron,
+            groups,
+            returns_hidden_states=config.ops.logits_chunk_tokens > 0,
+            keeps_head=keeps_hidden,
+        )
+        if key == REFERENCE_KEY and config.reference_is_base:
+            build = partial(BaseOfAdapters, policy)
         scorer = FrozenScorer(
             {REFERENCE_KEY: REFERENCE, TEACHER_KEY: TEACHER}[key],
-            partial(
-                FrozenModel.build,
-                model,
-                config.model,
-                config.parallel,
-                config.megatron,
-                groups,
-                returns_hidden_states=config.ops.logits_chunk_tokens > 0,
-                keeps_head=keeps_hidden,
-            ),
+            build,
             lambda built: PolicyOutput.of(built, config.ops, config.rollout.temperature),
             keeps_hidden=keeps_hidden,
             dump=dump if config.rollout.dump and not is_replay else None,

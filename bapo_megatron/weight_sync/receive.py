@@ -12,11 +12,12 @@ sync. Weights on disk need one call: LOAD → PROBE → RESUME.
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -100,6 +101,37 @@ class Pausable(Protocol):
         """Continue."""
 
 
+_ROUNDING = 1e-5
+"""Change of a log-prob that float32 can make without a change of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Log-probs of the probe's P tokens."""
+
+    server: np.ndarray
+    """[P]"""
+    trainer: np.ndarray
+    """[P]"""
+
+    def shows_no_change_of(self, later: Self) -> bool:
+        """Whether the server's log-probs moved by less than half of what the trainer's did.
+
+        The share is the slope of the server's changes over the trainer's, in which a constant
+        difference of the two cancels; it must be below half by four standard errors. Changes of the
+        trainer's that rounding could make show nothing.
+        """
+        server, trainer = later.server - self.server, later.trainer - self.trainer
+        power = float(trainer @ trainer)
+        rounding = max(_ROUNDING, 0.01 * float(np.abs(later.server - later.trainer).mean()))
+        if math.sqrt(power / len(trainer)) <= rounding:
+            return False
+        share = float(server @ trainer) / power
+        rest = server - share * trainer
+        error = math.sqrt(float(rest @ rest) / max(len(rest) - 1, 1) / power)
+        return share + 4 * error < 0.5
+
+
 class WeightReceiver:
     """Syncs new weights to the servers of a pool."""
 
@@ -140,6 +172,9 @@ class WeightReceiver:
         self._is_idle.set()
         self._paused_at_s: float | None = None
         self._version = -1
+        self._num_syncs = 0
+        self._compared: dict[PooledEngine, _Comparison] = {}
+        """The last one of each server, since it was (re)started."""
         self._deadline_s = 0.0
         self._give_up_s: float | None = None
 
@@ -248,12 +283,15 @@ class WeightReceiver:
         pause_s += await self._resume_generation()
         self._is_idle.set()
         self._left_out.clear()
+        self._num_syncs += 1
         return Resumed(pause_s=pause_s, difference=difference)
 
     def _unproven(self) -> list[PooledEngine]:
         """Return the members whose log-probs must be compared."""
-        is_every = self._sync.verify == "every"
-        return [e for e in self._members if not e.is_lost and (is_every or e.is_unproven)]
+        verify = self._sync.verify
+        every = {"every": 1, "first": 0}.get(verify, 0) if isinstance(verify, str) else verify
+        is_due = every > 0 and self._num_syncs % every == 0
+        return [e for e in self._members if not e.is_lost and (is_due or e.is_unproven)]
 
     async def _compare_all(self, expected: Sequence[Sequence[float]]) -> float | None:
         entries = self._unproven()
@@ -277,14 +315,15 @@ class WeightReceiver:
 
     async def _compare(self, entry: PooledEngine, expected: Sequence[Sequence[float]]) -> float:
         """Return the mean |log-prob of the server − expected|; raise if it is too large."""
-        differences: list[np.ndarray] = []
         try:
-            for token_ids, expected_row in zip(self._probe, expected, strict=True):
-                scored = await entry.engine.score(token_ids, self._sync.timeout_s)
-                differences.append(np.abs(scored.logprobs - np.array(expected_row)))
+            rows = [
+                (await entry.engine.score(token_ids, self._sync.timeout_s)).logprobs
+                for token_ids in self._probe
+            ]
         except RolloutError as error:
             raise ServerError(f"it does not answer the probe: {error}") from error
-        difference = float(np.concatenate(differences).mean())
+        current = _Comparison(np.concatenate(rows), np.concatenate(expected))
+        difference = float(np.abs(current.server - current.trainer).mean())
         tolerance = self._sync.verify_tolerance
         if not difference <= tolerance:  # NaN too
             raise RolloutError(
@@ -293,6 +332,15 @@ class WeightReceiver:
                 f"reports weights version {self._version}; check its dtype, quantization and "
                 "model, or raise the tolerance"
             )
+        before = None if entry.is_unproven else self._compared.get(entry)
+        if before is not None and before.shows_no_change_of(current):
+            raise RolloutError(
+                f"{entry.address}: its log-probs did not follow the trainer's since the last "
+                f"comparison, though it reports weights version {self._version}: new weights did "
+                "not reach its model; check rollout.weight_sync.method and its adapters, and "
+                "restart it"
+            )
+        self._compared[entry] = current
         entry.is_unproven = entry.is_lost
         return difference
 

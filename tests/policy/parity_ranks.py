@@ -21,8 +21,8 @@ from bapo_megatron.config.megatron import (
     OptimizerConfig,
 )
 from bapo_megatron.policy import megatron_setup
+from bapo_megatron.policy.adapters import adapter_table
 from bapo_megatron.policy.hf_weights import local_weights
-from bapo_megatron.policy.lora import adapter_table
 from bapo_megatron.policy.megatron_import import APEX_PRODUCTS, stand_in_for_apex
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_export import gather_weights

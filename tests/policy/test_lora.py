@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import LoraConfig
+from bapo_megatron.policy.adapters import check_targets
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from bapo_megatron.policy.lora import check_targets
 from tests.distributed_launch import run_ranks
 from tests.policy.convert_models import weights
 from tests.policy.expert_layouts import BATCHES, LR, multiples_of

@@ -17,7 +17,7 @@ from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.check import packing_multiples
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
-from bapo_megatron.config.scorers import TEACHER_KEY
+from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
 from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.hf_config import check_division, check_frozen_model
 from bapo_megatron.policy.weight_table import sequence_flops
@@ -272,6 +272,8 @@ def frozen_specs(
     """
     specs, algorithm = [], config.algorithm
     for key, section in algorithm.frozen_models.items():
+        if key == REFERENCE_KEY and config.reference_is_base:
+            continue
         hf = policy if section.path is None else models[key]
         keeps_hidden = key == TEACHER_KEY and algorithm.distillation.is_over_vocabulary
         check_frozen_model(config, key, hf, policy)

@@ -1,0 +1,134 @@
+"""The low-rank adapters of a model, as a table and as PEFT's files; imports no torch."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.megatron import LoraConfig
+from bapo_megatron.policy.families.base import HfConfig, Weight
+from bapo_megatron.policy.weight_table import hf_shapes, weight_table
+from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.files import read_regular
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+ADAPTER_NAME = "adapter_model.safetensors"
+
+
+def target_of(name: str) -> str:
+    """Return what ``model.lora.targets`` calls a Hugging Face linear: ``q_proj``."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def adapted(weight: Weight, hf: HfConfig, config: LoraConfig) -> list[str]:
+    """Return the linears of a weight that have adapters."""
+    is_linear = (
+        weight.layer is not None and not weight.is_buffer and ".router." not in weight.megatron
+    )
+    names = [name for name, shape in hf_shapes(weight, hf).items() if len(shape) == 2 and is_linear]
+    return [name for name in names if not config.targets or target_of(name) in config.targets]
+
+
+def check_targets(hf: HfConfig, config: LoraConfig) -> None:
+    """Refuse targets that the model lacks; raise ``ConfigError``."""
+    every = config.model_copy(update={"targets": ()})
+    known = {target_of(name) for w in weight_table(hf) for name in adapted(w, hf, every)}
+    for target in config.targets:
+        if target not in known:
+            raise ConfigError(
+                f"model.lora.targets: must name linears of the model, {', '.join(sorted(known))}, "
+                f"got {target}; choose among them, or leave targets out for all"
+            )
+
+
+def adapter_weights(
+    weight: Weight, hf: HfConfig, config: LoraConfig
+) -> list[tuple[Weight, Weight]]:
+    """Return A and B of each adapter of a weight, as entries of a table under PEFT's names."""
+    shapes = dict(zip(weight.hf, weight.shapes, strict=True))
+    pairs = []
+    for name in adapted(weight, hf, config):
+        outputs, inputs = shapes[name].split()
+        entries = [
+            replace(
+                weight,
+                megatron=peft_name,
+                hf=(peft_name,),
+                shapes=(shape,),
+                axis=weight.axis if weight.axis == axis else None,
+                form="plain",
+            )
+            for part, shape, axis in (
+                ("A", f"{config.rank} {inputs}", 1),
+                ("B", f"{outputs} {config.rank}", 0),
+            )
+            for peft_name in (f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight",)
+        ]
+        pairs.append((entries[0], entries[1]))
+    return pairs
+
+
+def adapter_table(hf: HfConfig, config: LoraConfig) -> list[Weight]:
+    """Return the entries of all adapters, in the order of ``weight_table``."""
+    pairs = (pair for weight in weight_table(hf) for pair in adapter_weights(weight, hf, config))
+    return [entry for pair in pairs for entry in pair]
+
+
+class _PeftJson(BaseModel):
+    """The fields read from adapter_config.json; others of PEFT concern its training."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    peft_type: Literal["LORA"]
+    r: int
+    lora_alpha: float
+    bias: Literal["none"] = "none"
+    fan_in_fan_out: Literal[False] = False
+    lora_bias: Literal[False] = False
+    use_dora: Literal[False] = False
+    use_rslora: Literal[False] = False
+    rank_pattern: dict[str, int] = Field({}, max_length=0)
+    alpha_pattern: dict[str, float] = Field({}, max_length=0)
+    modules_to_save: list[str] | None = Field(None, max_length=0)
+
+
+def check_adapter(directory: Path, config: LoraConfig) -> None:
+    """Refuse a PEFT directory of another kind, rank or alpha than the configuration's.
+
+    Raises:
+        ConfigError: Key, rule, value and remedy.
+    """
+    path = directory / ADAPTER_CONFIG_NAME
+    try:
+        fields = decode_json(_PeftJson, read_regular(path))
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"model.lora.path: '{directory}' must be a PEFT directory with plain LoRA adapters: "
+            f"{ADAPTER_CONFIG_NAME}: {error}; choose another one"
+        ) from error
+    for key, actual, expected in (
+        ("rank", config.rank, fields.r),
+        ("alpha", config.alpha, fields.lora_alpha),
+    ):
+        if actual != expected:
+            raise ConfigError(
+                f"model.lora.{key}: must be {expected:g}, that of '{directory}', got {actual:g}; "
+                "set it to that, or choose another model.lora.path"
+            )
+
+
+def peft_fields(hf: HfConfig, config: LoraConfig, base: Path) -> dict[str, Any]:
+    """Return the fields of adapter_config.json for a base model in a directory."""
+    names = {target_of(name) for w in weight_table(hf) for name in adapted(w, hf, config)}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(names),
+        "inference_mode": True,
+    }
