@@ -15,6 +15,7 @@ from bapo_megatron.runtime.files import read_regular
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_NAME = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
 
 
 def target_of(name: str) -> str:
@@ -24,10 +25,9 @@ def target_of(name: str) -> str:
 
 def adapted(weight: Weight, hf: HfConfig, config: LoraConfig) -> list[str]:
     """Return the linears of a weight that have adapters."""
-    is_linear = (
-        weight.layer is not None and not weight.is_buffer and ".router." not in weight.megatron
-    )
-    names = [name for name, shape in hf_shapes(weight, hf).items() if len(shape) == 2 and is_linear]
+    if weight.form == "vocab" or weight.is_buffer or weight.megatron.endswith("router.weight"):
+        return []
+    names = [name for name, shape in hf_shapes(weight, hf).items() if len(shape) == 2]
     return [name for name in names if not config.targets or target_of(name) in config.targets]
 
 
@@ -64,10 +64,16 @@ def adapter_weights(
                 ("A", f"{config.rank} {inputs}", 1),
                 ("B", f"{outputs} {config.rank}", 0),
             )
-            for peft_name in (f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight",)
+            for peft_name in (f"{_PEFT_PREFIX}{name.removesuffix('weight')}lora_{part}.weight",)
         ]
         pairs.append((entries[0], entries[1]))
     return pairs
+
+
+def base_name(entry: Weight) -> str:
+    """Return the Hugging Face name of the weight that an entry of A or B changes."""
+    name = entry.megatron.removeprefix(_PEFT_PREFIX)
+    return f"{name.rpartition('.lora_')[0]}.weight"
 
 
 def adapter_table(hf: HfConfig, config: LoraConfig) -> list[Weight]:

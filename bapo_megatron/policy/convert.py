@@ -32,19 +32,23 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.config.settings import read_settings
 from bapo_megatron.policy import hf_weights, weight_export
+from bapo_megatron.policy.adapters import adapter_weights, base_name
 from bapo_megatron.policy.checkpoint_files import (
     COMMON_NAME,
     METADATA_NAME,
     checksum,
     damage_of,
+    read_state,
     write_checksums,
 )
 from bapo_megatron.policy.checkpoint_reader import CheckpointReader
 from bapo_megatron.policy.checkpoint_shards import BACKEND, torch_bytes
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.policy.lora import identity
 from bapo_megatron.policy.megatron_setup import DTYPES
 from bapo_megatron.policy.weight_table import shard_shape, weight_table
 from bapo_megatron.runtime.files import atomic_directory, naming
@@ -91,11 +95,12 @@ def convert(
     """Convert a Hugging Face model to a torch_dist checkpoint, or a checkpoint to a model.
 
     A checkpoint is one of a run (``step_<n>``), or any other of a supported model; its weights are
-    those the model computes with, even if its optimizer holds float32 copies. ``hf_dir`` has the
-    config.json and the tokenizer of its model; None: the checkpoint's own, or the ``model.path`` of
-    its run. Without ``dtype`` (``float32`` or ``bfloat16``) every weight keeps its bits. Weights
-    beyond ``max_file_bytes`` are split over several files. ``ignored_fields`` of config.json are
-    not checked.
+    those the model computes with, even if its optimizer holds float32 copies. Adapters are merged
+    into the weights of their base, which ``hf_dir`` then holds too. ``hf_dir`` has the config.json
+    and the tokenizer of its model; None: the checkpoint's own, or the ``model.path`` of its run.
+    Without ``dtype`` (``float32`` or ``bfloat16``) every weight keeps its bits. Weights beyond
+    ``max_file_bytes`` are split over several files. ``ignored_fields`` of config.json are not
+    checked.
 
     Raises:
         ValueError: The source is incomplete or of no known kind, or the target must not be
@@ -119,7 +124,10 @@ def convert(
     _check_target(target, [source, hf_dir], force=force)
     hf = read_hf_config_file(hf_dir / "config.json", ignored_fields)
     weight_export.companion_files(hf_dir)  # fail before the work
-    read, dtypes = (_open_checkpoint if is_checkpoint else _open_model)(source, hf)
+    if is_checkpoint:
+        read, dtypes = _open_checkpoint(source, hf, hf_dir)
+    else:
+        read, dtypes = _open_model(source, hf)
     table = weight_table(hf)
     buffers = {name for w in table if w.is_buffer for name in (w.megatron, *w.hf)}
     trained = {name: kind for name, kind in dtypes.items() if name not in buffers}
@@ -177,10 +185,43 @@ def _stacked(weight: Weight, hf: HfConfig) -> tuple[str, tuple[int, ...], int | 
     return key, (hf.num_layers, *shape), weight.layer
 
 
-def _open_checkpoint(directory: Path, hf: HfConfig) -> tuple[Read, dict[str, torch.dtype]]:
+def _open_adapters(
+    directory: Path, reader: CheckpointReader, hf: HfConfig, base: Path
+) -> tuple[Read, dict[str, torch.dtype]]:
+    """Return a reader of the base's weights with the adapters of a checkpoint."""
+    with damage_of(directory, _REMEDY):
+        saved = read_state(directory).lora
+    assert saved is not None, "a checkpoint of adapters"
+    lora = LoraConfig(rank=saved["rank"], alpha=saved["alpha"], targets=tuple(saved["targets"]))
+    if identity(lora, hf, base)["base"] != saved["base"]:
+        raise ValueError(
+            f"{directory}: its adapters belong to another base than {base}; name the model.path of "
+            "its run by --hf"
+        )
+    read_base, dtypes = _open_model(base, hf)
+
+    def read(weight: Weight) -> Tensor:
+        tensors = hf_weights.from_shards(weight, [read_base(weight)], hf)
+        for pair in adapter_weights(weight, hf, lora):
+            with damage_of(directory, _REMEDY):
+                a, b = (reader.read(f"lora.{entry.megatron}") for entry in pair)
+            name = base_name(pair[0])
+            whole = tensors[name]
+            scale = lora.alpha / lora.rank
+            tensors[name] = torch.addmm(whole.float(), scale * b, a).to(whole.dtype)
+        return hf_weights.to_shard(weight, list(tensors.values()), hf, 0, 1)
+
+    return read, dtypes
+
+
+def _open_checkpoint(
+    directory: Path, hf: HfConfig, hf_dir: Path
+) -> tuple[Read, dict[str, torch.dtype]]:
     """Return a reader of a checkpoint of any layout, and the dtypes of its tensors by key."""
     with damage_of(directory, _REMEDY):
         reader = CheckpointReader(directory)
+    if any(key.startswith("lora.") for key in reader.metadata.state_dict_metadata):
+        return _open_adapters(directory, reader, hf, hf_dir)
     stored = {
         key: tensor
         for key, tensor in reader.metadata.state_dict_metadata.items()

@@ -393,7 +393,8 @@ def normalised(linear: Any, hidden: Tensor) -> Tensor:
     """Return what a linear multiplies: its input after its norm, if it has one."""
     if not hasattr(linear, "layer_norm_weight"):
         return hidden
-    return _rms_norm(hidden, linear.layer_norm_weight, linear.config.layernorm_epsilon)
+    eps = linear.config.layernorm_epsilon
+    return F.rms_norm(hidden, hidden.shape[-1:], linear.layer_norm_weight, eps)
 
 
 def _replicated(config: TransformerConfig, *shape: int) -> nn.Parameter:

@@ -37,6 +37,7 @@ from bapo_megatron.policy.adapters import (
     adapted,
     adapter_table,
     adapter_weights,
+    base_name,
     check_adapter,
     check_targets,
     peft_fields,
@@ -104,11 +105,11 @@ class Adapter(nn.Module):
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A, [R, I], and α/r · B, [O, R], of the fused weight; float32."""
-        blocks = dict(zip((b.hf[0] for _, b in self.entries), self.b, strict=True))
+        blocks = dict(zip((base_name(b) for _, b in self.entries), self.b, strict=True))
         rank = self.a[0].shape[0]
         columns, parts = 0, []
         for name, num_rows in self._sizes.items():
-            block = blocks.get(f"base_model.model.{name.removesuffix('weight')}lora_B.weight")
+            block = blocks.get(name)
             if block is None:
                 parts.append(self.b[0].new_zeros(num_rows, rank * len(self.b)))
                 continue

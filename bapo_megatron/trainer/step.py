@@ -282,9 +282,10 @@ class BatchTrainer:
         self, update: Update, attempts: list[Attempt], prediction_counts: dict[str, float]
     ) -> tuple[Measurement, Tokens]:
         attempt, flops = attempts[-1], update.split.counts["forward_flops"]
+        passes = 3 if self._model.lora is None else 2  # frozen weights have no gradient
         work = {
             "forward_only_flops": update.scored_flops + attempt.inputs.num_passes * flops,
-            "forward_backward_flops": 3 * len(attempts) * flops,
+            "forward_backward_flops": passes * len(attempts) * flops,
         }
         counts = update.split.counts | prediction_counts | work
         if not attempt.step.applied:

@@ -28,9 +28,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bapo_megatron.config.check import check_heads
+from bapo_megatron.config.megatron import LoraConfig
+from bapo_megatron.policy.adapters import adapted, adapter_weights
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_config import padded_vocab_size
-from bapo_megatron.policy.weight_table import layer_weights, shard_shape
+from bapo_megatron.policy.weight_table import layer_weights, shard_shape, weight_table
 from bapo_megatron.tools.planning.scenario import FrozenSpec, Layout, Scenario, Workload
 
 FLOAT32_BYTES = 4
@@ -103,6 +105,23 @@ def stage_experts(hf: HfConfig, layout: Layout, stage: int) -> int:
     return sum(_chunk_experts(hf, layout, stage, chunk) for chunk in range(layout.virtual))
 
 
+def stage_adapters(hf: HfConfig, lora: LoraConfig, layout: Layout, stage: int) -> tuple[int, int]:
+    """Return the adapters' parameters of a stage on one rank: of experts, and others."""
+    chunks = range(layout.virtual)
+    layers = {layer for c in chunks for layer in _chunk_layers(hf, layout, stage, c)}
+    numbers = [0, 0]
+    for weight in weight_table(hf):
+        is_expert = weight.expert is not None
+        if weight.layer not in layers or (is_expert and weight.expert):
+            continue  # all experts of a layer are alike
+        size = layout.parallel.expert_tensor_size if is_expert else layout.tensor
+        pairs = adapter_weights(weight, hf, lora)
+        parameters = _elements(hf, (entry for pair in pairs for entry in pair), size)
+        of_rank = hf.experts.num // layout.expert if hf.experts and is_expert else 1
+        numbers[not is_expert] += parameters * of_rank
+    return numbers[0], numbers[1]
+
+
 def visited_parameters(hf: HfConfig, sequences: int = 1) -> float:
     """Return the parameters that as many tokens at once visit on average, experts drawn evenly.
 
@@ -132,11 +151,13 @@ class StageMemory:
     stage: int
     parameters: int
     """Held by the GPU."""
-    expert_parameters: int
-    """Those of experts among them."""
+    trained_parameters: int
+    """Those that the optimizer updates on it, without experts; with ``model.lora`` adapters."""
+    trained_experts: int
+    """Parameters of experts that the optimizer updates on it."""
     weights_bytes: float
     gradients_bytes: float
-    """float32, all of the rank's parameters: each rank sums over its own micro-batches."""
+    """float32, of what the rank trains: each rank sums over its own micro-batches."""
     optimizer_bytes: float
     """float32 master weights (with bfloat16) and Adam's two moments, divided over data × context
     ranks by the distributed optimizer."""
@@ -185,18 +206,24 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
         chunk += case.hidden_bytes  # what a stage received; Transformer Engine keeps it anyway
     workspace = (recomputed_bytes(case) + workspace_bytes(case)) * tokens
     head_bytes = logits_bytes(case, tokens)
-    # Master weights, unless the weights are float32 themselves, and two moments.
-    copies = 3 if case.element_bytes < FLOAT32_BYTES else 2
+    lora = case.config.model.lora
+    # Master weights, unless what is trained is float32 itself, and two moments.
+    copies = 3 if case.element_bytes < FLOAT32_BYTES and not lora.rank else 2
     state_bytes = FLOAT32_BYTES * copies * (1 - megatron.optimizer_offload_share)
     stages = []
     for stage in range(layout.pipeline):
         is_last = stage == layout.pipeline - 1
         parameters = stage_parameters(case.hf, layout, stage)
         in_flight = chunks_in_flight(layout, stage, work.micro_batches)
-        weights, gradients = case.element_bytes * parameters, FLOAT32_BYTES * parameters
+        weights = case.element_bytes * parameters
         experts = stage_experts(case.hf, layout, stage)
-        optimizer = state_bytes * (parameters - experts) / case.optimizer_ranks
-        optimizer += state_bytes * experts / case.expert_optimizer_ranks
+        trained_experts, trained = experts, parameters - experts
+        if lora.rank:
+            trained_experts, trained = stage_adapters(case.hf, lora, layout, stage)
+            weights += FLOAT32_BYTES * (trained_experts + trained)
+        gradients = FLOAT32_BYTES * (trained_experts + trained)
+        optimizer = state_bytes * trained / case.optimizer_ranks
+        optimizer += state_bytes * trained_experts / case.expert_optimizer_ranks
         activations = in_flight * chunk * tokens
         logits = head_bytes if is_last else 0.0
         frozen, hidden, scoring, host = 0.0, 0.0, 0.0, 0.0
@@ -215,7 +242,8 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
             StageMemory(
                 stage=stage,
                 parameters=parameters,
-                expert_parameters=experts,
+                trained_parameters=trained,
+                trained_experts=trained_experts,
                 weights_bytes=weights,
                 gradients_bytes=gradients,
                 optimizer_bytes=optimizer,
@@ -275,6 +303,8 @@ def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> di
         tensors["indices and weights of the router"] = (8 * hf.experts.num + 24 * visits) / ranks
         if case.assumptions.layers == "local":
             tensors["weighted input of the down product"] = mlp
+    if case.config.model.lora.rank:
+        _change_for_adapters(tensors, case)
     if hf.qk_norm:
         tensors["norms of queries and keys"] = _head_norm_bytes(case)
     if case.assumptions.layers == "local":
@@ -284,6 +314,25 @@ def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> di
     if recompute == "none":
         tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // case.layout.tensor)
     return tensors
+
+
+def _change_for_adapters(tensors: dict[str, float], case: Scenario) -> None:
+    """Products with frozen weights keep no input; adapters keep it, and what they reduce it to.
+
+    Before a fused product, adapters norm the input once more.
+    """
+    hf, lora, ranks = case.hf, case.config.model.lora, case.layout.sequence_ranks
+    if case.assumptions.layers == "local":
+        again = FLOAT32_BYTES * (hf.hidden_size + 1) / ranks - case.hidden_bytes
+        tensors["norms and inputs of the two products"] += 2 * again
+    parts = layer_weights(hf, hf.num_layers - 1)
+    visits = hf.experts.per_token if hf.experts else 0
+    num_adapters = sum(
+        times * len(adapted(weight, hf, lora))
+        for times, group in ((1, parts.shared), (visits, parts.expert))
+        for weight in group
+    )
+    tensors["outputs of A"] = lora.rank * num_adapters * case.element_bytes
 
 
 def _attention_tensors(case: Scenario) -> dict[str, float]:
@@ -350,6 +399,8 @@ def _head_norm_bytes(case: Scenario) -> float:
     num_heads = case.hf.num_heads + case.hf.num_kv_heads
     heads = num_heads // case.layout.tensor
     num_bytes = case.divided_bytes(num_heads * case.hf.head_dim) + FLOAT32_BYTES * heads
+    if case.config.model.lora.rank:  # the output was for the norm's own gradient
+        num_bytes -= case.divided_bytes(num_heads * case.hf.head_dim)
     if case.assumptions.layers == "local":
         num_bytes += FLOAT32_BYTES * heads * case.hf.head_dim
     return num_bytes
@@ -527,8 +578,12 @@ def disk_use(case: Scenario, work: Workload) -> list[DiskUse]:
         route_bytes = routes * (1 if experts.num <= _BYTE_EXPERTS else 2)
         buffer_bytes += 2 * routes * buffer_tokens
     dumps = min(steps, rollout.keep_dumps or steps) if rollout.dump else 0
+    checkpoint_bytes = (case.element_bytes + OPTIMIZER_BYTES) * parameters
+    if (lora := config.model.lora).rank:
+        adapters = sum(stage_adapters(case.hf, lora, Layout(), 0))
+        checkpoint_bytes = (FLOAT32_BYTES + OPTIMIZER_BYTES) * adapters
     uses = [
-        DiskUse("checkpoint", (case.element_bytes + OPTIMIZER_BYTES) * parameters, num_checkpoints),
+        DiskUse("checkpoint", checkpoint_bytes, num_checkpoints),
         DiskUse("its unfinished samples", buffer_bytes, num_checkpoints),
         DiskUse("dump", token_bytes * work.response_tokens_per_step, dumps),
         DiskUse("export", case.element_bytes * parameters, int(checkpoint.at_end)),

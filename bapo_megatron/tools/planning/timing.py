@@ -114,7 +114,9 @@ def training_time(
     layout, megatron = case.layout, case.config.megatron
     layers_s, attention_s, forward_s = _forward_times(case, work)
     recompute_s = {"none": 0.0, "selective": attention_s, "full": layers_s}[megatron.recompute]
-    backward_s = 2 * forward_s + recompute_s
+    # Frozen weights have no gradient; attention has the same as ever.
+    frozen_s = forward_s - attention_s if case.config.model.lora.rank else 0.0
+    backward_s = 2 * forward_s - frozen_s + recompute_s
     waiting = (layout.pipeline - 1) / (layout.virtual * work.micro_batches)
     phases = []
     for name, passes, trains in (
@@ -129,7 +131,7 @@ def training_time(
         phases.append(_phase(case, name, times, compute_s, sent, {"context": hidden_s}, waiting))
     # Adam is memory-bound: each rank reads and writes its share of the state.
     largest = max(stages, key=lambda stage: stage.parameters)
-    experts, others = largest.expert_parameters, largest.parameters - largest.expert_parameters
+    experts, others = largest.trained_experts, largest.trained_parameters
     owned = others / case.optimizer_ranks + experts / case.expert_optimizer_ranks
     owned_bytes = ADAM_TRAFFIC_BYTES * owned
     adam_s = owned_bytes / case.assumptions.reached_memory_bytes_per_s

@@ -1,0 +1,191 @@
+"""Runs that train adapters: they continue, the base is the reference, lost weights are noticed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from tests.engine.helpers import make_model_dir
+from tests.launch import run
+from tests.trainer.runs import (
+    assert_same_training,
+    exported_weights,
+    refusal,
+    sampling_settings,
+    train,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+MODULE = """
+from bapo_megatron.engine.local.kind import LocalKind
+
+
+class LosingKind(LocalKind):
+    '''Accepts new weights, and after the first ones keeps the old.'''
+
+    def open(self, config, device, *, awaits_weights):
+        from bapo_megatron.engine.local import engine
+
+        class Backend(engine.LocalBackend):
+            async def connect(self, address):
+                opened = await super().connect(address)
+                changes = opened._change_weights
+                counts = []
+
+                async def once(change, version):
+                    counts.append(version)
+                    is_first = len(set(counts) - {None}) < 2
+                    await changes(change if is_first else lambda: None, version)
+
+                opened._change_weights = once
+                return opened
+
+        return Backend(config.model, config.rollout.local, device)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("qwen2"), "qwen2")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    directory = tmp_path_factory.mktemp("lora")
+    (directory / "own_engine.py").write_text(MODULE)
+    settings: dict[str, Any] = sampling_settings(
+        directory,
+        model,
+        rollout={"engine": "local", "weight_sync": {"verify": "every", "method": "disk"}},
+        algorithm={"updates_per_batch": 2, "kl": {"measure": True}},
+        optimizer={"lr": 1e-2},
+        train={"steps": 3},
+        checkpoint={"every_steps": 1, "keep_last": 9},
+        eval={"sets": []},
+        log={"tensorboard": False},
+    )
+    settings["model"]["lora"] = {"rank": 4, "alpha": 8.0}
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    train(config, run_dir, "parallel.tensor=2", ranks=2)
+    return run_dir
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    config: Path, finished: Path, tmp_path: Path
+) -> None:
+    resumed = tmp_path / "run"
+    shutil.copytree(finished, resumed)
+    # Forget what came later, as if the run had been killed.
+    (resumed / "checkpoints" / "latest").write_text("step_1\n")
+    shutil.rmtree(resumed / "hf")
+    shutil.rmtree(resumed / "adapter")
+    train(config, resumed, "parallel.tensor=2", "resume=true", ranks=2)
+    assert_same_training(resumed, finished)
+    adapters = [load_file(r / "adapter" / "adapter_model.safetensors") for r in (resumed, finished)]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(adapters[0][name], value) for name, value in adapters[1].items())
+
+
+def test_another_layout_continues_with_the_same_weights(
+    config: Path, finished: Path, tmp_path: Path
+) -> None:
+    resumed = tmp_path / "run"
+    shutil.copytree(finished, resumed)
+    train(config, resumed, "parallel.pipeline=2", "train.steps=3", "resume=true", ranks=2)
+    expected = exported_weights(finished)  # no step was left
+    for name, weight in exported_weights(resumed).items():
+        assert (weight - expected[name]).abs().max() <= 1e-7, name
+
+
+def test_checkpoints_hold_adapters_alone_and_convert_to_the_merged_model(
+    finished: Path, model: Path, tmp_path: Path
+) -> None:
+    state = json.loads((finished / "checkpoints" / "step_3" / "state.json").read_text())
+    assert {name: state["lora"][name] for name in ("rank", "alpha")} == {"rank": 4, "alpha": 8.0}
+    target = tmp_path / "converted"
+    result = run(["convert", str(finished / "checkpoints" / "step_3"), str(target)])
+    assert result.returncode == 0, result.stderr
+    converted, merged = load_file(target / "model.safetensors"), exported_weights(finished)
+    assert all(torch.equal(converted[name], weight) for name, weight in merged.items())
+    base = load_file(model / "model.safetensors")
+    changed = {name for name, weight in merged.items() if not torch.equal(weight, base[name])}
+    assert changed == {name for name, w in base.items() if ".layers." in name and w.dim() == 2}
+
+
+def test_adapters_of_another_base_or_rank_are_refused_on_one_line(
+    config: Path, finished: Path, model: Path, tmp_path: Path
+) -> None:
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(finished, run_dir)
+    shutil.copytree(model, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] += 1.0
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    arguments = ["train", str(config), f"run_dir={run_dir}", "resume=true", "train.steps=4"]
+    for override, rule in (
+        (f"model.path={other}", r"saved with another model.path, "),
+        ("model.lora.rank=0", "holds adapters of rank 4, but model.lora.rank is 0; resume with"),
+        ("model.lora.rank=2", "saved with another model.lora.rank, 4, got 2; resume with that one"),
+        ("model.lora.targets=[q_proj]", "saved with another model.lora.targets, "),
+    ):
+        _, line = refusal([*arguments, override])
+        assert rule in line, line
+
+
+def test_the_reference_is_the_base_at_no_cost(
+    config: Path, finished: Path, model: Path, tmp_path: Path
+) -> None:
+    explicit = f"algorithm.kl.reference.path={model}"
+    rows = train(config, tmp_path / "explicit", "parallel.tensor=2", explicit, ranks=2)
+    free = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [row["kl/reference"] for row in free] == [row["kl/reference"] for row in rows]
+    assert 0 < free[0]["kl/reference"] < free[-1]["kl/reference"]
+
+
+def test_a_run_continues_from_the_adapter_that_another_one_wrote(
+    config: Path, finished: Path, tmp_path: Path
+) -> None:
+    adapter = f"model.lora.path={finished / 'adapter'}"
+    train(config, tmp_path / "run", adapter, "train.steps=1", "optimizer.lr=0")
+    expected = exported_weights(finished)
+    for name, weight in exported_weights(tmp_path / "run").items():
+        assert (weight - expected[name]).abs().max() <= 1e-7, name
+    _, line = refusal(
+        ["train", str(config), f"run_dir={tmp_path / 'x'}", adapter, "model.lora.alpha=9"]
+    )
+    assert line.startswith("model.lora.alpha: must be 8, that of '"), line
+
+
+def test_weights_that_did_not_arrive_are_noticed_in_the_same_step(
+    config: Path, tmp_path: Path
+) -> None:
+    arguments = [
+        "train",
+        str(config),
+        f"run_dir={tmp_path}",
+        "rollout.engine=own_engine:LosingKind",
+    ]
+    # A limit that only the movement, not the size, of the difference can exceed.
+    arguments += ["rollout.weight_sync.verify_tolerance=100", "optimizer.lr=1e-4"]
+    result = run(arguments, environment={"PYTHONPATH": str(config.parent)})
+    assert result.returncode == 1
+    assert "its log-probs did not follow the trainer's since the last comparison" in result.stderr
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) <= 1  # the sync after the first step
