@@ -26,32 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-MODULE = """
-from bapo_megatron.engine.local.kind import LocalKind
-
-
-class LosingKind(LocalKind):
-    '''Accepts new weights, and after the first ones keeps the old.'''
-
-    def open(self, config, device, *, awaits_weights):
-        from bapo_megatron.engine.local import engine
-
-        class Backend(engine.LocalBackend):
-            async def connect(self, address):
-                opened = await super().connect(address)
-                changes = opened._change_weights
-                counts = []
-
-                async def once(change, version):
-                    counts.append(version)
-                    is_first = len(set(counts) - {None}) < 2
-                    await changes(change if is_first else lambda: None, version)
-
-                opened._change_weights = once
-                return opened
-
-        return Backend(config.model, config.rollout.local, device)
-"""
+ENGINE = "tests.trainer.losing_engine:LosingKind"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +37,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     directory = tmp_path_factory.mktemp("lora")
-    (directory / "own_engine.py").write_text(MODULE)
     settings: dict[str, Any] = sampling_settings(
         directory,
         model,
@@ -180,11 +154,11 @@ def test_weights_that_did_not_arrive_are_noticed_in_the_same_step(
         "train",
         str(config),
         f"run_dir={tmp_path}",
-        "rollout.engine=own_engine:LosingKind",
+        f"rollout.engine={ENGINE}",
     ]
     # A limit that only the movement, not the size, of the difference can exceed.
-    arguments += ["rollout.weight_sync.verify_tolerance=100", "optimizer.lr=1e-4"]
-    result = run(arguments, environment={"PYTHONPATH": str(config.parent)})
+    arguments += ["rollout.weight_sync.verify_tolerance=100"]
+    result = run(arguments)
     assert result.returncode == 1
     assert "its log-probs did not follow the trainer's since the last comparison" in result.stderr
     rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
