@@ -127,9 +127,20 @@ def check_model_dir(path: Path, key: str, *, needs_weights: bool = True) -> dict
             )
     file = path / "config.json"
     try:
-        return decode_json(dict[str, Any], read_regular(file))
+        return text_fields(decode_json(dict[str, Any], read_regular(file)))
     except ValueError as error:
         raise ConfigError(f"{key}: '{file}': {error}; download the model again") from error
+
+
+def text_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the language model that config.json describes.
+
+    With a vision tower they are in ``text_config``; fields outside it come first.
+    """
+    text = hf_config.get("text_config")
+    if not isinstance(text, dict):
+        return hf_config
+    return text | {name: value for name, value in hf_config.items() if name != "text_config"}
 
 
 def _count(hf_config: dict[str, Any], name: str) -> int:

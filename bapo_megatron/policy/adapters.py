@@ -25,16 +25,34 @@ def target_of(name: str) -> str:
 
 def adapted(weight: Weight, hf: HfConfig, config: LoraConfig) -> list[str]:
     """Return the linears of a weight that have adapters."""
-    if weight.form == "vocab" or weight.is_buffer or weight.megatron.endswith("router.weight"):
+    is_linear = weight.megatron.endswith(".weight") and weight.form != "vocab"
+    if not is_linear or weight.megatron.endswith("router.weight"):
         return []
     names = [name for name, shape in hf_shapes(weight, hf).items() if len(shape) == 2]
     return [name for name in names if not config.targets or target_of(name) in config.targets]
 
 
-def check_targets(hf: HfConfig, config: LoraConfig) -> None:
-    """Refuse targets that the model lacks; raise ``ConfigError``."""
+def check_targets(hf: HfConfig, config: LoraConfig, tensor: int) -> None:
+    """Refuse targets that the model lacks, or that tensor-parallel ranks do not divide by rows.
+
+    Raises:
+        ConfigError: Key, rule, value and remedy.
+    """
     every = config.model_copy(update={"targets": ()})
     known = {target_of(name) for w in weight_table(hf) for name in adapted(w, hf, every)}
+    divided = {
+        target_of(name)
+        for weight in weight_table(hf)
+        if weight.form == "sections"
+        for name in adapted(weight, hf, config)
+    }
+    if divided and tensor > 1:
+        rest = ", ".join(sorted(known - divided))
+        raise ConfigError(
+            "model.lora.targets: must not name inputs of gated delta nets, "
+            f"{', '.join(sorted(divided))}, with parallel.tensor = {tensor}; name others, {rest}, "
+            "or set parallel.tensor to 1"
+        )
     for target in config.targets:
         if target not in known:
             raise ConfigError(

@@ -3,24 +3,26 @@
 One process, on the CPU, holds one layer's weights in memory and, when it writes Hugging Face, one
 output file. A checkpoint written here keeps config.json and tokenizer under ``hf/``.
 
-A checkpoint describes whole tensors, whatever layout wrote it. In dense models the parameters of
-all layers with the same role are one tensor whose first axis counts the layers; in models with
-experts those of all experts of a layer are one, whose first axis counts the experts.
+A checkpoint describes whole tensors, whatever layout wrote it. In models of equal layers the
+parameters of all layers with the same role are one tensor whose first axis counts the layers; in
+models with experts those of all experts of a layer are one, whose first axis counts the experts.
+The sections of a gated delta net's fused weights are tensors of their own.
 """
 
 import os
 import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from megatron.core.dist_checkpointing.core import save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -56,9 +58,14 @@ from bapo_megatron.runtime.files import atomic_directory, naming
 _REMEDY = "restore the files or use another checkpoint"
 COMPANIONS_NAME = "hf"
 """Where a converted checkpoint keeps the files of its Hugging Face model that hold no weights."""
+KEPT_NAME = "kept.safetensors"
+"""And its tensors that are not trained."""
 OPTIMIZER_STATE = re.compile(r"(^|\.)optimizer\.")
 """Tensors of a checkpoint that are not parameters."""
-MODULES_WITHOUT_STATE = ("embedding.word_embeddings", "output_layer")
+MODULES_WITHOUT_STATE = (
+    *("embedding.word_embeddings", "output_layer"),
+    *(".self_attention", ".self_attention.conv1d"),  # of gated delta nets
+)
 """Modules whose FP8 state Megatron does not save."""
 
 
@@ -124,6 +131,7 @@ def convert(
     _check_target(target, [source, hf_dir], force=force)
     hf = read_hf_config_file(hf_dir / "config.json", ignored_fields)
     weight_export.companion_files(hf_dir)  # fail before the work
+    kept = weight_export.read_kept(hf_weights.find_kept(hf, hf_dir))
     if is_checkpoint:
         read, dtypes = _open_checkpoint(source, hf, hf_dir)
     else:
@@ -149,13 +157,15 @@ def convert(
                 for weight, parameter in parameters()
                 for tensor in hf_weights.from_shards(weight, [parameter], hf).items()
             )
-            files = weight_export.plan_files(hf, target_dtype, max_file_bytes)
-            weight_export.write_weights(tensors, files, temporary)
+            files = weight_export.plan_files(hf, target_dtype, max_file_bytes, kept)
+            weight_export.write_weights(chain(tensors, kept.items()), files, temporary)
             num_files, companions = len(files), temporary
         else:
             num_files = _write_checkpoint(parameters(), hf, target_dtype, temporary, max_file_bytes)
             companions = temporary / COMPANIONS_NAME
         weight_export.copy_companions(hf_dir, companions, target_dtype)
+        if kept and not is_checkpoint:
+            save_file(kept, companions / KEPT_NAME)
     kind = "Hugging Face" if is_checkpoint else "Megatron"
     return Conversion(kind, sum(map(len, sizes)), total_bytes, target_dtype, num_files)
 
@@ -179,10 +189,26 @@ def _stacked(weight: Weight, hf: HfConfig) -> tuple[str, tuple[int, ...], int | 
     if weight.expert is not None and hf.experts is not None:
         key = weight.megatron.replace(f".experts.{weight.expert}.", ".experts.experts.")
         return key, (hf.experts.num, *shape), weight.expert
-    if weight.layer is None or hf.experts is not None:
+    if weight.layer is None or hf.experts is not None or hf.delta_net is not None:
         return weight.megatron, shape, None
     key = weight.megatron.replace(f".{weight.layer}.", ".", 1)
     return key, (hf.num_layers, *shape), weight.layer
+
+
+def _parts(weight: Weight) -> list[Weight]:
+    """Return the stored parts of a parameter, each as a weight: its sections, or itself."""
+    rows = [part for shape in weight.shapes for part in shape.split()[0].split("+")]
+    rest = weight.shapes[0].partition(" ")[2]
+    return [
+        replace(
+            weight,
+            megatron=f"{weight.megatron}.{section}",
+            hf=weight.hf[:1],
+            shapes=(f"{number} {rest}",),
+            sections=(),
+        )
+        for section, number in zip(weight.sections, rows, strict=False)
+    ] or [weight]
 
 
 def _open_adapters(
@@ -230,7 +256,7 @@ def _open_checkpoint(
     sizes = {key: tuple(tensor.size) for key, tensor in stored.items()}
     places: dict[Weight, tuple[str, int | None]] = {}
     expected: dict[str, tuple[int, ...]] = {}
-    for weight in weight_table(hf):
+    for weight in (part for whole in weight_table(hf) for part in _parts(whole)):
         key, shape, place = _stacked(weight, hf)
         if place is not None and weight.megatron in stored:
             # Other tools may store the layers one by one.
@@ -244,7 +270,8 @@ def _open_checkpoint(
 
     def read(weight: Weight) -> Tensor:
         with damage_of(directory, _REMEDY):
-            return reader.read(*places[weight])
+            parts = [reader.read(*places[part]) for part in _parts(weight)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return read, {key: tensor.properties.dtype for key, tensor in stored.items()}
 
@@ -273,12 +300,12 @@ def _write_checkpoint(
         with naming(path), path.open("wb") as file:
             for state in states if number == 0 else ():
                 append(file, MetadataIndex(state), [None])  # an entry per rank that shares it
-            for weight, parameter in islice(parameters, len(bucket)):
-                key, shape, place = _stacked(weight, hf)
-                piece = parameter if place is None else parameter[None]
+            for part, content in _divided(islice(parameters, len(bucket)), hf):
+                key, shape, place = _stacked(part, hf)
+                piece = content if place is None else content[None]
                 offsets = torch.Size([place or 0] + [0] * (len(shape) - 1))
                 if key not in tensors:
-                    properties = TensorProperties(dtype=parameter.dtype)
+                    properties = TensorProperties(dtype=content.dtype)
                     tensors[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
                 tensors[key].chunks.append(ChunkStorageMetadata(offsets, piece.size()))
                 append(file, MetadataIndex(key, offsets), piece)
@@ -293,6 +320,17 @@ def _write_checkpoint(
     save_config(BACKEND, str(directory))
     write_checksums(directory, pieces)
     return len(buckets)
+
+
+def _divided(
+    parameters: Iterator[tuple[Weight, Tensor]], hf: HfConfig
+) -> Iterator[tuple[Weight, Tensor]]:
+    """Yield the stored parts of parameters."""
+    for weight, parameter in parameters:
+        parts = _parts(weight)
+        sizes = [shard_shape(part, hf, size=1)[0] for part in parts]
+        whole = [parameter] if len(parts) == 1 else parameter.split(sizes)
+        yield from zip(parts, whole, strict=True)
 
 
 def _empty_states(hf: HfConfig) -> list[str]:
@@ -311,7 +349,8 @@ def _empty_states(hf: HfConfig) -> list[str]:
             modules.append(f"{layer}.self_attention.core_attention")
         sizes = ((1,), (0,)) if place is None else (shape[:1], (place,))
         for module in modules:
-            if module not in MODULES_WITHOUT_STATE and not module.endswith(".mlp.router"):
+            without = module.endswith(MODULES_WITHOUT_STATE)
+            if not without and not module.endswith(".mlp.router"):
                 states[ShardedObject(f"{module}._extra_state", None, *sizes).unique_key] = None
     return list(states)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bapo_megatron.config.check import check_heads, check_layers
+from bapo_megatron.config.check import check_heads, check_layers, text_fields
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
 from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
 from bapo_megatron.policy.families import FAMILIES
-from bapo_megatron.policy.families.base import Experts, HfConfig
+from bapo_megatron.policy.families.base import DeltaNet, Experts, HfConfig
 from bapo_megatron.policy.families.config_json import refuse_unknown
 from bapo_megatron.runtime.calls import decode, shown_value
 from bapo_megatron.runtime.files import parse_json, read_regular
@@ -38,7 +38,25 @@ def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
             f"channels, got {parallel.tensor}; choose a divisor"
         )
     check_layers(hf.division_fields, parallel)
+    if hf.delta_net is not None:
+        _check_delta_net(hf.delta_net, parallel)
     _check_experts(hf.experts, parallel)
+
+
+def _check_delta_net(net: DeltaNet, parallel: ParallelConfig) -> None:
+    tensor, context = parallel.tensor, parallel.context
+    if net.num_key_heads % (tensor * context):
+        key, value = ("context", context) if net.num_key_heads % tensor == 0 else ("tensor", tensor)
+        raise ConfigError(
+            f"parallel.{key}: tensor × context must divide the {net.num_key_heads} key heads of "
+            f"the model's gated delta nets, got {value} with tensor × context = {tensor * context};"
+            " lower it"
+        )
+    if tensor > 1 and not parallel.sequence:
+        raise ConfigError(
+            f"parallel.sequence: must be true for a model with gated delta nets and "
+            f"parallel.tensor = {tensor}, got false; set it to true"
+        )
 
 
 def _check_experts(experts: Experts | None, parallel: ParallelConfig) -> None:
@@ -171,7 +189,7 @@ def read_hf_config_file(path: Path, ignored_fields: Collection[str] = ()) -> HfC
         ValueError: It describes a model that is not supported; the message names the file, the
             field and the value.
     """
-    fields = read_fields(path)
+    fields = text_fields(read_fields(path))
     try:
         family = FAMILIES[decode(_Kind, fields).model_type]
         for name in ignored_fields:

@@ -6,7 +6,11 @@ hold equal parts of it along ``axis``:
 - ``qkv``: rows are interleaved by key/value group: the queries of group 0, its key, its value, then
   group 1, …; equal parts of these rows are whole groups.
 - ``gate_up``: each rank holds its part of gate, then its part of up.
+- ``sections``: as ``gate_up``, of any number of parts.
 - ``vocab``: rows of zeros pad the vocabulary, so that it divides equally.
+
+A Hugging Face tensor of several sections has them one after the other, or interleaved by blocks:
+``qkv`` by head, ``sections_by_head`` by the key heads of a gated delta net.
 """
 
 import functools
@@ -14,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,14 @@ from torch import Tensor
 from bapo_megatron.policy.families import FAMILIES
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_config import padded_vocab_size
-from bapo_megatron.policy.weight_table import EMBEDDING, OUTPUT, hf_shapes, weight_table
+from bapo_megatron.policy.weight_table import (
+    EMBEDDING,
+    OUTPUT,
+    hf_names,
+    hf_shapes,
+    section_rows,
+    weight_table,
+)
 from bapo_megatron.runtime.calls import decode_json
 from bapo_megatron.runtime.distributed import ProcessGroups
 
@@ -44,18 +55,51 @@ def to_shard(weight: Weight, tensors: Sequence[Any], hf: HfConfig, rank: int, si
     ``tensors`` are the Hugging Face tensors, or safetensors' slices of them: only the rank's rows
     or columns are asked for.
     """
-    parts: list[Tensor] = [
-        tensor[_part_of_rank(weight, shape, rank, size)]
-        for tensor, shape in zip(tensors, hf_shapes(weight, hf).values(), strict=True)
+    parts = [
+        part
+        for tensor, shape, rows in zip(
+            tensors, hf_shapes(weight, hf).values(), section_rows(weight, hf), strict=True
+        )
+        for part in _sections_of_rank(weight, tensor, shape, rows, hf, rank, size)
     ]
     if weight.form == "vocab":
         padding = padded_vocab_size(hf.vocab_size, size) // size - len(parts[0])
         return torch.cat([parts[0], parts[0].new_zeros(padding, hf.hidden_size)])
-    if len(parts) == 1:
-        return parts[0]
-    num_groups = _num_groups(weight, hf, size) // size
-    by_group = [part.unflatten(0, (num_groups, -1)) for part in parts]
-    return torch.cat(by_group, dim=1).flatten(0, 1)
+    return _interleave(parts, _num_groups(weight, hf, size) // size)
+
+
+def _sections_of_rank(
+    weight: Weight,
+    tensor: Any,
+    shape: tuple[int, ...],
+    rows: Sequence[int],
+    hf: HfConfig,
+    rank: int,
+    size: int,
+) -> list[Tensor]:
+    """Return a rank's part of each section, of ``rows``, of a Hugging Face tensor."""
+    num_blocks = _num_blocks(weight, hf)
+    if len(rows) > 1 and num_blocks == 1:
+        ends = zip(accumulate(rows, initial=0), rows, strict=False)
+        return [tensor[s + rank * n // size : s + (rank + 1) * n // size] for s, n in ends]
+    part: Tensor = tensor[_part_of_rank(weight, shape, rank, size)]
+    return _separate(part, [n // size for n in rows], num_blocks // size)
+
+
+def _interleave(sections: Sequence[Tensor], num_blocks: int) -> Tensor:
+    """Join sections: the first block of each, then the second of each, and so on."""
+    if len(sections) == 1:
+        return sections[0]
+    blocks = [section.unflatten(0, (num_blocks, -1)) for section in sections]
+    return torch.cat(blocks, dim=1).flatten(0, 1)
+
+
+def _separate(whole: Tensor, rows: Sequence[int], num_blocks: int) -> list[Tensor]:
+    """Undo ``_interleave``; ``rows`` are those of the sections."""
+    if len(rows) == 1:
+        return [whole]
+    blocks = whole.unflatten(0, (num_blocks, -1)).split([n // num_blocks for n in rows], dim=1)
+    return [block.flatten(0, 1) for block in blocks]
 
 
 def _part_of_rank(
@@ -77,16 +121,24 @@ def from_shards(weight: Weight, shards: Sequence[Tensor], hf: HfConfig) -> dict[
         whole = torch.cat(list(shards), dim=weight.axis)
     if weight.form == "vocab":
         whole = whole[: hf.vocab_size]
-    if len(weight.hf) == 1:
-        return {weight.hf[0]: whole}
-    shapes, num_groups = hf_shapes(weight, hf), _num_groups(weight, hf, len(shards))
-    sizes = [shape[0] // num_groups for shape in shapes.values()]
-    by_group = whole.unflatten(0, (num_groups, -1)).split(sizes, dim=1)
-    return {name: part.flatten(0, 1) for name, part in zip(shapes, by_group, strict=True)}
+    rows = section_rows(weight, hf)
+    sections = iter(_separate(whole, list(chain(*rows)), _num_groups(weight, hf, len(shards))))
+    return {
+        name: _interleave(list(islice(sections, len(parts))), _num_blocks(weight, hf))
+        for name, parts in zip(weight.hf, rows, strict=True)
+    }
 
 
 def _num_groups(weight: Weight, hf: HfConfig, size: int) -> int:
+    """Return how many blocks of all sections follow each other in a Megatron parameter."""
     return hf.num_kv_heads if weight.form == "qkv" else size
+
+
+def _num_blocks(weight: Weight, hf: HfConfig) -> int:
+    """Return how many blocks of its sections follow each other in a Hugging Face tensor."""
+    if weight.form == "sections_by_head" and hf.delta_net is not None:
+        return hf.delta_net.num_key_heads
+    return hf.num_heads if weight.form == "qkv" else 1
 
 
 _EXPERT_NAMES = (
@@ -174,8 +226,9 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> tuple[dict[str, Path], dict[s
             with safe_open(path, framework="pt") as reader:
                 for name in reader.keys():  # noqa: SIM118 - not a dict
                     stored = reader.get_slice(name)
-                    files[name], shapes[name] = path, stored.get_shape()
-                    kinds[name] = stored.get_dtype()
+                    for part, shape in _per_expert(name, stored.get_shape()):
+                        files[part], shapes[part] = path, shape
+                        kinds[part] = stored.get_dtype()
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{path}: not a readable safetensors file ({error}); restore it"
@@ -185,7 +238,8 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> tuple[dict[str, Path], dict[s
         # Old checkpoints hold frequencies, which are computed from the config. Some tools write the
         # tied output layer beside the embedding.
         is_tied = hf.tied_embeddings and name in OUTPUT.hf
-        is_skipped = FAMILIES[hf.model_type].skipped_tensors(hf, name)
+        family = FAMILIES[hf.model_type]
+        is_skipped = family.skipped_tensors(hf, name) or name.startswith(family.kept_tensors)
         if is_tied or is_skipped or name.endswith("rotary_emb.inv_freq"):
             del shapes[name]
     check_shapes(shapes, expected, model_dir, "use the weights and the config of one model")
@@ -196,12 +250,65 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> tuple[dict[str, Path], dict[s
                 f"{kinds[name]}; save the model as one of them"
             )
     if hf.tied_embeddings:
-        _check_tied(files, model_dir)
+        _check_tied(hf, files, model_dir)
     return files, {name: SAFETENSORS_DTYPES[kinds[name]] for name in expected}
 
 
-def _check_tied(files: Mapping[str, Path], model_dir: Path) -> None:
-    (embedding,), (output,) = EMBEDDING.hf, OUTPUT.hf
+def _per_expert(name: str, shape: list[int]) -> Iterator[tuple[str, list[int]]]:
+    """Yield the matrices that a tensor holds: a file may have all experts of a layer in two."""
+    layer, is_fused, kind = name.rpartition(".experts.")
+    if not is_fused or kind not in ("gate_up_proj", "down_proj") or len(shape) != 3:
+        yield name, shape
+        return
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    for expert, part in product(range(shape[0]), parts):
+        yield f"{layer}.experts.{expert}.{part}.weight", [shape[1] // len(parts), shape[2]]
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertRows:
+    """One expert's matrix in a tensor of all experts, for slicing."""
+
+    fused: Any
+    expert: int
+    first: int
+    num_rows: int
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
+        start, stop, _ = part[0].indices(self.num_rows)
+        rows = slice(self.first + start, self.first + stop)
+        matrix: Tensor = self.fused[(slice(self.expert, self.expert + 1), rows, *part[1:])]
+        return matrix[0]
+
+
+def _stored(reader: Any, name: str) -> Any:
+    """Return what ``name`` is read from: a tensor, or a part of one (``_per_expert``)."""
+    layer, is_expert, rest = name.rpartition(".experts.")
+    try:
+        return reader.get_slice(name)
+    except SafetensorError:
+        if not is_expert:
+            raise
+    expert, kind, _ = rest.split(".")
+    fused = reader.get_slice(
+        f"{layer}.experts.{'down_proj' if kind == 'down_proj' else 'gate_up_proj'}"
+    )
+    num_rows = fused.get_shape()[1] // (1 if kind == "down_proj" else 2)
+    return _ExpertRows(fused, int(expert), num_rows * (kind == "up_proj"), num_rows)
+
+
+def find_kept(hf: HfConfig, directory: Path) -> dict[str, Path]:
+    """Return the files of the tensors that are not trained, but copied to exports, by name."""
+    beginnings = FAMILIES[hf.model_type].kept_tensors
+    kept: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")) if beginnings else ():
+        with safe_open(path, framework="pt") as reader:
+            kept |= {name: path for name in reader.keys() if name.startswith(beginnings)}  # noqa: SIM118
+    return kept
+
+
+def _check_tied(hf: HfConfig, files: Mapping[str, Path], model_dir: Path) -> None:
+    (embedding,), (output,) = hf_names(EMBEDDING, hf), OUTPUT.hf
     if output not in files:
         return
     with (
@@ -255,7 +362,7 @@ def reading_shards(
             return stack.enter_context(safe_open(path, framework="pt"))
 
         def read(weight: Weight, rank: int, size: int) -> Tensor:
-            slices = [reader_of(files[name]).get_slice(name) for name in weight.hf]
+            slices = [_stored(reader_of(files[name]), name) for name in weight.hf]
             return to_shard(weight, slices, hf, rank, size)
 
         yield read

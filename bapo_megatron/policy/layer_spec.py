@@ -9,13 +9,19 @@ Shape legend: N = packed tokens on this rank, S = those of one sequence, C = con
 H = heads on this rank, G = key/value groups on this rank, D = channels of a head.
 """
 
+import copy
 import importlib.util
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+)
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -25,6 +31,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
@@ -39,6 +46,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from bapo_megatron.policy.delta_net import PackedGatedDeltaNet, use_twins
 from bapo_megatron.policy.families.base import HfConfig
 
 
@@ -54,12 +62,22 @@ def layer_spec(
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     return TransformerBlockSubmodules(
-        layer_specs=[build(hf, config, has_experts=hf.has_experts(layer)) for layer in layers],
+        layer_specs=[
+            build(
+                hf,
+                config,
+                has_experts=hf.has_experts(layer),
+                has_delta_net=hf.has_delta_net(layer),
+            )
+            for layer in layers
+        ],
         layer_norm=TENorm if is_fused else RMSNorm,
     )
 
 
-def _fused_layer(hf: HfConfig, config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
+def _fused_layer(
+    hf: HfConfig, config: TransformerConfig, *, has_experts: bool, has_delta_net: bool
+) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -70,10 +88,19 @@ def _fused_layer(hf: HfConfig, config: TransformerConfig, *, has_experts: bool) 
         layer.submodules.self_attention.module = LatentSelfAttention
     if hf.output_bias:
         _add_output_bias(layer)
+    if has_delta_net:
+        if not HAVE_FLA:
+            raise ValueError(
+                "flash-linear-attention: must be installed for a model with gated delta nets on a "
+                "GPU with Transformer Engine; install it (docs/launch.md)"
+            )
+        _put_delta_net(layer, TELayerNormColumnParallelLinear, TENorm, TERowParallelLinear)
     return layer
 
 
-def _layer(hf: HfConfig, config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
+def _layer(
+    hf: HfConfig, config: TransformerConfig, *, has_experts: bool, has_delta_net: bool
+) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         qk_layernorm=config.qk_layernorm,
@@ -104,7 +131,25 @@ def _layer(hf: HfConfig, config: TransformerConfig, *, has_experts: bool) -> Mod
         submodules.mlp = partial(MLP.as_mlp_submodule, submodules=mlp)
     # The local spec renames separate norms to the fused names in checkpoints; ours have them.
     submodules.sharded_state_dict_keys_map = {}
+    if has_delta_net:
+        use_twins()
+        _put_delta_net(layer, NormColumnParallelLinear, RMSNorm, RowParallelLinear)
     return layer
+
+
+def _put_delta_net(layer: ModuleSpec, in_proj: type, norm: Any, out_proj: type) -> None:
+    """Put a gated delta net in place of a layer's attention."""
+
+    class OutNorm:  # Megatron calls classes, but not functions
+        def __new__(cls, config: TransformerConfig, **options: Any) -> Any:
+            plain = copy.copy(config)
+            plain.layernorm_zero_centered_gamma = False  # the only norm whose weights are around 1
+            return norm(plain, **options)
+
+    layer.submodules.self_attention = ModuleSpec(
+        module=PackedGatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(in_proj, OutNorm, out_proj),
+    )
 
 
 def _add_output_bias(layer: ModuleSpec) -> None:
@@ -138,12 +183,12 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.config = eps, config
         self.weight = _replicated(config, hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return _rms_norm(hidden, self.weight, self.eps)
+        return _rms_norm(hidden, self.weight, self.eps, self.config)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -157,7 +202,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, hidden: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Normalise ``hidden``, then multiply; returns (output, bias to add later)."""
-        normalised = _rms_norm(hidden, self.layer_norm_weight, self.config.layernorm_epsilon)
+        eps = self.config.layernorm_epsilon
+        normalised = _rms_norm(hidden, self.layer_norm_weight, eps, self.config)
         return super().forward(normalised, *args, **options)
 
 
@@ -393,8 +439,10 @@ def normalised(linear: Any, hidden: Tensor) -> Tensor:
     """Return what a linear multiplies: its input after its norm, if it has one."""
     if not hasattr(linear, "layer_norm_weight"):
         return hidden
-    eps = linear.config.layernorm_epsilon
-    return F.rms_norm(hidden, hidden.shape[-1:], linear.layer_norm_weight, eps)
+    weight, config = linear.layer_norm_weight, linear.config
+    if config.layernorm_zero_centered_gamma:
+        weight = (1 + weight.float()).to(weight.dtype)
+    return F.rms_norm(hidden, hidden.shape[-1:], weight, config.layernorm_epsilon)
 
 
 def _replicated(config: TransformerConfig, *shape: int) -> nn.Parameter:
@@ -405,6 +453,8 @@ def _replicated(config: TransformerConfig, *shape: int) -> nn.Parameter:
     return weight
 
 
-def _rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(hidden: Tensor, weight: Tensor, eps: float, config: TransformerConfig) -> Tensor:
     normalised = F.rms_norm(hidden.float(), hidden.shape[-1:], None, eps)
+    if config.layernorm_zero_centered_gamma:
+        return (normalised * (1 + weight.float())).to(hidden.dtype)
     return normalised.to(hidden.dtype) * weight

@@ -229,7 +229,7 @@ class Lora:
         Raises:
             ConfigError: The model lacks a target.
         """
-        check_targets(hf, config)
+        check_targets(hf, config, groups.tensor_size)
         lora = cls(config, {})
         for chunk in chunks:
             chunk.requires_grad_(False)

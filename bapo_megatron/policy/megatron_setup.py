@@ -161,6 +161,9 @@ def _transformer_config(
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         context_parallel_size=parallel.context,
         **_latent_options(hf),
+        layernorm_zero_centered_gamma=hf.zero_centered_norms,
+        attention_output_gate=hf.output_gate,
+        **_delta_net_options(hf),
         **_expert_options(hf, parallel, fused=fused),
         # A stage needs only the shape of its sent output, not the values.
         deallocate_pipeline_outputs=True,
@@ -196,6 +199,22 @@ def _latent_options(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def _delta_net_options(hf: HfConfig) -> dict[str, Any]:
+    """Translate gated delta nets; nothing for a model without."""
+    net = hf.delta_net
+    if net is None:
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(hf.has_delta_net(n)) for n in range(hf.num_layers)],
+        "linear_conv_kernel_dim": net.kernel_size,
+        "linear_key_head_dim": net.key_head_dim,
+        "linear_value_head_dim": net.value_head_dim,
+        "linear_num_key_heads": net.num_key_heads,
+        "linear_num_value_heads": net.num_value_heads,
+    }
+
+
 def _expert_options(hf: HfConfig, parallel: ParallelConfig, *, fused: bool) -> dict[str, Any]:
     """Translate the experts of a layer and how they are divided; nothing for a dense model."""
     experts = hf.experts
@@ -207,6 +226,7 @@ def _expert_options(hf: HfConfig, parallel: ParallelConfig, *, fused: bool) -> d
         "moe_ffn_hidden_size": experts.intermediate_size,
         "moe_layer_freq": [int(hf.has_experts(layer)) for layer in range(hf.num_layers)],
         "moe_shared_expert_intermediate_size": experts.shared_intermediate_size or None,
+        "moe_shared_expert_gate": experts.has_shared_gate,
         "moe_router_score_function": experts.scoring,
         # A softmax over the chosen logits alone is one over all logits, normalised.
         "moe_router_pre_softmax": experts.scoring == "softmax" and not experts.normalizes,

@@ -16,6 +16,7 @@ hidden size, V = columns of the padded vocabulary on this rank.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,7 +36,7 @@ from bapo_megatron.policy import weight_export
 from bapo_megatron.policy.adapters import adapter_table
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from bapo_megatron.policy.hf_weights import find_tensors, load_weights, local_weights
+from bapo_megatron.policy.hf_weights import find_kept, find_tensors, load_weights, local_weights
 from bapo_megatron.policy.lora import Lora, load_adapter, write_adapter
 from bapo_megatron.policy.megatron_setup import build_chunks, wrap_for_precision
 from bapo_megatron.policy.routers import Routers
@@ -129,7 +130,8 @@ class Model:
         """Write the weights, config and tokenizer as a Hugging Face model, complete or not at all.
 
         Rank 0 writes, and replaces an existing ``directory``. When this returns, every rank may
-        read the files. With ``durable=False``, as for a weight sync, nothing is flushed.
+        read the files. With ``durable=False``, as for a weight sync, nothing is flushed, and
+        tensors that are not trained (``Family.kept_tensors``) are left out.
 
         Raises:
             OSError: ``directory`` cannot be written; raised on every rank.
@@ -141,8 +143,11 @@ class Model:
             try:
                 if self.groups.rank == 0:
                     with atomic_directory(directory, durable=durable) as temporary:
-                        files = weight_export.plan_files(self.hf, dtype, max_file_bytes)
-                        weight_export.write_weights(weights, files, temporary)
+                        kept = find_kept(self.hf, self.model_dir) if durable else {}
+                        tensors = weight_export.read_kept(kept)
+                        files = weight_export.plan_files(self.hf, dtype, max_file_bytes, tensors)
+                        content = chain(weights, tensors.items())
+                        weight_export.write_weights(content, files, temporary)
                         weight_export.copy_companions(self.model_dir, temporary, dtype)
             finally:
                 # The other ranks take part in every gather, also after a failure.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bapo_megatron.policy.families.base import HfConfig, Weight
@@ -38,7 +38,7 @@ MAX_FILE_BYTES = 5 * 1024**3
 
 COMPANION_PATTERNS = (
     *("generation_config.json", "tokenizer*", "vocab*", "merges.txt", "added_tokens.json"),
-    *("special_tokens_map.json", "chat_template*"),
+    *("special_tokens_map.json", "chat_template*", "*processor_config.json"),
 )
 """Files of the source directory that belong to the model but hold no weights."""
 
@@ -152,12 +152,15 @@ def _buckets(
     return [[w for unit, _ in bucket for w in unit] for bucket in _filled(sizes, max_bytes)]
 
 
-def plan_files(hf: HfConfig, dtype: torch.dtype, max_file_bytes: int) -> list[dict[str, int]]:
-    """Divide the tensors, in order, into files of at most ``max_file_bytes``.
+def plan_files(
+    hf: HfConfig, dtype: torch.dtype, max_file_bytes: int, kept: Mapping[str, Tensor] | None = None
+) -> list[dict[str, int]]:
+    """Divide the tensors, in order, ``kept`` ones last, into files of at most ``max_file_bytes``.
 
     Each file is the bytes of its tensors by name; a tensor above the limit has one of its own.
     """
     sizes = [size for w in weight_table(hf) for size in weight_bytes(w, hf, dtype).items()]
+    sizes += [(name, tensor.nbytes) for name, tensor in (kept or {}).items()]
     return [dict(file) for file in _filled(sizes, max_file_bytes)]
 
 
@@ -173,6 +176,12 @@ def _filled[Item](
         parts[-1].append((item, num_bytes))
         filled_bytes += num_bytes
     return parts
+
+
+def read_kept(files: Mapping[str, Path]) -> dict[str, Tensor]:
+    """Return the tensors of ``find_kept``, mapped rather than read."""
+    loaded = {path: load_file(path) for path in {*files.values()}}
+    return {name: loaded[path][name] for name, path in files.items()}
 
 
 def write_weights(
@@ -215,9 +224,10 @@ def copy_companions(source: Path, directory: Path, dtype: torch.dtype) -> None:
     """Copy config.json with the dtype of the weights, tokenizer, template, generation settings."""
     directory.mkdir(exist_ok=True)
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    # transformers 5 writes "dtype", older ones "torch_dtype".
-    keys = [key for key in ("dtype", "torch_dtype") if key in fields] or ["dtype"]
-    fields.update(dict.fromkeys(keys, str(dtype).removeprefix("torch.")))
+    for part in (fields, fields.get("text_config", {})):
+        # transformers 5 writes "dtype", older ones "torch_dtype".
+        keys = [key for key in ("dtype", "torch_dtype") if key in part] or ["dtype"]
+        part.update(dict.fromkeys(keys, str(dtype).removeprefix("torch.")))
     text = json.dumps(fields, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
     for path in companion_files(source):

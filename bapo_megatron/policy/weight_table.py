@@ -28,7 +28,13 @@ OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), ("vocab hidden",), 0
 def weight_table(hf: HfConfig) -> tuple[Weight, ...]:
     """Return every parameter and buffer of the model, in the order of the layers."""
     layers = (_in_layer(w, layer) for layer in range(hf.num_layers) for w in _layer(hf, layer))
-    return (EMBEDDING, *layers, FINAL_NORM, *(() if hf.tied_embeddings else (OUTPUT,)))
+    model = (replace(w, hf=hf_names(w, hf)) for w in (EMBEDDING, *layers, FINAL_NORM))
+    return (*model, *(() if hf.tied_embeddings else (OUTPUT,)))
+
+
+def hf_names(weight: Weight, hf: HfConfig) -> tuple[str, ...]:
+    """Return the names of a weight with the model's prefix."""
+    return tuple(name.replace("model.", f"{hf.tensor_prefix}.", 1) for name in weight.hf)
 
 
 def layer_weights(hf: HfConfig, layer: int) -> LayerWeights:
@@ -60,8 +66,8 @@ def sequence_flops(hf: HfConfig) -> "SequenceFlops":
     """Return the FLOPs of a forward pass: two per weight and token, and causal attention.
 
     Of the experts a token visits ``per_token``. Attention multiplies queries with keys and scores
-    with values, half of the L² pairs each: 2 · L²/2 · channels FLOPs per layer and product. The
-    embedding is a lookup.
+    with values, half of the L² pairs each: 2 · L²/2 · channels FLOPs per layer and product. A gated
+    delta net reads its state twice and writes it once for each token. The embedding is a lookup.
     """
     from bapo_megatron.data.packing import SequenceFlops  # imports numpy
 
@@ -72,17 +78,32 @@ def sequence_flops(hf: HfConfig) -> "SequenceFlops":
         for times, group in ((1, parts.shared), (visited, parts.expert)):
             shapes = [shape for w in group for shape in hf_shapes(w, hf).values()]
             weights += times * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    if (net := hf.delta_net) is not None:
+        weights += 3 * len(net.layers) * net.num_value_heads * net.key_head_dim * net.value_head_dim
     channels = hf.num_heads * (hf.head_dim + hf.value_dim)
-    return SequenceFlops(per_token=2 * weights, per_pair=hf.num_layers * channels)
+    return SequenceFlops(per_token=2 * weights, per_pair=hf.num_attention_layers * channels)
 
 
 def hf_shapes(weight: Weight, hf: HfConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each Hugging Face tensor of ``weight``."""
     dimensions = hf.dimensions
     return {
-        name: tuple(int(part) if part.isdecimal() else dimensions[part] for part in shape.split())
+        name: tuple(_size(dimension, dimensions) for dimension in shape.split())
         for name, shape in zip(weight.hf, weight.shapes, strict=True)
     }
+
+
+def section_rows(weight: Weight, hf: HfConfig) -> list[list[int]]:
+    """Return the rows of each section of each Hugging Face tensor of ``weight``."""
+    dimensions = hf.dimensions
+    return [
+        [_size(part, dimensions) for part in shape.split()[0].split("+")] for shape in weight.shapes
+    ]
+
+
+def _size(dimension: str, dimensions: dict[str, int]) -> int:
+    parts = dimension.split("+")
+    return sum(int(part) if part.isdecimal() else dimensions[part] for part in parts)
 
 
 def shard_shape(weight: Weight, hf: HfConfig, size: int) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def check_training(
     policy = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
     check_routers(policy, config.algorithm)
     if model.lora.rank:
-        check_targets(policy, model.lora)
+        check_targets(policy, model.lora, config.parallel.tensor)
         if model.lora.path is not None:
             check_adapter(model.lora.path, model.lora)
     if config.replay.dumps is None:

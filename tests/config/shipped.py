@@ -21,7 +21,7 @@ FRAGMENTS = {
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 PAPER_RUNS = [name for name in NAMES if name.startswith(("r1-", "bp-", "octothinker-"))]
-CLUSTER_RUNS = [*PAPER_RUNS, "qwen3-30b-a3b-32k"]
+CLUSTER_RUNS = [*PAPER_RUNS, "qwen3-30b-a3b-32k", "qwen3.5-27b-32k"]
 MODELS = Path(__file__).parents[1] / "tools" / "planning" / "models"
 """config.json of the models that the runs on clusters start from, as published; OctoThinker's is
 that of Llama 3.2 3B, from which it was trained."""

@@ -34,6 +34,8 @@ BATCHES = (
 
 
 FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+Batches = tuple[tuple[tuple[int, ...], ...], ...]
+"""Token ids of the sequences of micro-batches."""
 Results = dict[str, list[dict[str, Any]]]
 """By layout and family, of each rank."""
 
@@ -52,6 +54,9 @@ class Layout:
     sizes: dict[str, Any] = field(default_factory=dict)
     """Of ``ParallelConfig``."""
     megatron: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
 
 
 _PLAIN = {"distributed_optimizer": False}
@@ -115,10 +120,10 @@ def multiples_of(context_size: int) -> tuple[int, int]:
     return (2, 1) if context_size == 1 else (2 * context_size, 2 * context_size)
 
 
-def problems_of(groups: ProcessGroups) -> list[Problem]:
-    """This rank's share of ``BATCHES``, padded as its layout needs."""
+def problems_of(groups: ProcessGroups, batches: Batches = BATCHES) -> list[Problem]:
+    """This rank's share of ``batches``, padded as its layout needs."""
     size, rank = groups.context_size, groups.context_rank
-    problems = make_problems(0, *multiples_of(size), batches=BATCHES)
+    problems = make_problems(0, *multiples_of(size), batches=batches)
     return [p.part(rank, size) for p in problems[groups.data_rank :: groups.data_size]]
 
 
@@ -143,11 +148,13 @@ def by_rank(run: Callable[..., dict[str, Any]], layouts: list[Layout], *args: An
     return results
 
 
-def run_layouts(layouts: list[Layout], models: dict[str, Path], export: Path) -> dict[str, Any]:
+def run_layouts(
+    layouts: list[Layout], models: dict[str, Path], export: Path, batches: Batches = BATCHES
+) -> dict[str, Any]:
     """By layout and family: logits, gradients, the norm, the weights after an update."""
     results: dict[str, Any] = {}
     for name, groups, state in built(layouts, models, lr=LR):
-        problems = problems_of(groups)
+        problems = problems_of(groups, batches)
         logits = state.model.forward_only(
             [problem.micro_batch for problem in problems],
             lambda logits_NV, _, groups=groups: gather_columns(logits_NV, groups),

@@ -44,11 +44,12 @@ class LoraLayout:
 
 DENSE = ("qwen2", "llama")
 EXPERTS = ("qwen3_moe", "deepseek_v3")
-ALL = (*DENSE, *EXPERTS)
+HYBRIDS = ("qwen3_5_text", "qwen3_next")
+ALL = (*DENSE, *EXPERTS, *HYBRIDS)
 LAYOUTS = (
     LoraLayout("one rank", 1, ALL),
     LoraLayout("recomputed", 1, ALL, megatron={"recompute": "full"}),
-    LoraLayout("TP 2 + SP", 2, ALL, {"tensor": 2}),
+    LoraLayout("TP 2 + SP", 2, (*DENSE, *EXPERTS), {"tensor": 2}),
     LoraLayout("TP 2", 2, DENSE, {"tensor": 2}, sequence=False),
     LoraLayout("PP 2 × VPP 2", 2, ALL, {"pipeline": 2, "virtual_pipeline": 2}),
     LoraLayout("CP 2", 2, ALL, {"context": 2}),

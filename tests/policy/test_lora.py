@@ -18,7 +18,15 @@ from bapo_megatron.policy.hf_config import read_hf_config_file
 from tests.distributed_launch import run_ranks
 from tests.policy.convert_models import weights
 from tests.policy.expert_layouts import BATCHES, LR, multiples_of
-from tests.policy.lora_ranks import ALL, DENSE, LAYOUTS, LORA, run_layouts, untrained_logits
+from tests.policy.lora_ranks import (
+    ALL,
+    DENSE,
+    HYBRIDS,
+    LAYOUTS,
+    LORA,
+    run_layouts,
+    untrained_logits,
+)
 from tests.policy.tiny_models import (
     load_reference,
     make_model,
@@ -60,7 +68,7 @@ def write_random_adapter(model: Path, directory: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     tensors = {}
     for name, weight in weights(model).items():
-        if ".layers." in name and weight.dim() == 2 and not name.endswith(".gate.weight"):
+        if ".layers." in name and weight.dim() == 2 and not name.endswith("gate.weight"):
             outputs, inputs = weight.shape
             part = f"base_model.model.{name.removesuffix('.weight')}"
             drawn = torch.randn(LORA["rank"], inputs, generator=generator)
@@ -123,11 +131,20 @@ def merged(
     return references
 
 
+def tolerance(family: str) -> float:
+    """Float32 rounds the states of gated delta nets by more than the rest."""
+    return 3e-5 if family in HYBRIDS else 1e-5
+
+
+def in_float64(model: Any) -> Any:
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")  # the other ones have no float64
+    return exact
+
+
 def expected_gradients(merged: Any, adapter: Path) -> dict[str, Tensor]:
     """dA = α/r · Bᵀ dW and dB = α/r · dW Aᵀ, of the gradients of whole weights."""
-    exact = copy.deepcopy(merged).double()
-    exact.set_experts_implementation("eager")  # the other ones have no float64
-    whole = reference_gradients(exact, make_problems(batches=BATCHES))
+    whole = reference_gradients(in_float64(merged), make_problems(batches=BATCHES))
     gradients = {}
     for name, (a, b) in pairs(adapter).items():
         part = f"base_model.model.{name.removesuffix('.weight')}"
@@ -144,17 +161,19 @@ def test_logits_are_those_of_merged_weights_and_without_adapters_those_of_the_ba
     layout: Any,
     family: str,
 ) -> None:
-    base = load_reference(family, models[family])
+    base, whole = in_float64(load_reference(family, models[family])), in_float64(merged[family])
     num_compared = 0
     for result in results[f"{layout.name}, {family}"]:
         data_rank, data_size, context_rank, size = result["place"]
         problems = make_problems(0, *multiples_of(size), batches=BATCHES)[data_rank::data_size]
-        for kind, model in (("logits", merged[family]), ("base", base)):
+        for kind, model in (("logits", whole), ("base", base)):
             for actual_NV, problem in zip(result[kind], problems, strict=False):
                 whole_NV = reference_logits(model, problem)
                 if size > 1:
                     whole_NV = whole_NV[problem.part(context_rank, size).micro_batch.target_T]
-                assert (actual_NV - whole_NV).abs().max() < 1e-5 * max(1, whole_NV.abs().max() / 4)
+                assert (actual_NV - whole_NV).abs().max() < tolerance(family) * max(
+                    1, whole_NV.abs().max() / 4
+                )
                 num_compared += 1
     assert num_compared >= 4
 
@@ -172,7 +191,7 @@ def test_gradients_and_their_norm_are_those_of_the_formula(
     actual = of_ranks[0]["gradients"]
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        assert (actual[name] - gradient).norm() <= tolerance(family) * gradient.norm(), name
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in expected.values()))
     assert norm > 0.1
     for result in of_ranks:
@@ -255,9 +274,9 @@ def test_new_adapters_change_nothing_bit_for_bit(models: dict[str, Path]) -> Non
 
 def test_unknown_targets_are_refused_with_the_known_ones(models: dict[str, Path]) -> None:
     hf = read_hf_config_file(models["qwen2"] / "config.json")
-    check_targets(hf, LoraConfig(rank=1, targets=("q_proj", "down_proj")))
+    check_targets(hf, LoraConfig(rank=1, targets=("q_proj", "down_proj")), 2)
     with pytest.raises(
         ConfigError,
         match=r"^model\.lora\.targets: .* down_proj, gate_proj, k_proj, .* got qkv_proj; choose",
     ):
-        check_targets(hf, LoraConfig(rank=1, targets=("qkv_proj",)))
+        check_targets(hf, LoraConfig(rank=1, targets=("qkv_proj",)), 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.policy.convert import _empty_states, _stacked
+from bapo_megatron.policy.convert import _empty_states, _parts, _stacked
 from bapo_megatron.policy.weight_table import EMBEDDING, OUTPUT, shard_shape, weight_table
 from tests.policy.transformer_engine_names import CASES, LAYOUTS, published
 
@@ -23,6 +23,7 @@ FOLDER = Path(sys.prefix) / "transformer-engine-2.20.2"
 MODULES = ("RMSNorm", "TELayerNormColumnParallelLinear", "TERowParallelLinear")
 EXPERTS = ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear", "TopKRouter")
 FURTHER_MODULES = {
+    "qwen3_5": ("Conv1d", "PackedGatedDeltaNet"),
     "qwen3 with experts": EXPERTS,
     "glm with experts": (*EXPERTS, "TEColumnParallelLinear"),  # of the shared experts
     "moonlight": (*EXPERTS, "TEColumnParallelLinear", "TELinear"),
@@ -77,7 +78,7 @@ def test_checkpoints_of_transformer_engine_are_those_that_we_convert(
     built: dict[tuple[str, str], dict[str, Any]], family: str, layout: str
 ) -> None:
     hf, actual = published(family), built[family, layout]
-    places = [_stacked(weight, hf) for weight in weight_table(hf)]
+    places = [_stacked(part, hf) for weight in weight_table(hf) for part in _parts(weight)]
     assert actual["tensors"] == {key: list(shape) for key, shape, _ in places}
     # Loading ignores a state too many; other releases of Megatron ask for attention's.
     written = {key for key in _empty_states(hf) if "core_attention" not in key}

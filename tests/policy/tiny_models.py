@@ -18,7 +18,18 @@ from bapo_megatron.data.micro_batch import TOKEN_FIELDS, shard_context
 from bapo_megatron.types import MicroBatch
 
 VOCAB_SIZE = 97  # prime, so that padding is needed for every tensor-parallel size
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "glm4_moe", "deepseek_v3")
+FAMILIES = (
+    "qwen2",
+    "qwen3",
+    "llama",
+    "mistral",
+    "qwen3_moe",
+    "glm4_moe",
+    "qwen3_5_text",
+    "qwen3_next",
+    "deepseek_v3",
+)
+"""Those of tests in every layout."""
 Models = dict[str, Path]
 """Directories of models, or of checkpoints, by family."""
 Ranks = list[dict[str, Any]]
@@ -42,6 +53,26 @@ MOONLIGHT = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
 }
 """How Moonlight differs from the tiny DeepSeek-V3: no latent of queries, no groups, no YaRN."""
+HYBRID = {
+    "tie_word_embeddings": False,
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "initializer_range": 0.12,
+    # A delta net's output, a product of queries and keys that may cancel, is divided by its size:
+    # with 1e-6 transformers in float32 is up to 2e-5 off transformers in float64.
+    "rms_norm_eps": 1e-3,
+}
+"""A gated delta net before each attention."""
+HYBRID_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 
 SEQUENCES = (((7, 3), (5,), (11, 9, 40)), ((96, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9), (50, 51)))
 """Token ids of the sequences of each micro-batch: different lengths, one of a single token."""
@@ -49,14 +80,40 @@ SEQUENCES = (((7, 3), (5,), (11, 9, 40)), ((96, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9), (
 
 def make_model(family: str, directory: Path, **changes: Any) -> Path:
     """Write a random model in float32; norms and biases are random too."""
-    torch.manual_seed(FAMILIES.index(family))
+    torch.manual_seed(FAMILIES.index(family) if family in FAMILIES else len(FAMILIES))
     model = model_class(family)(_config(family, changes)).float()
+    _randomize(model)
+    model.save_pretrained(directory)
+    (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    return directory
+
+
+def _randomize(model: Any) -> None:
     with torch.no_grad():
         biases = (b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
         for parameter in (*model.parameters(), *biases):
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.sub_(3.0)  # or states would forget within few tokens
+
+
+def make_vision_model(directory: Path) -> Path:
+    """As published: a vision tower, and a tensor of a head for multi-token prediction."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    text = {**SIZES, **HYBRID, "num_hidden_layers": 4, "max_position_embeddings": 512}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 16}
+    torch.manual_seed(0)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    model = transformers.Qwen3_5ForConditionalGeneration(config).float()
+    _randomize(model)
     model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), "mtp.fc.weight": torch.randn(32, 64)}, file, {"format": "pt"})
     (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
     return directory
 
@@ -77,6 +134,11 @@ def model_class(family: str) -> Any:
         "qwen3_moe": transformers.Qwen3MoeForCausalLM,
         "glm4_moe": transformers.Glm4MoeForCausalLM,
         "deepseek_v3": transformers.DeepseekV3ForCausalLM,
+        "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
+        "qwen3_next": transformers.Qwen3NextForCausalLM,
+        "qwen3_5_moe_text": transformers.Qwen3_5MoeForCausalLM,
+        "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
+        "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
     }[family]
 
 
@@ -153,8 +215,14 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
                 "original_max_position_embeddings": 8,
             },
         },
+        "qwen3_5_text": HYBRID,
+        "qwen3_next": HYBRID | HYBRID_EXPERTS,
+        "qwen3_5_moe_text": HYBRID | HYBRID_EXPERTS,
     }
-    return model_class(family).config_class(**{**SIZES, **traits[family], **changes})
+    sizes = {**SIZES, **traits[family], **changes}
+    if family == "qwen3_5_moe_text":
+        del sizes["intermediate_size"]
+    return model_class(family).config_class(**sizes)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """The KV cache of the rows that are decoded together, and its attention.
 
 All rows end at the same column, so that a step writes one column; shorter rows are padded on the
-left.
+left. A gated delta net keeps a state per row in place of columns.
 
 Shape legend: B = rows of a decode step, N = query heads, M = key-value heads, W = columns,
-P = positions of a prefill, H = head size, R = rows that a prefill fills.
+P = positions of a prefill, H = head size, R = rows that a prefill fills; of a gated delta net D =
+channels and S = width of its convolution.
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -18,7 +20,8 @@ ATTENTION = "bapo_local"
 """Name of ``_attend`` for transformers."""
 
 Layer = tuple[Tensor, Tensor]
-"""Keys and values; for multi-head latent attention the latents and the rotated keys, M = 1."""
+"""Keys and values; with multi-head latent attention the latents and the rotated keys, M = 1; of a
+gated delta net the last inputs of the convolution, and the state."""
 
 
 def register_attention() -> None:
@@ -58,6 +61,36 @@ class Prefill:
         self._layers: list[Layer] = []  # each [inputs, M, P, H], padded on the right
         self._starts = starts
         """[R] Row of the decode cache, index of its input, and length of that input."""
+        self._convolved = torch.empty(0)
+
+    def lengths(self, num_inputs: int) -> list[int]:
+        """Return the length of each input."""
+        by_input = {index: length for _, index, length in self._starts}
+        return [by_input[index] for index in range(num_inputs)]
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Return False: inputs begin here."""
+        return False
+
+    def update_conv_state(self, inputs_RDP: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Store the inputs of the next layer's convolution."""
+        self._convolved = inputs_RDP
+        return inputs_RDP
+
+    def update_recurrent_state(self, state: Tensor, *_: Any, **__: Any) -> None:
+        """Store the state after each input, which padding did not change (``RecurrentPadding``)."""
+        self._layers.append((self._convolved, state))
+
+    def copy_state_to(self, target: Tensor, layer: int, part: int) -> None:
+        """Copy the last inputs of a convolution (part 0), or states (1), to their rows."""
+        source = self._layers[layer][part]
+        if part == 1:
+            rows_R, inputs_R, _ = torch.tensor(self._starts, device=source.device).T
+            target[rows_R] = source[inputs_R].to(target.dtype)
+            return
+        for row, index, length in self._starts:
+            last = source[index, :, max(length - target.shape[-1], 0) : length]
+            target[row, :, target.shape[-1] - last.shape[-1] :] = last
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> Layer:
         """Store keys and values of the next layer."""
@@ -104,11 +137,22 @@ class DecodeCache:
         Layer by layer, so that at most one layer exists twice; ``old`` loses its layers. Further
         rows are zero. The longest row fills the columns before ``end`` < ``num_columns``.
         """
-        cache, device = cls(num_columns, end), model.device
+        cache, config, device = cls(num_columns, end), model.config, model.device
+        kinds = getattr(config, "layer_types", None) or ()
         kept = torch.tensor(kept_rows, dtype=torch.long, device=device)
-        num_heads, *sizes = _cached_shape(model.config)
-        for layer in range(model.config.num_hidden_layers):
+        num_heads, *sizes = _cached_shape(config)
+        for layer in range(config.num_hidden_layers):
             tensors = []
+            if layer < len(kinds) and kinds[layer] == "linear_attention":
+                for part, (state_shape, dtype) in enumerate(_state_shapes(config, model.dtype)):
+                    new = torch.zeros((num_rows, *state_shape), dtype=dtype, device=device)
+                    if old is not None and kept_rows:
+                        new[: len(kept_rows)] = old._layers[layer][part][kept]
+                    for prefill in prefills:
+                        prefill.copy_state_to(new, layer, part)
+                    tensors.append(new)
+                cache._layers.append((tensors[0], tensors[1]))
+                continue
             for part, size in enumerate(sizes):
                 shape = (num_rows, num_heads, num_columns, size)
                 new = torch.zeros(shape, dtype=model.dtype, device=device)
@@ -122,6 +166,22 @@ class DecodeCache:
             if old is not None:
                 old._layers[layer] = (new[:0], new[:0])
         return cache
+
+    @property
+    def layers(self) -> list[SimpleNamespace]:
+        """What transformers' gated delta nets look at."""
+        return [
+            SimpleNamespace(conv_states=(conv,), recurrent_states=(state,), record_past=False)
+            for conv, state in self._layers
+        ]
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Return True: zeros are the state before the first token."""
+        return True
+
+    def update_recurrent_state(self, state: Tensor, layer: int, *_: Any, **__: Any) -> None:
+        """Store the new states of a layer."""
+        self._layers[layer][1].copy_(state)
 
     def update(self, keys_BM1H: Tensor, values_BM1H: Tensor, layer: int, *_: Any) -> Layer:
         """Write the new column of a layer; return views from the first column in use."""
@@ -139,3 +199,35 @@ def _cached_shape(config: Any) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return config.num_key_value_heads, size, size
+
+
+def _state_shapes(config: Any, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and type of the parts of a row's state: [D, S], and one state per value head."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    heads = (
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+    )
+    return [((2 * keys + values, config.linear_conv_kernel_dim), dtype), (heads, torch.float32)]
+
+
+class RecurrentPadding:
+    """Keeps padding on the right of prefilled inputs out of the states of gated delta nets."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Watch the projections to a token's rate and decay."""
+        self.lengths: Sequence[int] = ()
+        """Lengths of the inputs of a forward pass; none: all are whole."""
+        for name, module in model.named_modules():
+            if name.endswith((".in_proj_a", ".in_proj_b", ".in_proj_ba")):
+                module.register_forward_hook(self._clear)
+
+    def _clear(self, module: nn.Module, args: tuple[Tensor, ...], rates: Tensor) -> Tensor:
+        """Let padding write nothing (sigmoid(−∞) = 0) and forget nothing (softplus(−∞) = 0)."""
+        if not self.lengths:
+            return rates
+        lengths_R1 = torch.tensor(self.lengths, device=rates.device)[:, None]
+        is_padding_RP = torch.arange(rates.shape[1], device=rates.device) >= lengths_R1
+        return rates.masked_fill(is_padding_RP[..., None], float("-inf"))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, Scores
-from bapo_megatron.engine.local.cache import DecodeCache, Prefill
+from bapo_megatron.engine.local.cache import DecodeCache, Prefill, RecurrentPadding
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
 
@@ -242,6 +242,7 @@ class Decoder:
         self._head = model.get_output_embeddings()
         self._model = model
         self._watch = _ExpertWatch(model)
+        self._padding = RecurrentPadding(model)
         self._is_stop_V = np.zeros(self._head.weight.shape[0], dtype=bool)
         self._is_stop_V[[token for token in stop_ids if token < len(self._is_stop_V)]] = True
         self._max_rows = max_rows
@@ -398,7 +399,9 @@ class Decoder:
                 for row in rows_of[tokens]
             ]
             prefills.append(Prefill(starts))
+            self._padding.lengths = prefills[-1].lengths(len(batch))
             self._forward(torch.tensor(padded, device=self._model.device), prefills[-1])
+            self._padding.lengths = ()
             wanting = [start for start in starts if responses[start[0] - first_row].wants_routes]
             if wanting:
                 routes_RPE = self._watch.take().reshape(len(batch), width, -1)

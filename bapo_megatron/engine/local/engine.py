@@ -401,6 +401,8 @@ class LocalWeights:
 
     def _copy(self, tensors: Mapping[str, Tensor], *, is_last: bool) -> None:
         """Copy tensors into the model; copy none if one does not belong to it."""
+        # A vision tower's language model is loaded without it, and without its part of the names.
+        tensors = {name.replace(".language_model.", ".", 1): t for name, t in tensors.items()}
         for name, tensor in tensors.items():
             parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.engine.base import Backend
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "glm4_moe", "deepseek_v3")
-"""Models whose layers all attend to all positions, as ``cache`` requires."""
+_EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+_HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", *_EXPERTS, *_HYBRIDS)
+"""Models whose layers attend to all positions or are gated delta nets, as ``cache`` requires."""
 
 _NO_SERVER = "it has no server"
 _ALLOWED: tuple[tuple[str, tuple[object, ...], str], ...] = (
@@ -52,6 +54,8 @@ class LocalKind:
         if model_type == "mistral":  # its window is on by default
             is_sliding = hf_config.get("sliding_window", 4096) is not None
         others = set(layers or ()) - {"full_attention"}
+        if model_type in _HYBRIDS:
+            others -= {"linear_attention"}
         if model_type not in MODEL_TYPES or is_sliding or others:
             raise ConfigError(
                 f"model.path: with rollout.engine=local, model_type must be one of "

@@ -79,6 +79,8 @@ class Experts:
     groups_per_token: int = 1
     shared_intermediate_size: int = 0
     """Channels of the shared experts, which every token visits, together."""
+    has_shared_gate: bool = False
+    """Whether the shared experts' output is multiplied by a sigmoid of the token."""
     dense_layers: frozenset[int] = frozenset()
     """Layers with a dense MLP in place of experts."""
 
@@ -97,6 +99,26 @@ class LatentAttention:
     """Channels of a head's query and key that are rotated; all heads have the same key there."""
     value_dim: int
     """Channels of a head's value."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """The gated delta nets (Yang et al. 2024, arXiv 2412.06464) of a hybrid model.
+
+    A layer has one in place of attention: a recurrent state [key_head_dim, value_head_dim] per
+    value head, whatever the length of the sequence.
+    """
+
+    layers: frozenset[int]
+    """Layers with a gated delta net; the others have attention."""
+    num_key_heads: int
+    """Heads of queries and of keys."""
+    num_value_heads: int
+    """Heads of values; ``num_value_heads`` / ``num_key_heads`` share a query and a key."""
+    key_head_dim: int
+    value_head_dim: int
+    kernel_size: int
+    """Tokens that the causal convolution over queries, keys and values sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +149,23 @@ class HfConfig:
     rotary_share: float = 1.0
     """Share of a head's channels, the first ones, that are rotated."""
     latent: LatentAttention | None = None
+    output_gate: bool = False
+    """Whether attention's output is multiplied by the sigmoid of a gate, a part of ``q_proj``."""
+    zero_centered_norms: bool = False
+    """Whether RMSNorm multiplies by 1 + weight; that of a delta net's output never does."""
+    delta_net: DeltaNet | None = None
     experts: Experts | None = None
+    tensor_prefix: str = "model"
+    """What names of Hugging Face tensors begin with, but for the output layer's."""
+
+    def has_delta_net(self, layer: int) -> bool:
+        """Whether a layer has a gated delta net in place of attention."""
+        return self.delta_net is not None and layer in self.delta_net.layers
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with attention, whose KV cache grows with the sequence."""
+        return self.num_layers - (len(self.delta_net.layers) if self.delta_net else 0)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of a dense MLP."""
@@ -153,17 +191,24 @@ class HfConfig:
     @property
     def dimensions(self) -> dict[str, int]:
         """Sizes by the names that ``Weight.shapes`` uses."""
-        experts = self.experts
+        experts, net = self.experts, self.delta_net
         return {
             "vocab": self.vocab_size,
             "hidden": self.hidden_size,
             "intermediate": self.intermediate_size,
             "query": self.num_heads * self.head_dim,
+            "gate": self.num_heads * self.head_dim,
             "key": self.num_kv_heads * self.head_dim,
             "head": self.head_dim,
             "experts": experts.num if experts else 0,
             "expert": experts.intermediate_size if experts else 0,
             "shared": experts.shared_intermediate_size if experts else 0,
+            "delta_key": net.num_key_heads * net.key_head_dim if net else 0,
+            "delta_value": net.num_value_heads * net.value_head_dim if net else 0,
+            "delta_heads": net.num_value_heads if net else 0,
+            "delta_head": net.value_head_dim if net else 0,
+            "kernel": net.kernel_size if net else 0,
+            "one": 1,  # the convolution is over each channel alone
             **self._latent_dimensions,
         }
 
@@ -202,11 +247,14 @@ class Weight:
     hf: tuple[str, ...]
     """Names in the Hugging Face model, in fused order."""
     shapes: tuple[str, ...]
-    """Shape of each: names of ``HfConfig.dimensions``, or numbers."""
+    """Shape of each: names of ``HfConfig.dimensions``, or numbers; the rows of ``a+b hidden`` are
+    of two parts, the first a, the others b."""
     axis: int | None = None
     """Axis that tensor-parallel ranks divide; None: every rank holds all of it."""
-    form: Literal["plain", "qkv", "gate_up", "vocab"] = "plain"
+    form: Literal["plain", "qkv", "gate_up", "vocab", "sections", "sections_by_head"] = "plain"
     """How the tensors are fused (``policy.hf_weights``)."""
+    sections: tuple[str, ...] = ()
+    """Of the forms ``sections``: what Megatron's checkpoints call the parts of the tensors."""
     layer: int | None = None
     """Number of its layer in the whole model; None: embedding, final norm or output."""
     expert: int | None = None
@@ -242,3 +290,5 @@ class Family:
     """Returns the weights of a layer."""
     skipped_tensors: Callable[[HfConfig, str], bool] = lambda hf, name: False
     """Whether a tensor of published checkpoints is of no use here, such as a draft layer's."""
+    kept_tensors: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that are not trained, but copied to exports."""

@@ -15,6 +15,9 @@ its scores. Symbols, all per rank:
 In a layer with experts f is k·(channels of one)/s for a token's k experts, each of which has a copy
 of it, plus those of the shared experts; a rank's share of the tokens is taken to be balanced.
 
+A gated delta net's tensors are counted by ``delta_tensors``; a chunk has as many of each kind of
+layer as it has on average.
+
 ``transformer-engine`` is read off the saved tensors of its LayerNormLinear, Linear, RMSNorm and
 flash attention, and Megatron's fused SwiGLU; ``local`` off ours (``policy.layer_spec``), and
 measured by the tests.
@@ -269,7 +272,10 @@ def chunk_bytes(case: Scenario) -> float:
     megatron, layers = case.config.megatron, case.layout.layers_per_chunk(case.hf)
     if megatron.recompute == "full":
         return -(-layers // megatron.recompute_layers) * case.hidden_bytes
-    return layers * _layer_bytes(case, megatron.recompute)
+    hf = case.hf
+    attention = hf.num_attention_layers / hf.num_layers
+    kinds = _kind_bytes(case, megatron.recompute)
+    return layers * (attention * kinds[0] + (1 - attention) * kinds[-1])
 
 
 def recomputed_bytes(case: Scenario) -> float:
@@ -278,7 +284,8 @@ def recomputed_bytes(case: Scenario) -> float:
     if megatron.recompute == "full":
         block = min(megatron.recompute_layers, case.layout.layers_per_chunk(case.hf))
         return block * _layer_bytes(case, "none")
-    return _layer_bytes(case, "none") - _layer_bytes(case, megatron.recompute)
+    pairs = zip(_kind_bytes(case, "none"), _kind_bytes(case, megatron.recompute), strict=True)
+    return max(whole - kept for whole, kept in pairs)
 
 
 def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> dict[str, float]:
@@ -305,6 +312,8 @@ def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> di
             tensors["weighted input of the down product"] = mlp
     if case.config.model.lora.rank:
         _change_for_adapters(tensors, case)
+    if hf.output_gate:
+        tensors["gate of attention's output"] = 2 * query  # as projected, and the output before it
     if hf.qk_norm:
         tensors["norms of queries and keys"] = _head_norm_bytes(case)
     if case.assumptions.layers == "local":
@@ -372,7 +381,54 @@ def mlp_bytes(case: Scenario) -> float:
 
 
 def _layer_bytes(case: Scenario, recompute: Literal["none", "selective"]) -> float:
-    return sum(layer_tensors(case, recompute).values())
+    """Return the bytes per token that a layer keeps, the larger kind's in a hybrid."""
+    return max(_kind_bytes(case, recompute))
+
+
+def _kind_bytes(case: Scenario, recompute: Literal["none", "selective"]) -> list[float]:
+    """Return the bytes per token that a layer with attention keeps, then one with a delta net."""
+    tensors = layer_tensors(case, recompute)
+    kinds = [sum(tensors.values())]
+    if case.hf.delta_net is not None:
+        others = {name: size for name, size in tensors.items() if name not in _ATTENTION_TENSORS}
+        kinds.append(sum(others.values()) + sum(delta_tensors(case).values()))
+    return kinds
+
+
+_ATTENTION_TENSORS = (
+    *("queries, keys, values", "rotated queries, keys", "attention's output"),
+    *("attention's output, by sequence", "norms of queries and keys", "log-sums of attention"),
+    "gate of attention's output",
+)
+
+
+def delta_tensors(case: Scenario) -> dict[str, float]:
+    """Return the bytes per token that a gated delta net keeps, by tensor, read off its modules.
+
+    With FLA: the projection, what the convolution returns, queries and keys repeated for each value
+    head, a chunk's 64 × 64 system per head, and the output before and after its gated norm. Our
+    twin keeps float32 copies; 48 K + 20 V + K V / 16 + 1295 bytes per token and head were measured.
+    """
+    net = case.hf.delta_net
+    assert net is not None
+    heads = net.num_value_heads // (case.layout.tensor * case.layout.context)
+    heads *= case.layout.context  # of a context rank's own tokens: all-to-alls exchange the two
+    key, value = net.key_head_dim, net.value_head_dim
+    keys = case.divided_bytes(2 * net.num_key_heads * key)
+    values = case.divided_bytes(net.num_value_heads * value)
+    tensors: dict[str, float] = {
+        "projection": keys + 2 * values + 2 * case.element_bytes * heads,
+        "output of the convolution": keys + values,
+        "normalised queries and keys": keys,
+        "queries and keys of value heads": 2 * case.element_bytes * heads * key,
+        "output, before and after its norm": 3 * values,
+        "gate": values + FLOAT32_BYTES * heads * value,
+    }
+    if case.assumptions.layers == "local":
+        tensors["rule"] = heads * (48 * key + 20 * value + key * value / 16 + 1295)
+    else:
+        tensors["rule"] = heads * (64 * case.element_bytes + 2 * FLOAT32_BYTES)
+    return tensors
 
 
 def norm_bytes(case: Scenario) -> float:
@@ -476,6 +532,8 @@ class RolloutMemory:
     weights_bytes: float
     kv_bytes_per_token: float
     """KV cache of one token, over all layers, on this GPU."""
+    state_bytes: float
+    """State of one sequence's gated delta nets, on this GPU, whatever its length."""
     kv_cache_bytes: float
     """What ``rollout.server.mem_fraction`` leaves beside the weights, or max_total_tokens need."""
     kv_cache_tokens: int
@@ -490,8 +548,8 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
     """Return the memory of a rollout GPU.
 
     A server has ``rollout.server.tensor`` GPUs, doubled until the longest sequence fits, since
-    servers elsewhere may have more. They divide the weights and, without MLA, the KV cache, of
-    layers · cached channels · element bytes per token.
+    servers elsewhere may have more. They divide the weights, the states of gated delta nets and,
+    without MLA, the KV cache, of layers · cached channels · element bytes per token.
 
     Raises:
         ValueError: The model cannot be divided so, or neither a node nor ``max_total_tokens`` has
@@ -511,20 +569,22 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
         weights = case.element_bytes * model_parameters(hf) / gpus
         # Tensor parallelism replicates latents.
         holders = 1 if hf.latent else gpus
-        per_token = hf.num_layers * hf.cached_channels * case.element_bytes / holders
+        channels = hf.num_attention_layers * hf.cached_channels
+        per_token, state = channels * case.element_bytes / holders, state_bytes(case) / gpus
         cache = max(0.0, server.mem_fraction * assumptions.gpu_memory_bytes - weights)
         tokens = int(cache // per_token)
         if limit < tokens:
             tokens, cache = limit, limit * per_token
-        if tokens >= longest:
+        if tokens * per_token >= longest * per_token + state:
             return RolloutMemory(
                 gpus_per_server=gpus,
                 weights_bytes=weights,
                 kv_bytes_per_token=per_token,
+                state_bytes=state,
                 kv_cache_bytes=cache,
                 kv_cache_tokens=tokens,
-                mean_sequences=int(tokens // running),
-                longest_sequences=tokens // longest,
+                mean_sequences=int(tokens * per_token // (running * per_token + state)),
+                longest_sequences=int(tokens * per_token // (longest * per_token + state)),
             )
         gpus *= 2
         if gpus > assumptions.node_gpus or hf.num_kv_heads % gpus:
@@ -533,6 +593,16 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
                 f"KV cache for {tokens} tokens, fewer than one sequence of {longest}; raise it, "
                 "lower rollout.max_response_tokens, or plan with another --gpu"
             )
+
+
+def state_bytes(case: Scenario) -> float:
+    """Return the bytes of a sequence's gated delta nets: float32 states, and convolved inputs."""
+    net = case.hf.delta_net
+    if net is None:
+        return 0.0
+    states = FLOAT32_BYTES * net.num_value_heads * net.key_head_dim * net.value_head_dim
+    channels = 2 * net.num_key_heads * net.key_head_dim + net.num_value_heads * net.value_head_dim
+    return len(net.layers) * (states + case.element_bytes * channels * (net.kernel_size - 1))
 
 
 @dataclass(frozen=True, slots=True)

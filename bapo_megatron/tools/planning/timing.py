@@ -61,13 +61,23 @@ def tensor_bytes(case: Scenario, tokens: int, *, trains: bool) -> float:
 
 
 def context_bytes(case: Scenario, tokens: int) -> float:
-    """Return what one ring pass of the KV tensors sends: (c − 1) · L · n · 2·k/t · e."""
+    """Return what one ring pass of the KV tensors sends: (c − 1) · L · n · 2·k/t · e.
+
+    A gated delta net exchanges tokens for heads instead, and back: (c − 1)/c of its projection and
+    of its output.
+    """
     hf, layout = case.hf, case.layout
-    channels = (
-        2 * hf.num_kv_heads * hf.head_dim // layout.tensor
-    )  # MLA: values padded to the width of keys
-    layers = hf.num_layers // layout.pipeline
-    return (layout.context - 1) * layers * tokens * channels * case.element_bytes
+    # With MLA, values are padded to the width of keys.
+    channels = 2 * hf.num_kv_heads * hf.head_dim // layout.tensor
+    sent: float = hf.num_attention_layers * channels * (layout.context - 1)
+    if (net := hf.delta_net) is not None:
+        keys, values = (
+            net.num_key_heads * net.key_head_dim,
+            net.num_value_heads * net.value_head_dim,
+        )
+        exchanged = (2 * keys + 3 * values + 2 * net.num_value_heads) / layout.tensor
+        sent += len(net.layers) * exchanged * (layout.context - 1) / layout.context
+    return sent / layout.pipeline * tokens * case.element_bytes
 
 
 def pipeline_bytes(case: Scenario, tokens: int) -> float:
@@ -212,9 +222,9 @@ def rollout_time(case: Scenario, work: Workload, memory: RolloutMemory) -> tuple
     """Estimate generation; also returns the tokens per second of one rollout GPU.
 
     A decoding step reads the weights and the KV cache of the running sequences, as many as fit and
-    as there are, and computes two operations per parameter and sequence; the slower of the two
-    counts. Without partial rollouts a step ends with its longest response, decoded alone; with
-    ``partial_tokens``, after so many tokens.
+    as there are, reads and writes their states, and computes two operations per parameter and
+    sequence; the slower of the two counts. Without partial rollouts a step ends with its longest
+    response, decoded alone; with ``partial_tokens``, after so many tokens.
     """
     assumptions, rollout = case.assumptions, case.config.rollout
     rate, bandwidth = assumptions.rollout_tokens_per_s, assumptions.reached_memory_bytes_per_s
@@ -224,7 +234,7 @@ def rollout_time(case: Scenario, work: Workload, memory: RolloutMemory) -> tuple
         running = max(1, min(memory.mean_sequences, limit, -(-work.samples_per_step // servers)))
         context = assumptions.prompt_tokens + assumptions.response_tokens / 2
         weights = _read_bytes(case, memory, running)
-        read = weights + running * context * memory.kv_bytes_per_token
+        read = weights + running * (context * memory.kv_bytes_per_token + 2 * memory.state_bytes)
         operations = 2 * visited_parameters(case.hf) * running / memory.gpus_per_server
         decoding_s = max(read / bandwidth, operations / assumptions.reached_flops)
         rate = running / decoding_s / memory.gpus_per_server

@@ -61,7 +61,7 @@ def test_what_it_cannot_do_is_refused(
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_type": "qwen3_next"},
+        {"model_type": "mamba2"},
         {"use_sliding_window": True},
         {"model_type": "mistral", "sliding_window": 4096},
         {"layer_types": ["full_attention", "linear_attention"]},

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.engine.base import Completion, GenerateRequest
 
-FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -215,3 +215,44 @@ async def test_experts_come_one_by_one(tmp_path: Path, family: str) -> None:
     _assert_of(changed, completion)
     with pytest.raises(AssertionError):
         _assert_of(directory, completion)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text", "qwen3_next"])
+async def test_a_response_goes_on_after_new_weights_as_if_they_had_read_all_of_it(
+    tmp_path: Path, family: str
+) -> None:
+    old, new = make_model_dir(tmp_path / "old", family), tmp_path / "new"
+    shutil.copytree(old, new)
+    tensors = load_file(old / "model.safetensors")
+    tensors = {
+        name: tensor * 1.1 if tensor.dim() > 1 else tensor for name, tensor in tensors.items()
+    }
+    save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
+    prompts = [list(range(1, n + 3)) for n in range(12)]
+    requests = [request(prompt, replace(LONG, seed=n)) for n, prompt in enumerate(prompts)]
+    async with opened(old) as engine:
+        streams = await start(engine, *requests)
+        await engine.decode(8)
+        await _load(engine, new, 1)
+        await finish(engine, streams)
+    completions = [stream.completion for stream in streams]
+    assert sum(len(completion.versions) == 2 for completion in completions) >= 6
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = completion.token_ids.tolist()
+        expected = [
+            reference_logprobs(path, prompt, tokens, LONG.temperature) for path in (old, new)
+        ]
+        both = np.concatenate((expected[0][:8], expected[1][8:]))
+        np.testing.assert_allclose(completion.logprobs, both, rtol=0, atol=1e-5)
+
+
+async def test_names_of_a_model_with_a_vision_tower_are_understood(tmp_path: Path) -> None:
+    directory, renamed = make_model_dir(tmp_path / "model", "qwen3_5_text"), tmp_path / "renamed"
+    shutil.copytree(directory, renamed)
+    tensors = {name: 1.1 * tensor for name, tensor in _weights(directory).items()}
+    with_prefix = {n.replace("model.", "model.language_model.", 1): t for n, t in tensors.items()}
+    save_file(with_prefix, renamed / "model.safetensors", metadata={"format": "pt"})
+    async with opened(directory) as engine:
+        await _load(engine, renamed, 1)
+        (completion,) = await complete(engine, request(PROMPT, LONG, version=1))
+    _assert_of(renamed, completion)

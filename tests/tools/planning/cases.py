@@ -23,6 +23,7 @@ PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
     for model, layouts in {
         "deepseek-r1-distill-qwen-7b": (
             {},
+            {"tensor": 2, "sequence": True},
             {"tensor": 4, "sequence": True},
             {"tensor": 2, "pipeline": 2},
             {"tensor": 4, "pipeline": 2, "virtual_pipeline": 7},
@@ -45,6 +46,10 @@ PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
             {"expert": 16},
             {"tensor": 4, "sequence": True, "expert": 8, "expert_tensor": 1, "pipeline": 2},
             {"tensor": 4, "sequence": True, "context": 2, "expert": 8, "expert_tensor": 1},
+        ),
+        "qwen3.5-27b": (
+            {"tensor": 4, "sequence": True, "pipeline": 2},
+            {"tensor": 2, "sequence": True, "pipeline": 2, "context": 4},
         ),
         "glm-4.5-air": ({"tensor": 2, "sequence": True, "pipeline": 2, "expert": 16},),
         "moonlight-16b-a3b": (

@@ -38,3 +38,13 @@ def test_a_model_with_experts_fits_on_four_nodes_and_its_routes_are_counted() ->
     routes = 48 * 8 * 128 * 16 * (256 + 16384)  # a byte each, of prompts and responses
     assert (plan.disk[-1].what, plan.disk[-1].each_bytes) == ("its experts", routes)
     assert plan.disk[-1].number == plan.disk[2].number == 8
+
+
+def test_a_hybrid_fits_on_four_nodes_and_its_states_are_counted() -> None:
+    config = load_shipped("qwen3.5-27b-32k")
+    plan = make_plan(config, read_hf_config_file(hf_config_file(config)), PlanOptions(gpus=32))
+    assert plan.fits
+    # A state [128, 128] of each of 48 heads, float32, and three inputs of 10,240 channels, in 48
+    # layers on two GPUs; keys and values of 4 heads of 256 channels in 16 layers.
+    assert plan.rollout.state_bytes == 48 * (48 * 128 * 128 * 4 + 3 * 10_240 * 2) / 2
+    assert plan.rollout.kv_bytes_per_token == 16 * 2 * 4 * 256 * 2 / 2

@@ -1,0 +1,119 @@
+"""Qwen3.5, dense: three gated delta nets to one gated attention.
+
+Published checkpoints (``qwen3_5``) have a vision tower and a head for multi-token prediction, which
+are not trained; exports have them as they were.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, cast
+
+from bapo_megatron.policy.families.base import DeltaNet, Family, HfConfig
+from bapo_megatron.policy.families.config_json import (
+    ConfigJson,
+    Count,
+    refuse_attention_bias,
+    understand_common,
+)
+from bapo_megatron.policy.families.layers import delta_input, hybrid_layer
+
+ROTARY_SHARE = 0.25
+VISION_PREFIX = "model.language_model"
+"""Of the tensors of the language model beside a vision tower."""
+KEPT_TENSORS = ("mtp.", "model.visual.")
+DELTA_INPUT = delta_input(
+    {
+        "in_proj_qkv": "delta_key+delta_key+delta_value",
+        "in_proj_z": "delta_value",
+        "in_proj_b": "delta_heads",
+        "in_proj_a": "delta_heads",
+    },
+    "sections",
+)
+
+
+class HybridJson(ConfigJson):
+    """The fields of config.json of a model with gated delta nets."""
+
+    layer_types: list[Literal["linear_attention", "full_attention"]] | None = None  # type: ignore[assignment]
+    full_attention_interval: Count = 4
+    linear_num_key_heads: Count
+    linear_num_value_heads: Count
+    linear_key_head_dim: Count
+    linear_value_head_dim: Count
+    linear_conv_kernel_dim: Count
+    attn_output_gate: Literal[True] = True
+    output_gate_type: Literal["swish", "silu"] | None = None
+    """Of gated delta nets."""
+    mamba_ssm_dtype: Literal["float32"] | None = None
+    mtp_num_hidden_layers: int = 0
+    mtp_use_dedicated_embeddings: bool = False
+
+
+class VisionJson(HybridJson):
+    """Those of a model with a vision tower."""
+
+    vision_config: dict[str, Any] | None = None
+    image_token_id: int | None = None
+    video_token_id: int | None = None
+    vision_start_token_id: int | None = None
+    vision_end_token_id: int | None = None
+
+
+def understand_hybrid(fields: ConfigJson) -> HfConfig:
+    """Return the architecture that the fields describe, without experts.
+
+    Raises:
+        ValueError: Fields contradict each other, or name what is not supported.
+    """
+    hybrid = cast(HybridJson, fields)
+    refuse_attention_bias(fields)
+    common = understand_common(fields, qk_norm=True, rotary_share=ROTARY_SHARE)
+    if common.rope_scaling is not None:
+        raise ValueError(f"'rope_type' must be default with model_type {fields.model_type}")
+    interval, num_layers = hybrid.full_attention_interval, common.num_layers
+    kinds = hybrid.layer_types or [
+        "linear_attention" if (layer + 1) % interval else "full_attention"
+        for layer in range(num_layers)
+    ]
+    if len(kinds) != num_layers:
+        raise ValueError(f"'layer_types' must have {num_layers} entries, got {len(kinds)}")
+    if hybrid.linear_num_value_heads % hybrid.linear_num_key_heads:
+        raise ValueError(
+            "'linear_num_value_heads' must be a multiple of 'linear_num_key_heads' "
+            f"{hybrid.linear_num_key_heads}, got {hybrid.linear_num_value_heads}"
+        )
+    net = DeltaNet(
+        layers=frozenset(n for n, kind in enumerate(kinds) if kind == "linear_attention"),
+        num_key_heads=hybrid.linear_num_key_heads,
+        num_value_heads=hybrid.linear_num_value_heads,
+        key_head_dim=hybrid.linear_key_head_dim,
+        value_head_dim=hybrid.linear_value_head_dim,
+        kernel_size=hybrid.linear_conv_kernel_dim,
+    )
+    return replace(common, output_gate=True, zero_centered_norms=True, delta_net=net)
+
+
+def _understand_vision(fields: ConfigJson) -> HfConfig:
+    return replace(understand_hybrid(fields), tensor_prefix=VISION_PREFIX)
+
+
+hybrid_5_layer = partial(hybrid_layer, delta_input=DELTA_INPUT)
+FAMILIES = (
+    Family(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        HybridJson,
+        understand_hybrid,
+        hybrid_5_layer,
+        kept_tensors=KEPT_TENSORS,
+    ),
+    Family(
+        "qwen3_5",
+        "Qwen3_5ForConditionalGeneration",
+        VisionJson,
+        _understand_vision,
+        hybrid_5_layer,
+        kept_tensors=KEPT_TENSORS,
+    ),
+)

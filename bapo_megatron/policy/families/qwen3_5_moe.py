@@ -1,0 +1,67 @@
+"""Qwen3.5 with experts, such as 35B-A3B: every layer has experts and a gated shared one."""
+
+from dataclasses import replace
+from typing import cast
+
+from bapo_megatron.policy.families.base import Experts, Family, HfConfig
+from bapo_megatron.policy.families.config_json import Channels, ConfigJson, Count
+from bapo_megatron.policy.families.qwen3_5 import (
+    KEPT_TENSORS,
+    VISION_PREFIX,
+    HybridJson,
+    VisionJson,
+    hybrid_5_layer,
+    understand_hybrid,
+)
+
+
+class MoeJson(HybridJson):
+    """The fields of config.json."""
+
+    intermediate_size: Channels = 0
+    """Not given: no layer is dense."""
+    num_experts: Count
+    num_experts_per_tok: Count
+    moe_intermediate_size: Channels
+    shared_expert_intermediate_size: Channels
+
+
+class VisionMoeJson(MoeJson, VisionJson):
+    """Those of a model with a vision tower."""
+
+
+def _understand(fields: ConfigJson) -> HfConfig:
+    moe = cast(MoeJson, fields)
+    experts = Experts(
+        num=moe.num_experts,
+        per_token=moe.num_experts_per_tok,
+        intermediate_size=moe.moe_intermediate_size,
+        shared_intermediate_size=moe.shared_expert_intermediate_size,
+        has_shared_gate=True,
+    )
+    size = moe.shared_expert_intermediate_size
+    return replace(understand_hybrid(fields), experts=experts, intermediate_size=size)
+
+
+def _understand_vision(fields: ConfigJson) -> HfConfig:
+    return replace(_understand(fields), tensor_prefix=VISION_PREFIX)
+
+
+FAMILIES = (
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        MoeJson,
+        _understand,
+        hybrid_5_layer,
+        kept_tensors=KEPT_TENSORS,
+    ),
+    Family(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        VisionMoeJson,
+        _understand_vision,
+        hybrid_5_layer,
+        kept_tensors=KEPT_TENSORS,
+    ),
+)
