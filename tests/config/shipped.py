@@ -20,8 +20,11 @@ FRAGMENTS = {
 """Files that others inherit and that are no runs, with what makes them complete."""
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-PAPER_RUNS = [name for name in NAMES if name.startswith(("r1-", "bp-", "octothinker-"))]
-CLUSTER_RUNS = [*PAPER_RUNS, "qwen3-30b-a3b-32k", "qwen3.5-27b-32k"]
+ADAPTERS = "r1-distill-qwen-7b-8k-lora"
+PAPER_RUNS = [
+    name for name in NAMES if name.startswith(("r1-", "bp-", "octothinker-")) and name != ADAPTERS
+]
+CLUSTER_RUNS = [*PAPER_RUNS, ADAPTERS, "qwen3-30b-a3b-32k", "qwen3.5-27b-32k"]
 MODELS = Path(__file__).parents[1] / "tools" / "planning" / "models"
 """config.json of the models that the runs on clusters start from, as published; OctoThinker's is
 that of Llama 3.2 3B, from which it was trained."""

@@ -132,8 +132,8 @@ def merged(
 
 
 def tolerance(family: str) -> float:
-    """Float32 rounds the states of gated delta nets by more than the rest."""
-    return 3e-5 if family in HYBRIDS else 1e-5
+    """Transformers' own gradients of hybrids in float32 are up to 2.7e-5 off those in float64."""
+    return 5e-5 if family in HYBRIDS else 1e-5
 
 
 def in_float64(model: Any) -> Any:
