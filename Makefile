@@ -26,8 +26,9 @@ help:
 setup: $(VENV)/.complete
 
 # The stamp is written last: an interrupted installation is made again.
-$(VENV)/.complete: requirements/cpu.txt requirements/install.sh pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+$(VENV)/.complete: requirements/cpu.txt requirements/install.sh requirements/bubblewrap.sh pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
 	@requirements/install.sh $(VENV) $(PYTHON)
+	@requirements/bubblewrap.sh
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.complete requirements/docs.txt

@@ -222,6 +222,8 @@ class RolloutStats:
     environment_errors: dict[str, Count] | None = None
     """Episodes that ended since the previous batch because their environment failed, by kind
     (``EnvironmentFailedError.kind``); None without an environment."""
+    environment_counts: dict[str, float] = field(default_factory=dict)
+    """Sums of the environment's ``Step.counts`` since the previous batch."""
     same_answer_share: float = 0.0
     """(m − 1) / (s − 1) of the s groups with a right response, m of which have the most common
     reference answer of these; 0 where s < 2."""

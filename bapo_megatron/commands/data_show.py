@@ -73,9 +73,8 @@ def inspect_data(config: RunConfig, num_rows: int) -> dict[str, Any]:
         ValueError: A row, the tokenizer or the chat template cannot be used.
         OSError: A file cannot be read.
     """
-    renderer = ChatRenderer(
-        load_tokenizer(config.model.path, config.data.chat_template), config.data
-    )
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
+    renderer = ChatRenderer(tokenizer, config.data, config.rollout)
     train_sets = load_train_sets(config.data, renderer, config.reward.refused_answers)
     eval_sets = list(load_eval_sets(config, renderer))
     shares: dict[str, float] = {}

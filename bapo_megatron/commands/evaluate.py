@@ -90,7 +90,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     config = config.without_router_replay()
     load_kind(config.rollout.engine).check(config)
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
-    renderer = ChatRenderer(tokenizer, config.data)
+    renderer = ChatRenderer(tokenizer, config.data, config.rollout)
     sets = load_sets(config, renderer)
     files = fingerprint(config.model.path)
     model = f"{config.model.path.name} ({config.model.dtype}, files {files})"
@@ -232,7 +232,7 @@ async def _regrade(
 def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:
     """The reward section saved with samples, which may come from anyone.
 
-    It must not name custom code, and its limits of time, memory and workers are ignored.
+    It must not name custom code, and its limits and sandbox are ignored.
     """
     rewards = parse_section(RewardConfig, settings.get("reward", {}), place)
     for number, entry in enumerate(rewards.functions):
@@ -242,7 +242,8 @@ def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:
                 "reward code is not run from a samples file; pass a CONFIG that names it"
             )
     default = RewardConfig()
-    limits = {name: getattr(default, name) for name in ("workers", "timeout_s", "memory_limit_mb")}
+    names = ("workers", "timeout_s", "memory_limit_mb", "program")
+    limits = {name: getattr(default, name) for name in names}
     return rewards.model_copy(update=limits)
 
 

@@ -98,7 +98,8 @@ def _annotation_name(annotation: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    return value if isinstance(value, str) and value else json.dumps(value)
+    text = str(value) if isinstance(value, Path) else value
+    return text if isinstance(text, str) and text else json.dumps(text)
 
 
 Place = str | Callable[[Sequence[int | str]], str]

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from bapo_megatron.config.sandbox import SandboxConfig
 from bapo_megatron.config.section import (
     MAX_MEMORY_MB,
     MAX_WORKERS,
@@ -14,7 +15,7 @@ from bapo_megatron.config.section import (
     split_address,
 )
 
-BUILT_IN_FUNCTIONS = ("math",)
+BUILT_IN_FUNCTIONS = ("math", "program")
 """Reward functions that need no module."""
 
 SHAPING_TERMS = ("truncated", "overlong", "format", "repetition")
@@ -64,8 +65,8 @@ class RewardFunctionConfig(Section):
         str | None,
         built_in_or_own(BUILT_IN_FUNCTIONS, "function"),
     ] = None
-    """``math``, or ``package.module:function`` (a static method: ``package.module:Class.method``),
-    run by the worker processes."""
+    """``math``; ``program`` (tests for code, docs/rewards.md); or ``package.module:function`` (a
+    static method: ``package.module:Class.method``); run by the worker processes."""
     url: str | None = None
     """Address of an HTTP reward service, instead of ``function``."""
     http: HttpRewardConfig = HttpRewardConfig()
@@ -150,6 +151,25 @@ class RepetitionConfig(Section):
     """Penalty of a response whose n-grams are all repetitions."""
 
 
+class ProgramConfig(Section):
+    """The function ``program``, which runs a response's program against tests."""
+
+    score: Literal["all", "share"] = "all"
+    """``all``: 1 if every test passes, and the first failure ends the grading; ``share``: the
+    fraction of tests that pass."""
+    max_tests: int | None = Field(None, ge=1)
+    """Use the first tests only; null: all of them."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where programs run; limits are those of one test."""
+
+    @field_validator("sandbox")
+    @classmethod
+    def _has_standard_input(cls, sandbox: SandboxConfig) -> SandboxConfig:
+        if sandbox.kind == "monty":
+            raise ValueError("kind must be bubblewrap, got monty, whose programs have no input")
+        return sandbox
+
+
 class RewardConfig(Section):
     """Grading of finished responses (docs/rewards.md)."""
 
@@ -167,6 +187,7 @@ class RewardConfig(Section):
     )
     """References that are not answers; case, spaces and punctuation are ignored. Where ``math``
     scores, training rows with one, or with an empty one, are left out and counted; empty: none."""
+    program: ProgramConfig = ProgramConfig()
     on_error: Literal["raise", "zero"] = "raise"
     """When a function fails: end the run, or score 0 and count the failure."""
     truncated: Literal["score", "zero", "mask"] = "score"
@@ -175,6 +196,18 @@ class RewardConfig(Section):
     overlong: OverlongConfig | None = None
     format: FormatConfig | None = None
     repetition: RepetitionConfig | None = None
+
+    @model_validator(mode="after")
+    def _programs_have_time(self) -> Self:
+        needed_s = self.program.sandbox.timeout_s
+        uses = any(entry.function == "program" for entry in self.functions)
+        if uses and self.timeout_s <= needed_s:
+            raise ValueError(
+                f"timeout_s must be above program.sandbox.timeout_s = {needed_s:g} with the "
+                f"function program, got {self.timeout_s:g}: it is for all tests of a response; "
+                "raise it"
+            )
+        return self
 
     @property
     def refused_answers(self) -> tuple[str, ...]:

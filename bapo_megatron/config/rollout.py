@@ -7,8 +7,9 @@ import operator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from bapo_megatron.config.sandbox import SandboxConfig
 from bapo_megatron.config.section import (
     MAX_MEMORY_MB,
     MAX_WORKERS,
@@ -16,11 +17,29 @@ from bapo_megatron.config.section import (
     Section,
     built_in_or_own,
 )
+from bapo_megatron.runtime.calls import shown_value
 
 ENGINES = ("sglang", "local")
 """Built-in engines."""
+TOOL_FORMATS = ("none", "hermes", "llama3")
+"""How a policy writes tool calls."""
 SINGLE_TURN = "single_turn"
 """The environment that ends every episode after its first turn."""
+PYTHON_TOOL = "python_tool"
+"""The environment in which the policy runs Python."""
+_PYTHON_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Run Python code and return what it prints, and the value of a last "
+        "expression. Variables stay for later calls.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The code to run."}},
+            "required": ["code"],
+        },
+    },
+}
 
 
 class ServerConfig(Section):
@@ -157,6 +176,15 @@ class EpisodesConfig(Section):
     reward 0; ``mask`` also leaves it out of the loss (it stays in the baseline of its group)."""
 
 
+class PythonToolConfig(Section):
+    """The environment ``python_tool``."""
+
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where cells run; ``monty`` is a hundred times faster where a subset of Python is enough."""
+    max_output_characters: int = Field(4000, ge=2)
+    """Longer outputs lose their middle before the policy reads them."""
+
+
 _EXCLUDED = {
     "fixed_lag": (
         "each step's groups, and no others, are completed by the weights of one sync",
@@ -184,10 +212,17 @@ class RolloutConfig(Section):
     engine: Annotated[str, built_in_or_own(ENGINES, "Class")] = "sglang"
     """``sglang``, ``local`` (the transformers model in the collector's process: no server, and
     repeats bit for bit), or ``package.module:Class``."""
-    environment: Annotated[str, built_in_or_own((SINGLE_TURN,), "Class")] = SINGLE_TURN
-    """What answers the policy's turns: nothing (``single_turn``), or ``package.module:Class``
-    (docs/extending.md)."""
+    environment: Annotated[str, built_in_or_own((SINGLE_TURN, PYTHON_TOOL), "Class")] = SINGLE_TURN
+    """What answers the policy's turns: nothing (``single_turn``), an interpreter
+    (``python_tool``), or ``package.module:Class`` (docs/extending.md)."""
     episodes: EpisodesConfig = EpisodesConfig()
+    tool_format: Literal["none", "hermes", "llama3"] = "none"
+    """How the policy writes tool calls: ``hermes`` (Qwen2.5, Qwen3), ``llama3``; the chat template
+    must render ``tools`` in the same way."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of the environment's tools: ``{type: function, function: {name, description,
+    parameters}}``."""
+    python_tool: PythonToolConfig = PythonToolConfig()
     groups_per_step: int = Field(64, ge=1)
     """Prompts per step."""
     samples_per_group: int = Field(8, ge=2)
@@ -274,9 +309,46 @@ class RolloutConfig(Section):
         return self.stream_tokens or min(max(self.max_response_tokens // 64, 64), 512)
 
     @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """JSON schemas of all tools."""
+        has_python = self.environment == PYTHON_TOOL
+        return [*self.tools, _PYTHON_SCHEMA] if has_python else list(self.tools)
+
+    @property
     def has_environment(self) -> bool:
         """Whether episodes may have several turns."""
         return self.environment != SINGLE_TURN
+
+    @field_validator("tools")
+    @classmethod
+    def _tools_are_schemas(cls, tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        for tool in tools:
+            function = tool.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise ValueError(
+                    "must be JSON schemas {type: function, function: {name, …}}, got "
+                    f"{shown_value(tool)}; add what is missing"
+                )
+        return tools
+
+    @model_validator(mode="after")
+    def _tools_have_a_format(self) -> Self:
+        if bool(self.tool_schemas) != (self.tool_format != "none"):
+            raise ValueError(
+                f"tool_format must be one of {', '.join(TOOL_FORMATS[1:])} with tools, and none "
+                f"without, got {self.tool_format} and {len(self.tool_schemas)} tools; set both"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cells_have_time(self) -> Self:
+        needed_s, limit_s = self.python_tool.sandbox.timeout_s, self.episodes.step_timeout_s
+        if self.environment == PYTHON_TOOL and limit_s <= needed_s:
+            raise ValueError(
+                f"episodes.step_timeout_s must be above python_tool.sandbox.timeout_s = "
+                f"{needed_s:g}, got {limit_s:g}: it is for all cells of a step; raise it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:

@@ -13,15 +13,15 @@ from typing import Any
 import jinja2
 
 from bapo_megatron.config.data import DataConfig
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.data.tools import MARKS, Mark, Message, ToolCall, calls_in, escaped
 from bapo_megatron.runtime.calls import decode_json
 from bapo_megatron.runtime.names import shown
-
-Message = dict[str, str]
-"""A chat message: ``role`` and ``content``."""
 
 _TEXTS_PER_CALL = 1000
 _MARK = re.compile(r"<[|｜][^\s<>|｜]{1,40}[|｜]>|<start_of_turn>|\[INST\]")
 """Marks of templates: ``<|im_start|>``, ``<｜User｜>``, Gemma's, Llama 2's and Mistral's."""
+_END_OF_CALL = "<|eom_id|>"
 _ANSWER = "4ecb5f"
 """An assistant's message that no template writes by itself."""
 
@@ -78,12 +78,23 @@ class _EndTokens:
 class ChatRenderer:
     """Turns questions into the text and the token ids of the engine's prompts."""
 
-    def __init__(self, tokenizer: Any, data: DataConfig) -> None:
+    def __init__(
+        self, tokenizer: Any, data: DataConfig, tools: RolloutConfig | None = None
+    ) -> None:
         """Keep the tokenizer and what ``data`` puts around each question.
 
+        The template also gets the schemas of ``tools``.
+
         Raises:
-            ValueError: The template is not valid Jinja, or does not know an argument.
+            ValueError: The template is not valid Jinja, or does not know an argument or tools.
         """
+        self._schemas = tools.tool_schemas if tools is not None else []
+        self._tool_format = tools.tool_format if tools is not None else "none"
+        if self._schemas and "tools" not in str(tokenizer.chat_template):
+            raise ValueError(
+                "rollout.tool_format: must be none with a chat template that does not mention "
+                f"tools, got {self._tool_format}; set data.chat_template to one that does"
+            )
         self._tokenizer = tokenizer
         self._data = data
         added_tokens = tokenizer.added_tokens_decoder.values()
@@ -163,6 +174,34 @@ class ChatRenderer:
         )
         return text
 
+    def calls(self, token_ids: Sequence[int]) -> tuple[ToolCall, ...]:
+        """Return the tool calls in a turn of the policy; none without tools."""
+        if self._tool_format == "none":
+            return ()
+        names = [schema["function"]["name"] for schema in self._schemas]
+        return calls_in(self._tool_format, self._pieces(token_ids), names)
+
+    def _pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Cut a turn at the marks of the tool format."""
+        marks = MARKS[self._tool_format]
+        known = {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
+        by_id = {known[mark]: Mark(mark) for mark in marks if mark in known}
+        pieces: list[str] = []
+        start = 0
+        for place, token_id in enumerate((*token_ids, -1)):
+            if token_id in by_id or token_id == -1:
+                pieces.append(self.decode(token_ids[start:place], skips_special=True))
+                pieces += [by_id[token_id]] if token_id in by_id else []
+                start = place + 1
+        for mark in (mark for mark in marks if mark not in known):
+            cut = [piece if isinstance(piece, Mark) else piece.split(mark) for piece in pieces]
+            pieces = []
+            for piece in cut:
+                parts = [piece] if isinstance(piece, Mark) else piece
+                for number, part in enumerate(parts):
+                    pieces += [Mark(mark), part] if number else [part]
+        return pieces
+
     def continuation(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens that lead from the assistant's turn through messages to its next one.
 
@@ -173,10 +212,7 @@ class ChatRenderer:
         Raises:
             ValueError: The template refuses the messages, or leaves them out.
         """
-        plain = [
-            {name: self._without_special(text) for name, text in message.items()}
-            for message in messages
-        ]
+        plain = [self._without_special(self._without_tags(message)) for message in messages]
         text = self._after_answer(plain, generation_prompt=True)
         [token_ids] = self.token_ids([text.removeprefix(self._end_of_turn)])
         if not token_ids or text == self._after_answer([], generation_prompt=True):
@@ -198,6 +234,13 @@ class ChatRenderer:
             [[turn_end, *_]] = self.token_ids([self._end_of_turn.lstrip()])
         except ValueError:  # what ``text`` raises for each question, or no end at all
             return []
+        known = {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
+        if self._tool_format == "llama3" and known.get(_END_OF_CALL) not in {None, *named}:
+            return [
+                f"{folder}: a tool call ends with '{_END_OF_CALL}' ({known[_END_OF_CALL]}), which "
+                "is not an end token of config.json or generation_config.json, so responses go on "
+                "after it; add it to eos_token_id of generation_config.json"
+            ]
         end, marker = self._tokenizer.eos_token_id, self.decode([turn_end])
         if turn_end not in named | {end}:
             return [
@@ -231,11 +274,22 @@ class ChatRenderer:
             raise ValueError("cannot be rendered: the chat template leaves out earlier turns")
         return rest
 
-    def _without_special(self, text: str) -> str:
+    def _without_tags(self, message: Message) -> Message:
+        is_output = self._tool_format != "none" and message["role"] in ("tool", "ipython")
+        return {**message, "content": escaped(message["content"])} if is_output else message
+
+    def _without_special(self, value: Any) -> Any:
+        """Remove special tokens from all texts in a value."""
+        if isinstance(value, dict):
+            return {name: self._without_special(entry) for name, entry in value.items()}
+        if isinstance(value, list):
+            return [self._without_special(entry) for entry in value]
+        if not isinstance(value, str):
+            return value
         # Repeatedly: removing one may spell another.
-        while special := next((token for token in self._special if token in text), None):
-            text = text.replace(special, "")
-        return text
+        while special := next((token for token in self._special if token in value), None):
+            value = value.replace(special, "")
+        return value
 
     def _render(self, messages: list[Message], *, generation_prompt: bool = True) -> str:
         try:
@@ -246,6 +300,10 @@ class ChatRenderer:
 
     def _apply(self, messages: list[Message], *, generation_prompt: bool) -> str:
         text: str = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt, **self._arguments
+            messages,
+            tools=self._schemas or None,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **self._arguments,
         )
         return text

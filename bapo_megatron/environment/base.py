@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from bapo_megatron.errors import RolloutError
 
 if TYPE_CHECKING:
-    from bapo_megatron.data.chat import Message
+    from bapo_megatron.data.tools import Message, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,9 @@ class Turn:
     """Tokens that the episode may still take, including the environment's."""
     prompt_id: str = ""
     """The task's, for messages."""
+    calls: tuple[ToolCall, ...] = ()
+    """Tool calls in the turn, also those that cannot be run; none without
+    ``rollout.tool_format``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,15 @@ class Step:
     state: Any
     """A JSON value for the next ``step``; the last one goes to the reward functions."""
     messages: Sequence[Message] = ()
-    """Chat messages (``role``, ``content``), rendered once by the chat template. Either these or
-    ``token_ids`` unless the episode is done."""
+    """Chat messages (``role``, ``content``; the role of a tool's output is ``tool``), rendered once
+    by the chat template. Either these or ``token_ids`` unless the episode is done."""
     token_ids: Sequence[int] = ()
     """Written as they are, instead of ``messages``."""
     is_done: bool = False
     """Whether the episode ends with this turn; then nothing is written."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of this step, such as seconds; ``rollout/environment_<name>_per_response`` is their
+    sum since the previous batch, over the batch's responses."""
 
 
 class Environment(Protocol):

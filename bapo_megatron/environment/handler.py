@@ -6,11 +6,13 @@ import asyncio
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import Field, StrictBool
+from pydantic import Field, FiniteFloat, StrictBool
 
+from bapo_megatron.config.rollout import PYTHON_TOOL
+from bapo_megatron.data.tools import ToolCall, checked_message
 from bapo_megatron.environment.base import Step, Task, Turn, UserEnvironment
 from bapo_megatron.runtime.calls import decode
 from bapo_megatron.runtime.names import LoadError, load_named, shown
@@ -23,13 +25,17 @@ _MAX_STATE_DEPTH = 100
 _MEMORY_REMEDY = "raise rollout.episodes.memory_limit_mb"
 
 
-def build(name: str) -> EnvironmentHandler:
-    """Create the environment.
+def build(name: str, options: Mapping[str, Any] | None = None) -> EnvironmentHandler:
+    """Create the environment, a built-in one with its options.
 
     Raises:
         LoadError: It cannot be imported or created, or lacks a method.
     """
     try:
+        if name == PYTHON_TOOL:
+            from bapo_megatron.environment.python_tool import PythonTool
+
+            return EnvironmentHandler(name, PythonTool(options or {}))
         return EnvironmentHandler(name, _load(name))
     except LoadError as error:
         raise LoadError(f"'{name}' {error}") from error
@@ -73,7 +79,9 @@ class EnvironmentHandler:
             state = settled(self._environment.start(Task(**request["task"])), self._loop)
             _check_state(state)
             return state
-        turn = Turn(**{**request["turn"], "token_ids": tuple(request["turn"]["token_ids"])})
+        fields = request["turn"]
+        calls = tuple(ToolCall(**call) for call in fields["calls"])
+        turn = Turn(**{**fields, "token_ids": tuple(fields["token_ids"]), "calls": calls})
         return _checked_step(settled(self._environment.step(request["state"], turn), self._loop))
 
 
@@ -99,9 +107,10 @@ def _depth_of(value: Any) -> int:
 class _Written:
     """The fields of a ``base.Step`` other than the state."""
 
-    messages: list[dict[str, str]]
+    messages: list[Any]
     token_ids: list[Annotated[int, Field(strict=True, ge=0)]]
     is_done: StrictBool
+    counts: dict[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")], FiniteFloat]
 
 
 def _checked_step(step: Any) -> list[Any]:
@@ -116,17 +125,14 @@ def _checked_step(step: Any) -> list[Any]:
             "messages": step.messages,
             "token_ids": token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids,
             "is_done": step.is_done,
+            "counts": dict(step.counts),
         },
     )
-    for message in written.messages:
-        if not {"role", "content"} <= message.keys():
-            raise ValueError(
-                f"'messages' must have 'role' and 'content', got {list(message)!r:.80}"
-            )
     if written.is_done + bool(written.messages) + bool(written.token_ids) != 1:
         raise ValueError(
             "a step must do one of three things: write messages, write token_ids, or be done"
         )
+    written = replace(written, messages=[checked_message(m) for m in written.messages])
     values = astuple(written)
     json.dumps(values, ensure_ascii=False).encode()  # refuses lone surrogates
     return [step.state, *values]

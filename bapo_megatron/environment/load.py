@@ -1,18 +1,22 @@
 """Loads what ``rollout.environment`` names: ``single_turn``, or a class in worker processes."""
 
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from types import MappingProxyType
 from typing import Any
 
-from bapo_megatron.config.rollout import SINGLE_TURN, EpisodesConfig
+from bapo_megatron.config.rollout import SINGLE_TURN, EpisodesConfig, RolloutConfig
 from bapo_megatron.environment.base import Environment, EnvironmentFailedError, Step, Task, Turn
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.runtime.workers import WorkerPool
 
 
-def load_environment(name: str, limits: EpisodesConfig) -> Environment:
+def load_environment(config: RolloutConfig) -> Environment:
     """Set up what ``rollout.environment`` names; nothing is imported or started before ``open``."""
-    return SingleTurn() if name == SINGLE_TURN else WorkerEnvironment(name, limits)
+    if config.environment == SINGLE_TURN:
+        return SingleTurn()
+    options = config.python_tool.model_dump(mode="json")
+    return WorkerEnvironment(config.environment, config.episodes, options)
 
 
 class SingleTurn:
@@ -36,13 +40,18 @@ class SingleTurn:
 class WorkerEnvironment:
     """Runs a ``base.UserEnvironment`` in worker processes, each call under limits."""
 
-    def __init__(self, name: str, limits: EpisodesConfig) -> None:
-        """Set up workers for ``package.module:Class``; ``open`` starts the first one."""
+    def __init__(
+        self, name: str, limits: EpisodesConfig, options: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Set up workers for ``package.module:Class``, or a built-in name with its options.
+
+        ``open`` starts the first one.
+        """
         self._name = name
         self._limits = limits
         self._workers = WorkerPool(
             "bapo_megatron.environment.handler:build",
-            (name,),
+            (name, dict(options)),
             label=f"'{name}'",
             workers=limits.workers,
             timeout_s=limits.step_timeout_s,
@@ -62,10 +71,13 @@ class WorkerEnvironment:
     async def step(self, state: Any, turn: Callable[[], Turn]) -> Step:
         """See ``base.Environment.step``."""
         played = turn()
-        request = {"state": state, "turn": _fields_of(played)}
+        request = {
+            "state": state,
+            "turn": {**_fields_of(played), "calls": [asdict(call) for call in played.calls]},
+        }
         place = f"prompt '{played.prompt_id}', turn {played.number}"
-        state, messages, token_ids, is_done = await self._ask("step", request, place)
-        return Step(state, messages, tuple(token_ids), is_done)
+        state, messages, token_ids, is_done, counts = await self._ask("step", request, place)
+        return Step(state, messages, tuple(token_ids), is_done, counts)
 
     async def close(self) -> None:
         """Stop every process. Safe to call twice."""

@@ -8,6 +8,7 @@ from typing import Self
 
 from bapo_megatron.config.reward import RewardConfig, RewardFunctionConfig
 from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, Score
+from bapo_megatron.reward.functions import BUILT_IN
 from bapo_megatron.reward.http_service import HttpReward
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.types import FinishReason
@@ -25,7 +26,11 @@ class Rewards:
         self._config = config
         names = tuple(entry.function for entry in config.functions if entry.function is not None)
         self.pool = RewardPool(
-            config.workers, config.timeout_s, tuple(dict.fromkeys(names)), config.memory_limit_mb
+            config.workers,
+            config.timeout_s,
+            tuple(dict.fromkeys(names)),
+            config.memory_limit_mb,
+            config.program,
         )
         """Runs the functions; ``format`` patterns as well."""
         self._services = {
@@ -62,7 +67,7 @@ class Rewards:
     async def start(self) -> None:
         """Load the functions in one worker, so that ``RewardError`` is raised now."""
         entries = self._config.functions
-        if any(":" in (entry.function or "") for entry in entries):
+        if any(entry.function not in (None, *BUILT_IN) for entry in entries):
             names = await self.pool.start()
             self._groups = tuple(entry for entry in entries if entry.function in names)
             self._singles = tuple(entry for entry in entries if entry.function not in names)

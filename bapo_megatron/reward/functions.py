@@ -1,7 +1,7 @@
 """Reward functions by name, in the worker processes that load and call them.
 
-A name is a key of ``BUILT_IN``, ``package.module:function`` or ``package.module:Class.method``;
-``base`` defines arguments and results.
+A name is a key of ``BUILT_IN``, ``program``, ``package.module:function`` or
+``package.module:Class.method``; ``base`` defines arguments and results.
 """
 
 import asyncio
@@ -13,13 +13,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
+from bapo_megatron.config.reward import ProgramConfig
 from bapo_megatron.reward.base import GroupFunction, RewardFunction, SampleFacts, Score
 from bapo_megatron.reward.extraction import has_closed_box
 from bapo_megatron.runtime.names import LoadError, load_named
 from bapo_megatron.runtime.worker import settled
 
 BUILT_IN = {"math": "bapo_megatron.reward.math_answer:grade_math_answer"}
-"""Location of each of ``config.reward.BUILT_IN_FUNCTIONS``."""
+"""Location of each of ``config.reward.BUILT_IN_FUNCTIONS`` but ``program``, which has a sandbox."""
+PROGRAM = "program"
 PARAMETERS = ("response", "answer", "sample", "row", "turns", "state")
 """Names of the parameters that a function of one response may have."""
 GROUP_PARAMETERS = ("responses", "samples", "states", "rewards", "answer", "row")
@@ -31,12 +33,15 @@ _MAX_METRICS = 32
 _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
-def build(*names: str) -> "RewardHandler":
-    """Load the functions, or raise ``LoadError`` for one that cannot be loaded."""
+def build(program: Mapping[str, Any], *names: str) -> "RewardHandler":
+    """Load the functions, or raise ``LoadError`` for one that cannot be loaded.
+
+    ``program`` holds the values of a ``ProgramConfig``.
+    """
     functions = {}
     for name in names:
         try:
-            functions[name] = load(name)
+            functions[name] = load(name, ProgramConfig.model_validate(program))
         except LoadError as error:
             raise LoadError(f"{label(name)} {error}") from error
     return RewardHandler(functions)
@@ -117,9 +122,16 @@ def _check_group(results: Any, num_responses: int) -> None:
         )
 
 
-def load(name: str) -> LoadedFunction:
+def load(name: str, program: ProgramConfig) -> LoadedFunction:
     """Find a function and check that it can be called; raise ``LoadError`` where it cannot."""
-    function = load_named(BUILT_IN.get(name, name), memory_remedy="raise reward.memory_limit_mb")
+    if name == PROGRAM:
+        from bapo_megatron.reward.program import ProgramGrader
+
+        function = ProgramGrader(program).grade
+    else:
+        function = load_named(
+            BUILT_IN.get(name, name), memory_remedy="raise reward.memory_limit_mb"
+        )
     if not callable(function):
         raise LoadError(
             f"must name a function, got {type(function).__name__}; name a function of the module"

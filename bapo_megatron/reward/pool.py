@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Self
 
+from bapo_megatron.config.reward import ProgramConfig
 from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, Score
-from bapo_megatron.reward.functions import BUILT_IN, label
+from bapo_megatron.reward.functions import BUILT_IN, PROGRAM, label
 from bapo_megatron.runtime.workers import WorkerPool
+
+_PROGRAM_DEFAULTS = ProgramConfig()
 
 
 class RewardPool:
@@ -26,17 +29,18 @@ class RewardPool:
         timeout_s: float,
         functions: Sequence[str] = ("math",),
         memory_limit_mb: int = 2048,
+        program: ProgramConfig = _PROGRAM_DEFAULTS,
     ) -> None:
         """Set the pool up; each worker starts with its first request.
 
         Limits are those of ``WorkerPool``; sympy itself needs some 60 MB. ``functions`` are those
-        that the workers can run: ``math``, ``package.module:function``.
+        that the workers can run: ``math``, ``program``, ``package.module:function``.
         """
         self.num_workers = workers
         self._functions = tuple(functions)
         self._workers = WorkerPool(
             "bapo_megatron.reward.functions:build",
-            self._functions,
+            (program.model_dump(mode="json"), *self._functions),
             label=label(*([name for name in functions if name not in BUILT_IN] or functions)),
             workers=workers,
             timeout_s=timeout_s,
@@ -71,14 +75,14 @@ class RewardPool:
 
         A function of groups gets all responses to a prompt, with the ``rewards`` of the functions
         of single responses; any other gets one response. All scores are 0, with ``timed_out``, if a
-        limit was exceeded, and with ``failed``, if a built-in function ended its process, so that
-        no response ends the run.
+        limit was exceeded, and with ``failed``, if ``math`` ended its process, so that no response
+        ends the run.
 
         Raises:
             FunctionFailedError: The function raised an error, returned what is not a reward, or
                 ended its process.
         """
-        if function in BUILT_IN:  # these need no more, and a row may be large
+        if function in (*BUILT_IN, PROGRAM):  # these need no more, and a row may be large
             responses = [Response(response.text, response.answer) for response in responses]
         request = {
             "function": function,

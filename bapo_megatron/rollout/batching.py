@@ -420,6 +420,7 @@ class BatchCollector:
             reward_timeouts=self.grader.num_timeouts,
             reward_errors=self.grader.num_errors,
             environment_errors=dict(self.interaction.errors),
+            environment_counts=dict(self.interaction.counts),
             dropped_groups=dropped,
         )
 

@@ -146,7 +146,7 @@ class Collector:
         if run.eval.sets:
             eval_rewards.require_single()
         episodes = run.rollout.episodes
-        environment = load_environment(run.rollout.environment, episodes)
+        environment = load_environment(run.rollout)
         self._stack.push_async_callback(environment.close)
         await environment.open()
         self._has_weights = run.rollout.starts_servers and not request.awaits_weights
@@ -155,7 +155,7 @@ class Collector:
         self._stack.callback(wire_dir.close)
         self._wire_dir = wire_dir.path
         tokenizer = load_tokenizer(run.model.path, run.data.chat_template)
-        renderer = ChatRenderer(tokenizer, run.data)
+        renderer = ChatRenderer(tokenizer, run.data, run.rollout)
         train_sets: list[PromptSet] = []
         if request.for_training:
             train_sets = load_train_sets(run.data, renderer, run.reward.refused_answers)

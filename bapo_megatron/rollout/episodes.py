@@ -55,6 +55,8 @@ class Interaction:
     config: EpisodesConfig
     errors: Counter[str] = field(default_factory=Counter)
     """Episodes that ended because the environment failed, by kind."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Sums of ``Step.counts``."""
 
     async def respond(self, pending: PendingSample, sampling: SamplingSettings) -> None:
         """Begin an episode, or answer the turn that has ended; change the sample only at the end.
@@ -101,9 +103,12 @@ class Interaction:
                 token_ids=tuple(token_ids),
                 remaining_tokens=remaining,
                 prompt_id=pending.prompt.prompt_id,
+                calls=self.renderer.calls(token_ids),
             )
 
         step = await self.environment.step(pending.state, turn)
+        for name, value in step.counts.items():
+            self.counts[name] += value  # type: ignore[assignment]  # a Counter of floats
         token_ids = () if step.is_done else self._token_ids(step, pending)
         pending.state = step.state
         if step.is_done:

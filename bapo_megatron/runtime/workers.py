@@ -24,6 +24,7 @@ _START_TIMEOUT_S = 70.0
 _MARK = "BAPO_MEGATRON_WORKER"
 """Environment variable that marks a worker's descendants, in any session."""
 _SECOND_LOOK_S = 0.05
+_EXIT_S = 0.5
 _MAX_REPLY_BYTES = 16 << 20
 
 
@@ -95,9 +96,24 @@ class WorkerPool:
         self._closed = True
         workers = list(self._running)
         self._running.clear()  # a single search for the processes of all workers
+        await self._let_exit()
         await asyncio.gather(*map(self._end, workers))
         if workers:
             await asyncio.to_thread(kill_marked, _MARK, self._mark)
+
+    async def _let_exit(self) -> None:
+        """Give idle workers a moment to exit by themselves, and to clean up."""
+        idle = []
+        for _ in range(self._idle.qsize()):
+            worker = self._idle.get_nowait()
+            self._idle.put_nowait(None)  # whoever takes it finds the pool closed
+            if worker is not None and worker.stdin is not None:
+                worker.stdin.close()
+                idle.append(asyncio.create_task(worker.wait()))
+        if idle:
+            await asyncio.wait(idle, timeout=_EXIT_S)
+            for task in idle:
+                task.cancel()
 
     async def _take(self) -> Process:
         """Wait for a free worker, which the caller must put back."""

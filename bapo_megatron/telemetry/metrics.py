@@ -118,7 +118,16 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/environment_tokens_max": float(max(written)),
         "rollout/environment_errors": float(sum(errors.values())),
         **{f"rollout/environment_errors_{kind}": float(n) for kind, n in errors.items()},
+        "rollout/environment_tokens_share": sum(written) / max(sum(map(_num_tokens, samples)), 1),
+        **{
+            f"rollout/environment_{name}_per_response": total / len(samples)
+            for name, total in batch.stats.environment_counts.items()
+        },
     }
+
+
+def _num_tokens(sample: Sample) -> int:
+    return len(sample.response_token_ids)
 
 
 def is_right(sample: Sample) -> bool:

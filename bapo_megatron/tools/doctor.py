@@ -14,9 +14,12 @@ import torch
 
 from bapo_megatron import __version__
 from bapo_megatron.config.rollout import ENGINES
+from bapo_megatron.config.sandbox import SANDBOXES, SandboxConfig
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.runtime.stack import REMEDY, error_of, stack_errors
 from bapo_megatron.runtime.versions import installed_version
+from bapo_megatron.sandbox.base import SandboxError
+from bapo_megatron.sandbox.load import open_sandbox
 
 _MEGATRON_VERSION = "0.19.2"
 """The version that pyproject.toml asks for."""
@@ -50,7 +53,10 @@ class Machine:
     packages: dict[str, str | None]
     """Installed version by distribution name."""
     errors: dict[str, str]
-    """Why a package or the extension does not work, by name; also for some not installed."""
+    """Why a package, the extension or a sandbox does not work, by name; also for some not
+    installed."""
+    sandboxes: dict[str, str]
+    """What limits programs of the policy, by the kind of sandbox, for those that work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +89,20 @@ def probe() -> Machine:
         torch_cuda=torch.version.cuda,
         gpus=tuple(Device(gpu.name, 10 * gpu.major + gpu.minor) for gpu in gpus),
         packages={name: installed_version(name) for name in (*names, *_engine_packages())},
+        sandboxes=_sandboxes(errors),
         errors=errors,
     )
+
+
+def _sandboxes(errors: dict[str, str]) -> dict[str, str]:
+    limits: dict[str, str] = {}
+    for kind in SANDBOXES:
+        try:
+            with open_sandbox(SandboxConfig(kind=kind)) as sandbox:
+                limits[kind] = sandbox.describe()
+        except SandboxError as error:
+            errors[kind] = str(error)
+    return limits
 
 
 def diagnose(machine: Machine) -> list[Diagnosis]:
@@ -100,6 +118,7 @@ def diagnose(machine: Machine) -> list[Diagnosis]:
         _judge_package("torchvision", machine, None, "note"),
         _judge_transformer_engine(machine),
         _judge_apex(machine),
+        *(_judge_sandbox(kind, machine) for kind in SANDBOXES),
     ]
 
 
@@ -206,6 +225,14 @@ def _judge_transformer_engine(machine: Machine) -> Diagnosis:
         verdict: Verdict = "problem" if machine.gpus else "note"
         return Diagnosis(name, verdict, f"{version} does not work: {error}", remedy)
     return _judge_package(name, machine, _TRANSFORMER_ENGINE_VERSION, "note", remedy)
+
+
+def _judge_sandbox(kind: str, machine: Machine) -> Diagnosis:
+    topic = f"sandbox: {kind}"
+    if kind in machine.sandboxes:
+        return Diagnosis(topic, "ok", machine.sandboxes[kind])
+    error, _, remedy = machine.errors[kind].partition("; ")
+    return Diagnosis(topic, "note", error, remedy)
 
 
 def _judge_apex(machine: Machine) -> Diagnosis:

@@ -241,6 +241,11 @@ def test_long_solutions_are_read_in_linear_time(bait):
     assert time.process_time() - start_s < 1
 
 
+def test_tests_of_code_stay_whole() -> None:
+    tests = '{"inputs": ["#### 4"], "outputs": ["a\\n#### 5"]}'
+    assert parse_answer(tests) == tests
+
+
 def test_marks_without_an_answer_are_refused():
     for parse in (parse_answer, worked_answer):
         with pytest.raises(ValueError, match="'5 ####'"):

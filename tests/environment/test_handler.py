@@ -15,7 +15,8 @@ def answer(name, **request):
 
 
 def turn_of(text="", token_ids=()):
-    return {"number": 0, "text": text, "token_ids": list(token_ids), "remaining_tokens": 100}
+    fields = {"number": 0, "text": text, "token_ids": list(token_ids), "remaining_tokens": 100}
+    return {**fields, "calls": []}
 
 
 def task_of(answer="", **row):
@@ -31,16 +32,18 @@ def test_a_task_gives_the_first_state_and_a_turn_the_fields_of_a_step():
         [{"role": "user", "content": "1 left"}],
         [],
         False,
+        {},
     ]
 
 
 def test_methods_may_be_coroutines_and_write_exact_tokens():
     assert answer("Tokens", task=task_of()) is None
-    assert answer("Tokens", state=None, turn=turn_of(token_ids=(5, 6))) == [100, [], [6, 5], False]
+    step = answer("Tokens", state=None, turn=turn_of(token_ids=(5, 6)))
+    assert step == [100, [], [6, 5], False, {}]
 
 
 def test_an_array_of_token_ids_is_a_list_of_them():
-    assert answer("Bad", state=None, turn=turn_of("array")) == [1, [], [5, 6], False]
+    assert answer("Bad", state=None, turn=turn_of("array")) == [1, [], [5, 6], False, {}]
 
 
 @pytest.mark.parametrize(
@@ -52,10 +55,10 @@ def test_an_array_of_token_ids_is_a_list_of_them():
         ("large_state", "the state must .* got 1,000,002 bytes"),
         ("deep_state", "the state must .* nested 101 deep"),
         ("bottomless_state", "the state must be a JSON value"),
-        ("message_without_content", "'messages' must have 'role' and 'content'"),
-        ("message_of_numbers", r"'messages\[0\]\.content' must be a string, got 5"),
+        ("message_without_content", "must hold messages with role and content"),
+        ("message_of_numbers", "must hold messages with role and content"),
         ("message_of_half_a_pair", "'utf-8' codec .* surrogates not allowed"),
-        ("message_as_text", r"'messages\[0\]' must "),
+        ("message_as_text", "must hold messages with role and content"),
         ("messages_as_text", "'messages' must be a list"),
         ("texts_as_tokens", r"'token_ids\[0\]' must be an integer, got '5'"),
         ("fractions_as_tokens", r"'token_ids\[1\]' must be an integer, got 5\.5"),

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bapo_megatron.config.rollout import EpisodesConfig
+from bapo_megatron.config.rollout import EpisodesConfig, RolloutConfig
 from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
 from bapo_megatron.environment.load import SingleTurn, WorkerEnvironment, load_environment
 from bapo_megatron.errors import RolloutError
@@ -34,7 +34,7 @@ def run(name, use, *, workers=1, step_timeout_s=20.0, memory_limit_mb=512):
         limits = EpisodesConfig(
             workers=workers, step_timeout_s=step_timeout_s, memory_limit_mb=memory_limit_mb
         )
-        environment = load_environment(f"{OWN}:{name}", limits)
+        environment = load_environment(RolloutConfig(environment=f"{OWN}:{name}", episodes=limits))
         assert isinstance(environment, WorkerEnvironment)
         try:
             await environment.open()
@@ -216,7 +216,7 @@ def never_asked_for():
 
 
 def test_a_single_turn_ends_the_episode_and_never_waits():
-    environment = load_environment("single_turn", EpisodesConfig())
+    environment = load_environment(RolloutConfig())
     assert isinstance(environment, SingleTurn)
     run_without_a_loop(environment.open())
     assert run_without_a_loop(environment.start(task_of())) is None

@@ -85,19 +85,6 @@ def test_short_answers_are_worth_more():
     assert short.reason == "equal_text"
 
 
-def test_programs_are_run_and_compared():
-    config = config_in(EXAMPLES / "run_program.py")
-
-    [right, wrong, none], _ = score(
-        config,
-        Response("```python\nprint(6 * 7)\n```", "42"),
-        Response("```python\nprint(6 * 8)\n```", "42"),
-        Response("42", "42"),
-    )
-
-    assert (right.reward, wrong.reward, none.reward) == (1.0, 0.0, 0.0)
-
-
 def test_the_service_answers():
     port = free_port()
     config = config_in(EXAMPLES / "service.py")

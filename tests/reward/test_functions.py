@@ -175,7 +175,7 @@ def answer(name, *texts, rewards=None):
     """What a worker answers for responses to one prompt."""
     responses = [{"text": text, "sample": {}, "turns": (), "state": None} for text in texts]
     request = {"answer": "42", "row": {"size": 3}, "rewards": rewards, "responses": responses}
-    return build(name).answer({"function": name, **request})
+    return build({}, name).answer({"function": name, **request})
 
 
 def test_a_group_function_gives_a_score_for_each_response():
@@ -212,7 +212,7 @@ def test_a_group_function_needs_a_group_and_returns_one_reward_each(name, texts,
     ],
 )
 def test_a_format_is_a_closed_box_or_a_match_anywhere(pattern, text, is_found):
-    assert build().answer({"pattern": pattern, "text": text}) is is_found
+    assert build({}).answer({"pattern": pattern, "text": text}) is is_found
 
 
 @pytest.mark.parametrize(
@@ -229,13 +229,13 @@ def test_a_format_is_a_closed_box_or_a_match_anywhere(pattern, text, is_found):
 )
 def test_a_function_that_cannot_be_called_is_named_with_the_reason(name, message):
     with pytest.raises(LoadError, match=f"^reward function '{OWN}:{name}' .*{message}"):
-        build(f"{OWN}:{name}")
+        build({}, f"{OWN}:{name}")
 
 
 def test_a_function_whose_parameters_cannot_be_read_is_refused():
     with pytest.raises(LoadError, match=r"^reward function 'builtins:dict' .* cannot be read"):
-        build("builtins:dict")
+        build({}, "builtins:dict")
 
 
 def test_the_built_in_functions_are_those_of_the_configuration():
-    assert tuple(BUILT_IN) == BUILT_IN_FUNCTIONS
+    assert (*BUILT_IN, "program") == BUILT_IN_FUNCTIONS

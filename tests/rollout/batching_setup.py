@@ -39,6 +39,9 @@ class Renderer:
     def decode(self, token_ids: Sequence[int], **options: bool) -> str:
         return " ".join(map(str, token_ids))
 
+    def calls(self, token_ids: Sequence[int]) -> tuple[()]:
+        return ()
+
     def continuation(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
         letters = "".join(message["content"] for message in messages)
         if letters == "refused":

@@ -101,6 +101,9 @@ EPISODE_METRICS = {
     "rollout/turn_limit_share": 0.25,
     "rollout/environment_tokens_mean": 4.0,
     "rollout/environment_tokens_max": 11.0,
+    "rollout/environment_tokens_share": 16 / 26,
+    "rollout/environment_calls_per_response": 1.5,
+    "rollout/environment_failures_timeout_per_response": 0.25,
 }
 
 
@@ -113,7 +116,9 @@ def _episodes(errors: dict[str, int] | None) -> RolloutBatch:
         length = len(sample.behaviour_logprobs) + sum(n for _, n in spans)
         sample.response_token_ids = np.zeros(length, np.int32)
     batch.samples[3].finish_reason = FinishReason.TURNS
-    return replace(batch, stats=replace(batch.stats, environment_errors=errors))
+    counts = {"calls": 6.0, "failures_timeout": 1.0}
+    stats = replace(batch.stats, environment_errors=errors, environment_counts=counts)
+    return replace(batch, stats=stats)
 
 
 @pytest.mark.parametrize("errors", [{}, {"timeout": 3, "tokens": 1}])

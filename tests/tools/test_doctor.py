@@ -42,6 +42,10 @@ CPU_ONLY = Machine(
         "apex": None,
     },
     errors={"apex": "it is not NVIDIA's"},
+    sandboxes={
+        "bubblewrap": "your user id; memory 512 MB by cgroup",
+        "monty": "an interpreter without system calls; memory 512 MB",
+    },
 )
 
 ON_A_GPU = replace(CPU_ONLY, build=BUILD, gpus=(Device("NVIDIA H200", 90),))
@@ -171,3 +175,13 @@ def test_with_nvcc_the_cuda_kernels_are_built_for_three_architectures() -> None:
     assert build["cuda"]
     assert build["cuda_archs"] == "80;90;100"
     assert build["cuda_runtime"] > 0
+
+
+def test_a_sandbox_says_what_limits_programs_or_how_to_get_it() -> None:
+    works = Diagnosis("sandbox: bubblewrap", "ok", "your user id; memory 512 MB by cgroup")
+    assert diagnosis(CPU_ONLY, "sandbox: bubblewrap") == works
+    errors = {"monty": "pydantic-monty is not installed (no module); pip install pydantic-monty"}
+    machine = replace(CPU_ONLY, sandboxes={"bubblewrap": ""}, errors={**CPU_ONLY.errors, **errors})
+    missing = "pydantic-monty is not installed (no module)"
+    line = Diagnosis("sandbox: monty", "note", missing, "pip install pydantic-monty")
+    assert diagnosis(machine, "sandbox: monty") == line

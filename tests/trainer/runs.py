@@ -24,6 +24,8 @@ UNREPEATABLE = re.compile(
     "time/|ranks/|collector/|throughput/|weight_sync/.*_s$|eval/.*(wall_s|tokens_per_s)$"
     # Measured times decide whether predicted bounds are used; a new process begins without any.
     "|train/prediction_|train/forward_.*_flops"
+    # Counted in the process that asked, for episodes of later batches too.
+    "|rollout/environment_.*_per_response$"
 )
 """Metrics that depend on the clock."""
 

@@ -217,12 +217,16 @@ const Reader = (() => {
       span.at = at;
       return span;
     });
+    const parts = partsOf(spans.map((span) => span.textContent), levels);
     spans.forEach((span, at) => {
       if (at === sample.cut_at) {
         const left = sample.tokens - sample.pieces.length;
         tokens.append(el("em", { class: "cut" }, ` … ${whole(left)} tokens omitted … `));
       }
-      tokens.append(span);
+      const part = parts.find(({ start, end }) => start <= at && at < end);
+      if (part?.start === at) tokens.append(el("span", { class: part.kind }));
+      (part ? tokens.querySelector(":scope > span:last-of-type") : tokens).append(span);
+      if (part?.code && part.end === at + 1) tokens.append(el("pre", { class: "code" }, part.code));
     });
     const readout = el("p", { class: "readout", role: "status" }, "Point at a token, or use the arrow keys.");
     const scale = el("div", { class: "scale" });
@@ -268,6 +272,40 @@ const Reader = (() => {
   }
 
   const quantum = (value, limits) => limits.filter((limit) => value > limit).length;
+
+  /* Tokens that stand apart: outputs that an environment wrote, and tool calls of the policy with
+     their code. */
+  function partsOf(texts, levels) {
+    const parts = [];
+    for (let start = 0, end; start < texts.length; start = end) {
+      const isWritten = levels[start] === 2;
+      for (end = start; end < texts.length && (levels[end] === 2) === isWritten; end += 1);
+      if (isWritten) parts.push({ kind: "output", start, end });
+      else parts.push(...callsIn(texts.slice(start, end)).map((call) => ({ ...call, start: start + call.start, end: start + call.end })));
+    }
+    return parts;
+  }
+
+  function callsIn(texts) {
+    const ends = [];
+    texts.reduce((length, text) => ends[ends.push(length + text.length) - 1], 0);
+    const at = (place) => ends.findIndex((end) => end > place);
+    const calls = /<tool_call>([^]*?)(?:<\/tool_call>|$)|<\|python_tag\|>([^]*)$/g;
+    return [...texts.join("").matchAll(calls)].map((match) => ({
+      kind: "call", start: at(match.index), end: at(match.index + match[0].length - 1) + 1,
+      code: codeOf(match[1] ?? match[2]),
+    }));
+  }
+
+  function codeOf(call) {
+    try {
+      const { arguments: given, parameters } = JSON.parse(call.replace(/<\|\w+\|>\s*$/, ""));
+      const code = (given ?? parameters).code;
+      return typeof code === "string" ? code : "";
+    } catch {
+      return "";  // the policy reads what is wrong with it
+    }
+  }
 
   function shade(sample, at, versions, levels, known) {
     const level = levels[at];

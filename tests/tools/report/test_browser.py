@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from bapo_megatron.data.dump import read_batch, write_batch
+from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.tools.report.page import page_data, render
+from bapo_megatron.types import WrittenSpan
 from tests.chromium import Tab, chromium_tab
 from tests.launch import command
 from tests.tools.report.made_runs import SCRIPT, make_run
@@ -83,6 +90,41 @@ def test_the_page_draws_opens_a_rollout_and_asks_for_nothing(tmp_path: Path) -> 
     assert {address for address in tab.requests if not address.startswith("data:")} == {
         page.as_uri()
     }
+
+
+CODE = 'print("<b>1")\n2'
+CALL = json.dumps({"name": "python", "arguments": {"code": CODE}})
+
+
+@pytest.mark.browser
+def test_calls_their_code_and_outputs_stand_apart(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "made")
+    words = ["So ", "<tool_call>", CALL, "</tool_call>", "<tool_response>1", "done"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=words[0]))
+    tokenizer.save(str(run_dir / "model/tokenizer.json"))
+    shutil.rmtree(run_dir / "tokens")
+    dump = run_dir / "rollouts/step_000001.parquet"
+    batch = read_batch(dump)
+    for sample in batch.samples:
+        sample.response_token_ids = np.arange(6, dtype=np.int32)
+        sample.written = (WrittenSpan(4, 1),)
+        sample.behaviour_logprobs = np.full(5, -1, np.float32)
+        sample.versions = spans_of(np.ones(5, int))
+    write_batch(dump, batch)
+    page = tmp_path / "page.html"
+    page.write_text(render(page_data([run_dir])))
+
+    async def look(tab: Tab) -> None:
+        await tab.run("document.querySelector('#list .row').click()")
+        await tab.until("document.querySelector('#rollout .tokens') !== null")
+        assert await text(tab, ".tokens .call") == f"<tool_call>{CALL}</tool_call>"
+        assert await text(tab, ".tokens .code") == CODE
+        assert await text(tab, ".tokens .output") == "<tool_response>1"
+        assert await text(tab, ".tokens") == f"So <tool_call>{CALL}</tool_call>{CODE}{words[4]}done"
+        assert await tab.run("document.querySelectorAll('.tokens b').length") == 0
+
+    visit(f"{page.as_uri()}#time", tmp_path / "profile", look)
 
 
 async def read_by_mouse(tab: Tab) -> None:

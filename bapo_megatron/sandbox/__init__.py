@@ -1,0 +1,1 @@
+"""Runs programs that a model wrote, under limits and without access to anything of the run."""

@@ -1,0 +1,493 @@
+"""CPython in Linux namespaces, by bubblewrap (``bwrap``), one sandbox for each program.
+
+    this process → bwrap (monitor) → bwrap (init of the new namespaces) → python → …
+
+The program is sent only once this process holds a handle of init and has moved it into its control
+group. When init ends, the kernel ends every process of its namespace; the monitor ends init when
+this process dies. docs/security.md says what each part holds off, tests/sandbox/ tries it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import math
+import os
+import select
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError
+from bapo_megatron.sandbox.cgroup import create_cgroup, left_behind, remove_cgroup
+from bapo_megatron.sandbox.seccomp import seccomp_filter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from bapo_megatron.config.sandbox import SandboxConfig
+    from bapo_megatron.sandbox.base import Ending
+
+_FIRST_UID, _NUM_SLOTS = 60578, 606
+"""User ids that neither distributions nor systemd give to anyone (systemd.io/UIDS-GIDS)."""
+_SYSTEM = ("usr/bin", "usr/lib", "usr/lib64", "usr/local/bin", "usr/local/lib")
+_LINKED = ("bin", "lib", "lib64")
+_SHARED_MEMORY_BYTES = 16 << 20
+_MAX_FILES = 256
+_MAX_CPU_FACTOR = 20
+"""CPU time of each process of a session, over ``timeout_s``: a bound for threads that a cell left
+behind."""
+_START_TIMEOUT_S = 20.0
+_PR_SET_CHILD_SUBREAPER = 36
+_CHUNK = 1 << 16
+_MARK_BYTES = 16
+_SAID = "bwrap: "
+_KILLED = 128 + signal.SIGKILL
+"""bubblewrap's exit status for a program that got SIGKILL."""
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # cells that run again must do the same; python -I would ignore it
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",  # each takes 64 MB of address space
+}
+_RUNNER = Path(__file__).with_name("runner.py").read_text(encoding="utf-8")
+
+
+class _Slot:
+    """A number that only one sandbox of this machine has, with its user id and control group."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._lock, self.number = _take_number()
+        self.uid = _FIRST_UID + self.number if os.geteuid() == 0 else None
+        """The user of the program; None: this process's."""
+        self.cgroup = create_cgroup(self.number, config.memory_limit_mb << 20, config.processes + 1)
+
+    def release(self) -> None:
+        if self.cgroup is not None:
+            self.cgroup.remove()
+        self._lock.close()
+
+
+def _take_number() -> tuple[socket.socket, int]:
+    for number in left_behind():
+        if (lock := _lock(number)) is not None:  # its process was killed
+            with lock:
+                remove_cgroup(number)
+    for number in range(_NUM_SLOTS):
+        if (lock := _lock(number)) is not None:
+            return lock, number
+    raise SandboxError(
+        f"all {_NUM_SLOTS} slots for sandboxes are in use on this machine; use fewer workers"
+    )
+
+
+def _lock(number: int) -> socket.socket | None:
+    # An abstract socket: the kernel releases its name when the process ends, and no file is left.
+    lock = socket.socket(socket.AF_UNIX)
+    try:
+        lock.bind(f"\0bapo_megatron_sandbox_{number}")
+    except OSError:
+        lock.close()
+        return None
+    return lock
+
+
+class BubblewrapSandbox:
+    """See ``base.Sandbox``."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        """Find bubblewrap; nothing is started.
+
+        Raises:
+            SandboxError: It is not installed, or this machine's architecture is not supported.
+        """
+        self._config = config
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise SandboxError(
+                "bubblewrap (bwrap) is not installed, and programs run nowhere else; install it "
+                "(Debian: apt-get install bubblewrap)"
+            )
+        try:
+            self._filter = seccomp_filter()
+        except ValueError as error:
+            raise SandboxError(str(error)) from error
+        # Orphans of bubblewrap come to this process, since process 1 of a container may reap none.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._command = [bwrap, *_arguments(config)]
+        atexit.register(self.close)
+        self._slot: _Slot | None = None
+        self._sessions: set[_BubblewrapSession] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def run(self, program: str, stdin: str = "") -> Outcome:
+        """See ``base.Sandbox.run``."""
+        content = _frame(program) + stdin.encode("utf-8", "surrogatepass")
+        try:
+            return self._run_once(content)
+        except SandboxLostError:
+            try:
+                return self._run_once(content)
+            except SandboxLostError as error:
+                if error.outcome is None:
+                    raise
+                return error.outcome
+
+    def session(self) -> _BubblewrapSession:
+        """See ``base.Sandbox.session``."""
+        session = _BubblewrapSession(self._config, self._start, self._sessions.discard)
+        self._sessions.add(session)
+        return session
+
+    def describe(self) -> str:
+        """See ``base.Sandbox.describe``."""
+        slot = self._own_slot()
+        user = "your user id" if slot.uid is None else f"user ids from {_FIRST_UID}"
+        config = self._config
+        bound = f"memory {config.memory_limit_mb} MB by cgroup"
+        if slot.cgroup is None:
+            total_mb = config.memory_limit_mb * config.processes
+            bound = f"no cgroup can be created: memory {total_mb} MB (processes × address space)"
+        return f"{user}; {bound}"
+
+    def close(self) -> None:
+        """See ``base.Sandbox.close``."""
+        for session in list(self._sessions):
+            session.close()
+        if self._slot is not None:
+            self._slot.release()
+            self._slot = None
+        atexit.unregister(self.close)
+
+    def _own_slot(self) -> _Slot:
+        self._slot = self._slot or _Slot(self._config)
+        return self._slot
+
+    def _run_once(self, content: bytes) -> Outcome:
+        process = self._start(self._own_slot(), "program", cpu_s=None)
+        with contextlib.closing(process):
+            exchange = _Exchange(process, content, self._config.max_output_bytes)
+            ending = exchange.run(self._config.timeout_s)
+            return Outcome(ending, *exchange.texts()) if ending else process.outcome(exchange)
+
+    def _start(self, slot: _Slot, kind: str, cpu_s: int | None) -> _Process:
+        config = self._config
+        limits = {
+            "RLIMIT_AS": config.memory_limit_mb << 20,
+            "RLIMIT_NPROC": config.processes + 1,
+            "RLIMIT_FSIZE": config.files_mb << 20,
+            "RLIMIT_NOFILE": _MAX_FILES,
+            "RLIMIT_CORE": 0,
+        }
+        if cpu_s is not None:
+            limits["RLIMIT_CPU"] = cpu_s
+        text = ",".join(f"{name}={value}" for name, value in limits.items())
+        program = [str(config.python), "-s", "-c", _RUNNER, kind, text]
+        return _Process(self._command, program, self._filter, slot)
+
+
+def _arguments(config: SandboxConfig) -> list[str]:
+    """Return bubblewrap's arguments but for descriptors and the program."""
+    mounts: list[str] = []
+    for name in _LINKED:
+        path = Path("/", name)
+        if path.is_symlink():
+            mounts += ["--symlink", str(path.readlink()), str(path)]
+        elif path.is_dir():
+            mounts += ["--ro-bind", str(path), str(path)]
+    places = [Path("/", name) for name in _SYSTEM]
+    mounts += [word for place in places if place.is_dir() for word in _read_only(place)]
+    variables = [word for item in _ENVIRONMENT.items() for word in ("--setenv", *item)]
+    return [
+        *("--unshare-user", "--disable-userns", "--unshare-ipc", "--unshare-pid", "--unshare-net"),
+        *("--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session"),
+        *("--cap-drop", "ALL", "--clearenv", *variables, "--hostname", "sandbox"),
+        *("--uid", "1000", "--gid", "1000", *mounts, "--proc", "/proc", "--dev", "/dev"),
+        *("--size", str(_SHARED_MEMORY_BYTES), "--perms", "1777", "--tmpfs", "/dev/shm"),
+        *("--remount-ro", "/dev"),
+        *("--size", str(config.files_mb << 20), "--perms", "1777", "--tmpfs", "/tmp"),
+        *(word for place in config.read_only for word in _read_only(place)),
+        *("--chdir", "/tmp", "--remount-ro", "/"),
+    ]
+
+
+def _read_only(place: Path) -> tuple[str, str, str]:
+    return "--ro-bind", str(place), str(place)
+
+
+def _frame(text: str) -> bytes:
+    content = text.encode("utf-8", "surrogatepass")
+    return len(content).to_bytes(8, "big") + content
+
+
+class _BubblewrapSession:
+    """See ``base.Session``."""
+
+    def __init__(
+        self,
+        config: SandboxConfig,
+        start: Callable[[_Slot, str, int], _Process],
+        on_close: Callable[[_BubblewrapSession], None],
+    ) -> None:
+        self._config = config
+        self._on_close = on_close
+        self._slot: _Slot | None = _Slot(config)
+        try:
+            self._process = start(
+                self._slot, "cells", math.ceil(_MAX_CPU_FACTOR * config.timeout_s)
+            )
+        except BaseException:
+            self._slot.release()
+            raise
+
+    @property
+    def has_ended(self) -> bool:
+        """See ``base.Session.has_ended``."""
+        return self._slot is None
+
+    def run(self, cell: str, timeout_s: float | None = None) -> Outcome:
+        """See ``base.Session.run``."""
+        mark = os.urandom(_MARK_BYTES)
+        limit = self._config.max_output_bytes
+        exchange = _Exchange(self._process, mark + _frame(cell), limit, mark)
+        is_over = True
+        try:
+            ending = exchange.run(timeout_s or self._config.timeout_s)
+            if ending:
+                return Outcome(ending, *exchange.texts())
+            if exchange.status is None:
+                return self._process.outcome(exchange)
+            is_over = False
+            return Outcome("ok" if exchange.status == b"0" else "error", *exchange.texts())
+        finally:
+            if is_over:
+                self.close()
+
+    def close(self) -> None:
+        """See ``base.Session.close``."""
+        if self._slot is not None:
+            self._process.close()
+            self._slot.release()
+            self._slot = None
+            self._on_close(self)
+
+
+class _Process:
+    """A running sandbox, which waits for its first frame."""
+
+    def __init__(self, command: list[str], program: list[str], seccomp: bytes, slot: _Slot) -> None:
+        self._cgroup = slot.cgroup
+        self._num_killed = 0 if slot.cgroup is None else slot.cgroup.num_killed()
+        self._init: int | None = None
+        with contextlib.ExitStack() as theirs:
+            status, status_end = os.pipe()
+            theirs.callback(os.close, status_end)
+            block_end, block = os.pipe()
+            theirs.callback(os.close, block_end)
+            filter_end = _pipe_with(seccomp)
+            theirs.callback(os.close, filter_end)
+            options = zip(
+                ("--json-status-fd", "--block-fd", "--seccomp"),
+                (status_end, block_end, filter_end),
+                strict=True,
+            )
+            arguments = [word for name, end in options for word in (name, str(end))]
+            self._status = os.fdopen(status, "rb")
+            self.process = subprocess.Popen(
+                [*command, *arguments, *program],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd="/",
+                env={},  # /proc/1/environ of the sandbox
+                pass_fds=(status_end, block_end, filter_end),
+                user=slot.uid,
+                group=slot.uid,
+                extra_groups=None if slot.uid is None else [],
+            )
+        try:
+            self._init_pid = self._read_status().get("child-pid", 0)
+            self._init = os.pidfd_open(self._init_pid)  # an OSError if it has ended
+            if self._cgroup is not None:
+                self._cgroup.add(self._init_pid)
+            os.write(block, b"x")
+        except OSError as error:
+            reason = self._error()
+            self.close()
+            raise _refused(reason) from error
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(block)
+
+    def outcome(self, exchange: _Exchange) -> Outcome:
+        """Return the outcome of a process that has ended by itself.
+
+        Raises:
+            SandboxLostError: It was killed.
+        """
+        self.process.wait()
+        status = self._read_status().get("exit-code")
+        stdout, stderr = exchange.texts()
+        if self._cgroup is not None and self._cgroup.num_killed() > self._num_killed:
+            return Outcome("memory", stdout, stderr)
+        outcome = Outcome("ok" if status == 0 else "error", stdout, stderr)
+        [*_, said] = ["", *stderr.splitlines()]
+        if status is None and said.startswith(_SAID):
+            raise _refused(said)
+        if status in (None, _KILLED):
+            raise SandboxLostError(
+                "a sandbox was killed while a program ran in it; see the kernel's log (is there "
+                "enough memory?)",
+                None if status is None else outcome,
+            )
+        return outcome
+
+    def close(self) -> None:
+        """Kill every process and wait until none is left; safe to call twice."""
+        if self._status.closed:
+            return
+        if self._init is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._init, signal.SIGKILL)
+        else:
+            self.process.kill()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+        self.process.wait()
+        if self._init is not None:
+            # The monitor may leave init, which ends last of its namespace, to the next reaper.
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._init_pid, 0)
+            os.close(self._init)
+        self._status.close()
+
+    def _read_status(self) -> dict[str, int]:
+        ready, _, _ = select.select([self._status], [], [], _START_TIMEOUT_S)
+        line = self._status.readline() if ready else b""
+        return json.loads(line) if line else {}
+
+    def _error(self) -> str:
+        self.process.kill()
+        assert self.process.stderr is not None
+        lines = self.process.stderr.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it was killed"
+
+
+def _refused(said: str) -> SandboxError:
+    return SandboxError(
+        f"bubblewrap does not start: {said.removeprefix(_SAID)}; it needs unprivileged user "
+        "namespaces, and read access to sandbox.python and sandbox.read_only (docs/security.md)"
+    )
+
+
+def _pipe_with(content: bytes) -> int:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "wb") as stream:
+        stream.write(content)  # less than a pipe holds
+    return reader
+
+
+class _Exchange:
+    """Sends a program its input and takes its output, up to a limit of time and size."""
+
+    def __init__(
+        self, process: _Process, content: bytes, max_output_bytes: int, mark: bytes = b""
+    ) -> None:
+        self._process = process.process
+        self._content = memoryview(content)
+        self._max_output_bytes = max_output_bytes
+        self._mark = mark
+        self.status: bytes | None = None
+        """The byte after the mark, once it has come; neither is in the output."""
+        assert process.process.stdout is not None
+        assert process.process.stderr is not None
+        self._outputs = {process.process.stdout: bytearray(), process.process.stderr: bytearray()}
+
+    def run(self, timeout_s: float) -> Ending | None:
+        """Return the limit that was exceeded, or None at the end of the output, or at the mark."""
+        deadline_s = time.monotonic() + timeout_s
+        stdin = self._process.stdin
+        assert stdin is not None
+        os.set_blocking(stdin.fileno(), False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdin, selectors.EVENT_WRITE)
+            for stream in self._outputs:
+                selector.register(stream, selectors.EVENT_READ)
+            while any(stream in selector.get_map() for stream in self._outputs):
+                remaining_s = deadline_s - time.monotonic()
+                ready = selector.select(remaining_s) if remaining_s > 0 else []
+                if not ready:
+                    return "timeout"
+                for key, _ in ready:
+                    self._write(selector) if key.fileobj is stdin else self._read(selector, key)
+                if max(map(len, self._outputs.values())) > self._max_output_bytes:
+                    return "output"
+                if self.status is not None:
+                    return None
+            if not self._waited_until(deadline_s):
+                return "timeout"
+        return None
+
+    def texts(self) -> list[str]:
+        """Return standard output and error, each up to the limit."""
+        return [
+            bytes(output[: self._max_output_bytes]).decode(errors="replace")
+            for output in self._outputs.values()
+        ]
+
+    def _waited_until(self, deadline_s: float) -> bool:
+        try:
+            self._process.wait(max(deadline_s - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _write(self, selector: selectors.BaseSelector) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            self._content = self._content[os.write(stdin.fileno(), self._content[:_CHUNK]) :]
+        except BrokenPipeError:
+            self._content = self._content[:0]
+        if not self._content:
+            selector.unregister(stdin)
+            if not self._mark:
+                stdin.close()
+
+    def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+        part = os.read(key.fd, _CHUNK)
+        for stream, output in self._outputs.items():
+            if stream is key.fileobj:
+                output += part
+                place = len(output) - len(self._mark) - 1
+                if self._mark and place >= 0 and output.startswith(self._mark, place):
+                    self.status = bytes(output[-1:])
+                    del output[place:]
+        if not part:
+            selector.unregister(key.fileobj)

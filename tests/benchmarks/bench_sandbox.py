@@ -1,0 +1,97 @@
+"""What a program in the sandbox costs, and what ten thousand of them leave.
+
+Short programs run one after the other, as in one worker; a share of them are endless, flood their
+output or fork. CPU time is that of this process and of everything it waited for.
+
+    python -m tests.benchmarks.bench_sandbox --runs 10000
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from bapo_megatron.config.sandbox import SANDBOXES, SandboxConfig
+from bapo_megatron.sandbox.cgroup import left_behind
+from bapo_megatron.sandbox.load import open_sandbox
+
+_HOSTILE = (
+    "while True: pass",
+    "while True: print('x' * 999)",
+    "import os\nfor _ in range(99): os.fork()",
+)
+
+
+def traces() -> dict[str, set[object]]:
+    """What sandboxes could leave on this machine."""
+    tasks = list(Path("/proc/self/task").iterdir())
+    return {
+        "children": {pid for task in tasks for pid in (task / "children").read_text().split()},
+        "processes of their users": set(filter(_is_of_sandbox, Path("/proc").glob("[0-9]*"))),
+        "control groups": set(left_behind()),
+        "files": {
+            path
+            for folder in ("/tmp", "/dev/shm", "/run", "/var/tmp")
+            for path in Path(folder).iterdir()
+            if _is_of_sandbox(path) or re.search("bapo_megatron_sandbox|bwrap", path.name)
+        },
+        "descriptors": {path.name for path in Path("/proc/self/fd").iterdir()},
+    }
+
+
+def _is_of_sandbox(path: Path) -> bool:
+    try:
+        return 60578 <= path.stat().st_uid < 61184
+    except FileNotFoundError:
+        return False
+
+
+def measure(kind: str, runs: int, hostile_share: float) -> str:
+    """A row: runs per second of wall clock and of CPU time, and percentiles."""
+    config = SandboxConfig.model_validate({"kind": kind, "timeout_s": 0.5})
+    draws, seconds, num_ok = random.Random(0), [], 0
+    with open_sandbox(config) as sandbox:
+        before_s, before = time.perf_counter(), sum(os.times()[:4])
+        for number in range(runs):
+            is_hostile = kind == "bubblewrap" and draws.random() < hostile_share
+            program = draws.choice(_HOSTILE) if is_hostile else f"print({number} * 7)"
+            start_s = time.perf_counter()
+            outcome = sandbox.run(program)
+            if not is_hostile:
+                seconds.append(time.perf_counter() - start_s)
+                num_ok += outcome.stdout == f"{number * 7}\n"
+        wall_s, cpu_s = time.perf_counter() - before_s, sum(os.times()[:4]) - before
+    assert num_ok == len(seconds), "a short program failed"
+    p50, p95, p99 = (1000 * statistics.quantiles(seconds, n=100)[p - 1] for p in (50, 95, 99))
+    share = f"{hostile_share:.0%}" if kind == "bubblewrap" else "–"
+    return (
+        f"| {kind} | {runs:,} | {share} | {runs / wall_s:,.0f} | {runs / max(cpu_s, 1e-3):,.0f} | "
+        f"{p50:.2f} ms | {p95:.2f} ms | {p99:.2f} ms |"
+    )
+
+
+def main() -> None:
+    """Print a row for each kind of sandbox."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--hostile", type=float, default=0.0)
+    parser.add_argument("--kinds", nargs="+", default=SANDBOXES, choices=SANDBOXES)
+    options = parser.parse_args()
+    for kind in options.kinds:  # imports, and descriptors that Python and Monty keep
+        measure(kind, 5, 0)
+    before = traces()
+    rows = ["| kind | runs | hostile | runs/s | runs/s of CPU | p50 | p95 | p99 |"]
+    rows += [measure(kind, options.runs, options.hostile) for kind in options.kinds]
+    after = traces()
+    left = {name: new for name in after if (new := after[name] - before[name])}
+    sys.stdout.write("\n".join([*rows, f"left behind: {left or 'nothing'}", ""]))
+
+
+if __name__ == "__main__":
+    main()

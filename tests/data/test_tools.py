@@ -1,0 +1,279 @@
+"""Tool calls in both formats: from tokens to calls, and from outputs to tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config.data import DataConfig
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
+from bapo_megatron.data.tools import Mark, ToolCall, calls_in, checked_message
+from bapo_megatron.engine.base import Completion
+from bapo_megatron.rollout.buffer import RolloutBuffer
+from bapo_megatron.types import FinishReason, Prompt, VersionSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+HERMES = (
+    "{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}"
+    "{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}"
+    "{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'tool' %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
+    "{{- '<|im_start|>user' }}{%- endif %}"
+    "{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}"
+    "{{- '<|im_end|>\\n' }}{%- endif %}"
+    "{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}"
+    "{%- for call in message.tool_calls or [] %}"
+    '{{- \'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""The structure of Qwen2.5's."""
+LLAMA3 = (
+    "{{- '<|begin_of_text|>' }}"
+    "{%- if tools %}{{- '<|start_header_id|>system<|end_header_id|>\\n\\nEnvironment: ipython' }}"
+    "{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}"
+    "{{- '<|eot_id|>' }}{%- endif %}"
+    "{%- for message in messages %}"
+    "{%- set role = 'ipython' if message.role == 'tool' else message.role %}"
+    "{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}"
+    "{%- if message.tool_calls %}{%- set call = message.tool_calls[0].function %}"
+    '{{- \'<|python_tag|>{"name": "\' + call.name + \'", "parameters": \' }}'
+    "{{- (call.arguments | tojson) + '}<|eom_id|>' }}"
+    "{%- else %}{{- message.content + '<|eot_id|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+)
+"""The structure of Llama 3.1's."""
+ADDED = {
+    "hermes": (["<|im_start|>", "<|im_end|>"], ["<tool_call>", "</tool_call>"]),
+    "llama3": (
+        [
+            *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+            *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
+        ],
+        [],
+    ),
+}
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "python", "parameters": {"type": "object", "properties": {}}},
+}
+OPEN, CLOSE, TAG = Mark("<tool_call>"), Mark("</tool_call>"), Mark("<|python_tag|>")
+QUESTION = {"role": "user", "content": "?"}
+
+
+def renderer_of(tokenizer_dir: Path, folder: Path, tool_format: str) -> ChatRenderer:
+    (folder / "x.jinja").write_text(HERMES if tool_format == "hermes" else LLAMA3)
+    tokenizer = load_tokenizer(tokenizer_dir, folder / "x.jinja")
+    special, plain = ADDED[tool_format]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_tokens(plain)
+    config = RolloutConfig(tool_format=tool_format, tools=(SCHEMA,))
+    return ChatRenderer(tokenizer, DataConfig(), config)
+
+
+@pytest.fixture(params=["hermes", "llama3"])
+def renderer(request: pytest.FixtureRequest, tokenizer_dir: Path, tmp_path: Path) -> ChatRenderer:
+    return renderer_of(tokenizer_dir, tmp_path, request.param)
+
+
+def tokens(renderer: ChatRenderer, text: str) -> tuple[int, ...]:
+    [token_ids] = renderer.token_ids([text])
+    return token_ids
+
+
+ONE = '{"name": "python", "arguments": {"code": "1"}}'
+RUN = ToolCall("python", {"code": "1"})
+
+
+@pytest.mark.parametrize(
+    ("pieces", "calls"),
+    [
+        (["no call"], []),
+        (["x", OPEN, f"\n{ONE}\n", CLOSE, "y", OPEN, ONE, CLOSE], [RUN, RUN]),
+        ([OPEN, '{"name": "python", "arguments": "{\\"code\\": \\"1\\"}"}', CLOSE], [RUN]),
+        ([OPEN, ONE], ["a tool call lacks its </tool_call>"]),
+        ([ONE, CLOSE], ["a tool call lacks its <tool_call>"]),
+        ([OPEN, OPEN, ONE, CLOSE], ["a tool call lacks its </tool_call>", RUN]),
+        ([OPEN, "{", CLOSE], ["a tool call is not valid JSON"]),
+        ([OPEN, "[" * 100_000, CLOSE], ["a tool call is not valid JSON (nested too deeply)"]),
+        ([OPEN, "[1]", CLOSE], ['a tool call must be {"name": …, "arguments": {…}}']),
+        ([OPEN, '{"name": "rm"}', CLOSE], ["there is no tool 'rm', only python"]),
+        ([OPEN, '{"name": "python"}', CLOSE], ["the arguments of python must be an object"]),
+    ],
+)
+def test_hermes_calls_stand_between_tags(pieces: Sequence[str], calls: Sequence[Any]) -> None:
+    check(calls_in("hermes", pieces, ["python"]), calls)
+
+
+PARAMETERS = ONE.replace("arguments", "parameters")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "calls"),
+    [
+        (["no call"], []),
+        (["{} is empty"], []),
+        (["Let me see.", TAG, PARAMETERS], [RUN]),
+        ([TAG, f"{PARAMETERS}; {ONE}\n"], [RUN, RUN]),
+        ([f" {PARAMETERS} "], [RUN]),
+        ([TAG, ""], ["a tool call is not valid JSON"]),
+        ([TAG, "print(1)"], ["a tool call is not valid JSON"]),
+        ([TAG, PARAMETERS, TAG, "x"], [RUN, "a tool call is not valid JSON"]),
+        ([TAG, f"{PARAMETERS} and"], [RUN, "a tool call is not valid JSON"]),
+    ],
+)
+def test_llama3_calls_follow_the_tag(pieces: Sequence[str], calls: Sequence[Any]) -> None:
+    check(calls_in("llama3", pieces, ["python"]), calls)
+
+
+def check(calls: Sequence[ToolCall], wanted: Sequence[Any]) -> None:
+    assert len(calls) == len(wanted)
+    for call, want in zip(calls, wanted, strict=True):
+        if isinstance(want, ToolCall):
+            assert call == want
+        else:
+            assert call.error.startswith(want)
+
+
+def test_a_mark_is_a_token_where_the_tokenizer_has_one(renderer: ChatRenderer) -> None:
+    is_hermes = renderer._tool_format == "hermes"
+    text = f"<tool_call>{ONE}</tool_call>" if is_hermes else f"<|python_tag|>{ONE}"
+    assert renderer.calls(tokens(renderer, text)) == (RUN,)
+    spelt = [token for letter in text for token in tokens(renderer, letter)]
+    assert renderer.decode(spelt) == text
+    assert renderer.calls(spelt) == ()
+
+
+def test_tags_are_text_where_the_tokenizer_has_no_token(
+    tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "x.jinja").write_text(HERMES)
+    tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
+    config = RolloutConfig(tool_format="hermes", tools=(SCHEMA,))
+    renderer = ChatRenderer(tokenizer, DataConfig(), config)
+    text = f"So <tool_call>{ONE}</tool_call> and <tool_call>"
+    check(renderer.calls(tokens(renderer, text)), [RUN, "a tool call lacks its </tool_call>"])
+
+
+def test_the_template_renders_the_tools(renderer: ChatRenderer) -> None:
+    assert '"name": "python"' in renderer.text("1 + 1?")
+
+
+def test_a_template_without_tools_is_refused(tokenizer_dir: Path) -> None:
+    config = RolloutConfig(tool_format="hermes", tools=(SCHEMA,))
+    with pytest.raises(ValueError, match="must be none with a chat template that does not mention"):
+        ChatRenderer(load_tokenizer(tokenizer_dir), DataConfig(), config)
+
+
+def test_tools_need_a_format_and_names() -> None:
+    with pytest.raises(ValueError, match="tool_format must be one of hermes, llama3 with tools"):
+        RolloutConfig(tools=(SCHEMA,))
+    with pytest.raises(ValueError, match="and none without, got hermes and 0 tools"):
+        RolloutConfig(tool_format="hermes")
+    with pytest.raises(ValueError, match="must be JSON schemas"):
+        RolloutConfig(tool_format="hermes", tools=({"name": "python"},))
+
+
+def test_messages_of_openai_s_form_become_those_of_templates() -> None:
+    function = {"name": "python", "arguments": '{"code": "1"}'}
+    message = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+    assert checked_message(message) == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "c1",
+                "type": "function",
+                "function": {"name": "python", "arguments": {"code": "1"}},
+            }
+        ],
+    }
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    answer = {"role": "tool", "content": parts, "tool_call_id": "c1"}
+    assert checked_message(answer) == {"role": "tool", "content": "ab", "tool_call_id": "c1"}
+    for wrong in ({"role": "user"}, {"role": "user", "content": [{"type": "image"}]}, "x"):
+        with pytest.raises(ValueError, match="must hold messages with role and content"):
+            checked_message(wrong)
+    with pytest.raises(ValueError, match="must hold tool_calls with a name"):
+        checked_message({**message, "tool_calls": [{"function": {}}]})
+
+
+def test_a_conversation_with_calls_can_be_a_prompt(renderer: ChatRenderer) -> None:
+    call = {"function": {"name": "python", "arguments": {"code": "1"}}}
+    messages = [
+        QUESTION,
+        checked_message({"role": "assistant", "content": "", "tool_calls": [call]}),
+        {"role": "tool", "content": "1"},
+        {"role": "user", "content": "And?"},
+    ]
+    prompt = tokens(renderer, renderer.text(messages))
+    assert renderer.calls(prompt)[0] == RUN
+
+
+def noise(draws: random.Random) -> str:
+    """Text with whatever could be taken for part of the format."""
+    pieces = [
+        *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|im_end|>"),
+        *("<|python_tag|>", "<|eot_id|>", "<|eom_id|>", "{", "}", '"', "\\", "\n", ";", " "),
+        *("é", "数", "a", "print(1)", "<|im_<|im_end|>end|>"),
+    ]
+    return "".join(draws.choices(pieces, k=draws.randrange(8)))
+
+
+def written_by_policy(tool_format: str, codes: Sequence[str]) -> str:
+    if tool_format == "hermes":
+        values = [json.dumps({"name": "python", "arguments": {"code": code}}) for code in codes]
+        calls = [f"<tool_call>\n{value}\n</tool_call>" for value in values]
+        return "So:\n" + "\n".join(calls) + "<|im_end|>"
+    calls = [json.dumps({"name": "python", "parameters": {"code": code}}) for code in codes]
+    return "<|python_tag|>" + "; ".join(calls) + "<|eom_id|>"
+
+
+@pytest.mark.slow
+def test_ten_thousand_calls_and_outputs_are_each_rendered_once_and_train_once(
+    renderer: ChatRenderer,
+) -> None:
+    draws, tool_format = random.Random(0), renderer._tool_format
+    special, plain = ADDED[tool_format]
+    marks = {tokens(renderer, mark)[0] for mark in (*special, *plain)}
+
+    def marks_in(outputs: list[dict[str, str]]) -> list[int]:
+        return [token for token in renderer.continuation(outputs) if token in marks]
+
+    num_calls = 0
+    while num_calls < 10_000:
+        pending = RolloutBuffer().start_group(Prompt("p", (1,), "", "", ""), 1).samples[0]
+        sampled: list[int] = []
+        for _ in range(draws.randrange(1, 4)):
+            # JSON cannot escape tags, which end a call of hermes wherever they are.
+            codes = [noise(draws).replace("<", "‹") for _ in range(draws.randrange(1, 4))]
+            turn = tokens(renderer, written_by_policy(tool_format, codes))
+            calls = [call.arguments["code"] for call in renderer.calls(turn)]
+            assert calls == codes
+            part, logprobs = np.asarray(turn, np.int32), np.zeros(len(turn), np.float32)
+            spans = (VersionSpan(0, len(turn)),)
+            pending.append(Completion(part, logprobs, spans, FinishReason.STOP), 1 << 30)
+            outputs = [{"role": "tool", "content": noise(draws)} for _ in codes]
+            assert marks_in(outputs) == marks_in([{**output, "content": ""} for output in outputs])
+            pending.write(renderer.continuation(outputs))
+            sampled += turn
+            num_calls += len(codes)
+        sample = pending.sample
+        assert sample.response_token_ids[sample.loss_mask].tolist() == sampled

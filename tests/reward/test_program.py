@@ -1,0 +1,163 @@
+"""Programs against tests of every form; the graders run in worker processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+
+from bapo_megatron.config.reward import RewardConfig
+from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError
+from tests.reward.scoring import score
+from tests.sandbox.host import require_bubblewrap
+from tests.sandbox.test_bubblewrap import children
+
+require_bubblewrap()
+
+SECTION = {
+    "functions": [{"name": "code", "function": "program"}],
+    "timeout_s": 60,
+    "program": {"sandbox": {"timeout_s": 2}},
+}
+ADD = "def add(a, b):\n    return a + b"
+SUM_OF_LINE = "print(sum(map(int, input().split())))"
+LINES = {"inputs": ["1 2\n", "3 4 5"], "outputs": ["3\n", "12\n\n"]}
+CALLS = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [[3], "ab"]}
+LIVE = {"fn_name": "add", "inputs": ["1\n2", '"x"\n"y"'], "outputs": ["3", '"xy"']}
+ASSERTS = {"assert_case": ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"]}
+CHECKED = {
+    "import_prefix": "from typing import *\n\n",
+    "test_code": (
+        "def check(candidate):\n    assert candidate(1, 2) == 3\n\n    assert candidate(0, 0) == 0"
+    ),
+    "entry_point": "Solution().add",
+}
+SOLUTION = "class Solution:\n    def add(self, a: Any, b: Optional[int]):\n        return a + b"
+
+
+def response(program: str, tests: object) -> Response:
+    answer = tests if isinstance(tests, str) else json.dumps(tests)
+    return Response(f"I think:\n```python\n{program}\n```\nDone.", answer)
+
+
+def graded(*cases: tuple[str, object], **program: object) -> list[tuple[float, str]]:
+    """Reward and reason of each program."""
+    section = {**SECTION, "program": {**SECTION["program"], **program}}
+    alone, _ = score(section, *(response(*case) for case in cases))
+    return [(s.reward, s.reason) for s in alone]
+
+
+def test_programs_pass_tests_of_every_form() -> None:
+    right = [
+        (SUM_OF_LINE, LINES),
+        (ADD, CALLS),
+        (SOLUTION, CALLS),
+        (ADD, LIVE),
+        (ADD, ASSERTS),
+        (ADD, ASSERTS["assert_case"]),
+        (ADD, "assert add(2, 2) == 4"),
+        (SOLUTION, CHECKED),
+        ("print(6 * 7)", "42"),
+        ("print(f'{1 / 3:.9f} ok  ')", "0.3333333 ok"),
+    ]
+    assert graded(*right) == [(1.0, "passed")] * len(right)
+
+
+def test_wrong_programs_fail_with_a_reason() -> None:
+    wrong = {
+        "wrong": [
+            ("print(3)", LINES),
+            ("print(3, 12)", {"inputs": [""], "outputs": ["3\n12"]}),
+            ("def add(a, b): return a", CALLS),
+            ("print(6 * 8)", "42"),
+            ("print('42.0000001')", "42"),
+            # It ends before the tests, with exit status 0.
+            ("import sys; sys.exit(0)", ASSERTS),
+            ("import os; os._exit(0)", LIVE),
+            ("print('passed'); raise SystemExit", CHECKED),
+        ],
+        "error": [
+            ("1 / 0", LINES),
+            (ADD.replace("+", "-"), ASSERTS),
+            (SOLUTION.replace("+", "-"), CHECKED),
+            ("def other(): pass", CALLS),
+            ("def add(", ASSERTS),
+        ],
+        "timeout": [("while True: pass", LINES)],
+        "output": [("while True: print('3' * 1000)", LINES)],
+    }
+    for reason, cases in wrong.items():
+        assert graded(*cases) == [(0.0, reason)] * len(cases)
+
+
+def test_the_last_block_after_thinking_counts() -> None:
+    texts = {
+        "```python\nprint(1)\n```\n```py\nprint(2)\n```": (1.0, "passed", True),
+        "```python\nprint(2)\n```\n```\nprint(1)\n```": (0.0, "wrong", True),
+        "<think>```python\nprint(2)\n```</think> two": (0.0, "no_program", False),
+        "print(2)": (0.0, "no_program", False),
+    }
+    alone, _ = score(SECTION, *(Response(text, "2") for text in texts))
+    assert [(s.reward, s.reason, s.answer_found) for s in alone] == list(texts.values())
+
+
+def test_a_share_of_the_tests_can_be_the_reward() -> None:
+    half = ("print(3)", LINES)
+    assert graded(half, score="share") == [(0.5, "wrong")]
+    assert graded(half, max_tests=1) == [(1.0, "passed")]
+    section = {**SECTION, "program": {**SECTION["program"], "score": "share"}}
+    [scored], _ = score(section, response(*half))
+    assert scored.metrics == {"code/passed_share": 0.5}
+    assert scored.extracted == "print(3)\n"
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [({}, "must hold tests"), ({"inputs": [1], "outputs": []}, "shorter"), ({"inputs": 1}, "list")],
+)
+def test_a_reference_without_tests_is_an_error(tests: object, message: str) -> None:
+    with pytest.raises(FunctionFailedError, match=message):
+        graded(("print(1)", tests))
+
+
+def kill_monitors(times: int) -> None:
+    """Kill bubblewrap below this process's workers, while long programs run in it."""
+    killed = set[int]()
+    while len(killed) < times:
+        monitors = {child for worker in children() for child in children(worker)} - killed
+        time.sleep(1.5)  # the program that a worker tries at its start has ended by then
+        for monitor in monitors & {c for worker in children() for c in children(worker)}:
+            os.kill(monitor, signal.SIGKILL)
+            killed.add(monitor)
+
+
+def test_a_lost_sandbox_is_no_wrong_answer() -> None:
+    killer = threading.Thread(target=kill_monitors, args=(2,))
+    section = {**SECTION, "program": {"sandbox": {"timeout_s": 40}}}
+    killer.start()
+    with pytest.raises(FunctionFailedError, match="a sandbox was killed while a program ran"):
+        score(section, response("import time\ntime.sleep(30)", "1"))
+    killer.join()
+
+
+def test_the_configuration_is_checked() -> None:
+    with pytest.raises(
+        ValueError, match=r"timeout_s must be above program\.sandbox\.timeout_s = 5"
+    ):
+        RewardConfig.model_validate({**SECTION, "timeout_s": 5, "program": {}})
+    with pytest.raises(ValueError, match="kind must be bubblewrap, got monty"):
+        RewardConfig.model_validate({"program": {"sandbox": {"kind": "monty"}}})
+
+
+def test_without_a_sandbox_the_start_fails_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert shutil.which("bwrap") is None
+    with pytest.raises(
+        RewardError, match=r"'program' needs a sandbox: bubblewrap .*apt-get install"
+    ):
+        score(SECTION, response("print(1)", "1"))

@@ -1,0 +1,111 @@
+"""Runs programs in the sandbox, under a bare bubblewrap or without any, on a host with secrets.
+
+    python -m tests.sandbox.host UID < requests.json > outcomes.json
+
+As root, the process becomes ``UID`` once everything is imported, since Python's own files may be
+readable by root alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config.sandbox import SandboxConfig
+from bapo_megatron.sandbox.load import open_sandbox
+from tests.sandbox.probes import CANARY, filled
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+USER = 12345
+PYTHON = "/usr/bin/python3"
+BARE = (
+    *("bwrap", "--unshare-all", "--clearenv", "--ro-bind", "/", "/"),
+    *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),
+)
+
+
+def require_bubblewrap() -> None:
+    """Skip the module where bubblewrap cannot be installed; fail in CI."""
+    if shutil.which("bwrap") is None:
+        if os.environ.get("CI"):
+            pytest.fail("bubblewrap is not installed", pytrace=False)
+        pytest.skip("bubblewrap is not installed", allow_module_level=True)
+
+
+def outcomes(
+    programs: dict[str, str], *, uid: int = 0, how: str = "sandbox", **settings: Any
+) -> dict[str, Any]:
+    """How each program ended and what it wrote, run by a process of ``uid`` that has secrets."""
+    request = {"programs": programs, "how": how, "settings": settings}
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.sandbox.host", str(uid), CANARY],
+        input=json.dumps(request),
+        env={**os.environ, "SECRET": CANARY},
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return dict(json.loads(process.stdout))
+
+
+def _main(uid: int) -> None:
+    request = json.load(sys.stdin)
+    if uid and os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp")))
+        secret = folder / "secret"
+        secret.write_text(CANARY)
+        os.set_inheritable(os.open(secret, os.O_RDONLY), True)
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        local = stack.enter_context(socket.socket(socket.AF_UNIX))
+        local.bind("")  # a free abstract name
+        local.listen()
+        programs = {
+            name: filled(
+                program,
+                file=str(secret),
+                port=server.getsockname()[1],
+                name=local.getsockname().decode(),
+                pid=os.getpid(),
+            )
+            for name, program in request["programs"].items()
+        }
+        if request["how"] == "sandbox":
+            sandbox = stack.enter_context(open_sandbox(SandboxConfig(**request["settings"])))
+            results = {name: sandbox.run(program) for name, program in programs.items()}
+            written = {name: (o.ending, o.stdout, o.stderr) for name, o in results.items()}
+        else:
+            command = BARE if request["how"] == "bare" else ()
+            written = {name: _bare(command, program) for name, program in programs.items()}
+    json.dump(written, sys.stdout)
+
+
+def _bare(command: tuple[str, ...], program: str) -> tuple[str, str, str]:
+    process = subprocess.run(
+        [*command, PYTHON, "-I", "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        close_fds=False,
+        timeout=60,
+    )
+    return "ok" if process.returncode == 0 else "error", process.stdout, process.stderr
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))
