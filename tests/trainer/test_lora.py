@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.engine.helpers import make_model_dir
-from tests.launch import run
+from tests.launch import run, start
 from tests.trainer.runs import (
     assert_same_training,
     exported_weights,
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+KILLS = int(os.environ.get("BAPO_TEST_KILLS", "2"))
+"""Ten were tried by hand."""
 ENGINE = "tests.trainer.losing_engine:LosingKind"
 
 
@@ -75,6 +80,24 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     adapters = [load_file(r / "adapter" / "adapter_model.safetensors") for r in (resumed, finished)]
     assert adapters[0].keys() == adapters[1].keys()
     assert all(torch.equal(adapters[0][name], value) for name, value in adapters[1].items())
+
+
+def test_a_run_that_is_killed_at_any_moment_equals_the_uninterrupted_one(
+    config: Path, tmp_path: Path
+) -> None:
+    train(config, tmp_path / "whole")
+    draws = random.Random(0)
+    for kill in range(KILLS):
+        resume = ["--resume"] if kill else []
+        process = start(["train", str(config), f"run_dir={tmp_path / 'killed'}", *resume])
+        metrics = tmp_path / "killed" / "metrics.jsonl"
+        while process.poll() is None and not metrics.exists():
+            time.sleep(0.02)
+        time.sleep(draws.uniform(0, 8) if kill else 0)
+        process.kill()
+        process.communicate()
+    train(config, tmp_path / "killed", "--resume")
+    assert_same_training(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_another_layout_continues_with_the_same_weights(
