@@ -17,6 +17,7 @@ from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.policy import cpu_compat
+from bapo_megatron.policy.hf_weights import find_kept
 from bapo_megatron.policy.megatron_setup import seed_everything
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.train_state import TrainState
@@ -201,6 +202,11 @@ class Run:
             self._stack.callback(self._write_late, {})  # if the run ends first
             if config.log.console:
                 show(f"loss stage: {self.trainer.output.kernels.name} kernels")
+                model = self.state.model
+                if kept := find_kept(model.hf, model.model_dir):
+                    parts = {name.removeprefix("model.").partition(".")[0] for name in kept}
+                    names = ", ".join(sorted(parts))
+                    show(f"{len(kept)} tensors ({names}) are not trained; exports keep them")
         with self.timer.phase("weight_sync"):
             self.generation.sync_weights()
             self.generation.sync_reports.clear()  # not part of a step
