@@ -13,8 +13,40 @@ def is_pattern(path: Path) -> bool:
     return not set("*?[").isdisjoint(path.name)
 
 
+UNSCORED_TASKS = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
+"""Tasks of reasoning-gym that have no reference answer, and score the one they give 0."""
+MAX_GYM_SIZE = 100_000
+
+
+class GymTaskConfig(Section):
+    """A task of reasoning-gym, which generates problems."""
+
+    name: str
+    """As reasoning-gym registers it, such as ``chain_sum``."""
+    weight: float = Field(1.0, gt=0)
+    """Its fraction of the set's problems is weight over sum of weights."""
+    options: dict[str, Any] = Field({})
+    """Fields of the task's own configuration, such as ``max_terms``; not ``seed`` and ``size``."""
+
+    @model_validator(mode="after")
+    def _can_be_trained_on(self) -> Self:
+        if self.name in UNSCORED_TASKS:
+            raise ValueError(
+                f"name must be a task with reference answers, got '{self.name}', which scores its "
+                f"own answer 0, as do {', '.join(UNSCORED_TASKS)}; leave it out"
+            )
+        if self.name == "composite":
+            raise ValueError("name must be a single task, got 'composite'; list its parts")
+        for option in ("seed", "size"):
+            if option in self.options:
+                raise ValueError(
+                    f"options must not hold {option}, which is the set's; set {option} beside gym"
+                )
+        return self
+
+
 class DatasetConfig(Section):
-    """One set of prompts: a file, several files, or a data set of the Hugging Face Hub."""
+    """One set of prompts: files, a data set of the Hugging Face Hub, or generated problems."""
 
     path: AbsolutePath | None = None
     """A jsonl, json or parquet file; ``*``, ``?`` and ``[]`` in its name match several files."""
@@ -24,6 +56,14 @@ class DatasetConfig(Section):
     """The data set's subset on the Hub (``main`` of GSM8K), where it has several."""
     split: str = ""
     """The data set's split on the Hub: ``train``, ``test`` … or a slice, ``train[:1000]``."""
+    gym: tuple[GymTaskConfig, ...] = ()
+    """Instead of ``path``: tasks of reasoning-gym, whose problems are generated at the start and
+    scored by the reward function ``gym``."""
+    size: int | None = Field(None, ge=1, le=MAX_GYM_SIZE)
+    """Number of problems of ``gym``."""
+    seed: int = Field(0, ge=0, lt=4096)
+    """Seed of the problems of ``gym``. Whatever it is, training sets and evaluation sets have no
+    problem in common."""
     row_format: Literal["auto", "columns", "verl", "gsm8k", "math"] = "auto"
     """Where question and answer are: ``verl`` (also Skywork-OR1 and DAPO-Math), ``gsm8k``,
     ``math``, ``columns`` (those below); ``auto`` recognises it from the first row's columns."""
@@ -35,15 +75,21 @@ class DatasetConfig(Section):
     row_columns: tuple[str, ...] | None = None
     """Other columns to pass to reward functions; null: all. They stay in memory."""
     name: str = ""
-    """Name in metrics (``eval/<name>/…``, ``data/<name>/…``); if empty, the file's stem or the last
-    part of the Hub's id."""
+    """Name in metrics (``eval/<name>/…``, ``data/<name>/…``); if empty, the file's stem, the last
+    part of the Hub's id, or ``gym``."""
 
     @model_validator(mode="after")
     def _has_one_place(self) -> Self:
-        if (self.path is None) == (not self.hub):
+        places = {"path": self.path, "hub": self.hub, "gym": self.gym}
+        if len(named := [name for name, place in places.items() if place]) != 1:
             raise ValueError(
-                f"must have either path or hub, got {self.path or 'neither'}"
-                f"{f' and {self.hub}' if self.hub else ''}; set one of them"
+                f"must have either path, hub or gym, got {' and '.join(named) or 'none'}; set one "
+                "of them"
+            )
+        if bool(self.gym) != (self.size is not None) or (self.seed and not self.gym):
+            raise ValueError(
+                f"needs size with gym, and takes size and seed only with gym, got size: "
+                f"{self.size}, seed: {self.seed}; correct them"
             )
         if bool(self.hub) != bool(self.split) or (self.subset and not self.hub):
             raise ValueError(
@@ -55,6 +101,11 @@ class DatasetConfig(Section):
                 f"must have a name, since path = '{self.path}' matches several files; set name"
             )
         columns = self.prompt_column or self.answer_column
+        if self.gym and (columns or self.row_columns is not None or self.row_format != "auto"):
+            raise ValueError(
+                "takes row_format, prompt_column, answer_column and row_columns only with path or "
+                "hub, got one of them with gym; leave it out"
+            )
         if columns and self.row_format not in ("auto", "columns"):
             raise ValueError(
                 f"row_format must be auto or columns with prompt_column or answer_column, got "
@@ -75,7 +126,9 @@ class DatasetConfig(Section):
         """The set's name in metrics and messages."""
         if self.name:
             return self.name
-        return self.hub.rpartition("/")[2] if self.path is None else self.path.stem
+        if self.path is not None:
+            return self.path.stem
+        return self.hub.rpartition("/")[2] or "gym"
 
 
 class TrainSetConfig(DatasetConfig):

@@ -15,7 +15,7 @@ from bapo_megatron.config.section import (
     split_address,
 )
 
-BUILT_IN_FUNCTIONS = ("math", "program")
+BUILT_IN_FUNCTIONS = ("math", "program", "gym")
 """Reward functions that need no module."""
 
 SHAPING_TERMS = ("truncated", "overlong", "format", "repetition")
@@ -65,8 +65,9 @@ class RewardFunctionConfig(Section):
         str | None,
         built_in_or_own(BUILT_IN_FUNCTIONS, "function"),
     ] = None
-    """``math``; ``program`` (tests for code, docs/rewards.md); or ``package.module:function`` (a
-    static method: ``package.module:Class.method``); run by the worker processes."""
+    """``math``; ``program`` (tests for code, docs/rewards.md); ``gym`` (scorers of the tasks of
+    ``data.train.gym``); or ``package.module:function`` (a static method:
+    ``package.module:Class.method``); run by the worker processes."""
     url: str | None = None
     """Address of an HTTP reward service, instead of ``function``."""
     http: HttpRewardConfig = HttpRewardConfig()

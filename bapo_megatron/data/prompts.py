@@ -240,7 +240,7 @@ def load_set(
         OSError: A file cannot be opened.
     """
     report = SetReport(
-        str(dataset.path or dataset.hub),
+        str(dataset.path or dataset.hub or dataset.label),
         dataset.row_format,
         max_prompt_tokens=data.max_prompt_tokens,
         duplicates_dropped=data.on_duplicate == "drop",

@@ -1,4 +1,4 @@
-"""Rows of files and of the Hugging Face Hub, and the question and answer in a row's columns.
+"""Rows of files, the Hugging Face Hub and generators; question and answer in a row's columns.
 
 ``read_rows`` reads the rows of a set, with their places for messages; ``recognise`` finds the
 format of the columns (docs/data.md describes each).
@@ -8,7 +8,10 @@ import datetime
 import decimal
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +19,13 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from bapo_megatron.config.data import DatasetConfig
+from bapo_megatron.config.data import DatasetConfig, TrainSetConfig
 from bapo_megatron.data.columns import PARQUET_ERRORS
 from bapo_megatron.data.tools import Message, checked_message
 from bapo_megatron.errors import first_line
 from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import open_regular, parse_json, read_lines, read_regular
+from bapo_megatron.runtime.processes import describe_exit
 
 _MAX_REASON = 300
 _BATCH_ROWS = 1024
@@ -58,7 +62,7 @@ class Row:
 
 
 def read_rows(dataset: DatasetConfig) -> Iterator[Row]:
-    """Read a set row by row: files in the order of their names, or a set of the Hub.
+    """Read a set row by row: files in the order of their names, a set of the Hub, or problems.
 
     ``config.check`` has seen the files and their suffixes.
 
@@ -66,6 +70,9 @@ def read_rows(dataset: DatasetConfig) -> Iterator[Row]:
         DataError: A file or set as a whole cannot be read.
         OSError: A file cannot be opened.
     """
+    if dataset.gym:
+        yield from _generate(dataset)
+        return
     if dataset.path is None:
         yield from _read_hub(dataset)
         return
@@ -122,6 +129,34 @@ def _read_hub(dataset: DatasetConfig) -> Iterator[Row]:
     # As arrow, so that images and sound are not decoded.
     batches = data_set.with_format("arrow").iter(batch_size=_BATCH_ROWS)
     yield from _rows_of_batches(batches, dataset.hub, place)
+
+
+def _generate(dataset: DatasetConfig) -> Iterator[Row]:
+    """Problems of reasoning-gym, which a process of their own generates."""
+    # Some tasks depend on the order of sets of strings.
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    process = subprocess.run(
+        [sys.executable, "-m", "bapo_megatron.data.gym", str(os.getpid())],
+        input=json.dumps(
+            {
+                "tasks": [task.model_dump(mode="json") for task in dataset.gym],
+                "size": dataset.size,
+                "seed": dataset.seed,
+                "is_held_out": not isinstance(dataset, TrainSetConfig),
+            }
+        ),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if process.returncode:
+        reason = (process.stderr.strip() or describe_exit(process.returncode)).splitlines()[-1]
+        raise DataError(f"{dataset.label}: gym: {reason}")
+    for number, line in enumerate(process.stdout.splitlines()):
+        yield Row(
+            f"{dataset.label}:{number}", f"{dataset.label}: problem {number}", json.loads(line)
+        )
 
 
 def _rows_of_batches(batches: Iterator[Any], name: str, place: str) -> Iterator[Row]:
@@ -213,6 +248,11 @@ def boxed_answer(value: Any) -> str:
     return _utf8(answer.strip())
 
 
+def _as_it_is(value: Any) -> str:
+    """The reference answer of a generated problem; its task may mean every space."""
+    return str(value)
+
+
 @dataclass(frozen=True, slots=True)
 class RowFormat:
     """Where the rows of a set hold question and answer."""
@@ -272,6 +312,8 @@ def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | 
 
     Returns None where ``row_format`` is ``auto`` and the columns match no known format.
     """
+    if dataset.gym:
+        return RowFormat("gym", "question", "answer", _as_it_is)
     if dataset.row_format == "columns" or dataset.prompt_column or dataset.answer_column:
         return RowFormat(
             "columns", dataset.prompt_column or "prompt", dataset.answer_column or "answer"

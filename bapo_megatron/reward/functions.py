@@ -1,6 +1,6 @@
 """Reward functions by name, in the worker processes that load and call them.
 
-A name is a key of ``BUILT_IN``, ``program``, ``package.module:function`` or
+A name is ``math``, ``program``, ``gym``, ``package.module:function`` or
 ``package.module:Class.method``; ``base`` defines arguments and results.
 """
 
@@ -20,8 +20,9 @@ from bapo_megatron.runtime.names import LoadError, load_named
 from bapo_megatron.runtime.worker import settled
 
 BUILT_IN = {"math": "bapo_megatron.reward.math_answer:grade_math_answer"}
-"""Location of each of ``config.reward.BUILT_IN_FUNCTIONS`` but ``program``, which has a sandbox."""
+"""Location of functions that always load."""
 PROGRAM = "program"
+_GYM = {"gym": "bapo_megatron.reward.gym:grade"}
 PARAMETERS = ("response", "answer", "sample", "row", "turns", "state")
 """Names of the parameters that a function of one response may have."""
 GROUP_PARAMETERS = ("responses", "samples", "states", "rewards", "answer", "row")
@@ -130,7 +131,7 @@ def load(name: str, program: ProgramConfig) -> LoadedFunction:
         function = ProgramGrader(program).grade
     else:
         function = load_named(
-            BUILT_IN.get(name, name), memory_remedy="raise reward.memory_limit_mb"
+            (BUILT_IN | _GYM).get(name, name), memory_remedy="raise reward.memory_limit_mb"
         )
     if not callable(function):
         raise LoadError(

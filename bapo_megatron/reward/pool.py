@@ -34,7 +34,7 @@ class RewardPool:
         """Set the pool up; each worker starts with its first request.
 
         Limits are those of ``WorkerPool``; sympy itself needs some 60 MB. ``functions`` are those
-        that the workers can run: ``math``, ``program``, ``package.module:function``.
+        that the workers can run: ``math``, ``program``, ``gym``, ``package.module:function``.
         """
         self.num_workers = workers
         self._functions = tuple(functions)

@@ -50,8 +50,8 @@ def test_an_unknown_key_that_resembles_none_is_referred_to_the_list(folder, text
     [
         ("reward: {functions: [{name: j, url: 'http://j:80x'}]}", "reward.functions[0].url", ""),
         ("run_dir: ''", "run_dir", "must be a path"),
-        ("eval: {sets: [{name: x}]}", "eval.sets[0]", "path or hub, got neither"),
-        ("data: {train: {path: x.jsonl, hub: a/b}}", "data.train", "/x.jsonl and a/b"),
+        ("eval: {sets: [{name: x}]}", "eval.sets[0]", "path, hub or gym, got none"),
+        ("data: {train: {path: x.jsonl, hub: a/b}}", "data.train", "got path and hub"),
         ("data: {train: [{path: x.jsonl}, {hub: a/b}]}", "data.train[1]", "needs split with hub"),
         ("data: {train: {path: x.jsonl, split: train}}", "data.train", "only with hub"),
         ("data: {train: [{path: x.jsonl, weight: 0}]}", "data.train[0].weight", "greater than 0"),

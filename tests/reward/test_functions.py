@@ -238,4 +238,4 @@ def test_a_function_whose_parameters_cannot_be_read_is_refused():
 
 
 def test_the_built_in_functions_are_those_of_the_configuration():
-    assert (*BUILT_IN, "program") == BUILT_IN_FUNCTIONS
+    assert (*BUILT_IN, "program", "gym") == BUILT_IN_FUNCTIONS
