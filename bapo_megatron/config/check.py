@@ -80,8 +80,19 @@ def check_eval_config(config: RunConfig) -> None:
         raise ConfigError(
             "eval.sets: needs at least one set, got none; set eval.sets=[{path: FILE}]"
         )
+    _refuse_adapter(config)
     _check_eval_positions(config, _count(check_model(config.model), POSITIONS))
     _check_eval(config)
+
+
+def _refuse_adapter(config: RunConfig) -> None:
+    """Engines load ``model.path`` alone."""
+    if config.model.lora.path is not None:
+        raise ConfigError(
+            f"model.lora.path: must be left out without training, got "
+            f"'{config.model.lora.path}', which engines do not load; set model.path to merged "
+            "weights, such as the hf/ of the run that wrote it, and model.lora.path=null"
+        )
 
 
 def check_generate_config(config: RunConfig) -> None:
@@ -91,6 +102,7 @@ def check_generate_config(config: RunConfig) -> None:
             f"replay: must be left out for generate, got '{config.replay.dumps}': these samples "
             "exist already; set replay.dumps=null"
         )
+    _refuse_adapter(config)
     _check_rollout_positions(config, _count(check_model(config.model), POSITIONS))
     _check_generation(config)
 

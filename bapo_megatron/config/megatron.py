@@ -22,6 +22,16 @@ class LoraConfig(Section):
     seed: int = 0
     """Seed of the initial A; B begins at 0."""
 
+    @model_validator(mode="after")
+    def _has_rank(self) -> Self:
+        for key, value in (("path", self.path), ("targets", ", ".join(self.targets))):
+            if value and not self.rank:
+                raise ValueError(
+                    f"rank must be 1 or more with {key}, got 0 with '{value}'; set it, or leave "
+                    f"{key} out"
+                )
+        return self
+
 
 class ModelConfig(Section):
     """The policy."""

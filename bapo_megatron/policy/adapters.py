@@ -43,7 +43,7 @@ def check_targets(hf: HfConfig, config: LoraConfig, tensor: int) -> None:
     divided = {
         target_of(name)
         for weight in weight_table(hf)
-        if weight.form == "sections"
+        if weight.form.startswith("sections")
         for name in adapted(weight, hf, config)
     }
     if divided and tensor > 1:
@@ -124,6 +124,11 @@ def check_adapter(directory: Path, config: LoraConfig) -> None:
         ConfigError: Key, rule, value and remedy.
     """
     path = directory / ADAPTER_CONFIG_NAME
+    if not (directory / ADAPTER_NAME).is_file():
+        raise ConfigError(
+            f"model.lora.path: '{directory}' has no {ADAPTER_NAME}; save the adapter there as "
+            "safetensors, or choose another one"
+        )
     try:
         fields = decode_json(_PeftJson, read_regular(path))
     except (ValueError, OSError) as error:

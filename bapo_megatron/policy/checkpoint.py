@@ -26,7 +26,6 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.policy import checkpoint_files as files
 from bapo_megatron.policy.checkpoint_reader import CheckpointReader
 from bapo_megatron.policy.checkpoint_shards import ShardWriter, torch_bytes
-from bapo_megatron.policy.lora import identity
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.optimizer import load_state, sharded_state
 from bapo_megatron.policy.train_state import TrainState
@@ -114,7 +113,7 @@ class CheckpointSaver:
             "num_updates": train_state.num_updates,
             "layout": rng_layout(groups),
             "distributed_optimizer": _is_distributed(train_state),
-            "lora": identity(model.lora.config, model.hf, model.model_dir) if model.lora else None,
+            "lora": model.lora.identity if model.lora else None,
             "extra": json.loads(json.dumps(extra)),  # a copy: the caller keeps changing it
         }
         self._save = _Save(step, fields, writer, groups, best, wait_for_rollout)
@@ -316,19 +315,23 @@ def _trained_modules(train_state: TrainState) -> list[Any]:
 def _check_adapters(directory: Path, saved: dict[str, Any] | None, model: Model) -> None:
     """Refuse adapters of other settings or of another base."""
     lora = model.lora
-    current = None if lora is None else identity(lora.config, model.hf, model.model_dir)
+    current = None if lora is None else lora.identity
     if (saved is None) != (current is None):
         kind = "all weights" if saved is None else f"adapters of rank {saved['rank']}"
         raise files.CheckpointError(
             f"{directory}: holds {kind}, but model.lora.rank is {lora.config.rank if lora else 0}; "
             f"resume with model.lora.rank={0 if saved is None else saved['rank']}"
         )
-    for name, value in (saved or {}).items():
-        if current is not None and current[name] != value:
-            key = {"base": "model.path"}.get(name, f"model.lora.{name}")
+    if saved is None or current is None:
+        return
+    for name, shown, key in (
+        *((name, name, f"model.lora.{name}") for name in ("rank", "alpha", "targets")),
+        ("base", "base_path", "model.path"),
+    ):
+        if saved[name] != current[name]:
             raise files.CheckpointError(
-                f"{directory}: saved with another {key}, {value}, got {current[name]}; resume with "
-                "that one"
+                f"{directory}: saved with another {key}, {saved[shown]}, got {current[shown]}; "
+                "resume with that one"
             )
 
 

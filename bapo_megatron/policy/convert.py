@@ -50,7 +50,7 @@ from bapo_megatron.policy.checkpoint_reader import CheckpointReader
 from bapo_megatron.policy.checkpoint_shards import BACKEND, torch_bytes
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from bapo_megatron.policy.lora import identity
+from bapo_megatron.policy.lora import identity_of
 from bapo_megatron.policy.megatron_setup import DTYPES
 from bapo_megatron.policy.weight_table import shard_shape, weight_table
 from bapo_megatron.runtime.files import atomic_directory, naming
@@ -219,7 +219,7 @@ def _open_adapters(
         saved = read_state(directory).lora
     assert saved is not None, "a checkpoint of adapters"
     lora = LoraConfig(rank=saved["rank"], alpha=saved["alpha"], targets=tuple(saved["targets"]))
-    if identity(lora, hf, base)["base"] != saved["base"]:
+    if identity_of(lora, hf, base)["base"] != saved["base"]:
         raise ValueError(
             f"{directory}: its adapters belong to another base than {base}; name the model.path of "
             "its run by --hf"

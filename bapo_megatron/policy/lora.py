@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + α/r · B A x, of which A and B are trained.
 
 Every Hugging Face linear has its own A and B, named and shaped as PEFT has them, also where
-Megatron fuses several, such as query, key and value, and every expert its own. Only r channels per
-token cross tensor-parallel ranks. The parameters are float32 whatever the model's dtype, and
-compute in it.
+Megatron fuses several, such as query, key and value, and every expert its own (PEFT itself has
+none for transformers' fused experts). Only r channels per token cross tensor-parallel ranks. The
+parameters are float32, and are cast to the model's dtype to compute.
 
 Shape legend: N = tokens on this rank, I and O = input and output channels of a linear on this
 rank, r = rank, R = r × the adapters of a linear.
@@ -59,7 +59,13 @@ class Adapter(nn.Module):
     """This rank's part of the adapters of one weight of Megatron's model."""
 
     def __init__(
-        self, weight: Weight, hf: HfConfig, config: LoraConfig, groups: ProcessGroups
+        self,
+        weight: Weight,
+        hf: HfConfig,
+        config: LoraConfig,
+        groups: ProcessGroups,
+        *,
+        is_sequence_parallel: bool,
     ) -> None:
         super().__init__()
         self.entry, self.groups = weight, groups
@@ -67,17 +73,29 @@ class Adapter(nn.Module):
         self.entries = adapter_weights(weight, hf, config)
         self.part = tensor_place(weight, groups)
         """Place among, and number of, the ranks that divide the weight."""
-        self.a, self.b = nn.ParameterList(), nn.ParameterList()
-        for pair in self.entries:
-            for entry, parameters in zip(pair, (self.a, self.b), strict=True):
+        self._is_sequence_parallel = is_sequence_parallel
+        for number, pair in enumerate(self.entries):
+            for entry, name in zip(pair, "ab", strict=True):
                 shape = next(iter(hf_shapes(entry, hf).values()))
                 whole = torch.zeros(shape)
-                if parameters is self.a:  # as PEFT initialises it, equal in every layout
+                if name == "a":  # as PEFT initialises it, equal in every layout
                     digest = hashlib.sha256(f"{config.seed} {entry.megatron}".encode()).digest()
                     generator = torch.Generator().manual_seed(int.from_bytes(digest[:6]))
                     whole.uniform_(-1, 1, generator=generator).div_(math.sqrt(shape[1]))
-                parameters.append(self._parameter(entry, to_shard(entry, [whole], hf, *self.part)))
+                shard = to_shard(entry, [whole], hf, *self.part)
+                # Not in a list: Megatron gathers updated parameters before their module's pass.
+                self.register_parameter(f"{name}{number}", self._parameter(entry, shard))
         self._rows_O, self._sizes = self._fused_rows(hf)
+
+    @property
+    def a(self) -> list[Tensor]:
+        """A of each adapter, [r, I]."""
+        return [self.get_parameter(f"a{number}") for number in range(len(self.entries))]
+
+    @property
+    def b(self) -> list[Tensor]:
+        """B of each adapter, [rows on this rank, r]."""
+        return [self.get_parameter(f"b{number}") for number in range(len(self.entries))]
 
     def _parameter(self, entry: Weight, shard: Tensor) -> nn.Parameter:
         parameter = nn.Parameter(shard.contiguous().to(self.groups.device))
@@ -129,8 +147,6 @@ class Adapter(nn.Module):
         if self.part[1] > 1 and axis is not None:
             reduced = _CROSSINGS[axis, self._is_sequence_parallel](reduced, group=group)
         return F.linear(reduced, b_OR)
-
-    _is_sequence_parallel = False
 
     def _expert(self, hidden: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
         """Expert-tensor ranks have the same tokens; their outputs of ``fc2`` are summed later."""
@@ -198,7 +214,7 @@ class ChunkAdapters(nn.ModuleList):
                 for entry, kind, parameter in zip(pair, "ab", parts, strict=True):
                     offsets = [] if entry.axis is None else [(entry.axis, *adapter.part)]
                     place = adapter.part[0] if entry.axis is None else 0
-                    state[f"{prefix}{number}.{kind}.{index}"] = ShardedTensor.from_rank_offsets(
+                    state[f"{prefix}{number}.{kind}{index}"] = ShardedTensor.from_rank_offsets(
                         f"lora.{entry.megatron}",
                         parameter,
                         *offsets,
@@ -214,6 +230,8 @@ class Lora:
     config: LoraConfig
     adapters: dict[Weight, Adapter]
     """On this rank, by the weight that they change."""
+    identity: dict[str, Any]
+    """See ``identity_of``; on rank 0."""
     _is_on: bool = True
 
     @classmethod
@@ -223,6 +241,7 @@ class Lora:
         chunks: Sequence[GPTModel],
         hf: HfConfig,
         groups: ProcessGroups,
+        base: Path,
     ) -> Self:
         """Freeze the chunks and add adapters, with B = 0, to the linears that ``config`` names.
 
@@ -230,7 +249,7 @@ class Lora:
             ConfigError: The model lacks a target.
         """
         check_targets(hf, config, groups.tensor_size)
-        lora = cls(config, {})
+        lora = cls(config, {}, identity_of(config, hf, base) if groups.rank == 0 else {})
         for chunk in chunks:
             chunk.requires_grad_(False)
             if chunk.pre_process:
@@ -243,8 +262,13 @@ class Lora:
             of_linear: dict[nn.Module, list[Adapter]] = {}
             for weight, parameter in local_weights([chunk], hf, groups):
                 if adapted(weight, hf, config):
-                    adapter = lora.adapters[weight] = Adapter(weight, hf, config, groups)
-                    adapter._is_sequence_parallel = chunk.config.sequence_parallel
+                    adapter = lora.adapters[weight] = Adapter(
+                        weight,
+                        hf,
+                        config,
+                        groups,
+                        is_sequence_parallel=chunk.config.sequence_parallel,
+                    )
                     of_linear.setdefault(owners[parameter], []).append(adapter)
             for linear, adapters in of_linear.items():
                 linear.register_forward_hook(partial(lora._add, adapters))
@@ -312,7 +336,7 @@ def load_adapter(directory: Path, lora: Lora, hf: HfConfig, groups: ProcessGroup
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
-def identity(config: LoraConfig, hf: HfConfig, base: Path) -> dict[str, Any]:
+def identity_of(config: LoraConfig, hf: HfConfig, base: Path) -> dict[str, Any]:
     """Return what a checkpoint of adapters belongs to, plain JSON values.
 
     The base's identity is the SHA-256 of the names, sizes and 16 samples of 64 KiB of its weight
@@ -332,6 +356,7 @@ def identity(config: LoraConfig, hf: HfConfig, base: Path) -> dict[str, Any]:
         "alpha": config.alpha,
         "targets": fields["target_modules"],
         "base": digest.hexdigest(),
+        "base_path": str(base),
     }
 
 

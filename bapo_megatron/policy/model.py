@@ -95,7 +95,7 @@ class Model:
         head = _take_off_head(chunks[-1], groups.tensor) if has_head else None
         built = cls(hf, model.path, groups, chunks, head, modules)
         if model.lora.rank:  # after the wrapping, which would round them
-            built.lora = Lora.attach(model.lora, chunks, hf, groups)
+            built.lora = Lora.attach(model.lora, chunks, hf, groups, model.path)
             if model.lora.path is not None:
                 load_adapter(model.lora.path, built.lora, hf, groups)
         return built
@@ -103,8 +103,8 @@ class Model:
     def gather_weights(self, table: Sequence[Weight] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield Hugging Face tensors with their adapters; see ``weight_export.gather_weights``."""
         local = dict(local_weights(self.chunks, self.hf, self.groups))
-        options = {} if self.lora is None else {"read": self.lora.merged}
-        return weight_export.gather_weights(local, self.hf, self.groups, table, **options)
+        read = weight_export.detached if self.lora is None else self.lora.merged
+        return weight_export.gather_weights(local, self.hf, self.groups, table, read)
 
     def forward_only[Result](
         self, micro_batches: Sequence[MicroBatch], fn: Callable[[Tensor, MicroBatch], Result]
@@ -160,7 +160,9 @@ class Model:
         self.finish_weights()
         table = adapter_table(self.hf, self.lora.config)
         local = dict(self.lora.parameters())
-        tensors = weight_export.gather_weights(local, self.hf, self.groups, table)
+        tensors = weight_export.gather_weights(
+            local, self.hf, self.groups, table, dtype=torch.float32
+        )
         with fail_together(self.groups):
             try:
                 if self.groups.rank == 0:

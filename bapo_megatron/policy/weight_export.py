@@ -43,12 +43,18 @@ COMPANION_PATTERNS = (
 """Files of the source directory that belong to the model but hold no weights."""
 
 
+def detached(weight: Weight, parameter: Tensor) -> Tensor:
+    """Return a parameter as it is."""
+    return parameter.detach()
+
+
 def gather_weights(
     local: Mapping[Weight, Tensor],
     hf: HfConfig,
     groups: ProcessGroups,
     table: Sequence[Weight] | None = None,
-    read: Callable[[Weight, Tensor], Tensor] = lambda weight, tensor: tensor.detach(),
+    read: Callable[[Weight, Tensor], Tensor] = detached,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor, whole, on rank 0; elsewhere nothing.
 
@@ -56,9 +62,9 @@ def gather_weights(
     parts to rank 0 as one message per ``GATHER_BYTES``, however small the parameters are: a model
     of 30B has 18,432 tensors of experts. ``local`` are this rank's parts of ``table``, which is
     ``weight_table(hf)`` if not given. ``read`` takes a tensor of a part's shape from it, such as
-    its gradient; those of parameters have one type.
+    its gradient; those of parameters have one type, ``dtype`` if a rank may have none.
     """
-    dtype = read(*next(iter(local.items()))).dtype
+    dtype = dtype or read(*next(iter(local.items()))).dtype
     for bucket in _buckets(weight_table(hf) if table is None else table, hf, dtype, GATHER_BYTES):
         held: dict[int, list[Weight]] = {}  # by rank, in the order of the table
         for weight in bucket:

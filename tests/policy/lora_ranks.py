@@ -37,7 +37,7 @@ class LoraLayout:
     ranks: int
     families: tuple[str, ...]
     sizes: dict[str, Any] = field(default_factory=dict)
-    """Of ``ParallelConfig``."""
+    """Fields of ``ParallelConfig``."""
     megatron: dict[str, Any] = field(default_factory=dict)
     sequence: bool = True
 
@@ -126,4 +126,44 @@ def untrained_logits(models: dict[str, Path]) -> dict[str, Any]:
                         [problem.micro_batch for problem in problems],
                         lambda logits_NV, _: logits_NV.clone(),
                     )
+    return results
+
+
+def train_some(models: dict[str, Path], root: Path) -> dict[str, Any]:
+    """Norms of three updates, and exported adapters, on two ranks."""
+    overlapping = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    partial = LoraConfig(**LORA, targets=("q_proj",))
+    runs: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "plain": ("qwen2", {}, {}),
+        "overlap": ("qwen2", {}, {"megatron": overlapping}),
+        "bfloat16": ("qwen2", {}, {"dtype": "bfloat16"}),
+        "bfloat16, not distributed": (
+            "qwen2",
+            {},
+            {"dtype": "bfloat16", "megatron": {"distributed_optimizer": False}},
+        ),
+        # Only the last stage has attention, and so adapters.
+        "a stage without": (
+            "qwen3_5_text",
+            {"pipeline": 2, "virtual_pipeline": 1},
+            {"lora": partial},
+        ),
+    }
+    results: dict[str, Any] = {}
+    for name, (family, sizes, options) in runs.items():
+        with joined(**sizes) as groups:
+            config = {"lora": LoraConfig(**LORA), "lr": 1e-2, **options}
+            state = build(models[family], groups, **config)
+            norms = []
+            for _ in range(3):
+                forward_backward(state, problems_of(groups))
+                norms.append(state.optimizer_step().grad_norm)
+            state.model.export_adapter(root / name)
+            lora = state.model.lora
+            assert lora is not None
+            results[name] = {
+                "norms": norms,
+                "dtypes": {str(p.dtype) for _, p in lora.parameters()},
+                "adapters": len(lora.adapters),
+            }
     return results

@@ -15,6 +15,7 @@ from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.policy.adapters import check_targets
 from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.tools.planning.memory import stage_adapters
 from tests.distributed_launch import run_ranks
 from tests.policy.convert_models import weights
 from tests.policy.expert_layouts import BATCHES, LR, multiples_of
@@ -25,6 +26,7 @@ from tests.policy.lora_ranks import (
     LAYOUTS,
     LORA,
     run_layouts,
+    train_some,
     untrained_logits,
 )
 from tests.policy.tiny_models import (
@@ -34,6 +36,7 @@ from tests.policy.tiny_models import (
     reference_gradients,
     reference_logits,
 )
+from tests.tools.planning.cases import layout_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -227,8 +230,15 @@ def test_exports_hold_merged_weights_and_the_trained_adapters_alone(
     )
     assert steps.abs().max() <= 1.001 * LR  # Adam's first step
     assert (steps != 0).float().mean() > 0.5  # some experts have no tokens
-    on_ranks = sum(result["trained"] for result in results[f"{layout.name}, {family}"])
-    assert on_ranks >= sum(a.numel() + b.numel() for a, b in start.values())
+    of_ranks = results[f"{layout.name}, {family}"]
+    assert sum(result["trained"] for result in of_ranks) >= sum(
+        a.numel() + b.numel() for a, b in start.values()
+    )
+    hf = read_hf_config_file(models[family] / "config.json")
+    for rank, result in enumerate(of_ranks):
+        stage = rank if "pipeline" in layout.sizes else 0
+        planned = stage_adapters(hf, LoraConfig(**LORA), layout_of(layout.sizes), stage)
+        assert result["trained"] == sum(planned)
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -263,6 +273,30 @@ def test_peft_computes_the_same_with_what_is_written_and_has_the_same_gradients(
     assert all(torch.equal(values[name], value) for name, value in saved.items())
 
 
+def test_updates_reach_the_next_pass_in_every_kind_of_optimizer(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    results = run_ranks(train_some, 2, {**models, "qwen3_5_text": two_layers(tmp_path)}, tmp_path)
+    first, second = results
+    plain = first["plain"]["norms"]
+    assert len(set(plain)) == 3
+    assert first["overlap"]["norms"] == pytest.approx(plain, rel=1e-5)
+    for name in ("bfloat16", "bfloat16, not distributed"):
+        assert first[name]["norms"] == pytest.approx(plain, rel=0.1)
+        assert first[name]["dtypes"] == {"torch.float32"}
+    assert [rank["a stage without"]["adapters"] for rank in (first, second)] == [0, 1]
+    assert len(pairs(tmp_path / "a stage without")) == 1
+    whole, rounded = pairs(tmp_path / "plain"), pairs(tmp_path / "bfloat16")
+    for name, (_, b) in whole.items():
+        assert torch.equal(pairs(tmp_path / "overlap")[name][1].sign(), b.sign())
+        assert (rounded[name][1] - b).abs().mean() < 0.3 * b.abs().mean()
+
+
+def two_layers(root: Path) -> Path:
+    """A gated delta net and attention, one on each stage."""
+    return make_model("qwen3_5_text", root / "model")
+
+
 def test_new_adapters_change_nothing_bit_for_bit(models: dict[str, Path]) -> None:
     results = run_ranks(untrained_logits, 1, models)[0]
     for family in models:
@@ -270,6 +304,22 @@ def test_new_adapters_change_nothing_bit_for_bit(models: dict[str, Path]) -> Non
             new, none = (results[f"{family}, {kind}, {dtype}"] for kind in ("new", "none"))
             for new_NV, none_NV in zip(new, none, strict=True):
                 assert torch.equal(new_NV, none_NV)
+
+
+def test_inputs_of_delta_nets_that_ranks_would_divide_by_parts_are_refused(
+    models: dict[str, Path],
+) -> None:
+    hf = read_hf_config_file(models["qwen3_5_text"] / "config.json")
+    check_targets(hf, LoraConfig(rank=1), 1)
+    check_targets(hf, LoraConfig(rank=1, targets=("q_proj", "out_proj")), 2)
+    with pytest.raises(
+        ConfigError,
+        match=r"^model\.lora\.targets: .* in_proj_qkv, in_proj_z, with parallel.tensor = 2; name",
+    ):
+        check_targets(hf, LoraConfig(rank=1), 2)
+    hf = read_hf_config_file(models["qwen3_next"] / "config.json")
+    with pytest.raises(ConfigError, match=r"in_proj_ba, in_proj_qkvz, with parallel.tensor = 2"):
+        check_targets(hf, LoraConfig(rank=1), 2)
 
 
 def test_unknown_targets_are_refused_with_the_known_ones(models: dict[str, Path]) -> None:

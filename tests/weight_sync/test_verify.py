@@ -116,6 +116,17 @@ def test_by_default_only_servers_that_are_new_or_came_back_are_compared(
     run_sync(servers, use, weight_sync={"verify": "first"})
 
 
+def test_a_number_compares_every_so_many_weight_syncs(servers: list[FakeWeightServer]) -> None:
+    async def use(setting: Setting) -> None:
+        compared = []
+        for version in range(1, 6):
+            await setting.compare(version=version)
+            compared.append([server.paths.count("/generate") for server in servers])
+        assert compared == [[2, 2], [2, 2], [4, 4], [4, 4], [6, 6]]
+
+    run_sync(servers, use, weight_sync={"verify": 2})
+
+
 def test_nothing_is_compared_if_that_is_not_wanted(servers: list[FakeWeightServer]) -> None:
     async def use(setting: Setting) -> None:
         assert (await setting.compare()).difference is None

@@ -142,29 +142,24 @@ class DecodeCache:
         kept = torch.tensor(kept_rows, dtype=torch.long, device=device)
         num_heads, *sizes = _cached_shape(config)
         for layer in range(config.num_hidden_layers):
-            tensors = []
             if layer < len(kinds) and kinds[layer] == "linear_attention":
-                for part, (state_shape, dtype) in enumerate(_state_shapes(config, model.dtype)):
-                    new = torch.zeros((num_rows, *state_shape), dtype=dtype, device=device)
+                copied = _copied_states(model, old, layer, kept_rows, prefills, num_rows)
+                cache._layers.append(copied)
+            else:
+                tensors = []
+                for part, size in enumerate(sizes):
+                    shape = (num_rows, num_heads, num_columns, size)
+                    new = torch.zeros(shape, dtype=model.dtype, device=device)
                     if old is not None and kept_rows:
-                        new[: len(kept_rows)] = old._layers[layer][part][kept]
+                        seen = old._layers[layer][part][:, :, old.first : old.end]
+                        new[: len(kept_rows), :, end - seen.shape[2] : end] = seen[kept]
                     for prefill in prefills:
-                        prefill.copy_state_to(new, layer, part)
+                        prefill.copy_to(new, layer, part, end)
                     tensors.append(new)
                 cache._layers.append((tensors[0], tensors[1]))
-                continue
-            for part, size in enumerate(sizes):
-                shape = (num_rows, num_heads, num_columns, size)
-                new = torch.zeros(shape, dtype=model.dtype, device=device)
-                if old is not None and kept_rows:
-                    seen = old._layers[layer][part][:, :, old.first : old.end]
-                    new[: len(kept_rows), :, end - seen.shape[2] : end] = seen[kept]
-                for prefill in prefills:
-                    prefill.copy_to(new, layer, part, end)
-                tensors.append(new)
-            cache._layers.append((tensors[0], tensors[1]))
             if old is not None:
-                old._layers[layer] = (new[:0], new[:0])
+                empty = cache._layers[layer][0][:0]
+                old._layers[layer] = (empty, empty)
         return cache
 
     @property
@@ -199,6 +194,26 @@ def _cached_shape(config: Any) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return config.num_key_value_heads, size, size
+
+
+def _copied_states(
+    model: Any,
+    old: DecodeCache | None,
+    layer: int,
+    kept_rows: Sequence[int],
+    prefills: Sequence[Prefill],
+    num_rows: int,
+) -> Layer:
+    """Return a gated delta net's part of a new cache."""
+    tensors = []
+    for part, (shape, dtype) in enumerate(_state_shapes(model.config, model.dtype)):
+        new = torch.zeros((num_rows, *shape), dtype=dtype, device=model.device)
+        if old is not None and kept_rows:
+            new[: len(kept_rows)] = old._layers[layer][part][list(kept_rows)]
+        for prefill in prefills:
+            prefill.copy_state_to(new, layer, part)
+        tensors.append(new)
+    return tensors[0], tensors[1]
 
 
 def _state_shapes(config: Any, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:

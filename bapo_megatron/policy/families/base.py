@@ -254,7 +254,7 @@ class Weight:
     form: Literal["plain", "qkv", "gate_up", "vocab", "sections", "sections_by_head"] = "plain"
     """How the tensors are fused (``policy.hf_weights``)."""
     sections: tuple[str, ...] = ()
-    """Of the forms ``sections``: what Megatron's checkpoints call the parts of the tensors."""
+    """What Megatron's checkpoints call the parts of the tensors, with the forms ``sections``."""
     layer: int | None = None
     """Number of its layer in the whole model; None: embedding, final norm or output."""
     expert: int | None = None

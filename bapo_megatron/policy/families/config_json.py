@@ -28,7 +28,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 12)]
 Channels = Annotated[int, Field(ge=1, le=1 << 20)]
 Share = Annotated[float, Field(gt=0, le=1)]
 ExpertsPerToken = Annotated[int, Field(ge=2, le=1 << 12)]
-"""Of a router with sigmoid scores: Megatron does not normalise the weight of a single expert."""
+"""A router with sigmoid scores needs two: Megatron does not normalise the weight of one expert."""
 
 
 class RopeJson(BaseModel):

@@ -19,7 +19,7 @@ from bapo_megatron.policy.families.layers import delta_input, hybrid_layer
 
 ROTARY_SHARE = 0.25
 VISION_PREFIX = "model.language_model"
-"""Of the tensors of the language model beside a vision tower."""
+"""Prefix of the tensors of the language model beside a vision tower."""
 KEPT_TENSORS = ("mtp.", "model.visual.")
 DELTA_INPUT = delta_input(
     {
@@ -44,7 +44,7 @@ class HybridJson(ConfigJson):
     linear_conv_kernel_dim: Count
     attn_output_gate: Literal[True] = True
     output_gate_type: Literal["swish", "silu"] | None = None
-    """Of gated delta nets."""
+    """Activation of the gate of a delta net's output."""
     mamba_ssm_dtype: Literal["float32"] | None = None
     mtp_num_hidden_layers: int = 0
     mtp_use_dedicated_embeddings: bool = False

@@ -334,14 +334,15 @@ def _change_for_adapters(tensors: dict[str, float], case: Scenario) -> None:
     if case.assumptions.layers == "local":
         again = FLOAT32_BYTES * (hf.hidden_size + 1) / ranks - case.hidden_bytes
         tensors["norms and inputs of the two products"] += 2 * again
-    parts = layer_weights(hf, hf.num_layers - 1)
     visits = hf.experts.per_token if hf.experts else 0
     num_adapters = sum(
         times * len(adapted(weight, hf, lora))
+        for layer in range(hf.num_layers)
+        for parts in (layer_weights(hf, layer),)
         for times, group in ((1, parts.shared), (visits, parts.expert))
         for weight in group
     )
-    tensors["outputs of A"] = lora.rank * num_adapters * case.element_bytes
+    tensors["outputs of A"] = lora.rank * num_adapters / hf.num_layers * case.element_bytes
 
 
 def _attention_tensors(case: Scenario) -> dict[str, float]:
