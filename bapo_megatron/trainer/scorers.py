@@ -153,7 +153,7 @@ class FrozenScorer:
             self._frozen = self._build()
             self._output = self._output_of(self._frozen.model)
             if self._newest is not None:
-                assert isinstance(self._frozen, FrozenModel), "the base never changes"
+                assert not isinstance(self._frozen, BaseOfAdapters), "the base never changes"
                 self._frozen.load(self._newest)
         return self._frozen
 
@@ -164,7 +164,7 @@ class FrozenScorer:
             ValueError: The directory has other tensors; also from the first use.
         """
         self._newest = directory
-        if isinstance(self._frozen, FrozenModel):
+        if self._frozen is not None and not isinstance(self._frozen, BaseOfAdapters):
             self._frozen.load(directory)
 
     @property

@@ -41,6 +41,7 @@ def one_rank(device: torch.device = CPU) -> Iterator[ProcessGroups]:
             context=world,
             data=world,
             pipeline=world,
+            expert_tensor=world,
             expert_data=world,
             control=world,
             device=device,

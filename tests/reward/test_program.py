@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -127,11 +128,16 @@ def test_a_reference_without_tests_is_an_error(tests: object, message: str) -> N
 
 def kill_monitors(times: int) -> None:
     """Kill bubblewrap below this process's workers, while long programs run in it."""
+
+    def monitors() -> set[int]:
+        grandchildren = (child for worker in children() for child in children(worker))
+        return {c for c in grandchildren if Path(f"/proc/{c}/comm").read_text() == "bwrap\n"}
+
     killed = set[int]()
     while len(killed) < times:
-        monitors = {child for worker in children() for child in children(worker)} - killed
-        time.sleep(1.5)  # the program that a worker tries at its start has ended by then
-        for monitor in monitors & {c for worker in children() for c in children(worker)}:
+        running = monitors() - killed
+        time.sleep(5)  # the program that a worker tries at its start has ended by then
+        for monitor in running & monitors():
             os.kill(monitor, signal.SIGKILL)
             killed.add(monitor)
 
