@@ -19,7 +19,7 @@ import pytest
 
 from bapo_megatron.config.sandbox import SandboxConfig
 from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError
-from bapo_megatron.sandbox.bubblewrap import BubblewrapSandbox
+from bapo_megatron.sandbox.bubblewrap import BubblewrapSandbox, _lock
 from bapo_megatron.sandbox.cgroup import left_behind
 from bapo_megatron.sandbox.load import open_sandbox
 from tests.sandbox.host import REPOSITORY, require_bubblewrap
@@ -36,6 +36,11 @@ WAIT = "import time\ntime.sleep(20)"
 def sandbox() -> Iterator[BubblewrapSandbox]:
     with BubblewrapSandbox(SandboxConfig(timeout_s=10, max_output_bytes=100_000)) as sandbox:
         yield sandbox
+
+
+def abandoned() -> set[int]:
+    """Slots with a control group that nobody uses; tests beside this one use others."""
+    return {n for n in left_behind() if (lock := _lock(n)) is not None and lock.close() is None}
 
 
 def children(pid: int | str = "self") -> list[int]:
@@ -116,7 +121,7 @@ def traces() -> list[object]:
     """What a sandbox could leave: processes, control groups, files, descriptors."""
     files = [path for folder in ("/tmp", "/dev/shm", "/run") for path in Path(folder).iterdir()]
     named = {path for path in files if re.search("bapo_megatron_sandbox|bwrap|bubble", path.name)}
-    return [children(), left_behind(), named, len(list(Path("/proc/self/fd").iterdir()))]
+    return [children(), abandoned(), named, len(list(Path("/proc/self/fd").iterdir()))]
 
 
 def test_programs_and_sessions_leave_nothing() -> None:
@@ -209,7 +214,7 @@ def test_programs_end_with_their_owner(number: signal.Signals) -> None:
     assert has_ended(init)
     with BubblewrapSandbox(SandboxConfig()) as sandbox:
         sandbox.run("")  # takes the slot that was left
-    assert left_behind() == set()
+    assert abandoned() == set()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
