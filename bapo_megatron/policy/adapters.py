@@ -32,20 +32,20 @@ def adapted(weight: Weight, hf: HfConfig, config: LoraConfig) -> list[str]:
     return [name for name in names if not config.targets or target_of(name) in config.targets]
 
 
+def _targets(hf: HfConfig, config: LoraConfig, form: str = "") -> set[str]:
+    """Return the targets of a model, of weights whose form begins with ``form``."""
+    weights = (weight for weight in weight_table(hf) if weight.form.startswith(form))
+    return {target_of(name) for weight in weights for name in adapted(weight, hf, config)}
+
+
 def check_targets(hf: HfConfig, config: LoraConfig, tensor: int) -> None:
     """Refuse targets that the model lacks, or that tensor-parallel ranks do not divide by rows.
 
     Raises:
         ConfigError: Key, rule, value and remedy.
     """
-    every = config.model_copy(update={"targets": ()})
-    known = {target_of(name) for w in weight_table(hf) for name in adapted(w, hf, every)}
-    divided = {
-        target_of(name)
-        for weight in weight_table(hf)
-        if weight.form.startswith("sections")
-        for name in adapted(weight, hf, config)
-    }
+    known = _targets(hf, config.model_copy(update={"targets": ()}))
+    divided = _targets(hf, config, "sections")
     if divided and tensor > 1:
         rest = ", ".join(sorted(known - divided))
         raise ConfigError(
@@ -149,7 +149,6 @@ def check_adapter(directory: Path, config: LoraConfig) -> None:
 
 def peft_fields(hf: HfConfig, config: LoraConfig, base: Path) -> dict[str, Any]:
     """Return the fields of adapter_config.json for a base model in a directory."""
-    names = {target_of(name) for w in weight_table(hf) for name in adapted(w, hf, config)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -158,6 +157,6 @@ def peft_fields(hf: HfConfig, config: LoraConfig, base: Path) -> dict[str, Any]:
         "lora_alpha": config.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(names),
+        "target_modules": sorted(_targets(hf, config)),
         "inference_mode": True,
     }

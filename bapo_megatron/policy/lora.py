@@ -85,7 +85,10 @@ class Adapter(nn.Module):
                 shard = to_shard(entry, [whole], hf, *self.part)
                 # Not in a list: Megatron gathers updated parameters before their module's pass.
                 self.register_parameter(f"{name}{number}", self._parameter(entry, shard))
-        self._rows_O, self._sizes = self._fused_rows(hf)
+        self._rows_O, sizes = self._fused_rows(hf)
+        numbers = {base_name(a): number for number, (a, _) in enumerate(self.entries)}
+        self._blocks = [(size, numbers.get(name)) for name, size in sizes.items()]
+        """Rows of each linear of the weight, and the number of its adapter, if it has one."""
 
     @property
     def a(self) -> list[Tensor]:
@@ -123,19 +126,16 @@ class Adapter(nn.Module):
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A, [R, I], and α/r · B, [O, R], of the fused weight; float32."""
-        blocks = dict(zip((base_name(b) for _, b in self.entries), self.b, strict=True))
-        rank = self.a[0].shape[0]
-        columns, parts = 0, []
-        for name, num_rows in self._sizes.items():
-            block = blocks.get(name)
-            if block is None:
-                parts.append(self.b[0].new_zeros(num_rows, rank * len(self.b)))
-                continue
-            after = rank * (len(self.b) - 1) - columns
-            parts.append(F.pad(block, (columns, after)))
-            columns += rank
+        a_RI, blocks = torch.cat(self.a), self.b
+        rank, width = blocks[0].shape[1], len(a_RI)
+        parts = [
+            a_RI.new_zeros(num_rows, width)
+            if number is None
+            else F.pad(blocks[number], (rank * number, width - rank * (number + 1)))
+            for num_rows, number in self._blocks
+        ]
         b_OR = torch.cat(parts) * self._scale
-        return torch.cat([*self.a]), b_OR if self._rows_O is None else b_OR[self._rows_O]
+        return a_RI, b_OR if self._rows_O is None else b_OR[self._rows_O]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return what the adapters add to the weight's output."""

@@ -35,7 +35,7 @@ from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.policy.adapters import adapted, adapter_weights
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_config import padded_vocab_size
-from bapo_megatron.policy.weight_table import layer_weights, shard_shape, weight_table
+from bapo_megatron.policy.weight_table import layer_weights, shard_shape
 from bapo_megatron.tools.planning.scenario import FrozenSpec, Layout, Scenario, Workload
 
 FLOAT32_BYTES = 4
@@ -112,17 +112,16 @@ def stage_adapters(hf: HfConfig, lora: LoraConfig, layout: Layout, stage: int) -
     """Return the adapters' parameters of a stage on one rank: of experts, and others."""
     chunks = range(layout.virtual)
     layers = {layer for c in chunks for layer in _chunk_layers(hf, layout, stage, c)}
-    numbers = [0, 0]
-    for weight in weight_table(hf):
-        is_expert = weight.expert is not None
-        if weight.layer not in layers or (is_expert and weight.expert):
-            continue  # all experts of a layer are alike
-        size = layout.parallel.expert_tensor_size if is_expert else layout.tensor
-        pairs = adapter_weights(weight, hf, lora)
-        parameters = _elements(hf, (entry for pair in pairs for entry in pair), size)
-        of_rank = hf.experts.num // layout.expert if hf.experts and is_expert else 1
-        numbers[not is_expert] += parameters * of_rank
-    return numbers[0], numbers[1]
+    experts_of_rank = hf.experts.num // layout.expert if hf.experts else 0
+
+    def count(weights: Iterable[Weight], size: int) -> int:
+        pairs = (pair for weight in weights for pair in adapter_weights(weight, hf, lora))
+        return _elements(hf, (entry for pair in pairs for entry in pair), size)
+
+    parts = [layer_weights(hf, layer) for layer in layers]
+    expert_tensor = layout.parallel.expert_tensor_size
+    experts = experts_of_rank * sum(count(part.expert, expert_tensor) for part in parts)
+    return experts, sum(count(part.shared, layout.tensor) for part in parts)
 
 
 def visited_parameters(hf: HfConfig, sequences: int = 1) -> float:
