@@ -146,6 +146,9 @@ class Capabilities:
     """Supported values of ``rollout.weight_sync.method``."""
     cache_tokens: int | None = None
     """Capacity of its KV cache over all ranks; None: requests are admitted by number."""
+    max_requests: int | None = None
+    """Requests that run at a time over all ranks, where each holds more than tokens of the cache,
+    such as a recurrent state; None: no limit."""
     gpus: tuple[int, ...] = ()
     """The GPU of each rank, as the trainer numbers them; empty if unknown."""
     nccl_settings: Mapping[str, str] = field(default_factory=dict)

@@ -58,6 +58,8 @@ class PooledEngine:
     """See ``Capabilities``."""
     cache_tokens: int | None = None
     """See ``Capabilities``."""
+    max_requests: int | None = None
+    """See ``Capabilities``."""
     gpus: tuple[int, ...] = ()
     """See ``Capabilities``."""
     is_paused: bool = False
@@ -340,6 +342,7 @@ class EngineStates:
         capabilities = await pooled.engine.capabilities()
         pooled.num_ranks, pooled.gpus = capabilities.num_ranks, capabilities.gpus
         pooled.cache_tokens = capabilities.cache_tokens
+        pooled.max_requests = capabilities.max_requests
         method = self._config.weight_sync.method
         if method not in capabilities.methods:
             raise RolloutError(

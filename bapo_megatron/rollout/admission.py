@@ -2,12 +2,14 @@
 
 An engine with too many requests preempts some and recomputes them later; one with too few has a low
 throughput. Peak use of the KV cache depends on the lengths of the responses, which are predicted
-from all responses so far; an engine gets a request if its cache is expected to hold the peak.
+from all responses so far; an engine gets a request if its cache is expected to hold the peak and
+fewer requests run than it has, for instance, recurrent states for.
 Engines that do not report their cache get a fixed number of requests.
 
 N = requests of an engine; T = times ahead, in decode steps; E = bins of response lengths.
 """
 
+import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -215,11 +217,13 @@ class Admission:
         self._uses.pop(engine, None)
 
     def load(self, engine: PooledEngine, claim: Claim | None = None) -> float:
-        """Return the expected peak as a fraction of the cache, or requests per rank."""
+        """Return the expected use of the scarcer: cache or requests; or requests per rank."""
         use = self._uses[engine]
+        num_requests = len(use.claims) + (claim is not None)
         if engine.cache_tokens is None:
-            return (len(use.claims) + (claim is not None)) / engine.num_ranks
-        return use.forecast(claim).expected / engine.cache_tokens
+            return num_requests / engine.num_ranks
+        of_cache = use.forecast(claim).expected / engine.cache_tokens
+        return max(of_cache, num_requests / (engine.max_requests or math.inf))
 
     def _has_room(self, engine: PooledEngine, claim: Claim) -> bool:
         use, max_requests = self._uses[engine], self._max_requests
@@ -227,6 +231,8 @@ class Admission:
             max_requests = max_requests or _MAX_UNREPORTED
         elif use.claims and use.forecast(claim).high > engine.cache_tokens:
             return False  # an idle engine takes anything, or refuses it
+        if engine.max_requests is not None and len(use.claims) >= engine.max_requests:
+            return False
         num_requests = sum(len(use.claims) for use in self._uses.values())
         return max_requests is None or num_requests < max_requests
 

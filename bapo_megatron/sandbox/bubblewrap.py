@@ -61,6 +61,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "2",  # each takes 64 MB of address space
 }
+_PATH_PROGRAM = "import sys; print(*sys.path[1:], sep='\\n')"
 _RUNNER = Path(__file__).with_name("runner.py").read_text(encoding="utf-8")
 
 
@@ -129,6 +130,8 @@ class BubblewrapSandbox:
         atexit.register(self.close)
         self._slot: _Slot | None = None
         self._sessions: set[_BubblewrapSession] = set()
+        self._path: str | None = None
+        """``sys.path`` of the interpreter in the sandbox, without the first entry."""
 
     def __enter__(self) -> Self:
         return self
@@ -186,10 +189,21 @@ class BubblewrapSandbox:
 
     def _run_once(self, content: bytes) -> Outcome:
         process = self._start(self._own_slot(), "program", cpu_s=None)
+        return self._outcome(process, content)
+
+    def _outcome(self, process: _Process, content: bytes) -> Outcome:
         with contextlib.closing(process):
             exchange = _Exchange(process, content, self._config.max_output_bytes)
             ending = exchange.run(self._config.timeout_s)
             return Outcome(ending, *exchange.texts()) if ending else process.outcome(exchange)
+
+    def _python_path(self, slot: _Slot) -> str:
+        """Ask the interpreter, once, what ``site`` adds to ``sys.path``."""
+        if self._path is None:
+            program = [str(self._config.python), "-s", "-c", _PATH_PROGRAM]
+            process = _Process(self._command, program, self._filter, slot)
+            self._path = self._outcome(process, b"").stdout
+        return self._path
 
     def _start(self, slot: _Slot, kind: str, cpu_s: int | None) -> _Process:
         config = self._config
@@ -203,8 +217,8 @@ class BubblewrapSandbox:
         if cpu_s is not None:
             limits["RLIMIT_CPU"] = cpu_s
         text = ",".join(f"{name}={value}" for name, value in limits.items())
-        program = [str(config.python), "-s", "-c", _RUNNER, kind, text]
-        return _Process(self._command, program, self._filter, slot)
+        program = [str(config.python), "-s", "-S", "-c", _RUNNER, kind, text]
+        return _Process(self._command, [*program, self._python_path(slot)], self._filter, slot)
 
 
 def _arguments(config: SandboxConfig) -> list[str]:
@@ -370,10 +384,7 @@ class _Process:
         """Kill every process and wait until none is left; safe to call twice."""
         if self._status.closed:
             return
-        if self._init is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._init, signal.SIGKILL)
-        else:
+        if not self._kill_init():
             self.process.kill()
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert stream is not None
@@ -387,6 +398,14 @@ class _Process:
             os.close(self._init)
         self._status.close()
 
+    def _kill_init(self) -> bool:
+        """Kill init, and so all that it started; return False if there is none."""
+        if self._init is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._init, signal.SIGKILL)
+        return True
+
     def _read_status(self) -> dict[str, int]:
         ready, _, _ = select.select([self._status], [], [], _START_TIMEOUT_S)
         line = self._status.readline() if ready else b""
@@ -394,6 +413,7 @@ class _Process:
 
     def _error(self) -> str:
         self.process.kill()
+        self._kill_init()  # it has standard error too
         assert self.process.stderr is not None
         lines = self.process.stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it was killed"

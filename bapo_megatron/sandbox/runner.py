@@ -1,8 +1,9 @@
 """The first code in the sandbox: limits its own process, then runs a program or cells.
 
-Its text is an argument of the interpreter there (``python3 -s -c TEXT KIND LIMITS``), which may be
-of any version from 3.9 on and has no package of ours. Standard input holds frames: the number of
-bytes in 8 bytes (big-endian), then a text.
+Its text is an argument of the interpreter there (``python3 -s -S -c TEXT KIND LIMITS PATH``), which
+may be of any version from 3.9 on and has no package of ours. Without -S the module ``site`` would
+take a quarter of the time of a short program; what it adds comes from outside. Standard input holds
+frames: the number of bytes in 8 bytes (big-endian), then a text.
 
     program: one frame; what follows is the program's standard input
     cells: a mark of 16 bytes, then a frame, over and over; after each cell the mark and 0 or 1 for
@@ -12,19 +13,25 @@ The program may read and change everything here. Nothing that is decided outside
 mark only says that a cell's output is complete. Imports are late because each costs every run.
 """
 
+import builtins
 import os
 import sys
 
 _SELF = sys.modules["__main__"]  # kept, since the program's module takes its place
 
 
-def main(kind: str, limits: str) -> None:
-    """Run what standard input holds; ``limits`` is ``RLIMIT_AS=…,RLIMIT_NPROC=…``."""
+def main(kind: str, limits: str, path: str) -> None:
+    """Run what standard input holds.
+
+    ``limits`` is ``RLIMIT_AS=…,RLIMIT_NPROC=…``, ``path`` the entries of ``sys.path`` line by line.
+    """
     import resource
 
     for limit in limits.split(","):
         name, _, value = limit.partition("=")
         resource.setrlimit(getattr(resource, name), (int(value), int(value)))
+    sys.path[1:] = path.splitlines()
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     module = type(sys)("__main__")
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module

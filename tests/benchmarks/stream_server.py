@@ -73,6 +73,7 @@ class Server:
                         "pp_size": 1,
                         "dp_size": 1,
                         "max_total_num_tokens": 1 << 30,
+                        "internal_states": [{"effective_max_running_requests_per_dp": 1 << 20}],
                         "incremental_streaming_output": True,
                     }
                 ).encode()

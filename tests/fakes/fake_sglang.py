@@ -35,6 +35,7 @@ INFO = {
     "incremental_streaming_output": True,
     "max_total_num_tokens": 1 << 20,
     "enable_return_routed_experts": False,
+    "internal_states": [{"effective_max_running_requests_per_dp": 1 << 20}],
 }
 """What a server says of itself."""
 

@@ -114,6 +114,32 @@ def test_the_number_of_requests_is_limited_where_it_is_set_and_where_nothing_is_
         assert admission.choose(engines, claim_of(limit), is_due=False) is None
 
 
+def test_requests_are_limited_and_spread_by_the_number_that_each_engine_runs_at_a_time() -> None:
+    admission, engines = Admission(None), [engine_with(1 << 30), engine_with(1 << 30)]
+    engines[0].max_requests, engines[1].max_requests = 6, 2  # a recurrent state for each
+    claims = [claim_of(n) for n in range(8)]
+    taken = [admission.choose(engines, claim, is_due=False) for claim in claims]
+    assert [taken.count(engine) for engine in engines] == [6, 2]
+    assert admission.choose(engines, claim_of(8), is_due=False) is None
+    last = engines.index(taken[-1])
+    admission.release(engines[last], claims[-1], has_ended=True)
+    assert admission.choose(engines, claim_of(8), is_due=False) is engines[last]
+    assert admission.choose(engines, claim_of(9), is_due=True) in engines  # it lost its engine
+
+
+async def test_requests_beyond_those_that_a_server_runs_at_a_time_wait_here() -> None:
+    states = [{"effective_max_running_requests_per_dp": 2}]
+    fake = FakeSglang(stalls={3: 5}, info={"internal_states": states})
+    async with pool_on(fake) as pool:
+        responses = [Response(pool) for _ in range(5)]
+        await until(lambda: all(response.token_ids for response in responses[:2]))
+        assert pool.num_in_flight == 2
+        fake.stalls.clear()
+        for response in responses:
+            await response.check(20, FinishReason.LENGTH)
+        assert fake.max_concurrent == 2
+
+
 def test_a_large_group_is_spread_once_its_engine_has_much_more_to_do() -> None:
     admission, engines = Admission(None), [engine_with(None), engine_with(None)]
     taken = [admission.choose(engines, claim_of(1), is_due=False) for _ in range(16)]

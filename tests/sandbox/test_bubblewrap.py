@@ -20,7 +20,7 @@ import pytest
 from bapo_megatron.config.sandbox import SandboxConfig
 from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError
 from bapo_megatron.sandbox.bubblewrap import BubblewrapSandbox, _lock
-from bapo_megatron.sandbox.cgroup import left_behind
+from bapo_megatron.sandbox.cgroup import Cgroup, left_behind
 from bapo_megatron.sandbox.load import open_sandbox
 from tests.sandbox.host import REPOSITORY, require_bubblewrap
 
@@ -95,6 +95,29 @@ def test_a_program_is_the_main_module(sandbox: BubblewrapSandbox) -> None:
         "if __name__ == '__main__': print(type(pickle.loads(pickle.dumps(A()))))"
     )
     assert sandbox.run(program).stdout == "<class '__main__.A'>\n"
+
+
+def test_a_program_has_what_the_interpreter_adds_at_its_start(sandbox: BubblewrapSandbox) -> None:
+    python = SandboxConfig().python
+    program = "import sys; print(*sys.path[1:]); exit(3)"
+    expected = subprocess.check_output(
+        [python, "-s", "-c", program[:-9]], text=True, cwd="/", env={}
+    )
+    assert sandbox.run(program) == Outcome("error", expected, "")
+
+
+def test_a_sandbox_that_cannot_join_its_control_group_is_one_line(
+    sandbox: BubblewrapSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(group: Cgroup, pid: int) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    if sandbox._own_slot().cgroup is None:
+        pytest.skip("no control group can be created here")
+    monkeypatch.setattr(Cgroup, "add", refuse)
+    with pytest.raises(SandboxError, match="bubblewrap does not start"):
+        sandbox.run("print(1)")
+    assert not children()
 
 
 def test_cells_share_variables_and_the_last_value_is_shown(sandbox: BubblewrapSandbox) -> None:

@@ -313,6 +313,10 @@ def parse_info(
         num_ranks=int(info["tp_size"]) * num_stages * num_copies,
         methods=frozenset({"disk", "broadcast", "tensor"} if reaches_all else {"disk"}),
         cache_tokens=int(info["max_total_num_tokens"]) * num_copies,
+        # SGLang lowers it to the recurrent states that it has memory for.
+        max_requests=sum(
+            int(state["effective_max_running_requests_per_dp"]) for state in info["internal_states"]
+        ),
         gpus=gpus,
         nccl_settings=nccl_settings,
     )

@@ -305,6 +305,11 @@ def test_a_server_with_ranks_that_buckets_do_not_reach_takes_directories_only(na
     assert capabilities.cache_tokens == (2 << 20 if name == "dp_size" else 1 << 20)
 
 
+def test_the_requests_that_run_at_a_time_are_those_of_all_copies() -> None:
+    states = [{"effective_max_running_requests_per_dp": number} for number in (12, 11)]
+    assert parse_info("http://a", {**INFO, "internal_states": states}, {}, ()).max_requests == 23
+
+
 def _with_routes(event: dict[str, Any], rows: int, retractions: int = 0) -> dict[str, Any]:
     """Experts 0, 1, 2 … of two layers with two experts per token."""
     values = np.arange(4 * rows, dtype="<i4")

@@ -56,6 +56,7 @@ def test_the_server_says_what_it_can_do_and_which_model_it_was_started_with(
         num_ranks=1,
         methods=frozenset({"broadcast", "disk", "tensor"}),
         cache_tokens=8192,
+        max_requests=4096,
         nccl_settings={"NCCL_CUMEM_ENABLE": "0"},
     )
     with pytest.raises(RolloutError, match=rf"Llama.*, got .*Qwen2ForCausalLM.*'{tmp_path}'"):
