@@ -1,9 +1,7 @@
 """The first code in the sandbox: limits its own process, then runs a program or cells.
 
-Its text is an argument of the interpreter there (``python3 -s -S -c TEXT KIND LIMITS PATH``), which
-may be of any version from 3.9 on and has no package of ours. Without -S the module ``site`` would
-take a quarter of the time of a short program; what it adds comes from outside. Standard input holds
-frames: the number of bytes in 8 bytes (big-endian), then a text.
+The interpreter there may be of any version from 3.9 on and has no package of ours. Standard input
+holds frames: the number of bytes in 8 bytes (big-endian), then a text.
 
     program: one frame; what follows is the program's standard input
     cells: a mark of 16 bytes, then a frame, over and over; after each cell the mark and 0 or 1 for

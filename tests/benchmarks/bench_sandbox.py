@@ -1,9 +1,10 @@
 """What a program in the sandbox costs, and what ten thousand of them leave.
 
-Short programs run one after the other, as in one worker; a share of them are endless, flood their
-output or fork. CPU time is that of this process and of everything it waited for.
+Short programs run one after the other, as in one worker or in several; a share of them are endless,
+flood their output or fork. CPU time is that of this process and of everything it waited for.
 
     python -m tests.benchmarks.bench_sandbox --runs 10000
+    taskset --cpu-list 0 python -m tests.benchmarks.bench_sandbox --callers 2    # of one core
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bapo_megatron.config.sandbox import SANDBOXES, SandboxConfig
@@ -52,12 +54,11 @@ def _is_of_sandbox(path: Path) -> bool:
         return False
 
 
-def measure(kind: str, runs: int, hostile_share: float) -> str:
-    """A row: runs per second of wall clock and of CPU time, and percentiles."""
+def call(kind: str, caller: int, runs: int, hostile_share: float) -> list[float]:
+    """The seconds of each short program."""
     config = SandboxConfig.model_validate({"kind": kind, "timeout_s": 0.5})
-    draws, seconds, num_ok = random.Random(0), [], 0
+    draws, seconds, num_ok = random.Random(caller), [], 0
     with open_sandbox(config) as sandbox:
-        before_s, before = time.perf_counter(), sum(os.times()[:4])
         for number in range(runs):
             is_hostile = kind == "bubblewrap" and draws.random() < hostile_share
             program = draws.choice(_HOSTILE) if is_hostile else f"print({number} * 7)"
@@ -66,28 +67,42 @@ def measure(kind: str, runs: int, hostile_share: float) -> str:
             if not is_hostile:
                 seconds.append(time.perf_counter() - start_s)
                 num_ok += outcome.stdout == f"{number * 7}\n"
-        wall_s, cpu_s = time.perf_counter() - before_s, sum(os.times()[:4]) - before
     assert num_ok == len(seconds), "a short program failed"
+    return seconds
+
+
+def measure(kind: str, runs: int, hostile_share: float, callers: int) -> str:
+    """A row: runs per second of wall clock and of CPU time, and percentiles."""
+    before_s, before = time.perf_counter(), sum(os.times()[:4])
+    with ThreadPoolExecutor(callers) as threads:
+        share = [runs // callers] * callers
+        parts = threads.map(
+            call, [kind] * callers, range(callers), share, [hostile_share] * callers
+        )
+        seconds = [second for part in parts for second in part]
+    wall_s, cpu_s = time.perf_counter() - before_s, sum(os.times()[:4]) - before
     p50, p95, p99 = (1000 * statistics.quantiles(seconds, n=100)[p - 1] for p in (50, 95, 99))
-    share = f"{hostile_share:.0%}" if kind == "bubblewrap" else "–"
-    return (
-        f"| {kind} | {runs:,} | {share} | {runs / wall_s:,.0f} | {runs / max(cpu_s, 1e-3):,.0f} | "
-        f"{p50:.2f} ms | {p95:.2f} ms | {p99:.2f} ms |"
-    )
+    hostile = f"{hostile_share:.0%}" if kind == "bubblewrap" else "–"
+    rate, cpu_rate = runs / wall_s, runs / max(cpu_s, 1e-3)
+    times = " | ".join(f"{p:.2f} ms" for p in (p50, p95, p99))
+    return f"| {kind} | {runs:,} | {hostile} | {rate:,.0f} | {cpu_rate:,.0f} | {times} |"
 
 
 def main() -> None:
     """Print a row for each kind of sandbox."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--callers", type=int, default=1)
     parser.add_argument("--hostile", type=float, default=0.0)
     parser.add_argument("--kinds", nargs="+", default=SANDBOXES, choices=SANDBOXES)
     options = parser.parse_args()
     for kind in options.kinds:  # imports, and descriptors that Python and Monty keep
-        measure(kind, 5, 0)
+        measure(kind, 5, 0, 1)
     before = traces()
     rows = ["| kind | runs | hostile | runs/s | runs/s of CPU | p50 | p95 | p99 |"]
-    rows += [measure(kind, options.runs, options.hostile) for kind in options.kinds]
+    rows += [
+        measure(kind, options.runs, options.hostile, options.callers) for kind in options.kinds
+    ]
     after = traces()
     left = {name: new for name in after if (new := after[name] - before[name])}
     sys.stdout.write("\n".join([*rows, f"left behind: {left or 'nothing'}", ""]))
