@@ -5,6 +5,9 @@ The life of a token: ``Prompt`` → ``Sample`` (one response) → ``Group`` (G r
 ``MicroBatch`` (packed tensors of one forward pass) → ``UpdateResult`` (one optimizer update) →
 ``StepMetrics`` (what the run reports).
 
+An episode is a tree of calls to the policy. Each of its leaves is a sequence that trains: the first
+is the ``Sample``, the others are its ``branches``.
+
 Text stays with the collector: ranks get token ids (``Sample``, ``PromptTokens``), people get
 ``SampleText``.
 
@@ -104,7 +107,12 @@ class WrittenSpan(NamedTuple):
 
 @dataclass(slots=True)
 class Sample:
-    """One response to a prompt, finished or not: an episode of one turn or of several."""
+    """One response to a prompt, finished or not: an episode of one turn or of several.
+
+    All fields but ``branches`` describe one sequence. A branch's prompt is what it shares with
+    earlier sequences of the episode, or was rendered anew; its response is what is new from there
+    on. So every sampled token is in one response and trains once. A branch has no reward.
+    """
 
     group_id: int
     """Number of the group, counted from 0 over the whole run."""
@@ -133,6 +141,36 @@ class Sample:
     """[≤ P + R, layers · experts per token] int8 or int16: the experts that the engine chose for
     the first tokens of prompt and response, layer by layer; −1 where they are not known. None
     unless asked for; dumps have them in a file of their own (``data.routes``)."""
+    number: int = 0
+    """Position of the sequence in its episode; 0 unless it is a branch."""
+    branches: tuple[Sample, ...] = ()
+    """The episode's further sequences, 1, 2, …, with the same group_id and index."""
+
+    @property
+    def sequences(self) -> tuple[Sample, ...]:
+        """All sequences of the episode, this one first."""
+        return (self, *self.branches)
+
+    @property
+    def episode_sampled(self) -> int:
+        """Q of the whole episode."""
+        return sum(sequence.num_sampled for sequence in self.sequences)
+
+    @property
+    def episode_tokens(self) -> int:
+        """R of the whole episode."""
+        return sum(len(sequence.response_token_ids) for sequence in self.sequences)
+
+    @property
+    def episode_versions(self) -> VersionSpans:
+        """The spans of all sequences, which need not ascend from one to the next."""
+        return tuple(span for sequence in self.sequences for span in sequence.versions)
+
+    @property
+    def place(self) -> str:
+        """Its name in messages."""
+        name = f"sample {self.index} of group {self.group_id}"
+        return f"{name}, sequence {self.number}" if self.number else name
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -265,6 +303,11 @@ class RolloutBatch:
         """All samples, group after group."""
         return [sample for group in self.groups for sample in group.samples]
 
+    @property
+    def sequences(self) -> list[Sample]:
+        """The sequences of all samples, sample after sample."""
+        return [sequence for sample in self.samples for sequence in sample.sequences]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedBatch:
@@ -314,9 +357,9 @@ class MicroBatch:
     sample_T: torch.Tensor
     """[T] int64: index of the token's sample in the step's batch."""
     response_tokens_T: torch.Tensor
-    """[T] float32: Σm over the token's whole response, across ranks."""
+    """[T] float32: Σm over the token's whole response, across sequences and ranks."""
     position_T: torch.Tensor
-    """[T] int64: position of the token in its response (for error messages)."""
+    """[T] int64: position of the token in its response, whose sequences count as one."""
     version_T: torch.Tensor
     """[T] int64: weights version that sampled the token."""
     entropy_T: torch.Tensor | None = None

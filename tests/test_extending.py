@@ -69,7 +69,7 @@ def test_the_quantile_clip_limits_the_share_that_it_promises(printed: str) -> No
 
 def test_the_advantage_of_the_page_centres_by_length(printed: str) -> None:
     samples: Any = [
-        SimpleNamespace(reward=reward, response_token_ids=[0] * length)
+        SimpleNamespace(reward=reward, episode_tokens=length)
         for reward, length in ((1.0, 1), (0.0, 3))
     ]
     advantages = Advantages(f"{printed}:centred_by_length")

@@ -60,7 +60,7 @@ class Advantages:
             rewards = [[sample.reward for sample in group.samples] for group in groups]
             reward_PG = torch.tensor(rewards, dtype=torch.float64)
         if self._code is None:
-            lengths = [[sample.num_sampled for sample in group.samples] for group in groups]
+            lengths = [[sample.episode_sampled for sample in group.samples] for group in groups]
             return group_advantages(reward_PG, torch.tensor(lengths), self._kind, self._shift)
         _check_rewards(reward_PG)
         pairs = zip(reward_PG, groups, strict=True)

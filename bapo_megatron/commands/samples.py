@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -149,14 +150,18 @@ def inspect_step(
 def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any]:
     """A response; prompt, answer and the parts' texts are None where the dump has no texts."""
     text = step.text(sample)
-    lengths = [len(part) for part in sample.segments()]
-    turns: Sequence[str | None] = [None] * len(lengths)
+    parts = [
+        (sequence.number, number, len(part))
+        for sequence in sample.sequences
+        for number, part in enumerate(sequence.segments())
+    ]
+    turns: Sequence[str | None] = [None] * len(parts)
     if text is not None:
         turns = text.turns or (text.response_text,)
-        if len(turns) != len(lengths):
+        if len(turns) != len(parts):
             raise DumpError(
-                f"{texts_path(path)}: sample {sample.index} of group {sample.group_id} has "
-                f"{len(turns)} texts of {len(lengths)} parts; give the dump that they belong to"
+                f"{texts_path(path)}: {sample.place} has {len(turns)} texts of {len(parts)} parts; "
+                "give the dump that they belong to"
             )
     # A reward that extracts no answer does not say that there is none.
     extracts = text is None or bool(text.extracted) or not sample.answer_found
@@ -175,14 +180,19 @@ def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any
         "reason": None if text is None else text.reason,
         "answer": None if text is None else text.answer,
         "age": step.age(sample),
-        "versions": [(span.version, span.num_tokens) for span in sample.versions],
-        "sampled_tokens": sample.num_sampled,
+        "versions": [(span.version, span.num_tokens) for span in sample.episode_versions],
+        "sampled_tokens": sample.episode_sampled,
         "trained_tokens": int(num_trained),
-        "written_tokens": sample.num_written,
+        "written_tokens": sample.episode_tokens - sample.episode_sampled,
         "prompt": None if text is None else text.prompt_text,
         "parts": [
-            {"author": ("policy", "environment")[number % 2], "num_tokens": length, "text": part}
-            for number, (length, part) in enumerate(zip(lengths, turns, strict=True))
+            {
+                **({"sequence": sequence} if sequence else {}),
+                "author": ("policy", "environment")[number % 2],
+                "num_tokens": length,
+                "text": turn,
+            }
+            for (sequence, number, length), turn in zip(parts, turns, strict=True)
         ],
     }
 
@@ -205,11 +215,13 @@ def print_step(console: Console, report: Mapping[str, Any], *, is_brief: bool = 
         parts = _facts(sample)
         if sample["prompt"] is not None:
             parts += [("heading", "prompt"), ("prompt", sample["prompt"])]
-        for number, part in enumerate(sample["parts"]):
-            heading = f"turn {1 + number // 2} · {part['author']} · {part['num_tokens']:,} tokens"
-            parts.append(("heading", heading))
-            if part["text"] is not None:
-                parts.append((part["author"], part["text"]))
+        for sequence, members in groupby(sample["parts"], lambda part: part.get("sequence", 0)):
+            prefix = f"sequence {1 + sequence} · " if sequence else ""
+            for number, part in enumerate(members):
+                turn = f"turn {1 + number // 2} · {part['author']}"
+                parts.append(("heading", f"{prefix}{turn} · {part['num_tokens']:,} tokens"))
+                if part["text"] is not None:
+                    parts.append((part["author"], part["text"]))
         print_entry(console, place, parts)
 
 

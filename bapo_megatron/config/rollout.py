@@ -228,7 +228,8 @@ class RolloutConfig(Section):
     samples_per_group: int = Field(8, ge=2)
     """Responses per prompt, G."""
     max_response_tokens: int = Field(4096, ge=1)
-    """Maximum response length, over all resumptions and turns, an environment's text included."""
+    """Maximum response length, over all resumptions, turns and sequences of an episode, an
+    environment's text included."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by it too."""
     oversample_groups: int = Field(0, ge=0)

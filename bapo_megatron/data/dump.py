@@ -1,4 +1,4 @@
-"""Rollout dumps: one training batch as one parquet file, a row per sample.
+"""Rollout dumps: one training batch as one parquet file, a row per sequence of a sample.
 
 The file is the input of ``replay`` and, byte for byte, what every rank gets: it is encoded once,
 by the collector. It holds everything that training needs, bit for bit, and no text; what belongs
@@ -13,7 +13,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,7 +62,13 @@ SAMPLE_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     "written_starts": (pa.list_(pa.int32()), lambda sample: [start for start, _ in sample.written]),
     "written_tokens": (pa.list_(pa.int32()), lambda sample: [n for _, n in sample.written]),
 }
-"""One value per sample, or a list: [P], [R], [Q], [K], [K], [W], [W]."""
+"""One value per sequence, or a list: [P], [R], [Q], [K], [K], [W], [W]."""
+NUMBER = "sequence"
+OPTIONAL_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
+    NUMBER: (pa.int32(), lambda sample: sample.number),
+    **token_columns.row_columns(),
+}
+"""``NUMBER`` is absent from files in which every sample has one sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +81,7 @@ class _About:
     stats: RolloutStats = field(default_factory=RolloutStats)
 
 
-_DUMP = RowFile(
-    "rollout dump", _REMEDY, FORMAT, SAMPLE_COLUMNS, _About, optional=token_columns.row_columns()
-)
+_DUMP = RowFile("rollout dump", _REMEDY, FORMAT, SAMPLE_COLUMNS, _About, optional=OPTIONAL_COLUMNS)
 TEXT_COLUMNS: dict[str, tuple[Any, Callable[[SampleText], Any]]] = {
     "group_id": (pa.int64(), lambda text: text.group_id),
     "index": (pa.int64(), lambda text: text.index),
@@ -126,8 +130,8 @@ def encode_batch(batch: RolloutBatch) -> bytes:
     _check_batch(batch, f"batch of step {batch.step}")
     stream = io.BytesIO()
     about = {"step": batch.step, "version": batch.version, "stats": asdict(batch.stats)}
-    names = [column.name for column in token_columns.present(batch.samples)]
-    _DUMP.write(stream, [batch.samples], about, names)
+    sequences = batch.sequences
+    _DUMP.write(stream, [sequences], about, optional_names(sequences))
     return stream.getvalue()
 
 
@@ -149,6 +153,12 @@ def decode_batch(encoded: EncodedBatch, vocab_size: int | None = None) -> Rollou
     )
     _check_batch(batch, encoded.name, vocab_size)
     return batch
+
+
+def optional_names(sequences: Sequence[Sample]) -> list[str]:
+    """Return which of ``OPTIONAL_COLUMNS`` a file with these sequences has."""
+    names = [column.name for column in token_columns.present(sequences)]
+    return [NUMBER, *names] if any(sequence.number for sequence in sequences) else names
 
 
 def dump_path(directory: Path, step: int) -> Path:
@@ -193,19 +203,27 @@ def _groups(all_rows: Iterable[dict[str, Any]], name: str) -> tuple[Group, ...]:
         # Copied: a view would keep the whole column, which repeats the prompt in every row.
         prompt = PromptTokens(first["prompt_id"], first["prompt_token_ids"].copy(), first["source"])
         prompt_bytes = prompt.token_ids.tobytes()
+        samples: list[Sample] = []
         for row in rows:
-            is_same = row["prompt_token_ids"].tobytes() == prompt_bytes
+            is_same = row.get(NUMBER) or row["prompt_token_ids"].tobytes() == prompt_bytes
             if row["prompt_id"] != prompt.prompt_id or not is_same:
                 raise DumpError(
                     f"{name}: sample {row['index']} of group {group_id}: prompt_id and "
                     f"prompt_token_ids must be those of the group's first sample; {_REMEDY}"
                 )
-        groups.append(Group(group_id, tuple(sample_of(row, prompt, name) for row in rows)))
+            sequence = sample_of(row, prompt, name)
+            if sequence.number and samples:
+                samples[-1].branches += (sequence,)
+            else:
+                samples.append(sequence)
+        groups.append(Group(group_id, tuple(samples)))
     return tuple(groups)
 
 
 def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
-    """Return the sample of a row of ``SAMPLE_COLUMNS``, with views of the row's arrays.
+    """Return the sequence of a row of ``SAMPLE_COLUMNS``, with views of the row's arrays.
+
+    ``prompt`` is that of its group; a branch has one of its own.
 
     Raises:
         DumpError: The row has a value that no run writes; ``name`` is the file's.
@@ -224,6 +242,8 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         columns = token_columns.read_columns(row, len(row["behaviour_logprobs"]))
     except ValueError as error:
         raise DumpError(f"{place}: {column}: {error}; {_REMEDY}") from error
+    if number := row.get(NUMBER, 0):
+        prompt = replace(prompt, token_ids=row["prompt_token_ids"].copy())
     return Sample(
         group_id=row["group_id"],
         index=row["index"],
@@ -237,6 +257,7 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         reward_components=reward_components,
         answer_found=row["answer_found"],
         columns=columns,
+        number=number,
     )
 
 
@@ -261,15 +282,36 @@ def _check_batch(batch: RolloutBatch, name: str, vocab_size: int | None = None) 
                 f"{group_size - 1} as in the first group; {_REMEDY}"
             )
         for sample in group.samples:
+            check_sequences(sample, name)
+            for sequence in sample.sequences:
+                problem = (
+                    _problem_of_parts(sequence)
+                    or _problem_of_values(sequence, batch.version)
+                    or _problem_of_tokens("response_token_ids", sequence.response_token_ids, limit)
+                    or _problem_of_tokens("prompt_token_ids", sequence.prompt.token_ids, limit)
+                )
+                if problem:
+                    raise DumpError(f"{name}: {sequence.place}: {problem}; {_REMEDY}")
+
+
+def check_sequences(sample: Sample, name: str) -> None:
+    """Raise a ``DumpError`` unless the sequences of a sample belong together.
+
+    They are numbered from 0, are of one index and prompt_id, and only the first has a reward.
+    """
+    for number, sequence in enumerate(sample.sequences):
+        place = sequence.group_id, sequence.index, sequence.prompt.prompt_id
+        if place != (sample.group_id, sample.index, sample.prompt.prompt_id):
             problem = (
-                _problem_of_parts(sample)
-                or _problem_of_values(sample, batch.version)
-                or _problem_of_tokens("response_token_ids", sample.response_token_ids, limit)
-                or _problem_of_tokens("prompt_token_ids", sample.prompt.token_ids, limit)
+                "a further sequence must stand with those of its sample, and have its prompt_id"
             )
-            if problem:
-                place = f"{name}: sample {sample.index} of group {sample.group_id}"
-                raise DumpError(f"{place}: {problem}; {_REMEDY}")
+        elif sequence.number != number:
+            problem = f"its sequences must be numbered from 0, got {sequence.number} for {number}"
+        elif number and (sequence.reward or sequence.reward_components or sequence.branches):
+            problem = "a further sequence has no reward and no branches of its own"
+        else:
+            continue
+        raise DumpError(f"{name}: {sequence.place}: {problem}; {_REMEDY}")
 
 
 def _problem_of_parts(sample: Sample) -> str:

@@ -1,18 +1,18 @@
-"""Packs samples into the tensors of one forward pass, and copies these to the device.
+"""Packs sequences into the tensors of one forward pass, and copies these to the device.
 
 A packed sequence is the prompt and the response; its last row predicts nothing. Response token j of
 a sequence that starts at offset o with P prompt tokens is predicted by row o + P − 1 + j; tokens
 that an environment wrote have no such row. Padding tokens are 0. At the end of a sequence they
 change nothing before them, since attention is causal; at the end of the micro-batch they are a
-sequence of their own. A micro-batch without samples is such a sequence, T = 0.
+sequence of their own. A micro-batch without others is such a sequence, T = 0.
 
 Context parallelism divides a sequence of 2C equal chunks over C ranks so that all have the same
 causal attention to compute: rank c holds chunk c and, counted from the end, chunk c again.
 Transformer Engine expects this division.
 
-Shape legend: B = samples of the batch, Q = tokens of a response that the policy sampled,
-N = packed tokens of a micro-batch (prompts, responses and padding), T = those of them that the
-policy sampled, S = sequences of a micro-batch.
+Shape legend: B = samples of the batch, L = their sequences, Q = tokens of a sequence that the
+policy sampled, N = packed tokens of a micro-batch (prompts, responses and padding), T = those of
+them that the policy sampled, S = sequences of a micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,44 +38,55 @@ _ALIGNMENT = 16
 
 
 def build_micro_batch(
-    samples: Sequence[Sample],
-    sample_indices: Sequence[int],
+    sequences: Sequence[Sample],
+    indices: Sequence[int],
     advantages_B: ArrayLike,
     loss_weights_B: ArrayLike,
     rules: PackingRules,
-    masks_B: Sequence[np.ndarray] | None = None,
+    masks_L: Sequence[np.ndarray] | None = None,
     routes: BatchRoutes | None = None,
 ) -> MicroBatch:
-    """Pack samples into the tensors of one forward pass.
+    """Pack sequences into the tensors of one forward pass.
 
     Both log-probs of the tokens are the engine's; with ``behaviour: recomputed`` the caller
     replaces ``behaviour_logprob_T``.
 
     Args:
-        samples: All samples of the batch, [B], as ``dump.decode_batch`` checked them.
-        sample_indices: The samples to pack, in this order; may be empty.
+        sequences: ``RolloutBatch.sequences``, [L], as ``dump.decode_batch`` checked them.
+        indices: The sequences to pack, in this order; may be empty.
         advantages_B: [B] advantage of each sample, for all its tokens.
         loss_weights_B: [B] weight of each token that trains: 1 over the global denominator.
         rules: What sequences and micro-batches are padded to.
-        masks_B: For each sample, which of its tokens train, [Q] bool; None: all of them.
+        masks_L: For each sequence, which of its tokens train, [Q] bool; None: all of them.
         routes: The experts that the engine chose; None: those that the routers choose.
 
     Raises:
         ValueError: Routes are impossible.
     """
-    chosen = [samples[i] for i in sample_indices]
-    index_S = np.asarray(sample_indices, dtype=np.int64)
+    chosen = [sequences[i] for i in indices]
+    index_S = np.asarray(indices, dtype=np.int64)
+    sample_S = np.cumsum([s.number == 0 for s in sequences], dtype=np.int64)[index_S] - 1
+    firsts_S = [i - s.number for i, s in zip(indices, chosen, strict=True)]
     token_ids_N, slots_S, first_row_S = _lay_out(chosen, rules)
     sampled_S = np.array([s.num_sampled for s in chosen], dtype=np.int64)
     position_T = _ranges(np.array([len(s.response_token_ids) for s in chosen], dtype=np.int64))
     if any(s.written for s in chosen):
         position_T = position_T[np.concatenate([s.loss_mask for s in chosen])]
     rows_T = np.repeat(first_row_S, sampled_S) + position_T
-    mask_T, trained_S = torch.ones(len(rows_T), dtype=torch.float32), sampled_S
-    if masks_B is not None:
-        masks_S = [masks_B[i] for i in sample_indices]
-        mask_T = _tensor(masks_S, np.float32)
-        trained_S = np.array([np.count_nonzero(mask_Q) for mask_Q in masks_S], dtype=np.int64)
+    start_S = [
+        sum(len(s.response_token_ids) for s in sequences[first:i])
+        for first, i in zip(firsts_S, indices, strict=True)
+    ]
+    mask_T = torch.ones(len(rows_T), dtype=torch.float32)
+    if masks_L is not None:
+        mask_T = _tensor([masks_L[i] for i in indices], np.float32)
+
+    def num_trained(first: int) -> int:
+        if masks_L is None:
+            return sequences[first].episode_sampled
+        masks = masks_L[first : first + len(sequences[first].sequences)]
+        return sum(int(np.count_nonzero(mask_Q)) for mask_Q in masks)
+
     logprob_T = _tensor([s.behaviour_logprobs for s in chosen], np.float32)
 
     def per_token(values_S: ArrayLike, dtype: type) -> Tensor:
@@ -89,18 +100,18 @@ def build_micro_batch(
         target_T=_tensor([s.sampled_token_ids for s in chosen], np.int64),
         behaviour_logprob_T=logprob_T,
         rollout_logprob_T=logprob_T,
-        advantage_T=per_token(np.asarray(advantages_B)[index_S], np.float32),
-        reward_T=per_token([s.reward for s in chosen], np.float32),
+        advantage_T=per_token(np.asarray(advantages_B)[sample_S], np.float32),
+        reward_T=per_token([sequences[first].reward for first in firsts_S], np.float32),
         mask_T=mask_T,
         importance_T=torch.ones_like(mask_T),
-        loss_weight_T=per_token(np.asarray(loss_weights_B)[index_S], np.float32) * mask_T,
-        sample_T=per_token(index_S, np.int64),
-        response_tokens_T=per_token(trained_S, np.float32),
-        position_T=torch.from_numpy(position_T),
+        loss_weight_T=per_token(np.asarray(loss_weights_B)[sample_S], np.float32) * mask_T,
+        sample_T=per_token(sample_S, np.int64),
+        response_tokens_T=per_token([num_trained(first) for first in firsts_S], np.float32),
+        position_T=torch.from_numpy(position_T + np.repeat(start_S, sampled_S).astype(np.int64)),
         version_T=torch.from_numpy(token_versions([span for s in chosen for span in s.versions])),
         columns={
             column.name: torch.from_numpy(token_columns.concatenated(column, chosen))
-            for column in token_columns.present(samples)
+            for column in token_columns.present(sequences)
         },
         routes=None
         if routes is None

@@ -1,10 +1,10 @@
 """Which samples share a forward pass: a batch divided into updates, ranks and micro-batches.
 
-A batch is split into optimizer updates of whole groups, and the samples of an update are divided
+A batch is split into optimizer updates of whole groups, and the sequences of an update are divided
 over data-parallel ranks and micro-batches so that their FLOPs are balanced. Every function is
 deterministic: all ranks compute the same packing from the same batch.
 
-Shape legend: B = samples of the batch.
+Shape legend: L = sequences of the batch.
 """
 
 import heapq
@@ -62,17 +62,17 @@ class PackingRules:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePacking:
-    """Which samples each rank packs into each micro-batch of one optimizer update."""
+    """Which sequences each rank packs into each micro-batch of one optimizer update."""
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
-    """``ranks[d][k]``: ascending indices, into the batch's samples, of the k-th micro-batch of
+    """``ranks[d][k]``: ascending indices, into the batch's sequences, of the k-th micro-batch of
     data-parallel rank d. All ranks have equally many micro-batches; some may be empty."""
     real_tokens: int
     """Prompt and response tokens of the update, over all ranks."""
     slots: int
     """Positions that the packed micro-batches of all ranks hold, padding included."""
     rank_flops: tuple[int, ...]
-    """FLOPs of each data-parallel rank in a forward pass over its samples."""
+    """FLOPs of each data-parallel rank in a forward pass over its sequences."""
 
 
 def split_updates(batch: RolloutBatch, updates_per_batch: int) -> list[list[int]]:
@@ -93,31 +93,31 @@ def split_updates(batch: RolloutBatch, updates_per_batch: int) -> list[list[int]
 
 
 def pack_update(
-    samples: Sequence[Sample], sample_indices: Sequence[int], rules: PackingRules
+    sequences: Sequence[Sample], indices: Sequence[int], rules: PackingRules
 ) -> UpdatePacking:
-    """Divide some of the [B] samples over ranks and micro-batches, balanced by FLOPs.
+    """Divide some of the [L] sequences over ranks and micro-batches, balanced by FLOPs.
 
-    The number of micro-batches is the smallest that a bisection finds. Samples go, longest first,
+    The number of micro-batches is the smallest that a bisection finds. They go, longest first,
     to the micro-batch with the least to compute that has room (LPT); micro-batches of about equal
     cost then stand at the same position k on all ranks, the heavier ones on the ranks that have the
     least to compute so far.
 
     Raises:
-        ValueError: A sample alone exceeds the budget.
+        ValueError: A sequence alone exceeds the budget.
     """
-    assert sample_indices, "an update needs at least one sample"
-    lengths = {i: samples[i].sequence_tokens for i in sample_indices}
+    assert indices, "an update needs at least one sequence"
+    lengths = {i: sequences[i].sequence_tokens for i in indices}
     longest_first = sorted(lengths, key=lambda i: (-lengths[i], i))
-    longest = samples[longest_first[0]]
+    longest = sequences[longest_first[0]]
     if rules.slots(lengths[longest_first[0]]) > rules.budget:
         raise ValueError(
-            f"sample {longest.index} of group {longest.group_id} ({longest.prompt.prompt_id}) has "
+            f"{longest.place} ({longest.prompt.prompt_id}) has "
             f"{lengths[longest_first[0]]} tokens but train.max_tokens_per_micro_batch × "
             f"parallel.context holds {rules.budget}; raise one of them, or lower "
             "data.max_prompt_tokens or rollout.max_response_tokens"
         )
     items = [(i, rules.slots(lengths[i]), rules.flops.of(lengths[i])) for i in longest_first]
-    # Every rank gets as many. One sample per micro-batch always fits, so the upper end of the
+    # Every rank gets as many. One sequence per micro-batch always fits, so the upper end of the
     # bisection is feasible.
     step = rules.data_size * rules.count_multiple
     lowest = -(-sum(slots for _, slots, _ in items) // (rules.budget * step))
@@ -152,14 +152,14 @@ class _Bin:
 def _fill_bins(
     items: Sequence[tuple[int, int, int]], num_bins: int, budget: int
 ) -> list[_Bin] | None:
-    """Put each sample (index, slots, flops) into the cheapest bin with room; None if one lacks it.
+    """Put sequences (index, slots, flops) into the cheapest bin with room; None if one lacks it.
 
-    The samples come longest first.
+    They come longest first.
     """
     bins = [_Bin() for _ in range(num_bins)]
     cheapest = [(0, number) for number in range(num_bins)]
-    # Slots and number of bins that lacked room. Samples only get shorter, so a bin that has room
-    # again keeps it until it gets one more: no sample makes more than one bin move here.
+    # Slots and number of bins that lacked room. They only get shorter, so a bin that has room
+    # again keeps it until it gets one more: no sequence makes more than one bin move here.
     full: list[tuple[int, int]] = []
     for index, slots, flops in items:
         while full and full[0][0] + slots <= budget:

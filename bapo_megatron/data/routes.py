@@ -2,9 +2,9 @@
 
 Every rank gets the whole dump, but reads only the rows of its own micro-batches here, so that 4
 million tokens of a model with 48 layers and 8 experts per token (1.5 GB) are in no rank's memory.
-The file is a safetensors tensor ``routes``, [ΣT, L · K] in the order of the batch's samples.
+The file is a safetensors tensor ``routes``, [ΣT, L · K] in the order of the batch's sequences.
 
-Shape legend: P = prompt tokens of a sample, R = its response tokens, T = P + R, L = layers of the
+Shape legend: P = prompt tokens of a sequence, R = its response tokens, T = P + R, L = layers of the
 model, M = those of them that a rank wants, K = experts of a token.
 """
 
@@ -36,29 +36,29 @@ def narrowed(routes: np.ndarray) -> np.ndarray:
     return routes.astype(dtype, copy=False)
 
 
-def write_routes(path: Path, samples: Sequence[Sample]) -> None:
-    """Write the routes of a batch's samples, complete or not at all.
+def write_routes(path: Path, sequences: Sequence[Sample]) -> None:
+    """Write the routes of a batch's sequences, complete or not at all.
 
     Raises:
-        ValueError: No sample has any, or one has those of another model.
+        ValueError: No sequence has any, or one has those of another model.
         OSError: The file cannot be written.
     """
     from safetensors.numpy import save
 
-    widths = {sample.routes.shape[1] for sample in samples if sample.routes is not None}
+    widths = {s.routes.shape[1] for s in sequences if s.routes is not None}
     if not widths:
         raise ValueError(
             "algorithm.router_replay: rollout needs an engine that returns the experts of tokens, "
             "got none for any; set it to none, or use another engine"
         )
     parts: list[np.ndarray] = []
-    for sample in samples:
-        num_tokens = sample.sequence_tokens
+    for sequence in sequences:
+        num_tokens = sequence.sequence_tokens
         # An episode may fail before its first token, and a server after the last one.
-        known = np.empty((0, max(widths)), np.int8) if sample.routes is None else sample.routes
+        known = np.empty((0, max(widths)), np.int8) if sequence.routes is None else sequence.routes
         if len(known) > num_tokens or len(widths) > 1:
             raise ValueError(
-                f"sample {sample.index} of group {sample.group_id}: the engine returned "
+                f"{sequence.place}: the engine returned "
                 f"{sorted(widths)} experts per token for {len(known)} of {num_tokens} tokens; all "
                 "engines must sample with model.path"
             )
@@ -81,8 +81,8 @@ class RouteFiles:
     layers: tuple[int, ...]
     """[M], from 0."""
 
-    def open(self, step: int, samples: Sequence[Sample]) -> "BatchRoutes":
-        """Open the file of a step's batch, which has these samples.
+    def open(self, step: int, sequences: Sequence[Sample]) -> "BatchRoutes":
+        """Open the file of a step's batch, which has these sequences.
 
         Raises:
             ValueError: It is missing, damaged, or of another batch or model.
@@ -90,7 +90,7 @@ class RouteFiles:
         from safetensors import SafetensorError, safe_open
 
         path = routes_path(self.directory, step)
-        lengths = [sample.sequence_tokens for sample in samples]
+        lengths = [sequence.sequence_tokens for sequence in sequences]
         expected = [sum(lengths), self.num_layers * self.per_token]
         try:
             file: Any = safe_open(path, framework="numpy")
@@ -114,13 +114,13 @@ class BatchRoutes:
     _rows: Any
     _starts: Sequence[int] = field(repr=False)
 
-    def of(self, sample: int) -> np.ndarray:
-        """Read the routes of a sample, [T, M, K] int8 or int16.
+    def of(self, sequence: int) -> np.ndarray:
+        """Read the routes of a sequence, [T, M, K] int8 or int16.
 
         Raises:
             ValueError: A token has an expert twice, or one that the model lacks.
         """
-        first, end = self._starts[sample], self._starts[sample + 1]
+        first, end = self._starts[sequence], self._starts[sequence + 1]
         size = (end - first, self.files.num_layers, self.files.per_token)
         whole: np.ndarray = self._rows[first:end].reshape(size)
         routes = whole[:, list(self.files.layers)]
@@ -131,7 +131,7 @@ class BatchRoutes:
         if not (is_free | is_fit).all():
             row, layer = np.argwhere(~(is_free | is_fit))[0].tolist()
             raise ValueError(
-                f"{self.path}: token {row} of sample {sample} in layer "
+                f"{self.path}: token {row} of sequence {sequence} in layer "
                 f"{self.files.layers[layer]}: must have {self.files.per_token} different experts "
                 f"from 0 to {self.files.num_experts - 1}, got {routes[row, layer].tolist()}; "
                 f"{_REMEDY}"

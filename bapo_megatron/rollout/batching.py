@@ -218,7 +218,8 @@ class BatchCollector:
         """Sample responses again that were saved without their experts; drop earlier groups."""
 
         def lacks_routes(pending: PendingSample) -> bool:
-            return pending.num_tokens > 0 and pending.sample.routes is None
+            sequences = pending.sample.sequences
+            return any(len(s.response_token_ids) and s.routes is None for s in sequences)
 
         for group in self._buffer:
             unrouted = [pending for pending in group.samples if lacks_routes(pending)]
@@ -229,7 +230,7 @@ class BatchCollector:
         """Regrade samples that were saved without this teacher's scores; drop earlier groups."""
 
         def lacks_scores(pending: PendingSample) -> bool:
-            return not teacher.has_scored(pending.sample)
+            return not all(map(teacher.has_scored, pending.sample.sequences))
 
         for group in self._buffer:
             for pending in filter(lacks_scores, group.samples):

@@ -97,14 +97,14 @@ class PendingSample:
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens so far, including those of the environment."""
-        num_settled = len(self.sample.response_token_ids)
-        return num_settled + sum(len(part.token_ids) for part in self._parts)
+        """Response tokens so far of all sequences, including those of the environment."""
+        return self.sample.episode_tokens + sum(len(part.token_ids) for part in self._parts)
 
     @property
     def is_within_turn(self) -> bool:
         """Whether the policy has begun a turn and not ended it."""
         before = sum(self.sample.written[-1]) if self.sample.written else 0
+        before += sum(len(branch.response_token_ids) for branch in self.sample.branches)
         return not self.is_finished and not self.awaits_answer and self.num_tokens > before
 
     def input_ids(self) -> list[int]:
@@ -115,8 +115,8 @@ class PendingSample:
     def append(self, part: Completion, max_response_tokens: int) -> None:
         """Add tokens that an engine sampled after ``input_ids()``; a STOP ends the turn.
 
-        A response of ``max_response_tokens``, over all requests and turns, ends with LENGTH even if
-        it was aborted.
+        A response of ``max_response_tokens``, over all requests, turns and sequences, ends with
+        LENGTH even if it was aborted.
         """
         if (self.is_finished or self.awaits_answer) and not len(part.token_ids):
             return  # its server was lost between the last token and the finish reason
@@ -162,7 +162,8 @@ class PendingSample:
     def snapshot(self) -> Self:
         """Return a copy that later changes do not affect."""
         # Arrays and spans are replaced, never modified; an environment may modify its state.
-        sample, state = replace(self.sample), deepcopy(self.state)
+        sample = replace(self.sample, branches=tuple(map(replace, self.sample.branches)))
+        state = deepcopy(self.state)
         return replace(self, sample=sample, state=state, _parts=list(self._parts))
 
     def start_again(self) -> None:
@@ -438,7 +439,9 @@ class Selection:
         limit = self.replay.max_age
 
         def is_young(group: PendingGroup) -> bool:
-            ages = (response_age(p.sample.versions, version, "oldest") for p in group.samples)
+            ages = (
+                response_age(p.sample.episode_versions, version, "oldest") for p in group.samples
+            )
             return limit is None or max(ages) <= limit
 
         candidates = [group for batch in self.buffer.earlier for group in batch if is_young(group)]
@@ -460,7 +463,8 @@ class Selection:
         assert limit.max_age is not None
         assert limit.measure != "token"
         pending.settle()
-        return response_age(pending.sample.versions, version, limit.measure) > limit.max_age
+        age = response_age(pending.sample.episode_versions, version, limit.measure)
+        return age > limit.max_age
 
 
 def merge(

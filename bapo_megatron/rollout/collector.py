@@ -323,7 +323,9 @@ class Collector:
         if rollout.dump:  # first, so that every dump has its texts
             await asyncio.to_thread(write_texts, path, batch.step, texts)
         if self._batches.wants_routes:  # read by ranks on all nodes, so never in ``_wire_dir``
-            await asyncio.to_thread(write_routes, routes_path(rollouts, batch.step), batch.samples)
+            await asyncio.to_thread(
+                write_routes, routes_path(rollouts, batch.step), batch.sequences
+            )
         await asyncio.to_thread(write_batch, path, batch)
         with contextlib.suppress(OSError):  # the next step tries again
             if rollout.dump and rollout.keep_dumps:

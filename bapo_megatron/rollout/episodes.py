@@ -167,34 +167,36 @@ class Grader:
         sample, prompt = pending.sample, pending.prompt
         texts = tuple(
             self.renderer.decode(token_ids.tolist(), skips_special=True)
-            for token_ids in sample.segments()
+            for sequence in sample.sequences
+            for token_ids in sequence.segments()
         )
         facts = SampleFacts(
             prompt_id=prompt.prompt_id,
             source=prompt.source,
             prompt=prompt.text,
             finish_reason=sample.finish_reason.value,
-            num_tokens=len(sample.response_token_ids),
-            num_turns=sample.num_turns,
-            environment_tokens=sample.num_written,
+            num_tokens=sample.episode_tokens,
+            num_turns=sum(sequence.num_turns for sequence in sample.sequences),
+            environment_tokens=sample.episode_tokens - sample.episode_sampled,
         )
         turns = texts if len(texts) > 1 else ()
         response = Response(texts[-1], prompt.answer, facts, prompt.row, turns, pending.state)
-        score, columns = await asyncio.gather(
-            self.rewards.score(response), self._teacher_columns(sample)
+        score, *columns = await asyncio.gather(
+            self.rewards.score(response), *map(self._teacher_columns, sample.sequences)
         )
         if pending.sample is not sample:
             return
-        sample.columns = columns
+        for sequence, values in zip(sample.sequences, columns, strict=True):
+            sequence.columns = values
         pending.graded = response, score
         members = group.samples if self.sees_groups else [pending]
         if all(member.graded is not None for member in members):
             await self._reward(members)
 
-    async def _teacher_columns(self, sample: Sample) -> dict[str, np.ndarray]:
-        if self.teacher is None or self.teacher.has_scored(sample):
-            return sample.columns
-        return await self.teacher.score(sample)
+    async def _teacher_columns(self, sequence: Sample) -> dict[str, np.ndarray]:
+        if self.teacher is None or self.teacher.has_scored(sequence):
+            return sequence.columns
+        return await self.teacher.score(sequence)
 
     async def _reward(self, members: Sequence[PendingSample]) -> None:
         """Set the rewards of graded samples together, unless one is restarted meanwhile."""
@@ -220,7 +222,8 @@ class Grader:
     async def _shape(self, sample: Sample, response: Response, score: Score) -> ShapedReward:
         if self.shaping is None or sample.finish_reason is FinishReason.ENVIRONMENT:
             return ShapedReward(score.reward, {})
-        return await self.shaping.apply(score, response, sample.sampled_token_ids)
+        token_ids_Q = np.concatenate([s.sampled_token_ids for s in sample.sequences])
+        return await self.shaping.apply(score, response, token_ids_Q)
 
 
 def _storable(text: str) -> str:

@@ -94,7 +94,7 @@ class Evaluator:
 
         async def keep(pending: PendingSample) -> None:
             _, journal = owners[pending.sample.group_id]
-            spans = pending.sample.versions
+            spans = pending.sample.episode_versions
             assert all(span.version == version for span in spans), f"{spans} are not of {version}"
             journal.append(_eval_sample(pending, version, time.monotonic() - started_s))
 
@@ -181,8 +181,8 @@ def _eval_sample(pending: PendingSample, version: int, elapsed_s: float) -> Eval
         turns=response.turns,
         state=pending.state,
         **asdict(score),
-        num_tokens=sample.num_sampled,
-        num_environment_tokens=sample.num_written,
+        num_tokens=sample.episode_sampled,
+        num_environment_tokens=sample.episode_tokens - sample.episode_sampled,
         finish_reason=sample.finish_reason,
         version=version,
         elapsed_s=elapsed_s,

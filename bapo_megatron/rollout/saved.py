@@ -1,4 +1,4 @@
-"""The file of unfinished samples in a checkpoint: one row per sample, bit for bit.
+"""The file of unfinished samples in a checkpoint: one row per sequence, bit for bit.
 
 Its columns are those of a rollout dump plus the collector's state of the sample. The metadata hold
 data position and counters.
@@ -19,9 +19,14 @@ import pyarrow as pa
 from pydantic import Field
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.data import token_columns
 from bapo_megatron.data.columns import DumpError, RowFile
-from bapo_megatron.data.dump import SAMPLE_COLUMNS, sample_of
+from bapo_megatron.data.dump import (
+    OPTIONAL_COLUMNS,
+    SAMPLE_COLUMNS,
+    check_sequences,
+    optional_names,
+    sample_of,
+)
 from bapo_megatron.data.routes import narrowed
 from bapo_megatron.data.stream import MixturePosition
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
@@ -98,10 +103,11 @@ class _Row(NamedTuple):
     """Number of the earlier batch that trained its group, or ``_WAITING``."""
     group: PendingGroup
     pending: PendingSample
+    sequence: Sample
 
 
-def _of_sample(value_of: Callable[[Sample], Any]) -> Callable[[_Row], Any]:
-    return lambda row: value_of(row.pending.sample)
+def _of_sequence(value_of: Callable[[Sample], Any]) -> Callable[[_Row], Any]:
+    return lambda row: value_of(row.sequence)
 
 
 def _as_json(field: str) -> Callable[[_Row], Any]:
@@ -122,7 +128,7 @@ _JSON: dict[str, Any] = {"texts": tuple[str, ...] | None, "state": Any}
 _COLUMNS: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     "batch": (pa.int32(), attrgetter("batch")),
     "carries": (pa.int32(), attrgetter("group.carries")),
-    **{name: (kind, _of_sample(value)) for name, (kind, value) in SAMPLE_COLUMNS.items()},
+    **{name: (kind, _of_sequence(value)) for name, (kind, value) in SAMPLE_COLUMNS.items()},
     "prompt_text": (pa.string(), attrgetter("pending.prompt.text")),
     "answer": (pa.string(), attrgetter("pending.prompt.answer")),
     "prompt_row": (pa.large_string(), lambda row: json.dumps(row.pending.prompt.row)),
@@ -137,8 +143,8 @@ _ROUTES: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
 }
 """``Sample.routes``, and its number of rows; 0 if there are none."""
 _OPTIONAL = {
-    name: (kind, _of_sample(value))
-    for name, (kind, value) in (token_columns.row_columns() | _ROUTES).items()
+    name: (kind, _of_sequence(value))
+    for name, (kind, value) in (OPTIONAL_COLUMNS | _ROUTES).items()
 }
 _FILE = RowFile("rollout buffer", _REMEDY, FORMAT, _COLUMNS, _Metadata, optional=_OPTIONAL)
 
@@ -161,9 +167,9 @@ def write_saved(path: Path, saved: SavedRollout) -> None:
     waiting = [pending for group in groups for pending in group.samples]
     for pending in waiting:
         pending.settle()
-    samples = [pending.sample for pending in waiting]
-    names = [column.name for column in token_columns.present(samples)]
-    names += _ROUTES if any(sample.routes is not None for sample in samples) else []
+    sequences = [sequence for pending in waiting for sequence in pending.sample.sequences]
+    names = optional_names(sequences)
+    names += _ROUTES if any(sequence.routes is not None for sequence in sequences) else []
     with naming(path), path.open("wb") as stream:
         _FILE.write(stream, batched(_rows(buffer), _CHUNK_SAMPLES), about, names)
         stream.flush()
@@ -201,7 +207,8 @@ def _rows(buffer: RolloutBuffer) -> Iterator[_Row]:
     groups = [(number, group) for number, batch in enumerate(buffer.earlier) for group in batch]
     for number, group in (*groups, *((_WAITING, group) for group in buffer)):
         for pending in group.samples:
-            yield _Row(number, group, pending)
+            for sequence in pending.sample.sequences:
+                yield _Row(number, group, pending, sequence)
 
 
 def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup:
@@ -214,7 +221,7 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
         first["source"],
         _read_json(first, "prompt_row", dict[str, Any], name),
     )
-    tokens, samples = prompt.tokens(), []
+    tokens, samples = prompt.tokens(), list[PendingSample]()
     for row in rows:
         sample = sample_of(row, tokens, name)
         # Copied: a view would keep the whole row group in memory.
@@ -227,7 +234,12 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
         # In the file an unscored sample has defaults, for fewer tokens than it may get.
         sample.columns = columns if pending.is_scored else {}
         sample.routes = _read_routes(row, name)
-        samples.append(pending)
+        if sample.number and samples:
+            samples[-1].sample.branches += (sample,)
+        else:
+            samples.append(pending)
+    for pending in samples:
+        check_sequences(pending.sample, name)
     return PendingGroup(group_id, samples, first["carries"])
 
 

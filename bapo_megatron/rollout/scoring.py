@@ -142,7 +142,7 @@ class TeacherPool:
 
     async def _score(self, sample: Sample) -> Scores:
         num_failures = 0
-        where = f"sample {sample.index} of group {sample.group_id}, {sample.prompt.prompt_id}"
+        where = f"{sample.place}, {sample.prompt.prompt_id}"
         while True:
             async with self._turn:
                 entry = await self._choose()

@@ -50,7 +50,7 @@ def batch_metrics(batch: RolloutBatch, phase_s: dict[str, float]) -> dict[str, f
     values |= {f"time/{name}_s": seconds for name, seconds in phase_s.items()}
     total_s = sum(phase_s.values())
     if total_s > 0:
-        tokens = sum(sample.num_sampled for sample in batch.samples)
+        tokens = sum(sample.episode_sampled for sample in batch.samples)
         values["throughput/tokens_per_s"] = tokens / total_s
     if batch.stats.generated_tokens and batch.stats.generation_s > 0:
         rate = batch.stats.generated_tokens / batch.stats.generation_s
@@ -80,7 +80,7 @@ def eval_metrics(results: Sequence[EvalResult]) -> dict[str, float]:
 
 def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     samples = batch.samples
-    lengths = [sample.num_sampled for sample in samples]
+    lengths = [sample.episode_sampled for sample in samples]
     truncated = sum(sample.finish_reason is FinishReason.LENGTH for sample in samples)
     rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
     num_groups, num_samples = len(batch.groups), len(samples)
@@ -98,17 +98,25 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/response_tokens_mean": sum(lengths) / num_samples,
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_share": truncated / num_samples,
+        **_branch_metrics(samples),
         **_episode_metrics(batch),
         **_work_metrics(batch.stats),
     }
+
+
+def _branch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    if not any(sample.branches for sample in samples):
+        return {}
+    num_sequences = sum(len(sample.sequences) for sample in samples)
+    return {"rollout/sequences_per_response": num_sequences / len(samples)}
 
 
 def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
     errors, samples = batch.stats.environment_errors, batch.samples
     if errors is None:
         return {}
-    turns = [sample.num_turns for sample in samples]
-    written = [sample.num_written for sample in samples]
+    turns = [sum(sequence.num_turns for sequence in sample.sequences) for sample in samples]
+    written = [sample.episode_tokens - sample.episode_sampled for sample in samples]
     at_limit = sum(sample.finish_reason is FinishReason.TURNS for sample in samples)
     return {
         "rollout/turns_mean": sum(turns) / len(samples),
@@ -118,16 +126,13 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/environment_tokens_max": float(max(written)),
         "rollout/environment_errors": float(sum(errors.values())),
         **{f"rollout/environment_errors_{kind}": float(n) for kind, n in errors.items()},
-        "rollout/environment_tokens_share": sum(written) / max(sum(map(_num_tokens, samples)), 1),
+        "rollout/environment_tokens_share": sum(written)
+        / max(sum(sample.episode_tokens for sample in samples), 1),
         **{
             f"rollout/environment_{name}_per_response": total / len(samples)
             for name, total in batch.stats.environment_counts.items()
         },
     }
-
-
-def _num_tokens(sample: Sample) -> int:
-    return len(sample.response_token_ids)
 
 
 def is_right(sample: Sample) -> bool:
@@ -176,7 +181,7 @@ def _work_metrics(stats: RolloutStats) -> dict[str, float]:
 def _age_metrics(batch: RolloutBatch) -> dict[str, float]:
     tokens_by_age: Counter[int] = Counter()
     for sample in batch.samples:
-        for span in sample.versions:
+        for span in sample.episode_versions:
             tokens_by_age[batch.version - span.version] += span.num_tokens
     num_tokens = tokens_by_age.total()
     if num_tokens == 0:

@@ -42,13 +42,13 @@ def with_recomputed_behaviour(
     correction: CorrectionConfig,
     *,
     num_samples: int,
-    context_group: dist.ProcessGroup | None,
+    data_group: dist.ProcessGroup,
 ) -> tuple[MicroBatch, ...]:
     """Replace μ by the trainer's log-probs and, with a correction, set importance weights.
 
     ``logprobs`` [T] are those of each micro-batch at the start of the step. With ``kind: sequence``
-    and ``geometric`` it is a collective over the context-parallel ranks, which hold parts of the
-    same responses.
+    and ``geometric`` it is a collective over data- and context-parallel ranks, which hold parts of
+    the same responses.
 
     With a correction, a non-finite engine log-prob stays μ: the token has no weight, and is
     reported like any other with a non-finite μ.
@@ -68,7 +68,7 @@ def with_recomputed_behaviour(
         device = weights[0].device
         samples = [micro_batch.sample_T.to(device) for micro_batch in micro_batches]
         sum_B = sum_over_responses(zip(weights, samples, strict=True), num_samples, device)
-        dist.all_reduce(sum_B, group=context_group)
+        reduce_over(data_group, sum_B)
         weights = [response_sums(sum_B, sample_T) for sample_T in samples]
         if correction.kind == "geometric":
             sizes = (batch.response_tokens_T.to(device).clamp(min=1) for batch in micro_batches)
@@ -92,19 +92,19 @@ def measure_mismatch(
     A collective of all ranks: one forward-only pass over about a micro-batch per data-parallel
     rank, of responses with tokens of the model's weights. Without such responses nothing runs.
     """
-    samples, chosen, room = batch.samples, [], shape.rules.budget * shape.rules.data_size
-    for index, sample in enumerate(samples):
-        if any(span.version == batch.version for span in sample.versions):
-            room -= shape.rules.slots(sample.sequence_tokens)
+    sequences, chosen, room = batch.sequences, [], shape.rules.budget * shape.rules.data_size
+    for index, sequence in enumerate(sequences):
+        if any(span.version == batch.version for span in sequence.versions):
+            room -= shape.rules.slots(sequence.sequence_tokens)
             if room < 0:
                 break
             chosen.append(index)
     if not chosen:
         return UpdateResult({}, {}, (), grad_norm=0.0, skipped=True)
-    nothing_B = np.zeros(len(samples), dtype=np.float32)
+    nothing_B = np.zeros(len(batch.samples), dtype=np.float32)
     groups = model.groups
     with fail_together(groups, ValueError):
-        _, micro_batches = shape.pack(samples, chosen, nothing_B, nothing_B, routes=routes)
+        _, micro_batches = shape.pack(sequences, chosen, nothing_B, nothing_B, routes=routes)
     values = torch.zeros(3, dtype=torch.float64, device=groups.device)
     # No log-probs on any stage but the last.
     for host_batch, (logprob_T, _) in zip(

@@ -117,7 +117,7 @@ def sample_rows(dumps: Path, step: int) -> list[SampleRow]:
             group=sample.group_id,
             sample=sample.index,
             reward=sample.reward,
-            tokens=sample.num_sampled,
+            tokens=sample.episode_sampled,
             finish=sample.finish_reason.value,
             prompt=_shortened(text.prompt_text),
             response=_shortened("\n\n".join(text.turns) or text.response_text),

@@ -95,7 +95,7 @@ class BehaviourScorer:
                     [logprob_T for logprob_T, _ in policy],
                     self.config.correction,
                     num_samples=len(batch.samples),
-                    context_group=self.model.groups.context,
+                    data_group=self.model.groups.data,
                 )
                 split = replace(split, micro_batches=micro_batches)
             flops = split.scored_flops + split.counts.get("forward_flops", 0.0)
@@ -178,7 +178,7 @@ class FrozenScorer:
         if is_filled and not self.keeps_hidden:
             return splits
         hf = self.frozen.model.hf
-        lengths = [sample.sequence_tokens for sample in batch.samples]
+        lengths = [sequence.sequence_tokens for sequence in batch.sequences]
         scored = []
         with self.frozen.on_device() as model:
             for split in splits:
@@ -234,9 +234,9 @@ class EngineTeacher:
                     "of a run with this algorithm.distillation, or set its coefficient to 0"
                 )
             widths = {
-                sample.columns[column].shape[1]
-                for sample in batch.samples
-                if COLUMNS[column].is_wide and sample.num_sampled
+                sequence.columns[column].shape[1]
+                for sequence in batch.sequences
+                if COLUMNS[column].is_wide and sequence.num_sampled
             }
             if widths - {self.top_k}:
                 raise ValueError(
@@ -248,16 +248,17 @@ class EngineTeacher:
 
 
 def _is_filled(column: str, splits: Splits, batch: RolloutBatch) -> bool:
-    """Whether all samples have a column, and those that are computed have values in it.
+    """Whether all sequences have a column, and those that are computed have values in it.
 
-    A run that computed fewer samples has left NaN in its dumps.
+    A run that computed fewer of them has left NaN in its dumps.
     """
-    if not all(column in sample.columns for sample in batch.samples):
+    sequences = batch.sequences
+    if not all(column in sequence.columns for sequence in sequences):
         return False
-    computed = (batch.samples[index] for split in splits for index in split.computed)
+    computed = (sequences[index] for split in splits for index in split.computed)
     return all(
-        sample.columns[column].size > 0 and not np.isnan(sample.columns[column]).all()
-        for sample in computed
+        sequence.columns[column].size > 0 and not np.isnan(sequence.columns[column]).all()
+        for sequence in computed
     )
 
 
@@ -380,8 +381,7 @@ class ScoredDump:
         """
         from bapo_megatron.data.dump import dump_path, write_batch  # pyarrow
 
-        sizes = [len(sample.response_token_ids) for sample in batch.samples]
-        starts = [0, *accumulate(sizes)]
+        starts = [0, *accumulate(sample.episode_tokens for sample in batch.samples)]
         # The responses of all samples, one after the other.
         values = torch.zeros(starts[-1], dtype=torch.float32, device=self.groups.device)
         if self.groups.is_last_stage:
@@ -394,11 +394,13 @@ class ScoredDump:
         with fail_together(self.groups):
             if self.groups.rank == 0:
                 computed = {index for split in splits for index in split.computed}
-                parts = np.split(values.cpu().numpy(), starts[1:-1])
-                for index, (sample, values_R) in enumerate(zip(batch.samples, parts, strict=True)):
+                sequences = batch.sequences
+                ends = np.cumsum([len(sequence.response_token_ids) for sequence in sequences])
+                parts = np.split(values.cpu().numpy(), ends[:-1])
+                for index, (sequence, values_R) in enumerate(zip(sequences, parts, strict=True)):
                     if index not in computed:
                         values_R = np.full_like(values_R, COLUMNS[name].default)
-                    sample.columns = {**sample.columns, name: values_R[sample.loss_mask]}
+                    sequence.columns = {**sequence.columns, name: values_R[sequence.loss_mask]}
                 write_batch(dump_path(self.directory, batch.step), batch)
 
 

@@ -1,9 +1,10 @@
-"""Splits a batch of samples into the optimizer updates of a step, on this rank.
+"""Splits a batch into the optimizer updates of a step, on this rank.
 
 Every rank holds the whole batch, so advantages, global denominators and the split into updates,
 ranks and micro-batches are computed alike everywhere, without any communication.
 
-Shape legend: B = samples of the batch, R = samples of an update, Q = sampled tokens of a sample.
+Shape legend: B = samples of the batch, L = their sequences, R = samples of an update, Q = sampled
+tokens of a sequence.
 """
 
 from collections.abc import Sequence, Set
@@ -46,7 +47,9 @@ class SplitUpdate:
     micro_batches: tuple[MicroBatch, ...] = ()
     """This rank's share; equally many on every rank. Without any, the update is skipped."""
     computed: tuple[int, ...] = ()
-    """Indices of the samples in all ranks' micro-batches."""
+    """Indices of the sequences in all ranks' micro-batches, in the batch's."""
+    responses: tuple[int, ...] = ()
+    """Indices of the samples that have these sequences."""
     scored_flops: float = 0.0
     """FLOPs of the scorers' forward-only passes over its micro-batches."""
     policy: list[TokenLogprobs] | None = None
@@ -55,7 +58,7 @@ class SplitUpdate:
 
 @dataclass(frozen=True, slots=True)
 class SplitShape:
-    """How samples are divided over ranks and micro-batches, and which part is this rank's."""
+    """How sequences are divided over ranks and micro-batches, and which part is this rank's."""
 
     rules: PackingRules
     data_rank: int = 0
@@ -67,11 +70,11 @@ class SplitShape:
 
     def pack(
         self,
-        samples: Sequence[Sample],
+        sequences: Sequence[Sample],
         indices: Sequence[int],
         advantage_B: np.ndarray,
         loss_weight_B: np.ndarray,
-        masks_B: Sequence[np.ndarray] | None = None,
+        masks_L: Sequence[np.ndarray] | None = None,
         routes: BatchRoutes | None = None,
     ) -> tuple[UpdatePacking, tuple[MicroBatch, ...]]:
         """Return the packing of ``indices`` over all ranks, and this rank's micro-batches.
@@ -79,10 +82,10 @@ class SplitShape:
         Raises:
             ValueError: Routes are impossible.
         """
-        packing = pack_update(samples, indices, self.rules)
+        packing = pack_update(sequences, indices, self.rules)
         whole = (
             build_micro_batch(
-                samples, members, advantage_B, loss_weight_B, self.rules, masks_B, routes
+                sequences, members, advantage_B, loss_weight_B, self.rules, masks_L, routes
             )
             for members in packing.ranks[self.data_rank]
         )
@@ -98,7 +101,7 @@ class SplitShape:
 def split_shape(
     model: Model, parallel: ParallelConfig, megatron: MegatronConfig, train: TrainConfig
 ) -> SplitShape:
-    """Return how samples become the micro-batches of this rank."""
+    """Return how sequences become the micro-batches of this rank."""
     groups = model.groups
     sequence_multiple, total_multiple = packing_multiples(parallel, megatron)
     rules = PackingRules(
@@ -139,14 +142,14 @@ def split_step(
     """Divide a batch into the updates of one epoch; further epochs repeat them.
 
     Tokens that are too old for ``staleness`` do not train, nor do responses that ended for one of
-    ``masked_reasons``. Responses without a token that trains are not computed. The weights count
+    ``masked_reasons``. Sequences without a token that trains are not computed. The weights count
     all tokens with m = 1, whether or not ``zero_advantage`` has them computed.
 
     Raises:
-        ValueError: A response is longer than a micro-batch, or the groups have different sizes or
+        ValueError: A sequence is longer than a micro-batch, or the groups have different sizes or
             do not divide into ``updates_per_batch`` equal parts; or routes are impossible.
     """
-    samples = batch.samples
+    samples, sequences = batch.samples, batch.sequences
     sizes = {len(group.samples) for group in batch.groups}
     if len(sizes) != 1:
         raise ValueError(
@@ -154,27 +157,31 @@ def split_step(
             "the same number, so collect the batch again with one samples_per_group"
         )
     advantage_B = advantages.compute(batch.groups).flatten().numpy()
-    masks_B = [
-        trainable_mask(sample.versions, batch.version, staleness)
+    episode_masks = [
+        trainable_mask(sample.episode_versions, batch.version, staleness)
         & (sample.finish_reason not in masked_reasons)
         for sample in samples
     ]
-    trained_B = np.array([np.count_nonzero(mask_Q) for mask_Q in masks_B])
-    computed_B = trained_B > 0
+    trained_B = np.array([np.count_nonzero(mask_Q) for mask_Q in episode_masks])
+    ends_L = np.cumsum([sequence.num_sampled for sequence in sequences])
+    masks_L = np.split(np.concatenate(episode_masks), ends_L[:-1])
+    sample_L = np.repeat(np.arange(len(samples)), [len(sample.sequences) for sample in samples])
+    computed_L = np.array([mask_Q.any() for mask_Q in masks_L])
     if zero_advantage == "left_out":
-        computed_B &= advantage_B != 0
+        computed_L &= advantage_B[sample_L] != 0
     updates = []
     for indices in split_updates(batch, config.updates_per_batch):
-        computed = [i for i in indices if computed_B[i]]
-        if zero_advantage == "computed" and not advantage_B[computed].any():
-            computed = []
+        computed = np.flatnonzero(computed_L & np.isin(sample_L, indices)).tolist()
+        responses = np.unique(sample_L[computed]).tolist()
+        if zero_advantage == "computed" and not advantage_B[responses].any():
+            computed, responses = [], []
         counts = _counts(samples, indices, advantage_B, trained_B)
-        counts["computed_tokens"] = float(trained_B[computed].sum())
+        counts["computed_tokens"] = float(trained_B[responses].sum())
         micro_batches: tuple[MicroBatch, ...] = ()
         if computed:
             weight_B = _loss_weights(trained_B, indices, config)
             packing, micro_batches = shape.pack(
-                samples, computed, advantage_B, weight_B, masks_B, routes
+                sequences, computed, advantage_B, weight_B, masks_L, routes
             )
             flops = packing.rank_flops
             counts |= {
@@ -184,7 +191,9 @@ def split_step(
                 "flops_mean": sum(flops) / len(flops),
                 "flops_max": float(max(flops)),
             }
-        updates.append(SplitUpdate(counts, tuple(indices), micro_batches, tuple(computed)))
+        updates.append(
+            SplitUpdate(counts, tuple(indices), micro_batches, tuple(computed), tuple(responses))
+        )
     return tuple(updates)
 
 
@@ -216,7 +225,7 @@ def _signs(
     samples: Sequence[Sample], indices: Sequence[int], advantage_B: np.ndarray
 ) -> dict[str, float]:
     """Count responses and tokens by the sign of the advantage."""
-    length_R = np.array([samples[i].num_sampled for i in indices])
+    length_R = np.array([samples[i].episode_sampled for i in indices])
     advantage_R, counts = advantage_B[list(indices)], {}
     for name, has_sign_R in (("positive", advantage_R > 0), ("negative", advantage_R < 0)):
         counts[f"{name}_responses"] = float(np.count_nonzero(has_sign_R))
@@ -227,7 +236,7 @@ def _signs(
 def _counts(
     samples: Sequence[Sample], indices: list[int], advantage_B: np.ndarray, trained_B: np.ndarray
 ) -> dict[str, float]:
-    length_R = np.array([samples[i].num_sampled for i in indices])
+    length_R = np.array([samples[i].episode_sampled for i in indices])
     sampled, unmasked = float(length_R.sum()), float(trained_B[indices].sum())
     counts = {
         "response_tokens": sampled,

@@ -193,7 +193,7 @@ class BatchTrainer:
     def _split(self, batch: RolloutBatch) -> tuple[BatchRoutes | None, Splits]:
         """Return what the engines chose, if that is replayed, and the step's updates."""
         with fail_together(self._groups, ValueError):  # a rank reads its own samples' routes only
-            routes = None if self.routes is None else self.routes.open(batch.step, batch.samples)
+            routes = None if self.routes is None else self.routes.open(batch.step, batch.sequences)
             splits = split_step(
                 batch,
                 self._advantages,
@@ -298,8 +298,8 @@ class BatchTrainer:
         measured = MeasuredUpdate(sums, maxima, attempt.decisions, log_weight_B)
         # No reports before the last stage.
         tokens = tuple(zip(attempt.inputs.micro_batches, attempt.reports, strict=False))
-        norm, computed = attempt.step.grad_norm, update.split.computed
-        return Measurement(counts, measured, norm, computed), tokens
+        norm, responses = attempt.step.grad_norm, update.split.responses
+        return Measurement(counts, measured, norm, responses), tokens
 
     def _skip(self, update: Update, attempt: Attempt) -> dict[str, float]:
         """Return the faults of an update that is skipped, as sums; or raise, as configured."""
@@ -414,8 +414,7 @@ def _describe_nonfinite(update: Update, reports: list[TokenReport]) -> str | Non
             token = first_nonfinite(values_T, micro_batch.mask_T.to(values_T.device))
             if token is not None:
                 sample = update.batch.samples[int(micro_batch.sample_T[token])]
-                place = f"sample {sample.index} of group {sample.group_id}"
                 position, value = int(micro_batch.position_T[token]), float(values_T[token])
                 prompt = sample.prompt.prompt_id
-                return f"{place} ({prompt}), response token {position}: {name} is {value}"
+                return f"{sample.place} ({prompt}), response token {position}: {name} is {value}"
     return None

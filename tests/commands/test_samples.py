@@ -14,10 +14,10 @@ from rich.console import Console
 from bapo_megatron import cli
 from bapo_megatron.commands.samples import inspect_step, print_step
 from bapo_megatron.data.columns import DumpError
-from bapo_megatron.data.dump import write_batch, write_texts
+from bapo_megatron.data.dump import read_batch, write_batch, write_texts
 from bapo_megatron.tools.report.rollouts import read_step
 from bapo_megatron.types import FinishReason, Group, RolloutBatch, SampleText, VersionSpan
-from tests.data.samples import make_episode, make_sample
+from tests.data.samples import add_branch, make_episode, make_sample
 from tests.tools.report.made_runs import SCRIPT, make_run
 
 if TYPE_CHECKING:
@@ -126,6 +126,27 @@ def test_a_response_is_shown_by_turns_with_what_its_reward_is_made_of(dump: Path
         *("", "    (3 + 4) · 2?", "", TURNS[0], "", "    add 3 4"),
     ]
     assert printed(report_of(dump, 2)).endswith("tokens**\n\n    It is 14.\n")
+
+
+def test_further_sequences_of_an_episode_follow_the_first(dump: Path) -> None:
+    batch = read_batch(dump)
+    add_branch(batch.samples[0], (1, 2, 4), shared_tokens=3)
+    write_batch(dump, batch)
+    (sample,) = report_of(dump, 1)["samples"]
+    assert (sample["sampled_tokens"], sample["written_tokens"]) == (6 + 5, 5 + 2)
+    assert sample["trained_tokens"] == 6 + 5
+    assert sample["parts"][-3:] == [
+        {"sequence": 1, "author": "policy", "num_tokens": 1, "text": None},
+        {"sequence": 1, "author": "environment", "num_tokens": 2, "text": None},
+        {"sequence": 1, "author": "policy", "num_tokens": 4, "text": None},
+    ]
+    lines = printed(report_of(dump, 1)).splitlines()
+    assert [line for line in lines if line.startswith("**")] == [
+        *TURNS,
+        "**sequence 2 · turn 1 · policy · 1 tokens**",
+        "**sequence 2 · turn 1 · environment · 2 tokens**",
+        "**sequence 2 · turn 2 · policy · 4 tokens**",
+    ]
 
 
 @pytest.mark.usefixtures("texts")

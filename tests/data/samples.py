@@ -68,6 +68,26 @@ def make_episode(
     )
 
 
+def add_branch(sample: Sample, parts: Sequence[int], shared_tokens: int | None = None) -> Sample:
+    """Add a further sequence to an episode, by turns as in ``make_episode``; returns the branch.
+
+    ``shared_tokens``: how many tokens of the first response are its prompt; None: it has a prompt
+    that was rendered anew.
+    """
+    number = 1 + len(sample.branches)
+    branch = make_episode(2, parts, sample.group_id, sample.index)
+    token_ids = branch.prompt.token_ids + 500 + number
+    if shared_tokens is not None:
+        shared = sample.response_token_ids[:shared_tokens]
+        token_ids = np.concatenate([sample.prompt.token_ids, shared])
+    branch.prompt = PromptTokens(sample.prompt.prompt_id, token_ids, sample.prompt.source)
+    branch.response_token_ids += 10 * number
+    branch.number, branch.reward, branch.reward_components = number, 0.0, {}
+    branch.answer_found = False
+    sample.branches += (branch,)
+    return branch
+
+
 def make_batch(num_groups: int = 3, group_size: int = 2) -> RolloutBatch:
     """Groups with one prompt each and responses of 1, 2, 3 … tokens."""
     groups = []

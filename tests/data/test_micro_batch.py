@@ -20,7 +20,7 @@ from bapo_megatron.data.micro_batch import (
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.types import MicroBatch
-from tests.data.samples import make_episode, make_sample, with_columns
+from tests.data.samples import add_branch, make_episode, make_sample, with_columns
 
 FLOPS = SequenceFlops(per_token=1, per_pair=0)
 
@@ -100,6 +100,28 @@ def test_packed_tensors_equal_a_loop_over_tokens(lengths, multiple):
     positions = [p for a, b in pairwise(offsets) for p in range(b - a)]
     assert built.position_ids_N.tolist() == positions
     assert offsets[-1] == built.num_tokens
+
+
+def test_sequences_of_an_episode_are_apart_and_count_as_one_response():
+    samples = [make_sample(1, 1), make_episode(2, (1, 2, 2), index=1)]
+    add_branch(samples[1], (2, 1, 1), shared_tokens=3)
+    add_branch(samples[1], (1,))
+    sequences = [sequence for sample in samples for sequence in sample.sequences]
+    masks = [np.array(m, bool) for m in ([1], [1, 0, 1], [1, 1, 0], [1])]
+
+    built = build_micro_batch(sequences, [3, 0, 2], [1.0, -2.0], [0.5, 0.25], padded(1), masks)
+
+    # The third branch's prompt of 2 tokens, the first sample's of 1, and the second's 2 + 3.
+    assert built.cu_seqlens.tolist() == [0, 3, 5, 14]
+    assert built.rows_T.tolist() == [1, 3, 9, 10, 12]
+    assert built.sample_T.tolist() == [1, 0, 1, 1, 1]
+    # Before them the episode has 5 tokens, and before the last branch 5 + 4.
+    assert built.position_T.tolist() == [9, 0, 5, 6, 8]
+    assert built.mask_T.tolist() == [1.0, 1.0, 1.0, 1.0, 0.0]
+    assert built.response_tokens_T.tolist() == [5.0, 1.0, 5.0, 5.0, 5.0]
+    assert built.advantage_T.tolist() == [-2.0, 1.0, -2.0, -2.0, -2.0]
+    assert built.loss_weight_T.tolist() == [0.25, 0.5, 0.25, 0.25, 0.0]
+    assert built.reward_T.tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]
 
 
 def test_masked_tokens_have_no_weight_and_masks_an_entry_for_each_sampled_token():

@@ -12,7 +12,7 @@ import torch
 from bapo_megatron.data.micro_batch import build_micro_batch, shard_context
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.data.routes import RouteFiles, narrowed, routes_path, write_routes
-from tests.data.samples import make_batch
+from tests.data.samples import add_branch, make_batch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,6 +91,21 @@ def test_a_micro_batch_has_the_routes_of_its_tokens_and_none_for_padding(tmp_pat
         assert torch.equal(local.routes.long(), expected[kept])
 
 
+def test_sequences_of_an_episode_have_routes_of_their_own(tmp_path: Path) -> None:
+    samples = routed_samples()
+    branch = add_branch(samples[1], (2,), shared_tokens=1)
+    branch.routes = np.arange(5 * LAYERS * PER_TOKEN).reshape(5, -1).astype(np.int16)
+    sequences = [sequence for sample in samples for sequence in sample.sequences]
+    written(tmp_path, sequences)
+    opened = files_in(tmp_path).open(STEP, sequences)
+    for index, sequence in enumerate(sequences):
+        np.testing.assert_array_equal(opened.of(index), expected_routes(sequence))
+    rules, zeros = PackingRules(1, 64, SequenceFlops(1, 0)), np.zeros(len(samples))
+    built = build_micro_batch(sequences, [2, 3], zeros, zeros, rules, routes=opened)
+    assert built.routes is not None
+    np.testing.assert_array_equal(built.routes[:6], expected_routes(branch))
+
+
 def _places(offsets: list[int], rank: int) -> torch.Tensor:
     """Positions in the whole that one of two context ranks holds: quarters 0 and 3, or 1 and 2."""
     quarters = {0: (0, 3), 1: (1, 2)}[rank]
@@ -150,7 +165,9 @@ def test_impossible_experts_are_refused_by_token_and_layer(
     path = written(tmp_path, samples)
     opened = files_in(tmp_path).open(STEP, samples)
     opened.of(1)
-    with pytest.raises(ValueError, match=rf"^{path}: token 1 of sample 2 in layer 2: .*{problem}"):
+    with pytest.raises(
+        ValueError, match=rf"^{path}: token 1 of sequence 2 in layer 2: .*{problem}"
+    ):
         opened.of(2)
     files_in(tmp_path, layers=(0, 1)).open(STEP, samples).of(2)  # another stage's layer
 

@@ -15,11 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from bapo_megatron.data.columns import DumpError
+from bapo_megatron.data.staleness import response_age
 from bapo_megatron.engine.base import Completion
 from bapo_megatron.rollout import saved as saved_module
 from bapo_megatron.rollout.buffer import DropReason, PendingGroup, PendingSample, RolloutBuffer
 from bapo_megatron.rollout.saved import SavedRollout, read_saved
 from bapo_megatron.types import FinishReason, Prompt, Sample, VersionSpan
+from tests.data.samples import add_branch
 from tests.rollout.saved_files import AT_START, file_of, read_file
 
 if TYPE_CHECKING:
@@ -111,6 +113,47 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit(
     restored.take(list(restored)[:1])
     assert restored.start_group(PROMPTS[0], 2).group_id == 4
     assert restored.dropped == {"stale": 1}
+
+
+def test_a_restored_buffer_has_the_branches_of_its_episodes() -> None:
+    buffer = _filled()
+    first, _ = next(iter(buffer)).samples
+    routes = np.arange(12, dtype=np.int8).reshape(4, 3)
+    branches = [add_branch(first.sample, (2, 1, 1), shared_tokens=2), add_branch(first.sample, ())]
+    branches[0].columns = {"teacher_logprob": np.array([-1, -2, -3], np.float32)}
+    branches[0].routes = routes
+    assert first.num_tokens == 3 + 4
+    list(buffer)[1].samples[0].settle()
+
+    saved = buffer.snapshot()
+    branches[0].columns = {}  # after the snapshot
+    restored = next(iter(read_file(_file(saved)).buffer)).samples
+
+    assert [len(pending.sample.branches) for pending in restored] == [2, 0]
+    kept, empty = restored[0].sample.branches
+    assert kept.prompt.token_ids.tolist() == [10, 11, 12, 0, 1]
+    assert kept.response_token_ids.tolist() == branches[0].response_token_ids.tolist()
+    assert kept.written == ((2, 1),)
+    assert kept.versions == branches[0].versions
+    assert kept.columns["teacher_logprob"].tolist() == [-1, -2, -3]
+    assert kept.routes is not None
+    assert kept.routes.tolist() == routes.tolist()
+    assert (empty.number, len(empty.response_token_ids), empty.routes) == (2, 0, None)
+    assert restored[0].texts == ("fine\n",)
+    assert file_of(SavedRollout(AT_START, saved)) == _file(read_file(_file(saved)).buffer)
+
+
+def test_the_length_limit_and_the_age_count_all_sequences() -> None:
+    pending = PendingGroup.start(0, PROMPTS[0], 1).samples[0]
+    pending.sample.branches = (replace(pending.sample, number=1),)
+    branch = pending.sample.branches[0]
+    branch.response_token_ids = np.arange(5, dtype=np.int32)
+    branch.versions = (VersionSpan(1, 5),)
+    pending.append(_completion(0, 2, 4), 8)
+    assert not pending.is_finished
+    pending.append(_completion(2, 1, 4), 8)
+    assert pending.sample.finish_reason is FinishReason.LENGTH
+    assert response_age(pending.sample.episode_versions, 5, "oldest") == 4
 
 
 def test_taken_groups_are_gone_and_their_ids_are_not_used_again() -> None:

@@ -17,6 +17,7 @@ from bapo_megatron.rollout.episodes import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scoring import TeacherPool, connect_teacher
 from bapo_megatron.types import FinishReason
+from tests.data.samples import add_branch, make_episode
 from tests.engine.helpers import reference_distribution, reference_logprobs
 from tests.fakes.fake_pool import FakePool, deliver
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
@@ -172,6 +173,29 @@ async def test_an_answer_for_a_response_that_was_begun_again_is_discarded() -> N
     assert pending.sample.columns == {}
     assert not pending.is_scored
     await teacher.close()
+
+
+async def test_an_episode_is_graded_once_and_its_sequences_are_scored_apart() -> None:
+    engine, teacher, rewards = FakeTeacher(), make_teacher(), CountingRewards()
+    await teacher.start([engine])
+    group = PendingGroup.start(0, PROMPTS[0], 1)
+    [pending] = group.samples
+    pending.sample = sample = make_episode(2, (3, 2, 1))
+    add_branch(sample, (1, 1, 2), shared_tokens=3)
+    await Grader(Renderer(), rewards, teacher=teacher).score(pending, group)
+    await teacher.close()
+
+    tokens = [
+        [*s.prompt.token_ids.tolist(), *s.response_token_ids.tolist()] for s in sample.sequences
+    ]
+    assert sorted(engine.scored) == sorted(tokens)
+    assert all(map(has_columns, sample.sequences))
+    [response] = rewards.responses
+    facts = response.sample
+    assert (facts.num_tokens, facts.num_turns, facts.environment_tokens) == (6 + 4, 2 + 2, 2 + 1)
+    assert [len(text.split()) for text in response.turns] == [3, 2, 1, 1, 1, 2]
+    assert sample.reward == 1.0  # two tokens of the last turn
+    assert sample.branches[0].reward == 0.0
 
 
 @pytest.mark.parametrize("sees_groups", [False, True])

@@ -19,6 +19,7 @@ from bapo_megatron.types import (
     VersionSpan,
     WrittenSpan,
 )
+from tests.data.samples import add_branch
 from tests.docs.metric_names import unlisted
 from tests.evaluation.results import result
 
@@ -93,6 +94,24 @@ def test_rollout_metrics_count_samples_and_groups() -> None:
     assert values["rollout/response_tokens_mean"] == 2.5
     assert values["rollout/response_tokens_max"] == 4.0
     assert values["rollout/truncated_share"] == 0.25
+
+
+def test_lengths_and_ages_are_those_of_episodes_and_their_sequences_are_counted() -> None:
+    assert "rollout/sequences_per_response" not in values_of(_batch())
+    batch = _episodes({})
+    branch = add_branch(batch.samples[0], (2, 3, 1))
+    branch.versions = (VersionSpan(batch.version - 2, 3),)
+    plain, values = values_of(_episodes({})), values_of(batch)
+
+    assert values["rollout/sequences_per_response"] == 1.25
+    assert values["rollout/response_tokens_mean"] == (1 + 3 + 4 + 2 + 3) / 4
+    assert values["rollout/environment_tokens_mean"] == 19 / 4
+    assert values["rollout/environment_tokens_share"] == 19 / 32
+    assert values["rollout/turns_mean"] == 9 / 4
+    # All other tokens are of version 0.
+    assert values["rollout/age_mean"] == (10 * 7 + 3 * 2) / 13
+    rewards = {name: value for name, value in plain.items() if name.startswith("reward")}
+    assert rewards.items() <= values.items()
 
 
 EPISODE_METRICS = {

@@ -44,6 +44,14 @@ def episode_dump(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -
 
 
 @pytest.fixture(scope="session")
+def branch_dump(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
+    """A batch of two groups whose episodes have 1 to 4 sequences, with written tokens in most."""
+    root = tmp_path_factory.mktemp("branches")
+    shape = {"groups": 2, "samples_per_group": 4, "episodes": True, "branches": True}
+    return write_dumps(root, random_model, steps=1, **shape) / "step_000001.parquet"
+
+
+@pytest.fixture(scope="session")
 def exact(random_model: Path, episode_dump: Path) -> ExactPolicy:
     """The responses of ``episode_dump``, by transformers in float64."""
     from tests.trainer.exact_policy import ExactPolicy

@@ -86,11 +86,13 @@ def write_dumps(
     rewards: str = "mixed",
     noise: float = 0.1,
     episodes: bool = False,
+    branches: bool = False,
 ) -> Path:
     """Random prompts and responses with log-probs of ``model_dir`` plus noise.
 
     ``rewards``: ``mixed`` (both signs in every group) or ``equal`` (no gradient anywhere).
     ``episodes``: all but the first response of a group have two or three turns.
+    ``branches``: response i of a group is an episode of 1 + i % 4 sequences.
     """
     model = load_reference("qwen2", model_dir).eval()
     rng = np.random.default_rng(7)
@@ -117,6 +119,8 @@ def write_dumps(
                     answer_found=True,
                 )
                 samples.append(_as_episode(sample) if episodes else sample)
+                for _ in range(index % 4 if branches else 0):
+                    _add_branch(sample, model, rng, noise)
             step_groups.append(Group(group_id, tuple(samples)))
         batch = RolloutBatch(step=step + 1, version=step, groups=tuple(step_groups))
         write_batch(directory / f"step_{batch.step:06d}.parquet", batch)
@@ -135,6 +139,32 @@ def _as_episode(sample: Sample) -> Sample:
     sample.behaviour_logprobs = sample.behaviour_logprobs[sample.loss_mask]
     sample.versions = (VersionSpan(sample.versions[0].version, sample.num_sampled),)
     return sample
+
+
+def _add_branch(
+    sample: Sample, model: torch.nn.Module, rng: np.random.Generator, noise: float
+) -> None:
+    """One more sequence, which forks from the latest; the third has a prompt rendered anew."""
+    number, latest = 1 + len(sample.branches), sample.sequences[-1]
+    length = int(rng.integers(3, 9))
+    kept = latest.response_token_ids[: len(latest.response_token_ids) // 2]
+    prompt = np.concatenate([latest.prompt.token_ids, kept])
+    response = rng.integers(3, model.config.vocab_size, length)
+    if number == 3:
+        prompt = rng.integers(3, model.config.vocab_size, 5).astype(np.int32)
+    mu = _logprobs(model, prompt, response) + rng.normal(0, noise, length)
+    branch = Sample(
+        group_id=sample.group_id,
+        index=sample.index,
+        prompt=PromptTokens(sample.prompt.prompt_id, prompt),
+        response_token_ids=response.astype(np.int32),
+        behaviour_logprobs=np.delete(mu, 1).astype(np.float32),
+        versions=(VersionSpan(sample.versions[0].version, length - 1),),
+        finish_reason=FinishReason.STOP,
+        written=(WrittenSpan(1, 1),),
+        number=number,
+    )
+    sample.branches += (branch,)
 
 
 def _logprobs(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray) -> np.ndarray:

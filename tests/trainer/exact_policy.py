@@ -28,7 +28,7 @@ UNKNOWN_LOGPROB = -2.5
 
 
 class ExactPolicy:
-    """Responses of a batch, with a graph to the weights of transformers' model."""
+    """Sequences of a batch, with a graph to the weights of transformers' model."""
 
     def __init__(self, model_dir: Path, batch: RolloutBatch) -> None:
         self.model = load_reference("qwen2", model_dir).eval().double()
@@ -40,9 +40,12 @@ class ExactPolicy:
         """[R] each, float64: 1 where the policy sampled."""
         self.behaviours: list[Tensor] = []
         """[R] each, float64."""
-        self.lengths = [len(s.response_token_ids) for s in batch.samples]
+        sequences = [(i, s) for i, sample in enumerate(batch.samples) for s in sample.sequences]
+        self.owners = [i for i, _ in sequences]
+        """Index of each sequence's sample."""
+        self.lengths = [len(s.response_token_ids) for _, s in sequences]
         self.rewards = np.array([[s.reward for s in g.samples] for g in batch.groups])
-        for sample in batch.samples:
+        for _, sample in sequences:
             ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_token_ids.tolist()]])
             rows = (self.model(ids).logits[0] / TEMPERATURE).log_softmax(-1)
             start = len(sample.prompt.token_ids)
@@ -59,14 +62,14 @@ class ExactPolicy:
 
     @property
     def responses(self) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
-        """ℓ, μ and mask [R], and the advantage, of each response."""
+        """ℓ, μ and mask [R], and the advantage, of each sequence."""
         return zip(self.logprobs, self.behaviours, self.masks, self.advantages, strict=True)
 
     @property
     def advantages(self) -> list[float]:
         centred = self.rewards - self.rewards.mean(axis=1, keepdims=True)
         scale = self.rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6
-        return (centred / scale).flatten().tolist()  # type: ignore[no-any-return]
+        return (centred / scale).flatten()[self.owners].tolist()  # type: ignore[no-any-return]
 
     def token_mean(self, losses: Sequence[Tensor]) -> Tensor:
         """Mean of losses [R] over the tokens of all responses with mask 1."""

@@ -12,7 +12,7 @@ from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
-from bapo_megatron.data.staleness import spans_of
+from bapo_megatron.data.staleness import spans_of, token_versions
 from bapo_megatron.trainer.split import SplitShape, SplitUpdate, ZeroAdvantage, split_step
 from bapo_megatron.types import (
     FinishReason,
@@ -22,7 +22,7 @@ from bapo_megatron.types import (
     Sample,
     WrittenSpan,
 )
-from tests.data.samples import make_sample
+from tests.data.samples import add_branch, make_sample
 from tests.trainer.dumps import ONE_RANK
 
 VERSION = 10
@@ -263,6 +263,75 @@ def test_an_episode_without_a_sampled_token_is_not_computed() -> None:
 
     assert _weights_by_sample(update).keys() == {0}
     assert (update.counts["response_tokens"], update.counts["unmasked_tokens"]) == (2, 2)
+
+
+def _branched() -> RolloutBatch:
+    """The same tokens as ``_batch`` has, but that the longest responses have two sequences."""
+    batch = _batch()
+    for number in (1, 5):
+        sample = batch.samples[number]
+        versions = token_versions(sample.versions)
+        branch = add_branch(sample, (len(versions) - 2,), shared_tokens=2)
+        sample.response_token_ids = sample.response_token_ids[:2]
+        sample.behaviour_logprobs = sample.behaviour_logprobs[:2]
+        sample.versions, branch.versions = spans_of(versions[:2]), spans_of(versions[2:])
+    return batch
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum_norm"])
+@pytest.mark.parametrize("measure", ["token", "mean", "oldest"])
+@pytest.mark.parametrize("advantage", ["grpo", "opo", "reinforce_pp"])
+def test_an_episode_in_several_sequences_keeps_weight_length_age_and_advantage(
+    aggregation: str, measure: str, advantage: str
+) -> None:
+    algorithm = {
+        "loss_aggregation": aggregation,
+        "token_sum_norm_constant": 4.0,
+        "advantage": advantage,
+    }
+    limit = {"max_age": 3, "measure": measure}
+    (plain,) = _split(limit, **algorithm)
+    (update,) = _split(limit, _branched(), **algorithm)
+
+    weights, expected = (
+        {number: [w for w in weight_Q if w] for number, weight_Q in _weights_by_sample(u).items()}
+        for u in (update, plain)
+    )
+    assert weights == expected
+    assert _advantages(update) == _advantages(plain)
+    assert _tokens(update) == _tokens(plain)
+    assert update.responses == plain.responses
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "grpo_no_std", "rloo"])
+@pytest.mark.parametrize("parts", [(3,), (1, 2, 1), ()], ids=["a turn", "two turns", "dead"])
+def test_a_branch_more_changes_no_advantage(advantage: str, parts: tuple[int, ...]) -> None:
+    batch = _batch()
+    branch = add_branch(batch.samples[1], parts, shared_tokens=2)
+    branch.versions = spans_of([10] * branch.num_sampled)
+
+    (plain,) = _split({}, advantage=advantage)
+    (update,) = _split({}, batch, advantage=advantage)
+
+    assert _advantages(update) == _advantages(plain)
+    num_more = 0 if parts == () else len(branch.behaviour_logprobs)
+    assert update.counts["computed_tokens"] == 15 + num_more
+    # The branch is sequence 2 of the batch; without a token that trains it is not computed.
+    assert update.computed == ((0, 1, 3, 4, 5, 6) if parts == () else (0, 1, 2, 3, 4, 5, 6))
+    assert update.responses == tuple(range(6))
+
+
+def test_a_branch_that_is_too_old_is_not_computed_and_changes_no_baseline() -> None:
+    batch = _batch()
+    branch = add_branch(batch.samples[1], (3,), shared_tokens=2)
+    branch.versions = spans_of([4] * 3)
+    limit = {"max_age": 3, "measure": "token"}
+
+    (plain,), (update,) = _split(limit), _split(limit, batch)
+
+    assert _weights_by_sample(update) == _weights_by_sample(plain)
+    assert _advantages(update) == _advantages(plain)
+    assert update.computed == (0, 1, 3, 4, 6)
 
 
 def test_a_rank_gets_its_own_micro_batches() -> None:

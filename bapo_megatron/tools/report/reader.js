@@ -218,11 +218,12 @@ const Reader = (() => {
       return span;
     });
     const parts = partsOf(spans.map((span) => span.textContent), levels);
+    const left = sample.tokens - sample.pieces.length;
+    const positionOf = (at) => at + (at >= sample.cut_at ? left : 0);
     spans.forEach((span, at) => {
-      if (at === sample.cut_at) {
-        const left = sample.tokens - sample.pieces.length;
-        tokens.append(el("em", { class: "cut" }, ` … ${whole(left)} tokens omitted … `));
-      }
+      if (at === sample.cut_at) tokens.append(el("em", { class: "cut" }, ` … ${whole(left)} tokens omitted … `));
+      const begun = sample.starts?.indexOf(positionOf(at)) ?? -1;
+      if (begun >= 0) tokens.append(el("em", { class: "cut" }, ` sequence ${begun + 2} `));
       const part = parts.find(({ start, end }) => start <= at && at < end);
       if (part?.start === at) tokens.append(el("span", { class: part.kind }));
       (part ? tokens.querySelector(":scope > span:last-of-type") : tokens).append(span);
@@ -243,12 +244,10 @@ const Reader = (() => {
       cursor = Math.max(0, Math.min(spans.length - 1, at));
       spans[cursor].id = "cursor";
       const [id, text] = current().pieces[sample.pieces[cursor]];
-      const position = sample.cut_at !== undefined && cursor >= sample.cut_at
-        ? cursor + sample.tokens - sample.pieces.length : cursor;
       const logprob = sample.logprobs[cursor], ratio = sample.ratios?.[cursor] ?? null;
       const columns = Object.entries(current().columns).map(([name, label]) => [label, sample.columns[name]?.[cursor] ?? null]);
       readout.textContent = [
-        `token ${whole(position + 1)}`, `${JSON.stringify(text)} (id ${id})`, LEVELS[levels[cursor]],
+        `token ${whole(positionOf(cursor) + 1)}`, `${JSON.stringify(text)} (id ${id})`, LEVELS[levels[cursor]],
         logprob === null ? "" : `log-prob ${number(logprob)} (p ${number(100 * Math.exp(logprob))}%)`,
         ...columns.map(([label, value]) => (value === null ? "" : `${label} ${number(value)}`)),
         ratio === null ? "" : `ratio ${number(ratio, 4)}`,

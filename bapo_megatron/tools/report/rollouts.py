@@ -11,8 +11,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,13 +25,27 @@ from bapo_megatron.config.settings import masked_reasons
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import read_batch, texts_by_sample
 from bapo_megatron.data.staleness import token_versions, trainable_mask
-from bapo_megatron.data.token_columns import COLUMNS, REFERENCE, TEACHER, TokenColumn, present
+from bapo_megatron.data.token_columns import (
+    COLUMNS,
+    REFERENCE,
+    TEACHER,
+    TokenColumn,
+    concatenated,
+    present,
+)
 from bapo_megatron.data.token_dump import read_token_dump, token_dump_paths
 from bapo_megatron.runtime.files import read_regular
 from bapo_megatron.telemetry.metrics import is_right
 from bapo_megatron.tools.report.figures import rounded
 from bapo_megatron.tools.report.runs import RunRecord
-from bapo_megatron.types import FinishReason, Group, RolloutBatch, Sample, SampleText
+from bapo_megatron.types import (
+    FinishReason,
+    Group,
+    RolloutBatch,
+    Sample,
+    SampleText,
+    WrittenSpan,
+)
 
 Key = tuple[int, int]
 """Group and index."""
@@ -81,14 +95,15 @@ class DumpedStep:
 
     def age(self, sample: Sample) -> int:
         """Count the updates from the weights of its oldest token to those of the batch."""
-        oldest = min((span.version for span in sample.versions), default=self.batch.version)
+        spans = sample.episode_versions
+        oldest = min((span.version for span in spans), default=self.batch.version)
         return self.batch.version - oldest
 
     def trains(self, sample: Sample) -> np.ndarray:
-        """Return which of its tokens the loss counts, [Q] bool: those with m = 1."""
+        """Return which of its tokens the loss counts, [Q] bool over all sequences: m = 1."""
         if sample.finish_reason in self._masked:
-            return np.zeros(sample.num_sampled, dtype=bool)
-        return trainable_mask(sample.versions, self.batch.version, self._staleness)
+            return np.zeros(sample.episode_sampled, dtype=bool)
+        return trainable_mask(sample.episode_versions, self.batch.version, self._staleness)
 
     def has_gradient(self, sample: Sample) -> bool:
         """Whether its trained tokens can have a gradient: not where A = 0, as far as is known."""
@@ -97,7 +112,7 @@ class DumpedStep:
 
 ORDERS: dict[Order, Callable[[DumpedStep, Sample], float]] = {
     "reward": lambda step, sample: sample.reward,
-    "length": lambda step, sample: len(sample.response_token_ids),
+    "length": lambda step, sample: sample.episode_tokens,
     "age": lambda step, sample: step.age(sample),
     "advantage": lambda step, sample: step.advantage(sample) or 0.0,
 }
@@ -332,7 +347,7 @@ def spread(num_items: int, max_items: int) -> list[int]:
 
 def _chosen_samples(batch: RolloutBatch, room: float) -> list[tuple[Group, Sequence[Sample]]]:
     """Whole groups if one fits into ``room`` bytes; else as many responses of one as fit."""
-    num_tokens = sum(len(sample.response_token_ids) for sample in batch.samples)
+    num_tokens = sum(sample.episode_tokens for sample in batch.samples)
     sample_bytes = _SAMPLE_BYTES + _token_bytes(batch.samples) * num_tokens / len(batch.samples)
     size = len(batch.groups[0].samples)
     ordered = sorted(batch.groups, key=lambda group: (_mean_reward(group), group.group_id))
@@ -381,6 +396,8 @@ def _sample_entry(
 ) -> dict[str, Any]:
     """What the page shows of a response; arrays are [R] or runs of equal values ``[value, n]``."""
     text = step.text(sample)
+    starts = _starts(sample)[1:]
+    sample = _joined(sample)
     num_tokens = len(sample.response_token_ids)
     kept_R = _kept(num_tokens, math.floor((max_bytes - _SAMPLE_BYTES) / _token_bytes([sample])))
     sampled_R = sample.loss_mask
@@ -420,11 +437,37 @@ def _sample_entry(
         "versions": _run_lengths(version_R[kept_R].tolist()),
         "levels": _run_lengths(levels_R[kept_R].tolist()),
     }
+    if starts:
+        entry["starts"] = starts
     if len(kept_R) < num_tokens:
         entry["cut_at"] = len(kept_R) // 2
     if text and not pieces.has_texts:
         entry["text"] = "\n\n".join(text.turns or (text.response_text,))
     return entry
+
+
+def _starts(sample: Sample) -> list[int]:
+    """Where each sequence starts in the response of ``_joined``."""
+    lengths = (len(sequence.response_token_ids) for sequence in sample.sequences)
+    return list(accumulate(lengths, initial=0))[:-1]
+
+
+def _joined(sample: Sample) -> Sample:
+    """The responses of an episode's sequences as one, in order."""
+    sequences = sample.sequences
+    return replace(
+        sample,
+        response_token_ids=np.concatenate([s.response_token_ids for s in sequences]),
+        behaviour_logprobs=np.concatenate([s.behaviour_logprobs for s in sequences]),
+        versions=sample.episode_versions,
+        written=tuple(
+            WrittenSpan(start + span.start, span.num_tokens)
+            for start, sequence in zip(_starts(sample), sequences, strict=True)
+            for span in sequence.written
+        ),
+        columns={column.name: concatenated(column, sequences) for column in present(sequences)},
+        branches=(),
+    )
 
 
 def _kept(num_tokens: int, max_tokens: int) -> np.ndarray:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.data.columns import DumpError
+from bapo_megatron.data.dump import read_batch, write_batch
 from bapo_megatron.data.token_dump import read_token_dump, token_dump_path, write_token_dump
 from bapo_megatron.evaluation.results import write_results
 from bapo_megatron.telemetry.run_dir import Start
@@ -33,6 +34,8 @@ from bapo_megatron.tools.report.overview import (
 from bapo_megatron.tools.report.page import page_data, render
 from bapo_megatron.tools.report.rollouts import Pieces, find_tokenizer, sample_rollouts
 from bapo_megatron.tools.report.runs import RunRecord, events_of, group_runs, read_runs
+from bapo_megatron.types import VersionSpan
+from tests.data.samples import add_branch
 from tests.evaluation.results import result
 from tests.launch import REPOSITORY
 from tests.tools.report.made_runs import RATIOS, SCRIPT, SECRET, WORDS, make_run
@@ -379,6 +382,29 @@ def test_ratios_come_from_the_token_dump_by_group_and_index(tmp_path: Path) -> N
     assert (first["versions"], first["age"]) == ([(1, 2), (2, 1), (3, 1)], 3)
     assert (first["extracted"], shown["groups"][0]["answer"]) == (f"3{SCRIPT}", "3")
     assert first["reason"] == f"equal_text{SCRIPT}"
+
+
+def test_an_episode_of_several_sequences_is_one_response_with_the_starts_of_the_others(
+    tmp_path: Path,
+) -> None:
+    (run,) = read_runs([make_run(tmp_path / "a")])
+    path = run.path / "rollouts" / "step_000001.parquet"
+    batch = read_batch(path)
+    branch = add_branch(batch.samples[1], (2, 1, 1))
+    branch.versions = (VersionSpan(1, 3),)
+    write_batch(path, batch)
+    token_dump_path(run.path, 1, 0).unlink()
+    plain, episode, *_ = sample_rollouts(run, None, 1e6)["samples"]
+    assert "starts" not in plain
+    assert (episode["starts"], episode["tokens"]) == ([4], 8)
+    assert len(episode["pieces"]) == 8
+    assert episode["logprobs"][4:] == [
+        *(pytest.approx(float(value), abs=1e-3) for value in branch.behaviour_logprobs[:2]),
+        None,
+        pytest.approx(float(branch.behaviour_logprobs[2]), abs=1e-3),
+    ]
+    assert episode["levels"] == [(0, 6), (2, 1), (0, 1)]
+    assert episode["versions"][-3:] == [(1, 2), (-1, 1), (1, 1)]
 
 
 NAN = float("nan")
