@@ -38,6 +38,7 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "init": "Write a first configuration for a model, a file of prompts and some GPUs.",
+    "fetch": "Fetch the models and data sets of a configuration, and check those already here.",
     "train": "Train a policy; start several ranks with python -m bapo_megatron.torchrun.",
     "eval": "Evaluate model.path on the configured sets, or regrade saved samples.",
     "compare": "Compare two evaluations problem by problem, or two groups of runs seed by seed.",

@@ -106,7 +106,7 @@ def test_a_script_is_short_strict_and_says_how_to_use_it(script: Path) -> None:
     assert "\n# usage: " in text or "usage: examples/" in text.splitlines()[2]
     assert "\nset -euo pipefail\n" in text
     assert os.access(script, os.X_OK)
-    assert len(text.splitlines()) <= 50
+    assert len(text.splitlines()) <= 60
 
 
 @pytest.mark.parametrize(
@@ -138,6 +138,14 @@ def test_single_node_runs_torchrun_on_every_gpu_with_megatron_s_settings(command
             "-m bapo_megatron train a.yaml x=[1, 2] --resume"
         ],
     )
+
+
+def test_multi_node_checks_the_machines_instead_of_training(commands: Path) -> None:
+    python = stand_in(commands, "python", 'echo "${@:13}"')
+    place = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "PREFLIGHT": "1"}
+    env = environment(PYTHON=str(python), **place)
+    status, lines = run("multi_node.sh", "a.yaml", "x=1", env=env)
+    assert (status, lines) == (0, ["-m bapo_megatron doctor --cluster a.yaml x=1"])
 
 
 def test_in_a_slurm_step_the_task_s_number_is_the_node_s_rank(commands: Path) -> None:
@@ -231,7 +239,13 @@ def of_session(session: int) -> list[list[str]]:
 
 
 def slurm_environment(
-    commands: Path, tmp_path: Path, *, servers: str, trainer: str, check: str = ""
+    commands: Path,
+    tmp_path: Path,
+    *,
+    servers: str,
+    trainer: str,
+    check: str = "",
+    preflight: str = "true",
 ) -> dict[str, str]:
     """A heterogeneous job of two trainer nodes and two rollout nodes, with stand-ins for Slurm.
 
@@ -248,7 +262,8 @@ def slurm_environment(
         commands,
         "srun",
         f'echo "srun $* | $NNODES $MASTER_ADDR ${{#{KEY}}}" >> {calls}\n'
-        f'case "$1" in --het-group=1) {servers} ;; *) {trainer} ;; esac',
+        f'case "$1" in --het-group=1) {servers} ;; --het-group=0) {trainer} ;; '
+        f"*) {preflight} ;; esac",
     )
     stand_in(commands, "sleep", 'exec /bin/sleep "$(($1 > 100 ? $1 : 0)).1"')
     resolved = f"run_dir: {tmp_path}/run\\nrollout:\\n  server:\\n    count: 2\\n"
@@ -289,6 +304,8 @@ def test_the_slurm_job_starts_servers_and_trainer_and_ends_with_the_trainer(
         f"srun --het-group=0 {flags} examples/multi_node.sh configs/a.yaml train.steps=3 "
         "rollout.servers=[http://sample1:30000,http://sample1:30001,http://sample2:30000,"
         "http://sample2:30001] | 2 train1 32",
+        f"srun --het-group=0,1 {flags} examples/multi_node.sh configs/a.yaml train.steps=3 "
+        "| 4 train1 32",
         servers.format("sample1", command),
         servers.format("sample2", command),
     ]
@@ -303,6 +320,26 @@ def test_the_slurm_job_ends_where_the_configuration_does_not_fit_its_nodes(
     status, lines = run("slurm.sbatch", "configs/a.yaml", env=env)
     assert (status, lines) == (2, ["start a multiple of 64 ranks"])
     assert not (tmp_path / "calls").exists()
+
+
+def test_the_slurm_job_ends_where_a_node_is_not_in_order(commands: Path, tmp_path: Path) -> None:
+    env = slurm_environment(commands, tmp_path, servers="", trainer="", preflight="exit 3")
+    assert run("slurm.sbatch", "configs/a.yaml", env=env)[0] == 3
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split()[1] for call in calls] == ["-m", "--het-group=0,1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "placeholder"),
+    [("SLURM_JOB_ACCOUNT", "ACCOUNT"), ("SLURM_JOB_PARTITION", "PARTITION")],
+)
+def test_the_slurm_job_ends_where_a_placeholder_was_left(
+    commands: Path, tmp_path: Path, name: str, placeholder: str
+) -> None:
+    env = slurm_environment(commands, tmp_path, servers="", trainer="") | {name: placeholder}
+    status, (line,) = run("slurm.sbatch", "configs/a.yaml", env=env)
+    assert status == 2
+    assert line.endswith("slurm.sbatch: replace ACCOUNT and PARTITION by your site's")
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,51 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from bapo_megatron.commands.options import JsonOption
+from bapo_megatron.commands.options import JsonOption, OverridesArgument, load
+from bapo_megatron.runtime.processes import launched_number
 from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.tools.doctor import diagnose, probe
+from bapo_megatron.tools.preflight import Floors, check_cluster
 
 
-def command(as_json: JsonOption = False) -> None:
+def command(
+    overrides: OverridesArgument = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="Check all nodes of this run, under torchrun."),
+    ] = None,
+    min_network: Annotated[
+        float | None,
+        typer.Option(min=0, help="GB/s of links and collectives; default: NCCL 10, gloo 0.1."),
+    ] = None,
+    min_disk: Annotated[
+        float, typer.Option(min=0, help="GB/s that a node writes and reads.")
+    ] = 0.1,
+    min_free: Annotated[
+        float | None, typer.Option(min=0, help="GB under run_dir; default: two checkpoints.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Report what was built, which kernels will run, and what is incompatible.
 
-    The exit status is 1 if there is a problem.
+    With --cluster, compare and measure the nodes of a run. The exit status is 1 if there is a
+    problem.
     """
-    findings = diagnose(probe())
+    if cluster is None:
+        if overrides:
+            raise typer.BadParameter("only with --cluster CONFIG", param_hint="KEY=VALUE")
+        findings = diagnose(probe())
+    else:
+        floors = Floors(min_network, min_disk, min_free)
+        findings = check_cluster(load(cluster, overrides), floors)
+        if launched_number("RANK", 0):
+            return
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -27,5 +57,8 @@ def command(as_json: JsonOption = False) -> None:
             remedy = f"\n→ {finding.remedy}" if finding.remedy else ""
             table.add_row(mark, finding.topic, finding.text + remedy)
         uncut_console().print(table)
-    if any(finding.verdict == "problem" for finding in findings):
+    if num_problems := sum(finding.verdict == "problem" for finding in findings):
+        if cluster is not None:  # the last line of torchrun, too
+            noun = "problem" if num_problems == 1 else "problems"
+            raise ValueError(f"doctor --cluster: {num_problems} {noun}; see the table")
         raise typer.Exit(1)

@@ -150,6 +150,37 @@ TrainSets = Annotated[
 """One set, or a list of them."""
 
 
+class SourceConfig(Section):
+    """Where ``fetch`` gets a model or a file that another key names."""
+
+    path: AbsolutePath
+    """The directory or file, as the other key names it."""
+    repo: str = Field("", pattern=r"^([\w.-]+/[\w.-]+)?$")
+    """Repository on the Hugging Face Hub, ``owner/name``: a model's, or with ``file`` a data
+    set's."""
+    revision: str = Field("main", min_length=1)
+    """Branch, tag or commit of ``repo``; only the 40 digits of a commit always mean the same."""
+    file: str = ""
+    """The file of the data set; empty: all files of a model, at the top level."""
+    url: str = Field("", pattern=r"^(https?://\S+)?$")
+    """Instead of ``repo``: the address of a single file."""
+    sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
+    """Checksum of ``url``; the Hub lists those of ``repo``."""
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> Self:
+        if bool(self.repo) == bool(self.url) or bool(self.url) != bool(self.sha256):
+            raise ValueError(
+                f"must have either repo, or url and sha256, got repo: '{self.repo}', url: "
+                f"'{self.url}', sha256: '{self.sha256}'; correct them"
+            )
+        if self.url and (self.file or self.revision != "main"):
+            raise ValueError(
+                f"takes file and revision only with repo, got url: '{self.url}'; leave them out"
+            )
+        return self
+
+
 class DataConfig(Section):
     """Training prompts."""
 

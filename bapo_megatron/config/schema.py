@@ -10,6 +10,7 @@ sections of all objectives. No file there imports torch, so nor does reading a c
 
 import importlib
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -21,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from bapo_megatron.config.data import DataConfig
+from bapo_megatron.config.data import DataConfig, SourceConfig
 from bapo_megatron.config.evaluation import EvalConfig
 from bapo_megatron.config.megatron import (
     MegatronConfig,
@@ -332,6 +333,34 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = Field(EvalConfig(), validate_default=True)
     log: LogConfig = LogConfig()
+    sources: tuple[SourceConfig, ...] = ()
+    """Where ``fetch`` gets models and files that other keys name; others here are ignored."""
+
+    @property
+    def models(self) -> dict[str, Path]:
+        """Directories of models and adapters that the run reads, by key."""
+        teacher = self.algorithm.distillation
+        paths = {
+            "model.path": self.model.path,
+            "model.lora.path": self.model.lora.path,
+            **{f"{key}.path": model.path for key, model in self.algorithm.frozen_models.items()},
+            f"{TEACHER_KEY}.path": teacher.teacher.path if teacher.is_used else None,
+        }
+        return {key: path for key, path in paths.items() if path is not None}
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Files that rank 0 reads, by key; a pattern stands for the files that it matches now."""
+        sets = {"data.train": self.data.train_sets, "eval.sets": self.eval.sets}
+        named = [(key, dataset) for key, datasets in sets.items() for dataset in datasets]
+        paths = {
+            f"{key}: {path.name}": path
+            for key, dataset in named
+            for path in dataset.files() or filter(None, [dataset.path])
+        }
+        if self.data.chat_template is not None:
+            paths["data.chat_template"] = self.data.chat_template
+        return paths
 
     def without_router_replay(self) -> Self:
         """Return the configuration of engines whose choices no trainer replays."""

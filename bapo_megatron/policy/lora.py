@@ -53,6 +53,7 @@ from bapo_megatron.policy.hf_weights import (
 from bapo_megatron.policy.layer_spec import normalised
 from bapo_megatron.policy.weight_table import hf_shapes
 from bapo_megatron.runtime.distributed import ProcessGroups
+from bapo_megatron.runtime.files import sampled_digest
 
 
 class Adapter(nn.Module):
@@ -333,29 +334,14 @@ def load_adapter(directory: Path, lora: Lora, hf: HfConfig, groups: ProcessGroup
     load_weights(lora.parameters(), hf, dict.fromkeys(shapes, weights), groups)
 
 
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
-
-
 def identity_of(config: LoraConfig, hf: HfConfig, base: Path) -> dict[str, Any]:
-    """Return what a checkpoint of adapters belongs to, plain JSON values.
-
-    The base's identity is the SHA-256 of the names, sizes and 16 samples of 64 KiB of its weight
-    files: reading 65 GB at every start would take minutes.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(base.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            for number in range(_SAMPLES):
-                file.seek(max(size - _SAMPLE_BYTES, 0) * number // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+    """Return what a checkpoint of adapters belongs to, plain JSON values."""
     fields = peft_fields(hf, config, base)
     return {
         "rank": config.rank,
         "alpha": config.alpha,
         "targets": fields["target_modules"],
-        "base": digest.hexdigest(),
+        "base": sampled_digest(sorted(base.glob("*.safetensors"))),
         "base_path": str(base),
     }
 

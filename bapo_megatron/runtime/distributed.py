@@ -99,18 +99,18 @@ class ProcessGroups:
         return stage * (self.world_size // self.pipeline_size) + number
 
 
-def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
-    """Join the process group that torchrun's environment describes and build Megatron's groups.
+def init_world(timeout_s: float) -> tuple[torch.device, dist.ProcessGroup]:
+    """Join the process group that torchrun's environment describes.
 
-    Without torchrun's environment the process is the only rank. Without CUDA the shims of
-    ``policy.cpu_compat.install`` must be in place. ``config.check`` has checked the group sizes.
+    Without torchrun's environment the process is the only rank.
+
+    Returns:
+        This rank's device, and a gloo group of all ranks beside the default group, which is NCCL's
+        where there are GPUs.
 
     Raises:
         ValueError: torchrun's environment is incomplete.
     """
-    # Imported late, because megatron takes seconds and not every importer needs it.
-    from megatron.core import parallel_state
-
     if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:  # all ranks would take GPU 0
         raise ValueError(
             "LOCAL_RANK: must be set where RANK is; start ranks with python -m "
@@ -122,7 +122,7 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
         device = torch.device("cuda", launched_number("LOCAL_RANK", 0))
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=parallel.timeout_s)
+    timeout = timedelta(seconds=timeout_s)
     place: dict[str, Any] = {"timeout": timeout}
     if "RANK" not in os.environ:
         place |= {"store": HashStore(), "rank": 0, "world_size": 1}
@@ -130,6 +130,22 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
         place["device_id"] = device  # otherwise NCCL guesses it at the first barrier
     with _gloo_within(os.environ.get("MASTER_ADDR", "")):
         dist.init_process_group(backend, **place)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(control, dist.ProcessGroup), "every rank is a member"
+    return device, control
+
+
+def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
+    """Join the process group as ``init_world`` does, and build Megatron's groups.
+
+    Without CUDA the shims of ``policy.cpu_compat.install`` must be in place. ``config.check`` has
+    checked the group sizes.
+    """
+    # Imported late, because megatron takes seconds and not every importer needs it.
+    from megatron.core import parallel_state
+
+    device, control = init_world(parallel.timeout_s)
+    with _gloo_within(os.environ.get("MASTER_ADDR", "")):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
@@ -141,8 +157,6 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
             expert_tensor_parallel_size=parallel.expert_tensor_size,
             distributed_timeout_minutes=parallel.timeout_s / 60,  # becomes a timedelta
         )
-        control = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(control, dist.ProcessGroup), "every rank is a member"
     return megatron_groups(parallel, control, device)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.shipped import (
+    CLUSTER_RUNS,
     FOLDER,
     FRAGMENTS,
     NAMES,
@@ -24,6 +25,13 @@ def test_every_file_loads_is_a_screen_at_most_and_says_what_it_is_for(name: str)
     if name not in FRAGMENTS:
         assert config.name == name
         assert config.run_dir == Path("runs").absolute() / name
+
+
+@pytest.mark.parametrize("name", [*CLUSTER_RUNS, "eval-aime", "first-node"])
+def test_everything_that_a_run_on_gpus_reads_can_be_fetched(name: str) -> None:
+    config = load_shipped(name)
+    sources = {source.path for source in config.sources}
+    assert {*config.models.values(), *config.files.values()} <= sources
 
 
 @pytest.mark.parametrize("name", PAPER_RUNS)

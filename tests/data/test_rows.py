@@ -36,7 +36,7 @@ from tests.data.rows import (
     VERL,
     write_jsonl,
 )
-from tests.fakes.fake_hub import FakeHub
+from tests.fakes.fake_hub import FakeHub, as_jsonl
 
 USER = {"role": "user", "content": "1+1?"}
 
@@ -475,9 +475,8 @@ def test_a_parquet_file_that_is_damaged_within_is_refused_on_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_a_set_of_the_hub_is_loaded_once_and_then_read_without_a_network(tmp_path):
-    with FakeHub(
-        {"acme/sums": {"data/train.jsonl": [GSM8K] * 3, "data/test.jsonl": [GSM8K]}}
-    ) as hub:
+    files = {"data/train.jsonl": as_jsonl([GSM8K] * 3), "data/test.jsonl": as_jsonl([GSM8K])}
+    with FakeHub({"acme/sums": files}) as hub:
         environment = {
             **os.environ,
             "HF_ENDPOINT": hub.address,

@@ -14,6 +14,7 @@ from bapo_megatron.runtime.files import (
     naming,
     read_lines,
     read_regular,
+    sampled_digest,
 )
 
 
@@ -117,3 +118,22 @@ def test_a_named_pipe_is_refused_and_what_a_shell_opens_is_read(tmp_path):
         stream.write(b"a: 1\n")
         stream.close()
         assert read_regular(Path(f"/dev/fd/{reading}")) == b"a: 1\n"
+
+
+def test_a_sampled_digest_tells_names_sizes_and_sampled_bytes_apart(tmp_path):
+    path, large = tmp_path / "a", tmp_path / "large"
+    path.write_bytes(b"abc")
+    # printf 'a 3 ', then 16 times abc, by sha256sum
+    assert sampled_digest([path]) == (
+        "cb29ca220b06ac8e59a2beac61cabde74a691a58ac87ae1823d775a70df51f57"
+    )
+    content = bytearray(4 << 20)
+    digests = set()
+    for place in (None, 0, len(content) - 1):
+        if place is not None:
+            content[place] = 1
+        large.write_bytes(content)
+        digests.add(sampled_digest([large]))
+    large.write_bytes(content + b"\0")
+    digests.add(sampled_digest([large]))
+    assert len(digests) == 4

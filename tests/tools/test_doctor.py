@@ -185,3 +185,11 @@ def test_a_sandbox_says_what_limits_programs_or_how_to_get_it() -> None:
     missing = "pydantic-monty is not installed (no module)"
     line = Diagnosis("sandbox: monty", "note", missing, "pip install pydantic-monty")
     assert diagnosis(machine, "sandbox: monty") == line
+
+
+def test_overrides_need_the_configuration_of_a_cluster() -> None:
+    result = run(["doctor", "train.steps=3"])
+    assert result.returncode == 2
+    assert result.stderr == (
+        "bapo-megatron: Invalid value for KEY=VALUE: only with --cluster CONFIG; see --help\n"
+    )

@@ -1,0 +1,308 @@
+"""``fetch`` from a local hub: what is there, what comes, what is damaged, and what cannot come."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from bapo_megatron.config.load import ConfigError, load_config
+from tests.fakes.fake_hub import COMMIT, FakeHub
+from tests.launch import REPOSITORY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NEXT_COMMIT = "b" * 40
+SHARD = bytes(range(256)) * (44 << 10)
+"""11 MiB."""
+WRITTEN_BYTES = 10 << 20
+"""What huggingface_hub writes at a time."""
+MODEL = {
+    "config.json": b"{}",
+    "model-00001-of-00002.safetensors": SHARD,
+    "model-00002-of-00002.safetensors": SHARD[::-1],
+    "pytorch_model.bin": SHARD,
+    "original/consolidated.safetensors": SHARD,
+}
+READ = sorted(MODEL)[:3]
+ROWS = b'{"prompt": "1+1?", "answer": "2"}\n'
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    """A hub with one model, one data set, and a file at an address of its own."""
+    with FakeHub(
+        datasets={"acme/sums": {"data/train.jsonl": ROWS * 100}},
+        models={"acme/model": dict(MODEL)},
+        others={"/aime.jsonl": ROWS},
+        commits={"main": COMMIT, "next": NEXT_COMMIT},
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def config(hub: FakeHub, tmp_path: Path) -> Path:
+    """A run whose model, training set and evaluation set are on the hub."""
+    aime = {"url": f"{hub.address}/aime.jsonl", "sha256": hashlib.sha256(ROWS).hexdigest()}
+    return write(
+        tmp_path,
+        {"path": "model", "repo": "acme/model", "revision": COMMIT},
+        {"path": "data/train.jsonl", "repo": "acme/sums", "file": "data/train.jsonl"},
+        {"path": "data/aime.jsonl", **aime},
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({}, "must have either repo, or url and sha256, got repo: '', url: '', sha256: ''"),
+        (
+            {"repo": "a/b", "url": "https://c/d", "sha256": "0" * 64},
+            "must have either repo, or url and sha256, got repo: 'a/b', url: 'https://c/d'",
+        ),
+        ({"url": "https://c/d"}, "got repo: '', url: 'https://c/d', sha256: ''; correct them"),
+        (
+            {"url": "https://c/d", "sha256": "0" * 64, "revision": "v1"},
+            "takes file and revision only with repo, got url: 'https://c/d'; leave them out",
+        ),
+        ({"repo": "../b/c"}, "'sources[0].repo' must match pattern"),
+    ],
+)
+def test_a_source_is_one_place(source: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, {"path": "model", **source}))
+    assert message in str(error.value)
+
+
+def write(folder: Path, *sources: dict[str, Any]) -> Path:
+    settings = {
+        "name": "x",
+        "run_dir": "run",
+        "model": {"path": "model"},
+        "data": {"train": {"path": "data/train.jsonl"}},
+        "eval": {"sets": [{"path": "data/aime.jsonl"}]},
+        "sources": list(sources),
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "run.yaml"
+
+
+def start(config: Path, hub: FakeHub, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "bapo_megatron", "fetch", str(config)],
+        cwd=config.parent,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "HF_ENDPOINT": hub.address,
+            "HF_HOME": str(config.parent / "hf"),
+            "NO_PROXY": "127.0.0.1",
+            **variables,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def fetch(config: Path, hub: FakeHub, **variables: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    """The exit status, and state and last cell of each row of the table, by what was fetched."""
+    process = start(config, hub, **variables)
+    out, err = process.communicate(timeout=120)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
+    states = {row[1]: (row[0], row[4]) for row in rows if row}
+    assert states, err
+    return process.returncode, states
+
+
+def states(results: dict[str, tuple[str, str]]) -> list[str]:
+    return [state for state, _ in results.values()]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_fetched_once(config: Path, hub: FakeHub) -> None:
+    status, results = fetch(config, hub)
+    assert (status, results) == (
+        0,
+        {
+            "model.path": (
+                "fetched",
+                f"acme/model {COMMIT} {COMMIT[:12]}: 3 of 3 files, 0 of them replaced",
+            ),
+            "data.train: train.jsonl": (
+                "fetched",
+                "acme/sums data/train.jsonl main aaaaaaaaaaaa: 1 of 1 files, 0 of them replaced",
+            ),
+            "eval.sets: aime.jsonl": (
+                "fetched",
+                f"{hub.address}/aime.jsonl: 1 of 1 files, 0 of them replaced",
+            ),
+        },
+    )
+    assert contents(config.parent / "model") == {name: MODEL[name] for name in READ}
+    data = contents(config.parent / "data")
+    assert (data["train.jsonl"], data["aime.jsonl"]) == (ROWS * 100, ROWS)
+    assert {path for path, _ in hub.downloads} == {"/aime.jsonl", "data/train.jsonl", *READ}
+    status, results = fetch(config, hub)
+    assert (status, states(results)) == (0, ["there"] * 3)
+    assert len(hub.downloads) == 5
+    assert not list(config.parent.rglob("*.part"))
+
+
+@pytest.mark.slow
+def test_without_a_network_checksums_that_were_kept_still_find_damage(
+    config: Path, hub: FakeHub
+) -> None:
+    fetch(config, hub)
+    status, results = fetch(config, hub, HF_HUB_OFFLINE="1")
+    assert (status, states(results)) == (0, ["there"] * 3)
+    shard = config.parent / "model" / READ[2]
+    shard.write_bytes(b"x" + shard.read_bytes()[1:])
+    (config.parent / "data" / "train.jsonl").unlink()
+    status, results = fetch(config, hub, HF_HUB_OFFLINE="1")
+    assert (status, states(results)) == (1, ["failed", "failed", "there"])
+    for key in ("model.path", "data.train: train.jsonl"):
+        assert results[key][1].startswith("no connection (Cannot reach")
+        assert results[key][1].endswith("; fetch it where there is a network")
+
+
+@pytest.mark.slow
+def test_a_damaged_file_alone_is_fetched_again(config: Path, hub: FakeHub) -> None:
+    fetch(config, hub)
+    for path in (config.parent / "model" / READ[1], config.parent / "model" / "config.json"):
+        status = path.stat()
+        path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    hub.downloads.clear()
+    status, results = fetch(config, hub)
+    assert (status, results["model.path"][0]) == (0, "fetched")
+    assert results["model.path"][1].endswith(": 2 of 3 files, 2 of them replaced")
+    assert sorted(hub.downloads) == [("config.json", 0), (READ[1], 0)]
+    assert contents(config.parent / "model") == {name: MODEL[name] for name in READ}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_an_interrupted_download_continues_where_it_ended(
+    config: Path, hub: FakeHub, number: signal.Signals
+) -> None:
+    hub.stall_after = WRITTEN_BYTES + 1000
+    process = start(config, hub, HF_HUB_DOWNLOAD_TIMEOUT="600")
+    deadline_s = time.monotonic() + 60
+    while sizes_of_parts(config) != [WRITTEN_BYTES] * 2:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline_s, sizes_of_parts(config)
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert number == signal.SIGKILL or err == "bapo-megatron: interrupted\n"
+    hub.stall_after = None
+    hub.downloads.clear()
+    status, results = fetch(config, hub)
+    assert (status, states(results)) == (0, ["fetched"] * 3)
+    assert {first for path, first in hub.downloads if path in READ[1:]} == {WRITTEN_BYTES}
+    assert contents(config.parent / "model") == {name: MODEL[name] for name in READ}
+
+
+def sizes_of_parts(config: Path) -> list[int]:
+    return [path.stat().st_size for path in (config.parent / "model").glob(".*safetensors.*.part")]
+
+
+@pytest.mark.slow
+def test_another_revision_replaces_what_differs_and_removes_what_it_lacks(
+    config: Path, hub: FakeHub, tmp_path: Path
+) -> None:
+    fetch(config, hub)
+    hub.models["acme/model"] = {"config.json": b"{}", "model.safetensors": SHARD}
+    config = write(tmp_path, {"path": "model", "repo": "acme/model", "revision": "next"})
+    hub.downloads.clear()
+    _, results = fetch(config, hub)
+    assert results["model.path"] == (
+        "fetched",
+        "acme/model next bbbbbbbbbbbb: 1 of 2 files, 0 of them replaced",
+    )
+    assert hub.downloads == [("model.safetensors", 0)]
+    assert contents(config.parent / "model") == {"config.json": b"{}", "model.safetensors": SHARD}
+
+
+@pytest.mark.slow
+def test_what_cannot_be_fetched_is_a_line_each_and_the_rest_comes(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    config = write(
+        tmp_path,
+        {"path": "model", "repo": "acme/model", "revision": "no-such"},
+        {"path": "data/train.jsonl", "repo": "acme/sums", "file": "data/no-such.jsonl"},
+        {"path": "data/aime.jsonl", "url": f"{hub.address}/aime.jsonl", "sha256": "0" * 64},
+    )
+    status, results = fetch(config, hub)
+    remedy = "correct sources, set HF_TOKEN if it is closed, or try again later"
+    address = f"{hub.address}/api/models/acme/model/revision/no-such?blobs=true"
+    assert (status, results) == (
+        1,
+        {
+            "model.path": ("failed", f"HTTP 404 for {address}; {remedy}"),
+            "data.train: train.jsonl": (
+                "failed",
+                "acme/sums data/no-such.jsonl main: no such file; correct sources",
+            ),
+            "eval.sets: aime.jsonl": (
+                "failed",
+                "aime.jsonl: wrong checksum; run it again, or correct sources",
+            ),
+        },
+    )
+    (tmp_path / "model").mkdir()
+    config = write(tmp_path, {"path": "data/train.jsonl", "repo": "acme/none", "file": "x"})
+    status, results = fetch(config, hub)
+    assert (status, states(results)) == (1, ["unchecked", "failed", "failed"])
+    assert results["eval.sets: aime.jsonl"][1] == (
+        "missing, and not in sources; put it there, or add its source"
+    )
+    assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.slow
+def test_a_file_that_arrives_damaged_is_not_kept(config: Path, hub: FakeHub) -> None:
+    hub.damaged = {READ[1]}
+    status, results = fetch(config, hub)
+    assert (status, states(results)) == (1, ["failed", "fetched", "fetched"])
+    assert results["model.path"][1].startswith(f"{READ[1]}: wrong checksum; run it again")
+    assert not (config.parent / "model" / READ[1]).exists()
+    hub.damaged = set()
+    assert fetch(config, hub)[0] == 0
+    assert contents(config.parent / "model")[READ[1]] == SHARD
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line(config: Path, hub: FakeHub) -> None:
+    place = config.parent / "model"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(config.parent / "model")],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("only root may mount a small file system")
+    try:
+        status, results = fetch(config, hub)
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+    assert (status, states(results)) == (1, ["failed", "fetched", "fetched"])
+    reason = results["model.path"][1]
+    assert reason.startswith("needs 23,068,674 bytes, but ")
+    assert reason.endswith(" are free; free some")
