@@ -28,7 +28,6 @@ from bapo_megatron.runtime.processes import (
     RequestedExit,
     end_by_exception,
     own_compiler_cache,
-    rank_mark,
     received_signal,
     write_stacks_on_signal,
 )
@@ -162,10 +161,7 @@ def main() -> None:
     """
     end_by_exception()
     write_stacks_on_signal()
-    mark = rank_mark()
     try:
-        if mark is not None:
-            mark.touch()
         _prepare()
         own_compiler_cache()
         with exits_noticed(_end_early):
@@ -186,8 +182,6 @@ def main() -> None:
             sys.exit(status)
     if status == INTERRUPTED:
         _complain("interrupted")
-    if mark is not None:
-        mark.unlink(missing_ok=True)
     sys.exit(status)
 
 

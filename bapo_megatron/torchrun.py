@@ -34,7 +34,6 @@ from bapo_megatron.runtime.processes import (
     PrivateDirectory,
     describe_exit,
     environment_set,
-    unfinished_ranks,
 )
 from bapo_megatron.trainer.stopping import SAME_SIGNAL_S, STOPPED_NAME
 
@@ -159,8 +158,6 @@ def main() -> None:
         args.log_dir = args.log_dir or str(logs.path)
         with environment_set(RUN_DIR_FILE, str(run_dir_file)):
             run(args)  # type: ignore[no-untyped-call]
-        if early := unfinished_ranks(run_dir_file):
-            sys.exit(f"bapo-megatron: {_describe_early(early[0], run_dir_file)}")
     except ChildFailedError as failed:
         # only torchrun's report, which its traceback would hide
         sys.exit(f"{failed}\nbapo-megatron: {_describe_failure(failed, run_dir_file)}")
@@ -184,8 +181,6 @@ def _describe_failure(failed: ChildFailedError, run_dir_file: Path) -> str:
             first_line = message["message"].splitlines()[0].removesuffix(":")
             has_remedy = message.get("extraInfo", {}).get("has_remedy", False)
             return f"{place}{first_line}{'' if has_remedy else _remedy(run_dir_file)}"
-    if early := [rank for rank in unfinished_ranks(run_dir_file) if rank not in failed.failures]:
-        return _describe_early(early[0], run_dir_file)
     # torchrun sends the others SIGTERM, and SIGKILL half a minute later. Ranks that lost a peer
     # have an exit status; the code of a signal is negative.
     rank, first = min(
@@ -193,13 +188,6 @@ def _describe_failure(failed: ChildFailedError, run_dir_file: Path) -> str:
         key=lambda pair: (pair[1].exitcode == -signal.SIGTERM, pair[1].timestamp, pair[1].exitcode),
     )
     return f"rank {rank} ended by {describe_exit(first.exitcode)}{_remedy(run_dir_file) or _AGAIN}"
-
-
-def _describe_early(rank: int, run_dir_file: Path) -> str:
-    return (
-        f"rank {rank} ended with exit status 0 before it was done: user or library code calls exit "
-        f"in C, or exec; remove that call{_remedy(run_dir_file)}"
-    )
 
 
 def _describe_stop(error: SignalException, run_dir_file: Path) -> str:

@@ -21,7 +21,6 @@ from bapo_megatron.algorithm.loss import differentiate, with_sums
 from bapo_megatron.algorithm.objective import Needs, Objective, Speculate, TokenBatch
 from bapo_megatron.algorithm.prediction import hide_rest
 from bapo_megatron.algorithm.user_code import UserCodeError, kind_of
-from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.logprob import importance_ratio
 
 ColumnKinds = Mapping[str, tuple[type, int | None]]
@@ -43,7 +42,6 @@ class ObjectiveError(UserCodeError):
 def check_objective(
     objective: Objective,
     device: torch.device = CPU,
-    kernels: Kernels | None = None,
     columns: ColumnKinds | None = None,
 ) -> None:
     """Refuse an objective whose results depend on which tokens share a batch.
@@ -51,7 +49,6 @@ def check_objective(
     Args:
         objective: An instance, with its options.
         device: Device of the tokens.
-        kernels: For the importance ratio; None: the best for the device.
         columns: What ``tokens.columns`` has, such as ``{"reference_logprob": (np.float32, None)}``.
 
     Raises:
@@ -62,7 +59,7 @@ def check_objective(
     if objective.needs != "token":
         _check_statistics(objective, tokens)
         tokens = with_sums(objective, tokens)
-    whole = _values(objective, tokens, kernels)
+    whole = _values(objective, tokens)
     for name, value_T in whole.items():
         _require(
             torch.isfinite(value_T).all(),
@@ -75,7 +72,7 @@ def check_objective(
     gradients = [value for name, value in whole.items() if name.startswith("gradient")]
     _require(any(bool(value.any()) for value in gradients), _NO_GRADIENT)
     for index in _parts(device):
-        part = _values(objective, tokens.select(index), kernels)
+        part = _values(objective, tokens.select(index))
         same_names = part.keys() == whole.keys()
         _require(same_names, "reports different names for different tokens; always use the same")
         for name, value_T in part.items():
@@ -86,7 +83,7 @@ def check_objective(
                 "needs = 'response' or 'update' for sums over others",
             )
     if objective.trains_zero_advantage is False:
-        _check_zero_advantage(objective, tokens, kernels)
+        _check_zero_advantage(objective, tokens)
     if tokens.decision is None:
         return
     values = objective.report_decision(tokens.decision.tolist()).values()
@@ -98,7 +95,7 @@ def check_objective(
         objective.decide(objective.foresee(objective.statistics(tokens), None))
         hidden = replace(tokens, decision=hide_rest(tokens.decision, objective.decisive))
         _require(
-            all(map(torch.equal, _values(objective, hidden, kernels).values(), whole.values())),
+            all(map(torch.equal, _values(objective, hidden).values(), whole.values())),
             f"declares decisive = {objective.decisive}, but changes with other entries of the "
             "decision; name all that loss, bounds and report read",
         )
@@ -220,13 +217,11 @@ def _check_per_token(method: str, value_T: Any, tokens: TokenBatch) -> None:
     )
 
 
-def _check_zero_advantage(
-    objective: Objective, tokens: TokenBatch, kernels: Kernels | None
-) -> None:
+def _check_zero_advantage(objective: Objective, tokens: TokenBatch) -> None:
     """Require that A = 0 gives a token no loss, no gradient and no part in the statistics."""
     is_zero_T = tokens.response == 0
     tokens = replace(tokens, advantage=tokens.advantage.masked_fill(is_zero_T, 0.0))
-    values = _values(objective, tokens, kernels)
+    values = _values(objective, tokens)
     names = [name for name in values if name.startswith(("loss", "gradient"))]
     takes_part = any(bool(values[name][is_zero_T].any()) for name in names)
     if objective.needs in ("update", "micro_batch"):
@@ -240,14 +235,14 @@ def _check_zero_advantage(
     )
 
 
-def _values(objective: Objective, tokens: TokenBatch, kernels: Kernels | None) -> dict[str, Tensor]:
+def _values(objective: Objective, tokens: TokenBatch) -> dict[str, Tensor]:
     logprob_T, entropy_T = (t.detach().requires_grad_() for t in (tokens.logprob, tokens.entropy))
-    ratio_T = importance_ratio(logprob_T, tokens.behaviour_logprob, kernels)
+    ratio_T = importance_ratio(logprob_T, tokens.behaviour_logprob)
     leaves = replace(tokens, logprob=logprob_T, entropy=entropy_T, ratio=ratio_T)
     loss_T = objective.loss(leaves)
     _check_per_token("loss", loss_T, tokens)
     _require(loss_T.requires_grad, _NO_GRADIENT)
-    gradient = differentiate(objective, tokens, tokens.mask / 4, kernels)
+    gradient = differentiate(objective, tokens, tokens.mask / 4)
     values = {"loss": gradient.loss_T * tokens.mask, "gradient": gradient.logprob_T}
     if gradient.entropy_T is not None:
         values["gradient of the entropy"] = gradient.entropy_T

@@ -22,7 +22,6 @@ from bapo_megatron.algorithm.objectives.histograms import HighEntropy
 from bapo_megatron.algorithm.user_code import UserCode
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.ops.backend import Kernels, select_kernels
 
 _METHODS = (
     *("loss", "statistics", "decide", "foresee", "select", "bounds", "report"),
@@ -51,7 +50,6 @@ class LoadedObjective:
 def load_objective(
     config: AlgorithmConfig,
     device: torch.device = CPU,
-    kernels: Kernels | None = None,
     columns: ColumnKinds | None = None,
 ) -> LoadedObjective:
     """Make the objective; check a user's.
@@ -59,23 +57,21 @@ def load_objective(
     Args:
         config: The algorithm section.
         device: Device of the tokens.
-        kernels: None: the best for the device.
         columns: What the tokens' columns are (``data.token_columns.scored``).
 
     Raises:
         UserCodeError: The user's code cannot be imported, raises, or returns what cannot be used.
         ConfigError: ``entropy_share`` does not work with the objective.
     """
-    kernels = kernels or select_kernels("auto", device)
     if named := NAMED.get(config.objective):
         options = named.options and config.options(named.options)
-        objective = named.make(options, config, kernels)
+        objective = named.make(options, config)
     else:
         code = UserCode("algorithm.objective", config.objective)
         objective = _from_user(code, config.objective_options)
         try:
             with code.guard():
-                check_objective(objective, device, kernels, columns)
+                check_objective(objective, device, columns)
         except ObjectiveError as error:
             code.refuse(str(error))
     if config.entropy_share < 1:

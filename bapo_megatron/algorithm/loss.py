@@ -23,7 +23,6 @@ from torch import Tensor
 
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
 from bapo_megatron.config.schema import CorrectionConfig
-from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.logprob import LOG_RATIO_LIMIT, importance_ratio
 
 SAFE_LOGPROB = -1.0
@@ -50,21 +49,18 @@ class TokenGradient(NamedTuple):
     """[T] ∂(Σ weight · loss)/∂H; None if the loss does not depend on the entropy."""
 
 
-def differentiate(
-    objective: Objective, tokens: TokenBatch, weight_T: Tensor, kernels: Kernels | None = None
-) -> TokenGradient:
+def differentiate(objective: Objective, tokens: TokenBatch, weight_T: Tensor) -> TokenGradient:
     """Compute the losses of tokens and their derivatives by autograd on leaves ℓ and H.
 
     Args:
         objective: What is differentiated.
         tokens: At least one; the ratio is recomputed with a graph.
         weight_T: [T] weight of each token in the sum, 0 for tokens that do not train.
-        kernels: For the importance ratio; None: the best for the device.
     """
     with torch.enable_grad():
         logprob_T = tokens.logprob.detach().requires_grad_()
         entropy_T = tokens.entropy.detach().requires_grad_()
-        ratio_T = importance_ratio(logprob_T, tokens.behaviour_logprob, kernels)
+        ratio_T = importance_ratio(logprob_T, tokens.behaviour_logprob)
         leaves = replace(tokens, logprob=logprob_T, entropy=entropy_T, ratio=ratio_T)
         loss_T = objective.loss(leaves)
         with objective.guarded():

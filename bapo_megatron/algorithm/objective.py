@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.schema import AlgorithmConfig
     from bapo_megatron.config.section import Section
-    from bapo_megatron.ops.backend import Kernels
 
 Needs = Literal["token", "response", "update", "micro_batch"]
 """What an objective must know about other tokens before the first gradient."""
@@ -207,8 +206,8 @@ class FunctionObjective(Objective):
 class NamedObjective:
     """An objective that ``algorithm.objective`` names."""
 
-    make: Callable[[Any, AlgorithmConfig, Kernels], Objective]
-    """Makes it from its options (None without any), the whole section and the device's kernels."""
+    make: Callable[[Any, AlgorithmConfig], Objective]
+    """Makes it from its options (None without any) and the whole section."""
     options: type[Section] | None = None
     """The section ``algorithm.<name>``."""
     dual_clip: bool = False

@@ -86,13 +86,11 @@ class ParallelConfig(Section):
 class MegatronConfig(Section):
     """Trade-offs of memory, communication and time; only ``fp8`` changes more than rounding."""
 
-    distributed_optimizer: bool = True
-    """Shard the optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Overlap the reduction of gradients with the backward pass."""
     overlap_param_gather: bool = False
     """Overlap the gathering of updated weights with the next forward pass (needs
-    distributed_optimizer and overlap_grad_reduce)."""
+    overlap_grad_reduce)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass: those inside attention (``selective``: pays
     only without flash attention), or all in a layer (``full``)."""
@@ -103,25 +101,12 @@ class MegatronConfig(Section):
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
     """Scaling of ``fp8``."""
     optimizer_offload_share: float = Field(0.0, ge=0, le=1)
-    """Fraction of the optimizer state that is kept and updated in host memory (needs a GPU and
-    distributed_optimizer)."""
-    activation_offload_layers: int = Field(0, ge=0)
-    """Number of layers whose activations are offloaded to host memory (needs Transformer Engine;
-    not with recompute or pipeline > 1)."""
+    """Fraction of the optimizer state that is kept and updated in host memory (needs a GPU)."""
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
-        can_overlap = self.distributed_optimizer and self.overlap_grad_reduce
-        if self.overlap_param_gather and not can_overlap:
-            raise ValueError(
-                "overlap_param_gather needs distributed_optimizer and overlap_grad_reduce; "
-                "set both to true"
-            )
-        if self.optimizer_offload_share > 0 and not self.distributed_optimizer:
-            raise ValueError(
-                "optimizer_offload_share needs distributed_optimizer; set it to true, or the share "
-                "to 0"
-            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError("overlap_param_gather needs overlap_grad_reduce; set both to true")
         return self
 
 

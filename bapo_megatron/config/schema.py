@@ -224,9 +224,6 @@ class AlgorithmConfig(_WithOptions):
 class OpsConfig(Section):
     """The kernels of the loss stage (docs/kernels.md)."""
 
-    backend: Literal["auto", "cpu", "cuda", "reference"] = "auto"
-    """``auto``: the compiled kernels of the device; ``reference``: readable, slow PyTorch, for
-    checks. A backend that is named but missing is an error."""
     logits_chunk_tokens: int = Field(0, ge=0)
     """Compute logits and their gradient for this many response tokens at a time, so that memory
     does not grow with the length (1024 or more keeps the speed). 0: all logits of a micro-batch."""

@@ -23,23 +23,23 @@ group.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bapo_megatron.ops.backend import Kernels, select_kernels
 from bapo_megatron.ops.logprob import (
     Columns,
-    LossGradient,
     TokenLogprobs,
     TokenLoss,
     columns_of_rank,
     gather_partials,
 )
-from bapo_megatron.ops.reference import Direction
+
+Direction = Literal["reverse", "forward"]
+"""KL(student ‖ teacher) or KL(teacher ‖ student)."""
 
 PRODUCT_ROWS = 2048
 """Rows of the weight gradient per GEMM, where GEMMs cannot accumulate in place."""
@@ -176,7 +176,6 @@ def chunked_logprobs(
     vocab_size: int,
     temperature: float,
     chunk_tokens: int,
-    kernels: Kernels | None = None,
 ) -> TokenLogprobs:
     """Compute log-prob and entropy of the targets, without gradient.
 
@@ -191,14 +190,12 @@ def chunked_logprobs(
         vocab_size: True vocabulary size, without padding rows.
         temperature: Logits are divided by it, > 0.
         chunk_tokens: Maximum number of tokens whose logits are held at a time.
-        kernels: None: the best for the device.
 
     Returns:
         Log-probs and entropies, equal on all ranks of the group.
     """
     columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
-    kernels = kernels or select_kernels("auto", hidden_MH.device)
-    chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, kernels)
+    chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens)
     with torch.no_grad():
         hidden_NH = head.gather_rows(hidden_MH)
         partials_T4 = torch.empty(len(target_T), 4, device=hidden_MH.device)
@@ -220,7 +217,6 @@ def chunked_loss(
     temperature: float,
     token_loss: TokenLoss,
     chunk_tokens: int,
-    kernels: Kernels | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, TokenLogprobs]:
     """Compute a loss over tokens together with its gradients.
@@ -244,10 +240,9 @@ def chunked_loss(
     # Gradients would be added to the weights even under no_grad.
     assert torch.is_grad_enabled(), "call chunked_logprobs"
     columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
-    kernels = kernels or select_kernels("auto", hidden_MH.device)
     if teacher is not None:
         assert len(teacher) == len(target_T), "one row of the teacher per target"
-    chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, kernels, teacher)
+    chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, teacher)
     loss, logprob_T, entropy_T = _ChunkedLoss.apply(hidden_MH, head.weight, chunks, token_loss)
     return loss, TokenLogprobs(logprob_T, entropy_T)
 
@@ -261,7 +256,6 @@ class _Chunks:
     rows_T: Tensor
     columns: Columns
     size: int
-    kernels: Kernels
     teacher: Teacher | None = None
 
     def slices(self) -> list[slice]:
@@ -281,7 +275,7 @@ class _Chunks:
 
     def partials(self, logits_CV: Tensor, chunk: slice) -> Tensor:
         """Reduce this rank's columns to [C, 4]."""
-        partials_C4: Tensor = self.kernels.logprob_partials(
+        partials_C4: Tensor = torch.ops.bapo.logprob_partials(
             logits_CV, None, self.target_T[chunk], *self.columns
         )
         return partials_C4
@@ -289,10 +283,10 @@ class _Chunks:
     def combine(self, partials_C4: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Exchange partials between the ranks; returns log-prob, entropy, M and log S [C]."""
         partials_PC4 = gather_partials(partials_C4, self.head.tensor_group)
-        logprob_C, entropy_C, max_C, log_sum_C = self.kernels.logprob_combine(
+        results_C: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.bapo.logprob_combine(
             partials_PC4, self.columns.temperature
         )
-        return logprob_C, entropy_C, max_C, log_sum_C
+        return results_C
 
     def differentiate_(
         self,
@@ -305,78 +299,41 @@ class _Chunks:
 
         A teacher's logits go into ``teacher_buffer_CV``.
         """
-        if self.teacher is not None:
+        target_C, columns = self.target_T[chunk], self.columns
+        if self.teacher is None:
+            logprob_C, entropy_C, max_C, log_sum_C = self.combine(self.partials(logits_CV, chunk))
+            gradient = token_loss(logprob_C, entropy_C, chunk)
+        else:
             assert teacher_buffer_CV is not None
-            return self._distill_(self.teacher, logits_CV, chunk, token_loss, teacher_buffer_CV)
-        logprob_C, entropy_C, max_C, log_sum_C = self.combine(self.partials(logits_CV, chunk))
-        gradient = token_loss(logprob_C, entropy_C, chunk)
-        self._overwrite_(logits_CV, chunk, max_C, log_sum_C, entropy_C, gradient)
-        return gradient.loss, logprob_C, entropy_C
-
-    def _distill_(
-        self,
-        teacher: Teacher,
-        logits_CV: Tensor,
-        chunk: slice,
-        token_loss: TokenLoss,
-        buffer_CV: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Do the same with a teacher."""
-        target_C, direction = self.target_T[chunk], teacher.direction
-        teacher_CV = teacher.logits(chunk, buffer_CV, self.columns)
-        partials_C8 = self.kernels.kl_partials(
-            logits_CV, teacher_CV, target_C, *self.columns, direction
-        )
-        logprob_C, entropy_C, max_C, log_sum_C, teacher_max_C, teacher_log_sum_C, kl_C = (
-            self.kernels.kl_combine(
-                gather_partials(partials_C8, self.head.tensor_group),
-                self.columns.temperature,
+            direction = self.teacher.direction
+            teacher_CV = self.teacher.logits(chunk, teacher_buffer_CV, columns)
+            partials_C8 = torch.ops.bapo.kl_partials(
+                logits_CV, teacher_CV, target_C, *columns, direction
+            )
+            partials_PC8 = gather_partials(partials_C8, self.head.tensor_group)
+            logprob_C, entropy_C, max_C, log_sum_C, *teacher, kl_C = torch.ops.bapo.kl_combine(
+                partials_PC8, columns.temperature, direction
+            )
+            gradient = token_loss(logprob_C, entropy_C, chunk, kl_C)
+        softmax = (target_C, max_C, log_sum_C, entropy_C)
+        if gradient.kl_T is None:
+            torch.ops.bapo.logits_backward_(
+                logits_CV, None, *softmax, gradient.logprob_T, gradient.entropy_T, *columns
+            )
+        else:
+            torch.ops.bapo.kl_backward_(
+                logits_CV,
+                teacher_CV,
+                *softmax,
+                *teacher,
+                kl_C,
+                gradient.logprob_T,
+                gradient.entropy_T,
+                gradient.kl_T,
+                *columns,
                 direction,
             )
-        )
-        gradient = token_loss(logprob_C, entropy_C, chunk, kl_C)
-        if gradient.kl_T is None:
-            self._overwrite_(logits_CV, chunk, max_C, log_sum_C, entropy_C, gradient)
-            return gradient.loss, logprob_C, entropy_C
-        self.kernels.kl_backward_(
-            logits_CV,
-            teacher_CV,
-            target_C,
-            max_C,
-            log_sum_C,
-            entropy_C,
-            teacher_max_C,
-            teacher_log_sum_C,
-            kl_C,
-            gradient.logprob_T,
-            gradient.entropy_T,
-            gradient.kl_T,
-            *self.columns,
-            direction,
-        )
         return gradient.loss, logprob_C, entropy_C
-
-    def _overwrite_(
-        self,
-        logits_CV: Tensor,
-        chunk: slice,
-        max_C: Tensor,
-        log_sum_C: Tensor,
-        entropy_C: Tensor,
-        gradient: LossGradient,
-    ) -> None:
-        """Overwrite a chunk's logits with the gradient of a loss of ℓ and H."""
-        self.kernels.logits_backward_(
-            logits_CV,
-            None,
-            self.target_T[chunk],
-            max_C,
-            log_sum_C,
-            entropy_C,
-            gradient.logprob_T,
-            gradient.entropy_T,
-            *self.columns,
-        )
 
 
 class _ChunkedLoss(torch.autograd.Function):

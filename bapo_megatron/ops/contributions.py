@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.ops import extension
-from bapo_megatron.ops.backend import Kernels, select_kernels
 from bapo_megatron.ops.extension import BOUNDS_FIELDS as BOUNDS_FIELDS
 
 EXIT_NAMES = ("start", "met", "exhausted", "unsearched", "refused")
@@ -49,15 +48,10 @@ class BoundSearch:
         contribution: Literal["surrogate", "gradient"],
         measure: Literal["share", "ratio"],
         weight: str,
-        kernels: Kernels | None = None,
     ) -> None:
-        """Take the candidates and the rule (``algorithm.bapo``).
-
-        ``kernels`` None: those for tensors on the CPU.
-        """
+        """Take the candidates and the rule (``algorithm.bapo``)."""
         self.grid = grid
         """The candidates."""
-        self._kernels = kernels or select_kernels("auto", torch.device("cpu"))
         self._rule = (target, contribution, measure)
         self._weight = weight
         # The candidates as the kernels take them: uint8, on the CPU for every device.
@@ -89,7 +83,7 @@ class BoundSearch:
         logprob_T, behaviour_logprob_T, advantage_T, mask_T = (
             values_T.detach().contiguous() for values_T in tokens
         )
-        self._kernels.contributions_(
+        torch.ops.bapo.contributions_(
             table_K,
             self._grid_bytes,
             logprob_T,
@@ -108,7 +102,7 @@ class BoundSearch:
             sign gives the start of both ranges, one that cannot be trusted [0, inf] and the exit
             ``refused``.
         """
-        bounds: Tensor = self._kernels.search_bounds(table_K, self._grid_bytes, *self._rule)
+        bounds: Tensor = torch.ops.bapo.search_bounds(table_K, self._grid_bytes, *self._rule)
         return bounds
 
     def rescale(self, table_K: Tensor, like_K: Tensor) -> Tensor:

@@ -26,6 +26,11 @@ if (built := build_info()["version"]) != __version__:
 
 __all__ = ["ClipGrid", "SearchResult", "build_info", "search", "use_isa"]
 
+_NO_CUDA = (
+    "the kernels were built without CUDA; install nvcc (or set CUDA_HOME) and run "
+    "`pip install --no-build-isolation -e .` again"
+)
+
 BOUNDS_FIELDS = (
     "low",
     "high",
@@ -59,3 +64,9 @@ _FAKES: dict[str, Callable[..., Any]] = {
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"bapo::{_name}", _fake)
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raise a ``ValueError`` if no kernels were built for a device."""
+    if device.type == "cuda" and not build_info()["cuda"]:
+        raise ValueError(f"{device}: {_NO_CUDA}")

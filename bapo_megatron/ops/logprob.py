@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bapo_megatron.ops import reference
-from bapo_megatron.ops.backend import Kernels, select_kernels
-from bapo_megatron.ops.reference import LOG_RATIO_LIMIT as LOG_RATIO_LIMIT
+from bapo_megatron.ops import extension  # noqa: F401  (registers the operations)
+
+LOG_RATIO_LIMIT = 20.0
+"""|ℓ − μ| is clamped to this before the exponential, as in csrc/common/contribution.h."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -62,30 +63,27 @@ def vocab_parallel_logprobs(
     rows_T: Tensor | None = None,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
-    kernels: Kernels | None = None,
     overwrite_logits: bool = False,
 ) -> TokenLogprobs:
     """Compute log-prob and entropy of the targets, differentiable in the logits.
 
     A collective: every rank of ``group`` calls it with the same targets, rows and temperature, even
-    with zero tokens. It computes in float32 (in float64 for float64 logits, with the reference
-    kernels). The gradient of the entropy is only computed where something depends on the entropy.
-    NaN and +inf logits make the token's results NaN; a −inf logit adds nothing. Double backward is
-    not supported.
+    with zero tokens. It computes in float32. The gradient of the entropy is only computed where
+    something depends on the entropy. NaN and +inf logits make the token's results NaN; a −inf logit
+    adds nothing. Double backward is not supported.
 
     With ``overwrite_logits`` the backward writes the gradient over the logits, whose values are
     then gone: nothing else may need them. It bumps their version, so that autograd refuses a second
     backward, and the backward of whatever else saved them.
 
     Args:
-        logits_NV: [N, V] this rank's columns; float32, bfloat16, float16 or float64.
+        logits_NV: [N, V] this rank's columns; float32, bfloat16 or float16.
         target_T: [T] int64 global vocabulary ids.
         vocab_size: True vocabulary size, without padding columns.
         rows_T: [T] int64, the row of the logits that predicts each target, each at most once; None:
             row t for target t.
         temperature: Logits are divided by it, > 0.
         group: The tensor-parallel group; None: the logits have all columns.
-        kernels: None: the best for the device.
         overwrite_logits: Write the gradient over the logits instead of into a copy.
 
     Returns:
@@ -99,11 +97,8 @@ def vocab_parallel_logprobs(
     columns = columns_of_rank(logits_NV.shape[1], vocab_size, temperature, group)
     is_parameter = logits_NV.is_leaf and logits_NV.requires_grad
     assert not (overwrite_logits and is_parameter), "overwriting would destroy a leaf's value"
-    if kernels is None:
-        is_float64 = logits_NV.dtype == torch.float64
-        kernels = select_kernels("reference" if is_float64 else "auto", logits_NV.device)
     logprob_T, entropy_T = _VocabParallelLogprobs.apply(
-        logits_NV, target_T, rows_T, columns, group, kernels, overwrite_logits
+        logits_NV, target_T, rows_T, columns, group, overwrite_logits
     )
     return TokenLogprobs(logprob_T, entropy_T)
 
@@ -119,15 +114,14 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         rows_T: Tensor | None,
         columns: Columns,
         group: dist.ProcessGroup | None,
-        kernels: Kernels,
         overwrite_logits: bool,
     ) -> tuple[Tensor, Tensor]:
-        partials_T4 = kernels.logprob_partials(logits_NV, rows_T, target_T, *columns)
-        logprob_T, entropy_T, max_T, log_sum_T = kernels.logprob_combine(
+        partials_T4 = torch.ops.bapo.logprob_partials(logits_NV, rows_T, target_T, *columns)
+        logprob_T, entropy_T, max_T, log_sum_T = torch.ops.bapo.logprob_combine(
             gather_partials(partials_T4, group), columns.temperature
         )
         ctx.save_for_backward(logits_NV, target_T, rows_T, max_T, log_sum_T, entropy_T)
-        ctx.columns, ctx.kernels, ctx.overwrite_logits = columns, kernels, overwrite_logits
+        ctx.columns, ctx.overwrite_logits = columns, overwrite_logits
         ctx.set_materialize_grads(False)
         return logprob_T, entropy_T
 
@@ -135,10 +129,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None, None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None, None, None]:
         logits_NV, target_T, rows_T, *softmax = ctx.saved_tensors
         if grad_logprob_T is None and grad_entropy_T is None:
-            return None, None, None, None, None, None, None
+            return None, None, None, None, None, None
         grad_NV = logits_NV.detach()
         if not ctx.overwrite_logits:
             grad_NV = grad_NV.clone(memory_format=torch.contiguous_format)
@@ -146,11 +140,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             None if grad_T is None else grad_T.contiguous()
             for grad_T in (grad_logprob_T, grad_entropy_T)
         )
-        ctx.kernels.logits_backward_(grad_NV, rows_T, target_T, *softmax, *gradients, *ctx.columns)
+        torch.ops.bapo.logits_backward_(
+            grad_NV, rows_T, target_T, *softmax, *gradients, *ctx.columns
+        )
         if ctx.overwrite_logits:
             # Kernels do not bump the version, and a second backward would be wrong.
             torch.autograd.graph.increment_version(logits_NV)
-        return grad_NV, None, None, None, None, None, None
+        return grad_NV, None, None, None, None, None
 
 
 def gather_partials(partials_TK: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -163,9 +159,7 @@ def gather_partials(partials_TK: Tensor, group: dist.ProcessGroup | None) -> Ten
     return partials_PTK
 
 
-def importance_ratio(
-    logprob_T: Tensor, behaviour_logprob_T: Tensor, kernels: Kernels | None = None
-) -> Tensor:
+def importance_ratio(logprob_T: Tensor, behaviour_logprob_T: Tensor) -> Tensor:
     """Return each token's importance ratio; nothing waits for the device.
 
         r = exp(clamp(ℓ − μ, ±20)),     ∂r/∂ℓ = r where |ℓ − μ| ≤ 20, else 0.
@@ -174,10 +168,8 @@ def importance_ratio(
     loss and the search agree on which tokens a bound clips.
 
     Args:
-        logprob_T: [T] float32 or float64, ℓ; differentiable.
+        logprob_T: [T] float32 or float64 (plain PyTorch, for ``gradcheck``), ℓ; differentiable.
         behaviour_logprob_T: [T] of the same dtype, μ; it gets no gradient.
-        kernels: For float32; None: the best for the device. Float64 is plain PyTorch, for
-            ``gradcheck``.
 
     Returns:
         [T] of the same dtype. NaN, with derivative 0, where ℓ or μ is NaN or infinite.
@@ -185,32 +177,33 @@ def importance_ratio(
     Raises:
         RuntimeError: For other dtypes or shapes, or tensors on two devices.
     """
-    if logprob_T.dtype == torch.float64:
-        kernels = reference.KERNELS
-    elif kernels is None:
-        kernels = select_kernels("auto", logprob_T.device)
-    ratio_T: Tensor = _ImportanceRatio.apply(logprob_T, behaviour_logprob_T, kernels)
+    ratio_T: Tensor = _ImportanceRatio.apply(logprob_T, behaviour_logprob_T)
     return ratio_T
 
 
 class _ImportanceRatio(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logprob_T: Tensor, behaviour_logprob_T: Tensor, kernels: Kernels
-    ) -> Tensor:
-        ratio_T: Tensor = kernels.importance_ratio(
-            logprob_T.contiguous(), behaviour_logprob_T.contiguous()
-        )
+    def forward(ctx: Any, logprob_T: Tensor, behaviour_logprob_T: Tensor) -> Tensor:
+        ratio_T: Tensor
+        if logprob_T.dtype == torch.float64:
+            difference_T = logprob_T - behaviour_logprob_T
+            ratio_T = difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+            is_finite_T = logprob_T.isfinite() & behaviour_logprob_T.isfinite()
+            ratio_T = torch.where(is_finite_T, ratio_T, torch.nan)
+        else:
+            ratio_T = torch.ops.bapo.importance_ratio(
+                logprob_T.contiguous(), behaviour_logprob_T.contiguous()
+            )
         ctx.save_for_backward(logprob_T, behaviour_logprob_T, ratio_T)
         return ratio_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:
         logprob_T, behaviour_logprob_T, ratio_T = ctx.saved_tensors
         # False where ℓ or μ is not finite.
         moves_T = (logprob_T - behaviour_logprob_T).abs_() <= LOG_RATIO_LIMIT
-        return torch.where(moves_T, grad_T * ratio_T, 0.0), None, None
+        return torch.where(moves_T, grad_T * ratio_T, 0.0), None
 
 
 class LossGradient(NamedTuple):

@@ -112,7 +112,6 @@ class CheckpointSaver:
         fields = {
             "num_updates": train_state.num_updates,
             "layout": rng_layout(groups),
-            "distributed_optimizer": _is_distributed(train_state),
             "lora": model.lora.identity if model.lora else None,
             "extra": json.loads(json.dumps(extra)),  # a copy: the caller keeps changing it
         }
@@ -199,18 +198,11 @@ def load_checkpoint(
             rank.
     """
     groups = train_state.model.groups
-    with fail_together(groups, files.CheckpointError):
-        with files.damage_of(directory):
-            state = files.read_state(directory)
-            if groups.rank == 0:
-                files.check_files(directory, state)
-                _check_adapters(directory, state.lora, train_state.model)
-        if state.distributed_optimizer != _is_distributed(train_state):
-            setting = f"megatron.distributed_optimizer: {str(state.distributed_optimizer).lower()}"
-            raise files.CheckpointError(
-                f"{directory}: saved with {setting}, whose state the other optimizer cannot read; "
-                f"resume with {setting}"
-            )
+    with fail_together(groups, files.CheckpointError), files.damage_of(directory):
+        state = files.read_state(directory)
+        if groups.rank == 0:
+            files.check_files(directory, state)
+            _check_adapters(directory, state.lora, train_state.model)
     with fail_together(groups, files.CheckpointError), files.damage_of(directory):
         _check_content(directory, groups, verify=verify)
         rng, name = None, _rng_name(groups.rank)
@@ -333,10 +325,6 @@ def _check_adapters(directory: Path, saved: dict[str, Any] | None, model: Model)
                 f"{directory}: saved with another {key}, {saved[shown]}, got {current[shown]}; "
                 "resume with that one"
             )
-
-
-def _is_distributed(train_state: TrainState) -> bool:
-    return bool(train_state.wrapped[0].ddp_config.use_distributed_optimizer)
 
 
 def _rng_name(rank: int) -> str:

@@ -37,7 +37,7 @@ from bapo_megatron.runtime.files import (
     replaced_directory,
 )
 
-FORMAT = 6
+FORMAT = 7
 LATEST_NAME = "latest"
 BEST_NAME = "best"
 STATE_NAME = "state.json"
@@ -111,8 +111,6 @@ class CheckpointState:
     """Optimizer updates made; the schedule follows from it."""
     layout: dict[str, int]
     """See ``checkpoint.rng_layout``."""
-    distributed_optimizer: bool
-    """The kind of Megatron's optimizer; each kind reads only its own state."""
     extra: dict[str, Any]
     """The caller's own state, plain JSON values."""
     file_bytes: dict[str, int]

@@ -294,7 +294,7 @@ def _write_checkpoint(
         places[index] = _StorageInfo(name, start, len(content))
         pieces.setdefault(name, {})[str(start)] = checksum(content)
 
-    buckets = weight_export.plan_buckets(hf, dtype, max_file_bytes)
+    buckets = weight_export.plan_buckets(weight_table(hf), hf, dtype, max_file_bytes)
     for number, bucket in enumerate(buckets):
         path = directory / f"__{number}_0.distcp"
         with naming(path), path.open("wb") as file:

@@ -19,8 +19,8 @@ from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
 from bapo_megatron.policy.families import FAMILIES
 from bapo_megatron.policy.families.base import DeltaNet, Experts, HfConfig
 from bapo_megatron.policy.families.config_json import refuse_unknown
-from bapo_megatron.runtime.calls import decode, shown_value
-from bapo_megatron.runtime.files import parse_json, read_regular
+from bapo_megatron.runtime.calls import decode, decode_json, shown_value
+from bapo_megatron.runtime.files import read_regular
 
 
 def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
@@ -160,24 +160,6 @@ class _Kind(BaseModel):
     model_type: str = Field(pattern=rf"^({'|'.join(FAMILIES)})$")
 
 
-def read_fields(path: Path) -> dict[str, Any]:
-    """Read the fields of a ``config.json``, whatever model it describes.
-
-    Raises:
-        ValueError: It is damaged or not a JSON object; the message names the file.
-        OSError: It cannot be read.
-    """
-    try:
-        fields = parse_json(read_regular(path))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; restore the file") from error
-    if not isinstance(fields, dict):
-        raise ValueError(
-            f"{path}: must hold a JSON object, got {shown_value(fields)}; restore the file"
-        )
-    return fields
-
-
 def read_hf_config_file(path: Path, ignored_fields: Collection[str] = ()) -> HfConfig:
     """Read and check a model's ``config.json``.
 
@@ -189,8 +171,8 @@ def read_hf_config_file(path: Path, ignored_fields: Collection[str] = ()) -> HfC
         ValueError: It describes a model that is not supported; the message names the file, the
             field and the value.
     """
-    fields = text_fields(read_fields(path))
     try:
+        fields = text_fields(decode_json(dict[str, Any], read_regular(path)))
         family = FAMILIES[decode(_Kind, fields).model_type]
         for name in ignored_fields:
             if name in family.fields.model_fields:

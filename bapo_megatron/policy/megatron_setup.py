@@ -245,10 +245,10 @@ def _expert_options(hf: HfConfig, parallel: ParallelConfig, *, fused: bool) -> d
 
 
 def memory_options(megatron: MegatronConfig, has_transformer_engine: bool) -> dict[str, Any]:
-    """Translate recomputation, FP8 and offloading.
+    """Translate recomputation and FP8.
 
     Raises:
-        ValueError: A setting needs Transformer Engine, which is not used here.
+        ValueError: FP8 needs Transformer Engine, which is not used here.
     """
     options: dict[str, Any] = {}
     if megatron.recompute == "selective":
@@ -260,17 +260,12 @@ def memory_options(megatron: MegatronConfig, has_transformer_engine: bool) -> di
             "recompute_num_layers": megatron.recompute_layers,
         }
     if megatron.fp8 != "none":
+        if not has_transformer_engine:
+            raise ValueError(
+                f"megatron.fp8: {megatron.fp8} needs a GPU with Transformer Engine, which this "
+                "machine lacks; install it (docs/launch.md), or leave the setting out"
+            )
         options |= {"fp8": megatron.fp8, "fp8_recipe": megatron.fp8_recipe}
-    if layers := megatron.activation_offload_layers:
-        options |= {"cpu_offloading": True, "cpu_offloading_num_layers": layers}
-    if not has_transformer_engine:
-        for key in ("fp8", "activation_offload_layers"):
-            value = getattr(megatron, key)
-            if value not in ("none", 0):
-                raise ValueError(
-                    f"megatron.{key}: {value} needs a GPU with Transformer Engine, which this "
-                    "machine lacks; install it (docs/launch.md), or leave the setting out"
-                )
     return options
 
 

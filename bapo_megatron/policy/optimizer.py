@@ -2,7 +2,7 @@
 
 Megatron expects Transformer Engine's or apex's Adam, which counts steps once per group; torch's
 counts them in the state of every parameter. ``_prepare`` makes up for it when the optimizer is
-built, ``load_state`` when it is loaded, whichever of Megatron's optimizers wraps it.
+built, ``load_state`` when it is loaded.
 """
 
 import math
@@ -37,7 +37,7 @@ def wrap_for_data_parallel(
         DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
-                use_distributed_optimizer=megatron.distributed_optimizer,
+                use_distributed_optimizer=True,
                 overlap_grad_reduce=megatron.overlap_grad_reduce,
                 overlap_param_gather=megatron.overlap_param_gather,
                 grad_reduce_in_fp32=True,
@@ -90,7 +90,7 @@ def build_optimizer(
             clip_grad=config.clip_grad,
             bf16=transformer.bf16,
             params_dtype=transformer.params_dtype,
-            use_distributed_optimizer=megatron.distributed_optimizer,
+            use_distributed_optimizer=True,
             overlap_param_gather=megatron.overlap_param_gather,
             **offload,
         ),
@@ -114,19 +114,16 @@ def _prepare(optimizer: MegatronOptimizer) -> None:
     2. ``DistributedOptimizer`` copies every entry of a state from the checkpoint, which holds no
        ``step`` (it is stored once, with the parameter groups): hand it the current one.
 
-    Points 3 and 4 are in ``load_state``.
+    Point 3 is in ``load_state``.
     """
     for inner in optimizer.chained_optimizers:
-        is_distributed = isinstance(inner, DistributedOptimizer)
-        if is_distributed:
-            inner.get_parameter_state_dp_zero = MethodType(_states_of_owners, inner)
+        inner.get_parameter_state_dp_zero = MethodType(_states_of_owners, inner)
         if inner.init_state_fn is not None:  # else it steps in host memory
             inner.init_state_fn(inner.optimizer, inner.config)
         if _is_torch(inner):
             for state in inner.optimizer.state.values():
                 state["step"] = torch.tensor(0.0)
-            if is_distributed:
-                inner._set_main_param_and_optimizer_states = MethodType(_set_with_step, inner)
+            inner._set_main_param_and_optimizer_states = MethodType(_set_with_step, inner)
 
 
 def _set_with_step(
@@ -188,18 +185,20 @@ def sharded_state(
         if not any(group["params"] for group in inner.optimizer.param_groups):
             # A stage without experts, say: Megatron reads the steps from a state.
             inner.optimizer.state["no parameters"] = {"step": torch.tensor(float(num_updates))}
-    state: dict[str, Any] = optimizer.sharded_state_dict(
+    state: dict[Any, Any] = optimizer.sharded_state_dict(
         model_state, is_loading=is_loading, **options
     )
-    for inner, part in _parts(optimizer, state):
-        if is_loading or not isinstance(inner, DistributedOptimizer):
-            continue
+    if is_loading:
+        return state
+    several = optimizer.chained_optimizers  # usually one
+    for number, inner in enumerate(several):
+        part = state if len(several) == 1 else state[number]
         rank = inner.data_parallel_group_gloo.rank()
-        for number, owner in enumerate(_owners(inner).values()):
+        for index, owner in enumerate(_owners(inner).values()):
             if owner != rank:
-                del part["param_state"][number]
+                del part["param_state"][index]
                 continue
-            for sharded in part["param_state"][number].values():
+            for sharded in part["param_state"][index].values():
                 sharded.replica_id = (*sharded.replica_id[:2], 0)  # as if it were the first rank
     return state
 
@@ -279,12 +278,7 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 
     3. Loading puts one shared ``step`` tensor into all states, so that AdamW would count an update
        once per parameter, which shows only in the second update after a load: give each its own.
-    4. The optimizers that are not distributed do not save a ``step`` of 0, without which AdamW
-       refuses the state: add it.
     """
-    for inner, part in _parts(optimizer, state):
-        if not isinstance(inner, DistributedOptimizer) and _is_torch(inner):
-            part.get("optimizer", part)["state"].setdefault("common_step", torch.tensor(0.0))
     names = ("betas", "eps", "weight_decay", "wd_mult")
     groups = optimizer.param_groups
     configured = [{name: group[name] for name in names if name in group} for group in groups]
@@ -294,11 +288,3 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     for inner in filter(_is_torch, optimizer.chained_optimizers):
         for entries in inner.optimizer.state.values():
             entries["step"] = entries["step"].clone()
-
-
-def _parts(
-    optimizer: MegatronOptimizer, state: dict[Any, Any]
-) -> list[tuple[MegatronOptimizer, dict[str, Any]]]:
-    """Pair Megatron's optimizers, usually one, with their states."""
-    inner = optimizer.chained_optimizers
-    return [(inner[0], state)] if len(inner) == 1 else [(o, state[n]) for n, o in enumerate(inner)]

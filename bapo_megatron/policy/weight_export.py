@@ -65,7 +65,8 @@ def gather_weights(
     its gradient; those of parameters have one type, ``dtype`` if a rank may have none.
     """
     dtype = dtype or read(*next(iter(local.items()))).dtype
-    for bucket in _buckets(weight_table(hf) if table is None else table, hf, dtype, GATHER_BYTES):
+    table = weight_table(hf) if table is None else table
+    for bucket in plan_buckets(table, hf, dtype, GATHER_BYTES):
         held: dict[int, list[Weight]] = {}  # by rank, in the order of the table
         for weight in bucket:
             for rank in _holders(weight, hf, groups):
@@ -137,17 +138,13 @@ def weight_bytes(weight: Weight, hf: HfConfig, dtype: torch.dtype) -> dict[str, 
     return {name: math.prod(shape) * size for name, shape in shapes}
 
 
-def plan_buckets(hf: HfConfig, dtype: torch.dtype, max_bytes: int) -> list[list[Weight]]:
-    """Divide the parameters, in order, into buckets of at most ``max_bytes``.
+def plan_buckets(
+    table: Sequence[Weight], hf: HfConfig, dtype: torch.dtype, max_bytes: int
+) -> list[list[Weight]]:
+    """Divide the parameters of a table, in order, into buckets of at most ``max_bytes``.
 
     A parameter above the limit has a bucket of its own.
     """
-    return _buckets(weight_table(hf), hf, dtype, max_bytes)
-
-
-def _buckets(
-    table: Sequence[Weight], hf: HfConfig, dtype: torch.dtype, max_bytes: int
-) -> list[list[Weight]]:
     units: list[list[Weight]] = []
     for weight in table:
         if weight.loads_with_previous:

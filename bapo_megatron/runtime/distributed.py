@@ -210,18 +210,11 @@ def record_collectives(logs: Path) -> None:
     """Turn on torch's flight recorder, which NCCL dumps if a collective times out.
 
     Call it before ``init_distributed``, but after starting servers, which would write there too.
-    Variables that the user has set are kept, also under torch's former names.
+    Variables that the user has set are kept.
     """
-    for name, former_name, value in (
-        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
-        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "", "1"),
-        (
-            *("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
-            f"{logs.absolute()}/nccl_trace_rank_",
-        ),
-    ):
-        if former_name not in os.environ:
-            os.environ.setdefault(name, value)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{logs.absolute()}/nccl_trace_rank_")
 
 
 def write_collectives(logs: Path, rank: int) -> None:

@@ -34,8 +34,6 @@ CLOSED_PIPE = 141
 RUN_DIR_FILE = "BAPO_MEGATRON_RUN_DIR_FILE"
 """Environment variable with the file to which rank 0 writes its run directory for ``torchrun``."""
 
-_RANK_MARK = "rank_{}"
-
 _KILL_GRACE_S = 10.0
 _POLL_S = 0.02
 _STARTED = "--- started"
@@ -60,19 +58,6 @@ _STDERR = 2
 _DUMP_S = 0.05
 """Enough for one process to write its stacks before the next one writes to the same file."""
 _RETRY_S = 0.01
-
-
-def rank_mark() -> Path | None:
-    """Return the file that marks a rank of our ``torchrun`` as unfinished; None for others."""
-    if RUN_DIR_FILE not in os.environ or "RANK" not in os.environ:
-        return None
-    return Path(os.environ[RUN_DIR_FILE]).with_name(_RANK_MARK.format(os.environ["RANK"]))
-
-
-def unfinished_ranks(run_dir_file: Path) -> list[int]:
-    """Return the ranks of this node whose processes exited unfinished."""
-    marks = run_dir_file.parent.glob(_RANK_MARK.format("[0-9]*"))
-    return sorted(int(mark.name.removeprefix(_RANK_MARK.format(""))) for mark in marks)
 
 
 def nccl_settings() -> dict[str, str]:

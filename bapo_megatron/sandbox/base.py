@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, Self
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from typing import Literal, Protocol
 
 Ending = Literal["ok", "error", "timeout", "memory", "output"]
 
@@ -85,12 +82,3 @@ class Sandbox(Protocol):
 
     def close(self) -> None:
         """End all programs and release everything. Safe to call twice."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...

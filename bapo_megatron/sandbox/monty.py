@@ -7,13 +7,11 @@ Monty has itself; a crash ends a process of its pool, which is replaced.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import pydantic_monty
 
     from bapo_megatron.config.sandbox import SandboxConfig
@@ -48,17 +46,6 @@ class MontySandbox:
                 feed_duration_limit_grace=_GRACE_S,
             )
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def run(self, program: str, stdin: str = "") -> Outcome:
         """See ``base.Sandbox.run``."""

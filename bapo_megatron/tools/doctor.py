@@ -6,6 +6,7 @@
 import importlib.util
 import platform
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -98,7 +99,7 @@ def _sandboxes(errors: dict[str, str]) -> dict[str, str]:
     limits: dict[str, str] = {}
     for kind in SANDBOXES:
         try:
-            with open_sandbox(SandboxConfig(kind=kind)) as sandbox:
+            with closing(open_sandbox(SandboxConfig(kind=kind))) as sandbox:
                 limits[kind] = sandbox.describe()
         except SandboxError as error:
             errors[kind] = str(error)
@@ -187,13 +188,13 @@ def _runs_on(archs: list[str], capability: int) -> bool:
 
 
 def _judge_backend(machine: Machine) -> Diagnosis:
-    topic, build = "ops.backend: auto", machine.build
+    topic, build = "loss stage", machine.build
     if build is None:
         return Diagnosis(topic, "problem", "nothing can run", _REBUILD)
     if not machine.gpus:
         return Diagnosis(topic, "ok", f"runs cpu ({build['isa']})")
     if not build["cuda"]:
-        return Diagnosis(topic, "problem", "runs the slow reference on the GPU", "see CUDA kernels")
+        return Diagnosis(topic, "problem", "has no kernels for the GPU", "see CUDA kernels")
     if not build["cuda_streams"]:
         text = "would run cuda, but the kernels cannot ask this torch for its stream"
         return Diagnosis(topic, "problem", text, _REBUILD)

@@ -56,7 +56,7 @@ def check_training(
         if owns_files and config.algorithm.distillation.has_engine:
             _check_served_teacher(config)
     algorithm = config.algorithm
-    # ``LossStage`` loads the objective again, for its device and kernels.
+    # ``LossStage`` loads the objective again, for its device.
     if ":" in algorithm.objective or algorithm.entropy_share < 1:
         from bapo_megatron.algorithm.load_objective import load_objective
         from bapo_megatron.data.token_columns import scored

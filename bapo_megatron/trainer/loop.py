@@ -201,7 +201,6 @@ class Run:
             self._stack.callback(self._sinks.close)
             self._stack.callback(self._write_late, {})  # if the run ends first
             if config.log.console:
-                show(f"loss stage: {self.trainer.output.kernels.name} kernels")
                 model = self.state.model
                 if kept := find_kept(model.hf, model.model_dir):
                     parts = {name.removeprefix("model.").partition(".")[0] for name in kept}

@@ -41,15 +41,13 @@ from bapo_megatron.data.token_columns import (
     TEACHER_TOP_LOGPROBS,
     scored,
 )
-from bapo_megatron.ops.backend import Kernels
-from bapo_megatron.ops.chunked import OutputHead, Teacher, TeacherRows, TopTokens
+from bapo_megatron.ops.chunked import Direction, OutputHead, Teacher, TeacherRows, TopTokens
 from bapo_megatron.ops.logprob import (
     LossGradient,
     TokenLogprobs,
     apply_token_loss,
     importance_ratio,
 )
-from bapo_megatron.ops.reference import Direction
 from bapo_megatron.runtime.distributed import ProcessGroups, reduce_over
 from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.records import Numbers, TokenReport, TokenView
@@ -105,7 +103,7 @@ class LossStage:
     ) -> None:
         self._config, self._output = config, output
         self._device, self.data_group = groups.device, groups.data
-        loaded = load_objective(config, groups.device, output.kernels, scored(config))
+        loaded = load_objective(config, groups.device, scored(config))
         self.objective = loaded.objective
         self.collects = loaded.collects
         """Whether the objective must see the whole update before the first gradient."""
@@ -137,9 +135,9 @@ class LossStage:
         A collective over the data-parallel group: one integer all-reduce, another one if the
         objective selects tokens. ``policy`` has ℓ and H of each micro-batch.
         """
-        objective, kernels = self.objective, self._output.kernels
+        objective = self.objective
         safe_of = self._safe_tokens(micro_batches, context)
-        tokens = {i: safe.batch(*policy[i], kernels=kernels) for i, safe in safe_of.items()}
+        tokens = {i: safe.batch(*policy[i]) for i, safe in safe_of.items()}
         by_response = objective.needs == "response"
         faults = torch.zeros(2, dtype=torch.int64, device=self._device)
         if by_response:
@@ -192,7 +190,7 @@ class LossStage:
             current = reader.read(output, micro_batch) if policy is None else _detached(policy)
             decision = self.collect([current], [micro_batch], context).decision
         safe = SafeTokens(self._config, micro_batch, decision, context, self._device)
-        token_loss = _MicroBatchLoss(self.objective, safe, reader.kernels)
+        token_loss = _MicroBatchLoss(self.objective, safe)
         if policy is not None:
             loss = apply_token_loss(*policy, token_loss)
             policy = _detached(policy)
@@ -202,7 +200,7 @@ class LossStage:
         sums, maxima = self.numbers.zeros(self._device)
         batches: list[TokenBatch] = []
         if len(policy.logprob_T):
-            batches.append(token_loss.tokens or safe.batch(*policy, kernels=reader.kernels))
+            batches.append(token_loss.tokens or safe.batch(*policy))
             sums, maxima = self._measure(token_loss, batches[0], policy)
         if decision is None:
             decision = sums.new_zeros(0)
@@ -219,11 +217,11 @@ class LossStage:
         ``context`` is that of the first. A collective over the data-parallel group: one integer
         all-reduce.
         """
-        kernels, totals = self._output.kernels, []
+        totals = []
         for number, micro_batches in enumerate(updates):
             later = replace(context, num_updates=context.num_updates + number)
             safe_of = self._safe_tokens(micro_batches, later)
-            totals.append(self._statistics(safe.as_sampled(kernels) for safe in safe_of.values()))
+            totals.append(self._statistics(safe.as_sampled() for safe in safe_of.values()))
         known_UK = torch.stack(totals)
         reduce_over(self.data_group, known_UK)
         return known_UK
@@ -318,7 +316,7 @@ class LossStage:
 class _MicroBatchLoss:
     """A ``TokenLoss``: objective, weights, entropy bonus and KL terms; keeps what is reported."""
 
-    def __init__(self, objective: Objective, safe: SafeTokens, kernels: Kernels) -> None:
+    def __init__(self, objective: Objective, safe: SafeTokens) -> None:
         self.safe = safe
         self.weight_T = safe.micro_batch.loss_weight_T
         if safe.correction_T is not None:
@@ -331,16 +329,15 @@ class _MicroBatchLoss:
         self.tokens: TokenBatch | None = None
         """All of them, if they came in one part."""
         self._objective = objective
-        self._kernels = kernels
 
     def __call__(
         self, logprob_T: Tensor, entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
     ) -> LossGradient:
-        tokens = self.safe.batch(logprob_T, entropy_T, part, kernels=None)
+        tokens = self.safe.batch(logprob_T, entropy_T, part, has_ratio=False)
         counts_T = tokens.mask > 0
         weight_T = torch.where(counts_T, self.weight_T[part], 0.0)
         ratio_T, loss_T, by_logprob_T, by_entropy_T = differentiate(
-            self._objective, tokens, weight_T, self._kernels
+            self._objective, tokens, weight_T
         )
         finite_T = is_finite(loss_T) & is_finite(by_logprob_T)
         if by_entropy_T is not None:
@@ -425,10 +422,10 @@ class SafeTokens:
         """Return which tokens of ``part`` train and have only finite values, [T] bool."""
         return self._finite_T[part] & is_finite(logprob_T + entropy_T)
 
-    def as_sampled(self, kernels: Kernels) -> TokenBatch:
+    def as_sampled(self) -> TokenBatch:
         """Return the tokens, [T], with ℓ = μ, r = 1 and H = 0."""
         behaviour_T = self._fixed.behaviour_logprob
-        return self.batch(behaviour_T, torch.zeros_like(behaviour_T), kernels=kernels)
+        return self.batch(behaviour_T, torch.zeros_like(behaviour_T))
 
     def batch(
         self,
@@ -436,11 +433,11 @@ class SafeTokens:
         entropy_T: Tensor,
         part: slice = slice(None),
         *,
-        kernels: Kernels | None,
+        has_ratio: bool = True,
     ) -> TokenBatch:
         """Return tokens with these ℓ and H, [T] each.
 
-        Without kernels ``differentiate`` computes the ratio.
+        Without ``has_ratio`` the caller computes the ratio.
         """
         is_whole = part.indices(len(logprob_T))[:2] == (0, len(self._fixed))
         fixed = self._fixed if is_whole else self._fixed.select(part)
@@ -448,8 +445,8 @@ class SafeTokens:
         logprob_T = torch.where(finite_T, logprob_T, fixed.behaviour_logprob)
         entropy_T = torch.where(finite_T, entropy_T, 0.0)
         ratio_T = fixed.ratio
-        if kernels is not None:
-            ratio_T = importance_ratio(logprob_T, fixed.behaviour_logprob, kernels)
+        if has_ratio:
+            ratio_T = importance_ratio(logprob_T, fixed.behaviour_logprob)
         collected_T = entropy_T if self.micro_batch.entropy_T is None else fixed.collected_entropy
         return replace(
             fixed,

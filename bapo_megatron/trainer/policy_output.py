@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config.schema import OpsConfig
-from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.chunked import OutputHead, Teacher, chunked_logprobs, chunked_loss
+from bapo_megatron.ops.extension import check_kernels
 from bapo_megatron.ops.logprob import TokenLogprobs, TokenLoss, vocab_parallel_logprobs
 from bapo_megatron.policy.model import Model
 from bapo_megatron.runtime.distributed import ProcessGroups
@@ -22,13 +22,13 @@ from bapo_megatron.types import MicroBatch
 
 @dataclass(eq=False, repr=False)
 class PolicyOutput:
-    """The model's output as log-probs of the response tokens, with the kernels of this run.
+    """The model's output as log-probs of the response tokens.
 
     The output is logits [N, V], or with ``ops.logits_chunk_tokens`` hidden states [N, H], from
     which logits are computed chunk by chunk.
 
     Raises:
-        ValueError: ``ops.backend`` names kernels that this machine does not have.
+        ValueError: The kernels were not built for the groups' device.
     """
 
     ops: OpsConfig
@@ -40,7 +40,7 @@ class PolicyOutput:
     """Set if the model returns hidden states."""
 
     def __post_init__(self) -> None:
-        self.kernels = select_kernels(self.ops.backend, self.groups.device)
+        check_kernels(self.groups.device)
 
     @classmethod
     def of(cls, model: Model, ops: OpsConfig, temperature: float) -> PolicyOutput:
@@ -65,7 +65,6 @@ class PolicyOutput:
             rows_T=micro_batch.rows_T,
             temperature=self.temperature,
             group=self.groups.tensor,
-            kernels=self.kernels,
             overwrite_logits=True,
         )
 
@@ -93,5 +92,4 @@ class PolicyOutput:
             "vocab_size": self.vocab_size,
             "temperature": self.temperature,
             "chunk_tokens": self.ops.logits_chunk_tokens,
-            "kernels": self.kernels,
         }

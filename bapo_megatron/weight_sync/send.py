@@ -45,7 +45,7 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_export import plan_buckets, stored_dtype
-from bapo_megatron.policy.weight_table import hf_shapes
+from bapo_megatron.policy.weight_table import hf_shapes, weight_table
 from bapo_megatron.runtime.calls import Caller
 from bapo_megatron.runtime.distributed import broadcast_bytes, fail_together
 from bapo_megatron.weight_sync import receive
@@ -197,7 +197,7 @@ class WeightBuckets:
         """Plan buckets of ``max_bytes``, or one larger parameter, equally on all ranks."""
         self._model = model
         self._dtype: torch.dtype = model.chunks[0].config.params_dtype
-        self._plan = plan_buckets(model.hf, self._dtype, max_bytes)
+        self._plan = plan_buckets(weight_table(model.hf), model.hf, self._dtype, max_bytes)
 
     def __len__(self) -> int:
         return len(self._plan)

@@ -19,7 +19,6 @@ from bapo_megatron.algorithm.loss import differentiate, with_sums
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
 from bapo_megatron.algorithm.objectives.bapo import EXIT_METRICS
 from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.ops.backend import select_kernels
 from examples.study.task import LONGEST, PROMPTS, log_softmax, make_task
 from examples.study.yoked import Yoked
 
@@ -261,13 +260,10 @@ def _derivative(
         if not len(index):
             continue
         part = with_sums(objective, tokens.select(index))
-        gradient = differentiate(objective, part, weight_T[index], _KERNELS)
+        gradient = differentiate(objective, part, weight_T[index])
         derivative_T[index] = gradient.logprob_T
         _measure(objective, part, run)
     return derivative_T.double().numpy()
-
-
-_KERNELS = select_kernels("auto", torch.device("cpu"))
 
 
 def _token_batch(batch: _Batch, logprob_T: NDArray[np.float64], update: int) -> TokenBatch:
@@ -278,7 +274,7 @@ def _token_batch(batch: _Batch, logprob_T: NDArray[np.float64], update: int) -> 
         logprob=logprob,
         behaviour_logprob=behaviour,
         rollout_logprob=behaviour,
-        ratio=_KERNELS.importance_ratio(logprob, behaviour),
+        ratio=torch.ops.bapo.importance_ratio(logprob, behaviour),
         advantage=torch.from_numpy(batch.advantage_T).float(),
         reward=torch.from_numpy(batch.reward_T).float(),
         mask=zero + 1,

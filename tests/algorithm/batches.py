@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -15,17 +14,12 @@ from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.algorithm.loss import TokenGradient, differentiate
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.ops import reference
-from bapo_megatron.ops.backend import CPU_KERNELS, Kernels
 from tests.fakes.given_tokens import make_tokens
 from tests.oracles.bound_search import Tokens, exact_search
 from tests.oracles.token_batches import paper_rule
 
 LOW, HIGH, DUAL_CLIP = 0.75, 1.25, 3.0
 CLIP = {"objective": "clip", "fixed": {"low": LOW, "high": HIGH}}
-both_kernels = pytest.mark.parametrize(
-    "kernels", [reference.KERNELS, CPU_KERNELS], ids=lambda kernels: kernels.name
-)
 
 
 def make_objective(**algorithm: Any) -> Objective:
@@ -58,9 +52,9 @@ def tokens_of(ratios: list[float], advantages: list[float]) -> TokenBatch:
     return make_tokens(logprob_T, torch.zeros_like(logprob_T), torch.tensor(advantages))
 
 
-def gradient_of(objective: Objective, tokens: TokenBatch, kernels: Kernels) -> TokenGradient:
+def gradient_of(objective: Objective, tokens: TokenBatch) -> TokenGradient:
     """With weights 1."""
-    return differentiate(objective, tokens, torch.ones(len(tokens)), kernels)
+    return differentiate(objective, tokens, torch.ones(len(tokens)))
 
 
 def clipped_tokens(objective: Objective, tokens: TokenBatch) -> dict[str, int]:

@@ -12,10 +12,8 @@ import torch
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.algorithm.objectives.bapo import Bapo, BapoConfig
 from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.extension import BOUNDS_FIELDS
 from tests.algorithm.batches import (
-    both_kernels,
     clipped_tokens,
     gradient_of,
     make_objective,
@@ -74,14 +72,11 @@ def test_the_exit_of_a_search_is_reported(number: int, shares: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize(("bound", "advantage"), [("low", -1.0), ("high", 1.0)])
-@both_kernels
-def test_a_searched_bound_clips_from_the_next_float_on(
-    kernels: Kernels, bound: str, advantage: float
-) -> None:
+def test_a_searched_bound_clips_from_the_next_float_on(bound: str, advantage: float) -> None:
     """The search compares the same float32 numbers."""
     low, high = float(np.float32(0.6 + 7 * 0.02)), float(np.float32(1.2 + 3 * 0.05))
     limit = {"low": low, "high": high}[bound]
-    objective = Bapo(BapoConfig(), None, kernels)
+    objective = Bapo(BapoConfig(), None)
     logprob_T = torch.tensor([float(logprob_for_ratio(limit, step)) for step in range(-3, 4)])
     tokens = make_tokens(
         logprob_T,
@@ -92,7 +87,7 @@ def test_a_searched_bound_clips_from_the_next_float_on(
     ratio_T = np.exp(logprob_T.double().numpy()).astype(np.float32)
     outside_T = ratio_T < limit if bound == "low" else ratio_T > limit
     assert 0 < outside_T.sum() < 7
-    gradient = gradient_of(objective, tokens, kernels)
+    gradient = gradient_of(objective, tokens)
     assert (gradient.logprob_T == 0).tolist() == outside_T.tolist()
     assert clipped_tokens(objective, tokens) == {"high": 0, "low": 0, "dual": 0} | {
         bound: outside_T.sum()
@@ -100,14 +95,11 @@ def test_a_searched_bound_clips_from_the_next_float_on(
 
 
 @pytest.mark.parametrize("seed", range(20))
-@both_kernels
-def test_statistics_of_parts_add_up_to_the_bounds_of_exact_arithmetic(
-    kernels: Kernels, seed: int
-) -> None:
+def test_statistics_of_parts_add_up_to_the_bounds_of_exact_arithmetic(seed: int) -> None:
     rule = paper_rule()
     tokens = random_tokens(np.random.default_rng(seed), 300, rule)
     logprob_T, behaviour_T, advantage_T, mask_T = map(torch.from_numpy, tokens.arrays())
-    objective = Bapo(BapoConfig(), None, kernels)
+    objective = Bapo(BapoConfig(), None)
     batch = make_tokens(logprob_T, behaviour_T, advantage_T, mask_T)
     whole_K = objective.statistics(batch)
     total_K = torch.zeros_like(whole_K)

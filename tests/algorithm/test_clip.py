@@ -18,13 +18,11 @@ from bapo_megatron.algorithm.objective import Objective
 from bapo_megatron.algorithm.objectives.bapo import Bapo, BapoConfig
 from bapo_megatron.algorithm.objectives.clip import FixedClip
 from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.logprob import importance_ratio
 from tests.algorithm.batches import (
     DUAL_CLIP,
     HIGH,
     LOW,
-    both_kernels,
     clipped_tokens,
     gradient_of,
     make_objective,
@@ -39,10 +37,7 @@ from tests.oracles import policy_loss as oracle
 
 @pytest.mark.parametrize("dual_clip", [None, DUAL_CLIP])
 @pytest.mark.parametrize("searched", [False, True])
-@both_kernels
-def test_an_objective_equals_float64_autograd(
-    kernels: Kernels, searched: bool, dual_clip: float | None
-) -> None:
+def test_an_objective_equals_float64_autograd(searched: bool, dual_clip: float | None) -> None:
     batch = random_batch()
     tokens = make_tokens(
         *(batch[name] for name in ("logprob_T", "behaviour_logprob_T", "advantage_T", "mask_T"))
@@ -50,10 +45,10 @@ def test_an_objective_equals_float64_autograd(
     objective: Objective = FixedClip(LOW, HIGH, dual_clip)
     low, high = oracle_bounds("bapo" if searched else "clip", batch)
     if searched:
-        objective = Bapo(BapoConfig(), dual_clip, kernels)
+        objective = Bapo(BapoConfig(), dual_clip)
         tokens = replace(tokens, decision=objective.decide(objective.statistics(tokens)))
     weight_T = batch["mask_T"] * batch["loss_weight_T"]
-    computed = differentiate(objective, tokens, weight_T, kernels)
+    computed = differentiate(objective, tokens, weight_T)
     exact = with_gradient(batch)
     del exact["entropy_T"]
     wanted = oracle.policy_loss(**exact, low=low, high=high, dual_clip=dual_clip)
@@ -104,9 +99,7 @@ def test_the_loss_in_float64_has_the_derivative_of_finite_differences(
         (2.0, -1.0, 0.5, 1.5, 2.0),
     ],
 )
-@both_kernels
 def test_at_a_ratio_equal_to_a_limit_the_gradient_passes(
-    kernels: Kernels,
     ratio: float,
     advantage: float,
     low: float,
@@ -115,7 +108,7 @@ def test_at_a_ratio_equal_to_a_limit_the_gradient_passes(
 ) -> None:
     objective = FixedClip(low, high, dual_clip)
     tokens = tokens_of([ratio, ratio], [advantage, advantage])
-    gradient = gradient_of(objective, tokens, kernels)
+    gradient = gradient_of(objective, tokens)
     assert gradient.logprob_T.tolist() == pytest.approx([-advantage * ratio] * 2, rel=1e-6)
     assert clipped_tokens(objective, tokens) == {"high": 0, "low": 0, "dual": 0}
 
@@ -129,22 +122,20 @@ def test_at_a_ratio_equal_to_a_limit_the_gradient_passes(
         (-20.0, 1.0, -math.exp(-20)),
     ],
 )
-@both_kernels
 def test_beyond_the_clamp_of_the_log_ratio_there_is_no_gradient(
-    kernels: Kernels, log_ratio: float, advantage: float, gradient: float
+    log_ratio: float, advantage: float, gradient: float
 ) -> None:
     tokens = make_tokens(torch.tensor([log_ratio]), torch.zeros(1), torch.tensor([advantage]))
-    computed = gradient_of(FixedClip(LOW, HIGH), tokens, kernels)
+    computed = gradient_of(FixedClip(LOW, HIGH), tokens)
     limited = math.exp(max(-20.0, min(20.0, log_ratio)))
     assert computed.loss_T.item() == pytest.approx(-advantage * limited, rel=1e-6)
     assert computed.logprob_T.item() == pytest.approx(gradient, rel=1e-6)
 
 
-@both_kernels
-def test_infinite_bounds_clip_nothing(kernels: Kernels) -> None:
+def test_infinite_bounds_clip_nothing() -> None:
     objective = make_objective(objective="none")
     tokens = tokens_of([1e8, 1e-8], [1.0, -1.0])
-    gradient = gradient_of(objective, tokens, kernels)
+    gradient = gradient_of(objective, tokens)
     assert gradient.loss_T.tolist() == pytest.approx([-1e8, 1e-8], rel=1e-6)
     assert gradient.logprob_T.tolist() == pytest.approx([-1e8, 1e-8], rel=1e-6)
     assert clipped_tokens(objective, tokens) == {"high": 0, "low": 0, "dual": 0}

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bapo_megatron.ops.backend import select_kernels
-from bapo_megatron.ops.chunked import OutputHead, TeacherRows, chunked_loss
+from bapo_megatron.ops.chunked import Direction, OutputHead, TeacherRows, chunked_loss
 from bapo_megatron.ops.logprob import LossGradient
-from bapo_megatron.ops.reference import Direction
 from tests.benchmarks.harness import (
     Contender,
     Section,
@@ -94,17 +92,16 @@ def from_logits(problem: Problem, direction: Direction) -> list[Contender]:
     """All at once, the student's logits being restored before every run."""
     student_TV, teacher_TV = problem.logits()
     work_TV = student_TV.clone()
-    kernels = select_kernels("auto", problem.device)
     columns = (0, student_TV.shape[1], 1.0)
 
     def ours() -> object:
         target_T = problem.target_T
-        partials_T8 = kernels.kl_partials(work_TV, teacher_TV, target_T, *columns, direction)
-        results = kernels.kl_combine(partials_T8[None], 1.0, direction)
+        partials_T8 = torch.ops.bapo.kl_partials(work_TV, teacher_TV, target_T, *columns, direction)
+        results = torch.ops.bapo.kl_combine(partials_T8[None], 1.0, direction)
         logprob_T, entropy_T, max_T, log_sum_T, teacher_max_T, teacher_log_sum_T, kl_T = results
         gradient = problem.token_loss(logprob_T, entropy_T, slice(0, len(target_T)), kl_T)
         assert gradient.kl_T is not None
-        kernels.kl_backward_(
+        torch.ops.bapo.kl_backward_(
             work_TV,
             teacher_TV,
             target_T,

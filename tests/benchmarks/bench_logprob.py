@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.ops import extension
-from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from tests.benchmarks.harness import (
     Contender,
@@ -161,12 +160,11 @@ def contenders(
 
 def gradient_alone(logits_TV: Tensor, target_T: Tensor) -> Callable[[Tensor], None]:
     """Only the kernel that overwrites logits; the gradient of a gradient costs the same."""
-    kernels = select_kernels("auto", logits_TV.device)
     columns = (0, logits_TV.shape[1], 1.0)
-    partials_T4 = kernels.logprob_partials(logits_TV, None, target_T, *columns)
-    _, entropy_T, max_T, log_sum_T = kernels.logprob_combine(partials_T4[None], 1.0)
+    partials_T4 = torch.ops.bapo.logprob_partials(logits_TV, None, target_T, *columns)
+    _, entropy_T, max_T, log_sum_T = torch.ops.bapo.logprob_combine(partials_T4[None], 1.0)
     grad_T = torch.full_like(max_T, 1e-3)
-    return lambda work_TV: kernels.logits_backward_(
+    return lambda work_TV: torch.ops.bapo.logits_backward_(
         work_TV, None, target_T, max_T, log_sum_T, entropy_T, grad_T, None, *columns
     )
 

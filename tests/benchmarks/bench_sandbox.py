@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 from bapo_megatron.config.sandbox import SANDBOXES, SandboxConfig
@@ -58,7 +59,7 @@ def call(kind: str, caller: int, runs: int, hostile_share: float) -> list[float]
     """The seconds of each short program."""
     config = SandboxConfig.model_validate({"kind": kind, "timeout_s": 0.5})
     draws, seconds, num_ok = random.Random(caller), [], 0
-    with open_sandbox(config) as sandbox:
+    with closing(open_sandbox(config)) as sandbox:
         for number in range(runs):
             is_hostile = kind == "bubblewrap" and draws.random() < hostile_share
             program = draws.choice(_HOSTILE) if is_hostile else f"print({number} * 7)"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.objectives.bapo import BapoConfig
-from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES
 from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish
 from tests.benchmarks.stage import Stage
@@ -41,8 +40,7 @@ def recipe_loop(
 def measure(stage: Stage, rounds: int) -> list[Section]:
     """Time search and stage; both searches walk their whole path, the worst case of the loop."""
     config = BapoConfig.model_validate({"preset": "recipe", "target": 255.0})
-    kernels = select_kernels("auto", stage.device)
-    search = config.search(kernels=kernels)
+    search = config.search()
     tokens = (stage.logprob_T, stage.behaviour_T, stage.advantage_T, stage.mask_T)
     path = path_of(search.grid)
 
@@ -52,7 +50,7 @@ def measure(stage: Stage, rounds: int) -> list[Section]:
     result = dict(zip(BOUNDS_FIELDS, ours().tolist(), strict=True))
     assert EXIT_NAMES[int(result["exit"])] == "exhausted"
     assert (result["low"], result["high"]) == recipe_loop(tokens, path, config.target) == path[-1]
-    paper = BapoConfig().search(kernels=kernels)
+    paper = BapoConfig().search()
     paper_path = path_of(paper.grid)
 
     def ours_paper() -> Tensor:

@@ -68,10 +68,8 @@ def one_rank(device: torch.device = CPU) -> Iterator[ProcessGroups]:
 class GivenLogprobs(PolicyOutput):
     """Takes ``TokenLogprobs`` for the model's output."""
 
-    def __init__(self, groups: ProcessGroups, backend: str = "auto") -> None:
-        """Choose the kernels of what follows the log-probs."""
-        ops = OpsConfig.model_validate({"backend": backend})
-        super().__init__(ops, vocab_size=1, temperature=1.0, groups=groups, head=None)
+    def __init__(self, groups: ProcessGroups) -> None:
+        super().__init__(OpsConfig(), vocab_size=1, temperature=1.0, groups=groups, head=None)
 
     def differentiable(self, logits_NV: Any, micro_batch: MicroBatch) -> TokenLogprobs:
         """Return them as they are."""
@@ -80,12 +78,10 @@ class GivenLogprobs(PolicyOutput):
         return logits_NV
 
 
-def make_stage(
-    groups: ProcessGroups, algorithm: dict[str, Any], backend: str = "auto"
-) -> LossStage:
+def make_stage(groups: ProcessGroups, algorithm: dict[str, Any]) -> LossStage:
     """The trainer's loss stage with an algorithm section, for ``GivenLogprobs``."""
     config = AlgorithmConfig.model_validate(algorithm)
-    return LossStage(config, GivenLogprobs(groups, backend), groups)
+    return LossStage(config, GivenLogprobs(groups), groups)
 
 
 def make_micro_batch(**values_T: Tensor) -> MicroBatch:

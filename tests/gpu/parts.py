@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.objectives.bapo import BapoConfig
-from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from bapo_megatron.runtime.gpus import recognize_gpu
 from tests.benchmarks.harness import clocks_under_load, timed_s
@@ -254,7 +253,7 @@ def _search_s(options: argparse.Namespace, device: torch.device) -> float:
     generator = torch.Generator(device).manual_seed(0)
     normal = torch.empty(3, options.tokens, device=device).normal_(generator=generator)
     logprob_T, mask_T = -normal[0].abs(), torch.ones(options.tokens, device=device)
-    search = BapoConfig().search(kernels=select_kernels("auto", device))
+    search = BapoConfig().search()
 
     def run(_: int) -> object:
         tokens = (logprob_T, logprob_T + 0.1 * normal[1], normal[2], mask_T)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from bapo_megatron.algorithm.objectives.bapo import Bapo
-from bapo_megatron.ops.backend import CompiledKernels
 from tests.benchmarks.stage import Stage
 from tests.fakes.given_tokens import CONTEXT, one_rank
 from tests.gpu.loss_clock import LossClock
@@ -24,14 +23,14 @@ def test_the_stage_counts_and_the_model_around_it_does_not(
         nonlocal now_s
         now_s += seconds
 
-    def takes(owner: type, name: str, seconds: float) -> None:
+    def takes(owner: Any, name: str, seconds: float) -> None:
         original = getattr(owner, name)
 
         def run(*args: Any) -> Any:
             pass_s(seconds)
             return original(*args)
 
-        monkeypatch.setattr(owner, name, staticmethod(run) if owner is CompiledKernels else run)
+        monkeypatch.setattr(owner, name, run)
 
     class Event:
         """Of the GPU's clock, here ours; in milliseconds."""
@@ -58,8 +57,8 @@ def test_the_stage_counts_and_the_model_around_it_does_not(
 
     with one_rank() as groups:
         stage = Stage(8, 64, 4, groups)
-        takes(CompiledKernels, "logprob_partials", 1)
-        takes(CompiledKernels, "logits_backward_", 10)
+        takes(torch.ops.bapo, "logprob_partials", 1)
+        takes(torch.ops.bapo, "logits_backward_", 10)
         takes(Bapo, "statistics", 100)
         takes(Bapo, "loss", 1000)
         monkeypatch.setattr("tests.gpu.loss_clock.perf_counter", lambda: now_s)

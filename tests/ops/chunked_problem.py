@@ -79,12 +79,11 @@ class Outcome:
 class ClippedLoss:
     """A ``TokenLoss``: the clipped loss with an entropy bonus."""
 
-    def __init__(self, tokens: Tokens, entropy_coefficient: float, kernels: Any = None) -> None:
+    def __init__(self, tokens: Tokens, entropy_coefficient: float) -> None:
         self.parts: list[slice] = []
         """That it was called with."""
         self._tokens = tokens
         self._entropy_coefficient = entropy_coefficient
-        self._kernels = kernels
 
     def __call__(
         self, logprob_T: Tensor, entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
@@ -99,7 +98,7 @@ class ClippedLoss:
         )
         weight_T = chunk.loss_weight_T * chunk.mask_T
         objective = FixedClip(LOW, HIGH, DUAL_CLIP)
-        _, loss_T, by_logprob_T, _ = differentiate(objective, batch, weight_T, self._kernels)
+        _, loss_T, by_logprob_T, _ = differentiate(objective, batch, weight_T)
         loss = (weight_T * loss_T).sum(dtype=torch.float64)
         if self._entropy_coefficient == 0:
             return LossGradient(loss, by_logprob_T, None)
@@ -111,10 +110,10 @@ class ClippedLoss:
 class DistilledLoss:
     """A ``TokenLoss``: the clipped loss and a weighted divergence from a teacher."""
 
-    def __init__(self, tokens: Tokens, entropy_coefficient: float, kernels: Any = None) -> None:
+    def __init__(self, tokens: Tokens, entropy_coefficient: float) -> None:
         self.kl_T = torch.full_like(tokens.mask_T, torch.nan)
         """That it was called with."""
-        self._clipped = ClippedLoss(tokens, entropy_coefficient, kernels)
+        self._clipped = ClippedLoss(tokens, entropy_coefficient)
         self._weight_T = kl_weights(tokens)
 
     def __call__(
@@ -150,7 +149,7 @@ def run_distilled(
     problem: Problem, teacher: TeacherRows, *, entropy_coefficient: float, **changes: Any
 ) -> tuple[Outcome, Tensor]:
     """The outcome with a teacher, and the divergences that the loss got."""
-    token_loss = DistilledLoss(problem.tokens, entropy_coefficient, changes.get("kernels"))
+    token_loss = DistilledLoss(problem.tokens, entropy_coefficient)
     outcome = run_chunked(problem, teacher=teacher, token_loss=token_loss, **changes)
     return outcome, token_loss.kl_T
 
@@ -208,14 +207,14 @@ def chunked_loss(
         "rows_T": tokens.rows_T,
         "vocab_size": VOCAB_SIZE,
         "temperature": TEMPERATURE,
-        "token_loss": ClippedLoss(tokens, entropy_coefficient, changes.get("kernels")),
+        "token_loss": ClippedLoss(tokens, entropy_coefficient),
         "chunk_tokens": 16,
     }
     return chunked.chunked_loss(hidden_MH, head, tokens.target_T, **{**settings, **changes})
 
 
 def collect(
-    hidden_MH: Tensor, head: OutputHead, tokens: Tokens, chunk_tokens: int, kernels: Any = None
+    hidden_MH: Tensor, head: OutputHead, tokens: Tokens, chunk_tokens: int
 ) -> TokenLogprobs:
     """Log-probs and entropies without gradient, with this module's settings."""
     return chunked.chunked_logprobs(
@@ -226,7 +225,6 @@ def collect(
         vocab_size=VOCAB_SIZE,
         temperature=TEMPERATURE,
         chunk_tokens=chunk_tokens,
-        kernels=kernels,
     )
 
 
@@ -237,7 +235,7 @@ def run_chunked(problem: Problem, **changes: Any) -> Outcome:
     return Outcome(loss.detach(), *policy, hidden_NH.grad, weight_VH.grad)
 
 
-def run_unchunked(problem: Problem, *, entropy_coefficient: float, kernels: Any = None) -> Outcome:
+def run_unchunked(problem: Problem, *, entropy_coefficient: float) -> Outcome:
     """All logits at once, through the ops that the chunked path replaces."""
     hidden_NH, weight_VH = leaves(problem)
     tokens = problem.tokens
@@ -247,9 +245,8 @@ def run_unchunked(problem: Problem, *, entropy_coefficient: float, kernels: Any 
         vocab_size=VOCAB_SIZE,
         rows_T=tokens.rows_T,
         temperature=TEMPERATURE,
-        kernels=kernels,
     )
-    loss = apply_token_loss(logprob_T, entropy_T, ClippedLoss(tokens, entropy_coefficient, kernels))
+    loss = apply_token_loss(logprob_T, entropy_T, ClippedLoss(tokens, entropy_coefficient))
     loss.backward()
     return Outcome(
         loss.detach(), logprob_T.detach(), entropy_T.detach(), hidden_NH.grad, weight_VH.grad

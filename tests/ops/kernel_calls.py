@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.ops import extension, reference
-from bapo_megatron.ops.backend import CPU_KERNELS
+from bapo_megatron.ops import extension
 from tests.cuda_emulation import launchers
 from tests.oracles.bound_search import Rule, Tokens
 
@@ -25,10 +23,6 @@ LOWER, UPPER = (0.6, 0.9, 0.02), (1.2, 3.0, 0.05)
 GRID = extension.ClipGrid(LOWER, UPPER)
 NONFINITE, OUT_OF_RANGE, POSITIVE, NEGATIVE = range(-4, 0)
 """Slots at the end of the table."""
-
-both_kernels = pytest.mark.parametrize(
-    "kernels", [reference.KERNELS, CPU_KERNELS], ids=lambda kernels: kernels.name
-)
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:

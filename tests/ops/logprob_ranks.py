@@ -12,12 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.ops import reference
-from bapo_megatron.ops.backend import CPU_KERNELS, Kernels
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from tests.distributed_launch import joined
 
-KERNELS = {kernels.name: kernels for kernels in (reference.KERNELS, CPU_KERNELS)}
 VOCAB_SIZE, COLUMNS, TEMPERATURE = 41, 64, 0.9
 """The second of two ranks holds 9 true columns and 23 of padding; the last of four holds padding
 only."""
@@ -58,20 +55,18 @@ def make_problem(num_tokens: int) -> Problem:
 
 
 def compute(num_ranks: int, token_counts: list[int]) -> dict[str, RankResult]:
-    """Results by ``<kernels> <tokens>``; ``<kernels> poisoned`` has a NaN in the first rank."""
+    """Results by number of tokens; ``poisoned`` has a NaN in the first rank."""
     results = {}
     with joined(tensor=num_ranks) as groups:
-        for name, kernels in KERNELS.items():
-            for num_tokens in token_counts:
-                problem = make_problem(num_tokens)
-                results[f"{name} {num_tokens}"] = _one(problem, kernels, groups.tensor)
-            poisoned = make_problem(3)
-            poisoned.logits_NV[poisoned.rows_T[1], 3] = torch.nan
-            results[f"{name} poisoned"] = _one(poisoned, kernels, groups.tensor)
+        for num_tokens in token_counts:
+            results[str(num_tokens)] = _one(make_problem(num_tokens), groups.tensor)
+        poisoned = make_problem(3)
+        poisoned.logits_NV[poisoned.rows_T[1], 3] = torch.nan
+        results["poisoned"] = _one(poisoned, groups.tensor)
     return results
 
 
-def _one(problem: Problem, kernels: Kernels, group: dist.ProcessGroup) -> RankResult:
+def _one(problem: Problem, group: dist.ProcessGroup) -> RankResult:
     columns = COLUMNS // dist.get_world_size(group)
     begin = dist.get_rank(group) * columns
     local_NV = problem.logits_NV[:, begin : begin + columns].clone().requires_grad_()
@@ -90,7 +85,6 @@ def _one(problem: Problem, kernels: Kernels, group: dist.ProcessGroup) -> RankRe
             rows_T=problem.rows_T,
             temperature=TEMPERATURE,
             group=group,
-            kernels=kernels,
         )
         forward_gathers = gathers.copy()
         logprob_part_T = problem.grad_logprob_T * result.logprob_T

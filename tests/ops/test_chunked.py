@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.chunked import OutputHead, TeacherRows
 from tests.ops.chunked_problem import (
     EARLIER_GRADIENT,
@@ -38,21 +37,15 @@ from tests.ops.chunked_problem import (
 CHUNK_TOKENS = [1, 7, 64, 1000]
 """make_problem has 61 tokens: one at a time, a last chunk of 5, and all of them in one chunk."""
 
-BACKENDS = ["reference", "cpu"]
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("entropy_coefficient", [0.0, 0.03])
 @pytest.mark.parametrize("chunk_tokens", CHUNK_TOKENS)
-def test_float32_equals_all_logits_at_once(
-    chunk_tokens: int, entropy_coefficient: float, backend: Any
-) -> None:
+def test_float32_equals_all_logits_at_once(chunk_tokens: int, entropy_coefficient: float) -> None:
     problem = make_problem()
-    kernels = select_kernels(backend, torch.device("cpu"))
     actual = run_chunked(
-        problem, chunk_tokens=chunk_tokens, entropy_coefficient=entropy_coefficient, kernels=kernels
+        problem, chunk_tokens=chunk_tokens, entropy_coefficient=entropy_coefficient
     )
-    expected = run_unchunked(problem, entropy_coefficient=entropy_coefficient, kernels=kernels)
+    expected = run_unchunked(problem, entropy_coefficient=entropy_coefficient)
     assert worst_error(actual, expected) < 1e-6
 
 
@@ -91,14 +84,12 @@ def test_float32_is_near_autograd_in_float64(chunk_tokens: int, entropy_coeffici
     assert worst_error(actual, expected) < 3e-6
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_gradients_are_as_good_as_without_chunks(dtype: torch.dtype, backend: Any) -> None:
+def test_16_bit_gradients_are_as_good_as_without_chunks(dtype: torch.dtype) -> None:
     """Against float64 with the same rounded inputs; some tokens' sides of a bound may differ."""
     problem = make_problem(num_rows=400, num_tokens=300).to("cpu", dtype)
-    kernels = select_kernels(backend, torch.device("cpu"))
     expected = run_oracle(problem, entropy_coefficient=0.03)
-    settings: Any = {"entropy_coefficient": 0.03, "kernels": kernels}
+    settings: Any = {"entropy_coefficient": 0.03}
     unchunked = run_unchunked(problem, **settings)
     actual = run_chunked(problem, chunk_tokens=64, **settings)
     limit = 0.05
@@ -121,15 +112,11 @@ def test_cuda_equals_the_cpu() -> None:
             assert error < limit, (dtype, name, error)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk_tokens", CHUNK_TOKENS)
-def test_logprobs_equal_those_of_all_logits(chunk_tokens: int, backend: Any) -> None:
+def test_logprobs_equal_those_of_all_logits(chunk_tokens: int) -> None:
     problem = make_problem(seed=2)
     hidden_NH, weight_VH = leaves(problem)
-    kernels = select_kernels(backend, torch.device("cpu"))
-    logprob_T, entropy_T = collect(
-        hidden_NH, OutputHead(weight_VH), problem.tokens, chunk_tokens, kernels
-    )
+    logprob_T, entropy_T = collect(hidden_NH, OutputHead(weight_VH), problem.tokens, chunk_tokens)
     logits_TV = (hidden_NH @ weight_VH.t()).detach().double()[problem.tokens.rows_T, :VOCAB_SIZE]
     all_TV = (logits_TV / TEMPERATURE).log_softmax(1)
     expected_T = all_TV.gather(1, problem.tokens.target_T[:, None]).squeeze(1)
@@ -303,11 +290,10 @@ def worst_distilled_error(actual: tuple[Outcome, Any], expected: Outcome, kl_T: 
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("entropy_coefficient", [0.0, 0.03])
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 16, 1000])
 def test_with_a_teacher_it_is_near_autograd_in_float64(
-    chunk_tokens: int, entropy_coefficient: float, backend: Any, direction: str
+    chunk_tokens: int, entropy_coefficient: float, direction: str
 ) -> None:
     problem = make_problem(seed=1)
     teacher = make_teacher(problem, direction)
@@ -316,7 +302,6 @@ def test_with_a_teacher_it_is_near_autograd_in_float64(
         teacher,
         entropy_coefficient=entropy_coefficient,
         chunk_tokens=chunk_tokens,
-        kernels=select_kernels(backend, torch.device("cpu")),
     )
     expected = run_oracle(problem, entropy_coefficient=entropy_coefficient, teacher=teacher)
     logits_TV = problem.hidden_NH.double() @ problem.weight_VH.double().t()

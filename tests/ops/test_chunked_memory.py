@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.chunked import OutputHead, TeacherRows, chunked_logprobs
 from tests.ops.chunked_problem import (
     DistilledLoss,
@@ -79,7 +78,6 @@ def test_peak_memory_is_that_of_a_chunk(
             problem.tokens,
             **settings,
             chunk_tokens=chunk_tokens,
-            kernels=select_kernels("cpu", torch.device("cpu")),
         )
         loss.backward()
 
@@ -104,7 +102,6 @@ def test_the_collection_pass_holds_the_logits_of_one_chunk() -> None:
             vocab_size=NUM_COLUMNS,
             temperature=1.0,
             chunk_tokens=128,
-            kernels=select_kernels("cpu", torch.device("cpu")),
         )
 
     chunk_logits = 128 * NUM_COLUMNS * 2

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from bapo_megatron.algorithm.objectives.bapo import BapoConfig
 from bapo_megatron.ops import extension
-from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES, BoundSearch, count_tokens
-from tests.ops.kernel_calls import both_kernels, plain_candidates
+from tests.ops.kernel_calls import plain_candidates
 
 NARROW = BapoConfig.model_validate(
     {
@@ -36,9 +35,8 @@ def bounds_of(search: BoundSearch, table: Tensor) -> SimpleNamespace:
     return SimpleNamespace(**{**fields, "exit": EXIT_NAMES[int(fields["exit"])]})
 
 
-@both_kernels
-def test_the_bounds_of_a_batch_computed_by_hand(kernels: Kernels) -> None:
-    search = NARROW.search(kernels=kernels)
+def test_the_bounds_of_a_batch_computed_by_hand() -> None:
+    search = NARROW.search()
     table = filled(search, [2.0, 0.5, 1.0], [1.0, -2.0, 0.0])
     bounds = search.bounds(table)
     assert (bounds.dtype, bounds.shape) == (torch.float64, (len(BOUNDS_FIELDS),))
@@ -55,9 +53,8 @@ def test_the_bounds_of_a_batch_computed_by_hand(kernels: Kernels) -> None:
     )
 
 
-@both_kernels
-def test_two_ranks_that_sum_their_tables_decide_as_one(kernels: Kernels) -> None:
-    search = NARROW.search(kernels=kernels)
+def test_two_ranks_that_sum_their_tables_decide_as_one() -> None:
+    search = NARROW.search()
     whole = filled(search, [2.0, 0.5, 1.1], [1.0, -2.0, -0.25])
     first = filled(search, [0.5], [-2.0])
     second = filled(search, [1.1, 2.0], [-0.25, 1.0])
@@ -65,22 +62,20 @@ def test_two_ranks_that_sum_their_tables_decide_as_one(kernels: Kernels) -> None
     assert torch.equal(search.bounds(first + second), search.bounds(whole))
 
 
-@both_kernels
 @pytest.mark.parametrize(("ratio", "advantage"), [([], []), ([1.0, 2.0], [0.0, 0.0])])
 def test_without_a_signed_token_the_bounds_are_the_start_of_both_ranges(
-    kernels: Kernels, ratio: list[float], advantage: list[float]
+    ratio: list[float], advantage: list[float]
 ) -> None:
-    search = NARROW.search(kernels=kernels)
+    search = NARROW.search()
     bounds = bounds_of(search, filled(search, ratio, advantage))
     assert (bounds.low, bounds.high, bounds.exit, bounds.tokens) == (0.75, 1.0, "unsearched", 0)
     assert math.isnan(bounds.positive_share_start)
     assert math.isnan(bounds.positive_share)
 
 
-@both_kernels
-def test_the_bounds_are_those_of_the_path_that_a_person_can_look_at(kernels: Kernels) -> None:
+def test_the_bounds_are_those_of_the_path_that_a_person_can_look_at() -> None:
     generator = torch.Generator().manual_seed(7)
-    search = BapoConfig().search(kernels=kernels)
+    search = BapoConfig().search()
     ratio_T = torch.exp(0.4 * torch.randn(500, generator=generator))
     advantage_T = torch.randn(500, generator=generator) - 0.1
     table = filled(search, ratio_T.tolist(), advantage_T.tolist())
@@ -121,14 +116,13 @@ def test_the_dual_clip_shapes_the_table_in_gradient_mode_only() -> None:
     assert gradient.path(table).candidates[0].negative == pytest.approx(2.0, abs=1e-6)
 
 
-@both_kernels
 @pytest.mark.parametrize(
     ("advantage", "nonfinite", "out_of_range"), [(math.nan, 1, 0), (math.inf, 1, 0), (256.0, 0, 1)]
 )
 def test_a_table_that_cannot_be_trusted_gives_bounds_that_say_so(
-    kernels: Kernels, advantage: float, nonfinite: int, out_of_range: int
+    advantage: float, nonfinite: int, out_of_range: int
 ) -> None:
-    search = NARROW.search(kernels=kernels)
+    search = NARROW.search()
     table = filled(search, [1.0, 1.0], [1.0, advantage])
     bounds = bounds_of(search, table)
     assert (bounds.low, bounds.high, bounds.exit) == (0.0, math.inf, "refused")
@@ -140,9 +134,8 @@ def test_a_table_that_cannot_be_trusted_gives_bounds_that_say_so(
         search.path(table)
 
 
-@both_kernels
-def test_masked_tokens_are_skipped_whatever_they_hold(kernels: Kernels) -> None:
-    search = NARROW.search(kernels=kernels)
+def test_masked_tokens_are_skipped_whatever_they_hold() -> None:
+    search = NARROW.search()
     nan_T = torch.full((3,), math.nan)
     assert torch.count_nonzero(search.contributions(nan_T, nan_T, nan_T, torch.zeros(3))) == 0
 

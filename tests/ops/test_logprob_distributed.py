@@ -11,7 +11,7 @@ import torch
 from tests.distributed_launch import run_ranks
 from tests.ops import logprob_ranks
 from tests.ops.kernel_calls import assert_close
-from tests.ops.logprob_ranks import COLUMNS, KERNELS, TEMPERATURE, VOCAB_SIZE, RankResult
+from tests.ops.logprob_ranks import COLUMNS, TEMPERATURE, VOCAB_SIZE, RankResult
 from tests.oracles.logprob import logits_gradient, token_logprobs
 
 pytestmark = pytest.mark.distributed
@@ -24,10 +24,9 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, RankResult]]:
     return run_ranks(logprob_ranks.compute, request.param, request.param, TOKEN_COUNTS)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("num_tokens", TOKEN_COUNTS)
 def test_values_and_gradients_equal_the_unsharded_in_float64(
-    ranks: list[dict[str, RankResult]], num_tokens: int, kernels: str
+    ranks: list[dict[str, RankResult]], num_tokens: int
 ) -> None:
     problem = logprob_ranks.make_problem(num_tokens)
     whole_TV = problem.logits_NV[problem.rows_T, :VOCAB_SIZE]
@@ -36,39 +35,36 @@ def test_values_and_gradients_equal_the_unsharded_in_float64(
     grad_NV[problem.rows_T, :VOCAB_SIZE] = logits_gradient(
         whole_TV, problem.target_T, problem.grad_logprob_T, problem.grad_entropy_T, TEMPERATURE
     ).gradient_TV
-    results = [rank[f"{kernels} {num_tokens}"] for rank in ranks]
+    results = [rank[str(num_tokens)] for rank in ranks]
     for result in results:
         assert_close(result.logprob_T, wanted.logprob_T)
         assert_close(result.entropy_T, wanted.entropy_T)
     assert_close(torch.cat([result.grad_NV for result in results], dim=1), grad_NV)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_every_rank_has_the_same_bits(ranks: list[dict[str, RankResult]], kernels: str) -> None:
-    first, *others = (rank[f"{kernels} 33"] for rank in ranks)
+def test_every_rank_has_the_same_bits(ranks: list[dict[str, RankResult]]) -> None:
+    first, *others = (rank["33"] for rank in ranks)
     for other in others:
         assert torch.equal(other.logprob_T, first.logprob_T)
         assert torch.equal(other.entropy_T, first.entropy_T)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("num_tokens", TOKEN_COUNTS)
 def test_one_small_all_gather_forward_and_none_backward(
-    ranks: list[dict[str, RankResult]], num_tokens: int, kernels: str
+    ranks: list[dict[str, RankResult]], num_tokens: int
 ) -> None:
     """Also with zero tokens, where a rank that stayed away would hold up the others."""
     expected = [len(ranks) * num_tokens * 4] if len(ranks) > 1 else []
     for rank in ranks:
-        result = rank[f"{kernels} {num_tokens}"]
+        result = rank[str(num_tokens)]
         assert result.forward_gathers == expected
         assert result.backward_gathers == []
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
 def test_a_nan_in_one_rank_reaches_every_rank_and_that_token_only(
-    ranks: list[dict[str, RankResult]], kernels: str
+    ranks: list[dict[str, RankResult]],
 ) -> None:
     for rank in ranks:
-        result = rank[f"{kernels} poisoned"]
+        result = rank["poisoned"]
         assert torch.isnan(result.logprob_T).tolist() == [False, True, False]
         assert torch.isnan(result.entropy_T).tolist() == [False, True, False]

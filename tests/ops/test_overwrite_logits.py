@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
-from tests.ops.kernel_calls import both_kernels
-
-pytestmark = both_kernels
 
 ROWS_T, TARGET_T = torch.tensor([4, 1, 2]), torch.tensor([0, 30, 7])
 
@@ -28,14 +24,13 @@ def make_logits(weight_NV: Tensor) -> Tensor:
     return weight_NV + 1
 
 
-def logprobs(logits_NV: Tensor, kernels: Kernels, *, overwrite: bool = True) -> TokenLogprobs:
+def logprobs(logits_NV: Tensor, *, overwrite: bool = True) -> TokenLogprobs:
     return vocab_parallel_logprobs(
         logits_NV,
         TARGET_T,
         vocab_size=31,
         rows_T=ROWS_T,
         temperature=0.7,
-        kernels=kernels,
         overwrite_logits=overwrite,
     )
 
@@ -45,65 +40,61 @@ def loss_of(result: TokenLogprobs) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_producer_gets_the_very_memory_of_the_logits(
-    kernels: Kernels, dtype: torch.dtype
-) -> None:
+def test_the_producer_gets_the_very_memory_of_the_logits(dtype: torch.dtype) -> None:
     logits_NV = make_logits(random_weight(dtype))
     address = logits_NV.data_ptr()
     seen: list[tuple[int, Tensor]] = []
     logits_NV.register_hook(lambda grad_NV: seen.append((grad_NV.data_ptr(), grad_NV.clone())))
-    loss_of(logprobs(logits_NV, kernels)).backward()
+    loss_of(logprobs(logits_NV)).backward()
     ((grad_address, grad_NV),) = seen
     assert grad_address == address
     assert torch.equal(logits_NV.detach(), grad_NV)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_has_the_bits_of_the_one_beside_the_logits(
-    kernels: Kernels, dtype: torch.dtype
-) -> None:
+def test_the_gradient_has_the_bits_of_the_one_beside_the_logits(dtype: torch.dtype) -> None:
     gradients = []
     for overwrite in (True, False):
         weight_NV = random_weight(dtype)
-        loss_of(logprobs(make_logits(weight_NV), kernels, overwrite=overwrite)).backward()
+        loss_of(logprobs(make_logits(weight_NV), overwrite=overwrite)).backward()
         gradients.append(weight_NV.grad)
     assert torch.equal(*gradients)
     assert torch.count_nonzero(gradients[0]) > 0
 
 
-def test_a_second_backward_is_refused(kernels: Kernels) -> None:
+def test_a_second_backward_is_refused() -> None:
     weight_NV = random_weight()
-    loss = loss_of(logprobs(make_logits(weight_NV), kernels))
+    loss = loss_of(logprobs(make_logits(weight_NV)))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_whatever_else_needs_the_logits_for_its_gradient_is_refused(kernels: Kernels) -> None:
+def test_whatever_else_needs_the_logits_for_its_gradient_is_refused() -> None:
     logits_NV = make_logits(random_weight())
     penalty = logits_NV.square().sum()
-    loss_of(logprobs(logits_NV, kernels)).backward()
+    loss_of(logprobs(logits_NV)).backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         penalty.backward()
 
 
-def test_a_leaf_that_requires_a_gradient_is_refused(kernels: Kernels) -> None:
+def test_a_leaf_that_requires_a_gradient_is_refused() -> None:
     with pytest.raises(AssertionError, match="overwriting would destroy a leaf's value"):
-        logprobs(random_weight(), kernels)
+        logprobs(random_weight())
 
 
-def test_a_leaf_without_gradient_is_only_read(kernels: Kernels) -> None:
+def test_a_leaf_without_gradient_is_only_read() -> None:
     logits_NV = random_weight().detach()
     before_NV = logits_NV.clone()
-    assert not logprobs(logits_NV, kernels).logprob_T.requires_grad
+    assert not logprobs(logits_NV).logprob_T.requires_grad
     assert torch.equal(logits_NV, before_NV)
 
 
-def test_without_overwriting_the_logits_stay_and_backward_can_run_twice(kernels: Kernels) -> None:
+def test_without_overwriting_the_logits_stay_and_backward_can_run_twice() -> None:
     weight_NV = random_weight()
     logits_NV = make_logits(weight_NV)
     before_NV, version = logits_NV.detach().clone(), logits_NV._version
-    loss = loss_of(logprobs(logits_NV, kernels, overwrite=False))
+    loss = loss_of(logprobs(logits_NV, overwrite=False))
     loss.backward(retain_graph=True)
     assert weight_NV.grad is not None
     once_NV = weight_NV.grad.clone()
@@ -114,7 +105,7 @@ def test_without_overwriting_the_logits_stay_and_backward_can_run_twice(kernels:
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_zero_tokens_give_a_gradient_of_zeros(kernels: Kernels, overwrite: bool) -> None:
+def test_zero_tokens_give_a_gradient_of_zeros(overwrite: bool) -> None:
     weight_NV = random_weight()
     none_T = torch.zeros(0, dtype=torch.int64)
     result = vocab_parallel_logprobs(
@@ -122,7 +113,6 @@ def test_zero_tokens_give_a_gradient_of_zeros(kernels: Kernels, overwrite: bool)
         none_T,
         vocab_size=31,
         rows_T=none_T,
-        kernels=kernels,
         overwrite_logits=overwrite,
     )
     result.logprob_T.sum().backward()
@@ -130,14 +120,14 @@ def test_zero_tokens_give_a_gradient_of_zeros(kernels: Kernels, overwrite: bool)
     assert torch.equal(weight_NV.grad, torch.zeros(6, 33))
 
 
-def test_logits_that_are_part_of_a_wider_tensor_are_written_there(kernels: Kernels) -> None:
+def test_logits_that_are_part_of_a_wider_tensor_are_written_there() -> None:
     """As the sequence of a batch of one: [N, 1, V] without its middle dimension."""
     weight_NV = random_weight()
     wide_NV = torch.cat([make_logits(weight_NV), torch.full((6, 5), 9.0)], dim=1)
     whole_N1V = wide_NV[:, None, :33]
-    loss_of(logprobs(whole_N1V.squeeze(1), kernels)).backward()
+    loss_of(logprobs(whole_N1V.squeeze(1))).backward()
     plain_NV = random_weight()
-    loss_of(logprobs(make_logits(plain_NV), kernels, overwrite=False)).backward()
+    loss_of(logprobs(make_logits(plain_NV), overwrite=False)).backward()
     assert weight_NV.grad is not None
     assert plain_NV.grad is not None
     assert torch.equal(weight_NV.grad, plain_NV.grad)

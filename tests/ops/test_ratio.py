@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.logprob import importance_ratio
-from tests.ops.kernel_calls import GRID, ISAS, both_kernels, filled_table, instruction_set, threads
+from tests.ops.kernel_calls import GRID, ISAS, filled_table, instruction_set, threads
 from tests.oracles.bound_search import Tokens
 from tests.oracles.token_batches import logprob_for_ratio, paper_rule, random_tokens
 
@@ -73,12 +72,11 @@ def test_a_token_that_is_not_finite_is_nan_and_its_neighbours_are_not(
     assert OP(both_T, both_T).isnan().all()
 
 
-@both_kernels
-def test_beyond_twenty_the_log_ratio_is_held_and_the_derivative_is_zero(kernels: Kernels) -> None:
+def test_beyond_twenty_the_log_ratio_is_held_and_the_derivative_is_zero() -> None:
     logprob_T = torch.tensor([20.0, 20.000002, 300.0, 3e38, -20.0, -20.000002, -300.0, -3e38])
     behaviour_T = torch.tensor([0.0, 0.0, 0.0, -3e38, 0.0, 0.0, 0.0, 3e38])
     logprob_T.requires_grad_()
-    ratio_T = importance_ratio(logprob_T, behaviour_T, kernels)
+    ratio_T = importance_ratio(logprob_T, behaviour_T)
     high, low = float(np.float32(E_TO_20)), float(np.float32(E_TO_MINUS_20))
     assert ratio_T.tolist() == [high] * 4 + [low] * 4
     ratio_T.sum().backward()
@@ -129,14 +127,13 @@ def test_the_op_refuses_bad_input_by_name(logprob: Tensor, behaviour: Tensor, me
         OP(logprob, behaviour)
 
 
-@both_kernels
 @pytest.mark.parametrize("num_tokens", EDGE_TOKENS)
-def test_the_derivative_by_the_log_prob_is_the_ratio(kernels: Kernels, num_tokens: int) -> None:
+def test_the_derivative_by_the_log_prob_is_the_ratio(num_tokens: int) -> None:
     logprob_T, behaviour_T = random_pair(num_tokens)
     expected_T = oracle(logprob_T, behaviour_T)
     logprob_T.requires_grad_()
     behaviour_T.requires_grad_()
-    ratio_T = importance_ratio(logprob_T, behaviour_T, kernels)
+    ratio_T = importance_ratio(logprob_T, behaviour_T)
     assert torch.equal(ratio_T, expected_T)
     grad_T = torch.randn(num_tokens, generator=torch.Generator().manual_seed(3))
     ratio_T.backward(grad_T)
@@ -146,26 +143,22 @@ def test_the_derivative_by_the_log_prob_is_the_ratio(kernels: Kernels, num_token
     assert behaviour_T.grad is None
 
 
-@both_kernels
-def test_strided_tensors_and_kernels_by_default_give_the_same(kernels: Kernels) -> None:
+def test_strided_tensors_give_the_same() -> None:
     logprob_T, behaviour_T = random_pair(64)
     wide_T3 = torch.stack([logprob_T, behaviour_T, logprob_T], dim=1).requires_grad_()
-    ratio_T = importance_ratio(wide_T3[:, 0], wide_T3[:, 1], kernels)
+    ratio_T = importance_ratio(wide_T3[:, 0], wide_T3[:, 1])
     assert torch.equal(ratio_T, importance_ratio(logprob_T, behaviour_T))
     (grad_T3,) = torch.autograd.grad(ratio_T.sum(), wide_T3)
     assert grad_T3[:, 0].all()
     assert not grad_T3[:, 1:].any()
 
 
-@both_kernels
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_token_that_is_not_finite_has_no_derivative(
-    kernels: Kernels, bad: float, dtype: torch.dtype
-) -> None:
+def test_a_token_that_is_not_finite_has_no_derivative(bad: float, dtype: torch.dtype) -> None:
     logprob_T = torch.tensor([-1.0, bad, -1.0, bad], dtype=dtype, requires_grad=True)
     behaviour_T = torch.tensor([-1.0, -1.0, bad, bad], dtype=dtype)
-    ratio_T = importance_ratio(logprob_T, behaviour_T, kernels)
+    ratio_T = importance_ratio(logprob_T, behaviour_T)
     assert ratio_T.isnan().tolist() == [False, True, True, True]
     (grad_T,) = torch.autograd.grad(ratio_T.nansum(), logprob_T)
     assert grad_T.tolist() == [1.0, 0.0, 0.0, 0.0]

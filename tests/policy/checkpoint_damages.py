@@ -138,7 +138,7 @@ FILES: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {
         r"cannot be read \('num_updates'",
     ),
     "another number": ("state.json", _with(b'_updates": ', b'_updates": 1'), "has changed"),
-    "earlier format": ("state.json", _with(b'"format": 6', b'"format": 5'), "format 5"),
+    "earlier format": ("state.json", _with(b'"format": 7', b'"format": 6'), "format 6"),
 }
 """By name: a file, its new content (None: it is gone), and what the error says of it."""
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,15 +112,14 @@ def delayed_writers(model: Path, root: Path) -> dict[str, Any]:
     """What happens while a background writer is held."""
     results: dict[str, Any] = {}
     with joined() as groups:
-        for dtype, distributed in product(("float32", "bfloat16"), (True, False)):
-            place = root / f"{dtype} {distributed}"
-            options = {"dtype": dtype, "megatron": {"distributed_optimizer": distributed}}
+        for dtype in ("float32", "bfloat16"):
+            place, options = root / dtype, {"dtype": dtype}
             with _held_writers() as release:
                 run = train_and_save(
                     model, place, groups, asynchronous=True, before_wait=release, **options
                 )
             resumed = resume(model, place, groups, **options)
-            results[dtype, distributed] = (run["weights"], resumed["weights"])
+            results[dtype] = (run["weights"], resumed["weights"])
         for scenario in (_polled, _one_at_a_time, _closed, _failed):
             saver = CheckpointSaver(root / scenario.__name__, CheckpointConfig(asynchronous=True))
             results[scenario.__name__] = scenario(saver, build(model, groups, **OPTIMIZER))
@@ -196,13 +194,8 @@ def _damage(models: Models, root: Path, groups: ProcessGroups) -> dict[str, Any]
         errors[name] = error_of(load_checkpoint, damaged / "step_2", state)
     executed = [path.parent.parent.name for path in root.rglob("executed")]
     previous = load_checkpoint(damaged / "step_1", state)
-    for name, model, megatron in (
-        ("other model", "qwen3", {}),
-        ("other width", "wide", {}),
-        ("other depth", "deep", {}),
-        ("other optimizer", "qwen2", {"distributed_optimizer": False}),
-    ):
-        other = build(models[model], groups, megatron=megatron)
+    for name, model in (("other model", "qwen3"), ("other width", "wide"), ("other depth", "deep")):
+        other = build(models[model], groups)
         errors[name] = error_of(load_checkpoint, root / "good" / "step_2", other)
     return {"errors": errors, "previous": previous, "executed": executed}
 

@@ -50,9 +50,6 @@ FOUR: dict[str, dict[str, Any]] = {
 """Layouts by name, by their number of ranks: sizes of ``ParallelConfig``."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain single": {"distributed_optimizer": False},
-    "plain DP2": {"distributed_optimizer": False},
-    "plain PP2 VPP2": {"distributed_optimizer": False},
     "overlapped DP2": {"overlap_grad_reduce": True, "overlap_param_gather": True},
 }
 """Layouts that are run again with other settings of ``MegatronConfig``."""
@@ -168,21 +165,17 @@ def last_rank(model: Path, root: Path, sources: list[str]) -> dict[str, Any]:
         for source in sources:
             results[f"single from {source}"] = resume(model, root / source, groups)
         results["stale"] = _stale_weights(root / "overlapped DP2" / "step_1")
-        for name, distributed in (("distributed", True), ("plain", False)):
-            options = {"megatron": {"distributed_optimizer": distributed}}
-            first, continued = (build(model, groups, **options) for _ in range(2))
-            saved = save(root / f"start {name}", 0, first, {})
-            load_checkpoint(saved, continued)
-            results[f"start {name}"] = {"uninterrupted": train(first), "resumed": train(continued)}
-            changed = {"lr": 2e-3, "min_lr": 1e-3, "schedule": "constant", "weight_decay": 0.3}
-            state = build(model, groups, **{**OPTIMIZER, **changed}, **options)
-            load_checkpoint(saved, state)
-            update(state)
-            results[f"changed {name}"] = {
-                group[key]
-                for group in state.optimizer.param_groups
-                for key in ("weight_decay", "lr")
-            }
+        first, continued = (build(model, groups) for _ in range(2))
+        saved = save(root / "start", 0, first, {})
+        load_checkpoint(saved, continued)
+        results["start"] = {"uninterrupted": train(first), "resumed": train(continued)}
+        changed = {"lr": 2e-3, "min_lr": 1e-3, "schedule": "constant", "weight_decay": 0.3}
+        state = build(model, groups, **{**OPTIMIZER, **changed})
+        load_checkpoint(saved, state)
+        update(state)
+        results["changed"] = {
+            group[key] for group in state.optimizer.param_groups for key in ("weight_decay", "lr")
+        }
     return results
 
 

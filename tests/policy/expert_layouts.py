@@ -59,7 +59,6 @@ class Layout:
         return self.name
 
 
-_PLAIN = {"distributed_optimizer": False}
 _RECOMPUTE = {"recompute": "full"}
 _SEQUENCE = {"tensor": 2, "sequence": True}
 _WHOLE = {**_SEQUENCE, "expert_tensor": 1}
@@ -69,7 +68,6 @@ LAYOUTS = (
     Layout("one rank, recomputed", 1, {}, _RECOMPUTE),
     Layout("one rank, attention recomputed", 1, {}, {"recompute": "selective"}),
     Layout("EP 2", 2, {"expert": 2}),
-    Layout("EP 2, optimizer not distributed", 2, {"expert": 2}, _PLAIN),
     Layout("EP 2, recomputed", 2, {"expert": 2}, _RECOMPUTE),
     Layout("TP 2", 2, _SEQUENCE),
     Layout("TP 2, ETP 1", 2, _WHOLE),
@@ -85,7 +83,6 @@ LAYOUTS = (
     Layout("TP 2 × EP 4, ETP 1", 4, {**_WHOLE, "expert": 4}),
     Layout("EP 2 × DP 4, recomputed", 4, {"expert": 2}, _RECOMPUTE),
     Layout("PP 2 × EP 2", 4, {"pipeline": 2, "expert": 2}),
-    Layout("CP 2 × EP 4", 4, {"context": 2, "expert": 4}, _PLAIN),
     Layout("PP 2 × VPP 2 × CP 2 × EP 2", 4, {**_INTERLEAVED, "context": 2, "expert": 2}),
     Layout("TP 2 × PP 2 × EP 2, ETP 1", 4, {**_WHOLE, "pipeline": 2, "expert": 2}),
 )

@@ -56,7 +56,6 @@ LAYOUTS = (
     LoraLayout("EP 2", 2, EXPERTS, {"expert": 2}),
     LoraLayout("TP 2 × ETP 1", 2, EXPERTS, {"tensor": 2, "expert_tensor": 1}),
     LoraLayout("DP 2, ETP 2", 2, EXPERTS, {"expert_tensor": 2}),
-    LoraLayout("DP 2, optimizer not distributed", 2, DENSE, {}, {"distributed_optimizer": False}),
 )
 
 
@@ -137,11 +136,6 @@ def train_some(models: dict[str, Path], root: Path) -> dict[str, Any]:
         "plain": ("qwen2", {}, {}),
         "overlap": ("qwen2", {}, {"megatron": overlapping}),
         "bfloat16": ("qwen2", {}, {"dtype": "bfloat16"}),
-        "bfloat16, not distributed": (
-            "qwen2",
-            {},
-            {"dtype": "bfloat16", "megatron": {"distributed_optimizer": False}},
-        ),
         # Only the last stage has attention, and so adapters.
         "a stage without": (
             "qwen3_5_text",

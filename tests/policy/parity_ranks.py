@@ -203,7 +203,7 @@ def hf_gradients(state: TrainState) -> dict[str, Tensor]:
             (groups.data, ddp.buffers),
             (groups.expert_data, ddp.expert_parallel_buffers),
         ):
-            for buffer in buffers if ddp.ddp_config.use_distributed_optimizer else ():
+            for buffer in buffers:
                 part = buffer.grad_data.chunk(group.size())[group.rank()].clone()
                 parts = [torch.empty_like(part) for _ in range(group.size())]
                 dist.all_gather(parts, part, group=group)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 FIELDS: dict[str, Any] = {
     "num_updates": 7,
     "layout": {"tensor": 1},
-    "distributed_optimizer": True,
     "extra": {"a": [1, "ß"]},
 }
 

@@ -109,7 +109,6 @@ REFUSALS = WORDS | {
     "other model": "cannot be loaded into this model",
     "other width": "cannot be loaded into this model",
     "other depth": "cannot be loaded into this model",
-    "other optimizer": "megatron.distributed_optimizer: true",
 }
 OTHERWISE_ON_RANK_1 = {
     "scrambled metadata": ".metadata cannot be read",  # rank 0 compares it with its checksum first
@@ -188,12 +187,11 @@ def test_after_a_full_disk_the_checkpoint_before_loads_and_saving_works_again(
         assert rank["disk full"]["left"] == ["latest", "step_2"]
 
 
-@pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_updates_during_a_background_save_do_not_reach_its_files(
-    delayed: dict[Any, Any], dtype: str, distributed: bool
+    delayed: dict[Any, Any], dtype: str
 ) -> None:
-    uninterrupted, resumed = delayed[dtype, distributed]
+    uninterrupted, resumed = delayed[dtype]
     assert len(resumed) == len(uninterrupted) == 2
     for after, expected in zip(resumed, uninterrupted, strict=True):
         assert_same(after, expected)

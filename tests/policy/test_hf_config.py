@@ -285,5 +285,5 @@ def test_what_would_be_computed_wrongly_is_refused_with_file_and_field(
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]"])
 def test_a_config_that_is_not_a_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"config.json: (not valid JSON|not UTF-8|must hold)"):
+    with pytest.raises(ValueError, match=r"config.json: (not valid JSON|must be an object)"):
         read_hf_config_file(tmp_path / "config.json")

@@ -157,7 +157,7 @@ def test_files_are_filled_in_order_up_to_the_limit() -> None:
 def test_buckets_hold_whole_parameters_in_order_and_exceed_the_limit_by_single_ones_only(
     dtype: torch.dtype, max_bytes: int, sizes: list[int]
 ) -> None:
-    buckets = plan_buckets(HF, dtype, max_bytes)
+    buckets = plan_buckets(weight_table(HF), HF, dtype, max_bytes)
     assert tuple(weight for bucket in buckets for weight in bucket) == weight_table(HF)
     of_buckets = [
         sum(sum(weight_bytes(weight, HF, dtype).values()) for weight in bucket)
@@ -171,7 +171,7 @@ def test_no_bucket_ends_between_weights_that_a_server_fuses_as_it_loads_them() -
     assert moonlight.latent is not None
     hf = replace(moonlight, num_layers=4, latent=replace(moonlight.latent, query_rank=1536))
     for max_mb in range(1, 120):
-        buckets = plan_buckets(hf, torch.bfloat16, max_mb * 10**6)
+        buckets = plan_buckets(weight_table(hf), hf, torch.bfloat16, max_mb * 10**6)
         assert [w for bucket in buckets for w in bucket] == list(weight_table(hf))
         names = [{name for weight in bucket for name in weight.hf} for bucket in buckets]
         for layer in range(4):
@@ -235,7 +235,7 @@ def test_the_experts_of_a_large_model_are_gathered_in_few_messages() -> None:
     hf = read_hf_config_file(MODELS / "qwen3-30b-a3b.json")
     layout = {"tensor": 4, "sequence": True, "context": 2, "expert": 8, "expert_tensor": 1}
     assert sum(len(hf_shapes(weight, hf)) for weight in weight_table(hf)) == 18_867
-    buckets = plan_buckets(hf, torch.bfloat16, GATHER_BYTES)
+    buckets = plan_buckets(weight_table(hf), hf, torch.bfloat16, GATHER_BYTES)
     with fake_world(ParallelConfig.model_validate(layout), 0) as groups:
         senders = [{r for w in bucket for r in _holders(w, hf, groups)} - {0} for bucket in buckets]
     assert len(buckets) == 229

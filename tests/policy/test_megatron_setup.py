@@ -37,10 +37,6 @@ from bapo_megatron.policy.megatron_setup import _speed_options, memory_options
             },
         ),
         ({"fp8": "hybrid", "fp8_recipe": "blockwise"},) * 2,
-        (
-            {"activation_offload_layers": 3},
-            {"cpu_offloading": True, "cpu_offloading_num_layers": 3},
-        ),
     ],
 )
 def test_memory_settings_have_megatrons_names(
@@ -48,16 +44,13 @@ def test_memory_settings_have_megatrons_names(
 ) -> None:
     config = MegatronConfig.model_validate(settings)
     assert memory_options(config, has_transformer_engine=True) == options
-    if "cpu_offloading" not in options:  # asks for Transformer Engine at once
-        built = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **options)
-        assert {name: getattr(built, name) for name in options} == options
+    built = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **options)
+    assert {name: getattr(built, name) for name in options} == options
 
 
-@pytest.mark.parametrize("key", ["fp8", "activation_offload_layers"])
-def test_what_needs_transformer_engine_is_refused_without_it(key: str) -> None:
-    config = MegatronConfig.model_validate({key: {"fp8": "e4m3"}.get(key, 2)})
-    with pytest.raises(ValueError, match=rf"^megatron.{key}: .* Transformer Engine"):
-        memory_options(config, has_transformer_engine=False)
+def test_fp8_is_refused_without_transformer_engine() -> None:
+    with pytest.raises(ValueError, match=r"^megatron\.fp8: e4m3 needs .* Transformer Engine"):
+        memory_options(MegatronConfig(fp8="e4m3"), has_transformer_engine=False)
 
 
 def test_layers_without_a_gpu_or_in_float32_are_ours() -> None:

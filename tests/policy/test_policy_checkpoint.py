@@ -28,8 +28,6 @@ SOURCES = {
     "CP2": ["PP2 VPP2"],
     "TP2 PP2": ["PP2 VPP2"],
     "DP2 CP2": ["TP2 PP2"],
-    "plain DP2": ["plain single"],
-    "plain PP2 VPP2": ["plain DP2"],
     "overlapped DP2": ["TP2"],
 }
 """Whose checkpoints each layout continues from, beside its own; "single" at the very end."""
@@ -104,7 +102,7 @@ def test_random_streams_continue_in_the_layout_that_saved_them(
         assert torch.equal(tensor, same_tensor)
 
 
-@pytest.mark.parametrize("layout", ["DP2", "CP2", "DP2 CP2", "plain DP2", "overlapped DP2"])
+@pytest.mark.parametrize("layout", ["DP2", "CP2", "DP2 CP2", "overlapped DP2"])
 def test_ranks_with_the_same_weights_write_and_read_equal_parts_of_a_checkpoint(
     results: Results, layout: str
 ) -> None:
@@ -129,21 +127,19 @@ def test_random_streams_of_another_layout_of_as_many_ranks_are_not_taken_over(
         assert not torch.equal(resumed["drawn"][1], saved["drawn"][1])
 
 
-@pytest.mark.parametrize("optimizer", ["distributed", "plain"])
 def test_a_single_rank_resumes_bit_by_bit_from_before_the_first_update(
-    results: Results, optimizer: str
+    results: Results,
 ) -> None:
-    (run,) = results[f"start {optimizer}"]
+    (run,) = results["start"]
     assert len(run["resumed"]) == ranks.NUM_UPDATES
     for resumed, uninterrupted in zip(run["resumed"], run["uninterrupted"], strict=True):
         assert_same(resumed, uninterrupted)
 
 
-@pytest.mark.parametrize("optimizer", ["distributed", "plain"])
 def test_the_configuration_decides_on_weight_decay_and_learning_rate_and_not_the_checkpoint(
-    results: Results, optimizer: str
+    results: Results,
 ) -> None:
-    assert results[f"changed {optimizer}"][0] - {0.0} == {0.3, 2e-3}
+    assert results["changed"][0] - {0.0} == {0.3, 2e-3}
 
 
 def test_an_update_that_was_still_on_its_way_to_the_weights_is_in_the_checkpoint(

@@ -107,13 +107,6 @@ def test_half_of_torchruns_environment_is_refused(monkeypatch: pytest.MonkeyPatc
         init_distributed(ParallelConfig())
 
 
-def test_former_names_of_the_flight_recorder_count() -> None:
-    former = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/f"}
-    with mock.patch.dict(os.environ, former, clear=True):
-        record_collectives(Path("/runs/a/logs"))
-        assert dict(os.environ) == former | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-
-
 def test_nccl_keeps_its_last_collectives_unless_the_user_has_said_otherwise() -> None:
     with mock.patch.dict(os.environ, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, clear=True):
         record_collectives(Path("/runs/a/logs"))

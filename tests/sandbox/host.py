@@ -86,7 +86,9 @@ def _main(uid: int) -> None:
             for name, program in request["programs"].items()
         }
         if request["how"] == "sandbox":
-            sandbox = stack.enter_context(open_sandbox(SandboxConfig(**request["settings"])))
+            sandbox = stack.enter_context(
+                contextlib.closing(open_sandbox(SandboxConfig(**request["settings"])))
+            )
             results = {name: sandbox.run(program) for name, program in programs.items()}
             written = {name: (o.ending, o.stdout, o.stderr) for name, o in results.items()}
         else:

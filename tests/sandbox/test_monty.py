@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ LIMITS = {
 @pytest.fixture
 def sandbox() -> Iterator[Sandbox]:
     config = SandboxConfig(kind="monty", timeout_s=1, memory_limit_mb=64, max_output_bytes=100_000)
-    with open_sandbox(config) as sandbox:
+    with closing(open_sandbox(config)) as sandbox:
         yield sandbox
 
 

@@ -59,7 +59,7 @@ def diagnosis(machine: Machine, topic: str) -> Diagnosis:
 @pytest.mark.parametrize(("machine", "backend"), [(CPU_ONLY, "cpu (avx2)"), (ON_A_GPU, "cuda")])
 def test_a_machine_in_order_has_no_problem_and_a_backend(machine: Machine, backend: str) -> None:
     assert not [f for f in diagnose(machine) if f.verdict == "problem"]
-    assert diagnosis(machine, "ops.backend: auto").text == f"runs {backend}"
+    assert diagnosis(machine, "loss stage").text == f"runs {backend}"
 
 
 def test_a_missing_extension_is_a_problem_with_the_command_that_builds_it() -> None:
@@ -67,7 +67,7 @@ def test_a_missing_extension_is_a_problem_with_the_command_that_builds_it() -> N
     remedy = "pip install --no-build-isolation -e ."
     line = Diagnosis("extension", "problem", "no module bapo_megatron._C", remedy)
     assert diagnosis(machine, "extension") == line
-    assert diagnosis(machine, "ops.backend: auto").verdict == "problem"
+    assert diagnosis(machine, "loss stage").verdict == "problem"
 
 
 def test_cuda_kernels_that_were_not_built_matter_only_with_a_gpu() -> None:
@@ -75,9 +75,9 @@ def test_cuda_kernels_that_were_not_built_matter_only_with_a_gpu() -> None:
     assert diagnosis(replace(CPU_ONLY, build=build), "CUDA kernels").verdict == "note"
     on_gpu = replace(ON_A_GPU, build=build)
     assert diagnosis(on_gpu, "CUDA kernels").verdict == "problem"
-    assert "slow reference" in diagnosis(on_gpu, "ops.backend: auto").text
+    assert "no kernels for the GPU" in diagnosis(on_gpu, "loss stage").text
     machine = replace(ON_A_GPU, build={**BUILD, "cuda_streams": False})
-    assert diagnosis(machine, "ops.backend: auto").verdict == "problem"
+    assert diagnosis(machine, "loss stage").verdict == "problem"
 
 
 def test_the_kernels_find_the_stream_of_a_torch_that_has_cuda() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import time
@@ -33,14 +32,7 @@ def _in_second_step(end: Callable[[], object]) -> Callable[[Tensor, Sequence[Sam
     return advantage
 
 
-def _exit_in_c() -> None:
-    """End the process without Python's knowledge."""
-    if os.environ["RANK"] in os.environ["EXITING_RANKS"]:
-        ctypes.CDLL(None)._exit(0)
-
-
 exits = _in_second_step(lambda: sys.exit(0))
 exits_at_once = _in_second_step(lambda: os._exit(0))
-exits_in_c = _in_second_step(_exit_in_c)
 changes_directory = _in_second_step(lambda: os.chdir("/"))
 """Leave the directory in which the run was started."""

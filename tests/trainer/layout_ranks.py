@@ -59,7 +59,6 @@ CASES = (
     # Bounds for each micro-batch, chosen in the middle of the schedule by the last stages alone.
     Case("PP 2, recipe", 2, ("parallel.pipeline=2",), algorithm=("algorithm.bapo.preset=recipe",)),
     Case("CP 2, chunked logits", 2, ("parallel.context=2", "ops.logits_chunk_tokens=16")),
-    Case("DP 2, no distributed optimizer", 2, ("megatron.distributed_optimizer=false",)),
     Case("DP 2, uneven", 2, dumps="uneven"),
     Case("PP 2, bf16", 2, ("parallel.pipeline=2",), algorithm=("model.dtype=bfloat16",)),
     Case(

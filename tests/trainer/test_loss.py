@@ -26,8 +26,6 @@ from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_stage, one_
 from tests.ops import chunked_problem
 from tests.oracles import policy_loss as oracle
 
-both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
-
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "clip": CLIP,
     "bapo": {"objective": "bapo"},
@@ -76,9 +74,9 @@ def trainers_loss(
     return stage.loss(policy, micro_batch, decision=decision, context=context)
 
 
-def bonus_stage(groups: ProcessGroups, algorithm: str, backend: str) -> LossStage:
+def bonus_stage(groups: ProcessGroups, algorithm: str) -> LossStage:
     settings = {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.1}
-    return make_stage(groups, (ALGORITHMS | OTHERS)[algorithm] | settings, backend)
+    return make_stage(groups, (ALGORITHMS | OTHERS)[algorithm] | settings)
 
 
 def assert_only_others_learn(batch: dict[str, Tensor], left_out_T: Tensor) -> None:
@@ -99,10 +97,8 @@ def sums_by_name(stage: LossStage, report: TokenReport) -> dict[str, float]:
 @pytest.mark.parametrize("dual_clip", [None, DUAL_CLIP])
 @pytest.mark.parametrize("entropy_coefficient", [0.0, 0.01])
 @every_algorithm
-@both_backends
 def test_the_trainers_loss_and_gradients_equal_float64_autograd(
     groups: ProcessGroups,
-    backend: str,
     algorithm: str,
     entropy_coefficient: float,
     dual_clip: float | None,
@@ -111,7 +107,7 @@ def test_the_trainers_loss_and_gradients_equal_float64_autograd(
     batch = random_batch()
     low, high = oracle_bounds(algorithm, batch)
     settings = {"dual_clip": dual_clip, "entropy_coefficient": entropy_coefficient}
-    stage = make_stage(groups, ALGORITHMS[algorithm] | settings, backend)
+    stage = make_stage(groups, ALGORITHMS[algorithm] | settings)
     ours, exact = with_gradient(batch), with_gradient(batch)
     loss, report = trainers_loss(stage, ours)
     (loss * scale).backward()
@@ -140,9 +136,8 @@ def test_the_trainers_loss_and_gradients_equal_float64_autograd(
         assert report.decision[:2].tolist() == [low, high]
 
 
-@both_backends
-def test_what_a_batch_computed_by_hand_reports(groups: ProcessGroups, backend: str) -> None:
-    stage = make_stage(groups, CLIP | {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.5}, backend)
+def test_what_a_batch_computed_by_hand_reports(groups: ProcessGroups) -> None:
+    stage = make_stage(groups, CLIP | {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.5})
     loss, report = trainers_loss(
         stage,
         {
@@ -188,11 +183,8 @@ def test_what_a_batch_computed_by_hand_reports(groups: ProcessGroups, backend: s
     }
 
 
-@both_backends
-def test_a_token_without_advantage_is_neither_positive_nor_negative(
-    groups: ProcessGroups, backend: str
-) -> None:
-    stage = make_stage(groups, CLIP | {"entropy_coefficient": 0.5}, backend)
+def test_a_token_without_advantage_is_neither_positive_nor_negative(groups: ProcessGroups) -> None:
+    stage = make_stage(groups, CLIP | {"entropy_coefficient": 0.5})
     batch = {
         "logprob_T": torch.zeros(4),
         "behaviour_logprob_T": torch.zeros(4),
@@ -209,11 +201,10 @@ def test_a_token_without_advantage_is_neither_positive_nor_negative(
 
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, *OTHERS])
-@both_backends
 def test_masked_tokens_have_no_value_and_no_gradient_whatever_they_hold(
-    groups: ProcessGroups, backend: str, algorithm: str, rubbish: float
+    groups: ProcessGroups, algorithm: str, rubbish: float
 ) -> None:
-    stage = bonus_stage(groups, algorithm, backend)
+    stage = bonus_stage(groups, algorithm)
     batch = random_batch()
     batch |= {name: torch.ones(200) for name in FLOATS if name not in batch}
     clean_loss, clean = trainers_loss(stage, batch)
@@ -235,11 +226,10 @@ def test_masked_tokens_have_no_value_and_no_gradient_whatever_they_hold(
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["logprob_T", "behaviour_logprob_T", "advantage_T"])
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "ce_gppo", "dcpo", "m2po of high entropy"])
-@both_backends
 def test_a_nonfinite_token_is_counted_and_has_no_value_and_no_gradient(
-    groups: ProcessGroups, backend: str, algorithm: str, name: str, rubbish: float
+    groups: ProcessGroups, algorithm: str, name: str, rubbish: float
 ) -> None:
-    stage = bonus_stage(groups, algorithm, backend)
+    stage = bonus_stage(groups, algorithm)
     batch = random_batch(num_tokens=6)
     batch["mask_T"].fill_(1.0)
     others = {key: value[1:] for key, value in batch.items()}
@@ -291,7 +281,7 @@ def test_what_is_known_of_tokens_is_what_they_are_with_the_behaviour_log_probs(
     batch["advantage_T"][3] = math.inf
     micro_batch = micro_batch_of(batch)
     safe = SafeTokens(stage._config, micro_batch, None, CONTEXT, groups.device)
-    known = safe.as_sampled(stage._output.kernels)
+    known = safe.as_sampled()
     counts_T = torch.tensor([True, False, False, False, True, True])
     assert known.mask.equal(counts_T.float())
     assert known.ratio.equal(torch.ones(6))
@@ -305,9 +295,8 @@ def test_what_is_known_of_tokens_is_what_they_are_with_the_behaviour_log_probs(
     assert total_K.any()
 
 
-@both_backends
-def test_a_tiny_divergence_is_not_lost_to_rounding(groups: ProcessGroups, backend: str) -> None:
-    stage = make_stage(groups, {"objective": "none"}, backend)
+def test_a_tiny_divergence_is_not_lost_to_rounding(groups: ProcessGroups) -> None:
+    stage = make_stage(groups, {"objective": "none"})
     batch = {
         "logprob_T": torch.tensor([1e-4]),
         "behaviour_logprob_T": torch.zeros(1),
@@ -320,11 +309,10 @@ def test_a_tiny_divergence_is_not_lost_to_rounding(groups: ProcessGroups, backen
 
 
 @every_algorithm
-@both_backends
 def test_no_tokens_give_a_loss_of_zero_that_can_be_differentiated(
-    groups: ProcessGroups, backend: str, algorithm: str
+    groups: ProcessGroups, algorithm: str
 ) -> None:
-    stage = make_stage(groups, ALGORITHMS[algorithm], backend)
+    stage = make_stage(groups, ALGORITHMS[algorithm])
     batch = with_gradient(random_batch(num_tokens=0))
     loss, report = trainers_loss(stage, batch)
     loss.backward()
@@ -338,11 +326,10 @@ def test_no_tokens_give_a_loss_of_zero_that_can_be_differentiated(
 
 
 @pytest.mark.parametrize("entropy_coefficient", [0.0, 0.1])
-@both_backends
 def test_the_loss_is_a_float32_scalar_of_its_own_and_the_report_has_no_gradient(
-    groups: ProcessGroups, backend: str, entropy_coefficient: float
+    groups: ProcessGroups, entropy_coefficient: float
 ) -> None:
-    stage = make_stage(groups, CLIP | {"entropy_coefficient": entropy_coefficient}, backend)
+    stage = make_stage(groups, CLIP | {"entropy_coefficient": entropy_coefficient})
     loss, report = trainers_loss(stage, with_gradient(random_batch()))
     assert (loss.dtype, loss.shape, loss.requires_grad) == (torch.float32, (), True)
     assert not loss._is_view()
@@ -355,12 +342,12 @@ def test_the_loss_is_a_float32_scalar_of_its_own_and_the_report_has_no_gradient(
 
 
 def run_problem(
-    groups: ProcessGroups, problem: chunked_problem.Problem, backend: str, chunk_tokens: int
+    groups: ProcessGroups, problem: chunked_problem.Problem, chunk_tokens: int
 ) -> tuple[LossStage, TokenReport, dict[str, Tensor]]:
     """Loss, sums and gradients of a problem by the trainer's loss; 0: all logits at once."""
     hidden_NH, weight_VH = chunked_problem.leaves(problem)
     head = OutputHead(weight_VH) if chunk_tokens else None
-    ops = OpsConfig.model_validate({"backend": backend, "logits_chunk_tokens": chunk_tokens})
+    ops = OpsConfig(logits_chunk_tokens=chunk_tokens)
     vocab_size, temperature = chunked_problem.VOCAB_SIZE, chunked_problem.TEMPERATURE
     reader = PolicyOutput(ops, vocab_size, temperature, groups, head)
     settings = {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.03}
@@ -377,13 +364,12 @@ def run_problem(
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000])
-@both_backends
 def test_with_chunks_the_trainer_reports_and_learns_the_same(
-    groups: ProcessGroups, backend: str, chunk_tokens: int
+    groups: ProcessGroups, chunk_tokens: int
 ) -> None:
     problem = chunked_problem.make_problem()
-    stage, whole, wanted = run_problem(groups, problem, backend, 0)
-    _, report, actual = run_problem(groups, problem, backend, chunk_tokens)
+    stage, whole, wanted = run_problem(groups, problem, 0)
+    _, report, actual = run_problem(groups, problem, chunk_tokens)
     for name, value in wanted.items():
         assert chunked_problem.relative_error(actual[name], value) < 1e-6, name
     torch.testing.assert_close(report.sums, whole.sums, rtol=1e-5, atol=1e-5)
@@ -394,16 +380,15 @@ def test_with_chunks_the_trainer_reports_and_learns_the_same(
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 16])
-@both_backends
 def test_from_the_models_output_a_token_that_is_not_finite_moves_nothing(
-    groups: ProcessGroups, backend: str, chunk_tokens: int
+    groups: ProcessGroups, chunk_tokens: int
 ) -> None:
     problem = chunked_problem.make_problem()
     problem.tokens.behaviour_logprob_T[7] = torch.nan
-    stage, report, actual = run_problem(groups, problem, backend, chunk_tokens)
+    stage, report, actual = run_problem(groups, problem, chunk_tokens)
     problem.tokens.behaviour_logprob_T[7] = 0.0
     problem.tokens.mask_T[7] = 0.0
-    _, _, wanted = run_problem(groups, problem, backend, chunk_tokens)
+    _, _, wanted = run_problem(groups, problem, chunk_tokens)
     assert sums_by_name(stage, report)["nonfinite_tokens"] == 1
     for name, value in wanted.items():
         assert torch.equal(actual[name], value), name

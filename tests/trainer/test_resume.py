@@ -137,8 +137,8 @@ def test_checksums_decide_unless_who_loads_the_checkpoint_checks_it(root: Path) 
 
 def test_another_format_is_no_damage(root: Path) -> None:
     path = root / "step_12" / "state.json"
-    path.write_text(path.read_text().replace('"format": 6', '"format": 7'))
-    assert _refusal(root.parent).startswith(f"{path}: format 7, ")
+    path.write_text(path.read_text().replace('"format": 7', '"format": 8'))
+    assert _refusal(root.parent).startswith(f"{path}: format 8, ")
 
 
 def _save_and_lose(run_dir: Path) -> None:

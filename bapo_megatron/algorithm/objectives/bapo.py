@@ -21,7 +21,6 @@ from bapo_megatron.config.section import Section
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bapo_megatron.ops.backend import Kernels
     from bapo_megatron.ops.contributions import BoundSearch
 
 EXIT_METRICS = {name: f"bapo/exit_{name}_share" for name in ("start", "met", "exhausted")}
@@ -113,8 +112,8 @@ class BapoConfig(Section):
                 )
         return self
 
-    def search(self, dual_clip: float | None = None, kernels: Kernels | None = None) -> BoundSearch:
-        """Lay out the candidates; without ``kernels``, for tensors on the CPU.
+    def search(self, dual_clip: float | None = None) -> BoundSearch:
+        """Lay out the candidates.
 
         With ``contribution: gradient`` tokens above ``dual_clip`` have no gradient and drop out.
         """
@@ -129,21 +128,19 @@ class BapoConfig(Section):
             spacing="running_sum" if self.preset == "recipe" else "multiples",
             dual_clip=dual_clip if self.contribution == "gradient" else None,
         )
-        return BoundSearch(grid, self.target, self.contribution, self.measure, self.weight, kernels)
+        return BoundSearch(grid, self.target, self.contribution, self.measure, self.weight)
 
 
 class Bapo(Clip):
     """Searches the bounds over all tokens of an update, or of micro-batches (``scope``)."""
 
-    def __init__(
-        self, options: BapoConfig, dual_clip: float | None, kernels: Kernels | None = None
-    ) -> None:
+    def __init__(self, options: BapoConfig, dual_clip: float | None) -> None:
         """Lay out the candidates; see ``BapoConfig.search``."""
         self.needs = options.scope
         self.decisive = slice(0, 2) if options.scope == "update" else None
         self.speculate = options.speculate
         self.dual_clip = dual_clip
-        self.search = options.search(dual_clip, kernels)
+        self.search = options.search(dual_clip)
 
     def statistics(self, tokens: TokenBatch) -> Tensor:
         """Return the contributions of the tokens, [K] int64."""
@@ -198,8 +195,4 @@ class Bapo(Clip):
         )
 
 
-NAMED = {
-    "bapo": NamedObjective(
-        lambda o, c, kernels: Bapo(o, c.dual_clip, kernels), BapoConfig, dual_clip=True
-    )
-}
+NAMED = {"bapo": NamedObjective(lambda o, c: Bapo(o, c.dual_clip), BapoConfig, dual_clip=True)}

@@ -113,10 +113,10 @@ class FixedClip(Clip):
 
 NAMED = {
     "clip": NamedObjective(
-        lambda o, c, _: FixedClip(o.low, o.high, c.dual_clip),
+        lambda o, c: FixedClip(o.low, o.high, c.dual_clip),
         FixedClipConfig,
         dual_clip=True,
         key="fixed",
     ),
-    "none": NamedObjective(lambda o, c, _: FixedClip(0.0, math.inf, c.dual_clip), dual_clip=True),
+    "none": NamedObjective(lambda o, c: FixedClip(0.0, math.inf, c.dual_clip), dual_clip=True),
 }

@@ -212,4 +212,4 @@ class HighEntropy(Objective):
         return replace(tokens, decision=tokens.decision[2:])
 
 
-NAMED = {"m2po": NamedObjective(lambda o, c, _: M2po(o, c.dual_clip), M2poConfig, dual_clip=True)}
+NAMED = {"m2po": NamedObjective(lambda o, c: M2po(o, c.dual_clip), M2poConfig, dual_clip=True)}

@@ -159,13 +159,13 @@ class Opsm(FixedClip):
         return (tokens.advantage < 0) & (_response_mean(tokens) > self.delta)
 
 
-def _opsm(options: OpsmConfig, algorithm: AlgorithmConfig, _: object) -> Opsm:
+def _opsm(options: OpsmConfig, algorithm: AlgorithmConfig) -> Opsm:
     fixed = algorithm.options(FixedClipConfig)
     return Opsm(fixed.low, fixed.high, algorithm.dual_clip, options.delta)
 
 
 NAMED = {
-    "gspo": NamedObjective(lambda o, c, _: Gspo(o, c.dual_clip), GspoConfig, dual_clip=True),
-    "gmpo": NamedObjective(lambda o, c, _: Gmpo(o), GmpoConfig),
+    "gspo": NamedObjective(lambda o, c: Gspo(o, c.dual_clip), GspoConfig, dual_clip=True),
+    "gmpo": NamedObjective(lambda o, c: Gmpo(o), GmpoConfig),
     "opsm": NamedObjective(_opsm, OpsmConfig, dual_clip=True),
 }

@@ -182,12 +182,12 @@ NAMED = {
     "cispo": NamedObjective(lambda o, *_: _of(cispo, o), CispoConfig),
     "sapo": NamedObjective(lambda o, *_: _of(sapo, o), SapoConfig),
     "ce_gppo": NamedObjective(
-        lambda o, c, _: _of(ce_gppo, o, c.options(FixedClipConfig), c.dual_clip),
+        lambda o, c: _of(ce_gppo, o, c.options(FixedClipConfig), c.dual_clip),
         CeGppoConfig,
         dual_clip=True,
     ),
-    "aspo": NamedObjective(lambda o, c, _: _of(aspo, o, c.options(FixedClipConfig)), AspoConfig),
+    "aspo": NamedObjective(lambda o, c: _of(aspo, o, c.options(FixedClipConfig)), AspoConfig),
     "topr": NamedObjective(lambda *_: _of(topr)),
     "dppo_tv": NamedObjective(lambda o, *_: _of(dppo_tv, o), DppoTvConfig),
-    "dcpo": NamedObjective(lambda o, c, _: Dcpo(o, c.dual_clip), DcpoConfig, dual_clip=True),
+    "dcpo": NamedObjective(lambda o, c: Dcpo(o, c.dual_clip), DcpoConfig, dual_clip=True),
 }

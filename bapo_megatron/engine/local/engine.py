@@ -1,7 +1,7 @@
 """The only engine of a run, in this process: its model and weight sync.
 
 New weights are copied into the model's parameters, so a failed weight sync may leave only some of
-them there: then nothing is sampled until a complete one.
+them there; the pool uses the engine again only after a complete one.
 """
 
 import asyncio
@@ -156,7 +156,6 @@ class LocalEngine:
             await asyncio.sleep(0)  # lets others run if called in a loop
             return 0
         async with self._turn:
-            self._weights.require_whole()
             arrived, self._arrived = self._arrived, []
             self._decoder.add(arrived)
             self._decoder.drop_cancelled()
@@ -324,15 +323,6 @@ class LocalWeights:
         self._group: Any = None
         self._loaded: set[int] = set()
         """Parameters already loaded by an incomplete weight sync, by ``id``."""
-        self._is_whole = True
-
-    def require_whole(self) -> None:
-        """Raise a ``RolloutError`` if only a part of new weights was loaded."""
-        if not self._is_whole:
-            raise RolloutError(
-                "local: holds only a part of new weights; see why the weight sync failed, and "
-                "continue with resume=true"
-            )
 
     async def open_session(self, timeout_s: float) -> None:
         """Begin a weight sync; discard an incomplete one."""
@@ -411,7 +401,6 @@ class LocalWeights:
                     f"local: weight '{name}' {rule}, got {tensor.shape}; send weights of the model "
                     "in model.path"
                 )
-        self._is_whole = False
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self._parameters[name].copy_(tensor)
@@ -425,7 +414,6 @@ class LocalWeights:
                 "weights of the model in model.path"
             )
         self._loaded.clear()
-        self._is_whole = True
 
 
 def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:

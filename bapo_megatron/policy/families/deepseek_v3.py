@@ -11,30 +11,27 @@ from typing import Annotated, Literal, cast
 from pydantic import Field
 
 from bapo_megatron.policy.families.base import (
-    Experts,
     Family,
     HfConfig,
     LatentAttention,
     LayerWeights,
-    Positive,
     Weight,
     YarnRope,
 )
 from bapo_megatron.policy.families.config_json import (
-    Channels,
     ConfigJson,
     Count,
-    ExpertsPerToken,
     refuse_attention_bias,
     understand_common,
 )
+from bapo_megatron.policy.families.glm4_moe import SigmoidMoeJson
 from bapo_megatron.policy.families.layers import feed_forward, is_draft
 
 _SUMMED_PER_GROUP = 2
 """Scores whose sum ranks a group; Megatron sums ``per_token`` / ``groups_per_token``."""
 
 
-class DeepseekV3Json(ConfigJson):
+class DeepseekV3Json(SigmoidMoeJson):
     """The fields of config.json."""
 
     q_lora_rank: Count | None
@@ -45,19 +42,11 @@ class DeepseekV3Json(ConfigJson):
     """transformers 5 writes this sum, and ``qk_rope_head_dim`` again as ``head_dim``."""
     v_head_dim: Count
     rope_interleave: Literal[True] = True
-    n_routed_experts: Count
-    num_experts_per_tok: ExpertsPerToken
-    moe_intermediate_size: Channels
-    n_shared_experts: Count
-    first_k_dense_replace: Annotated[int, Field(ge=0)]
     moe_layer_freq: Literal[1] = 1
-    norm_topk_prob: Literal[True]
-    routed_scaling_factor: Positive
     scoring_func: Literal["sigmoid"] = "sigmoid"
     topk_method: Literal["noaux_tc"] = "noaux_tc"
     n_group: Count
     topk_group: Count
-    num_nextn_predict_layers: int = 0
     num_mtp_layers: int = 0
     auto_map: dict[str, str] | None = None
     """Code beside the weights, which nothing runs."""
@@ -102,18 +91,7 @@ def _understand(fields: ConfigJson) -> HfConfig:
             f"'num_experts_per_tok' must be at most 'n_routed_experts' "
             f"{deepseek.n_routed_experts}, got {per_token}"
         )
-    experts = Experts(
-        num=deepseek.n_routed_experts,
-        per_token=per_token,
-        intermediate_size=deepseek.moe_intermediate_size,
-        scoring="sigmoid",
-        scale=deepseek.routed_scaling_factor,
-        has_bias=True,
-        num_groups=deepseek.n_group,
-        groups_per_token=groups,
-        shared_intermediate_size=deepseek.n_shared_experts * deepseek.moe_intermediate_size,
-        dense_layers=frozenset(range(deepseek.first_k_dense_replace)),
-    )
+    experts = replace(deepseek.experts(), num_groups=deepseek.n_group, groups_per_token=groups)
     common = understand_common(fields)
     if common.num_kv_heads != common.num_heads:
         raise ValueError(

@@ -22,8 +22,8 @@ from bapo_megatron.policy.families.layers import decoder_layer, is_draft
 ROTARY_SHARE = 0.5
 
 
-class Glm4MoeJson(ConfigJson):
-    """The fields of config.json."""
+class SigmoidMoeJson(ConfigJson):
+    """The fields of experts with sigmoid routing, DeepSeek-V3's too."""
 
     n_routed_experts: Count
     num_experts_per_tok: ExpertsPerToken
@@ -32,31 +32,39 @@ class Glm4MoeJson(ConfigJson):
     first_k_dense_replace: Annotated[int, Field(ge=0)]
     norm_topk_prob: Literal[True]
     routed_scaling_factor: Positive
+    num_nextn_predict_layers: int = 0
+
+    def experts(self) -> Experts:
+        """Return the experts that the fields describe, in one group."""
+        return Experts(
+            num=self.n_routed_experts,
+            per_token=self.num_experts_per_tok,
+            intermediate_size=self.moe_intermediate_size,
+            scoring="sigmoid",
+            scale=self.routed_scaling_factor,
+            has_bias=True,
+            shared_intermediate_size=self.n_shared_experts * self.moe_intermediate_size,
+            dense_layers=frozenset(range(self.first_k_dense_replace)),
+        )
+
+
+class Glm4MoeJson(SigmoidMoeJson):
+    """The fields of config.json."""
+
     n_group: Literal[1] = 1
     topk_group: Literal[1] = 1
     use_qk_norm: bool = False
-    num_nextn_predict_layers: int = 0
 
 
 def _understand(fields: ConfigJson) -> HfConfig:
     glm = cast(Glm4MoeJson, fields)
-    experts = Experts(
-        num=glm.n_routed_experts,
-        per_token=glm.num_experts_per_tok,
-        intermediate_size=glm.moe_intermediate_size,
-        scoring="sigmoid",
-        scale=glm.routed_scaling_factor,
-        has_bias=True,
-        shared_intermediate_size=glm.n_shared_experts * glm.moe_intermediate_size,
-        dense_layers=frozenset(range(glm.first_k_dense_replace)),
-    )
     common = understand_common(
         fields,
         qkv_bias=bool(fields.attention_bias),
         qk_norm=glm.use_qk_norm,
         rotary_share=ROTARY_SHARE,
     )
-    return replace(common, experts=experts)
+    return replace(common, experts=glm.experts())
 
 
 FAMILY = Family("glm4_moe", "Glm4MoeForCausalLM", Glm4MoeJson, _understand, decoder_layer, is_draft)

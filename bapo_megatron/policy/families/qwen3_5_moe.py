@@ -15,15 +15,30 @@ from bapo_megatron.policy.families.qwen3_5 import (
 )
 
 
-class MoeJson(HybridJson):
-    """The fields of config.json."""
+class HybridMoeJson(HybridJson):
+    """The fields of a hybrid with experts and a gated shared one, Qwen3-Next's too."""
 
-    intermediate_size: Channels = 0
-    """Not given: no layer is dense."""
     num_experts: Count
     num_experts_per_tok: Count
     moe_intermediate_size: Channels
     shared_expert_intermediate_size: Channels
+
+    def experts(self) -> Experts:
+        """Return the experts that the fields describe."""
+        return Experts(
+            num=self.num_experts,
+            per_token=self.num_experts_per_tok,
+            intermediate_size=self.moe_intermediate_size,
+            shared_intermediate_size=self.shared_expert_intermediate_size,
+            has_shared_gate=True,
+        )
+
+
+class MoeJson(HybridMoeJson):
+    """The fields of config.json."""
+
+    intermediate_size: Channels = 0
+    """Not given: no layer is dense."""
 
 
 class VisionMoeJson(MoeJson, VisionJson):
@@ -32,15 +47,8 @@ class VisionMoeJson(MoeJson, VisionJson):
 
 def _understand(fields: ConfigJson) -> HfConfig:
     moe = cast(MoeJson, fields)
-    experts = Experts(
-        num=moe.num_experts,
-        per_token=moe.num_experts_per_tok,
-        intermediate_size=moe.moe_intermediate_size,
-        shared_intermediate_size=moe.shared_expert_intermediate_size,
-        has_shared_gate=True,
-    )
     size = moe.shared_expert_intermediate_size
-    return replace(understand_hybrid(fields), experts=experts, intermediate_size=size)
+    return replace(understand_hybrid(fields), experts=moe.experts(), intermediate_size=size)
 
 
 def _understand_vision(fields: ConfigJson) -> HfConfig:

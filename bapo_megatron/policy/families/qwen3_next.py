@@ -4,10 +4,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, cast
 
-from bapo_megatron.policy.families.base import Experts, Family, HfConfig
-from bapo_megatron.policy.families.config_json import Channels, ConfigJson, Count
+from bapo_megatron.policy.families.base import Family, HfConfig
+from bapo_megatron.policy.families.config_json import ConfigJson
 from bapo_megatron.policy.families.layers import delta_input, hybrid_layer
-from bapo_megatron.policy.families.qwen3_5 import HybridJson, understand_hybrid
+from bapo_megatron.policy.families.qwen3_5 import understand_hybrid
+from bapo_megatron.policy.families.qwen3_5_moe import HybridMoeJson
 
 DELTA_INPUT = delta_input(
     {
@@ -18,13 +19,9 @@ DELTA_INPUT = delta_input(
 )
 
 
-class Qwen3NextJson(HybridJson):
+class Qwen3NextJson(HybridMoeJson):
     """The fields of config.json."""
 
-    num_experts: Count
-    num_experts_per_tok: Count
-    moe_intermediate_size: Channels
-    shared_expert_intermediate_size: Channels
     norm_topk_prob: bool
     decoder_sparse_step: Literal[1] = 1
     mlp_only_layers: list[int] | None = None
@@ -32,13 +29,9 @@ class Qwen3NextJson(HybridJson):
 
 def _understand(fields: ConfigJson) -> HfConfig:
     moe = cast(Qwen3NextJson, fields)
-    experts = Experts(
-        num=moe.num_experts,
-        per_token=moe.num_experts_per_tok,
-        intermediate_size=moe.moe_intermediate_size,
+    experts = replace(
+        moe.experts(),
         normalizes=moe.norm_topk_prob,
-        shared_intermediate_size=moe.shared_expert_intermediate_size,
-        has_shared_gate=True,
         dense_layers=frozenset(moe.mlp_only_layers or ()),
     )
     return replace(understand_hybrid(fields), experts=experts)

@@ -202,8 +202,6 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
     """Return the memory of a GPU of each pipeline stage."""
     layout, megatron, tokens = case.layout, case.config.megatron, work.max_micro_batch_tokens
     chunk = chunk_bytes(case)
-    layers = layout.layers_per_chunk(case.hf)
-    chunk *= max(0, layers - megatron.activation_offload_layers) / layers
     if layout.pipeline > 1 and case.assumptions.layers == "local":
         chunk += case.hidden_bytes  # what a stage received; Transformer Engine keeps it anyway
     workspace = (recomputed_bytes(case) + workspace_bytes(case)) * tokens

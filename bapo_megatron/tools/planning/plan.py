@@ -330,7 +330,7 @@ def _notes(case: Scenario, rollout: RolloutMemory) -> list[str]:
         notes.append(
             f"tensor parallel {layout.tensor} exceeds a node of {assumptions.node_gpus} GPUs"
         )
-    if config.megatron.optimizer_offload_share or config.megatron.activation_offload_layers:
+    if config.megatron.optimizer_offload_share:
         notes.append("offload: memory is counted, copies to the host are not timed")
     if config.megatron.fp8 != "none":
         notes.append("fp8: GEMMs run at the FP8 peak; memory is counted as of bfloat16")

@@ -329,12 +329,12 @@ class Scenario:
     @property
     def optimizer_ranks(self) -> int:
         """Ranks that divide the optimizer's state and work."""
-        return self.layout.replicas if self.config.megatron.distributed_optimizer else 1
+        return self.layout.replicas
 
     @property
     def expert_optimizer_ranks(self) -> int:
         """The same for experts."""
-        return self.layout.expert_replicas if self.config.megatron.distributed_optimizer else 1
+        return self.layout.expert_replicas
 
     def link_bytes_per_s(self, group: Group) -> float:
         """Bandwidth between the ranks of a group."""

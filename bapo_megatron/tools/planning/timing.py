@@ -104,11 +104,9 @@ def expert_bytes(case: Scenario, tokens: int, *, trains: bool) -> float:
 def data_bytes(case: Scenario, parameters: int, ranks: int) -> float:
     """Return what an update sends: (4 + e) · (d − 1)/d for each parameter that d ranks hold.
 
-    The sum of float32 gradients, and the weights that each rank updated; without the distributed
-    optimizer an all-reduce of the gradients, 2 · 4 instead of 4 + e.
+    The sum of float32 gradients, and the weights that each rank updated.
     """
-    is_divided = case.config.megatron.distributed_optimizer
-    size = FLOAT32_BYTES + (case.element_bytes if is_divided else FLOAT32_BYTES)
+    size = FLOAT32_BYTES + case.element_bytes
     return size * parameters * (ranks - 1) / ranks
 
 

@@ -87,9 +87,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
 STATE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one rank": ("bfloat16", {}, {}),
     "divided": ("bfloat16", {"tensor": 2, "context": 2}, {}),
-    "not divided": ("bfloat16", {"context": 2}, {"distributed_optimizer": False}),
     "float32": ("float32", {"context": 2}, {}),
-    "float32, not divided": ("float32", {}, {"distributed_optimizer": False}),
 }
 """Small models whose buffers are measured."""
 

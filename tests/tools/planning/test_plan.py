@@ -80,14 +80,10 @@ def test_a_miss_costs_a_loss_pass() -> None:
     assert wrong["forward-only"] == plain["forward-only"] == 0.0
 
 
-def test_the_optimizer_is_divided_over_data_and_context_ranks_only_if_distributed() -> None:
+def test_the_optimizer_is_divided_over_data_and_context_ranks() -> None:
     context = {"tensor": 4, "sequence": True, "context": 2}
     divided = plan_7b(PlanOptions(gpus=16), parallel=context)
-    whole = plan_7b(
-        PlanOptions(gpus=16), parallel=context, megatron={"distributed_optimizer": False}
-    )
-    assert whole.stages[0].optimizer_bytes == 12 * 1_904_057_344
-    assert divided.stages[0].optimizer_bytes == whole.stages[0].optimizer_bytes / 4
+    assert divided.stages[0].optimizer_bytes == 12 * 1_904_057_344 / 4
     offloaded = plan_7b(megatron={"optimizer_offload_share": 0.75})
     assert offloaded.stages[0].optimizer_bytes == 3 * 1_904_057_344
     # float32 needs no master weights.

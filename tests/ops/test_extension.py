@@ -1,0 +1,30 @@
+"""What the extension refuses when it is loaded and before a run."""
+
+from __future__ import annotations
+
+import runpy
+
+import pytest
+import torch
+
+from bapo_megatron.ops import extension
+
+
+def test_an_extension_of_another_version_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bapo_megatron.__version__", "0.0.9")
+    with pytest.raises(ImportError, match=r"the package is 0\.0\.9; run `pip install"):
+        runpy.run_path(extension.__file__)
+
+
+def test_a_gpu_without_kernels_is_refused_and_the_cpu_always_has_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No device is needed to name one."""
+    extension.check_kernels(torch.device("cpu"))
+    monkeypatch.setattr(extension, "build_info", lambda: {"cuda": True})
+    extension.check_kernels(torch.device("cuda", 3))
+    monkeypatch.setattr(extension, "build_info", lambda: {"cuda": False})
+    with pytest.raises(ValueError, match=r"cuda:3: .* built without CUDA; install nvcc"):
+        extension.check_kernels(torch.device("cuda", 3))
