@@ -12,11 +12,10 @@ import typer
 from rich.console import Console
 
 from bapo_megatron.commands.options import JsonOption
-from bapo_megatron.config.schema import ADVANTAGES
 from bapo_megatron.config.settings import read_settings
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import texts_path
-from bapo_megatron.telemetry.console import print_entry, print_table, uncut_console
+from bapo_megatron.telemetry.console import print_entry, uncut_console
 from bapo_megatron.tools.report.rollouts import (
     ORDERS,
     DumpedStep,
@@ -25,15 +24,6 @@ from bapo_megatron.tools.report.rollouts import (
     read_step,
 )
 from bapo_megatron.types import FinishReason, Sample
-
-_NUM_SHOWN = 4
-_MAX_BEGINNING_CHARS = 60
-"""Characters of a response in a row of ``--brief``."""
-_BRIEF = (
-    *("group_id", "index", "prompt_id", "finish_reason"),
-    *("reward", "advantage", "age", "sampled_tokens", "written_tokens"),
-)
-"""Fields of a response in a row of ``--brief``, before the beginning of its text."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -52,59 +42,33 @@ def show(
     sort: Annotated[
         Order | None, typer.Option(help="Sort, largest first; default: batch order.")
     ] = None,
-    reverse: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False,
     group: Annotated[int | None, typer.Option(help="Only this group.")] = None,
-    source: Annotated[str | None, typer.Option(help="Only this data set.")] = None,
     exit_reason: Annotated[
         FinishReason | None, typer.Option("--exit", help="Only this finish reason.")
     ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", "-n", min=0, help=f"Default: {_NUM_SHOWN}; with --brief: all."),
-    ] = None,
-    brief: Annotated[bool, typer.Option("--brief", help="One row per response.")] = False,
-    advantage: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Estimator instead of the run's. Your own function (package.module:function) is "
-            "called only if named here.",
-        ),
-    ] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Responses to print.")] = 4,
     as_json: JsonOption = False,
 ) -> None:
     """Print a step's responses: turns, reward components, advantages, ages."""
-    if advantage is not None and ":" not in advantage and advantage not in ADVANTAGES:
-        raise typer.BadParameter(
-            f"--advantage '{advantage}': name one of {', '.join(ADVANTAGES)}, or your own function "
-            "as package.module:function"
-        )
     path = _find_dump(run, step)
-    dump = read_step(path, _settings_of(path), advantage)
+    dump = read_step(path, _settings_of(path))
     if sort == "advantage" and not dump.estimator:
         raise typer.BadParameter(
-            "--sort advantage: the estimator is not known, or is your own function; name it with "
-            "--advantage"
+            "--sort advantage: the estimator is not known, or is your own function; leave it out"
         )
     samples = [
         sample
         for sample in dump.batch.samples
-        if group in (None, sample.group_id)
-        and source in (None, sample.prompt.source)
-        and exit_reason in (None, sample.finish_reason)
+        if group in (None, sample.group_id) and exit_reason in (None, sample.finish_reason)
     ]
     if sort is not None:
         order = ORDERS[sort]
         samples.sort(key=lambda sample: -order(dump, sample))
-    if reverse:
-        samples.reverse()
-    if limit is None:
-        limit = len(samples) if brief else _NUM_SHOWN
     report = inspect_step(path, dump, samples, limit)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        print_step(uncut_console(), report, is_brief=brief)
+        print_step(uncut_console(), report)
 
 
 def _find_dump(run: Path, step: int | None) -> Path:
@@ -197,19 +161,9 @@ def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any
     }
 
 
-def print_step(console: Console, report: Mapping[str, Any], *, is_brief: bool = False) -> None:
+def print_step(console: Console, report: Mapping[str, Any]) -> None:
     """Print the report of ``inspect_step``."""
     print_entry(console, report["path"], _facts(report))
-    if is_brief:
-        rows = []
-        for sample in report["samples"]:
-            text = " ".join((sample["parts"][0]["text"] or "").split())
-            values = (sample[name] for name in _BRIEF)
-            cells = [value if isinstance(value, str) else _shown(value) for value in values]
-            rows.append([*cells, text[:_MAX_BEGINNING_CHARS]])
-        console.print()
-        print_table(console, "Responses", (*_BRIEF, "response"), rows, num_left=4)
-        return
     for sample in report["samples"]:
         place = f"group {sample['group_id']} · sample {sample['index']} · {sample['prompt_id']}"
         parts = _facts(sample)

@@ -8,11 +8,10 @@ the same, and all that hold everywhere. Here two relations are equal where
 - they are equations of the same letters, each of them has solutions, and those of each solve the
   other; with several letters these are the solutions for one of them.
 
-A relation that holds nowhere or everywhere says nothing. Nowhere, it is equal to its multiples;
-everywhere, to its own spelling alone, in any order of sides and terms.
+A relation that holds nowhere or everywhere says nothing: it is equal to its own spelling alone, in
+any order of sides and terms, and nowhere also to its multiples.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -26,6 +25,7 @@ from sympy.logic.boolalg import BooleanAtom
 from bapo_megatron.reward.math_values import (
     UnknownError,
     differ,
+    exact,
     is_real,
     letters_of,
     points,
@@ -102,11 +102,8 @@ def are_equal_chains(
     """Return whether two chains say the same; a chain that assigns is its first and last side."""
     pred_one, gold_one = assigned(pred), assigned(gold)
     if pred_one is not None and gold_one is not None:
-        letters = _letters_beside(pred)
-        if len(gold) > 1 and not _letters_beside(gold) <= letters:
+        if len(gold) > 1 and not _letters_beside(gold) <= _letters_beside(pred):
             return False  # x=y=5 is more than x=5
-        if gold_one.lhs in letters:  # of y=x=5, x=5
-            pred_one = sympy.Eq(gold_one.lhs, pred_one.rhs, evaluate=False)
         pred, gold = [pred_one], [gold_one]
     return len(pred) == len(gold) and are_matched(
         pred, gold, lambda one, other: are_equal(one, other, same_value)
@@ -138,30 +135,23 @@ def are_equal(pred: Relational, gold: Relational, same_value: SameValue) -> bool
         return True
     if any(part.lhs == part.rhs for part in (pred, gold)):
         return False
-    if pred.lhs == gold.lhs and not pred.lhs.is_number:
-        if same_value(pred.rhs, gold.rhs):
-            return True
-        if _is_solved(pred) and _is_solved(gold):
-            return False
+    if pred.lhs == gold.lhs and not pred.lhs.is_number and same_value(pred.rhs, gold.rhs):
+        return True
     sides = (side for part in (pred, gold) for side in part.args)
     return all(isinstance(side, sympy.Expr) for side in sides) and _say_the_same(
-        type(pred), _difference(pred), _difference(gold), same_value
+        type(pred), _difference(pred), _difference(gold)
     )
 
 
-def _say_the_same(kind: type, pred: Any, gold: Any, same_value: SameValue) -> bool:
-    """Whether two expressions of the same letters have this relation to 0 at the same points."""
-    letters = _letters(pred)
-    if not letters or letters != _letters(gold):
-        return False
-    is_signed = kind not in (sympy.Eq, sympy.Ne)
+def _say_the_same(kind: type, pred: Any, gold: Any) -> bool:
+    """Whether two expressions have this relation to 0 at the same points."""
     try:
         ratio = _ratio(pred, gold)
         if ratio is not None:
-            return bool(ratio > 0) or not is_signed
-        return kind is sympy.Eq and _solve_each_other(pred, gold, letters)
+            return bool(ratio > 0 or kind in (sympy.Eq, sympy.Ne))
+        return kind is sympy.Eq and _solve_each_other(pred, gold)
     except UnknownError:
-        return same_value(pred, gold) or (not is_signed and same_value(-pred, gold))
+        return False
 
 
 def _turned(relation: Relational) -> Relational:
@@ -194,63 +184,43 @@ def _is_name(expression: Any) -> bool:
     return bool(parts) and all(map(_is_name, parts))
 
 
-def _is_solved(relation: Relational) -> bool:
-    """Whether it gives a letter, or ``f(x)``, by others alone."""
-    name = relation.lhs
-    return (name.is_Symbol or isinstance(name, AppliedUndef)) and not relation.rhs.has(name)
-
-
 def _difference(relation: Relational) -> Any:
-    """The left side minus the right one, with decimals as what they say."""
-    difference = sympy.Add(relation.lhs, sympy.Mul(-1, relation.rhs, evaluate=False))
-    exact = {number: sympy.Rational(str(number)) for number in difference.atoms(sympy.Float)}
-    return difference.xreplace(exact) if exact else difference
-
-
-def _letters(expression: Any) -> frozenset[Any]:
-    """The letters that it depends on: none where a relation holds everywhere or nowhere."""
-    try:
-        letters = letters_of(expression)
-        return frozenset(letter for letter in letters if _depends(expression, letter, letters))
-    except UnknownError:
-        constant = sympy.simplify(expression).is_number
-        return frozenset() if constant else frozenset(expression.free_symbols)
-
-
-def _depends(expression: Any, letter: Any, letters: frozenset[Any]) -> bool:
-    for point in points(letters):
-        one = value_at(expression, point)
-        other = value_at(expression, point | {letter: point[letter] / 3})
-        if None not in (one, other) and abs(one - other) > _TOLERANCE * max(abs(one), abs(other)):
-            return True
-    return False
+    return exact(sympy.Add(relation.lhs, sympy.Mul(-1, relation.rhs, evaluate=False)))
 
 
 def _ratio(one: Any, other: Any) -> Any:
-    """What the first is times the second at every point, if that is one real number, not 0."""
+    """What the first is times the second at every point, if that is one real number, not 0.
+
+    None for constants: such relations hold nowhere or everywhere.
+    """
     pairs = [
         (value_at(one, point), value_at(other, point)) for point in points(letters_of(one, other))
     ]
-    ratios = [left / right if right else 0 for left, right in pairs if None not in (left, right)]
-    if not ratios or not all(ratios):
+    pairs = [pair for pair in pairs if None not in pair and pair[1]]
+    if not pairs or all(_are_close(left, pairs[0][0]) for left, _ in pairs):
         return None
-    is_constant = all(abs(ratio - ratios[0]) <= _TOLERANCE * abs(ratio) for ratio in ratios)
-    return ratios[0].real if is_constant and is_real(ratios[0]) else None
+    ratio = pairs[0][0] / pairs[0][1]
+    is_ratio = (
+        ratio and is_real(ratio) and all(_are_close(left / right, ratio) for left, right in pairs)
+    )
+    return ratio.real if is_ratio else None
 
 
-def _solve_each_other(one: Any, other: Any, letters: frozenset[Any]) -> bool:
-    letter = min(sorted(letters, key=str), key=lambda letter: _degree(other, letter))
-    rest = letters - {letter}
-    gold = _solutions(other, letter)
-    if not gold or not all(_is_solution(one, letter, value, rest) for value in gold):
+def _are_close(one: Any, other: Any) -> bool:
+    return bool(abs(one - other) <= _TOLERANCE * abs(other))
+
+
+def _solve_each_other(one: Any, other: Any) -> bool:
+    letters = letters_of(one)
+    if not letters or letters != letters_of(other):
         return False
-    pred = _solutions(one, letter)
-    return bool(pred) and all(_is_solution(other, letter, value, rest) for value in pred)
-
-
-def _degree(expression: Any, letter: Any) -> float:
-    polynomial = expression.as_poly(letter)
-    return math.inf if polynomial is None else polynomial.degree()
+    letter = min(sorted(letters, key=str), key=lambda letter: other.as_poly(letter) is None)
+    gold, pred = _solutions(other, letter), _solutions(one, letter)
+    return (
+        bool(gold and pred)
+        and all(_vanishes(one, letter, solution) for solution in gold)
+        and all(_vanishes(other, letter, solution) for solution in pred)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -266,20 +236,19 @@ def _solutions(expression: Any, letter: Any) -> tuple[Any, ...]:
         solutions = sympy.solve(expression, letter)
     except NotImplementedError:
         return ()
-    return tuple(solution for solution in solutions if _real_points(solution))
+    return tuple(solution for solution in solutions if _real_points(solution, frozenset()))
 
 
-def _real_points(solution: Any, rest: frozenset[Any] = frozenset()) -> list[Any]:
-    """The points of the other letters at which a solution is real, with its value there."""
-    letters = {*rest, *letters_of(solution)}
-    values = [(point, value_at(solution, point)) for point in points(letters)]
-    return [(point, value) for point, value in values if value is not None and is_real(value)]
+def _real_points(solution: Any, letters: frozenset[Any]) -> list[Any]:
+    """The points at which a solution is real."""
+    values = [(p, value_at(solution, p)) for p in points(letters | letters_of(solution))]
+    return [point for point, value in values if value is not None and is_real(value)]
 
 
-def _is_solution(expression: Any, letter: Any, solution: Any, rest: frozenset[Any]) -> bool:
-    """Whether a solution of another equation solves this one, wherever it is real."""
-    inserted = [
-        value_at(expression, point | {letter: value})
-        for point, value in _real_points(solution, rest)
+def _vanishes(expression: Any, letter: Any, solution: Any) -> bool:
+    """Whether an expression is 0 with a solution of another one, wherever that is real."""
+    values = [
+        value_at(expression, point | {letter: solution.xreplace(point)})
+        for point in _real_points(solution, letters_of(expression) - {letter})
     ]
-    return all(value is not None and abs(value) < _TOLERANCE for value in inserted)
+    return all(value is not None and abs(value) < _TOLERANCE for value in values)

@@ -1,11 +1,10 @@
 r"""Values of expressions: at a few points, where they prove that two answers differ; their size.
 
 Most answers are wrong, and simplifying a difference that is not 0 costs a hundred times as much as
-evaluating it. Letters get fixed real values, from their names alone, and all arithmetic has 130
+evaluating it. Letters get fixed real values, from their names alone, and sympy evaluates 100
 digits. Values that clearly differ refute equality; ``differ`` never proves it.
 """
 
-import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -13,16 +12,16 @@ from typing import Any
 
 import mpmath
 import sympy
+from sympy.concrete.expr_with_limits import ExprWithLimits
 from sympy.core.function import AppliedUndef, Derivative
 
+_DIGITS = 100
 _CONTEXT = mpmath.MPContext()
-_CONTEXT.dps = 130
-_MAX_DIGITS = 20_000
-"""Digits of the longest integer that the comparison may write out."""
-_MAX_BITS = 60_000
-"""A value beyond 2 to this power is not evaluated."""
+_CONTEXT.dps = _DIGITS
+_MAX_SIZE = sympy.Float("1e20000")
+"""Largest number that the comparison may write out."""
 _LOST = mpmath.mpf(2) ** -200
-"""A sum this much smaller than its terms is 0; what is left has more than 69 digits."""
+"""An imaginary part this much smaller than its number is rounding."""
 _CLEARLY = 1e-50
 _CLEARLY_ROUNDED = 2e-6
 """The same for decimals, of which math-verify compares six."""
@@ -30,28 +29,9 @@ _RELATIVE_TOLERANCE = 1e-4
 """The same for decimals near 0, all of which would be 0 in six decimals."""
 _NUM_POINTS = 6
 
-_CONSTANTS = {
-    sympy.pi: _CONTEXT.pi,
-    sympy.E: _CONTEXT.e,
-    sympy.GoldenRatio: _CONTEXT.phi,
-    sympy.EulerGamma: _CONTEXT.euler,
-    sympy.I: _CONTEXT.j,
-}
-_TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
-_FUNCTIONS = {
-    prefix + name + suffix: getattr(_CONTEXT, prefix + name + suffix)
-    for name in _TRIGONOMETRIC
-    for prefix in ("", "a")
-    for suffix in ("", "h")
-} | {"exp": _CONTEXT.exp, "factorial": _CONTEXT.factorial}
-
 
 class UnknownError(ValueError):
     """The value is not computed here: a limit, an integral, a number beyond any use."""
-
-
-class _UndefinedError(ValueError):
-    """There is no value: division by 0, the logarithm of 0."""
 
 
 def points(letters: Iterable[Any]) -> list[dict[Any, Any]]:
@@ -64,15 +44,29 @@ def points(letters: Iterable[Any]) -> list[dict[Any, Any]]:
 
 
 def value_at(expression: Any, point: Mapping[Any, Any]) -> Any:
-    """The value of an expression, evaluated as it is written; None where it has none.
+    """The value of an expression as an ``mpmath`` number; None where it has none, as 1/0.
 
     Raises:
-        UnknownError: It is not one that is evaluated here.
+        UnknownError: It is not one that is evaluated here: a limit, an integral, an infinity.
     """
-    try:
-        return _value(expression, point)
-    except _UndefinedError:
+    if not isinstance(expression, sympy.Expr) or expression.has(ExprWithLimits, sympy.Limit):
+        raise UnknownError(str(expression))
+    value = exact(expression).xreplace(point).evalf(_DIGITS)
+    if value in (sympy.nan, sympy.zoo):
         return None
+    try:
+        number = _CONTEXT.mpmathify(value)
+    except TypeError as error:  # symbols are left, or a function that sympy does not evaluate
+        raise UnknownError(str(expression)) from error
+    if not _CONTEXT.isfinite(number):
+        raise UnknownError(str(expression))
+    return number
+
+
+def exact(expression: Any) -> Any:
+    """Return an expression with its decimals as what they say: 0.1 is 1/10."""
+    numbers = {number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)}
+    return expression.xreplace(numbers)
 
 
 def differ(one: Any, other: Any) -> bool:
@@ -80,16 +74,6 @@ def differ(one: Any, other: Any) -> bool:
     one, other = sympy.sympify(one), sympy.sympify(other)  # matrices with their parts as args
     if isinstance(one, sympy.MatrixBase | sympy.Tuple | sympy.Interval) and one.func is other.func:
         return len(one.args) != len(other.args) or any(map(differ, one.args, other.args))
-    if isinstance(one, sympy.FiniteSet) or isinstance(other, sympy.FiniteSet):
-        one, other = (
-            sympy.FiniteSet(part) if isinstance(part, sympy.Expr) else part for part in (one, other)
-        )
-    if isinstance(one, sympy.FiniteSet) and isinstance(other, sympy.FiniteSet):
-        return any(
-            all(differ(element, candidate) for candidate in candidates)
-            for elements, candidates in ((one, other), (other, one))
-            for element in elements.args
-        )
     are_formulas = isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)
     return are_formulas and _values_differ(one, other)
 
@@ -166,126 +150,18 @@ def is_real(value: Any) -> bool:
 @lru_cache(maxsize=4096)
 def _coordinate(name: str, index: int) -> Any:
     if name == "e":  # upright, it is a letter to the parser
-        return +_CONTEXT.e
+        return sympy.E
     sign = -1 if index % 2 and index // 2 % 2 != len(name) % 2 else 1
-    return sign * _CONTEXT.mpf(random.Random(f"{name} {index}").uniform(0.2, 3.0))
-
-
-def _value(node: Any, point: Mapping[Any, Any]) -> Any:
-    value = _evaluate(node, point)
-    if _CONTEXT.mag(value) > _MAX_BITS:
-        raise UnknownError("too large, or infinite")
-    return value
-
-
-def _evaluate(node: Any, point: Mapping[Any, Any]) -> Any:
-    if node in point:
-        return point[node]
-    if not node.args:
-        return _constant(node)
-    arguments = [_value(argument, point) for argument in node.args]
-    if isinstance(node, sympy.Add):
-        return _without_noise(_CONTEXT.fsum(arguments), max(map(abs, arguments)))
-    if isinstance(node, sympy.Mul):
-        return _CONTEXT.fprod(arguments)
-    if isinstance(node, sympy.Pow):
-        return _power(*arguments)
-    if isinstance(node, sympy.Abs):
-        return abs(arguments[0])
-    if isinstance(node, sympy.log):
-        return _logarithm(arguments)
-    return _function(type(node).__name__, arguments)
-
-
-def _constant(node: Any) -> Any:
-    if isinstance(node, sympy.Float):
-        node = sympy.Rational(str(node))
-    if isinstance(node, sympy.Rational):
-        return _CONTEXT.mpf(node.p) / node.q
-    if node in (sympy.nan, sympy.zoo):
-        raise _UndefinedError(str(node))
-    if node not in _CONSTANTS:
-        raise UnknownError(str(node))
-    return +_CONSTANTS[node]
-
-
-def _function(name: str, arguments: list[Any]) -> Any:
-    if name not in _FUNCTIONS or len(arguments) != 1:
-        raise UnknownError(name)
-    try:
-        return _without_noise(_FUNCTIONS[name](*arguments), abs(arguments[0]))
-    except (ValueError, ZeroDivisionError) as error:  # a pole
-        raise _UndefinedError(name) from error
-
-
-def _without_noise(value: Any, size: Any) -> Any:
-    return _CONTEXT.zero if abs(value) < _LOST * size else value
-
-
-def _logarithm(arguments: list[Any]) -> Any:
-    if not all(arguments):
-        raise _UndefinedError("log 0")
-    for argument in arguments:
-        _check_cut(argument)
-    logarithm, base = (*map(_CONTEXT.log, arguments), _CONTEXT.one)[:2]
-    if not base:
-        raise _UndefinedError("log to the base 1")
-    return logarithm / base
-
-
-def _power(base: Any, exponent: Any) -> Any:
-    if not base:
-        if exponent and _CONTEXT.re(exponent) <= 0:
-            raise _UndefinedError("1/0")
-        return base if exponent else _CONTEXT.one
-    if abs(_CONTEXT.mag(base)) * abs(exponent) > _MAX_BITS:
-        raise UnknownError("too large")
-    if not _CONTEXT.isint(exponent):
-        _check_cut(base)
-    return _CONTEXT.power(base, exponent)
-
-
-def _check_cut(value: Any) -> None:
-    """Beside the negative axis, rounding decides which of two values a root has."""
-    imaginary = _CONTEXT.im(value)
-    if imaginary and _CONTEXT.re(value) < 0 and is_real(value):
-        raise UnknownError("on a branch cut")
+    return sympy.Float(sign * random.Random(f"{name} {index}").uniform(0.2, 3.0), _DIGITS)
 
 
 def is_affordable(expression: Any) -> bool:
-    """Return whether evaluating an answer writes no number beyond use."""
-    return _digits(sympy.sympify(expression)) <= _MAX_DIGITS
-
-
-def _digits(node: Any) -> float:
-    """An upper estimate of the decimal digits that evaluating a tree may write."""
-    if isinstance(node, sympy.Integer):
-        return int(node).bit_length() * math.log10(2) + 1
-    if not node.args:
-        return 17
-    parts = [_digits(part) for part in node.args]
-    if max(parts) > _MAX_DIGITS:
-        return math.inf
-    if isinstance(node, sympy.Product) and node.has(sympy.oo):
-        return math.inf
-    if isinstance(node, sympy.Pow):
-        return parts[0] if node.base.free_symbols else parts[0] * max(_magnitude(node.exp), 1.0)
-    if isinstance(node, sympy.factorial):
-        size = _magnitude(node.args[0])
-        return size * max(1.0, math.log10(max(size, 1.0)))
-    if isinstance(node, sympy.binomial):
-        return _magnitude(node.args[0])
-    return sum(parts)
-
-
-def _magnitude(node: Any) -> float:
-    """An upper estimate of the absolute value; 1 for symbols, infinite beyond any use."""
-    if node.free_symbols:
-        return 1.0
-    if _digits(node) > 300:
-        return math.inf
-    try:
-        value = abs(complex(node.doit().evalf(5)))
-    except (TypeError, ValueError, OverflowError):
-        return math.inf
-    return value if math.isfinite(value) else math.inf
+    """Return whether evaluating an answer writes no number beyond use, from the inside out."""
+    for node in sympy.postorder_traversal(sympy.sympify(expression)):
+        if isinstance(node, sympy.Product) and node.has(sympy.oo):
+            return False
+        if isinstance(node, sympy.Pow | sympy.factorial | sympy.binomial) and node.is_number:
+            size = sympy.Abs(node.evalf(5))
+            if node.args[-1].is_infinite or (size.is_Float and size > _MAX_SIZE):
+                return False
+    return True

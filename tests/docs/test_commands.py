@@ -90,7 +90,7 @@ def test_a_configuration_of_a_page_loads(block: Block, tmp_path: Path) -> None:
     settings = yaml.safe_load(block.code)
     if "variants" in settings:
         sweep = parse_section(SweepConfig, settings, str(file))
-        for overrides in sweep.by_name().values():
+        for overrides in sweep.variants.values():
             load_config(file.parent / sweep.config, [*sweep.overrides, *overrides])
         return
     inherited = settings.get("inherit", "demo.yaml")

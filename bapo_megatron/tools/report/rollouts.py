@@ -128,16 +128,15 @@ def dump_files(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(files.items()))
 
 
-def read_step(path: Path, settings: Mapping[str, Any], estimator: str | None = None) -> DumpedStep:
+def read_step(path: Path, settings: Mapping[str, Any]) -> DumpedStep:
     """Read a dump, and compute its advantages from its rewards by the code that trains.
 
-    ``settings`` is the run's config.yaml by dotted key, empty if unknown. ``estimator``, as
-    ``algorithm.advantage``, is by default the run's own; if that is a user's function, it is not
-    called, and the advantages are not known.
+    ``settings`` is the run's config.yaml by dotted key, empty if unknown. A user's estimator is not
+    called; the advantages are then not known.
 
     Raises:
         DumpError: A file is damaged, or of another version's format.
-        ValueError: The settings are another version's, or the estimator cannot be used.
+        ValueError: The settings are another version's.
         OSError: A file cannot be read.
     """
     batch = read_batch(path)
@@ -152,14 +151,11 @@ def read_step(path: Path, settings: Mapping[str, Any], estimator: str | None = N
             f"{path.parent.parent / 'config.yaml'}: rollout.staleness is not of this version; read "
             "the run with the version that wrote it"
         ) from error
-    configured = settings.get("algorithm.advantage")
-    kind, shift = estimator or configured, 0.0
-    if kind == configured:
-        shift = settings.get("algorithm.baseline_shift", 0.0)
+    kind = settings.get("algorithm.advantage")
+    shift = settings.get("algorithm.baseline_shift", 0.0)
     # Settings of a file that this version cannot use may be anything.
     is_known = type(shift) in (int, float) and abs(shift) < 1e9
-    if estimator is None:
-        is_known &= kind in ADVANTAGES and len(batch.groups[0].samples) > 1
+    is_known &= kind in ADVANTAGES and len(batch.groups[0].samples) > 1
     return DumpedStep(
         batch=batch,
         texts=texts_by_sample(path) or {},

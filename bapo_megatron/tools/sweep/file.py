@@ -2,16 +2,14 @@
 
 import itertools
 import json
-import math
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -23,7 +21,6 @@ from bapo_megatron.runtime.gpus import count_gpus
 from bapo_megatron.runtime.processes import environment_set
 from bapo_megatron.trainer.check import check_training
 
-MAX_RUNS = 10_000
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=,+-]*")
 """Name of a variant, which is also that of a directory."""
 _NOT_IN_RUN_NAMES = re.compile(r"[^A-Za-z0-9._-]")
@@ -31,7 +28,6 @@ _SWEEP_KEYS = ("name", "run_dir", "seed", "resume")
 """Keys that the sweep sets itself."""
 _NO_RESULT = {"resume", "log", "checkpoint"}
 """Sections that change no result, so that a run may be continued with others."""
-_GridValues = Annotated[tuple[bool | int | float | str, ...], Field(min_length=1)]
 
 
 class SweepConfig(Section):
@@ -43,10 +39,8 @@ class SweepConfig(Section):
     """Directory for everything that the sweep writes; runs are in ``<dir>/<variant>/seed<n>``."""
     overrides: tuple[str, ...] = ()
     """``KEY=VALUE`` for every run."""
-    variants: dict[str, tuple[str, ...]] = Field({})
+    variants: dict[str, tuple[str, ...]] = Field(min_length=1)
     """``KEY=VALUE`` overrides of each variant, by its name; all are compared with the first."""
-    grid: dict[str, _GridValues] = Field({})
-    """Values of each key, instead of ``variants``; each combination of them is a variant."""
     seeds: tuple[int, ...] = Field(min_length=1)
     """Each variant is trained once with each seed."""
     jobs: int = Field(1, ge=1)
@@ -56,47 +50,21 @@ class SweepConfig(Section):
 
     @model_validator(mode="after")
     def _can_be_run(self) -> Self:
-        if bool(self.variants) == bool(self.grid):
-            raise ValueError("variants or grid must be given, not both; correct the file")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be distinct, got {list(self.seeds)}; correct the list")
-        key = "grid" if self.grid else "variants"
-        num_variants = len(self.variants) or math.prod(map(len, self.grid.values()))
-        if num_variants * len(self.seeds) > MAX_RUNS:
-            raise ValueError(
-                f"{key} and seeds must give at most {MAX_RUNS:,} runs, got {num_variants:,} × "
-                f"{len(self.seeds):,}; leave some out"
-            )
-        names = self.by_name()
-        if len(names) < num_variants:
-            raise ValueError("grid must not have a value twice; remove one")
-        for name in names:
+        for name in self.variants:
             if not _NAME.fullmatch(name):
                 raise ValueError(
-                    f"{key} must give names of letters, digits and ._=,+- (each is a directory), "
-                    f"got '{name}'; rename it, or list variants with names instead of a grid"
+                    "variants must have names of letters, digits and ._=,+- (each is a directory), "
+                    f"got '{name}'; rename it"
                 )
-        for override in (*self.overrides, *itertools.chain(*names.values())):
+        for override in (*self.overrides, *itertools.chain(*self.variants.values())):
             if override.partition("=")[0] in _SWEEP_KEYS:
                 raise ValueError(
                     f"overrides must leave {', '.join(_SWEEP_KEYS)} to the sweep, got "
                     f"'{override}'; remove it"
                 )
         return self
-
-    def by_name(self) -> dict[str, tuple[str, ...]]:
-        """Return the overrides of each variant."""
-        if self.variants:
-            return self.variants
-        last = {key: key.rpartition(".")[2] for key in self.grid}
-        count = Counter(last.values())
-        names = {key: name if count[name] == 1 else key for key, name in last.items()}
-        variants = {}
-        for values in itertools.product(*self.grid.values()):
-            settings = list(zip(self.grid, values, strict=True))
-            name = ",".join(f"{names[key]}={value}" for key, value in settings)
-            variants[name] = tuple(f"{key}={json.dumps(value)}" for key, value in settings)
-        return variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +130,7 @@ class Sweep:
     def variants(self) -> dict[str, list[PlannedRun]]:
         """The runs of each variant, in the file's order."""
         return {
-            name: [run for run in self.runs if run.variant == name]
-            for name in self.config.by_name()
+            name: [run for run in self.runs if run.variant == name] for name in self.config.variants
         }
 
 
@@ -179,7 +146,7 @@ def load_sweep(path: Path, *, is_here: bool = True) -> Sweep:
     config = parse_section(SweepConfig, read_mapping(path), str(path))
     runs = []
     for seed in config.seeds:
-        for name, overrides in config.by_name().items():
+        for name, overrides in config.variants.items():
             with _errors_at(f"{path}: {name}/seed{seed}"):
                 runs.append(_plan(path.parent / config.config, config, name, overrides, seed))
     num_gpus = max(run.num_gpus for run in runs)

@@ -130,7 +130,7 @@ def results_json(
     reasons = {failure.run.label: failure.reason for failure in failures}
     return {
         "file": str(sweep.file),
-        "variants": {name: list(overrides) for name, overrides in sweep.config.by_name().items()},
+        "variants": {name: list(overrides) for name, overrides in sweep.config.variants.items()},
         "runs": [
             {
                 "variant": run.variant,

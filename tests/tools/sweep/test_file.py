@@ -46,22 +46,6 @@ def test_several_ranks_are_started_by_torchrun(base: Path, tmp_path: Path) -> No
     assert {run.ranks for run in sweep.runs} == {2}
 
 
-def test_a_grid_has_a_variant_per_combination(base: Path, tmp_path: Path) -> None:
-    grid = {"algorithm.objective": ["clip", "bapo"], "optimizer.lr": [1e-4, 1]}
-    sweep = load_sweep(write_sweep(tmp_path, base, variants=None, grid=grid))
-    assert list(sweep.variants) == [
-        *("objective=clip,lr=0.0001", "objective=clip,lr=1"),
-        *("objective=bapo,lr=0.0001", "objective=bapo,lr=1"),
-    ]
-    last = sweep.variants["objective=bapo,lr=1"][0].config
-    assert (last.algorithm.objective, last.optimizer.lr) == ("bapo", 1.0)
-    assert last.name == "sweep-objective-bapo-lr-1-seed0"
-    # Keys with the same last part keep their whole names.
-    same = {"eval.temperature": [0.7, 0.8], "rollout.temperature": [1.0]}
-    names = load_sweep(write_sweep(tmp_path, base, variants=None, grid=same)).variants
-    assert next(iter(names)) == "eval.temperature=0.7,rollout.temperature=1.0"
-
-
 def test_a_path_may_follow_the_seed(base: Path, tmp_path: Path) -> None:
     for seed in (0, 1):
         (tmp_path / f"data{seed}.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
@@ -78,16 +62,11 @@ def test_a_path_may_follow_the_seed(base: Path, tmp_path: Path) -> None:
         ({"seeds": []}, "'seeds' "),
         ({"seeds": [1, 1]}, r"'seeds' must be distinct, got \[1, 1\]"),
         ({"seeds": [-1]}, "grpo/seed-1: override 'seed=-1': 'seed' "),
-        ({"variants": None}, "'variants' or grid"),
-        ({"grid": {"seed": [1]}}, "'variants' or grid"),
-        ({"variants": {"a b": []}}, "'variants' must give names .*'a b'"),
-        ({"variants": {"..": []}}, "'variants' must give names"),
+        ({"variants": None}, "variants"),
+        ({"variants": {}}, "'variants' "),
+        ({"variants": {"a b": []}}, "'variants' must have names .*'a b'"),
+        ({"variants": {"..": []}}, "'variants' must have names"),
         ({"variants": {"x": ["run_dir=y"]}}, "'overrides' .*got 'run_dir=y'"),
-        (
-            {"variants": None, "grid": {"model.path": ["a/b"]}},
-            "'grid' must give names .*'path=a/b'",
-        ),
-        ({"variants": None, "grid": {"optimizer.lr": []}}, r"'grid.optimizer.lr' "),
         ({"config": "none.yaml"}, "grpo/seed0: .*none.yaml: no such file"),
         (
             {"variants": {**VARIANTS, "typo": ["rollout.temprature=1"]}},
