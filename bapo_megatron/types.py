@@ -239,6 +239,10 @@ class Group:
     samples: tuple[Sample, ...]
 
 
+AGENT_COUNTS = "agent_calls", "agent_forks", "agent_divergences"
+"""Names of what agents add to ``RolloutStats.environment_counts``."""
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
     """What the generation of one batch cost."""

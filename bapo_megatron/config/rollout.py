@@ -4,18 +4,20 @@ The *age* of a token: optimizer updates since the weights that sampled it (docs/
 """
 
 import operator
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from bapo_megatron.config.sandbox import SandboxConfig
+from bapo_megatron.config.sandbox import BubblewrapConfig, SandboxConfig
 from bapo_megatron.config.section import (
     MAX_MEMORY_MB,
     MAX_WORKERS,
     AbsolutePath,
     Section,
     built_in_or_own,
+    is_named_object,
 )
 from bapo_megatron.runtime.calls import shown_value
 
@@ -176,6 +178,20 @@ class EpisodesConfig(Section):
     reward 0; ``mask`` also leaves it out of the loss (it stays in the baseline of its group)."""
 
 
+class AgentLimitsConfig(Section):
+    """Limits of the episodes of a ``rollout.agent``; ``max_response_tokens`` is over all calls."""
+
+    max_calls: int = Field(64, ge=1)
+    """Maximum number of calls in an episode."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Time limit of an agent's own work in an episode, without its waits for turns; an agent that
+    exceeds it has failed."""
+    commands: int = Field(16, ge=1, le=MAX_WORKERS)
+    """Maximum number of commands at a time; further episodes wait."""
+    workers: int = Field(1, ge=1, le=MAX_WORKERS)
+    """Processes that run a function, each for any number of episodes at a time."""
+
+
 class PythonToolConfig(Section):
     """The environment ``python_tool``."""
 
@@ -216,6 +232,19 @@ class RolloutConfig(Section):
     """What answers the policy's turns: nothing (``single_turn``), an interpreter
     (``python_tool``), or ``package.module:Class`` (docs/extending.md)."""
     episodes: EpisodesConfig = EpisodesConfig()
+    agent: str | tuple[str, ...] | None = None
+    """Plays each episode through the OpenAI protocol (docs/agents.md): ``package.module:function``,
+    or a command, such as ``python agent.py``."""
+    agent_python: AbsolutePath | None = None
+    """Interpreter of a function outside a sandbox, 3.9 or later, with packages of its own; null:
+    this one. In a sandbox it is ``agent_sandbox.python``."""
+    agent_sandbox: BubblewrapConfig | None = BubblewrapConfig(memory_limit_mb=4096, processes=256)
+    """Where agents run (bubblewrap): without any network but the proxy, each command in a sandbox
+    of its own. Null: outside, as this user, which an agent that runs programs of the policy must
+    not."""
+    agent_sampling: Literal["refuse", "override"] = "refuse"
+    """What happens to requests whose sampling parameters are not the run's."""
+    agent_limits: AgentLimitsConfig = AgentLimitsConfig()
     tool_format: Literal["none", "hermes", "llama3"] = "none"
     """How the policy writes tool calls: ``hermes`` (Qwen2.5, Qwen3), ``llama3``; the chat template
     must render ``tools`` in the same way."""
@@ -318,7 +347,23 @@ class RolloutConfig(Section):
     @property
     def has_environment(self) -> bool:
         """Whether episodes may have several turns."""
-        return self.environment != SINGLE_TURN
+        return self.environment != SINGLE_TURN or self.agent is not None
+
+    @property
+    def environment_name(self) -> str | None:
+        """What plays with the policy, the words of a command as one text; None: nothing."""
+        if self.agent is not None:
+            return shlex.join(self.agent_command) or str(self.agent)
+        return self.environment if self.has_environment else None
+
+    @property
+    def agent_command(self) -> tuple[str, ...]:
+        """The words of an agent's command; empty without one."""
+        if isinstance(self.agent, tuple):
+            return self.agent
+        if self.agent is None or is_named_object(self.agent):
+            return ()
+        return tuple(shlex.split(self.agent))
 
     @field_validator("tools")
     @classmethod
@@ -334,10 +379,36 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _tools_have_a_format(self) -> Self:
-        if bool(self.tool_schemas) != (self.tool_format != "none"):
+        if self.agent is None and bool(self.tool_schemas) != (self.tool_format != "none"):
             raise ValueError(
                 f"tool_format must be one of {', '.join(TOOL_FORMATS[1:])} with tools, and none "
                 f"without, got {self.tool_format} and {len(self.tool_schemas)} tools; set both"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _agents_bring_their_own(self) -> Self:
+        if self.agent is None:
+            return self
+        if self.environment != SINGLE_TURN or self.tools:
+            key = "tools" if self.tools else "environment"
+            raise ValueError(
+                f"{key} must be left out with agent, got {getattr(self, key)}: the agent is the "
+                "environment, and sends its tools; leave one of them out"
+            )
+        try:
+            is_empty = not (self.agent_command or is_named_object(str(self.agent)))
+        except ValueError:  # a quote that is not closed
+            is_empty = True
+        if is_empty:
+            raise ValueError(
+                "agent must be package.module:function or a command, got "
+                f"{shown_value(self.agent)}; correct it"
+            )
+        if self.agent_sandbox is not None and self.agent_python is not None:
+            raise ValueError(
+                f"agent_python must be left out with a sandbox, got {self.agent_python}; set "
+                "agent_sandbox.python, or agent_sandbox: null"
             )
         return self
 

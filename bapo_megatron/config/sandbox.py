@@ -12,15 +12,9 @@ SANDBOXES: tuple[SandboxKind, ...] = get_args(SandboxKind)
 """Kinds of sandboxes."""
 
 
-class SandboxConfig(Section):
-    """Where programs of the policy run, and their limits."""
+class BubblewrapConfig(Section):
+    """What processes in bubblewrap's namespaces may use."""
 
-    kind: SandboxKind = "bubblewrap"
-    """``bubblewrap``: CPython in Linux namespaces. ``monty``: pydantic-monty, an interpreter of a
-    subset of Python that starts in a tenth of a millisecond, without files, standard input and most
-    modules. Neither replaces the other: where the one named here does not work, the run ends."""
-    timeout_s: float = Field(5.0, gt=0)
-    """Time limit of a program, or of a cell of several that share their variables."""
     memory_limit_mb: int = Field(512, ge=64, le=MAX_MEMORY_MB)
     """Memory limit of all processes of a program together if this user can create a cgroup;
     otherwise of each process's address space, so that together they may use ``processes`` times as
@@ -29,8 +23,6 @@ class SandboxConfig(Section):
     """Maximum number of processes and threads."""
     files_mb: int = Field(64, ge=1, le=MAX_MEMORY_MB)
     """Size of ``/tmp``, the only directory for large files; it is in memory."""
-    max_output_bytes: int = Field(1 << 20, ge=1, le=1 << 26)
-    """A program that writes more to standard output or error is ended."""
     python: AbsolutePath = Path("/usr/bin/python3")
     """The interpreter of ``bubblewrap``, 3.9 or later, below ``/usr`` or one of ``read_only``. An
     unprivileged user must be able to read it: not in a home directory."""
@@ -46,3 +38,16 @@ class SandboxConfig(Section):
                 "its directory to read_only"
             )
         return self
+
+
+class SandboxConfig(BubblewrapConfig):
+    """Where programs of the policy run, and their limits."""
+
+    kind: SandboxKind = "bubblewrap"
+    """``bubblewrap``: CPython in Linux namespaces. ``monty``: pydantic-monty, an interpreter of a
+    subset of Python that starts in a tenth of a millisecond, without files, standard input and most
+    modules. Neither replaces the other: where the one named here does not work, the run ends."""
+    timeout_s: float = Field(5.0, gt=0)
+    """Time limit of a program, or of a cell of several that share their variables."""
+    max_output_bytes: int = Field(1 << 20, ge=1, le=1 << 26)
+    """A program that writes more to standard output or error is ended."""

@@ -65,6 +65,11 @@ class Section(BaseModel):
         return self
 
 
+def is_named_object(name: str) -> bool:
+    """Return whether a value has the form ``package.module:object``."""
+    return _NAMED_OBJECT.fullmatch(name) is not None
+
+
 def built_in_or_own(
     built_in: tuple[str, ...], kind: str, remedies: Mapping[str, str] = MappingProxyType({})
 ) -> AfterValidator:
@@ -74,7 +79,7 @@ def built_in_or_own(
     """
 
     def check(name: str | None) -> str | None:
-        if name is None or name in built_in or _NAMED_OBJECT.fullmatch(name):
+        if name is None or name in built_in or is_named_object(name):
             return name
         allowed = f"{', '.join(built_in)} or package.module:{kind}"
         remedy = "correct it" if ":" in name else f"put a colon before the {kind.lower()}'s name"

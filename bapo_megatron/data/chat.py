@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import batched
@@ -18,6 +18,8 @@ from bapo_megatron.data.tools import MARKS, Mark, Message, ToolCall, calls_in, e
 from bapo_megatron.runtime.calls import decode_json
 from bapo_megatron.runtime.names import shown
 
+Tools = Sequence[Mapping[str, Any]] | None
+"""JSON schemas of tools; None: those of ``rollout``."""
 _TEXTS_PER_CALL = 1000
 _MARK = re.compile(r"<[|｜][^\s<>|｜]{1,40}[|｜]>|<start_of_turn>|\[INST\]")
 """Marks of templates: ``<|im_start|>``, ``<｜User｜>``, Gemma's, Llama 2's and Mistral's."""
@@ -89,11 +91,13 @@ class ChatRenderer:
             ValueError: The template is not valid Jinja, or does not know an argument or tools.
         """
         self._schemas = tools.tool_schemas if tools is not None else []
-        self._tool_format = tools.tool_format if tools is not None else "none"
-        if self._schemas and "tools" not in str(tokenizer.chat_template):
+        self.tool_format = tools.tool_format if tools is not None else "none"
+        """How the policy writes tool calls."""
+        self._has_agent = tools is not None and tools.agent is not None
+        if self.tool_format != "none" and "tools" not in str(tokenizer.chat_template):
             raise ValueError(
                 "rollout.tool_format: must be none with a chat template that does not mention "
-                f"tools, got {self._tool_format}; set data.chat_template to one that does"
+                f"tools, got {self.tool_format}; set data.chat_template to one that does"
             )
         self._tokenizer = tokenizer
         self._data = data
@@ -135,6 +139,17 @@ class ChatRenderer:
             ValueError: The question has a system message and ``system_prompt`` is set as well, or
                 the template refuses the conversation or renders nothing.
         """
+        text = self._render(self.messages(question))
+        if not text:
+            raise ValueError("is left out by the chat template, which renders nothing")
+        return text
+
+    def messages(self, question: str | Sequence[Message]) -> list[Message]:
+        """Return a question's conversation with the system prompt and suffix of ``data``.
+
+        Raises:
+            ValueError: The question has a system message and ``system_prompt`` is set as well.
+        """
         if isinstance(question, str):
             question = [{"role": "user", "content": question}]
         *before, last = question
@@ -143,10 +158,22 @@ class ChatRenderer:
             if messages[0]["role"] == "system":
                 raise ValueError("has a system message of its own; set data.system_prompt to ''")
             messages.insert(0, {"role": "system", "content": self._data.system_prompt})
-        text = self._render(messages)
-        if not text:
-            raise ValueError("is left out by the chat template, which renders nothing")
-        return text
+        return messages
+
+    def added_columns(self, question: str | Sequence[Message]) -> dict[str, Any]:
+        """Return what a prompt's row gets: ``messages``, its conversation, for an agent."""
+        return {"messages": self.messages(question)} if self._has_agent else {}
+
+    def conversation(self, messages: Sequence[Message], tools: Tools = None) -> tuple[int, ...]:
+        """Return the tokens of messages from the first to the assistant's next turn.
+
+        Special tokens that the messages spell out are left out. ``tools`` replace the renderer's.
+
+        Raises:
+            ValueError: The template refuses the messages.
+        """
+        [token_ids] = self.token_ids([self._render(self._plain(messages), tools=tools)])
+        return token_ids
 
     def template_mark(self, question: str | Sequence[Message]) -> str:
         """Return the first mark of a chat template, any model's, in a question; empty without one.
@@ -174,16 +201,23 @@ class ChatRenderer:
         )
         return text
 
-    def calls(self, token_ids: Sequence[int]) -> tuple[ToolCall, ...]:
+    def calls(self, token_ids: Sequence[int], tools: Tools = None) -> tuple[ToolCall, ...]:
         """Return the tool calls in a turn of the policy; none without tools."""
-        if self._tool_format == "none":
+        if self.tool_format == "none":
             return ()
-        names = [schema["function"]["name"] for schema in self._schemas]
-        return calls_in(self._tool_format, self._pieces(token_ids), names)
+        schemas = self._schemas if tools is None else tools
+        names = [schema["function"]["name"] for schema in schemas]
+        return calls_in(self.tool_format, self._pieces(token_ids), names)
+
+    def text_before_calls(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a turn with tool calls up to the first of their marks."""
+        pieces = self._pieces(token_ids)
+        first = next((n for n, piece in enumerate(pieces) if isinstance(piece, Mark)), 0)
+        return "".join(pieces[:first])
 
     def _pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Cut a turn at the marks of the tool format."""
-        marks = MARKS[self._tool_format]
+        marks = MARKS[self.tool_format]
         known = {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
         by_id = {known[mark]: Mark(mark) for mark in marks if mark in known}
         pieces: list[str] = []
@@ -202,7 +236,7 @@ class ChatRenderer:
                     pieces += [Mark(mark), part] if number else [part]
         return pieces
 
-    def continuation(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def continuation(self, messages: Sequence[Message], tools: Tools = None) -> tuple[int, ...]:
         """Return the tokens that lead from the assistant's turn through messages to its next one.
 
         They begin after the token that ends a turn, which the policy has sampled. Earlier turns are
@@ -212,10 +246,9 @@ class ChatRenderer:
         Raises:
             ValueError: The template refuses the messages, or leaves them out.
         """
-        plain = [self._without_special(self._without_tags(message)) for message in messages]
-        text = self._after_answer(plain, generation_prompt=True)
+        text = self._after_answer(self._plain(messages), generation_prompt=True, tools=tools)
         [token_ids] = self.token_ids([text.removeprefix(self._end_of_turn)])
-        if not token_ids or text == self._after_answer([], generation_prompt=True):
+        if not token_ids or text == self._after_answer([], generation_prompt=True, tools=tools):
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise ValueError(f"is left out by the chat template (role {roles})")
         return token_ids
@@ -235,7 +268,7 @@ class ChatRenderer:
         except ValueError:  # what ``text`` raises for each question, or no end at all
             return []
         known = {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
-        if self._tool_format == "llama3" and known.get(_END_OF_CALL) not in {None, *named}:
+        if self.tool_format == "llama3" and known.get(_END_OF_CALL) not in {None, *named}:
             return [
                 f"{folder}: a tool call ends with '{_END_OF_CALL}' ({known[_END_OF_CALL]}), which "
                 "is not an end token of config.json or generation_config.json, so responses go on "
@@ -265,17 +298,23 @@ class ChatRenderer:
         special = next((token for token in self._special if start.startswith(token)), "")
         return rest[: rest.find(special) + len(special)]
 
-    def _after_answer(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+    def _after_answer(
+        self, messages: Sequence[Message], *, generation_prompt: bool, tools: Tools = None
+    ) -> str:
         """The template's text after an assistant's message that these messages follow."""
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        text = self._render([*opening, *messages], generation_prompt=generation_prompt)
+        text = self._render([*opening, *messages], generation_prompt=generation_prompt, tools=tools)
         _, answer, rest = text.partition(_ANSWER)
         if not answer:
             raise ValueError("cannot be rendered: the chat template leaves out earlier turns")
         return rest
 
+    def _plain(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages that spell out neither special tokens nor, in outputs, tags of tool formats."""
+        return [self._without_special(self._without_tags(message)) for message in messages]
+
     def _without_tags(self, message: Message) -> Message:
-        is_output = self._tool_format != "none" and message["role"] in ("tool", "ipython")
+        is_output = self.tool_format != "none" and message["role"] in ("tool", "ipython")
         return {**message, "content": escaped(message["content"])} if is_output else message
 
     def _without_special(self, value: Any) -> Any:
@@ -291,17 +330,21 @@ class ChatRenderer:
             value = value.replace(special, "")
         return value
 
-    def _render(self, messages: list[Message], *, generation_prompt: bool = True) -> str:
+    def _render(
+        self, messages: list[Message], *, generation_prompt: bool = True, tools: Tools = None
+    ) -> str:
         try:
-            return self._apply(messages, generation_prompt=generation_prompt)
+            return self._apply(messages, generation_prompt=generation_prompt, tools=tools)
         except Exception as error:
             reason = str(error) if isinstance(error, jinja2.TemplateError) else shown(error)
             raise ValueError(f"is refused by the chat template ({reason})") from error
 
-    def _apply(self, messages: list[Message], *, generation_prompt: bool) -> str:
+    def _apply(
+        self, messages: list[Message], *, generation_prompt: bool, tools: Tools = None
+    ) -> str:
         text: str = self._tokenizer.apply_chat_template(
             messages,
-            tools=self._schemas or None,
+            tools=list(self._schemas if tools is None else tools) or None,
             tokenize=False,
             add_generation_prompt=generation_prompt,
             **self._arguments,

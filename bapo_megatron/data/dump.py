@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,7 +68,7 @@ OPTIONAL_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     NUMBER: (pa.int32(), lambda sample: sample.number),
     **token_columns.row_columns(),
 }
-"""``NUMBER`` is absent from files in which every sample has one sequence."""
+"""``NUMBER`` is absent where every sample has one sequence, after the prompt of its group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,13 @@ def decode_batch(encoded: EncodedBatch, vocab_size: int | None = None) -> Rollou
 def optional_names(sequences: Sequence[Sample]) -> list[str]:
     """Return which of ``OPTIONAL_COLUMNS`` a file with these sequences has."""
     names = [column.name for column in token_columns.present(sequences)]
-    return [NUMBER, *names] if any(sequence.number for sequence in sequences) else names
+    has_agents = any(sequence.number for sequence in sequences) or any(
+        first.group_id == second.group_id
+        and first.prompt is not second.prompt
+        and not np.array_equal(first.prompt.token_ids, second.prompt.token_ids)
+        for first, second in pairwise(sequences)
+    )
+    return [NUMBER, *names] if has_agents else names
 
 
 def dump_path(directory: Path, step: int) -> Path:
@@ -205,7 +211,7 @@ def _groups(all_rows: Iterable[dict[str, Any]], name: str) -> tuple[Group, ...]:
         prompt_bytes = prompt.token_ids.tobytes()
         samples: list[Sample] = []
         for row in rows:
-            is_same = row.get(NUMBER) or row["prompt_token_ids"].tobytes() == prompt_bytes
+            is_same = NUMBER in row or row["prompt_token_ids"].tobytes() == prompt_bytes
             if row["prompt_id"] != prompt.prompt_id or not is_same:
                 raise DumpError(
                     f"{name}: sample {row['index']} of group {group_id}: prompt_id and "
@@ -223,7 +229,7 @@ def _groups(all_rows: Iterable[dict[str, Any]], name: str) -> tuple[Group, ...]:
 def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
     """Return the sequence of a row of ``SAMPLE_COLUMNS``, with views of the row's arrays.
 
-    ``prompt`` is that of its group; a branch has one of its own.
+    ``prompt`` is that of its group; an agent's sequence may have one of its own.
 
     Raises:
         DumpError: The row has a value that no run writes; ``name`` is the file's.
@@ -242,7 +248,7 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         columns = token_columns.read_columns(row, len(row["behaviour_logprobs"]))
     except ValueError as error:
         raise DumpError(f"{place}: {column}: {error}; {_REMEDY}") from error
-    if number := row.get(NUMBER, 0):
+    if not np.array_equal(row["prompt_token_ids"], prompt.token_ids):  # an agent wrote its own
         prompt = replace(prompt, token_ids=row["prompt_token_ids"].copy())
     return Sample(
         group_id=row["group_id"],
@@ -257,7 +263,7 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         reward_components=reward_components,
         answer_found=row["answer_found"],
         columns=columns,
-        number=number,
+        number=row.get(NUMBER, 0),
     )
 
 

@@ -300,12 +300,14 @@ def _read(
     def render(question: str) -> str:
         """The text of a question given as JSON: each distinct one is rendered once."""
         text = renderer.text(json.loads(question))
+        added[text] = renderer.added_columns(json.loads(question))
         if mark := renderer.template_mark(json.loads(question)):
             marks[text] = mark
         return text
 
     refused, unusable = set(map(_letters, no_answers)), Counter[str]()
     marks: dict[str, str] = {}
+    added: dict[str, dict[str, Any]] = {}
     seen: set[str] = set()
     dropped: set[str] = set()
     for row in read_rows(dataset):
@@ -334,7 +336,7 @@ def _read(
         if report.duplicates_dropped and text in seen:
             columns = {}  # a gigabyte in a set that repeats its prompts
         seen.add(text)
-        yield row.prompt_id, text, answer, columns
+        yield row.prompt_id, text, answer, {**columns, **added[text]}
     report.dropped_columns = tuple(sorted(dropped))
     report.num_no_answer, report.no_answers = unusable.total(), dict(unusable.most_common(5))
 

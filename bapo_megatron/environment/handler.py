@@ -77,7 +77,7 @@ class EnvironmentHandler:
         """Return a first state, or the fields of a step."""
         if "task" in request:
             state = settled(self._environment.start(Task(**request["task"])), self._loop)
-            _check_state(state)
+            check_state(state)
             return state
         fields = request["turn"]
         calls = tuple(ToolCall(**call) for call in fields["calls"])
@@ -85,7 +85,8 @@ class EnvironmentHandler:
         return _checked_step(settled(self._environment.step(request["state"], turn), self._loop))
 
 
-def _check_state(state: Any) -> None:
+def check_state(state: Any) -> None:
+    """Raise a ``ValueError`` unless a state is a JSON value that checkpoints can hold."""
     try:
         size, depth = len(json.dumps(state, allow_nan=False)), _depth_of(state)
     except (TypeError, ValueError, RecursionError) as error:
@@ -117,7 +118,7 @@ def _checked_step(step: Any) -> list[Any]:
     """Return the fields of a step as JSON values; raise ``ValueError`` if it breaks a rule."""
     if not isinstance(step, Step):
         raise ValueError(f"step must return a Step, got {type(step).__name__}")
-    _check_state(step.state)
+    check_state(step.state)
     token_ids: Any = step.token_ids
     written = decode(
         _Written,

@@ -114,7 +114,7 @@ def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str,
         **eval_set.sampling.model_dump(mode="json", exclude={"max_prompts"}),
         "reward": comparable_reward(eval_reward(config.reward, config.eval)),
         "seed": config.seed,
-        "environment": rollout.environment if rollout.has_environment else None,
+        "environment": rollout.environment_name,
         "max_turns": rollout.episodes.max_turns if rollout.has_environment else None,
     }
 

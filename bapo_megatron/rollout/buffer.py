@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from bapo_megatron.agent.record import Record
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.routes import narrowed
 from bapo_megatron.data.staleness import response_age
@@ -74,6 +75,8 @@ class PendingSample:
     """Whether a turn has ended that the environment has not answered yet."""
     rests_at: int = _NEVER
     """Response tokens at which it rests until the next round (``rollout.partial_tokens``)."""
+    record: Record | None = None
+    """The calls of an agent's episode, until it ends."""
     graded: tuple[Response, Score] | None = None
     """The finished response and its score alone, before group functions and shaping."""
     _parts: list[Completion] = field(default_factory=list)
@@ -98,6 +101,8 @@ class PendingSample:
     @property
     def num_tokens(self) -> int:
         """Response tokens so far of all sequences, including those of the environment."""
+        if self.record is not None:
+            return self.record.num_tokens
         return self.sample.episode_tokens + sum(len(part.token_ids) for part in self._parts)
 
     @property
@@ -141,6 +146,24 @@ class PendingSample:
         sample.written = (*sample.written, span)
         self.awaits_answer = False
 
+    def finish_agent(self, reason: FinishReason, state: Any) -> None:
+        """End an agent's episode: its calls become the sample's sequences."""
+        assert self.record is not None, "agents have a record"
+        self.record.close()
+        sample, prompt, branches = self.sample, self.sample.prompt, list[Sample]()
+        for number, sequence in enumerate(self.record.sequences()):
+            branch = sample if number == 0 else replace(sample, number=number, branches=())
+            if not np.array_equal(prompt.token_ids, sequence.prompt_token_ids):
+                branch.prompt = replace(prompt, token_ids=sequence.prompt_token_ids)
+            branch.response_token_ids = sequence.response_token_ids
+            branch.behaviour_logprobs = sequence.logprobs
+            branch.versions, branch.written = sequence.versions, sequence.written
+            branch.finish_reason = reason
+            branches.append(branch)
+        sample.branches = tuple(branches[1:])
+        self.record, self.state = None, state
+        self.finish(reason)
+
     def finish(self, reason: FinishReason) -> None:
         """End the episode."""
         self.settle()
@@ -164,7 +187,8 @@ class PendingSample:
         # Arrays and spans are replaced, never modified; an environment may modify its state.
         sample = replace(self.sample, branches=tuple(map(replace, self.sample.branches)))
         state = deepcopy(self.state)
-        return replace(self, sample=sample, state=state, _parts=list(self._parts))
+        record = None if self.record is None else self.record.restarted()
+        return replace(self, sample=sample, state=state, record=record, _parts=list(self._parts))
 
     def start_again(self) -> None:
         """Discard the response; with rounds, the next round restarts it."""
@@ -463,8 +487,9 @@ class Selection:
         assert limit.max_age is not None
         assert limit.measure != "token"
         pending.settle()
-        age = response_age(pending.sample.episode_versions, version, limit.measure)
-        return age > limit.max_age
+        source = pending.record
+        spans = pending.sample.episode_versions if source is None else source.versions
+        return response_age(spans, version, limit.measure) > limit.max_age
 
 
 def merge(

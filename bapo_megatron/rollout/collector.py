@@ -23,6 +23,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bapo_megatron.agent.proxy import Proxy
+from bapo_megatron.agent.runner import AgentRunner
 from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
@@ -43,6 +45,7 @@ from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
 from bapo_megatron.rollout import messages
+from bapo_megatron.rollout.agents import Agents
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.buffer import BatchPlan
 from bapo_megatron.rollout.episodes import Grader, Interaction
@@ -161,13 +164,22 @@ class Collector:
             train_sets = load_train_sets(run.data, renderer, run.reward.refused_answers)
         log_warnings(train_sets, renderer.end_token_warnings())
         self._probe_prompts = train_sets[0].prompts[:4] if train_sets else ()
+        agents = eval_agents = None
+        if run.rollout.agent is not None:
+            proxy = Proxy()
+            self._stack.push_async_callback(proxy.close)
+            await proxy.open(has_port=run.rollout.agent_sandbox is None)
+            if request.for_training:
+                agents = await self._start_agents(proxy, renderer)
+            if run.eval.sets:  # others, so that neither waits for the other's commands
+                eval_agents = await self._start_agents(proxy, renderer)
         shaping = Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
         distillation = run.algorithm.distillation
         if request.for_training and distillation.has_engine:
             self._teacher = TeacherPool(distillation, run.rollout, renderer.vocab_size)
         sees_groups = bool(rewards.group_names)
         self._batches = BatchCollector(
-            Interaction(environment, renderer, episodes),
+            Interaction(environment, renderer, episodes, agents=agents),
             Grader(renderer, rewards, shaping, sees_groups=sees_groups, teacher=self._teacher),
             PromptMixture(train_sets, run.seed, run.data.shuffle),
             run.rollout,
@@ -180,7 +192,9 @@ class Collector:
         for overlap in find_overlaps(train_sets, [(s.name, s.prompts) for s in sets]):
             _LOG.warning("%s", overlap.warning())
         self._evaluator = Evaluator(
-            Interaction(environment, renderer, episodes),  # not shared: each counts its errors
+            Interaction(
+                environment, renderer, episodes, agents=eval_agents
+            ),  # not shared: each counts its errors
             Grader(renderer, eval_rewards),
             await self._stack.enter_async_context(votes_pool(run.reward)),
             sets,
@@ -192,6 +206,13 @@ class Collector:
         rewards = await self._stack.enter_async_context(Rewards(config))
         await rewards.start()
         return rewards
+
+    async def _start_agents(self, proxy: Proxy, renderer: ChatRenderer) -> Agents:
+        rollout, limit = self._config.rollout, self._config.data.max_prompt_tokens
+        runner = AgentRunner(rollout, proxy)
+        self._stack.push_async_callback(runner.close)
+        await runner.open()
+        return Agents(runner, proxy, renderer, rollout, limit)
 
     def _start_servers(self, request: messages.Open) -> None:
         self._backend = load_kind(self._config.rollout.engine).open(

@@ -20,20 +20,29 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from bapo_megatron.agent.proxy import Session
+from bapo_megatron.agent.record import Call, Record
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.data.chat import ChatRenderer
-from bapo_megatron.engine.base import Completion, GenerateRequest, SamplingSettings
+from bapo_megatron.engine.base import (
+    Completion,
+    GenerateRequest,
+    SamplingSettings,
+    sample_seed,
+)
 from bapo_megatron.environment.base import Environment, EnvironmentFailedError, Step, Task, Turn
 from bapo_megatron.reward.base import Response, SampleFacts, Score
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import ShapedReward, Shaping
+from bapo_megatron.rollout.agents import Agents
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scoring import TeacherPool
-from bapo_megatron.types import FinishReason, Sample
+from bapo_megatron.types import AGENT_COUNTS, FinishReason, Sample
 
 BURST = 16
 """Decode steps between two decisions. Responses that end within a burst are graded and replaced
@@ -56,7 +65,9 @@ class Interaction:
     errors: Counter[str] = field(default_factory=Counter)
     """Episodes that ended because the environment failed, by kind."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Sums of ``Step.counts``."""
+    """Sums of ``Step.counts``, and counts of agents."""
+    agents: Agents | None = None
+    """Plays episodes instead of the environment."""
 
     async def respond(self, pending: PendingSample, sampling: SamplingSettings) -> None:
         """Begin an episode, or answer the turn that has ended; change the sample only at the end.
@@ -83,12 +94,26 @@ class Interaction:
             else:
                 await self._answer(pending, sampling.max_new_tokens)
         except EnvironmentFailedError as error:
-            if self.config.on_error == "raise":
-                raise
-            if not self.errors[error.kind]:
-                _LOG.warning("%s; the episode ends and is counted, as later ones will be", error)
-            self.errors[error.kind] += 1
+            self.count_failure(error)
             pending.finish(FinishReason.ENVIRONMENT)
+
+    def count_failure(self, error: EnvironmentFailedError) -> None:
+        """Count an episode that ends because its environment failed; raise if it ends the run."""
+        if self.config.on_error == "raise":
+            raise error
+        if not self.errors[error.kind]:
+            _LOG.warning("%s; the episode ends and is counted, as later ones will be", error)
+        self.errors[error.kind] += 1
+
+    def finish_agent(self, pending: PendingSample, reason: FinishReason, state: Any) -> None:
+        """End an agent's episode, and count what it did."""
+        record = pending.record
+        assert record is not None, "agents have a record"
+        pending.finish_agent(reason, state)
+        num_forks = sum(call.is_fork for call in record.calls)
+        counts = len(record.calls), num_forks, record.num_divergences
+        for name, count in zip(AGENT_COUNTS, counts, strict=True):
+            self.counts[name] += float(count)  # type: ignore[assignment]  # as after a resume
 
     async def _answer(self, pending: PendingSample, max_response_tokens: int) -> None:
         pending.settle()
@@ -231,6 +256,15 @@ def _storable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+class _Segment(NamedTuple):
+    """What a task has, or will have, in the engine."""
+
+    owner: asyncio.Task[None]
+    """The episode's task: itself, unless an agent makes calls."""
+    leaves: Callable[[], bool]
+    """Whether it is about to leave the engine."""
+
+
 @dataclass(eq=False)
 class Episodes:
     """The tasks of samples in progress, and their counters.
@@ -257,10 +291,16 @@ class Episodes:
     resumed_samples: int = 0
     """Requests so far that resumed a turn."""
     _tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
-    _sampling: dict[asyncio.Task[None], PendingSample] = field(default_factory=dict)
-    """Tasks whose policy has the turn."""
+    _sampling: dict[asyncio.Task[Any], _Segment] = field(default_factory=dict)
+    """Tasks, and calls of agents, whose policy has the turn."""
     _asking: set[asyncio.Task[None]] = field(default_factory=set)
-    """Tasks that wait for their environment."""
+    """Tasks that wait for their environment, or whose agent works."""
+    _held: set[asyncio.Task[None]] = field(default_factory=set)
+    """Tasks whose agent waits for a turn that is not sampled at present."""
+    _queued: set[asyncio.Task[None]] = field(default_factory=set)
+    """Tasks whose agent waits for others to end."""
+    _advanced: asyncio.Event = field(default_factory=asyncio.Event)
+    """Wakes calls that are held."""
     _failure: BaseException | None = None
 
     def advance(self, groups: Iterable[PendingGroup]) -> None:
@@ -268,6 +308,10 @@ class Episodes:
         if not self.is_running:
             self.pool.reopen()
             self.is_running = True
+        self._asking |= self._held  # until each call has looked whether it goes on
+        self._held.clear()
+        self._advanced.set()
+        self._advanced.clear()
         for group in groups:
             for pending in group.samples:
                 key = (group.group_id, pending.sample.index)
@@ -275,12 +319,14 @@ class Episodes:
                 if is_idle or (key in self._tasks and not self._tasks[key].done()):
                     continue
                 self._tasks[key] = task = asyncio.create_task(self._run_episode(pending, group))
-                if not pending.is_finished:
-                    self._sampling[task] = pending
+                if not pending.is_finished and self.interaction.agents is not None:
+                    self._asking.add(task)
+                elif not pending.is_finished:
+                    self._sampling[task] = _segment_of(task, pending)
                 task.add_done_callback(functools.partial(self._end, key))
 
     async def stop(self) -> None:
-        """Abort every request; samples keep their tokens. Environments and graders continue."""
+        """Abort every request; samples keep their tokens. Agents and graders continue."""
         if not self.is_running:
             return
         self.is_running = False
@@ -347,13 +393,11 @@ class Episodes:
         self.raise_failure()
         if self._asking or len(self._sampling) != self.pool.num_in_flight:
             return False
-        if any(
-            pending.is_finished or pending.awaits_answer or pending.is_resting
-            for pending in self._sampling.values()
-        ):
+        if any(segment.leaves() for segment in self._sampling.values()):
             return False
-        wanted = set(self._tasks.values())
-        return self._sampling.keys() == wanted if scored else self._sampling.keys() <= wanted
+        owners = {segment.owner for segment in self._sampling.values()}
+        wanted = set(self._tasks.values()) - ((self._held | self._queued) - owners)
+        return owners == wanted if scored else owners <= wanted
 
     async def _wait_for_news(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -362,6 +406,8 @@ class Episodes:
 
     def _end(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
         self._sampling.pop(task, None)
+        for tasks in (self._asking, self._held, self._queued):
+            tasks.discard(task)
         if self._tasks.get(key) is task:
             del self._tasks[key]
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -372,6 +418,8 @@ class Episodes:
         """Run turns until the episode ends, rests or is aborted; score it if it has ended."""
         task, request, had_ended = asyncio.current_task(), self.plan(pending), pending.is_finished
         assert task is not None
+        if self.interaction.agents is not None and not had_ended:
+            await self._run_agent(task, pending, request, self.interaction.agents)
         while not pending.is_finished:
             if pending.awaits_answer or not pending.has_begun:
                 await self._ask_environment(task, pending, request.sampling)
@@ -397,8 +445,112 @@ class Episodes:
         finally:
             self._asking.discard(task)
         if self.is_running and not pending.is_finished:
-            self._sampling[task] = pending
+            self._sampling[task] = _segment_of(task, pending)
         self.news.set()
+
+    async def _run_agent(
+        self,
+        task: asyncio.Task[None],
+        pending: PendingSample,
+        request: GenerateRequest,
+        agents: Agents,
+    ) -> None:
+        """Run an episode's agent, from its task, to its end; calls of earlier runs are recorded."""
+        earlier = pending.record or Record()
+        pending.record = record = earlier.restarted()
+        num_calls = 0
+
+        async def sample(call: Call) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            try:
+                await self._sample_call(task, pending, call, request)
+            finally:
+                num_calls -= 1
+                self._held.discard(task)
+                if not num_calls:
+                    self._asking.add(task)
+                self.news.set()
+
+        assert request.sampling.seed is not None, "episodes have a seed"
+        is_serial = self.pool.stepper is not None
+        session = agents.session(record, request.sampling, sample, is_serial=is_serial)
+        queue, state = _AgentQueue(self, task, session), None
+        try:
+            reason, state = await agents.play(session, pending.prompt, request.sampling.seed, queue)
+        except EnvironmentFailedError as error:
+            self.interaction.count_failure(error)
+            reason = FinishReason.ENVIRONMENT
+        finally:
+            for tasks in (self._asking, self._held, self._queued):
+                tasks.discard(task)
+        self.interaction.finish_agent(pending, reason, state)
+
+    async def _sample_call(
+        self,
+        task: asyncio.Task[None],
+        pending: PendingSample,
+        call: Call,
+        request: GenerateRequest,
+    ) -> None:
+        """Sample an agent's call to its end, in as many requests as that takes."""
+        here = asyncio.current_task()
+        assert here is not None
+
+        def leaves() -> bool:
+            return call.is_finished or pending.is_resting
+
+        while not call.is_finished:
+            self._asking.discard(task)
+            if not self.is_running or pending.is_resting:
+                self._held.add(task)
+                self.news.set()
+                await self._advanced.wait()
+                continue
+            self._sampling[here] = _Segment(task, leaves)
+            self.news.set()
+            try:
+                await self._request_call(pending, call, request)
+            finally:
+                del self._sampling[here]
+
+    async def _request_call(
+        self, pending: PendingSample, call: Call, request: GenerateRequest
+    ) -> None:
+        """Continue an agent's call until it ends, rests or is aborted."""
+        prompt, index, is_resumed = (
+            call.prompt().tolist(),
+            pending.sample.index,
+            len(call.token_ids),
+        )
+        seed = sample_seed(request.sampling.seed or 0, call.name)
+
+        def plan() -> GenerateRequest | None:
+            num_tokens = len(call.token_ids)
+            remaining = min(call.max_tokens - num_tokens, pending.rests_at - pending.num_tokens)
+            if call.is_finished or remaining <= 0:
+                return None
+            return replace(
+                request,
+                input_ids=[*prompt, *call.token_ids.tolist()],
+                sampling=replace(request.sampling, max_new_tokens=remaining, seed=seed),
+                sampled_tokens=num_tokens,
+            )
+
+        def take(part: Completion) -> None:
+            if call.is_finished and not len(part.token_ids):
+                return  # its server was lost between the last token and the finish reason
+            num_tokens, reason = len(call.token_ids) + len(part.token_ids), part.finish_reason
+            if reason is FinishReason.LENGTH and num_tokens < call.max_tokens:
+                reason = FinishReason.ABORT  # the limit of a round
+            call.append(part.token_ids, part.logprobs, part.versions, reason)
+            self.generated_tokens += len(part.token_ids)
+
+        # What shares a prefix is an episode, not a group; evaluations stay negative.
+        group_id = pending.sample.group_id
+        affinity = (group_id << 20) + (index if group_id >= 0 else -index)
+        was_sent = await self.pool.generate(plan, take, affinity)
+        self.resumed_samples += bool(is_resumed) and was_sent
 
     async def _sample(self, pending: PendingSample, request: GenerateRequest) -> bool:
         """Continue the policy's turn; return whether it has ended."""
@@ -430,3 +582,28 @@ class Episodes:
         was_sent = await self.pool.generate(plan, take, pending.sample.group_id)
         self.resumed_samples += is_resumed and was_sent
         return pending.is_finished or pending.awaits_answer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _AgentQueue:
+    """Keeps the books of an agent that may have to wait for others (``agent.runner.Queue``)."""
+
+    episodes: Episodes
+    task: asyncio.Task[None]
+    session: Session
+
+    def enter(self) -> None:
+        self.episodes._asking.discard(self.task)
+        self.episodes._queued.add(self.task)
+        self.episodes.news.set()
+
+    def leave(self) -> None:
+        self.episodes._queued.discard(self.task)
+        self.episodes._asking.add(self.task)
+        self.session.begin()
+
+
+def _segment_of(task: asyncio.Task[None], pending: PendingSample) -> _Segment:
+    return _Segment(
+        task, lambda: pending.is_finished or pending.awaits_answer or pending.is_resting
+    )

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
+from bapo_megatron.agent.record import Record, SavedRecord
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.columns import DumpError, RowFile
 from bapo_megatron.data.dump import (
@@ -61,7 +62,8 @@ class RolloutState:
 def settings_of(config: RolloutConfig) -> dict[str, Any]:
     """Return the settings that must not change for saved samples to continue."""
     names = ("fixed_lag", "partial_tokens", "environment", "samples_per_group")
-    return {name: getattr(config, name) for name in names}
+    agent = {} if config.agent is None else {"agent": config.environment_name}
+    return {name: getattr(config, name) for name in names} | agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +144,16 @@ _ROUTES: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     "routed_tokens": (pa.int32(), lambda sample: len(_routes_of(sample))),
 }
 """``Sample.routes``, and its number of rows; 0 if there are none."""
-_OPTIONAL = {
+_RECORD = "record"
+"""``PendingSample.record`` as JSON."""
+_GROUP_PROMPT = "group_prompt_token_ids"
+"""The prompt of the data set, where sequences have others."""
+_OPTIONAL: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     name: (kind, _of_sequence(value))
     for name, (kind, value) in (OPTIONAL_COLUMNS | _ROUTES).items()
 }
+_OPTIONAL[_GROUP_PROMPT] = pa.list_(pa.int32()), attrgetter("pending.prompt.token_ids")
+_OPTIONAL[_RECORD] = pa.large_string(), lambda row: _record_of(row.pending)
 _FILE = RowFile("rollout buffer", _REMEDY, FORMAT, _COLUMNS, _Metadata, optional=_OPTIONAL)
 
 
@@ -170,6 +178,8 @@ def write_saved(path: Path, saved: SavedRollout) -> None:
     sequences = [sequence for pending in waiting for sequence in pending.sample.sequences]
     names = optional_names(sequences)
     names += _ROUTES if any(sequence.routes is not None for sequence in sequences) else []
+    names += [_GROUP_PROMPT] if any(map(_has_own_prompt, waiting)) else []
+    names += [_RECORD] if any(pending.record is not None for pending in waiting) else []
     with naming(path), path.open("wb") as stream:
         _FILE.write(stream, batched(_rows(buffer), _CHUNK_SAMPLES), about, names)
         stream.flush()
@@ -215,7 +225,7 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
     first = rows[0]
     prompt = Prompt(
         first["prompt_id"],
-        tuple(first["prompt_token_ids"].tolist()),
+        tuple(first.get(_GROUP_PROMPT, first["prompt_token_ids"]).tolist()),
         first["answer"],
         first["prompt_text"],
         first["source"],
@@ -234,6 +244,7 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
         # In the file an unscored sample has defaults, for fewer tokens than it may get.
         sample.columns = columns if pending.is_scored else {}
         sample.routes = _read_routes(row, name)
+        pending.record = _read_record(row, name)
         if sample.number and samples:
             samples[-1].sample.branches += (sample,)
         else:
@@ -241,6 +252,25 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
     for pending in samples:
         check_sequences(pending.sample, name)
     return PendingGroup(group_id, samples, first["carries"])
+
+
+def _has_own_prompt(pending: PendingSample) -> bool:
+    return not np.array_equal(pending.sample.prompt.token_ids, pending.prompt.token_ids)
+
+
+def _record_of(pending: PendingSample) -> str:
+    return "null" if pending.record is None else json.dumps(asdict(pending.record.to_saved()))
+
+
+def _read_record(row: dict[str, Any], name: str) -> Record | None:
+    if _RECORD not in row:
+        return None
+    saved = _read_json(row, _RECORD, SavedRecord | None, name)
+    try:
+        return None if saved is None else Record.from_saved(saved)
+    except ValueError as error:
+        place = f"sample {row['index']} of group {row['group_id']}"
+        raise DumpError(f"{name}: {place}: {_RECORD}: {error}; {_REMEDY}") from error
 
 
 def _routes_of(sample: Sample) -> np.ndarray:

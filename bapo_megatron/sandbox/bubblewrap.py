@@ -113,8 +113,8 @@ def _lock(number: int) -> socket.socket | None:
 class BubblewrapSandbox:
     """See ``base.Sandbox``."""
 
-    def __init__(self, config: SandboxConfig) -> None:
-        """Find bubblewrap; nothing is started.
+    def __init__(self, config: SandboxConfig, *, allows_loopback: bool = False) -> None:
+        """Find bubblewrap; nothing is started. See ``seccomp_filter`` for ``allows_loopback``.
 
         Raises:
             SandboxError: It is not installed, or this machine's architecture is not supported.
@@ -127,7 +127,7 @@ class BubblewrapSandbox:
                 "(Debian: apt-get install bubblewrap)"
             )
         try:
-            self._filter = seccomp_filter()
+            self._filter = seccomp_filter(allows_loopback=allows_loopback)
         except ValueError as error:
             raise SandboxError(str(error)) from error
         # Orphans of bubblewrap come to this process, since process 1 of a container may reap none.
@@ -168,6 +168,20 @@ class BubblewrapSandbox:
         session = _BubblewrapSession(self._config, self._start, self._sessions.discard)
         self._sessions.add(session)
         return session
+
+    def start(self, program: str) -> SandboxedProgram:
+        """Start a program in a sandbox of its own; the caller feeds, reads and closes it.
+
+        Raises:
+            SandboxError: It does not start.
+        """
+        slot = _Slot(self._config)
+        try:
+            process = self._start(slot, "program", cpu_s=None, stderr=None)
+        except BaseException:
+            slot.release()
+            raise
+        return SandboxedProgram(process, slot, _frame(program))
 
     def describe(self) -> str:
         """See ``base.Sandbox.describe``."""
@@ -212,7 +226,9 @@ class BubblewrapSandbox:
             self._prepared = code, path
         return self._prepared
 
-    def _start(self, slot: _Slot, kind: str, cpu_s: int | None) -> _Process:
+    def _start(
+        self, slot: _Slot, kind: str, cpu_s: int | None, stderr: int | None = subprocess.PIPE
+    ) -> _Process:
         config = self._config
         limits = {
             "RLIMIT_AS": config.memory_limit_mb << 20,
@@ -226,7 +242,7 @@ class BubblewrapSandbox:
         text = ",".join(f"{name}={value}" for name, value in limits.items())
         code, path = self._prepare(slot)
         program = [str(config.python), "-s", "-S", "-c", _START, code, kind, text, path]
-        return _Process(self._command, program, self._filter, slot)
+        return _Process(self._command, program, self._filter, slot, stderr)
 
 
 def _outcome(process: _Process, content: bytes, timeout_s: float, max_output_bytes: int) -> Outcome:
@@ -322,10 +338,34 @@ class _BubblewrapSession:
             self._on_close(self)
 
 
+class SandboxedProgram:
+    """A program that runs until it is closed; its standard error is this process's."""
+
+    def __init__(self, process: _Process, slot: _Slot, frame: bytes) -> None:
+        """Send the program, which is shorter than what a pipe holds."""
+        self._process, self._slot = process, slot
+        assert process.process.stdin is not None
+        assert process.process.stdout is not None
+        self.stdin, self.stdout = process.process.stdin, process.process.stdout
+        self.stdin.write(frame)
+
+    def close(self) -> None:
+        """Kill every process of the sandbox."""
+        self._process.close()
+        self._slot.release()
+
+
 class _Process:
     """A running sandbox, which waits for its first frame."""
 
-    def __init__(self, command: list[str], program: list[str], seccomp: bytes, slot: _Slot) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        program: list[str],
+        seccomp: bytes,
+        slot: _Slot,
+        stderr: int | None = subprocess.PIPE,
+    ) -> None:
         self._cgroup = slot.cgroup
         self._num_killed = 0 if slot.cgroup is None else slot.cgroup.num_killed()
         self._init: int | None = None
@@ -348,7 +388,7 @@ class _Process:
                 bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=stderr,
                 cwd="/",
                 env={},  # /proc/1/environ of the sandbox
                 pass_fds=(status_end, block_end, filter_end),
@@ -402,9 +442,9 @@ class _Process:
         if not self._kill_init():
             self.process.kill()
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert stream is not None
-            with contextlib.suppress(OSError):
-                stream.close()
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
         self.process.wait()
         if self._init is not None:
             # The monitor may leave init, which ends last of its namespace, to the next reaper.
@@ -429,7 +469,8 @@ class _Process:
     def _error(self) -> str:
         self.process.kill()
         self._kill_init()  # it has standard error too
-        assert self.process.stderr is not None
+        if self.process.stderr is None:
+            return "it says why above"
         lines = self.process.stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it was killed"
 

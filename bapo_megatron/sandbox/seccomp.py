@@ -6,7 +6,7 @@ architecture (4), arguments (from 16, 8 bytes each). It refuses
 - what reaches beyond the sandbox's own processes and files, or is rarely used and often broken;
 - memory that neither rlimits nor the sizes of file systems bound: memfd, System V and message
   queues;
-- new namespaces, and sockets other than Unix ones;
+- new namespaces, and sockets other than Unix ones and, for agents, IPv4 on their loopback;
 - calls newer than ``_NEWEST``, which nobody has judged, and those of other architectures (x32).
 
 Numbers: Linux 6.x, ``asm/unistd_64.h`` of x86-64 and ``asm-generic/unistd.h``, which is AArch64's.
@@ -84,7 +84,7 @@ _CLONE, _SOCKET = (56, 220), (41, 198)
 _CLONE3 = 435
 """Its flags lie in memory, which a filter cannot read; without it libc calls ``clone``."""
 _NEWEST = 451
-_AF_UNIX = 1
+_AF_UNIX, _AF_INET = 1, 2
 _NEW_NAMESPACES = 0x7E020080
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET, NEWTIME."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -105,8 +105,10 @@ class _Line(NamedTuple):
     name: str = ""
 
 
-def seccomp_filter(machine: str = platform.machine()) -> bytes:
+def seccomp_filter(machine: str = platform.machine(), *, allows_loopback: bool = False) -> bytes:
     """Return the filter for bubblewrap's ``--seccomp``: an array of ``struct sock_filter``.
+
+    ``allows_loopback``: also IPv4, which leads nowhere else in a network namespace of its own.
 
     Raises:
         ValueError: The tables have no numbers for this machine.
@@ -137,7 +139,13 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
         _Line(_LOAD, _ARGUMENT, name="clone"),
         _Line(_ANY_BIT, _NEW_NAMESPACES, if_true="refuse", if_false="allow"),
         _Line(_LOAD, _ARGUMENT, name="socket"),
-        _Line(_EQUAL, _AF_UNIX, if_true="allow", if_false="family"),
+        _Line(_EQUAL, _AF_UNIX, if_true="allow"),
+        _Line(
+            _EQUAL,
+            _AF_INET if allows_loopback else _AF_UNIX,
+            if_true="allow",
+            if_false="family",
+        ),
         *(_Line(_RETURN, value, name=name) for name, value in ends.items()),
     ]
     places = {line.name: number for number, line in enumerate(lines) if line.name}

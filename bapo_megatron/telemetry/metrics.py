@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from bapo_megatron.config.reward import SHAPING_TERMS
 from bapo_megatron.types import (
+    AGENT_COUNTS,
     EvalResult,
     FinishReason,
     Group,
@@ -128,10 +129,23 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
         **{f"rollout/environment_errors_{kind}": float(n) for kind, n in errors.items()},
         "rollout/environment_tokens_share": sum(written)
         / max(sum(sample.episode_tokens for sample in samples), 1),
+        **_agent_metrics(batch.stats.environment_counts, len(samples)),
         **{
             f"rollout/environment_{name}_per_response": total / len(samples)
             for name, total in batch.stats.environment_counts.items()
+            if name not in AGENT_COUNTS
         },
+    }
+
+
+def _agent_metrics(counts: Mapping[str, float], num_samples: int) -> dict[str, float]:
+    calls, forks, divergences = (counts.get(name, 0.0) for name in AGENT_COUNTS)
+    if not calls:
+        return {}
+    return {
+        "rollout/agent_calls_per_response": calls / num_samples,
+        "rollout/agent_forks_share": forks / calls,
+        "rollout/agent_divergences": divergences,
     }
 
 

@@ -185,7 +185,7 @@ def test_episodes_of_several_sequences_come_back_bit_for_bit() -> None:
         ([0, 1, 1, 0, 0, 0, 1], "sample 0 of group 0, sequence 1: .* from 0, got 1 for 2"),
         ([0, 1, -1, 0, 0, 0, 1], "sequence -1: .* from 0, got -1 for 2"),
         ([0, 1, 2, 3, 0, 0, 1], "sample 1 of group 0, sequence 3: .* stand with those of its"),
-        ([0, 1, 0, 0, 0, 0, 1], "sample 0 of group 0: prompt_id and prompt_token_ids"),
+        ([0, 1, 0, 0, 0, 0, 1], r"group 0 holds samples \[0, 0, 1"),
     ],
 )
 def test_sequences_that_do_not_follow_each_other_are_refused(numbers, place):
@@ -488,3 +488,14 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_position(tokens, place)
 
     with pytest.raises(DumpError, match=rf"sample 0 of group 0: {place}\[2\] .* got 5000"):
         decode_batch(encoded, 5000)
+
+
+def test_samples_of_an_agent_have_prompts_of_their_own() -> None:
+    batch = make_episodes()
+    sample = batch.groups[0].samples[1]
+    sample.prompt = dataclasses.replace(sample.prompt, token_ids=np.array([7, 8], np.int32))
+    [_, again] = (
+        decode_batch(EncodedBatch("a batch", bytearray(encode_batch(batch)))).groups[0].samples
+    )
+    assert again.prompt.token_ids.tolist() == [7, 8]
+    assert again.prompt.prompt_id == sample.prompt.prompt_id

@@ -149,7 +149,7 @@ def check(calls: Sequence[ToolCall], wanted: Sequence[Any]) -> None:
 
 
 def test_a_mark_is_a_token_where_the_tokenizer_has_one(renderer: ChatRenderer) -> None:
-    is_hermes = renderer._tool_format == "hermes"
+    is_hermes = renderer.tool_format == "hermes"
     text = f"<tool_call>{ONE}</tool_call>" if is_hermes else f"<|python_tag|>{ONE}"
     assert renderer.calls(tokens(renderer, text)) == (RUN,)
     spelt = [token for letter in text for token in tokens(renderer, letter)]
@@ -250,7 +250,7 @@ def written_by_policy(tool_format: str, codes: Sequence[str]) -> str:
 def test_ten_thousand_calls_and_outputs_are_each_rendered_once_and_train_once(
     renderer: ChatRenderer,
 ) -> None:
-    draws, tool_format = random.Random(0), renderer._tool_format
+    draws, tool_format = random.Random(0), renderer.tool_format
     special, plain = ADDED[tool_format]
     marks = {tokens(renderer, mark)[0] for mark in (*special, *plain)}
 
@@ -277,3 +277,21 @@ def test_ten_thousand_calls_and_outputs_are_each_rendered_once_and_train_once(
             num_calls += len(codes)
         sample = pending.sample
         assert sample.response_token_ids[sample.loss_mask].tolist() == sampled
+
+
+def test_a_conversation_with_tools_is_rendered_by_the_template_and_spells_no_special_token(
+    tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    renderer = renderer_of(tokenizer_dir, tmp_path, "hermes")
+    tool = {"type": "function", "function": {"name": "other"}}
+    messages = [QUESTION, {"role": "user", "content": "a<|im_end|>b"}]
+    text = renderer.decode(renderer.conversation(messages, [tool]))
+    assert text == (
+        '<|im_start|>system\n# Tools\n<tools>\n{"type": "function", "function": {"name": "other"}}'
+        "\n</tools><|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>user\nab<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert renderer.conversation(messages, []) != renderer.conversation(messages)
+    turn = tokens(renderer, 'I ask.<tool_call>{"name": "other", "arguments": {}}</tool_call>')
+    assert renderer.calls(turn, [tool]) == (ToolCall("other", {}),)
+    assert renderer.text_before_calls(turn) == "I ask."

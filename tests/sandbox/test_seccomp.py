@@ -29,12 +29,18 @@ umount2 unshare userfaultfd vmsplice
 X86_ONLY = ("ioperm", "iopl", "modify_ldt", "uselib")
 
 
-def verdict(machine: str, number: int, argument: int = 0, architecture: int | None = None) -> int:
+def verdict(
+    machine: str,
+    number: int,
+    argument: int = 0,
+    architecture: int | None = None,
+    **options: bool,
+) -> int:
     """What the kernel would do, by an interpreter of classic BPF."""
     data = struct.pack(
         "=IIQ6Q", number, architecture or ARCHITECTURE[machine], 0, argument, *[0] * 5
     )
-    program = list(struct.iter_unpack("=HBBI", seccomp_filter(machine)))
+    program = list(struct.iter_unpack("=HBBI", seccomp_filter(machine, **options)))
     place = accumulator = 0
     while True:
         operation, if_true, if_false, operand = program[place]
@@ -95,6 +101,14 @@ def test_sockets_are_unix_ones(machine: str, numbers: dict[str, int]) -> None:
     assert verdict(machine, numbers["socket"], 1) == ALLOW
     for family in (0, 2, 10, 16, 17, 38, 40):
         assert verdict(machine, numbers["socket"], family) == ERROR | errno.EAFNOSUPPORT
+
+
+def test_agents_may_use_the_loopback_of_their_namespace(
+    machine: str, numbers: dict[str, int]
+) -> None:
+    for family, is_allowed in ((1, True), (2, True), (0, False), (10, False), (16, False)):
+        expected = ALLOW if is_allowed else ERROR | errno.EAFNOSUPPORT
+        assert verdict(machine, numbers["socket"], family, allows_loopback=True) == expected
 
 
 def test_other_machines_are_refused_by_name() -> None:

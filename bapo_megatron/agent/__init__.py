@@ -1,0 +1,1 @@
+"""Agents: programs that speak the OpenAI protocol, their calls recorded token for token."""

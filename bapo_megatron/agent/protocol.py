@@ -1,0 +1,403 @@
+"""The OpenAI protocol: requests of chat completions and responses, and their answers.
+
+Both are one conversation in and one turn out. What a request says about sampling is the run's to
+decide: values that change nothing are taken, others are refused, or ignored if the run overrides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bapo_megatron.agent.record import Call, Conversation, checked_messages
+from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.data.tools import Message
+from bapo_megatron.runtime.calls import dotted, rule_of, shown_value
+from bapo_megatron.types import FinishReason
+
+MODEL = "policy"
+"""The name of the model; requests may name any."""
+_IGNORED = frozenset(
+    (
+        *("user", "metadata", "store", "seed", "service_tier", "safety_identifier", "verbosity"),
+        *("prompt_cache_key", "prompt_cache_retention", "reasoning", "reasoning_effort"),
+        *("include", "truncation", "background", "stream_options", "model"),
+    )
+)
+"""Fields that do not change what is sampled, or that only ask."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "stop": ([], ""),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "text": ({"format": {"type": "text"}}, {}),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "max_tool_calls": (),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+}
+"""Values besides null that leave the distribution as it is."""
+_NEVER = ("previous_response_id", "conversation", "prompt")
+"""Fields that cannot be overridden either, because the conversation would be another one."""
+
+
+class RefusalError(Exception):
+    """A request that gets no turn, with the protocol's error as its one answer."""
+
+    def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status = status
+        self.content = {
+            "error": {
+                "message": message,
+                "type": "invalid_request_error",
+                "param": None,
+                "code": code,
+            }
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRules:
+    """What requests may say about sampling."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = -1
+    overrides: bool = False
+    """Ignore other values instead of refusing them (``rollout.agent_sampling: override``)."""
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """Refuse fields that would change the distribution."""
+        ours = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        for name, value in fields.items():
+            if name in _IGNORED or value is None:
+                continue
+            if name == "n" and value != 1:
+                raise RefusalError(
+                    f"n: must be 1, got {shown_value(value)}: every call is one turn of the "
+                    "policy; make several calls"
+                )
+            accepted = (ours[name],) if name in ours else _NEUTRAL.get(name, ())
+            if name == "n" or value in accepted or (self.overrides and name not in _NEVER):
+                continue
+            rule = f"must be {shown_value(accepted[0])}" if accepted else "must be left out"
+            remedy = (
+                "send the whole conversation"
+                if name in _NEVER
+                else ("leave it out, or set rollout.agent_sampling=override to ignore such values")
+            )
+            raise RefusalError(f"{name}: {rule}, got {shown_value(value)}; {remedy}")
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    stream: bool | None = None
+    n: int | None = None
+
+    @classmethod
+    def read(cls, content: bytes) -> Self:
+        """Read a body; a ``RefusalError`` names the first field that does not fit."""
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            details = error.errors()[0]
+            if details["type"] == "json_invalid":
+                raise RefusalError(f"the body must be JSON: {details['msg']}") from error
+            place = dotted(details["loc"])
+            raise RefusalError(
+                f"{place}: {rule_of(details)}, got {shown_value(details['input'])}"
+            ) from error
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields that the run decides on."""
+        return {"n": self.n, **(self.model_extra or {})}
+
+
+class _Function(BaseModel):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def schema_of(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude_none=True)}
+
+
+class _ChatTool(BaseModel):
+    type: Literal["function"]
+    function: _Function
+
+
+class _ResponsesTool(_Function):
+    type: Literal["function"]
+
+    def schema_of(self) -> dict[str, Any]:
+        function = self.model_dump(exclude_none=True, exclude={"type"})
+        return {"type": "function", "function": function}
+
+
+class ChatRequest(_Request):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[_ChatTool] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of the turn."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def conversation(self) -> Conversation:
+        """Return messages and tools; ``RefusalError`` for messages of another form."""
+        tools = [tool.function.schema_of() for tool in self.tools or ()]
+        return Conversation(_checked(self.messages), tools)
+
+
+class ResponsesRequest(_Request):
+    """``POST /v1/responses``."""
+
+    input: str | list[dict[str, Any]] = Field(min_length=1)
+    instructions: str | None = None
+    tools: list[_ResponsesTool] | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of the turn."""
+        return self.max_output_tokens
+
+    def conversation(self) -> Conversation:
+        """Return messages and tools; ``RefusalError`` for items that no message can hold."""
+        items = self.input
+        if isinstance(items, str):
+            items = [{"role": "user", "content": items}]
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        for item in items:
+            _add_item(messages, item)
+        return Conversation(_checked(messages), [tool.schema_of() for tool in self.tools or ()])
+
+
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append({"role": item.get("role"), "content": _text_parts(item.get("content"))})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = _text_parts(item.get("output"))
+        messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
+    elif kind != "reasoning":
+        raise RefusalError(
+            f"input: must hold messages, function calls and their outputs, got {shown_value(kind)}"
+        )
+
+
+def _text_parts(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    kinds = ("input_text", "output_text", "text")
+    return [
+        {**part, "type": "text"} if isinstance(part, dict) and part.get("type") in kinds else part
+        for part in content
+    ]
+
+
+def _checked(messages: Sequence[Any]) -> list[Message]:
+    try:
+        return checked_messages(messages)
+    except ValueError as error:
+        raise RefusalError(f"messages: {error}; send texts only") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The turn that answers a request."""
+
+    call: Call
+    message: Message
+    """``tool_calls`` have JSON text as arguments."""
+
+    @classmethod
+    def of(cls, call: Call, conversation: Conversation, renderer: ChatRenderer) -> Self:
+        """Decode a finished call; a turn with a call that cannot be parsed is plain text.
+
+        Ids of tool calls depend on the conversation alone, so that they repeat.
+        """
+        token_ids = call.token_ids.tolist()
+        calls = renderer.calls(token_ids, conversation.tools) if conversation.tools else ()
+        message: Message = {"role": "assistant"}
+        if not calls or any(tool_call.error for tool_call in calls):
+            content = renderer.decode(token_ids, skips_special=True)
+            return cls(call, {**message, "content": content})
+        key, _, number = call.name.partition(".")
+        message["content"] = renderer.text_before_calls(token_ids).strip()
+        message["tool_calls"] = [
+            {
+                "id": f"call_{key[:20]}_{number}_{place}",
+                "type": "function",
+                "function": {
+                    "name": tool_call.name,
+                    "arguments": json.dumps(tool_call.arguments, ensure_ascii=False),
+                },
+            }
+            for place, tool_call in enumerate(calls)
+        ]
+        return cls(call, message)
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The message's calls."""
+        return list(self.message.get("tool_calls", ()))
+
+    def chat(self) -> dict[str, Any]:
+        """Return the body of a chat completion."""
+        message = {"refusal": None, **self.message}
+        if self.tool_calls and not message["content"]:
+            message["content"] = None
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._finish()}
+        return {**self._chat_fields("chat.completion"), "choices": [choice], "usage": self._usage()}
+
+    def chat_chunks(self, *, has_usage: bool) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of a streamed chat completion."""
+        fields = self._chat_fields("chat.completion.chunk")
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": self.message["content"]}]
+        deltas += [
+            {"tool_calls": [{"index": place, **call}]} for place, call in enumerate(self.tool_calls)
+        ]
+        for delta in deltas:
+            yield {**fields, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        yield {**fields, "choices": [{"index": 0, "delta": {}, "finish_reason": self._finish()}]}
+        if has_usage:
+            yield {**fields, "choices": [], "usage": self._usage()}
+
+    def response(self, *, is_done: bool = True) -> dict[str, Any]:
+        """Return the body of a response; at first its status is ``in_progress``."""
+        is_cut = self._finish() == "length"
+        status = ("incomplete" if is_cut else "completed") if is_done else "in_progress"
+        num_prompt, num_turn = len(self.call.prompt()), len(self.call.token_ids)
+        return {
+            "id": f"resp_{self.call.name}",
+            "object": "response",
+            "created_at": 0,
+            "model": MODEL,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut and is_done else None,
+            "output": self._items() if is_done else [],
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "usage": {
+                "input_tokens": num_prompt,
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": num_turn,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": num_prompt + num_turn,
+            },
+        }
+
+    def response_events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events of a streamed response."""
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": self.response(is_done=False)},
+            {"type": "response.in_progress", "response": self.response(is_done=False)},
+        ]
+        for place, item in enumerate(self._items()):
+            at = {"item_id": item["id"], "output_index": place}
+            is_text = item["type"] == "message"
+            begun = {**item, "status": "in_progress"}
+            begun["content" if is_text else "arguments"] = [] if is_text else ""
+            events.append(
+                {"type": "response.output_item.added", "output_index": place, "item": begun}
+            )
+            if is_text:
+                [part] = item["content"]
+                at["content_index"] = 0
+                text = {"logprobs": [], **at}
+                events += [
+                    {"type": "response.content_part.added", "part": {**part, "text": ""}, **at},
+                    {"type": "response.output_text.delta", "delta": part["text"], **text},
+                    {"type": "response.output_text.done", "text": part["text"], **text},
+                    {"type": "response.content_part.done", "part": part, **at},
+                ]
+            else:
+                text = {"arguments": item["arguments"], "name": item["name"]}
+                kind = "response.function_call_arguments"
+                events.append({"type": f"{kind}.delta", "delta": item["arguments"], **at})
+                events.append({"type": f"{kind}.done", **text, **at})
+            events.append(
+                {"type": "response.output_item.done", "output_index": place, "item": item}
+            )
+        response = self.response()
+        events.append({"type": f"response.{response['status']}", "response": response})
+        for number, event in enumerate(events):
+            yield {**event, "sequence_number": number}
+
+    def _finish(self) -> str:
+        if self.call.finish_reason is FinishReason.LENGTH:
+            return "length"
+        return "tool_calls" if self.tool_calls else "stop"
+
+    def _chat_fields(self, kind: str) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{self.call.name}", "object": kind, "created": 0, "model": MODEL}
+
+    def _usage(self) -> dict[str, int]:
+        num_prompt, num_turn = len(self.call.prompt()), len(self.call.token_ids)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_turn,
+            "total_tokens": num_prompt + num_turn,
+        }
+
+    def _items(self) -> list[dict[str, Any]]:
+        status = "incomplete" if self._finish() == "length" else "completed"
+        items: list[dict[str, Any]] = []
+        if self.message["content"] or not self.tool_calls:
+            part = {"type": "output_text", "text": self.message["content"], "annotations": []}
+            items.append(
+                {
+                    "type": "message",
+                    "id": f"msg_{self.call.name}",
+                    "role": "assistant",
+                    "status": status,
+                    "content": [part],
+                }
+            )
+        items += [
+            {
+                "type": "function_call",
+                "id": f"fc_{call['id']}",
+                "call_id": call["id"],
+                "status": status,
+                **call["function"],
+            }
+            for call in self.tool_calls
+        ]
+        return items
+
+
+MODELS = {
+    "object": "list",
+    "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "bapo_megatron"}],
+}
+"""The body of ``GET /v1/models``."""

@@ -1,0 +1,332 @@
+"""The recording proxy: an HTTP server that answers the calls of all agents.
+
+A key names an episode. Each of its calls becomes one ``Call`` of the record, whose tokens the
+episode's owner samples; a repeated request (a client's retry) waits for the same one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import math
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from bapo_megatron.agent.protocol import (
+    MODELS,
+    Answer,
+    ChatRequest,
+    RefusalError,
+    ResponsesRequest,
+    SamplingRules,
+)
+from bapo_megatron.agent.record import Call, Conversation, Record
+from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.runtime.calls import shown_value
+from bapo_megatron.runtime.processes import PrivateDirectory
+from bapo_megatron.types import FinishReason
+
+_MAX_BODY_BYTES = 32 << 20
+_PAUSE_S = 10.0
+"""A stream gets a comment whenever its turn takes this long, so that clients keep waiting."""
+_SEND_S = 60.0
+"""A client that does not read its answer for this long is gone; the call stays recorded."""
+_EXIT_S = 1.0
+"""Time for answers on their way when the server closes."""
+_RETRIES = "x-stainless-retry-count"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """What one episode may take."""
+
+    max_calls: int
+    max_tokens: int
+    """Tokens over all branches, but for the prompts of roots."""
+    max_prompt_tokens: int
+    """Tokens of a root's prompt."""
+
+
+@dataclass(eq=False)
+class Session:
+    """One episode behind the proxy, in one life of its agent."""
+
+    record: Record
+    renderer: ChatRenderer
+    rules: SamplingRules
+    limits: SessionLimits
+    sample: Callable[[Call], Awaitable[None]]
+    """Samples a call until it is finished."""
+    is_serial: bool = False
+    """One call at a time: where tokens depend on what else is sampled, so that episodes repeat."""
+    ended_by: FinishReason | None = None
+    """The limit that the episode has met: LENGTH (tokens) or TURNS (calls)."""
+    last: Answer | None = None
+    """The turn of the latest call."""
+    failure: asyncio.Future[None] = field(init=False)
+    """Fails with what ``sample`` raises."""
+    _turns: dict[str, asyncio.Task[Answer]] = field(default_factory=dict)
+    """The latest turn for each body."""
+    _ended: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _num_waiting: int = 0
+    _own_s: float = 0.0
+    _since_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.failure = asyncio.get_running_loop().create_future()
+
+    @property
+    def own_s(self) -> float:
+        """Seconds in which the agent was not waiting for a turn."""
+        is_waiting = self._num_waiting or self._since_s == math.inf
+        return self._own_s + (0.0 if is_waiting else time.monotonic() - self._since_s)
+
+    def begin(self) -> None:
+        """Start the agent's clock."""
+        self._since_s = time.monotonic()
+
+    def turn(
+        self, conversation: Conversation, limit: int | None, digest: str, *, is_retry: bool
+    ) -> asyncio.Task[Answer]:
+        """Return the task of a request's turn, which goes on if its client leaves."""
+        if not is_retry or digest not in self._turns:
+            self._turns[digest] = asyncio.create_task(self._timed_turn(conversation, limit))
+        return self._turns[digest]
+
+    async def close(self) -> None:
+        """End every turn."""
+        tasks = list(self._turns.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.failure.cancel()
+
+    async def _timed_turn(self, conversation: Conversation, limit: int | None) -> Answer:
+        self._own_s, self._num_waiting = self.own_s, self._num_waiting + 1
+        try:
+            async with self._order if self.is_serial else contextlib.nullcontext():
+                return await self._take_turn(conversation, limit)
+        except ValueError as error:
+            raise RefusalError(f"messages: {error}") from error
+        finally:
+            self._num_waiting -= 1
+            self._since_s = time.monotonic()
+
+    async def _take_turn(self, conversation: Conversation, limit: int | None) -> Answer:
+        call = self.record.begin(conversation, self.renderer)
+        try:
+            if not call.is_finished:
+                if not call.max_tokens:
+                    await self._reserve(call, limit)
+                await self._sample(call)
+        finally:
+            async with self._ended:
+                self._ended.notify_all()
+        if call.finish_reason is FinishReason.LENGTH and not self._num_left(call):
+            self.ended_by = FinishReason.LENGTH
+        answer = Answer.of(call, conversation, self.renderer)
+        self.record.note_turn(call, conversation, answer.message)
+        self.last = answer
+        return answer
+
+    async def _sample(self, call: Call) -> None:
+        try:
+            await self.sample(call)
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            raise RefusalError("the run has failed", 500, "server_error") from error
+
+    async def _reserve(self, call: Call, limit: int | None) -> None:
+        """Set the limit of a new turn, once the others leave it any tokens; refuse it if none."""
+        limits, record = self.limits, self.record
+        try:
+            if len(record.calls) > limits.max_calls:
+                self.ended_by = FinishReason.TURNS
+                raise RefusalError(
+                    f"the episode has had its {limits.max_calls} calls "
+                    "(rollout.agent_limits.max_calls); end it",
+                    code="episode_limit",
+                )
+            if call.parent is None and len(call.written) > limits.max_prompt_tokens:
+                raise RefusalError(
+                    f"messages: must have at most {limits.max_prompt_tokens} tokens "
+                    f"(data.max_prompt_tokens), got {len(call.written)}; shorten them",
+                    code="context_length_exceeded",
+                )
+            async with self._ended:
+                while (left := self._num_left(call)) <= 0 and self._others(call):
+                    await self._ended.wait()
+        except BaseException:
+            record.withdraw(call)
+            raise
+        if left <= 0:
+            record.withdraw(call)
+            self.ended_by = FinishReason.LENGTH
+            raise RefusalError(
+                f"the episode has had its {limits.max_tokens} tokens "
+                "(rollout.max_response_tokens, over all branches); end it",
+                code="episode_limit",
+            )
+        call.max_tokens = min(left, limit or left)
+
+    def _others(self, call: Call) -> list[Call]:
+        """Calls that are being sampled beside this one."""
+        calls = self.record.calls
+        return [c for c in calls if c is not call and not c.is_finished and c.max_tokens]
+
+    def _num_left(self, call: Call) -> int:
+        """Tokens that neither were used nor are promised to other calls."""
+        promised = sum(other.max_tokens - len(other.token_ids) for other in self._others(call))
+        return self.limits.max_tokens - self.record.num_tokens - promised
+
+
+class Proxy:
+    """Serves the OpenAI protocol to agents."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._directory = PrivateDirectory()
+        self.socket_path = self._directory.path / "openai.sock"
+        self.base_url = ""
+        """``http://127.0.0.1:PORT/v1``; empty without a port."""
+        self._runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=_EXIT_S)
+
+    async def open(self, *, has_port: bool) -> None:
+        """Listen on a Unix socket, and with ``has_port`` on a free port of the loopback too."""
+        await self._runner.setup()
+        await web.UnixSite(self._runner, str(self.socket_path)).start()
+        # Sandboxes run as other users; the key is what lets them in.
+        self._directory.path.chmod(0o711)
+        self.socket_path.chmod(0o666)
+        if has_port:
+            site = web.TCPSite(self._runner, "127.0.0.1", 0)
+            await site.start()
+            [(_, port)] = self._runner.addresses[1:]
+            self.base_url = f"http://127.0.0.1:{port}/v1"
+
+    async def close(self) -> None:
+        """Stop listening. Safe to call twice."""
+        await self._runner.cleanup()
+        self._directory.close()
+
+    @contextlib.contextmanager
+    def admitted(self, session: Session) -> Iterator[str]:
+        """Answer the calls of an episode within the block; return its key."""
+        key = f"sk-{secrets.token_hex(16)}"
+        self._sessions[key] = session
+        try:
+            yield key
+        finally:
+            del self._sessions[key]
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_refusals_as_json])
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/responses", self._responses)
+        return app
+
+    def _session(self, request: web.Request) -> Session:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if (session := self._sessions.get(key)) is None:
+            raise RefusalError(
+                "Authorization: must be the key of an episode in progress; use OPENAI_API_KEY, "
+                "and end with the episode",
+                401,
+                "invalid_api_key",
+            )
+        return session
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        return web.json_response(MODELS)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session, content = self._session(request), await request.read()
+        asked = ChatRequest.read(content)
+        turn = _turn(session, asked, request, content)
+        if not asked.stream:
+            return web.json_response((await asyncio.shield(turn)).chat())
+        options = asked.sampling.get("stream_options")
+        has_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        return await _stream(request, turn, lambda answer: answer.chat_chunks(has_usage=has_usage))
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        session, content = self._session(request), await request.read()
+        asked = ResponsesRequest.read(content)
+        turn = _turn(session, asked, request, content)
+        if not asked.stream:
+            return web.json_response((await asyncio.shield(turn)).response())
+        return await _stream(request, turn, lambda answer: answer.response_events())
+
+
+def _turn(
+    session: Session, asked: ChatRequest | ResponsesRequest, request: web.Request, content: bytes
+) -> asyncio.Task[Answer]:
+    session.rules.check(asked.sampling)
+    if asked.tools and session.renderer.tool_format == "none":
+        raise RefusalError(
+            "tools: must be left out with rollout.tool_format=none; set it to the model's format"
+        )
+    digest = hashlib.blake2b(request.path.encode() + content).hexdigest()
+    is_retry = request.headers.get(_RETRIES, "0") != "0"
+    return session.turn(asked.conversation(), asked.limit, digest, is_retry=is_retry)
+
+
+async def _stream(
+    request: web.Request,
+    turn: asyncio.Task[Answer],
+    events_of: Callable[[Answer], Iterable[dict[str, Any]]],
+) -> web.StreamResponse:
+    """Send a turn as server-sent events, once it is complete; comments until then."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    while not (await asyncio.wait([turn], timeout=_PAUSE_S))[0]:
+        if not response.prepared:
+            await response.prepare(request)
+        await _send(response, b": the turn is being sampled\n\n")
+    try:
+        events = list(events_of(turn.result()))
+    except RefusalError as error:
+        if not response.prepared:
+            raise
+        events = [error.content]
+    if not response.prepared:
+        await response.prepare(request)
+    for event in events:
+        kind = f"event: {event['type']}\n" if "type" in event else ""
+        await _send(response, f"{kind}data: {json.dumps(event)}\n\n".encode())
+    await _send(response, b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+async def _send(response: web.StreamResponse, content: bytes) -> None:
+    async with asyncio.timeout(_SEND_S):
+        await response.write(content)
+
+
+@web.middleware
+async def _refusals_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RefusalError as error:
+        refusal = error
+    except web.HTTPRequestEntityTooLarge:
+        limit = f"must have at most {_MAX_BODY_BYTES >> 20} MB"
+        refusal = RefusalError(f"the body {limit}; shorten the messages", 413, "request_too_large")
+    except web.HTTPException as error:
+        place = f"{request.method} {shown_value(request.path)}: {error.reason}"
+        remedy = "use /v1/chat/completions, /v1/responses or /v1/models"
+        refusal = RefusalError(f"{place}; {remedy}", error.status, "not_found")
+    return web.json_response(refusal.content, status=refusal.status)

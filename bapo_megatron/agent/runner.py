@@ -1,0 +1,342 @@
+"""Runs the agents of ``rollout.agent``: functions in worker processes, or commands.
+
+Outside a sandbox one worker runs all commands. In sandboxes each command has a worker of its own,
+which reaches the proxy through its socket, bound into the sandbox, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from bapo_megatron.agent.proxy import Proxy
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.config.sandbox import SandboxConfig
+from bapo_megatron.environment.base import EnvironmentFailedError
+from bapo_megatron.environment.handler import check_state
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.runtime.processes import kill_marked
+from bapo_megatron.sandbox.base import SandboxError
+from bapo_megatron.sandbox.bubblewrap import BubblewrapSandbox
+
+_MARK = "BAPO_MEGATRON_AGENT"
+_TEXT = Path(__file__).with_name("worker.py").read_text(encoding="utf-8")
+_START_TIMEOUT_S = 120.0
+"""Time limit of a worker's start, imports included."""
+_MAX_REPLY_BYTES = 16 << 20
+_EXIT_S = 2.0
+
+
+class Queue(Protocol):
+    """Learns when an agent waits for others, at once."""
+
+    def enter(self) -> None:
+        """The agent cannot start yet."""
+
+    def leave(self) -> None:
+        """The agent starts, having waited or not."""
+
+
+class _WorkerGoneError(Exception):
+    """A worker ended while it ran an agent."""
+
+
+class _Host:
+    """A worker process, and the episodes in it."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        write: Callable[[bytes], None],
+        end: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._reader = reader
+        self._write = write
+        self._end = end
+        self._numbers = itertools.count()
+        self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._replies)
+
+    @property
+    def is_gone(self) -> bool:
+        return self._reading is not None and self._reading.done()
+
+    async def start(self, options: Mapping[str, Any]) -> str:
+        """Send the options; return what is wrong, if anything."""
+        self._send(options)
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                message = await self._message()
+        except TimeoutError:
+            return f"its process was not ready within {_START_TIMEOUT_S:g} s"
+        if message is None:
+            return "its process ended before it was ready; see what it printed"
+        self._reading = asyncio.create_task(self._read())
+        return str(message.get("error", ""))
+
+    async def play(self, task: Mapping[str, Any], key: str) -> dict[str, Any]:
+        """Run an agent; return its reply. Cancelling this ends the agent."""
+        number = next(self._numbers)
+        reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        if self.is_gone:
+            raise _WorkerGoneError
+        self._send({"id": number, "task": task, "key": key})
+        try:
+            return await reply
+        finally:
+            if not reply.done() or reply.cancelled():
+                self._send({"cancel": number})
+            del self._replies[number]
+
+    async def close(self) -> None:
+        await self._end()
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _read(self) -> None:
+        while (message := await self._message()) is not None:
+            reply = self._replies.get(message["id"])
+            if reply is not None and not reply.done():
+                reply.set_result(message)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(_WorkerGoneError())
+
+    async def _message(self) -> dict[str, Any] | None:
+        try:
+            line = await self._reader.readline()
+            message = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, OSError):  # too long, or not JSON
+            return None
+        return message if isinstance(message, dict) else None
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # it has ended, which the reader notices
+            self._write(json.dumps(message).encode() + b"\n")
+
+
+class AgentRunner:
+    """Runs agents; any number at a time, commands up to a limit."""
+
+    def __init__(self, config: RolloutConfig, proxy: Proxy) -> None:
+        """Set up; nothing is started before ``open``."""
+        assert config.agent is not None, "single-turn runs have no agents"
+        self._config = config
+        self._proxy = proxy
+        self._label = f"rollout.agent: '{config.environment_name}'"
+        self._num_free = config.agent_limits.commands if config.agent_command else sys.maxsize
+        self._queue: deque[tuple[asyncio.Future[None], Queue]] = deque()
+        self._hosts: list[_Host | None] = [None] * (
+            1 if config.agent_command else config.agent_limits.workers
+        )
+        self._all: set[_Host] = set()
+        self._starting = asyncio.Lock()
+        self._sandbox: BubblewrapSandbox | None = None
+        self._thread = ThreadPoolExecutor(1)  # sandboxes end with the thread that starts them
+        self._path = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+        self._mark = secrets.token_hex(8)
+
+    async def open(self) -> None:
+        """Start a worker, so that an unusable agent or sandbox fails now.
+
+        Raises:
+            RolloutError: It cannot be loaded, or there is no sandbox.
+        """
+        config, command = self._config, self._config.agent_command
+        if config.agent_sandbox is not None:
+            places = [str(self._proxy.socket_path.parent), *self._path]
+            known = map(str, config.agent_sandbox.read_only)
+            read_only = tuple(map(Path, dict.fromkeys([*known, *places])))
+            settings = SandboxConfig(**{**dict(config.agent_sandbox), "read_only": read_only})
+            try:
+                self._sandbox = BubblewrapSandbox(settings, allows_loopback=True)
+            except SandboxError as error:
+                raise self._error(f"needs a sandbox: {error}") from error
+        elif command and shutil.which(command[0]) is None:
+            raise self._error(
+                f"no such program '{command[0]}', and not package.module:function; correct it"
+            )
+        host = await self._host()
+        if self._is_private:
+            await self._close(host)
+
+    async def run(self, task: Mapping[str, Any], key: str, queue: Queue) -> Any:
+        """Run an agent to its end; return its JSON value. Cancelling this ends the agent.
+
+        Raises:
+            EnvironmentFailedError: The agent failed.
+        """
+        await self._enter(queue)
+        try:
+            reply = await self._play(task, key)
+        finally:
+            self._leave()
+        place = f"prompt '{task['prompt_id']}'"
+        if reply is None:
+            raise self._failed(f"ended two processes ({place})")
+        if "error" in reply:
+            raise self._failed(f"failed: {reply['error']} ({place})")
+        try:
+            check_state(reply["result"])
+        except ValueError as error:
+            raise self._failed(f"returned what cannot be kept: {error} ({place})") from error
+        return reply["result"]
+
+    async def close(self) -> None:
+        """End every agent. Safe to call twice."""
+        await asyncio.gather(*map(self._close, list(self._all)))
+        self._thread.shutdown()
+        if self._sandbox is not None:
+            self._sandbox.close()
+        await asyncio.to_thread(kill_marked, _MARK, self._mark)
+
+    @property
+    def _is_private(self) -> bool:
+        """Whether each episode has a worker of its own."""
+        return self._sandbox is not None and bool(self._config.agent_command)
+
+    async def _enter(self, queue: Queue) -> None:
+        if self._num_free and not self._queue:
+            self._num_free -= 1
+            queue.leave()
+            return
+        queue.enter()
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append((turn, queue))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Let the next agent in at once, so that no one sees it wait for nothing."""
+        while self._queue:
+            turn, queue = self._queue.popleft()
+            if not turn.done():
+                queue.leave()
+                turn.set_result(None)
+                return
+        self._num_free += 1
+
+    async def _play(self, task: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+        for _ in range(2):
+            host = await self._host()
+            try:
+                return await host.play(task, key)
+            except _WorkerGoneError:
+                continue  # perhaps for another episode's reason
+            finally:
+                if self._is_private:
+                    await self._close(host)
+        return None
+
+    async def _host(self) -> _Host:
+        """Return a worker that is running: a new one, or the one with the fewest agents."""
+        if self._is_private:
+            return await self._start()
+        async with self._starting:
+            for number, host in enumerate(self._hosts):
+                if host is not None and host.is_gone:
+                    await self._close(host)
+                    self._hosts[number] = host = None
+                if host is None:
+                    self._hosts[number] = await self._start()
+                    break
+        return min(filter(None, self._hosts), key=lambda host: host.num_running)
+
+    async def _start(self) -> _Host:
+        config = self._config
+        options: dict[str, Any] = {"path": self._path}
+        if config.agent_command:
+            options["command"] = config.agent_command
+        else:
+            options["function"] = config.agent
+        if self._sandbox is not None:
+            host = await self._sandboxed(self._sandbox)
+            options["socket"] = str(self._proxy.socket_path)
+        else:
+            host = await self._unconfined()
+            options |= {"base_url": self._proxy.base_url, "parent": os.getpid()}
+            options["mark"] = self._mark
+        self._all.add(host)
+        if problem := await host.start(options):
+            await self._close(host)
+            raise self._error(
+                f"cannot be started: {problem}; correct it, or set rollout.agent_python "
+                "(agent_sandbox.python) to an interpreter that has its packages"
+            )
+        return host
+
+    async def _unconfined(self) -> _Host:
+        process = await asyncio.create_subprocess_exec(
+            *(str(self._config.agent_python or sys.executable), "-c", _TEXT),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_MAX_REPLY_BYTES,
+            env={**os.environ, _MARK: self._mark},
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stdin = process.stdin
+
+        async def end() -> None:
+            stdin.close()
+            try:
+                async with asyncio.timeout(_EXIT_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+        return _Host(process.stdout, stdin.write, end)
+
+    async def _sandboxed(self, sandbox: BubblewrapSandbox) -> _Host:
+        loop = asyncio.get_running_loop()
+        try:
+            program = await loop.run_in_executor(self._thread, sandbox.start, _TEXT)
+        except SandboxError as error:
+            raise self._error(f"needs a sandbox: {error}") from error
+        reader = asyncio.StreamReader(limit=_MAX_REPLY_BYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        reading, _ = await loop.connect_read_pipe(lambda: protocol, program.stdout)
+        writing, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, program.stdin)
+
+        async def end() -> None:
+            for pipe in (writing, reading):
+                if not pipe.is_closing():  # as they are if the program has ended
+                    pipe.close()
+            await loop.run_in_executor(self._thread, program.close)
+
+        return _Host(reader, writing.write, end)
+
+    async def _close(self, host: _Host) -> None:
+        self._all.discard(host)
+        await host.close()
+
+    def _error(self, text: str) -> RolloutError:
+        return RolloutError(f"{self._label} {text}")
+
+    def _failed(self, text: str) -> EnvironmentFailedError:
+        return EnvironmentFailedError(
+            f"{self._label} {text}; correct it, or set rollout.episodes.on_error=zero", "error"
+        )

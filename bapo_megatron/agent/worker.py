@@ -1,0 +1,187 @@
+"""Runs agents, in a process of any interpreter from Python 3.9 on and with the standard library.
+
+Its text is a program: ``python -c TEXT``, or the first frame of a sandbox. It reads and writes
+lines of JSON. The first one has options: ``function`` (``module:function``) or ``command`` (words),
+``path`` (directories of modules, the first to work in), the proxy's ``base_url`` or the ``socket``
+on which it listens, to which a port of this network namespace is then forwarded, ``mark`` and
+``parent``. Then
+
+    ← {"ready": true}, or {"error": "…"} if the function cannot be loaded
+    → {"id": 1, "task": {…}, "key": "sk-…"}        start an episode
+    ← {"id": 1, "result": …} or {"id": 1, "error": "…"}
+    → {"cancel": 1}                                end it
+
+When its input closes or its parent dies, every process with its mark ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import importlib
+import inspect
+import json
+import os
+import signal
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_MARK = "BAPO_MEGATRON_AGENT"
+_PR_SET_PDEATHSIG = 1
+_MAX_LINE = 64 << 20
+_MAX_ERROR = 300
+_MAX_THREADS = 4096
+"""A function that waits for a turn has a thread."""
+
+
+class Worker:
+    """The episodes that run here."""
+
+    def __init__(self, options: dict[str, Any], output: BinaryIO) -> None:
+        self._options = options
+        self._output = output
+        self._base_url = options.get("base_url", "")
+        self._function: Any = None
+        self._tasks: dict[int, asyncio.Future[None]] = {}
+        self._threads = ThreadPoolExecutor(_MAX_THREADS)
+
+    async def run(self, requests: asyncio.StreamReader) -> None:
+        """Run episodes until the input closes."""
+        if "socket" in self._options:
+            server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+            self._base_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        os.environ["OPENAI_BASE_URL"] = self._base_url
+        if "function" in self._options:
+            try:
+                self._function = _loaded(self._options["function"])
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's module
+                self._send({"error": _shown(error)})
+                return
+        self._send({"ready": True})
+        while line := await requests.readline():
+            message = json.loads(line)
+            if "cancel" not in message:
+                self._start(**message)
+            elif message["cancel"] in self._tasks:
+                self._tasks[message["cancel"]].cancel()
+
+    def _start(self, id: int, task: dict[str, Any], key: str) -> None:
+        playing = asyncio.ensure_future(self._play(id, task, key))
+        self._tasks[id] = playing
+        playing.add_done_callback(lambda _: self._tasks.pop(id))
+
+    async def _play(self, number: int, task: dict[str, Any], key: str) -> None:
+        try:
+            if self._function is None:
+                result = await self._run_command(task, key)
+            elif inspect.iscoroutinefunction(self._function):
+                result = await self._function(task, self._base_url, key)
+            else:
+                call = functools.partial(self._function, task, self._base_url, key)
+                result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            self._send({"id": number, "result": result})
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the agent's own
+            traceback.print_exception(type(error), error, error.__traceback__)
+            self._send({"id": number, "error": _shown(error)})
+
+    async def _run_command(self, task: dict[str, Any], key: str) -> Any:
+        """Return the JSON value in the last line of a command's output; null without a line."""
+        process = await asyncio.create_subprocess_exec(
+            *self._options["command"],
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "OPENAI_API_KEY": key},
+            limit=_MAX_LINE,
+            start_new_session=True,
+        )
+        try:
+            output, _ = await process.communicate(json.dumps(task).encode() + b"\n")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # all of it, or what it left behind
+        if process.returncode != 0:
+            raise RuntimeError(f"exit status {process.returncode}; see what it printed")
+        lines = output.decode(errors="replace").strip().splitlines()
+        try:
+            return json.loads(lines[-1]) if lines else None
+        except ValueError as error:
+            shown = repr(lines[-1][:80])
+            raise ValueError(f"the last line of output must be JSON, got {shown}") from error
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_unix_connection(self._options["socket"])
+        await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._output.write(json.dumps(message).encode() + b"\n")
+        self._output.flush()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while content := await reader.read(1 << 16):
+            writer.write(content)
+            await writer.drain()
+    with contextlib.suppress(OSError):
+        writer.close()
+
+
+def _loaded(name: str) -> Any:
+    module, _, attributes = name.partition(":")
+    function = importlib.import_module(module)
+    for attribute in attributes.split("."):
+        function = getattr(function, attribute)
+    inspect.signature(function).bind("task", "base_url", "api_key")  # type: ignore[arg-type]
+    return function
+
+
+def _shown(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_ERROR]
+
+
+def _end(mark: str) -> None:
+    """Kill the processes with the mark, this one last."""
+    text = f"{_MARK}={mark}".encode()
+    for entry in Path("/proc").glob("[0-9]*") if mark else ():
+        with contextlib.suppress(OSError):  # another user's, or it has just ended
+            is_marked = text in (entry / "environ").read_bytes().split(b"\0")
+            if is_marked and int(entry.name) != os.getpid():
+                os.kill(int(entry.name), signal.SIGKILL)
+    os._exit(0)
+
+
+async def main() -> None:
+    """Run until the input closes."""
+    # Agents' prints go to standard error, not between the messages; what they read is empty.
+    source, output = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    requests = asyncio.StreamReader(limit=_MAX_LINE)
+    protocol = asyncio.StreamReaderProtocol(requests)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, source)
+    options = json.loads(await requests.readline() or "{}")
+    mark = options.get("mark", "")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when agents end
+    signal.signal(signal.SIGTERM, lambda *_: _end(mark))
+    if "parent" in options:
+        # A signal, because an agent may keep the event loop from noticing the end of the input.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != options["parent"]:
+            _end(mark)
+    sys.path[:0] = options["path"]
+    os.chdir(options["path"][0])
+    try:
+        await Worker(options, output).run(requests)
+    except Exception:  # noqa: BLE001 - the owner sees that it ended, and people why
+        traceback.print_exc()
+    finally:
+        _end(mark)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

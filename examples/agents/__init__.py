@@ -1,0 +1,1 @@
+"""Agents that play episodes through the OpenAI protocol."""

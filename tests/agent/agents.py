@@ -1,0 +1,101 @@
+"""Agents that tests run in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+async def asks(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """A coroutine with the SDK: two turns."""
+    import openai  # takes seconds, which other agents need not wait for
+
+    sys.stdout.write("not a message\n")
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages: list[Any] = list(task["messages"])
+        for _ in range(2):
+            completion = await client.chat.completions.create(model="policy", messages=messages)
+            message = completion.choices[0].message
+            messages += [message.model_dump(), {"role": "user", "content": "and?"}]
+    return {"last": message.content, "answer": task["answer"]}
+
+
+def asks_in_a_thread(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    import openai
+
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    completion = client.chat.completions.create(model="policy", messages=task["messages"])
+    return completion.choices[0].message.content
+
+
+def wanders(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Two turns and a subagent with the standard library, after random delays."""
+    delays = random.Random()
+
+    def ask(messages: list[Any]) -> str:
+        time.sleep(delays.choice((0, 0.01, 0.1)))
+        return plain_turn(messages, base_url, api_key)
+
+    messages = list(task["messages"])
+    first = ask(messages)
+    aside = ask([{"role": "user", "content": f"check {first[:3]}"}])
+    turn = {"role": "assistant", "content": first}
+    last = ask([*messages, turn, {"role": "user", "content": f"so {len(aside)}?"}])
+    return {"lengths": [len(first), len(aside), len(last)]}
+
+
+def even(state: Any) -> float:
+    """Reward half of the episodes."""
+    return float(sum(state["lengths"]) % 2 == 0) if state else 0.0
+
+
+def plain_turn(messages: list[Any], base_url: str, api_key: str) -> str:
+    from urllib.request import Request, urlopen
+
+    body = json.dumps({"messages": messages}).encode()
+    headers = {"Authorization": f"Bearer {api_key}"}
+    with urlopen(Request(f"{base_url}/chat/completions", body, headers)) as reply:
+        text: str = json.load(reply)["choices"][0]["message"]["content"]
+    return text
+
+
+async def sleeps(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    await asyncio.sleep(task["row"].get("seconds", 3600))
+    return os.getpid()
+
+
+def spawns(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Leaves a process behind, then hangs."""
+    subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    time.sleep(3600)
+
+
+def fails(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    raise KeyError("no such city")
+
+
+def returns_no_json(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    return {1, 2}
+
+
+def dies(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    os._exit(3)
+
+
+def main() -> None:
+    """A command with the standard library alone."""
+    task = json.loads(sys.stdin.readline())
+    base_url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    text = plain_turn(task["messages"], base_url, key)
+    sys.stdout.write("some output\n")
+    sys.stdout.write(json.dumps({"text": text}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

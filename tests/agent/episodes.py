@@ -1,0 +1,101 @@
+"""Agents' episodes without an engine: a renderer, a policy that a seed decides, and a proxy."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bapo_megatron.agent.protocol import SamplingRules
+from bapo_megatron.agent.proxy import Proxy, Session, SessionLimits
+from bapo_megatron.agent.record import Record
+from bapo_megatron.config.data import DataConfig
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
+from bapo_megatron.data.staleness import spans_of
+from bapo_megatron.types import FinishReason
+from tests.data.test_tools import HERMES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from bapo_megatron.agent.record import Call
+
+EOS = "<|im_end|>"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+def agent_config(**rollout: Any) -> RolloutConfig:
+    return RolloutConfig.model_validate(
+        {"agent": "somewhere:agent", "agent_sandbox": None, "tool_format": "hermes"} | rollout
+    )
+
+
+def make_renderer(tokenizer_dir: Path, **rollout: Any) -> ChatRenderer:
+    """A renderer of Qwen2.5's kind, with one token per byte."""
+    tokenizer = load_tokenizer(tokenizer_dir)
+    tokenizer.chat_template = HERMES
+    return ChatRenderer(tokenizer, DataConfig(), agent_config(**rollout))
+
+
+class Policy:
+    """Samples what a script says for each call, token for token."""
+
+    def __init__(self, renderer: ChatRenderer, says: Callable[[Call], str]) -> None:
+        self.renderer = renderer
+        self.says = says
+        """The text of a call's turn."""
+        self.calls: list[Call] = []
+        """All that were sampled, in order."""
+        self.prompts: list[list[int]] = []
+        """What the engine saw for each."""
+
+    async def sample(self, call: Call) -> None:
+        self.calls.append(call)
+        self.prompts.append(call.prompt().tolist())
+        [token_ids] = self.renderer.token_ids([self.says(call) + EOS])
+        token_ids = token_ids[len(call.token_ids) :][: call.max_tokens - len(call.token_ids)]
+        has_end = self.renderer.decode(token_ids).endswith(EOS)
+        ids = np.array(token_ids, np.int32)
+        logprobs = np.array([-random.random() for _ in ids], np.float32)
+        end = FinishReason.STOP if has_end else FinishReason.LENGTH
+        call.append(ids, logprobs, spans_of(np.full(len(ids), len(self.calls))), end)
+
+
+@contextlib.asynccontextmanager
+async def open_session(
+    renderer: ChatRenderer,
+    sample: Any,
+    *,
+    record: Record | None = None,
+    limits: SessionLimits | None = None,
+    **options: Any,
+) -> AsyncIterator[tuple[Session, str, str]]:
+    """A session, the proxy's address and the session's key."""
+    proxy = Proxy()
+    rules = options.pop("rules", SamplingRules(temperature=1.0))
+    session = Session(
+        record if record is not None else Record(),
+        renderer,
+        rules,
+        limits or SessionLimits(1000, 1_000_000, 100_000),
+        sample,
+        **options,
+    )
+    await proxy.open(has_port=True)
+    try:
+        with proxy.admitted(session) as key:
+            yield session, proxy.base_url, key
+    finally:
+        await session.close()
+        await proxy.close()

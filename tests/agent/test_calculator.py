@@ -1,0 +1,60 @@
+"""The agent of docs/extending.md plays what its environment twin plays, token for token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bapo_megatron.environment.base import Task, Turn
+from examples.agents import calculator
+from tests.agent.episodes import EOS, Policy, make_renderer, open_session
+from tests.environment.calculator import Calculator
+from tests.launch import REPOSITORY
+
+if TYPE_CHECKING:
+    from bapo_megatron.data.chat import ChatRenderer
+
+QUESTION = [{"role": "user", "content": "5+9+0+3=?"}]
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer_dir: Path) -> ChatRenderer:
+    return make_renderer(tokenizer_dir)
+
+
+def test_the_page_prints_it() -> None:
+    page = (REPOSITORY / "docs" / "extending.md").read_text()
+    assert f"```python\n{Path(calculator.__file__).read_text()}```" in page
+
+
+@pytest.mark.parametrize(
+    ("turns", "score"),
+    [
+        (["5+9+0+3=17, so \\boxed{17}", "\\boxed{13}"], 1.0),
+        (["\\boxed{17}", "\\boxed{14}"], 0.0),
+        (["I don't know."], 0.0),
+    ],
+)
+async def test_agent_and_environment_see_the_same_tokens(
+    renderer: ChatRenderer, turns: list[str], score: float
+) -> None:
+    said = iter(turns)
+    policy = Policy(renderer, lambda call: next(said))
+    async with open_session(renderer, policy.sample) as (session, url, key):
+        task = {"messages": QUESTION, "answer": ""}
+        state = await calculator.play(task, url, key)
+    [sequence] = session.record.sequences()
+
+    environment = Calculator()
+    other = environment.start(Task("p", "", renderer.text(QUESTION), ""))
+    tokens = list(renderer.token_ids([renderer.text(QUESTION)])[0])
+    for number, text in enumerate(turns):
+        tokens += renderer.token_ids([text + EOS])[0]
+        step = environment.step(other, Turn(number, text, (), 99))
+        other = step.state
+        if step.messages:
+            tokens += renderer.continuation(step.messages)
+    assert calculator.score(state) == environment.score(other) == score
+    assert [*sequence.prompt_token_ids, *sequence.response_token_ids] == tokens

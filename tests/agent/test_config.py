@@ -1,0 +1,66 @@
+"""The settings of agents, and the rules between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from bapo_megatron.config.check import check_settings
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.rollout.saved import settings_of
+
+
+@pytest.mark.parametrize(
+    ("agent", "command", "name"),
+    [
+        ("games.chess:play", (), "games.chess:play"),
+        ("python -m 'my game'", ("python", "-m", "my game"), "python -m 'my game'"),
+        (["./play.sh"], ("./play.sh",), "./play.sh"),
+        (None, (), None),
+    ],
+)
+def test_an_agent_is_a_function_or_a_command(agent: Any, command: Any, name: Any) -> None:
+    config = RolloutConfig(agent=agent)
+    assert config.agent_command == command
+    assert config.environment_name == name
+    assert config.has_environment is (agent is not None)
+    assert settings_of(config).get("agent") == name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"agent": ""}, "agent must be package.module:function or a command, got ''"),
+        ({"agent": "play 'it"}, "agent must be package.module:function or a command"),
+        (
+            {"agent": "a:b", "environment": "c:D"},
+            "environment must be left out with agent, got c:D",
+        ),
+        (
+            {"agent": "a:b", "agent_sandbox": {"kind": "monty"}},
+            "agent_sandbox.kind",
+        ),
+        (
+            {"agent": "a:b", "agent_python": "/opt/bin/python"},
+            "agent_python must be left out with a sandbox, got /opt/bin/python",
+        ),
+        ({"agent": "a:b", "agent_limits": {"max_calls": 0}}, "agent_limits.max_calls"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        RolloutConfig.model_validate(settings)
+    assert message in str(caught.value)
+
+
+def test_experts_of_the_engine_are_not_replayed_with_agents(make_config: Any) -> None:
+    config = make_config(agent="a:b")
+    content = config.model_dump(mode="json")
+    content["algorithm"]["router_replay"] = "rollout"
+    with pytest.raises(ConfigError, match=r"^algorithm\.router_replay: must not be rollout with"):
+        check_settings(type(config).model_validate(content), 100_000)

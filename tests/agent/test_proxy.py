@@ -1,0 +1,339 @@
+"""The proxy answers the unmodified openai SDK, and records what was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import openai
+import pytest
+
+from bapo_megatron.agent import proxy as proxy_module
+from bapo_megatron.agent.protocol import SamplingRules
+from bapo_megatron.agent.proxy import SessionLimits
+from bapo_megatron.types import FinishReason
+from tests.agent.episodes import TOOL, Policy, make_renderer, open_session
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.agent.record import Call
+    from bapo_megatron.data.chat import ChatRenderer
+
+ASK = [{"role": "user", "content": "1+1?"}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
+STRICT_TOOL: Any = {**TOOL, "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+"""Streams of the SDK take no other; ``strict`` is no part of what is rendered."""
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer_dir: Path) -> ChatRenderer:
+    return make_renderer(tokenizer_dir)
+
+
+def client(base_url: str, key: str, **options: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=base_url, api_key=key, **options)
+
+
+def says(*texts: str) -> Any:
+    """The turns in order, the last one again and again."""
+    turns = iter(texts)
+    return lambda call: next(turns, texts[-1])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_conversation_of_the_sdk_with_a_tool_is_one_sequence(
+    renderer: ChatRenderer, streamed: bool
+) -> None:
+    policy = Policy(renderer, says(f"I add.{CALL}", "It is 2."))
+    async with (
+        open_session(renderer, policy.sample) as (session, url, key),
+        client(url, key) as sdk,
+    ):
+        messages: list[Any] = list(ASK)
+        if streamed:
+            async with sdk.chat.completions.stream(
+                model="policy", messages=messages, tools=[STRICT_TOOL], temperature=1
+            ) as stream:
+                completion: Any = await stream.get_final_completion()
+        else:
+            completion = await sdk.chat.completions.create(
+                model="policy", messages=messages, tools=[TOOL], temperature=1, n=1
+            )
+        [choice] = completion.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I add."
+        [call] = choice.message.tool_calls
+        assert json.loads(call.function.arguments) == {"a": 1, "b": "ü"}
+        # Rewritten as clients do: null fields, arguments serialised in another way.
+        function = {"name": "add", "arguments": '{"b":"\\u00fc","a":1}'}
+        turn = {"role": "assistant", "content": "I add.", "refusal": None, "function_call": None}
+        turn["tool_calls"] = [{"id": call.id, "type": "function", "function": function}]
+        answer = {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "content": [{"type": "text", "text": "2"}],
+        }
+        last = await sdk.chat.completions.create(
+            model="policy", messages=[*messages, turn, answer], tools=[TOOL]
+        )
+        assert last.choices[0].message.content == "It is 2."
+        assert (await sdk.models.list()).data[0].id == "policy"
+    [sequence] = session.record.sequences()
+    text = renderer.decode(sequence.response_token_ids.tolist())
+    assert text == (
+        f"I add.{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n2\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\nIt is 2.<|im_end|>"
+    )
+    prompt = renderer.decode(sequence.prompt_token_ids.tolist())
+    assert prompt.startswith("<|im_start|>system\n# Tools\n<tools>\n{")
+    assert prompt.endswith("<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n")
+    assert policy.prompts[1] == [
+        *sequence.prompt_token_ids,
+        *sequence.response_token_ids[: -len("It is 2.") - 1],
+    ]
+    assert not any(call.is_fork for call in session.record.calls)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_responses_api_continues_its_own_items(
+    renderer: ChatRenderer, streamed: bool
+) -> None:
+    policy = Policy(renderer, says(CALL, "It is 2."))
+    tool: Any = {"type": "function", **TOOL["function"], "strict": False}  # type: ignore[dict-item]
+    async with (
+        open_session(renderer, policy.sample) as (session, url, key),
+        client(url, key) as sdk,
+    ):
+        items: list[Any] = [{"role": "user", "content": "1+1?"}]
+
+        async def ask() -> Any:
+            asked: Any = {"model": "m", "input": items, "tools": [tool], "instructions": "Add."}
+            if not streamed:
+                return await sdk.responses.create(**asked)
+            async with sdk.responses.stream(**asked) as stream:
+                kinds = [event.type async for event in stream]
+                assert kinds[0] == "response.created"
+                assert kinds[-1] == "response.completed"
+                return await stream.get_final_response()
+
+        first = await ask()
+        [call] = first.output
+        assert (call.type, json.loads(call.arguments)) == ("function_call", {"a": 1, "b": "ü"})
+        items += [item.model_dump(exclude={"parsed_arguments"}) for item in first.output]
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "2"})
+        second = await ask()
+        assert second.output_text == "It is 2."
+        assert second.usage.output_tokens == len("It is 2.") + 1
+    assert len(session.record.sequences()) == 1
+
+
+def test_the_sync_client_works_as_well(renderer: ChatRenderer) -> None:
+    policy = Policy(renderer, says("Two."))
+
+    async def run() -> None:
+        async with open_session(renderer, policy.sample) as (_, url, key):
+
+            def agent() -> str:
+                sdk = openai.OpenAI(base_url=url, api_key=key)
+                asked: Any = {"model": "m", "messages": ASK}
+                parts = sdk.chat.completions.create(**asked, stream=True)
+                return "".join(
+                    part.choices[0].delta.content or "" for part in parts if part.choices
+                )
+
+            assert await asyncio.to_thread(agent) == "Two."
+
+    asyncio.run(run())
+
+
+async def test_a_client_that_times_out_and_tries_again_makes_one_call(
+    renderer: ChatRenderer,
+) -> None:
+    policy, may_go = Policy(renderer, says("Two.")), asyncio.Event()
+
+    async def sample(call: Call) -> None:
+        await may_go.wait()
+        await policy.sample(call)
+
+    async with (
+        open_session(renderer, sample) as (session, url, key),
+        client(url, key, timeout=0.3, max_retries=8) as sdk,
+    ):
+        asking = asyncio.create_task(sdk.chat.completions.create(model="m", messages=ASK))  # type: ignore[arg-type]
+        await asyncio.sleep(1)
+        may_go.set()
+        assert (await asking).choices[0].message.content == "Two."
+    assert len(policy.calls) == len(session.record.calls) == 1
+
+
+async def test_a_stream_that_takes_long_is_kept_open_by_comments(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy_module, "_PAUSE_S", 0.05)
+    policy = Policy(renderer, says("Two."))
+
+    async def sample(call: Call) -> None:
+        await asyncio.sleep(1)
+        await policy.sample(call)
+
+    async with (
+        open_session(renderer, sample) as (_, url, key),
+        client(url, key, timeout=0.4, max_retries=0) as sdk,
+    ):
+        stream = await sdk.chat.completions.create(model="m", messages=ASK, stream=True)  # type: ignore[call-overload]
+        parts = [part.choices[0].delta.content or "" async for part in stream]
+        assert "".join(parts) == "Two."
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 0.7}, "temperature: must be 1.0, got 0.7; leave it out, or set"),
+        ({"top_p": 0.5}, "top_p: must be 1.0, got 0.5"),
+        ({"stop": ["\n"]}, 'stop: must be [], got ["\\n"]'),
+        ({"n": 2}, "n: must be 1, got 2: every call is one turn of the policy"),
+        ({"tool_choice": "required"}, "tool_choice: must be 'auto', got 'required'"),
+        ({"response_format": {"type": "json_object"}}, "response_format: must be "),
+        ({"extra_body": {"min_p": 0.1}}, "min_p: must be left out, got 0.1"),
+        ({"messages": []}, "messages: "),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages: must hold",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools[0].function: "),
+    ],
+)
+async def test_what_would_change_the_distribution_is_refused_in_one_line(
+    renderer: ChatRenderer, fields: dict[str, Any], message: str
+) -> None:
+    policy = Policy(renderer, says("Two."))
+    async with (
+        open_session(renderer, policy.sample) as (session, url, key),
+        client(url, key) as sdk,
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await sdk.chat.completions.create(**{"model": "m", "messages": ASK, **fields})
+        text = caught.value.body["message"]  # type: ignore[index,call-overload]
+        assert text.startswith(message)
+        assert "\n" not in text
+        assert session.record.calls == []
+
+
+async def test_sampling_parameters_are_overridden_where_the_run_says_so(
+    renderer: ChatRenderer,
+) -> None:
+    policy = Policy(renderer, says("Two."))
+    rules = SamplingRules(temperature=0.8, overrides=True)
+    async with (
+        open_session(renderer, policy.sample, rules=rules) as (session, url, key),
+        client(url, key) as sdk,
+    ):
+        asked: Any = {"model": "m", "messages": ASK}
+        await sdk.chat.completions.create(**asked, temperature=0, stop=["x"], top_p=0.1, seed=3)
+        with pytest.raises(openai.BadRequestError, match="n: must be 1"):
+            await sdk.chat.completions.create(**asked, n=2)
+        with pytest.raises(openai.BadRequestError, match="previous_response_id: must be left out"):
+            await sdk.responses.create(model="m", input="1+1?", previous_response_id="resp_1")
+    assert len(session.record.calls) == 1
+
+
+async def test_an_unknown_key_a_huge_body_and_a_wrong_path_get_one_answer_each(
+    renderer: ChatRenderer,
+) -> None:
+    policy = Policy(renderer, says("Two."))
+    async with open_session(renderer, policy.sample) as (session, url, key):
+        async with client(url, "sk-other") as sdk:
+            with pytest.raises(openai.AuthenticationError, match="OPENAI_API_KEY"):
+                await sdk.chat.completions.create(model="m", messages=ASK)  # type: ignore[arg-type]
+        async with client(url, key, max_retries=0) as sdk:
+            huge: Any = [{"role": "user", "content": "x" * 100_000_000}]
+            with pytest.raises(openai.APIStatusError, match="at most 32 MB") as caught:
+                await sdk.chat.completions.create(model="m", messages=huge)
+            assert caught.value.status_code == 413
+            with pytest.raises(openai.NotFoundError, match="/v1/embeddings"):
+                await sdk.embeddings.create(model="m", input="x")
+            await sdk.chat.completions.create(model="m", messages=ASK)  # type: ignore[arg-type]
+        headers = {"Authorization": f"Bearer {key}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(f"{url}/chat/completions", data=b"{") as reply,
+        ):
+            assert reply.status == 400
+            assert "must be JSON" in (await reply.json())["error"]["message"]
+    assert len(session.record.calls) == 1
+
+
+async def test_a_client_that_never_reads_loses_nothing(renderer: ChatRenderer) -> None:
+    policy = Policy(renderer, says("Two."))
+    async with open_session(renderer, policy.sample) as (session, url, key):
+        host, _, port = url.removeprefix("http://").removesuffix("/v1").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({"messages": ASK, "stream": True}).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        await writer.drain()
+        while not session.record.calls or not session.record.calls[0].is_finished:
+            await asyncio.sleep(0.01)
+        writer.close()
+    [sequence] = session.record.sequences()
+    assert renderer.decode(sequence.response_token_ids.tolist()) == "Two.<|im_end|>"
+
+
+async def test_limits_of_calls_and_tokens_hold_over_all_branches(renderer: ChatRenderer) -> None:
+    policy = Policy(renderer, says("0123456789"))
+    limits = SessionLimits(max_calls=3, max_tokens=25, max_prompt_tokens=100)
+    async with (
+        open_session(renderer, policy.sample, limits=limits) as (session, url, key),
+        client(url, key) as sdk,
+    ):
+        asked: Any = {"model": "m", "messages": ASK}
+        cut = await sdk.chat.completions.create(**asked, max_tokens=4)
+        assert cut.choices[0].finish_reason == "length"
+        assert session.ended_by is None
+        with pytest.raises(openai.BadRequestError, match="at most 100 tokens"):
+            await sdk.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "x" * 200}]
+            )
+        await sdk.chat.completions.create(**asked)
+        last = await sdk.chat.completions.create(**asked)
+        assert last.usage.completion_tokens == 25 - 4 - 11
+        assert last.choices[0].finish_reason == "length"
+        with pytest.raises(openai.BadRequestError, match="has had its 3 calls"):
+            await sdk.chat.completions.create(**asked)
+        assert session.ended_by is FinishReason.TURNS
+    assert session.record.num_tokens == 25
+
+
+async def test_calls_at_the_same_time_share_what_is_left(renderer: ChatRenderer) -> None:
+    policy = Policy(renderer, says("0123456789"))
+    limits = SessionLimits(max_calls=9, max_tokens=30, max_prompt_tokens=100)
+    num_running, most = 0, 0
+
+    async def sample(call: Call) -> None:
+        nonlocal num_running, most
+        num_running += 1
+        most = max(most, num_running)
+        await asyncio.sleep(0.05)
+        await policy.sample(call)
+        num_running -= 1
+
+    async with (
+        open_session(renderer, sample, limits=limits) as (session, url, key),
+        client(url, key) as sdk,
+    ):
+        asked: Any = {"model": "m", "messages": ASK}
+        await asyncio.gather(
+            *(sdk.chat.completions.create(**asked, max_tokens=8) for _ in range(3))
+        )
+        assert most == 3
+        await asyncio.gather(
+            *(sdk.chat.completions.create(**asked) for _ in range(2)), return_exceptions=True
+        )
+    assert session.record.num_tokens == 30
+    assert session.ended_by is FinishReason.LENGTH

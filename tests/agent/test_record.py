@@ -1,0 +1,289 @@
+"""Whatever an agent does with its history, what was sampled is what trains, once."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.agent.protocol import Answer, ChatRequest, ResponsesRequest
+from bapo_megatron.agent.record import Call, Conversation, Record, SavedRecord
+from bapo_megatron.data.staleness import spans_of, token_versions
+from bapo_megatron.runtime.calls import decode
+from bapo_megatron.types import FinishReason, VersionSpan
+from tests.agent.episodes import EOS, TOOL, make_renderer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.agent.record import TokenSequence
+    from bapo_megatron.data.chat import ChatRenderer
+
+NUM_CALLS = 10_000
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer_dir: Path) -> ChatRenderer:
+    return make_renderer(tokenizer_dir)
+
+
+class World:
+    """Random conversations over one record, and what the engine saw of them."""
+
+    def __init__(self, renderer: ChatRenderer, seed: int) -> None:
+        self.renderer = renderer
+        self.rng = random.Random(seed)
+        self.record = Record()
+        self.histories: list[list[dict[str, Any]]] = []
+        self.asked: list[list[dict[str, Any]]] = []
+        self.seen: list[tuple[list[int], list[int], list[float]]] = []
+        """Prompt, sampled tokens and log-probs of each call, as the engine had them."""
+        self.num_rewritten = 0
+
+    def ask(self, messages: list[dict[str, Any]]) -> None:
+        self.asked.append(copy.deepcopy(messages))
+        request = ChatRequest.model_validate({"messages": messages, "tools": [TOOL]})
+        conversation = request.conversation()
+        call = self.record.begin(conversation, self.renderer)
+        self.sample(call)
+        message = Answer.of(call, conversation, self.renderer).message
+        self.record.note_turn(call, conversation, message)
+        if call.finish_reason is FinishReason.STOP:
+            self.histories.append([*messages, message])
+
+    def sample(self, call: Call) -> None:
+        prompt, version = call.prompt().tolist(), len(self.seen) // 100
+        text = f"<think>{self.rng.random()}</think> {self.rng.randrange(100)}"
+        if self.rng.random() < 0.4:
+            arguments = json.dumps({"a": self.rng.randrange(9), "b": "é"})
+            text += f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+        is_cut = self.rng.random() < 0.05
+        [ids] = self.renderer.token_ids([text + EOS * (not is_cut)])
+        logprobs = np.array([-self.rng.random() for _ in ids], np.float32)
+        end = FinishReason.LENGTH if is_cut else FinishReason.STOP
+        middle = self.rng.randrange(len(ids))
+        parts = (slice(0, middle), FinishReason.ABORT), (slice(middle, None), end)
+        for part, reason in parts:
+            token_ids = np.array(ids[part], np.int32)
+            call.max_tokens = 10_000
+            call.append(
+                token_ids, logprobs[part], spans_of(np.full(len(token_ids), version)), reason
+            )
+        self.seen.append((prompt, list(ids), logprobs.tolist()))
+
+    def step(self) -> None:
+        kind = self.rng.choice(("new", "go on", "go on", "go on", "branch", "compact", "rewrite"))
+        if kind == "new" or not self.histories:
+            question = {"role": "user", "content": f"question {self.rng.random()}"}
+            system = [{"role": "system", "content": "s"}] if self.rng.random() < 0.5 else []
+            self.ask([*system, question])
+        elif kind == "compact":
+            summary = str(self.histories[-1][-1]["content"])[:20]
+            self.ask([{"role": "user", "content": f"In short: {summary}"}])
+        else:
+            far = 1 if kind == "go on" else 30
+            history = copy.deepcopy(self.rng.choice(self.histories[-far:]))
+            if kind == "rewrite":
+                place = self.rng.choice(
+                    [n for n, message in enumerate(history) if message["role"] == "assistant"]
+                )
+                history[place]["content"] = f"rewritten {self.rng.random()}"
+                self.num_rewritten += 1
+            self.ask([*map(self.as_a_client, history), *self.answers(history[-1])])
+
+    def as_a_client(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The same message, as a client sends it back."""
+        message = {**message, "annotations": None}
+        if message["role"] == "assistant" and self.rng.random() < 0.5:
+            message["content"] = message["content"].rpartition("</think>")[2].strip()
+        if message.get("content") == "":
+            message["content"] = self.rng.choice((None, "", []))
+        for call in message.get("tool_calls", ()):
+            arguments = json.loads(call["function"]["arguments"])
+            reordered = dict(reversed(arguments.items()))
+            call["function"]["arguments"] = json.dumps(reordered, indent=self.rng.choice((1, None)))
+        return message
+
+    def answers(self, turn: dict[str, Any]) -> list[dict[str, Any]]:
+        calls = turn.get("tool_calls")
+        if not calls:
+            return [{"role": "user", "content": f"and {self.rng.random()}?"}]
+        return [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
+
+
+def positions_of(
+    sequences: list[TokenSequence],
+) -> dict[tuple[int, ...], tuple[list[float], list[int]]]:
+    """Each trained turn by all tokens up to its end; fails if a token trains twice."""
+    turns: dict[tuple[int, ...], tuple[list[float], list[int]]] = {}
+    for sequence in sequences:
+        response = sequence.response_token_ids.tolist()
+        edges = [0, *(edge for start, n in sequence.written for edge in (start, start + n))]
+        edges.append(len(response))
+        place, versions = 0, token_versions(sequence.versions)
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            tokens = (*sequence.prompt_token_ids.tolist(), *response[:end])
+            assert tokens not in turns
+            count = end - start
+            turns[tokens] = (
+                sequence.logprobs[place : place + count].tolist(),
+                versions[place : place + count].tolist(),
+            )
+            place += count
+        assert place == len(sequence.logprobs)
+    return turns
+
+
+def check(world: World) -> None:
+    turns = positions_of(world.record.sequences())
+    assert len(turns) == len(world.seen)
+    for number, (prompt, tokens, logprobs) in enumerate(world.seen):
+        trained, versions = turns[*prompt, *tokens]
+        assert trained == logprobs
+        assert versions == [number // 100] * len(tokens)
+    sampled = sum(len(tokens) for _, tokens, _ in world.seen)
+    assert sampled == sum(len(s.logprobs) for s in world.record.sequences())
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_calls_train_exactly_what_was_sampled(renderer: ChatRenderer) -> None:
+    num_calls, num_forks, num_rewritten = 0, 0, 0
+    for seed in range(NUM_CALLS // 50):
+        world = World(renderer, seed)
+        for _ in range(50):
+            world.step()
+        check(world)
+        num_calls += len(world.record.calls)
+        num_forks += sum(call.is_fork for call in world.record.calls)
+        num_rewritten += world.num_rewritten
+    assert num_calls == NUM_CALLS
+    # Nothing that clients usually do forks; what they rewrite does.
+    assert num_rewritten * 0.9 < num_forks < num_rewritten * 1.3
+
+
+def test_after_a_restart_equal_calls_are_the_recorded_ones(renderer: ChatRenderer) -> None:
+    world = World(renderer, 5)
+    for _ in range(40):
+        world.step()
+    begun = world.record.begin(Conversation([{"role": "user", "content": "last"}]), renderer)
+    begun.max_tokens = 9
+    begun.append(
+        np.array([5], np.int32),
+        np.array([-0.1], np.float32),
+        (VersionSpan(0, 1),),
+        FinishReason.ABORT,
+    )
+    saved = json.dumps(asdict(world.record.to_saved()))
+    record = Record.from_saved(decode(SavedRecord, json.loads(saved)))
+    assert json.dumps(asdict(record.to_saved())) == saved
+    assert record.num_tokens == world.record.num_tokens
+
+    for messages, (prompt, tokens, logprobs) in zip(world.asked, world.seen, strict=True):
+        conversation = ChatRequest.model_validate(
+            {"messages": messages, "tools": [TOOL]}
+        ).conversation()
+        call = record.begin(conversation, renderer)
+        assert call.is_finished
+        assert (call.prompt().tolist(), call.token_ids.tolist()) == (prompt, tokens)
+        assert call.logprobs.tolist() == logprobs
+        record.note_turn(call, conversation, Answer.of(call, conversation, renderer).message)
+    again = record.begin(Conversation([{"role": "user", "content": "last"}]), renderer)
+    assert (again.token_ids.tolist(), again.max_tokens, again.is_finished) == ([5], 9, False)
+    again.append(
+        np.array([6], np.int32),
+        np.array([-0.2], np.float32),
+        (VersionSpan(3, 1),),
+        FinishReason.STOP,
+    )
+    assert record.earlier == {}
+    record.close()
+    assert record.num_divergences == 0
+    assert len(record.calls) == 41
+
+
+def test_what_an_agent_does_not_repeat_is_dropped_and_counted(renderer: ChatRenderer) -> None:
+    record = Record()
+    for question in ("a", "b"):
+        call = record.begin(Conversation([{"role": "user", "content": question}]), renderer)
+        call.append(np.array([7], np.int32), np.array([0], np.float32), (), FinishReason.STOP)
+    later = record.restarted()
+    assert later.begin(Conversation([{"role": "user", "content": "b"}]), renderer).is_finished
+    assert not later.begin(Conversation([{"role": "user", "content": "c"}]), renderer).is_finished
+    later.close()
+    assert later.num_divergences == 1
+    assert [call.token_ids.tolist() for call in later.calls] == [[7]]
+    assert [len(call.token_ids) for call in record.calls] == [1, 1]
+
+
+def test_sequences_come_in_call_order_and_train_no_turn_twice(
+    renderer: ChatRenderer,
+) -> None:
+    world = World(renderer, 0)
+    world.sample = lambda call: _say(world, call)  # type: ignore[method-assign]
+    world.ask([{"role": "user", "content": "q"}])
+    first = world.histories[-1]
+    world.ask([*first, {"role": "user", "content": "left"}])
+    world.ask([{"role": "user", "content": "other"}])
+    world.ask([*first, {"role": "user", "content": "right"}])
+    texts = [
+        (
+            renderer.decode(sequence.prompt_token_ids.tolist()).count("assistant"),
+            renderer.decode(sequence.response_token_ids.tolist()),
+        )
+        for sequence in world.record.sequences()
+    ]
+    left = "t0<|im_end|>\n<|im_start|>user\nleft<|im_end|>\n<|im_start|>assistant\nt1<|im_end|>"
+    assert texts == [(1, left), (1, "t2<|im_end|>"), (2, "t3<|im_end|>")]
+
+
+def _say(world: World, call: Call) -> None:
+    [ids] = world.renderer.token_ids([f"t{len(world.seen)}{EOS}"])
+    call.max_tokens = 99
+    token_ids = np.array(ids, np.int32)
+    logprobs = np.zeros(len(ids), np.float32)
+    call.append(token_ids, logprobs, spans_of(np.zeros(len(ids))), FinishReason.STOP)
+    world.seen.append((call.prompt().tolist(), list(ids), logprobs.tolist()))
+
+
+def test_a_turn_that_was_cut_off_is_not_extended(renderer: ChatRenderer) -> None:
+    record, question = Record(), {"role": "user", "content": "q"}
+    call = record.begin(Conversation([question]), renderer)
+    call.append(np.array([65], np.int32), np.array([0], np.float32), (), FinishReason.LENGTH)
+    conversation = Conversation([question])
+    message = Answer.of(call, conversation, renderer).message
+    record.note_turn(call, conversation, message)
+    later = record.begin(Conversation([question, message, question]), renderer)
+    assert (later.parent, later.is_fork) == (None, True)
+
+
+def test_items_of_responses_are_the_messages_of_chat_completions() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "I add.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+        {"type": "reasoning", "id": "r", "summary": []},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "I add."}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a":1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},
+    ]
+    chat = ChatRequest.model_validate({"messages": messages}).conversation()
+    responses = ResponsesRequest.model_validate(
+        {"input": items, "instructions": "s"}
+    ).conversation()
+    assert chat.keys() == responses.keys()
+    assert Counter(chat.keys()).most_common(1)[0][1] == 1

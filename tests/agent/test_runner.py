@@ -1,0 +1,261 @@
+"""Agents run in processes of their own, end with their owner, and fail alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from bapo_megatron.agent.protocol import SamplingRules
+from bapo_megatron.agent.proxy import Proxy, Session, SessionLimits
+from bapo_megatron.agent.record import Record
+from bapo_megatron.agent.runner import AgentRunner
+from bapo_megatron.environment.base import EnvironmentFailedError
+from bapo_megatron.errors import RolloutError
+from tests.agent.episodes import Policy, agent_config, make_renderer
+from tests.sandbox.host import require_bubblewrap
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from bapo_megatron.data.chat import ChatRenderer
+
+AGENTS = "tests.agent.agents"
+TASK = {
+    "prompt_id": "p:0",
+    "messages": [{"role": "user", "content": "1+1?"}],
+    "answer": "2",
+    "row": {},
+    "seed": 1,
+}
+COMMAND = [sys.executable, "-m", AGENTS]
+
+
+class NoQueue:
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+class NotedQueue(NoQueue):
+    def __init__(self, number: int, started: list[int]) -> None:
+        self.number, self.started = number, started
+
+    def leave(self) -> None:
+        self.started.append(self.number)
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer_dir: Path) -> ChatRenderer:
+    return make_renderer(tokenizer_dir)
+
+
+@contextlib.asynccontextmanager
+async def opened(**rollout: Any) -> AsyncIterator[tuple[AgentRunner, Proxy]]:
+    proxy = Proxy()
+    config = agent_config(**rollout)
+    runner = AgentRunner(config, proxy)
+    await proxy.open(has_port=config.agent_sandbox is None)
+    try:
+        await runner.open()
+        yield runner, proxy
+    finally:
+        await runner.close()
+        await proxy.close()
+    assert not psutil.Process().children()
+
+
+async def play(
+    runner: AgentRunner, proxy: Proxy, renderer: ChatRenderer, **task: Any
+) -> tuple[Any, Record]:
+    policy = Policy(renderer, lambda call: "Two." if call.parent is None else "Yes.")
+    limits = SessionLimits(9, 1000, 1000)
+    session = Session(Record(), renderer, SamplingRules(1.0), limits, policy.sample)
+    try:
+        with proxy.admitted(session) as key:
+            return await runner.run({**TASK, **task}, key, NoQueue()), session.record
+    finally:
+        await session.close()
+
+
+async def test_a_coroutine_and_a_function_run_in_a_worker(renderer: ChatRenderer) -> None:
+    async with opened(agent=f"{AGENTS}:asks") as (runner, proxy):
+        results = await asyncio.gather(*(play(runner, proxy, renderer) for _ in range(5)))
+        assert [result for result, _ in results] == [{"last": "Yes.", "answer": "2"}] * 5
+        assert [len(record.sequences()) for _, record in results] == [1] * 5
+    async with opened(agent=f"{AGENTS}:asks_in_a_thread") as (runner, proxy):
+        assert (await play(runner, proxy, renderer))[0] == "Two."
+
+
+async def test_a_command_gets_its_task_and_returns_its_last_line(renderer: ChatRenderer) -> None:
+    async with opened(agent=COMMAND) as (runner, proxy):
+        result, record = await play(runner, proxy, renderer)
+    assert result["text"] == "Two."
+    assert len(record.calls) == 1
+
+
+async def test_another_interpreter_needs_none_of_our_packages(renderer: ChatRenderer) -> None:
+    config = {"agent": "numpy:array", "agent_python": "/usr/bin/python3"}
+    with pytest.raises(RolloutError, match=r"cannot be started: .*numpy.*agent_python"):
+        async with opened(**config):
+            pass
+    async with opened(agent="re:sub", agent_python="/usr/bin/python3") as (runner, proxy):
+        with pytest.raises(EnvironmentFailedError, match="TypeError"):
+            await play(runner, proxy, renderer)
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ("tests.agent.agents:nothing", "cannot be started: AttributeError"),
+        ("nowhere:agent", "cannot be started: ModuleNotFoundError"),
+        ("json:loads", "cannot be started: TypeError"),
+        ("no-such-program --x", "no such program 'no-such-program'"),
+    ],
+)
+async def test_an_unusable_agent_is_refused_before_anything_runs(agent: str, message: str) -> None:
+    with pytest.raises(RolloutError, match=rf"^rollout\.agent: .* {message}"):
+        async with opened(agent=agent):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        (f"{AGENTS}:fails", r"failed: KeyError: 'no such city' \(prompt 'p:0'\)"),
+        (f"{AGENTS}:returns_no_json", "failed: TypeError"),
+        (f"{AGENTS}:dies", "ended two processes"),
+        (f"{sys.executable} -c 'print(1);exit(3)'", "failed: RuntimeError: exit status 3"),
+        (f"{sys.executable} -c 'print(1,2)'", "the last line of output must be JSON, got '1 2'"),
+    ],
+)
+async def test_an_agent_that_fails_fails_alone(
+    renderer: ChatRenderer, agent: str, message: str
+) -> None:
+    async with opened(agent=agent) as (runner, proxy):
+        for _ in range(2):
+            with pytest.raises(EnvironmentFailedError, match=message):
+                await play(runner, proxy, renderer)
+
+
+async def test_commands_have_a_limit_and_the_next_starts_at_once(renderer: ChatRenderer) -> None:
+    started: list[int] = []
+    limits = {"commands": 2}
+    async with opened(agent="sleep 3600", agent_limits=limits) as (runner, _):
+        tasks = [
+            asyncio.create_task(runner.run(TASK, "key", NotedQueue(n, started))) for n in range(4)
+        ]
+        await asyncio.sleep(0.5)
+        assert started == [0, 1]
+        tasks[2].cancel()
+        tasks[0].cancel()
+        await asyncio.sleep(0.2)
+        assert started == [0, 1, 3]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.2)
+        [worker] = psutil.Process().children()
+        assert worker.children() == []
+
+
+async def test_a_function_s_processes_end_with_the_run(renderer: ChatRenderer) -> None:
+    async with opened(agent=f"{AGENTS}:spawns") as (runner, _):
+        playing = asyncio.create_task(runner.run(TASK, "key", NoQueue()))
+        [worker] = psutil.Process().children()
+        while not (children := worker.children()):
+            await asyncio.sleep(0.05)
+        playing.cancel()
+    assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+OWNER = """
+import asyncio, sys
+from bapo_megatron.agent.proxy import Proxy
+from bapo_megatron.agent.runner import AgentRunner
+from tests.agent.episodes import agent_config
+
+async def main():
+    proxy = Proxy()
+    await proxy.open(has_port=True)
+    runner = AgentRunner(agent_config(agent=sys.argv[1]), proxy)
+    await runner.open()
+    class Queue:
+        def leave(self):
+            print("started", flush=True)
+    await runner.run({"prompt_id": "p"}, "key", Queue())
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("agent", [f"{AGENTS}:spawns", "bash -c 'sleep 3600; true'"])
+def test_a_killed_owner_leaves_no_process_behind(agent: str) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(OWNER), agent], stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "started\n"
+    deadline_s = time.monotonic() + 30
+    while len(family := psutil.Process(owner.pid).children(recursive=True)) < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    assert not psutil.wait_procs(family, timeout=20)[1]
+
+
+@pytest.mark.parametrize("kind", ["function", "command"])
+async def test_in_a_sandbox_an_agent_reaches_the_proxy_and_nothing_else(
+    renderer: ChatRenderer, kind: str
+) -> None:
+    require_bubblewrap()
+    agent: Any = (
+        "boxed_agent:play" if kind == "function" else ["/usr/bin/python3", "-m", "boxed_agent"]
+    )
+    with tempfile.TemporaryDirectory() as folder:  # others cannot enter pytest's
+        Path(folder).chmod(0o755)
+        Path(folder, "boxed_agent.py").write_text(BOXED)
+        with contextlib.chdir(folder):
+            async with opened(agent=agent, agent_sandbox={"memory_limit_mb": 1024}) as (
+                runner,
+                proxy,
+            ):
+                result, record = await play(runner, proxy, renderer)
+    assert result == {"text": "Two.", "reaches": False, "sees": False}
+    assert len(record.calls) == 1
+
+
+BOXED = """
+import json, os, socket, sys
+from urllib.request import Request, urlopen
+
+
+def play(task, base_url, api_key):
+    body = json.dumps({"messages": task["messages"]}).encode()
+    headers = {"Authorization": "Bearer " + api_key}
+    with urlopen(Request(base_url + "/chat/completions", body, headers)) as reply:
+        text = json.load(reply)["choices"][0]["message"]["content"]
+    try:
+        socket.create_connection(("10.255.255.1", 80), 1)
+        reaches = True
+    except OSError:
+        reaches = False
+    return {"text": text, "reaches": reaches, "sees": os.path.exists("/etc/passwd")}
+
+
+if __name__ == "__main__":
+    task = json.loads(sys.stdin.readline())
+    base_url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    print(json.dumps(play(task, base_url, key)))
+"""
