@@ -286,7 +286,7 @@ class RolloutStats:
     """Requests preempted since the previous batch by a full KV cache, not by a weight sync."""
     engine_load: dict[str, float] = field(default_factory=dict)
     """Mean and maximum of each ``engine.base.LoadReport`` field since the previous batch, over
-    engines with requests."""
+    engines with requests; engines that are ``usable`` and that are ``known`` now."""
     loop_lag_s: float = 0.0
     """Largest delay of the collector's event loop since the previous batch, in seconds."""
 

@@ -240,3 +240,22 @@ def test_the_containerfile_runs_scripts_that_are_in_its_context() -> None:
     for script in scripts:
         assert os.access(REPOSITORY / script, os.X_OK)
         assert script.split("/")[0] not in left_out
+
+
+def test_the_gpu_image_installs_what_the_other_files_name_and_every_wheel_by_checksum() -> None:
+    folder = REPOSITORY / "requirements"
+    lines = (folder / "gpu_image.txt").read_text().splitlines()
+    pins = [re.fullmatch(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines[2:]]
+    versions = {pin[1].lower().replace("_", "-"): pin[2] for pin in pins if pin is not None}
+    assert len(versions) == len(lines) - 2 > 200
+    named = (folder / "gpu.txt").read_text() + (folder / "install.sh").read_text()
+    for name in ("sglang", "megatron-core", "torch", "torchvision", "math-verify"):
+        assert set(re.findall(rf"\b{name}(?:\[.*?\])?==([\d.]+)", named)) <= {versions[name]}
+    text = (REPOSITORY / "Containerfile.gpu").read_text()
+    (engine,) = re.findall(r"transformer-engine-torch==(\S+)", text)
+    assert f"transformer-engine=={engine}" in (folder / "beside.sh").read_text()
+    assert versions["transformer-engine"] == versions["transformer-engine-cu13"] == engine
+    assert 'BAPO_FORCE_CUDA_BUILD=1 BAPO_CUDA_ARCHS="90;100"' in text
+    assert (
+        'BAPO_FORCE_CUDA_BUILD=1 BAPO_CUDA_ARCHS="90;100"' in (folder / "gpu_image.sh").read_text()
+    )

@@ -127,6 +127,12 @@ def _print_plan(plan: Plan, console: Console) -> None:
         _phases_table(plan),
         f"GPU-hours of {plan.all_gpus} GPUs: {_number(hours)} per step, "
         f"{_number(hours * plan.steps)} in {plan.steps:,} steps",
+        *(
+            f"cost at {cost:g} per GPU-hour: {_number(hours * cost)} per step, "
+            f"{_number(hours * cost * plan.steps)} in {plan.steps:,} steps"
+            for cost in [plan.gpu_hour_cost]
+            if cost is not None
+        ),
         _disk_table(plan),
         _layouts_table(plan),
         *_assumptions(plan),

@@ -44,6 +44,33 @@ _PYTHON_SCHEMA = {
 }
 
 
+class SpeculativeConfig(Section):
+    """Speculative decoding on GPUs (docs/rollout.md#faster-rollout)."""
+
+    method: Literal["none", "ngram", "draft", "mtp"] = "none"
+    """What proposes tokens, which the policy accepts or replaces: earlier tokens (``ngram``), a
+    smaller model (``draft``), or the multi-token-prediction layers of ``model.path`` (``mtp``)."""
+    draft_model: AbsolutePath | None = None
+    """Directory of the smaller model, with the policy's vocabulary; it is never trained."""
+    draft_tokens: int = Field(1, ge=1, le=15)
+    """Tokens proposed per decode step; 1 with ``ngram``."""
+
+    @model_validator(mode="after")
+    def _settings_go_together(self) -> Self:
+        if (self.draft_model is not None) != (self.method == "draft"):
+            raise ValueError(
+                f"draft_model must be set with method: draft, and only then, got "
+                f"{self.draft_model} with {self.method}; change one of them"
+            )
+        if self.method == "ngram" and self.draft_tokens > 1:
+            raise ValueError(
+                f"draft_tokens must be 1 with method: ngram, got {self.draft_tokens}: SGLang fills "
+                "up a longer draft with copies of token 0, any of which may be accepted, so that "
+                "it is sampled too often; set 1, or use another method"
+            )
+        return self
+
+
 class ServerConfig(Section):
     """SGLang servers that this project starts: the trainer's own, or those of ``serve``."""
 
@@ -68,6 +95,10 @@ class ServerConfig(Section):
     """Size of the KV cache in tokens; null: the server's choice on a GPU, else 65536."""
     max_running_requests: int | None = Field(None, ge=1)
     """Maximum batch size; null: the server's choice."""
+    speculative: SpeculativeConfig = SpeculativeConfig()
+    quantization: Literal["none", "fp8"] = "none"
+    """``fp8``: every weight sync is quantized; needs ``algorithm.correction``, and Qwen2 or
+    Qwen3."""
     extra_args: tuple[str, ...] = ()
     """Further arguments for ``sglang.launch_server``."""
 

@@ -299,6 +299,8 @@ class LogConfig(Section):
     peak_tflops: float | None = Field(None, gt=0)
     """Peak TFLOP/s of one GPU in the run's number format, for the MFU; null: from the data sheet,
     if the GPU is known (docs/runtime.md)."""
+    gpu_hour_cost: float | None = Field(None, gt=0)
+    """Price of a GPU-hour, for the cost in ``plan`` and ``summary.json``; null: hours alone."""
     hang_s: float = Field(300.0, gt=0)
     """When a rank has made no progress for this long, all ranks write their stacks to
     ``<run_dir>/logs`` and rank 0 reports what each rank is doing; the run continues. Must be below

@@ -262,6 +262,8 @@ class LoadReport:
     """Requests that are queued or preempted."""
     cache_used_share: float
     """KV cache use of the fullest rank."""
+    acceptance_length: float | None = None
+    """Tokens per decode step of speculation, since the KV cache was last dropped."""
 
 
 @runtime_checkable

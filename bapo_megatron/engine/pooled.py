@@ -285,12 +285,14 @@ class EngineStates:
         self.wake()
 
     def take_load(self) -> dict[str, float]:
-        """Return means and maxima since the last call; empty if nothing was reported."""
+        """Return means and maxima since the last call, and how many engines there are now."""
         loads, self._loads = self._loads, []
-        summary: dict[str, float] = {}
+        usable = sum(pooled.is_usable for pooled in self.engines)
+        summary: dict[str, float] = {"usable": usable, "known": len(self.engines)}
         for name in (field.name for field in fields(LoadReport) if loads):
-            values = [getattr(load, name) for load in loads]
-            summary |= {name: math.fsum(values) / len(values), f"{name}_max": max(values)}
+            values = [value for load in loads if (value := getattr(load, name)) is not None]
+            if values:
+                summary |= {name: math.fsum(values) / len(values), f"{name}_max": max(values)}
         return summary
 
     async def _watch(self, pooled: PooledEngine) -> None:

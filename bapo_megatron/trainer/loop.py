@@ -338,7 +338,8 @@ class Run:
                 if self.state.model.lora is not None:
                     self.state.model.export_adapter(self.config.run_dir / "adapter")
         if self.generation.source is not None:
-            reporting.report_run(self.config, self.progress, self.timer.total_s)
+            gpus = torch.distributed.get_world_size() if torch.cuda.is_available() else 0
+            reporting.report_run(self.config, self.progress, self.timer.total_s, gpus)
 
 
 class Generation:

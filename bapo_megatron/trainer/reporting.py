@@ -143,12 +143,18 @@ def show_evaluation(results: Sequence[EvalResult]) -> None:
         )
 
 
-def report_run(config: RunConfig, progress: RunProgress, phase_s: dict[str, float]) -> None:
+def report_run(
+    config: RunConfig, progress: RunProgress, phase_s: dict[str, float], trainer_gpus: int = 0
+) -> None:
     """Write ``summary.json`` and print a table of it; ``phase_s`` is of this process only."""
     rate: float | None = None  # response tokens per second while batches were collected
     if config.replay.dumps is None:
         generation_s = progress.generation_s
         rate = progress.generated_tokens / generation_s if generation_s > 0 else 0.0
+    gpu_hours = (
+        (trainer_gpus and trainer_gpus + _rollout_gpus(config)) * sum(phase_s.values()) / 3600
+    )
+    cost = config.log.gpu_hour_cost
     summary = {
         "name": config.name,
         "seed": config.seed,
@@ -159,6 +165,8 @@ def report_run(config: RunConfig, progress: RunProgress, phase_s: dict[str, floa
         "num_prompts": progress.num_prompts,
         "generated_tokens": int(progress.generated_tokens),
         "generated_tokens_per_s": rate,
+        "gpu_hours": gpu_hours,
+        "gpu_cost": None if cost is None else gpu_hours * cost,
         "phase_s": phase_s,
         **asdict(own_software()),
     }
@@ -174,6 +182,16 @@ def report_run(config: RunConfig, progress: RunProgress, phase_s: dict[str, floa
     if config.log.console:
         for line in next_steps(config):
             show(line)
+
+
+def _rollout_gpus(config: RunConfig) -> int:
+    """Return the GPUs of the servers, as configured; 0 if they are the trainer's or on a CPU."""
+    rollout = config.rollout
+    if rollout.colocated or rollout.engine != "sglang" or config.replay.dumps is not None:
+        return 0
+    file = rollout.servers_file
+    listed = rollout.servers if file is None else file.read_text().split()
+    return (len(listed) or rollout.server.count) * rollout.server.tensor
 
 
 def next_steps(config: RunConfig) -> list[str]:
@@ -206,6 +224,8 @@ def _table(config: RunConfig, summary: Mapping[str, Any]) -> Table:
         ("steps", "{}", summary["steps"]),
         ("optimizer updates", "{}", summary["updates"]),
         ("generated tokens/s", "{:,.0f}", summary["generated_tokens_per_s"]),
+        ("GPU-hours", "{:,.1f}", summary["gpu_hours"] or None),
+        ("cost", "{:,.2f}", summary["gpu_cost"]),
     ]
     phases = ((n.replace("_", " "), round(s, 1) or None) for n, s in summary["phase_s"].items())
     rows += [(f"time: {name}", "{:.1f} s", seconds) for name, seconds in phases]

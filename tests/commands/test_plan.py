@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> str:
 
 def test_the_tables_are_readable_on_100_columns(config: str) -> None:
     arguments = ["plan", config, "--model-config", MODEL, "--gpus", "16", "--gpu-memory", "80"]
-    result = run(arguments, environment={"COLUMNS": "100"})
+    result = run([*arguments, "log.gpu_hour_cost=2.5"], environment={"COLUMNS": "100"})
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 100
@@ -39,6 +39,7 @@ def test_the_tables_are_readable_on_100_columns(config: str) -> None:
         *("Trainer memory per GPU", "GB one GPU sends in a step", "Estimated time of a step"),
         *("Disk under run_dir, GB", "layouts of 16 GPUs", "Assumptions"),
         *("Estimates: messages, times and the order of layouts", "GPU-hours of 32 GPUs: "),
+        "cost at 2.5 per GPU-hour: ",
     ):
         assert sum(heading in line for line in lines) == 1
     assert sum(line.lstrip().startswith("→") for line in lines) == 1
@@ -60,6 +61,7 @@ def test_json_holds_every_figure(config: str) -> None:
     assert plan["step_s"] == pytest.approx(sum(phase["seconds"] for phase in plan["phases"]))
     # 16 trainer and as many rollout GPUs.
     assert plan["gpu_hours_per_step"] == pytest.approx(plan["step_s"] * 32 / 3600)
+    assert plan["gpu_hour_cost"] is None
 
 
 def test_options_and_overrides_change_the_plan(config: str) -> None:

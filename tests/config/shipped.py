@@ -21,10 +21,13 @@ FRAGMENTS = {
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 ADAPTERS = "r1-distill-qwen-7b-8k-lora"
+ASYNC_RUNS = [name for name in NAMES if name.endswith("-async")]
 PAPER_RUNS = [
-    name for name in NAMES if name.startswith(("r1-", "bp-", "octothinker-")) and name != ADAPTERS
+    name
+    for name in NAMES
+    if name.startswith(("r1-", "bp-", "octothinker-")) and name not in (ADAPTERS, *ASYNC_RUNS)
 ]
-CLUSTER_RUNS = [*PAPER_RUNS, ADAPTERS, "qwen3-30b-a3b-32k", "qwen3.5-27b-32k"]
+CLUSTER_RUNS = [*PAPER_RUNS, *ASYNC_RUNS, ADAPTERS, "qwen3-30b-a3b-32k", "qwen3.5-27b-32k"]
 MODELS = Path(__file__).parents[1] / "tools" / "planning" / "models"
 """config.json of the models that the runs on clusters start from, as published; OctoThinker's is
 that of Llama 3.2 3B, from which it was trained."""

@@ -168,24 +168,29 @@ async def test_a_refused_key_ends_the_wait_for_servers_at_once() -> None:
 
 
 async def test_reported_loads_are_summed_up_until_they_are_taken() -> None:
-    def load(running: int, waiting: int, used: float) -> dict[str, float]:
+    def load(running: int, waiting: int, used: float) -> dict[str, object]:
         return {"num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": used}
 
+    speculating = {**load(1, 0, 0.125), "speculative": {"accept_length": 2.5, "accept_rate": 0.5}}
     with FakeSglang(stalls={3: 9}) as fake:
-        fake.loads = [[load(4, 1, 0.25), load(2, 0, 0.5)], [load(1, 0, 0.125)]]
+        fake.loads = [[load(4, 1, 0.25), load(2, 0, 0.5)], [speculating]]
         async with pool_of(fake) as pool:
             response = Response(pool)
             # What cannot be understood is left out, and is nothing against the server.
             await until(lambda: fake.calls.count("/v1/loads") >= 4)
             assert pool.states.take_load() == {
+                "usable": 1,
+                "known": 1,
                 "running": 3.5,
                 "running_max": 6,
                 "waiting": 0.5,
                 "waiting_max": 1,
                 "cache_used_share": 0.3125,
                 "cache_used_share_max": 0.5,
+                "acceptance_length": 2.5,
+                "acceptance_length_max": 2.5,
             }
-            assert pool.states.take_load() == {}
+            assert pool.states.take_load() == {"usable": 1, "known": 1}
             assert states_of(pool) == ["usable"]
             fake.stalls.clear()
             await response.check(20, FinishReason.LENGTH)

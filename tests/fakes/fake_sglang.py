@@ -36,6 +36,11 @@ INFO = {
     "max_total_num_tokens": 1 << 20,
     "enable_return_routed_experts": False,
     "internal_states": [{"effective_max_running_requests_per_dp": 1 << 20}],
+    "speculative_algorithm": None,
+    "speculative_num_draft_tokens": None,
+    "speculative_accept_threshold_single": 1.0,
+    "speculative_accept_threshold_acc": 1.0,
+    "quantization": None,
 }
 """What a server says of itself."""
 

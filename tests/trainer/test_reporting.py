@@ -41,8 +41,13 @@ def test_the_table_and_the_file_have_the_same_numbers_and_no_empty_times(tmp_pat
         num_prompts=40,
     )
     sets = {"sets": [{"path": "a.jsonl", "samples_per_prompt": 4}, {"path": "b.jsonl"}]}
-    config = run_config(tmp_path, eval=sets)
-    report_run(config, progress, {"training": 1.25, "export": 0.01})
+    config = run_config(
+        tmp_path,
+        eval=sets,
+        log={"gpu_hour_cost": 2.5},
+        rollout={"servers": ["http://a:1", "http://b:1"], "server": {"tensor": 4}},
+    )
+    report_run(config, progress, {"training": 360.0, "export": 0.01}, trainer_gpus=8)
     output = capsys.readouterr()
     assert output.err == ""
     rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in output.out.splitlines()]
@@ -53,11 +58,15 @@ def test_the_table_and_the_file_have_the_same_numbers_and_no_empty_times(tmp_pat
         ["steps", "6"],
         ["optimizer updates", "12"],
         ["generated tokens/s", "2,500"],
-        ["time: training", "1.2 s"],
+        ["GPU-hours", "1.6"],  # 16 GPUs, a tenth of an hour
+        ["cost", "4.00"],
+        ["time: training", "360.0 s"],
     ]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["updates"] == 12
-    assert summary["phase_s"] == {"training": 1.25, "export": 0.01}
+    assert summary["phase_s"] == {"training": 360.0, "export": 0.01}
+    assert summary["gpu_hours"] == pytest.approx(1.6, rel=1e-4)
+    assert summary["gpu_cost"] == pytest.approx(4.0, rel=1e-4)
     assert summary["versions"]["megatron-core"] == "0.19.2"
 
 

@@ -58,6 +58,7 @@ def test_a_weight_sync_pauses_generation_and_labels_only_the_last_part(
             "shapes": [[2, 3]],
             "group_name": "group",
             "load_format": "flattened_bucket",
+            "selector": "target",
             "flush_cache": False,
             "abort_all_requests": False,
         }

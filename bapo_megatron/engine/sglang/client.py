@@ -26,6 +26,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.engine.base import (
     BucketLayout,
     Capabilities,
@@ -56,6 +57,8 @@ _MAX_REASON = 300
 _MAX_IDLE_WAIT_S = 30.0
 _TAGS = {MemoryPart.WEIGHTS: ["weights"], MemoryPart.CACHE: ["kv_cache", "cuda_graph"]}
 """SGLang's tags of the memory that is released and resumed together."""
+_TARGET = {"selector": "target"}
+"""By default SGLang loads the policy's weights into the draft model of speculation, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,10 +92,12 @@ class SglangClient:
         model: Path | None = None,
         gpus: tuple[int, ...] = (),
         returns_routes: bool = False,
+        settings: ServerConfig | None = None,
     ) -> None:
         """Prepare without connecting; ``check`` refuses servers of other models than ``model``.
 
-        With ``returns_routes`` it also refuses servers that cannot return the experts of tokens.
+        With ``returns_routes`` it also refuses servers that cannot return the experts of tokens,
+        with ``settings`` those that speculate or quantize otherwise.
         """
         self.address = address.rstrip("/")
         self._keys = keys
@@ -100,6 +105,7 @@ class SglangClient:
         self._model = model
         self._gpus = gpus
         self._returns_routes = returns_routes
+        self._settings = settings
         self._in_flight: dict[str, _Flight] = {}
         self._heard_s = 0.0
         self._is_suspended = False
@@ -246,6 +252,10 @@ class SglangClient:
                     f"{self.address}: returns no experts of tokens, which algorithm.router_replay: "
                     "rollout needs; start it with --enable-return-routed-experts"
                 )
+        if self._settings is not None:
+            info = await self._ask("/server_info", dict)
+            with self._checked("/server_info"):
+                protocol.check_sampling(self.address, info, self._settings)
         await self.resume()
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
@@ -375,12 +385,12 @@ class SglangWeightControl:
     async def open_session(self, timeout_s: float) -> None:
         """See ``WeightControl``; a session that an earlier trainer left open is closed first."""
         try:
-            await self.client.call("/begin_weight_update", {}, timeout_s)
+            await self.client.call("/begin_weight_update", _TARGET, timeout_s)
         except ServerGoneError:
             raise
         except RolloutError:
             await self.client.call("/end_weight_update", {}, timeout_s)
-            await self.client.call("/begin_weight_update", {}, timeout_s)
+            await self.client.call("/begin_weight_update", _TARGET, timeout_s)
 
     async def close_session(self, timeout_s: float) -> None:
         """See ``WeightControl``."""
@@ -412,12 +422,17 @@ class SglangWeightControl:
             "shapes": [list(shape) for shape in bucket.shapes],
             "group_name": group_name,
             "load_format": "flattened_bucket",
+            **_TARGET,
         }
         await self._update("/update_weights_from_distributed", body, version, timeout_s)
 
     async def take(self, payloads: Sequence[str], *, version: int | None, timeout_s: float) -> None:
         """See ``WeightControl``."""
-        body = {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket"}
+        body = {
+            "serialized_named_tensors": list(payloads),
+            "load_format": "flattened_bucket",
+            **_TARGET,
+        }
         await self._update("/update_weights_from_tensor", body, version, timeout_s)
 
     async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:

@@ -8,6 +8,7 @@ from bapo_megatron.config.load import ConfigError
 from bapo_megatron.engine.sglang.settings import (
     SERVERS_KEY,
     VERSION,
+    check_acceleration,
     check_own_servers,
     server_addresses,
 )
@@ -27,6 +28,7 @@ class SglangKind:
     def check(self, config: RunConfig, *, is_here: bool = True) -> None:
         """See ``EngineKind``."""
         rollout = config.rollout
+        check_acceleration(config)
         if rollout.starts_servers:
             check_own_servers(config, is_here=is_here)
         num_servers = len(server_addresses(rollout)) or rollout.server.count
@@ -56,6 +58,7 @@ class SglangKind:
                 "rollout.server.host: must be one address, which the trainer can use, got "
                 f"'{config.rollout.server.host}'; give this node's"
             )
+        check_acceleration(config)
         check_own_servers(config)
         from bapo_megatron.engine.sglang.server import serve
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import (
     Capabilities,
@@ -33,7 +34,7 @@ from bapo_megatron.engine.base import (
     Scores,
     join,
 )
-from bapo_megatron.engine.sglang.settings import VERSION
+from bapo_megatron.engine.sglang.settings import ALGORITHMS, VERSION
 from bapo_megatron.errors import RefusedError, RolloutError
 from bapo_megatron.types import FinishReason, VersionSpan
 
@@ -329,11 +330,34 @@ def _numbers(version: str) -> list[int]:
 def parse_load(answer: dict[str, Any]) -> LoadReport:
     """Return the load over all ranks."""
     ranks = answer["loads"]
+    lengths = [
+        float(rank["speculative"]["accept_length"]) for rank in ranks if "speculative" in rank
+    ]
     return LoadReport(
         running=sum(int(rank["num_running_reqs"]) for rank in ranks),
         waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
         cache_used_share=max(float(rank["token_usage"]) for rank in ranks),
+        acceptance_length=min(lengths, default=None),
     )
+
+
+def check_sampling(address: str, info: Mapping[str, Any], server: ServerConfig) -> None:
+    """Raise a ``RolloutError`` if a server speculates or quantizes otherwise than ``server``."""
+    speculative = server.speculative
+    is_on = speculative.method != "none"
+    expected = {
+        "speculative_algorithm": ALGORITHMS[speculative.method],
+        "speculative_num_draft_tokens": speculative.draft_tokens + 1 if is_on else None,
+        "speculative_accept_threshold_single": 1.0,
+        "speculative_accept_threshold_acc": 1.0,
+        "quantization": None if server.quantization == "none" else server.quantization,
+    }
+    for name, value in expected.items():
+        if info[name] != value:
+            raise RolloutError(
+                f"{address}: must have {name} {value} by rollout.server, got {info[name]}, with "
+                "which its log-probs were not checked; start it with serve and this configuration"
+            )
 
 
 def check_architecture(address: str, served: Sequence[str] | None, model_dir: Path) -> None:

@@ -31,7 +31,7 @@ from bapo_megatron.engine.base import (
 )
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys, check_key
-from bapo_megatron.engine.sglang.settings import SERVERS_KEY, server_addresses
+from bapo_megatron.engine.sglang.settings import ALGORITHMS, SERVERS_KEY, server_addresses
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.runtime.processes import (
@@ -201,8 +201,10 @@ class SglangServer:
     def environment(self) -> dict[str, str]:
         """Return the environment variables of the process."""
         environment = {**child_environment(), "HF_HUB_OFFLINE": "1"}
-        # Importance ratios need log_softmax(logits / T), not log_softmax(logits).
-        environment.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
+        # Importance ratios need log_softmax(logits / T) of sampled tokens: not log_softmax(logits),
+        # nor tokens accepted at random.
+        for name in ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_SIMULATE_ACC_LEN"):
+            environment.pop(name, None)
         if self.device == "cpu":
             # With a thread per core, steps of a small model are several times slower.
             environment.setdefault("OMP_NUM_THREADS", "1")
@@ -250,8 +252,26 @@ class SglangServer:
         if self.config.rollout.colocated:
             # Decode graphs can be released, piecewise prefill graphs cannot.
             arguments += ["--enable-memory-saver", "--cuda-graph-backend-prefill=disabled"]
-        if self.awaits_weights:
+        if server.quantization == "fp8":
+            # Keeps what it needs to quantize new weights in place, which dummy weights would not.
+            arguments += ["--quantization=fp8", "--load-format=flash_rl"]
+        elif self.awaits_weights:
             arguments.append("--load-format=dummy")
+        if (speculative := server.speculative).method != "none":
+            arguments += [
+                f"--speculative-algorithm={ALGORITHMS[speculative.method]}",
+                # With the token before them.
+                f"--speculative-num-draft-tokens={speculative.draft_tokens + 1}",
+            ]
+        if speculative.method == "ngram":
+            arguments.append("--speculative-ngram-max-bfs-breadth=1")
+        elif speculative.method != "none":
+            arguments += [
+                f"--speculative-draft-model-path={speculative.draft_model or model.path}",
+                "--speculative-draft-load-format=auto",
+                f"--speculative-num-steps={speculative.draft_tokens}",
+                "--speculative-eagle-topk=1",
+            ]
         if self.config.algorithm.router_replay == "rollout":
             arguments.append("--enable-return-routed-experts")
         return [*arguments, *server.extra_args]
@@ -263,6 +283,8 @@ class SglangBackend:
     def __init__(self, config: RunConfig, device: str, *, awaits_weights: bool) -> None:
         """Prepare the servers on ``cuda`` or ``cpu``; nothing is started."""
         self._config = config
+        # A teacher, or servers for an evaluation, may speculate and quantize as they like.
+        self._settings = config.rollout.server if awaits_weights else None
         self._own: Sequence[SglangServer] = ()
         if config.rollout.starts_servers:
             self._keys = ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
@@ -288,6 +310,7 @@ class SglangBackend:
             model=self._config.model.path,
             gpus=next((s.gpus for s in self._own if s.address == address), ()),
             returns_routes=self._config.algorithm.router_replay == "rollout",
+            settings=self._settings,
         )
 
 

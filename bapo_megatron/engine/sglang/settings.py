@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import operator
+from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.config.check import check_heads, check_model, check_unique
+from bapo_megatron.config.check import (
+    check_heads,
+    check_model,
+    check_model_dir,
+    check_unique,
+)
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.section import split_address
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
@@ -12,16 +18,24 @@ from bapo_megatron.runtime.files import read_regular
 from bapo_megatron.runtime.gpus import count_gpus
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from bapo_megatron.config.rollout import RolloutConfig
+    from bapo_megatron.config.rollout import RolloutConfig, ServerConfig
     from bapo_megatron.config.schema import RunConfig
 
 VERSION = "0.5.23"
 """The SGLang that requirements/ installs and the tests run; older servers are refused."""
 
+ALGORITHMS = {"none": None, "ngram": "NGRAM", "draft": "STANDALONE", "mtp": "EAGLE"}
+"""SGLang's ``speculative_algorithm`` for each ``rollout.server.speculative.method``."""
+
 SERVERS_KEY = "rollout.servers"
 _MAX_PORT = 65535
+_FP8_ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Models whose FP8 weights SGLang can replace (``--load-format=flash_rl``)."""
+_KEYED_ARGUMENTS = {"--speculative": "speculative", "--quantization": "quantization"}
+"""Beginnings of SGLang's arguments that are keys of ``rollout.server``."""
 _SECRET_ARGUMENTS = {"--api-key": API_KEY_VARIABLE, "--admin-api-key": ADMIN_API_KEY_VARIABLE}
 """SGLang's arguments for keys, and the variables to use instead."""
 
@@ -80,14 +94,10 @@ def check_own_servers(config: RunConfig, *, is_here: bool = True) -> None:
             "rollout.colocated: needs servers on the trainer's GPUs, whose memory they release, "
             "got 0 visible GPUs; set rollout.colocated=false"
         )
-    for argument in server.extra_args:
-        if (name := argument.partition("=")[0]) in _SECRET_ARGUMENTS:
-            raise ConfigError(
-                f"rollout.server.extra_args: must hold no secret, got {name}: it would be in "
-                "config.yaml and in logs; leave it out: the trainer's own servers have one, and "
-                f"serve takes {_SECRET_ARGUMENTS[name]} (docs/launch.md)"
-            )
-    check_heads(check_model(config.model), "rollout.server.tensor", server.tensor)
+    _check_extra_args(server.extra_args)
+    fields = check_model(config.model)
+    check_heads(fields, "rollout.server.tensor", server.tensor)
+    _check_model_is_accelerated(fields, server, is_on_cpu=is_here and not num_gpus)
     if server.port and server.port + server.count - 1 > _MAX_PORT:
         raise ConfigError(
             f"rollout.server.port: the last of rollout.server.count = {server.count} servers must "
@@ -113,4 +123,80 @@ def check_own_servers(config: RunConfig, *, is_here: bool = True) -> None:
             "rollout.weight_sync.method: must be tensor or disk with rollout.colocated, got "
             f"broadcast by {sync.backend}: NCCL cannot place two ranks on one GPU; set "
             "rollout.weight_sync.method=tensor"
+        )
+
+
+def _check_extra_args(extra_args: Sequence[str]) -> None:
+    for argument in extra_args:
+        if (name := argument.partition("=")[0]) in _SECRET_ARGUMENTS:
+            raise ConfigError(
+                f"rollout.server.extra_args: must hold no secret, got {name}: it would be in "
+                "config.yaml and in logs; leave it out: the trainer's own servers have one, and "
+                f"serve takes {_SECRET_ARGUMENTS[name]} (docs/launch.md)"
+            )
+        for beginning, key in _KEYED_ARGUMENTS.items():
+            if argument.startswith(beginning):
+                raise ConfigError(
+                    f"rollout.server.extra_args: must hold no {beginning}…, got {argument}: its "
+                    f"effect on log-probs would not be checked; set rollout.server.{key}"
+                )
+
+
+def check_acceleration(config: RunConfig) -> None:
+    """Check that speculation and quantization leave usable log-probs and take weight syncs."""
+    rollout, algorithm, server = config.rollout, config.algorithm, config.rollout.server
+    method = server.speculative.method
+    if server.quantization != "none" and algorithm.correction.kind == "none":
+        raise ConfigError(
+            "algorithm.correction.kind: must not be none with rollout.server.quantization: "
+            f"{server.quantization}, which samples from another policy than the trainer's; set "
+            "algorithm.behaviour=recomputed and a correction such as token"
+        )
+    if method == "none":
+        return
+    if server.max_running_requests is None:
+        raise ConfigError(
+            f"rollout.server.max_running_requests: must be set with speculative.method: {method}, "
+            "got null, for which SGLang takes 48; set it"
+        )
+    if algorithm.router_replay == "rollout":
+        raise ConfigError(
+            "algorithm.router_replay: must not be rollout with rollout.server.speculative.method: "
+            f"{method}: SGLang may not return the experts of accepted tokens; change one of them"
+        )
+    if method == "ngram":
+        return
+    # A release keeps no weights, and from disk the draft model would load the policy's.
+    for key, refused in (("colocated", True), ("weight_sync.method", "disk")):
+        if operator.attrgetter(key)(rollout) == refused:
+            raise ConfigError(
+                f"rollout.{key}: must not be {str(refused).lower()} with "
+                f"rollout.server.speculative.method: {method}, whose draft weights would be lost; "
+                "change one of them"
+            )
+
+
+def _check_model_is_accelerated(
+    fields: dict[str, Any], server: ServerConfig, *, is_on_cpu: bool
+) -> None:
+    """Check that this machine can accelerate the model of a config.json."""
+    method, architectures = server.speculative.method, fields.get("architectures", [])
+    if is_on_cpu and (method, server.quantization) != ("none", "none"):
+        raise ConfigError(
+            f"rollout.server: must have speculative.method: none and quantization: none without a "
+            f"GPU, got {method} and {server.quantization}: on a CPU SGLang accepts the likeliest "
+            "token instead of sampling; leave them out"
+        )
+    if server.quantization != "none" and not {*architectures} & {*_FP8_ARCHITECTURES}:
+        raise ConfigError(
+            f"rollout.server.quantization: needs one of {', '.join(_FP8_ARCHITECTURES)}, whose "
+            f"weights SGLang can replace, got {architectures} in model.path; leave it out"
+        )
+    if server.speculative.draft_model is not None:
+        check_model_dir(server.speculative.draft_model, "rollout.server.speculative.draft_model")
+    names = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+    if method == "mtp" and not any(fields.get(name) for name in names):
+        raise ConfigError(
+            "rollout.server.speculative.method: mtp needs layers for multi-token prediction "
+            f"({' or '.join(names)} in config.json), got none in model.path; use another method"
         )

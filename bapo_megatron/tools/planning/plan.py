@@ -137,6 +137,8 @@ class Plan:
     """Steps of the whole run."""
     gpu_hours_per_step: float
     """Trainer and rollout GPUs together."""
+    gpu_hour_cost: float | None
+    """``log.gpu_hour_cost``."""
     disk: list[DiskUse]
     """At most, over the whole run."""
     layouts: list[LayoutEstimate]
@@ -207,6 +209,7 @@ def make_plan(
         },
         steps=config.train.steps,
         gpu_hours_per_step=step_s * all_gpus / 3600,
+        gpu_hour_cost=config.log.gpu_hour_cost,
         disk=disk_use(case, workload),
         layouts=_rank_layouts(case),
         notes=_notes(case, rollout),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from bapo_megatron.config.rollout import ServerConfig, SpeculativeConfig
 from bapo_megatron.engine.base import Completion, MemoryPart, SamplingSettings
 from bapo_megatron.engine.sglang import client as sglang_client
 from bapo_megatron.engine.sglang.client import SglangClient
@@ -244,6 +245,34 @@ async def test_a_refusal_leaves_a_server_of_which_nobody_knows_what_it_holds(pat
     async with client_of(FakeWeightServer(refusals={path: "no"})) as client:
         with pytest.raises(ServerError, match=f"{path}: HTTP 400"):
             await client.release_memory(1.0)
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({}, None),
+        ({"speculative_algorithm": "EAGLE"}, "must have speculative_algorithm NGRAM .*got EAGLE"),
+        ({"speculative_num_draft_tokens": 12}, "must have speculative_num_draft_tokens 2 .*got 12"),
+        ({"speculative_accept_threshold_acc": 0.9}, "threshold_acc 1.0 .*got 0.9"),
+        ({"quantization": "fp8"}, "must have quantization None .*got fp8"),
+    ],
+)
+def test_a_server_that_speculates_or_quantizes_otherwise_is_refused(
+    info: dict[str, object], message: str | None
+) -> None:
+    async def check(address: str) -> None:
+        settings = ServerConfig(speculative=SpeculativeConfig(method="ngram"))
+        client = SglangClient(address, ApiKeys(), request_timeout_s=9.0, settings=settings)
+        try:
+            await client.check()
+        finally:
+            await client.close()
+
+    ngram = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 2}
+    with FakeSglang(info=ngram | info) as fake:
+        refused = pytest.raises(RolloutError, match=f"^{fake.address}: .*{message or ''}")
+        with refused if message else contextlib.nullcontext():
+            asyncio.run(check(fake.address))
 
 
 @pytest.mark.parametrize("returns_routes", [True, False])

@@ -216,6 +216,57 @@ def test_servers_have_the_trainers_nccl_settings_and_colocated_ones_can_release_
     assert colocated.environment()[variable] == "1"
 
 
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [
+        (
+            {"speculative": {"method": "ngram"}},
+            {
+                "--speculative-algorithm=NGRAM",
+                "--speculative-num-draft-tokens=2",
+                "--speculative-ngram-max-bfs-breadth=1",
+                "--load-format=dummy",
+            },
+        ),
+        (
+            {"speculative": {"method": "draft", "draft_model": "/small", "draft_tokens": 3}},
+            {
+                "--speculative-algorithm=STANDALONE",
+                "--speculative-num-draft-tokens=4",
+                "--speculative-num-steps=3",
+                "--speculative-eagle-topk=1",
+                "--speculative-draft-model-path=/small",
+                "--speculative-draft-load-format=auto",
+                "--load-format=dummy",
+            },
+        ),
+        (
+            {"speculative": {"method": "mtp", "draft_tokens": 2}},
+            {
+                "--speculative-algorithm=EAGLE",
+                "--speculative-num-draft-tokens=3",
+                "--speculative-num-steps=2",
+                "--speculative-eagle-topk=1",
+                "--speculative-draft-model-path={model}",
+                "--speculative-draft-load-format=auto",
+                "--load-format=dummy",
+            },
+        ),
+        # Dummy weights could not be replaced.
+        ({"quantization": "fp8"}, {"--quantization=fp8", "--load-format=flash_rl"}),
+    ],
+)
+def test_acceleration_is_turned_on_and_survives_a_start_without_weights(
+    tmp_path: Path, server: dict[str, object], expected: set[str]
+) -> None:
+    config = server_config(tmp_path, tmp_path, server=server)
+    arguments = SglangServer(config, "cuda", KEYS, awaits_weights=True).arguments()
+    beginnings = ("--speculative", "--load-format", "--quantization")
+    assert {argument for argument in arguments if argument.startswith(beginnings)} == {
+        argument.format(model=tmp_path) for argument in expected
+    }
+
+
 def test_servers_return_experts_where_the_trainer_replays_them(tmp_path: Path) -> None:
     config = server_config(tmp_path, tmp_path)
     algorithm = config.algorithm.model_copy(update={"router_replay": "rollout"})

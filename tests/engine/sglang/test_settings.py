@@ -26,7 +26,9 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Checks a configuration with overrides, whose model has 6 heads, on a machine with GPUs."""
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
-    Path("model/config.json").write_text(json.dumps({"num_attention_heads": 6}))
+    Path("model/config.json").write_text(
+        json.dumps({"num_attention_heads": 6, "architectures": ["Qwen3_5"]})
+    )
     Path("model/model.safetensors").touch()
     Path("model/tokenizer_config.json").touch()
     for name, text in (("half", "http://a:1\nhttp://a"), ("empty", "\n"), ("bare", "a:1\n")):
@@ -114,6 +116,76 @@ def test_servers_that_do_not_fit_the_gpus_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         check(*overrides, num_gpus=8)
+
+
+NGRAM = ("rollout.server.speculative.method=ngram", "rollout.server.max_running_requests=64")
+DRAFT = (
+    "rollout.server.speculative={method: draft, draft_model: model, draft_tokens: 3}",
+    "rollout.server.max_running_requests=64",
+)
+MTP = ("rollout.server.speculative.method=mtp", "rollout.server.max_running_requests=64")
+FP8 = ("rollout.server.quantization=fp8", "algorithm.behaviour=recomputed")
+CORRECTED = "algorithm.correction.kind=token"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (FP8, r"algorithm\.correction\.kind: must not be none .*: fp8"),
+        ([*FP8, CORRECTED], r"rollout\.server\.quantization: needs .* got \['Qwen3_5"),
+        (NGRAM[:1], r"rollout\.server\.max_running_requests: must be set .*ngram, got null.* 48"),
+        (
+            [*NGRAM, "algorithm.router_replay=rollout"],
+            r"algorithm\.router_replay: must not be rollout .*ngram",
+        ),
+        ([*DRAFT, *COLOCATED], r"rollout\.colocated: must not be true .*draft"),
+        (
+            [*DRAFT, "rollout.weight_sync.method=disk"],
+            r"rollout\.weight_sync\.method: must not be disk .*draft",
+        ),
+        (
+            [DRAFT[0].replace("model,", "none,"), DRAFT[1]],
+            r"rollout\.server\.speculative\.draft_model: no such directory",
+        ),
+        (MTP, r"rollout\.server\.speculative\.method: mtp needs layers"),
+        (
+            ["rollout.server.extra_args=[--speculative-algorithm=NGRAM]"],
+            r"rollout\.server\.extra_args: .*set rollout\.server\.speculative",
+        ),
+        (
+            ["rollout.server.extra_args=[--quantization, fp8]"],
+            r"rollout\.server\.extra_args: .*set rollout\.server\.quantization",
+        ),
+    ],
+)
+def test_acceleration_that_spoils_log_probs_or_weight_syncs_is_refused(
+    check: Check, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        check(*overrides, num_gpus=8)
+
+
+def test_acceleration_passes_where_it_is_exact_or_corrected(check: Check) -> None:
+    for overrides in (NGRAM, DRAFT):
+        check(*overrides, num_gpus=8)
+        with pytest.raises(ConfigError, match=r"without a GPU, got .* likeliest token"):
+            check(*overrides)
+    check(*NGRAM, *COLOCATED, num_gpus=8)
+    fields = {"num_attention_heads": 6, "mtp_num_hidden_layers": 1}
+    architecture = {"architectures": ["Qwen3ForCausalLM"]}
+    Path("model/config.json").write_text(json.dumps(fields | architecture))
+    check(*MTP, num_gpus=8)
+    check(*FP8, CORRECTED, num_gpus=8)
+    with pytest.raises(ConfigError, match=r"without a GPU, got none and fp8"):
+        check(*FP8, CORRECTED)
+
+
+def test_drafts_are_refused_that_are_not_exact_or_have_no_model(check: Check) -> None:
+    with pytest.raises(ConfigError, match=r"draft_tokens' must be 1 with .*ngram, got 4.*token 0"):
+        check(*NGRAM, "rollout.server.speculative.draft_tokens=4")
+    for overrides in ("{method: draft}", "{method: mtp, draft_model: model}"):
+        with pytest.raises(ConfigError, match=r"draft_model' must be set with method: draft, and"):
+            check(f"rollout.server.speculative={overrides}")
 
 
 def test_servers_that_fit_this_machine_pass(check: Check) -> None:
