@@ -61,7 +61,7 @@ def renderer(tokenizer_dir: Path) -> ChatRenderer:
 
 @contextlib.asynccontextmanager
 async def opened(**rollout: Any) -> AsyncIterator[tuple[AgentRunner, Proxy]]:
-    proxy = Proxy()
+    before, proxy = workers(), Proxy()
     config = agent_config(**rollout)
     runner = AgentRunner(config, proxy)
     await proxy.open(has_port=config.agent_sandbox is None)
@@ -71,7 +71,15 @@ async def opened(**rollout: Any) -> AsyncIterator[tuple[AgentRunner, Proxy]]:
     finally:
         await runner.close()
         await proxy.close()
-    assert not psutil.Process().children()
+    assert set(workers()) <= set(before)
+
+
+def workers() -> list[psutil.Process]:
+    """Agents' workers, sandboxed or not, among the processes that other tests have started."""
+    alive = [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
+    return [
+        c for c in alive if any("Runs agents" in word or "bwrap" in word for word in c.cmdline())
+    ]
 
 
 async def play(
@@ -164,14 +172,14 @@ async def test_commands_have_a_limit_and_the_next_starts_at_once(renderer: ChatR
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0.2)
-        [worker] = psutil.Process().children()
+        [worker] = workers()
         assert worker.children() == []
 
 
 async def test_a_function_s_processes_end_with_the_run(renderer: ChatRenderer) -> None:
     async with opened(agent=f"{AGENTS}:spawns") as (runner, _):
         playing = asyncio.create_task(runner.run(TASK, "key", NoQueue()))
-        [worker] = psutil.Process().children()
+        [worker] = workers()
         while not (children := worker.children()):
             await asyncio.sleep(0.05)
         playing.cancel()

@@ -348,7 +348,11 @@ class RolloutMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_sample_is_sampled_by_one_request_at_a_time(self) -> None:
-        assert not any(p.awaits_answer for p in self.batches._episodes._sampling.values())
+        episodes = self.batches._episodes
+        for pending in (pending for group in self.batches._buffer for pending in group.samples):
+            key = (pending.sample.group_id, pending.sample.index)
+            if episodes._tasks.get(key) in episodes._sampling:
+                assert not pending.awaits_answer
         labels = [request.label for request in self.pool.requests]
         assert len(labels) == len(set(labels))
 

@@ -106,6 +106,7 @@ def start(config: Path, hub: FakeHub, **variables: str) -> subprocess.Popen[str]
             "HF_ENDPOINT": hub.address,
             "HF_HOME": str(config.parent / "hf"),
             "NO_PROXY": "127.0.0.1",
+            "COLUMNS": "1000",
             **variables,
         },
         stdout=subprocess.PIPE,

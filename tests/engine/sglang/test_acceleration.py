@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from bapo_megatron.engine.sglang.client import SglangClient
 
-pytestmark = [pytest.mark.gpu, pytest.mark.sglang]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sglang,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 pytest.importorskip("sglang")
 
 from bapo_megatron.engine.base import BucketLayout, SamplingSettings, Scores  # noqa: E402
@@ -68,7 +73,6 @@ def z_values(tokens_R: np.ndarray, scores: Scores) -> np.ndarray:
 
 async def sync(client: SglangClient, model_dir: Path) -> None:
     """Send the weights that it has, by shared memory."""
-    import torch
     from safetensors.torch import load_file
 
     from bapo_megatron.weight_sync.send import shared_memory_payload
