@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -148,6 +149,7 @@ def train_both(scratch: Path, seed: int, steps: int) -> dict[str, Any]:
             "wall_s": time.perf_counter() - start_s,
             "step_s": statistics.median(steps_s) if steps_s else None,
         }
+        sys.stderr.write(f"seed {seed}, {name}: {outcome[name]}\n")
     return outcome
 
 

@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import psutil
+
 from bapo_megatron.config.sandbox import SANDBOXES, SandboxConfig
 from bapo_megatron.sandbox.cgroup import left_behind
 from bapo_megatron.sandbox.load import open_sandbox
@@ -33,9 +35,8 @@ _HOSTILE = (
 
 def traces() -> dict[str, set[object]]:
     """What sandboxes could leave on this machine."""
-    tasks = list(Path("/proc/self/task").iterdir())
     return {
-        "children": {pid for task in tasks for pid in (task / "children").read_text().split()},
+        "children": {child.pid for child in psutil.Process().children()},
         "processes of their users": set(filter(_is_of_sandbox, Path("/proc").glob("[0-9]*"))),
         "control groups": set(left_behind()),
         "files": {
