@@ -75,15 +75,33 @@ class _Slot:
     """A number that only one sandbox of this machine has, with its user id and control group."""
 
     def __init__(self, config: SandboxConfig) -> None:
+        setpriv = _installed("setpriv", "util-linux") if os.geteuid() == 0 else None
         self._lock, self.number = _take_number()
-        self.uid = _FIRST_UID + self.number if os.geteuid() == 0 else None
+        self.uid = None if setpriv is None else _FIRST_UID + self.number
         """The user of the program; None: this process's."""
+        self.as_user = (
+            # Popen would have to copy this process's page tables to change the user itself.
+            [setpriv, f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups"]
+            if setpriv is not None
+            else []
+        )
+        """What a command begins with so that this user runs it."""
         self.cgroup = create_cgroup(self.number, config.memory_limit_mb << 20, config.processes + 1)
 
     def release(self) -> None:
         if self.cgroup is not None:
             self.cgroup.remove()
         self._lock.close()
+
+
+def _installed(name: str, package: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        raise SandboxError(
+            f"{package} ({name}) is not installed, and programs run nowhere else; install it "
+            f"(Debian: apt-get install {package})"
+        )
+    return path
 
 
 def _take_number() -> tuple[socket.socket, int]:
@@ -120,12 +138,7 @@ class BubblewrapSandbox:
             SandboxError: It is not installed, or this machine's architecture is not supported.
         """
         self._config = config
-        bwrap = shutil.which("bwrap")
-        if bwrap is None:
-            raise SandboxError(
-                "bubblewrap (bwrap) is not installed, and programs run nowhere else; install it "
-                "(Debian: apt-get install bubblewrap)"
-            )
+        bwrap = _installed("bwrap", "bubblewrap")
         try:
             self._filter = seccomp_filter(allows_loopback=allows_loopback)
         except ValueError as error:
@@ -384,7 +397,7 @@ class _Process:
             arguments = [word for name, end in options for word in (name, str(end))]
             self._status = os.fdopen(status, "rb")
             self.process = subprocess.Popen(
-                [*command, *arguments, *program],
+                [*slot.as_user, *command, *arguments, *program],
                 bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -392,9 +405,6 @@ class _Process:
                 cwd="/",
                 env={},  # /proc/1/environ of the sandbox
                 pass_fds=(status_end, block_end, filter_end),
-                user=slot.uid,
-                group=slot.uid,
-                extra_groups=None if slot.uid is None else [],
             )
         try:
             self._init_pid = self._read_status().get("child-pid", 0)
