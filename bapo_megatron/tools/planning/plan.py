@@ -130,7 +130,7 @@ class Plan:
     """Rate of one rollout GPU."""
     phases: list[PhaseTime]
     step_s: float
-    """All phases, one after the other."""
+    """All phases, one after the other; the rollout beside the others if it may run ahead."""
     sent_bytes: dict[Group, float]
     """What one GPU sends in a step to the others of each group."""
     steps: int
@@ -181,7 +181,9 @@ def make_plan(
     rollout_phase, rate = rollout_time(case, workload, rollout)
     scoring = scoring_times(case, workload)
     phases = [rollout_phase, *scoring, *training, weight_sync_time(case)]
-    step_s = sum(phase.seconds for phase in phases)
+    others_s = sum(phase.seconds for phase in phases[1:])
+    seconds = rollout_phase.seconds, others_s
+    step_s = max(seconds) if config.rollout.steps_ahead > 0 else sum(seconds)
     all_gpus = layout.gpus + assumptions.rollout_gpus * (assumptions.placement != "colocated")
     return Plan(
         name=config.name,

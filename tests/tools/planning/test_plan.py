@@ -104,6 +104,18 @@ def test_the_kv_cache_of_a_rollout_gpu_by_hand() -> None:
     assert limited.kv_cache_bytes == 20_000 * 57_344 / 2
 
 
+def test_a_rollout_that_runs_ahead_takes_its_time_beside_the_training() -> None:
+    plans = [
+        plan_7b(rollout={**RUN_7B["rollout"], "async_steps": number, "oversample_groups": 0})
+        for number in (0, 1)
+    ]
+    assert plans[0].phases == plans[1].phases
+    rollout_s, *others_s = [phase.seconds for phase in plans[0].phases]
+    assert plans[0].step_s == pytest.approx(rollout_s + sum(others_s))
+    assert plans[1].step_s == max(rollout_s, sum(others_s))
+    assert plans[1].gpu_hours_per_step < plans[0].gpu_hours_per_step
+
+
 def test_the_disk_of_a_run_by_hand() -> None:
     rollout = {**RUN_7B["rollout"], "samples_per_group": 8, "oversample_groups": 16}
     rollout |= {"async_steps": 1, "keep_dumps": 30}
