@@ -3,8 +3,9 @@
 import re
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
+HTTP = DefaultAsyncHttpxClient()  # one for all episodes: making one takes 0.1 s
 BOXED = re.compile(r"\\boxed\{(\d{1,4})\}")
 
 
@@ -13,16 +14,16 @@ async def play(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, i
     digits = [int(digit) for digit in re.findall(r"\d", task["messages"][-1]["content"])]
     goal = 10 * (sum(digits) // 10 + sum(digits[1:])) + sum(digits) % 10
     messages, totals = list(task["messages"]), list[int]()
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        while len(totals) < 2:
-            completion = await client.chat.completions.create(model="policy", messages=messages)
-            turn = completion.choices[0].message
-            boxed = BOXED.findall(turn.content or "")
-            if not boxed:
-                return {"result": None, "goal": goal}
-            totals.append(int(boxed[-1]))
-            column = "+".join(map(str, [totals[0] // 10, *digits[1:]]))
-            messages += [turn.model_dump(), {"role": "user", "content": f"{column}=?"}]
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=HTTP)
+    while len(totals) < 2:
+        completion = await client.chat.completions.create(model="policy", messages=messages)
+        turn = completion.choices[0].message
+        boxed = BOXED.findall(turn.content or "")
+        if not boxed:
+            return {"result": None, "goal": goal}
+        totals.append(int(boxed[-1]))
+        column = "+".join(map(str, [totals[0] // 10, *digits[1:]]))
+        messages += [turn.model_dump(), {"role": "user", "content": f"{column}=?"}]
     return {"result": 10 * totals[1] + totals[0] % 10, "goal": goal}
 
 

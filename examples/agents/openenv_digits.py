@@ -10,10 +10,11 @@ A row's answer, a number, is the seed, so that a group's episodes hide one digit
 
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 
+HTTP = DefaultAsyncHttpxClient()  # one for all episodes: making one takes 0.1 s
 MAX_TURNS = 4
 
 
@@ -57,11 +58,11 @@ async def play(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, f
     environment = Digits()
     hint = environment.reset(seed=int(task["answer"]), episode_id=task["prompt_id"])
     messages: list[Any] = [{"role": "user", "content": hint.text}]
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        while not hint.done:
-            completion = await client.chat.completions.create(model="policy", messages=messages)
-            turn = completion.choices[0].message.content or ""
-            hint = environment.step(Guess(text=turn))
-            messages.append({"role": "assistant", "content": turn})
-            messages.append({"role": "user", "content": hint.text})
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=HTTP)
+    while not hint.done:
+        completion = await client.chat.completions.create(model="policy", messages=messages)
+        turn = completion.choices[0].message.content or ""
+        hint = environment.step(Guess(text=turn))
+        messages.append({"role": "assistant", "content": turn})
+        messages.append({"role": "user", "content": hint.text})
     return {"reward": float(hint.reward or 0)}
