@@ -38,6 +38,7 @@ from bapo_megatron.runtime.files import (
     parse_json,
     read_lines,
     read_regular,
+    spread_pieces,
 )
 from bapo_megatron.types import FinishReason, Prompt
 
@@ -147,12 +148,9 @@ def fingerprint(model_dir: Path) -> str:
     """
     digest = hashlib.sha256((model_dir / "config.json").read_bytes())
     for path in sorted(model_dir.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as stream:
-            for number in range(_NUM_CHUNKS):
-                stream.seek(max(size - _CHUNK_BYTES, 0) * number // (_NUM_CHUNKS - 1))
-                digest.update(stream.read(_CHUNK_BYTES))
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        for piece in spread_pieces(path, _NUM_CHUNKS, _CHUNK_BYTES):
+            digest.update(piece)
     return digest.hexdigest()[:16]
 
 

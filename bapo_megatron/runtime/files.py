@@ -188,13 +188,19 @@ def sampled_digest(paths: Iterable[Path]) -> str:
     """
     digest = hashlib.sha256()
     for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            for number in range(_SAMPLES):
-                file.seek(max(size - _SAMPLE_BYTES, 0) * number // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        for piece in spread_pieces(path, _SAMPLES, _SAMPLE_BYTES):
+            digest.update(piece)
     return digest.hexdigest()
+
+
+def spread_pieces(path: Path, number: int, num_bytes: int) -> Iterator[bytes]:
+    """Yield ``number`` evenly spread pieces of a file, at least 2, its start and end among them."""
+    last = max(path.stat().st_size - num_bytes, 0)
+    with path.open("rb") as file:
+        for place in range(number):
+            file.seek(last * place // (number - 1))
+            yield file.read(num_bytes)
 
 
 def _fsync(path: Path) -> None:

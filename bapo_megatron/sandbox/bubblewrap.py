@@ -23,7 +23,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError
 from bapo_megatron.sandbox.cgroup import create_cgroup, left_behind, remove_cgroup
@@ -31,7 +31,6 @@ from bapo_megatron.sandbox.seccomp import seccomp_filter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from bapo_megatron.config.sandbox import SandboxConfig
     from bapo_megatron.sandbox.base import Ending
@@ -151,17 +150,6 @@ class BubblewrapSandbox:
         self._sessions: set[_BubblewrapSession] = set()
         self._prepared: tuple[str, str] | None = None
         """The runner, compiled by the interpreter in the sandbox, and that one's ``sys.path``."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def run(self, program: str, stdin: str = "") -> Outcome:
         """See ``base.Sandbox.run``."""

@@ -34,7 +34,9 @@ WAIT = "import time\ntime.sleep(20)"
 
 @pytest.fixture
 def sandbox() -> Iterator[BubblewrapSandbox]:
-    with BubblewrapSandbox(SandboxConfig(timeout_s=10, max_output_bytes=100_000)) as sandbox:
+    with contextlib.closing(
+        BubblewrapSandbox(SandboxConfig(timeout_s=10, max_output_bytes=100_000))
+    ) as sandbox:
         yield sandbox
 
 
@@ -150,7 +152,7 @@ def traces() -> list[object]:
 
 def test_programs_and_sessions_leave_nothing() -> None:
     before = traces()
-    with BubblewrapSandbox(SandboxConfig(timeout_s=0.5)) as sandbox:
+    with contextlib.closing(BubblewrapSandbox(SandboxConfig(timeout_s=0.5))) as sandbox:
         for program in ("print(1)", "while True: pass", "1/0", "import os\nos.fork()\nos.fork()"):
             sandbox.run(program)
         for _ in range(20):
@@ -236,7 +238,7 @@ def test_programs_end_with_their_owner(number: signal.Signals) -> None:
         if not has_ended(init):
             time.sleep(0.02)
     assert has_ended(init)
-    with BubblewrapSandbox(SandboxConfig()) as sandbox:
+    with contextlib.closing(BubblewrapSandbox(SandboxConfig())) as sandbox:
         sandbox.run("")  # takes the slot that was left
     assert abandoned() == set()
 
@@ -291,6 +293,6 @@ def test_python_outside_of_what_the_sandbox_shows_is_refused() -> None:
 
 def test_directories_of_read_only_can_be_read_and_not_written(folder: Path) -> None:
     (folder / "data").write_text("here")
-    with BubblewrapSandbox(SandboxConfig(read_only=(folder,))) as sandbox:
+    with contextlib.closing(BubblewrapSandbox(SandboxConfig(read_only=(folder,)))) as sandbox:
         assert sandbox.run(f"print(open('{folder}/data').read())").stdout == "here\n"
         assert "Read-only" in sandbox.run(f"open('{folder}/data', 'w')").stderr

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from safetensors.torch import load_file
 
 from bapo_megatron.telemetry.sinks import read_metrics
@@ -64,6 +66,32 @@ def sampling_settings(directory: Path, model: Path, **sections: Any) -> dict[str
         is_partial = isinstance(section, dict) and name in settings
         settings[name] = settings[name] | section if is_partial else section
     return settings
+
+
+def run_of_short_turns(
+    directory: Path, model_dir: Path, rollout: dict[str, Any], reward: dict[str, str]
+) -> Path:
+    """The configuration of four steps of episodes, one ahead, with a checkpoint after each.
+
+    One token in sixteen ends a turn of their model, which is a copy.
+    """
+    model = directory / "model"
+    shutil.copytree(model_dir, model)
+    ends = {"eos_token_id": [1, *range(9, 260, 16)]}
+    (model / "generation_config.json").write_text(json.dumps(ends))
+    settings = sampling_settings(
+        directory,
+        model,
+        rollout={"engine": "local", "async_steps": 1, "oversample_groups": 2, **rollout},
+        algorithm={"updates_per_batch": 2},
+        reward={"functions": [reward], "workers": 1},
+        train={"steps": 4},
+        checkpoint={"every_steps": 1},
+        log={"tensorboard": False},
+    )
+    del settings["eval"]
+    (directory / "run.yaml").write_text(yaml.safe_dump(settings))
+    return directory / "run.yaml"
 
 
 def train(

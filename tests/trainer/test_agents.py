@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import random
-import shutil
 import time
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-import yaml
 
 from bapo_megatron.data.dump import read_batch
 from tests.launch import start
-from tests.trainer.runs import assert_same_training, sampling_settings, train
+from tests.trainer.runs import assert_same_training, run_of_short_turns, train
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,31 +26,13 @@ KILLS = int(os.environ.get("BAPO_TEST_KILLS", "1"))
 
 
 def test_runs_of_agents_that_are_killed_equal_another_one(model_dir: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(model_dir, model)
-    # One token in sixteen ends a turn.
-    ends = {"eos_token_id": [1, *range(9, 260, 16)]}
-    (model / "generation_config.json").write_text(json.dumps(ends))
-    settings = sampling_settings(
-        tmp_path,
-        model,
-        rollout={
-            "engine": "local",
-            "agent": f"{AGENTS}:wanders",
-            "agent_sandbox": None,
-            "max_response_tokens": 64,
-            "async_steps": 1,
-            "oversample_groups": 2,
-        },
-        algorithm={"updates_per_batch": 2},
-        reward={"functions": [{"name": "even", "function": f"{AGENTS}:even"}], "workers": 1},
-        train={"steps": 4},
-        checkpoint={"every_steps": 1},
-        log={"tensorboard": False},
-    )
-    del settings["eval"]
-    config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(settings))
+    rollout = {
+        "agent": f"{AGENTS}:wanders",
+        "agent_sandbox": None,
+        "max_response_tokens": 64,
+    }
+    reward = {"name": "even", "function": f"{AGENTS}:even"}
+    config = run_of_short_turns(tmp_path, model_dir, rollout, reward)
     rows = train(config, tmp_path / "whole")
     assert rows[-1]["rollout/agent_calls_per_response"] > 1
     assert rows[-1]["rollout/agent_forks_share"] == 0
@@ -63,9 +43,11 @@ def test_runs_of_agents_that_are_killed_equal_another_one(model_dir: Path, tmp_p
         resume = ["--resume"] if kill else []
         process = start(["train", str(config), f"run_dir={tmp_path / 'killed'}", *resume])
         end_s = time.monotonic() + draws.uniform(5, 40)
+        children: list[psutil.Process] = []
         while process.poll() is None and time.monotonic() < end_s:
             time.sleep(0.1)
-        children = psutil.Process(process.pid).children(recursive=True)
+            with contextlib.suppress(psutil.NoSuchProcess):  # the run has ended before
+                children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.communicate()
         assert psutil.wait_procs(children, timeout=30)[1] == []

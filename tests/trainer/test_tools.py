@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
-import shutil
 import time
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-import yaml
 
 from tests.launch import start
 from tests.sandbox.host import require_bubblewrap
-from tests.trainer.runs import assert_same_training, sampling_settings, train
+from tests.trainer.runs import assert_same_training, run_of_short_turns, train
 
 if TYPE_CHECKING:
     import subprocess
@@ -54,31 +51,13 @@ def _kill_within_a_tool(process: subprocess.Popen[str], delay_s: float) -> None:
 def test_runs_that_are_killed_within_a_tool_equal_another_one(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(model_dir, model)
-    # One token in sixteen ends a turn.
-    ends = {"eos_token_id": [1, *range(9, 260, 16)]}
-    (model / "generation_config.json").write_text(json.dumps(ends))
-    settings = sampling_settings(
-        tmp_path,
-        model,
-        rollout={
-            "engine": "local",
-            "environment": f"{CELLS}:Cells",
-            "episodes": {"workers": 2, "max_turns": 3, "step_timeout_s": 60},
-            "max_response_tokens": 48,
-            "async_steps": 1,
-            "oversample_groups": 2,
-        },
-        algorithm={"updates_per_batch": 2},
-        reward={"functions": [{"name": "seen", "function": f"{CELLS}:seen"}], "workers": 1},
-        train={"steps": 4},
-        checkpoint={"every_steps": 1},
-        log={"tensorboard": False},
-    )
-    del settings["eval"]
-    config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(settings))
+    rollout = {
+        "environment": f"{CELLS}:Cells",
+        "episodes": {"workers": 2, "max_turns": 3, "step_timeout_s": 60},
+        "max_response_tokens": 48,
+    }
+    reward = {"name": "seen", "function": f"{CELLS}:seen"}
+    config = run_of_short_turns(tmp_path, model_dir, rollout, reward)
     rows = train(config, tmp_path / "whole")
     assert any(row.get("rollout/environment_calls_per_response", 0) > 0 for row in rows)
     draws = random.Random(0)
