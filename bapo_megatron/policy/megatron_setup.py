@@ -74,6 +74,8 @@ def build_chunks(
             _scale_frequencies(gpt.rotary_pos_emb, hf)
         if not uses_transformer_engine(groups.device, config.params_dtype):
             fuse_rotation(gpt)
+            # It would plan anew for every length of a sequence, which takes up to a second.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         chunks.append(gpt.to(groups.device))
     return chunks
 

@@ -29,8 +29,9 @@ PARTS = {
     "kernels": "Megatron-core's cross entropy beside ours; flash-attn's, Transformer Engine's and "
     "Liger's where they are installed",
     "sanitize": "compute-sanitizer of the CUDA toolkit",
-    "model": "5 GB of disk for random models of 0.5B and 1.5B, and batches to train them on",
+    "model": "8 GB of disk for random models of 0.5B to 1.5B, and batches to train them on",
     "train": "what `model` wrote",
+    "families": "the same; with Transformer Engine also flash-linear-attention",
     "ipc": "nothing",
     "nccl": "nothing",
 }
@@ -187,7 +188,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--columns", type=int, default=19008, help="152,064 over 8 ranks")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--sizes", nargs="+", default=["0.5B", "1.5B"])
+    sizes = ["0.5B", "1.5B", "0.8B experts", "0.5B hybrid"]
+    parser.add_argument("--sizes", nargs="+", default=sizes)
     return parser.parse_args(arguments)
 
 

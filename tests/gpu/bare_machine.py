@@ -19,8 +19,9 @@ from packaging.requirements import Requirement
 
 from tests.gpu import acceptance
 
-PARTS = ("model", "train", "kernels", "ipc", "nccl")
-TINY = ["--device=cpu", "--sizes=tiny", "--tokens=64", "--columns=24", "--rounds=2"]
+PARTS = ("model", "train", "families", "kernels", "ipc", "nccl")
+TINY = ["--device=cpu", "--tokens=64", "--columns=24", "--rounds=2"]
+TINY += ["--sizes", "tiny", "tiny experts", "tiny hybrid"]
 
 
 def listed() -> dict[str, str]:

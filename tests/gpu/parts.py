@@ -20,7 +20,7 @@ from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from bapo_megatron.runtime.gpus import recognize_gpu
 from tests.benchmarks.harness import clocks_under_load, timed_s
 from tests.gpu.acceptance import HANG_S, Check
-from tests.gpu.training import model, train  # noqa: F401 - two of the parts
+from tests.gpu.training import families, model, train  # noqa: F401 - three of the parts
 
 if TYPE_CHECKING:
     import argparse
@@ -137,7 +137,8 @@ def sanitize(options: argparse.Namespace) -> Iterator[Check]:
     )
     if sanitizer is None:
         raise FileNotFoundError("compute-sanitizer is not installed; it is in the CUDA toolkit")
-    command = [sys.executable, *_PYTEST, "-x", "-k", _SANITIZED, "tests/ops/test_cuda_device.py"]
+    files = ("tests/ops/test_cuda_device.py", "tests/ops/test_cuda_kl.py")
+    command = [sys.executable, *_PYTEST, "-x", "-k", _SANITIZED, *files]
     ours = ["--kernel-name", "kernel_substring=bapo"]
     # initcheck must see what torch's kernels write.
     for tool, which in {"memcheck": ours, "racecheck": ours, "initcheck": []}.items():

@@ -94,7 +94,7 @@ def test_a_part_that_raises_is_a_failed_check(capsys: pytest.CaptureFixture[str]
 def test_needs_lists_the_wheels(capsys: pytest.CaptureFixture[str]) -> None:
     assert acceptance.main(["needs"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines[:8]] == list(acceptance.PARTS)
+    assert [line.partition(":")[0] for line in lines[:9]] == list(acceptance.PARTS)
     assert "megatron-core==0.19.2  # 2.37" in lines
     assert lines[-1] == "pip install --no-deps -r requirements/gpu_acceptance.txt"
 
@@ -173,13 +173,25 @@ def test_the_listed_wheels_suffice_for_what_runs_on_the_cpu(tmp_path: Path) -> N
         "tokens per second (tiny, recomputed behaviour)",
         "gradient norm (tiny, full recompute)",
         "tokens per second (tiny, full recompute)",
+        "gradient norm (tiny, adapters)",
+        "tokens per second (tiny, adapters)",
+        "gradient norm (tiny, reference)",
+        "tokens per second (tiny, reference)",
+        "gradient norm (tiny, teacher)",
+        "tokens per second (tiny, teacher)",
         "gradient norm difference (tiny, chunked logits)",
         "gradient norm difference (tiny, full recompute)",
+        "gradient norm difference (tiny, reference)",
+        "gradient norm difference (tiny, teacher)",
         "seconds (train)",
     ]
     assert lines["train"][2]["figure"] > 0
-    assert lines["train"][-3]["figure"] < 1e-5
-    for part in ("model", "train", "ipc", "nccl"):
+    assert all(line["figure"] < 1e-5 for line in lines["train"][-5:-1])
+    assert [name for name in names["families"] if "difference" in name] == [
+        "gradient norm difference (tiny experts, replayed routes)",
+        "gradient norm difference (tiny hybrid, full recompute)",
+    ]
+    for part in ("model", "train", "families", "ipc", "nccl"):
         status, _, table = results[part]
         assert (status, all(line["pass"] for line in lines[part])) == (0, True), table
     # Times on the CPU mean nothing, but every figure is there.

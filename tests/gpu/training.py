@@ -20,15 +20,17 @@ import torch
 from safetensors.torch import save_file
 
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.scorers import TEACHER_KEY
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from bapo_megatron.policy.layer_spec import uses_transformer_engine
+from bapo_megatron.policy.layer_spec import HAVE_TE, uses_transformer_engine
 from bapo_megatron.policy.megatron_setup import DTYPES, seed_everything
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_table import hf_shapes, weight_table
 from bapo_megatron.runtime.distributed import init_distributed, shutdown_distributed
 from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
+from bapo_megatron.trainer.scorers import frozen_scorers
 from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.types import Group, PromptTokens, RolloutBatch
@@ -42,27 +44,104 @@ if TYPE_CHECKING:
     from bapo_megatron.tools.planning.scenario import LayerKind
 
 
-SIZES = {
-    "tiny": (64, 128, 2, 4, 320),
-    "0.5B": (896, 4864, 24, 14, 151936),
-    "1.5B": (1536, 8960, 28, 12, 151936),
+_QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
 }
-"""Hidden and intermediate size, layers, heads, vocabulary; Qwen2.5's, and one for the CPU."""
-BATCHES = {"tiny": (2, 4, 24), "0.5B": (8, 8, 2048), "1.5B": (8, 8, 2048)}
-"""Groups, responses of each, and tokens of the longest response."""
+_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+}
+_HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "linear_conv_kernel_dim": 4,
+    "tie_word_embeddings": True,
+}
+
+
+def _sizes(
+    hidden: int, intermediate: int, layers: int, heads: int, vocab: int, **more: int
+) -> dict[str, int]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = dict(zip(names, (hidden, intermediate, layers, heads), strict=True))
+    return sizes | {"vocab_size": vocab} | more
+
+
+def _expert_sizes(heads: int, head_dim: int, num: int, per_token: int, size: int) -> dict[str, int]:
+    names = ("num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok")
+    sizes = dict(zip(names, (heads, head_dim, num, per_token), strict=True))
+    return sizes | {"moe_intermediate_size": size}
+
+
+def _hybrid_sizes(heads: int, head_dim: int, delta_heads: int, delta_dim: int) -> dict[str, int]:
+    sizes = {"num_key_value_heads": heads, "head_dim": head_dim}
+    for kind in ("key", "value"):
+        sizes[f"linear_num_{kind}_heads"] = delta_heads
+        sizes[f"linear_{kind}_head_dim"] = delta_dim
+    return sizes
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": _QWEN2 | _sizes(64, 128, 2, 4, 320),
+    "0.5B": _QWEN2 | _sizes(896, 4864, 24, 14, 151936),
+    "1.5B": _QWEN2 | _sizes(1536, 8960, 28, 12, 151936),
+    "tiny experts": _EXPERTS | _sizes(64, 128, 2, 4, 320, **_expert_sizes(2, 16, 8, 2, 32)),
+    "0.8B experts": _EXPERTS
+    | _sizes(1024, 3072, 8, 16, 151936, **_expert_sizes(4, 128, 32, 8, 512)),
+    "tiny hybrid": _HYBRID | _sizes(64, 128, 4, 4, 320, **_hybrid_sizes(2, 16, 2, 16)),
+    "0.5B hybrid": _HYBRID | _sizes(1024, 3584, 12, 8, 248320, **_hybrid_sizes(2, 256, 16, 128)),
+}
+"""What distinguishes each model's config.json: Qwen2.5's, Qwen3's with fewer experts, Qwen3.5's."""
+BATCHES = {True: (2, 4, 24), False: (8, 8, 2048)}
+"""By whether the model is tiny: groups, responses of each, tokens of the longest response."""
 _STD = 0.02
 _SPREAD = 0.1
 
 
 Sections = dict[str, dict[str, Any]]
-VARIANTS: dict[str, Sections] = {
+_CHUNKED: Sections = {"ops": {"logits_chunk_tokens": 1024}}
+_RECOMPUTED: Sections = {"algorithm": {"behaviour": "recomputed"}}
+_FULL: Sections = {"megatron": {"recompute": "full"}}
+_ADAPTERS: Sections = {"model": {"lora": {"rank": 16}}}
+_DENSE: dict[str, Sections] = {
     "plain": {},
-    "chunked logits": {"ops": {"logits_chunk_tokens": 1024}},
-    "recomputed behaviour": {"algorithm": {"behaviour": "recomputed"}},
-    "full recompute": {"megatron": {"recompute": "full"}},
+    "chunked logits": _CHUNKED,
+    "recomputed behaviour": _RECOMPUTED,
+    "full recompute": _FULL,
+    "adapters": _ADAPTERS,
+    "reference": {"algorithm": {"kl": {"coefficient": 0.1}}},
+    "teacher": _CHUNKED
+    | {"algorithm": {"distillation": {"coefficient": 1.0, "loss": "reverse_kl"}}},
     "optimizer offload": {"megatron": {"optimizer_offload_share": 0.5}},
+    "fp8": {"megatron": {"fp8": "hybrid"}},
 }
-"""Ways to train; the last one is for a GPU alone."""
+VARIANTS: dict[str, dict[str, Sections]] = {
+    "tiny": _DENSE,
+    "0.5B": _DENSE,
+    "1.5B": {name: _DENSE[name] for name in ("plain", "full recompute", "optimizer offload")},
+    "experts": {
+        "plain": {},
+        "recomputed behaviour": _RECOMPUTED,
+        "replayed routes": {
+            "algorithm": {"behaviour": "recomputed", "router_replay": "behaviour"},
+            "megatron": {"recompute": "full"},
+        },
+        "adapters": _ADAPTERS,
+    },
+    "hybrid": {"plain": {}, "full recompute": _FULL, "adapters": _ADAPTERS},
+}
+"""Ways to train each model, by the last word of its name. Teacher and reference are the policy."""
+_SAME_UPDATE = {
+    **dict.fromkeys(("chunked logits", "full recompute", "optimizer offload"), "plain"),
+    **dict.fromkeys(("reference", "teacher"), "plain"),
+    "replayed routes": "recomputed behaviour",
+}
+"""Variants whose first update has the gradient of another one's."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +160,28 @@ def model(options: argparse.Namespace) -> Iterator[Check]:
     for size in options.sizes:
         directory = options.dir / size
         write_model(directory, size, torch.device(options.device))
-        hf = read_hf_config_file(directory / "config.json")
-        write_batch_arrays(directory / "batch.npz", hf.vocab_size, *BATCHES[size])
+        shape, vocab_size = BATCHES[size.startswith("tiny")], MODELS[size]["vocab_size"]
+        write_batch_arrays(directory / "batch.npz", vocab_size, *shape)
         batch = read_batch_arrays(directory / "batch.npz")
-        yield Check(f"model and batch ({size})", float(len(batch.groups) == BATCHES[size][0]))
+        yield Check(f"model and batch ({size})", float(len(batch.groups) == shape[0]))
 
 
 def train(options: argparse.Namespace) -> Iterator[Check]:
-    """Train every variant for two steps on the same batch; the second one is timed."""
+    """Train dense models in every variant for two steps on one batch; the second is timed."""
+    yield from _train([size for size in options.sizes if " " not in size], options)
+
+
+def families(options: argparse.Namespace) -> Iterator[Check]:
+    """Train models with experts, and hybrids, likewise."""
+    yield from _train([size for size in options.sizes if " " in size], options)
+
+
+def _train(sizes: list[str], options: argparse.Namespace) -> Iterator[Check]:
     on_gpu = options.device == "cuda"
-    for size in options.sizes:
+    for size in sizes:
         norms: dict[str, list[float]] = {}
-        for name, variant in VARIANTS.items():
-            if name == "optimizer offload" and not on_gpu:
+        for name, variant in VARIANTS[size.split()[-1]].items():
+            if not {"optimizer offload": on_gpu, "fp8": on_gpu and HAVE_TE}.get(name, True):
                 continue
             label = f"({size}, {name})"
             trained = train_variant(options.dir / size, variant, on_gpu=on_gpu)
@@ -106,40 +194,24 @@ def train(options: argparse.Namespace) -> Iterator[Check]:
             if on_gpu:
                 yield Check(f"peak over plan {label}", trained.peak_bytes / trained.planned_bytes)
                 yield Check(f"plan over peak {label}", trained.planned_bytes / trained.peak_bytes)
-        for name in sorted(norms.keys() - {"plain", "recomputed behaviour"}):
+        for name in sorted(norms.keys() & _SAME_UPDATE.keys()):
             # Of the first update, before which all have the same weights.
-            difference = abs(norms[name][0] / norms["plain"][0] - 1)
+            difference = abs(norms[name][0] / norms[_SAME_UPDATE[name]][0] - 1)
             yield Check(f"gradient norm difference ({size}, {name})", difference)
 
 
 def write_model(directory: Path, size: str, device: torch.device) -> None:
     """Write config.json and random weights, matrices by a normal distribution."""
     directory.mkdir(parents=True, exist_ok=True)
-    hidden, intermediate, layers, heads, vocab_size = SIZES[size]
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 2,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
+    shared = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+    (directory / "config.json").write_text(json.dumps(MODELS[size] | shared))
     hf = read_hf_config_file(directory / "config.json")
     generator = torch.Generator(device).manual_seed(0)
     tensors = {}
     for weight in weight_table(hf):
         for name, dimensions in hf_shapes(weight, hf).items():
             tensor = torch.empty(dimensions, dtype=torch.bfloat16, device=device)
-            if tensor.ndim == 2:
+            if tensor.ndim > 1:
                 tensor.normal_(std=_STD, generator=generator)
             else:
                 tensor.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -188,20 +260,17 @@ def train_variant(directory: Path, variant: Sections, *, on_gpu: bool) -> Traine
         "algorithm": {"updates_per_batch": 2},
         "train": {"steps": 2, "max_tokens_per_micro_batch": max(4 * longest, 64)},
         "data": {"max_prompt_tokens": 16},
-        "rollout": {"max_response_tokens": longest},
+        "rollout": {"max_response_tokens": longest, "dump": False},  # dumps need pyarrow
     }
+    sections["model"] = {"path": str(directory), "dtype": "bfloat16" if on_gpu else "float32"}
     for name, values in variant.items():
         sections[name] = {**sections.get(name, {}), **values}
+    if teaching := sections["algorithm"].get("distillation"):
+        sections["algorithm"]["distillation"] = teaching | {"teacher": {"path": str(directory)}}
     if "ops" in sections and not on_gpu:
         sections["ops"] = {"logits_chunk_tokens": 16}  # several, of a tiny batch
-    dtype = "bfloat16" if on_gpu else "float32"
     config = RunConfig.model_validate(
-        {
-            "name": "acceptance",
-            "run_dir": str(directory / "run"),
-            "model": {"path": str(directory), "dtype": dtype},
-            **sections,
-        }
+        {"name": "acceptance", "run_dir": str(directory / "run"), **sections}
     )
     if on_gpu:
         gc.collect()  # what the variant before has left
@@ -227,6 +296,7 @@ def train_variant(directory: Path, variant: Sections, *, on_gpu: bool) -> Traine
             temperature=1.0,
             staleness=config.rollout.staleness,
             shape=split_shape(model, config.parallel, config.megatron, config.train),
+            scorers=frozen_scorers(config, model),
         )
         norms = [result.grad_norm for result in trainer.train(batch)]
         clock = LossClock(groups.device)
@@ -237,9 +307,10 @@ def train_variant(directory: Path, variant: Sections, *, on_gpu: bool) -> Traine
         seconds = time.perf_counter() - began
         lengths = [16 + len(sample.response_token_ids) for sample in batch.samples]
         peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-        fused = uses_transformer_engine(groups.device, DTYPES[dtype])
+        fused = uses_transformer_engine(groups.device, DTYPES[config.model.dtype])
         kind: LayerKind = "transformer-engine" if fused else "local"
-        plan = make_plan(config, model.hf, PlanOptions(gpus=1, gpu="H200", layers=kind))
+        options = PlanOptions(gpus=1, gpu="H200", layers=kind)
+        plan = make_plan(config, model.hf, options, {TEACHER_KEY: model.hf})
         return Trained(
             grad_norms=norms,
             tokens_per_s=sum(lengths) / seconds,
