@@ -133,7 +133,7 @@ class _Host:
 
 
 class AgentRunner:
-    """Runs agents; any number at a time, commands up to a limit."""
+    """Runs agents, as many at a time as ``agent_limits`` allows."""
 
     def __init__(self, config: RolloutConfig, proxy: Proxy) -> None:
         """Set up; nothing is started before ``open``."""
@@ -141,11 +141,12 @@ class AgentRunner:
         self._config = config
         self._proxy = proxy
         self._label = f"rollout.agent: '{config.environment_name}'"
-        self._num_free = config.agent_limits.commands if config.agent_command else sys.maxsize
+        limits = config.agent_limits
+        self._num_free = limits.episodes * limits.workers
+        if config.agent_command:
+            self._num_free = limits.commands
         self._queue: deque[tuple[asyncio.Future[None], Queue]] = deque()
-        self._hosts: list[_Host | None] = [None] * (
-            1 if config.agent_command else config.agent_limits.workers
-        )
+        self._hosts: list[_Host | None] = [None] * (1 if config.agent_command else limits.workers)
         self._all: set[_Host] = set()
         self._starting = asyncio.Lock()
         self._sandbox: BubblewrapSandbox | None = None

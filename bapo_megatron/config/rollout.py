@@ -220,7 +220,10 @@ class AgentLimitsConfig(Section):
     commands: int = Field(16, ge=1, le=MAX_WORKERS)
     """Maximum number of commands at a time; further episodes wait."""
     workers: int = Field(1, ge=1, le=MAX_WORKERS)
-    """Processes that run a function, each for any number of episodes at a time."""
+    """Processes that run a function."""
+    episodes: int = Field(512, ge=1)
+    """Maximum number of episodes at a time in each of them; further episodes wait. A client of the
+    openai SDK has 1000 connections, and calls beyond would wait unseen."""
 
 
 class PythonToolConfig(Section):

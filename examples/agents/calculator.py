@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import AsyncOpenAI, DefaultAioHttpClient
 
-HTTP = DefaultAsyncHttpxClient()  # one for all episodes: making one takes 0.1 s
+HTTP = DefaultAioHttpClient()  # one for all episodes; needs openai[aiohttp]
 BOXED = re.compile(r"\\boxed\{(\d{1,4})\}")
 
 
@@ -23,10 +23,10 @@ async def play(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, i
             return {"result": None, "goal": goal}
         totals.append(int(boxed[-1]))
         column = "+".join(map(str, [totals[0] // 10, *digits[1:]]))
-        messages += [turn.model_dump(), {"role": "user", "content": f"{column}=?"}]
+        messages += [turn.model_dump(exclude_none=True), {"role": "user", "content": f"{column}=?"}]
     return {"result": 10 * totals[1] + totals[0] % 10, "goal": goal}
 
 
-def score(state: dict[str, int | None]) -> float:
-    """Reward the right sum."""
-    return float(state["result"] == state["goal"])
+def score(state: dict[str, int | None] | None) -> float:
+    """Reward the right sum; an episode that met a limit has no state."""
+    return float(state is not None and state["result"] == state["goal"])

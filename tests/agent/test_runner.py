@@ -155,10 +155,16 @@ async def test_an_agent_that_fails_fails_alone(
                 await play(runner, proxy, renderer)
 
 
-async def test_commands_have_a_limit_and_the_next_starts_at_once(renderer: ChatRenderer) -> None:
+@pytest.mark.parametrize(
+    ("agent", "limits"),
+    [("sleep 3600", {"commands": 2}), (f"{AGENTS}:sleeps", {"workers": 2, "episodes": 1})],
+    ids=["commands", "functions"],
+)
+async def test_only_so_many_run_at_a_time_and_the_next_starts_at_once(
+    renderer: ChatRenderer, agent: str, limits: dict[str, int]
+) -> None:
     started: list[int] = []
-    limits = {"commands": 2}
-    async with opened(agent="sleep 3600", agent_limits=limits) as (runner, _):
+    async with opened(agent=agent, agent_limits=limits) as (runner, _):
         tasks = [
             asyncio.create_task(runner.run(TASK, "key", NotedQueue(n, started))) for n in range(4)
         ]
@@ -172,8 +178,7 @@ async def test_commands_have_a_limit_and_the_next_starts_at_once(renderer: ChatR
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0.2)
-        [worker] = workers()
-        assert worker.children() == []
+        assert [child for worker in workers() for child in worker.children()] == []
 
 
 async def test_a_function_s_processes_end_with_the_run(renderer: ChatRenderer) -> None:

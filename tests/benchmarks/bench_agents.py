@@ -76,7 +76,11 @@ async def call_overhead() -> dict[str, float]:
 async def many_episodes() -> dict[str, float]:
     """Wall time of episodes that all run at once, in one worker, with turns of ``TURN_S``."""
     renderer, proxy = make_renderer(), Proxy()
-    config = agent_config(agent="tests.benchmarks.bench_agents:turns", tool_format="none")
+    config = agent_config(
+        agent="tests.benchmarks.bench_agents:turns",
+        tool_format="none",
+        agent_limits={"episodes": NUM_EPISODES},
+    )
     runner = AgentRunner(config, proxy)
     await proxy.open(has_port=True)
     await runner.open()
