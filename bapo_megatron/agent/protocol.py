@@ -28,7 +28,7 @@ _IGNORED = frozenset(
         *("include", "truncation", "background", "stream_options", "model"),
     )
 )
-"""Fields that do not change what is sampled, or that only ask."""
+"""Fields that do not change what is sampled."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -49,7 +49,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values besides null that leave the distribution as it is."""
 _NEVER = ("previous_response_id", "conversation", "prompt")
-"""Fields that cannot be overridden either, because the conversation would be another one."""
+"""Fields that select another conversation; refused even with ``override``."""
 
 
 class RefusalError(Exception):
@@ -133,7 +133,8 @@ class _Function(BaseModel):
     parameters: dict[str, Any] | None = None
 
     def schema_of(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(exclude_none=True)}
+        function = self.model_dump(exclude_none=True, exclude={"type"})
+        return {"type": "function", "function": function}
 
 
 class _ChatTool(BaseModel):
@@ -143,10 +144,6 @@ class _ChatTool(BaseModel):
 
 class _ResponsesTool(_Function):
     type: Literal["function"]
-
-    def schema_of(self) -> dict[str, Any]:
-        function = self.model_dump(exclude_none=True, exclude={"type"})
-        return {"type": "function", "function": function}
 
 
 class ChatRequest(_Request):
@@ -258,7 +255,8 @@ class Answer:
                 "type": "function",
                 "function": {
                     "name": tool_call.name,
-                    "arguments": json.dumps(tool_call.arguments, ensure_ascii=False),
+                    # In ASCII: clients cannot encode half of a surrogate pair.
+                    "arguments": json.dumps(tool_call.arguments),
                 },
             }
             for place, tool_call in enumerate(calls)

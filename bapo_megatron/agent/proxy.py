@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -33,7 +34,11 @@ from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.processes import PrivateDirectory
 from bapo_megatron.types import FinishReason
 
+BACKLOG = 4096
+"""Connections that may wait to be accepted: all episodes begin at once."""
 _MAX_BODY_BYTES = 32 << 20
+_BYTES_PER_TOKEN = 64
+"""Longer bodies than so many for each token of the limits are not even tokenised."""
 _PAUSE_S = 10.0
 """A stream gets a comment whenever its turn takes this long, so that clients keep waiting."""
 _SEND_S = 60.0
@@ -68,12 +73,13 @@ class Session:
     """One call at a time: where tokens depend on what else is sampled, so that episodes repeat."""
     ended_by: FinishReason | None = None
     """The limit that the episode has met: LENGTH (tokens) or TURNS (calls)."""
-    last: Answer | None = None
-    """The turn of the latest call."""
     failure: asyncio.Future[None] = field(init=False)
     """Fails with what ``sample`` raises."""
     _turns: dict[str, asyncio.Task[Answer]] = field(default_factory=dict)
-    """The latest turn for each body."""
+    """The latest turn for each body, unless it was refused."""
+    _tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
+    """Turns that have not ended."""
+    _is_closed: bool = False
     _ended: asyncio.Condition = field(default_factory=asyncio.Condition)
     _order: asyncio.Lock = field(default_factory=asyncio.Lock)
     _num_waiting: int = 0
@@ -97,17 +103,37 @@ class Session:
         self, conversation: Conversation, limit: int | None, digest: str, *, is_retry: bool
     ) -> asyncio.Task[Answer]:
         """Return the task of a request's turn, which goes on if its client leaves."""
+        if self._is_closed:
+            raise RefusalError("the episode has ended", 401, "invalid_api_key")
         if not is_retry or digest not in self._turns:
-            self._turns[digest] = asyncio.create_task(self._timed_turn(conversation, limit))
+            task = asyncio.create_task(self._timed_turn(conversation, limit))
+            self._turns[digest] = task
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._forget, digest))
         return self._turns[digest]
 
+    def _forget(self, digest: str, task: asyncio.Task[Answer]) -> None:
+        self._tasks.discard(task)
+        if (task.cancelled() or task.exception()) and self._turns.get(digest) is task:
+            del self._turns[digest]  # with the conversation that its error holds
+
+    async def restart(self) -> None:
+        """End every turn; the agent runs again, and the record answers what it asked before."""
+        await self._end_turns()
+        self._turns.clear()
+        self.record.restart()
+
     async def close(self) -> None:
-        """End every turn."""
-        tasks = list(self._turns.values())
+        """End every turn, and refuse further ones."""
+        self._is_closed = True
+        await self._end_turns()
+        self.failure.cancel()
+
+    async def _end_turns(self) -> None:
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.failure.cancel()
 
     async def _timed_turn(self, conversation: Conversation, limit: int | None) -> Answer:
         self._own_s, self._num_waiting = self.own_s, self._num_waiting + 1
@@ -130,11 +156,11 @@ class Session:
         finally:
             async with self._ended:
                 self._ended.notify_all()
-        if call.finish_reason is FinishReason.LENGTH and not self._num_left(call):
+        is_cut = call.finish_reason is FinishReason.LENGTH
+        if is_cut and self.record.num_tokens >= self.limits.max_tokens:
             self.ended_by = FinishReason.LENGTH
         answer = Answer.of(call, conversation, self.renderer)
         self.record.note_turn(call, conversation, answer.message)
-        self.last = answer
         return answer
 
     async def _sample(self, call: Call) -> None:
@@ -180,13 +206,17 @@ class Session:
 
     def _others(self, call: Call) -> list[Call]:
         """Calls that are being sampled beside this one."""
-        calls = self.record.calls
-        return [c for c in calls if c is not call and not c.is_finished and c.max_tokens]
+        return _unfinished(self.record.calls, call)
 
     def _num_left(self, call: Call) -> int:
-        """Tokens that neither were used nor are promised to other calls."""
-        promised = sum(other.max_tokens - len(other.token_ids) for other in self._others(call))
+        """Tokens that neither were used nor are promised to other calls, earlier ones too."""
+        others = _unfinished(self.record.all_calls(), call)
+        promised = sum(other.max_tokens - len(other.token_ids) for other in others)
         return self.limits.max_tokens - self.record.num_tokens - promised
+
+
+def _unfinished(calls: Iterable[Call], new: Call) -> list[Call]:
+    return [call for call in calls if call is not new and not call.is_finished and call.max_tokens]
 
 
 class Proxy:
@@ -203,12 +233,12 @@ class Proxy:
     async def open(self, *, has_port: bool) -> None:
         """Listen on a Unix socket, and with ``has_port`` on a free port of the loopback too."""
         await self._runner.setup()
-        await web.UnixSite(self._runner, str(self.socket_path)).start()
+        await web.UnixSite(self._runner, str(self.socket_path), backlog=BACKLOG).start()
         # Sandboxes run as other users; the key is what lets them in.
         self._directory.path.chmod(0o711)
         self.socket_path.chmod(0o666)
         if has_port:
-            site = web.TCPSite(self._runner, "127.0.0.1", 0)
+            site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=BACKLOG)
             await site.start()
             [(_, port)] = self._runner.addresses[1:]
             self.base_url = f"http://127.0.0.1:{port}/v1"
@@ -272,6 +302,11 @@ class Proxy:
 def _turn(
     session: Session, asked: ChatRequest | ResponsesRequest, request: web.Request, content: bytes
 ) -> asyncio.Task[Answer]:
+    limits = session.limits
+    max_bytes = _BYTES_PER_TOKEN * (limits.max_prompt_tokens + limits.max_tokens) + (1 << 20)
+    if len(content) > max_bytes:
+        rule = f"must have at most {max_bytes} bytes, got {len(content)}"
+        raise RefusalError(f"the body {rule}; shorten the messages", 413, "request_too_large")
     session.rules.check(asked.sampling)
     if asked.tools and session.renderer.tool_format == "none":
         raise RefusalError(
@@ -289,29 +324,31 @@ async def _stream(
 ) -> web.StreamResponse:
     """Send a turn as server-sent events, once it is complete; comments until then."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    while not (await asyncio.wait([turn], timeout=_PAUSE_S))[0]:
+
+    async def send(content: bytes) -> None:
         if not response.prepared:
             await response.prepare(request)
-        await _send(response, b": the turn is being sampled\n\n")
+        async with asyncio.timeout(_SEND_S):
+            await response.write(content)
+
     try:
-        events = list(events_of(turn.result()))
-    except RefusalError as error:
-        if not response.prepared:
-            raise
-        events = [error.content]
-    if not response.prepared:
-        await response.prepare(request)
-    for event in events:
-        kind = f"event: {event['type']}\n" if "type" in event else ""
-        await _send(response, f"{kind}data: {json.dumps(event)}\n\n".encode())
-    await _send(response, b"data: [DONE]\n\n")
-    await response.write_eof()
+        while not (await asyncio.wait([turn], timeout=_PAUSE_S))[0]:
+            await send(b": the turn is being sampled\n\n")
+        try:
+            events = list(events_of(turn.result()))
+        except RefusalError as error:
+            if not response.prepared:
+                raise
+            events = [error.content]
+        for event in events:
+            kind = f"event: {event['type']}\n" if "type" in event else ""
+            await send(f"{kind}data: {json.dumps(event)}\n\n".encode())
+        await send(b"data: [DONE]\n\n")
+        await response.write_eof()
+    except (ConnectionError, TimeoutError):  # nobody reads it; the call stays recorded
+        if request.transport is not None:
+            request.transport.abort()
     return response
-
-
-async def _send(response: web.StreamResponse, content: bytes) -> None:
-    async with asyncio.timeout(_SEND_S):
-        await response.write(content)
 
 
 @web.middleware

@@ -63,19 +63,26 @@ def _canonical(message: Message) -> str:
         (call.get("id"), call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls", ())
     ]
-    role = "system" if message["role"] == "developer" else message["role"]
-    return json.dumps([role, content, calls, message.get("tool_call_id")], sort_keys=True)
+    return json.dumps(
+        [message["role"], content, calls, message.get("tool_call_id")], sort_keys=True
+    )
 
 
 def checked_messages(messages: Sequence[Any]) -> list[Message]:
     """Return a request's messages in the form of templates and hashes; ``ValueError`` for others.
 
-    Null content is empty, and nothing but role, content, name, calls and their ids is kept.
+    Null content is empty, a developer is the system, and nothing but role, content, name, calls
+    and their ids is kept.
     """
     checked = []
     for message in messages:
-        is_empty = isinstance(message, dict) and message.get("content") in (None, [])
-        checked.append(checked_message({**message, "content": ""} if is_empty else message))
+        if isinstance(message, dict):
+            is_empty = message.get("content") in (None, [])
+            # Templates know no developer, and drop what they do not know.
+            is_system = message.get("role") == "developer"
+            changes = {"content": ""} if is_empty else {}
+            message = message | changes | ({"role": "system"} if is_system else {})
+        checked.append(checked_message(message))
     return checked
 
 
@@ -98,7 +105,7 @@ class Call:
     max_tokens: int = 0
     """Limit of the turn, in tokens."""
     is_fork: bool = False
-    """A root although its messages hold a turn: the client rewrote the history."""
+    """A root after the first one, although its messages hold a turn: perhaps a rewritten one."""
 
     @property
     def is_finished(self) -> bool:
@@ -196,13 +203,13 @@ class Record:
         """Tokens that count towards the limit: all but the prompts of roots."""
         return sum(
             len(call.token_ids) + (0 if call.parent is None else len(call.written))
-            for call in self._all()
+            for call in self.all_calls()
         )
 
     @property
     def versions(self) -> VersionSpans:
         """The spans of all calls, which need not ascend from one to the next."""
-        return tuple(span for call in self._all() for span in call.versions)
+        return tuple(span for call in self.all_calls() for span in call.versions)
 
     def begin(self, conversation: Conversation, renderer: ChatRenderer) -> Call:
         """Return the call that answers a conversation: a recorded one, or a new one.
@@ -238,8 +245,8 @@ class Record:
         self.earlier = {}
         self.calls = [call for call in self.calls if call.is_finished and len(call.token_ids)]
 
-    def _all(self) -> list[Call]:
-        """All calls, parents before their children."""
+    def all_calls(self) -> list[Call]:
+        """Return the calls asked for and the earlier ones, parents before their children."""
         return [*self.calls, *self.earlier.values()]
 
     def _repeat(self, call: Call) -> None:
@@ -256,7 +263,7 @@ class Record:
         has_turn = any(message["role"] == "assistant" for message in tail)
         if place < 0 or has_turn or not tail:
             token_ids = renderer.conversation(messages, conversation.tools)
-            is_fork = has_turn or not tail
+            is_fork = bool(self.calls) and (has_turn or not tail)
             return Call(name, None, np.array(token_ids, np.int32), is_fork=is_fork)
         token_ids = renderer.continuation(tail, conversation.tools)
         return Call(name, self._turns[keys[place]], np.array(token_ids, np.int32))
@@ -277,10 +284,15 @@ class Record:
             sequences.append(_sequence(path[first].prompt(), path[first:]))
         return sequences
 
+    def restart(self) -> None:
+        """Begin again, for an agent that starts again from its task in the same life of the run."""
+        self.earlier = {call.name: call for call in self.all_calls()}
+        self.calls, self._asked, self._turns = [], Counter(), {}
+
     def restarted(self) -> Record:
         """Return a copy for an agent that starts again from its task."""
         copies: dict[int | None, Call] = {}
-        for call in self._all():
+        for call in self.all_calls():
             # Arrays are replaced, never modified.
             copies[id(call)] = replace(call, parent=copies.get(id(call.parent)))
         earlier = {call.name: call for call in copies.values()}
@@ -288,7 +300,7 @@ class Record:
 
     def to_saved(self) -> SavedRecord:
         """Return all that a restart needs, exactly."""
-        calls = self._all()
+        calls = self.all_calls()
         numbers = {id(call): number for number, call in enumerate(calls)}
         saved = [
             SavedCall(

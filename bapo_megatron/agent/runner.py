@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import resource
 import secrets
 import shutil
 import sys
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 
 from bapo_megatron.agent.proxy import Proxy
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.config.sandbox import SandboxConfig
+from bapo_megatron.config.sandbox import MAX_PROCESSES, SandboxConfig
 from bapo_megatron.environment.base import EnvironmentFailedError
 from bapo_megatron.environment.handler import check_state
 from bapo_megatron.errors import RolloutError
@@ -35,6 +36,10 @@ _TEXT = Path(__file__).with_name("worker.py").read_text(encoding="utf-8")
 _START_TIMEOUT_S = 120.0
 """Time limit of a worker's start, imports included."""
 _MAX_REPLY_BYTES = 16 << 20
+_MAX_FILES = 1 << 14
+"""A call takes three descriptors of a worker in a sandbox: the client's and both of a forward."""
+_MORE_THREADS = 64
+"""Threads and processes of a function's worker beside those of its episodes."""
 _EXIT_S = 2.0
 
 
@@ -48,8 +53,12 @@ class Queue(Protocol):
         """The agent starts, having waited or not."""
 
 
-class _WorkerGoneError(Exception):
-    """A worker ended while it ran an agent."""
+class AgentLostError(EnvironmentFailedError):
+    """The worker of an agent ended."""
+
+
+class _GoneError(Exception):
+    """The same, inside."""
 
 
 class _Host:
@@ -91,11 +100,11 @@ class _Host:
 
     async def play(self, task: Mapping[str, Any], key: str) -> dict[str, Any]:
         """Run an agent; return its reply. Cancelling this ends the agent."""
+        if self.is_gone:
+            raise _GoneError
         number = next(self._numbers)
         reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._replies[number] = reply
-        if self.is_gone:
-            raise _WorkerGoneError
         self._send({"id": number, "task": task, "key": key})
         try:
             return await reply
@@ -117,7 +126,7 @@ class _Host:
                 reply.set_result(message)
         for reply in self._replies.values():
             if not reply.done():
-                reply.set_exception(_WorkerGoneError())
+                reply.set_exception(_GoneError())
 
     async def _message(self) -> dict[str, Any] | None:
         try:
@@ -153,6 +162,7 @@ class AgentRunner:
         self._thread = ThreadPoolExecutor(1)  # sandboxes end with the thread that starts them
         self._path = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
         self._mark = secrets.token_hex(8)
+        self._numbers = itertools.count()
 
     async def open(self) -> None:
         """Start a worker, so that an unusable agent or sandbox fails now.
@@ -165,7 +175,11 @@ class AgentRunner:
             places = [str(self._proxy.socket_path.parent), *self._path]
             known = map(str, config.agent_sandbox.read_only)
             read_only = tuple(map(Path, dict.fromkeys([*known, *places])))
-            settings = SandboxConfig(**{**dict(config.agent_sandbox), "read_only": read_only})
+            changes: dict[str, Any] = {"read_only": read_only}
+            if not command:  # one that blocks takes a thread for each episode
+                needed = min(config.agent_limits.episodes + _MORE_THREADS, MAX_PROCESSES)
+                changes["processes"] = max(config.agent_sandbox.processes, needed)
+            settings = SandboxConfig(**{**dict(config.agent_sandbox), **changes})
             try:
                 self._sandbox = BubblewrapSandbox(settings, allows_loopback=True)
             except SandboxError as error:
@@ -183,15 +197,16 @@ class AgentRunner:
 
         Raises:
             EnvironmentFailedError: The agent failed.
+            AgentLostError: Its worker ended, perhaps for another agent's reason.
         """
+        place = f"prompt '{task['prompt_id']}'"
         await self._enter(queue)
         try:
             reply = await self._play(task, key)
+        except _GoneError as error:
+            raise self._failed(f"ended its process ({place})", AgentLostError) from error
         finally:
             self._leave()
-        place = f"prompt '{task['prompt_id']}'"
-        if reply is None:
-            raise self._failed(f"ended two processes ({place})")
         if "error" in reply:
             raise self._failed(f"failed: {reply['error']} ({place})")
         try:
@@ -238,17 +253,13 @@ class AgentRunner:
                 return
         self._num_free += 1
 
-    async def _play(self, task: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-        for _ in range(2):
-            host = await self._host()
-            try:
-                return await host.play(task, key)
-            except _WorkerGoneError:
-                continue  # perhaps for another episode's reason
-            finally:
-                if self._is_private:
-                    await self._close(host)
-        return None
+    async def _play(self, task: Mapping[str, Any], key: str) -> dict[str, Any]:
+        host = await self._host()
+        try:
+            return await host.play(task, key)
+        finally:
+            if self._is_private:
+                await self._close(host)
 
     async def _host(self) -> _Host:
         """Return a worker that is running: a new one, or the one with the fewest agents."""
@@ -275,25 +286,28 @@ class AgentRunner:
             host = await self._sandboxed(self._sandbox)
             options["socket"] = str(self._proxy.socket_path)
         else:
-            host = await self._unconfined()
-            options |= {"base_url": self._proxy.base_url, "parent": os.getpid()}
-            options["mark"] = self._mark
+            mark = f"{self._mark}{next(self._numbers)}."  # a worker ends what has its mark
+            host = await self._unconfined(mark)
+            options |= {"base_url": self._proxy.base_url, "parent": os.getpid(), "mark": mark}
         self._all.add(host)
-        if problem := await host.start(options):
+        try:
+            if problem := await host.start(options):
+                raise self._error(
+                    f"cannot be started: {problem}; correct it, or set rollout.agent_python "
+                    "(agent_sandbox.python) to an interpreter that has its packages"
+                )
+        except BaseException:
             await self._close(host)
-            raise self._error(
-                f"cannot be started: {problem}; correct it, or set rollout.agent_python "
-                "(agent_sandbox.python) to an interpreter that has its packages"
-            )
+            raise
         return host
 
-    async def _unconfined(self) -> _Host:
+    async def _unconfined(self, mark: str) -> _Host:
         process = await asyncio.create_subprocess_exec(
             *(str(self._config.agent_python or sys.executable), "-c", _TEXT),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_REPLY_BYTES,
-            env={**os.environ, _MARK: self._mark},
+            env={**os.environ, _MARK: mark},
             start_new_session=True,
         )
         assert process.stdin is not None
@@ -313,10 +327,16 @@ class AgentRunner:
 
     async def _sandboxed(self, sandbox: BubblewrapSandbox) -> _Host:
         loop = asyncio.get_running_loop()
+        max_files = min(_MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        starting = loop.run_in_executor(self._thread, sandbox.start, _TEXT, max_files)
         try:
-            program = await loop.run_in_executor(self._thread, sandbox.start, _TEXT)
+            program = await asyncio.shield(starting)
         except SandboxError as error:
             raise self._error(f"needs a sandbox: {error}") from error
+        except asyncio.CancelledError:
+            program = await starting
+            await loop.run_in_executor(self._thread, program.close)
+            raise
         reader = asyncio.StreamReader(limit=_MAX_REPLY_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         reading, _ = await loop.connect_read_pipe(lambda: protocol, program.stdout)
@@ -337,7 +357,8 @@ class AgentRunner:
     def _error(self, text: str) -> RolloutError:
         return RolloutError(f"{self._label} {text}")
 
-    def _failed(self, text: str) -> EnvironmentFailedError:
-        return EnvironmentFailedError(
-            f"{self._label} {text}; correct it, or set rollout.episodes.on_error=zero", "error"
-        )
+    def _failed(
+        self, text: str, kind: type[EnvironmentFailedError] = EnvironmentFailedError
+    ) -> EnvironmentFailedError:
+        remedy = "correct it, or set rollout.episodes.on_error=zero"
+        return kind(f"{self._label} {text}; {remedy}", "error")

@@ -25,7 +25,10 @@ import inspect
 import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
+import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,8 +38,12 @@ _MARK = "BAPO_MEGATRON_AGENT"
 _PR_SET_PDEATHSIG = 1
 _MAX_LINE = 64 << 20
 _MAX_ERROR = 300
+_MAX_RESULT = 2 << 20
+"""Bytes of a reply, and of a command's output that are read: the last ones."""
 _MAX_THREADS = 4096
-"""A function that waits for a turn has a thread."""
+"""A function that waits for a turn has a thread, and so has a command."""
+_STACK_BYTES = 2 << 20
+_BACKLOG = 4096
 
 
 class Worker:
@@ -48,12 +55,13 @@ class Worker:
         self._base_url = options.get("base_url", "")
         self._function: Any = None
         self._tasks: dict[int, asyncio.Future[None]] = {}
+        threading.stack_size(_STACK_BYTES)  # of hundreds of threads, within the address space
         self._threads = ThreadPoolExecutor(_MAX_THREADS)
 
     async def run(self, requests: asyncio.StreamReader) -> None:
         """Run episodes until the input closes."""
         if "socket" in self._options:
-            server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+            server = await asyncio.start_server(self._forward, "127.0.0.1", 0, backlog=_BACKLOG)
             self._base_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
         os.environ["OPENAI_BASE_URL"] = self._base_url
         if "function" in self._options:
@@ -73,7 +81,12 @@ class Worker:
     def _start(self, id: int, task: dict[str, Any], key: str) -> None:
         playing = asyncio.ensure_future(self._play(id, task, key))
         self._tasks[id] = playing
-        playing.add_done_callback(lambda _: self._tasks.pop(id))
+        playing.add_done_callback(functools.partial(self._ended, id))
+
+    def _ended(self, number: int, playing: asyncio.Future[None]) -> None:
+        del self._tasks[number]
+        if playing.cancelled() or playing.exception():  # nobody listens if the owner did it
+            self._send({"id": number, "error": "its coroutine was cancelled, or ended by a panic"})
 
     async def _play(self, number: int, task: dict[str, Any], key: str) -> None:
         try:
@@ -91,22 +104,27 @@ class Worker:
 
     async def _run_command(self, task: dict[str, Any], key: str) -> Any:
         """Return the JSON value in the last line of a command's output; null without a line."""
-        process = await asyncio.create_subprocess_exec(
-            *self._options["command"],
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "OPENAI_API_KEY": key},
-            limit=_MAX_LINE,
-            start_new_session=True,
-        )
-        try:
-            output, _ = await process.communicate(json.dumps(task).encode() + b"\n")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # all of it, or what it left behind
-        if process.returncode != 0:
-            raise RuntimeError(f"exit status {process.returncode}; see what it printed")
-        lines = output.decode(errors="replace").strip().splitlines()
+        # Files, not pipes: what a command leaves behind would keep a pipe open.
+        with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
+            source.write(json.dumps(task).encode() + b"\n")
+            source.seek(0)
+            process = subprocess.Popen(
+                self._options["command"],
+                stdin=source,
+                stdout=output,
+                env={**os.environ, "OPENAI_API_KEY": key},
+                start_new_session=True,
+            )
+            waiting = asyncio.get_running_loop().run_in_executor(self._threads, process.wait)
+            try:
+                status = await waiting
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # all of it, or what it left behind
+            output.seek(max(0, output.seek(0, os.SEEK_END) - _MAX_RESULT))
+            lines = output.read().decode(errors="replace").strip().splitlines()
+        if status != 0:
+            raise RuntimeError(f"exit status {status}; see what it printed")
         try:
             return json.loads(lines[-1]) if lines else None
         except ValueError as error:
@@ -114,11 +132,19 @@ class Worker:
             raise ValueError(f"the last line of output must be JSON, got {shown}") from error
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there = await asyncio.open_unix_connection(self._options["socket"])
-        await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
+        try:
+            proxy = await asyncio.open_unix_connection(self._options["socket"])
+        except OSError:  # no descriptor is left, or the run has ended: the client sees it
+            writer.close()
+            return
+        await asyncio.gather(_copy(reader, proxy[1]), _copy(proxy[0], writer))
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._output.write(json.dumps(message).encode() + b"\n")
+        content = json.dumps(message).encode()
+        if len(content) > _MAX_RESULT:
+            error = f"returned {len(content)} bytes of JSON; return at most {_MAX_RESULT}"
+            content = json.dumps({"id": message["id"], "error": error}).encode()
+        self._output.write(content + b"\n")
         self._output.flush()
 
 
@@ -138,6 +164,14 @@ def _loaded(name: str) -> Any:
         function = getattr(function, attribute)
     inspect.signature(function).bind("task", "base_url", "api_key")  # type: ignore[arg-type]
     return function
+
+
+def _detach(pipes: list[BinaryIO]) -> None:
+    """Have a forked child neither keep the pipes open nor use them."""
+    null = os.open(os.devnull, os.O_RDWR)
+    while pipes:  # in its own children these descriptors may be other files
+        os.dup2(null, pipes.pop().fileno(), inheritable=False)
+    os.close(null)
 
 
 def _shown(error: BaseException) -> str:
@@ -161,12 +195,14 @@ async def main() -> None:
     source, output = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    os.register_at_fork(after_in_child=functools.partial(_detach, [source, output]))
     requests = asyncio.StreamReader(limit=_MAX_LINE)
     protocol = asyncio.StreamReaderProtocol(requests)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, source)
     options = json.loads(await requests.readline() or "{}")
     mark = options.get("mark", "")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when agents end
+    for number in (signal.SIGINT, signal.SIGUSR1):  # the owner decides when agents end
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: _end(mark))
     if "parent" in options:
         # A signal, because an agent may keep the event loop from noticing the end of the input.

@@ -221,9 +221,9 @@ class AgentLimitsConfig(Section):
     """Maximum number of commands at a time; further episodes wait."""
     workers: int = Field(1, ge=1, le=MAX_WORKERS)
     """Processes that run a function."""
-    episodes: int = Field(512, ge=1)
-    """Maximum number of episodes at a time in each of them; further episodes wait. A client of the
-    openai SDK has 1000 connections, and calls beyond would wait unseen."""
+    episodes: int = Field(256, ge=1, le=MAX_WORKERS)
+    """Maximum number of episodes at a time in each of them; further episodes wait. The openai SDK's
+    client has 1000 connections; lower this if an episode makes several calls at once."""
 
 
 class PythonToolConfig(Section):

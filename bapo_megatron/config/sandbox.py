@@ -10,6 +10,7 @@ from bapo_megatron.config.section import MAX_MEMORY_MB, AbsolutePath, Section
 SandboxKind = Literal["bubblewrap", "monty"]
 SANDBOXES: tuple[SandboxKind, ...] = get_args(SandboxKind)
 """Kinds of sandboxes."""
+MAX_PROCESSES = 1024
 
 
 class BubblewrapConfig(Section):
@@ -19,7 +20,7 @@ class BubblewrapConfig(Section):
     """Memory limit of all processes of a program together if this user can create a cgroup;
     otherwise of each process's address space, so that together they may use ``processes`` times as
     much."""
-    processes: int = Field(16, ge=1, le=1024)
+    processes: int = Field(16, ge=1, le=MAX_PROCESSES)
     """Maximum number of processes and threads."""
     files_mb: int = Field(64, ge=1, le=MAX_MEMORY_MB)
     """Size of ``/tmp``, the only directory for large files; it is in memory."""

@@ -68,25 +68,19 @@ def _check_experts(experts: Experts | None, parallel: ParallelConfig) -> None:
                     "leave it out"
                 )
         return
-    tensor, expert_tensor = parallel.tensor, parallel.expert_tensor_size
+    tensor, channels = parallel.tensor, "intermediate channels of"
     for key, size, count, what in (
-        ("parallel.expert", parallel.expert, experts.num, "experts"),
+        ("expert", parallel.expert, experts.num, "experts"),
         (
-            "parallel.expert_tensor",
-            expert_tensor,
-            experts.intermediate_size,
-            "intermediate channels of each expert",
+            *("expert_tensor", parallel.expert_tensor_size),
+            *(experts.intermediate_size, f"{channels} each expert"),
         ),
-        (
-            "parallel.tensor",
-            tensor,
-            experts.shared_intermediate_size,
-            "intermediate channels of the shared experts",
-        ),
+        ("tensor", tensor, experts.shared_intermediate_size, f"{channels} the shared experts"),
     ):
         if count % size:
             raise ConfigError(
-                f"{key}: must divide the model's {count} {what}, got {size}; choose a divisor"
+                f"parallel.{key}: must divide the model's {count} {what}, got {size}; choose a "
+                "divisor"
             )
     if tensor > 1 and not parallel.sequence:
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 from bapo_megatron.agent.protocol import SamplingRules
 from bapo_megatron.agent.proxy import Proxy, Session, SessionLimits
 from bapo_megatron.agent.record import Call, Record
-from bapo_megatron.agent.runner import AgentRunner, Queue
+from bapo_megatron.agent.runner import AgentLostError, AgentRunner, Queue
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.engine.base import SamplingSettings
@@ -57,7 +57,7 @@ class Agents:
         """
         with self.proxy.admitted(session) as key:
             task = _task(prompt, seed)
-            playing = asyncio.create_task(self.runner.run(task, key, queue))
+            playing = asyncio.create_task(self._run(session, task, key, queue))
             timing = asyncio.create_task(self._time_out(session))
             try:
                 await asyncio.wait(
@@ -66,7 +66,8 @@ class Agents:
                 if session.failure.done():
                     session.failure.result()
                 value = playing.result() if playing.done() else timing.result()
-                if not any(len(call.token_ids) for call in session.record.calls):
+                calls = session.record.calls
+                if not any(call.is_finished and len(call.token_ids) for call in calls):
                     raise EnvironmentFailedError(
                         f"rollout.agent: made no call (prompt '{prompt.prompt_id}'); let it use "
                         "OPENAI_BASE_URL and OPENAI_API_KEY",
@@ -82,6 +83,13 @@ class Agents:
                 await asyncio.gather(playing, timing, return_exceptions=True)
                 await session.close()
         return session.ended_by or FinishReason.STOP, value
+
+    async def _run(self, session: Session, task: dict[str, Any], key: str, queue: Queue) -> Any:
+        try:
+            return await self.runner.run(task, key, queue)
+        except AgentLostError:  # perhaps for another episode's reason
+            await session.restart()
+            return await self.runner.run(task, key, queue)
 
     async def _time_out(self, session: Session) -> None:
         limit_s = self.config.agent_limits.timeout_s

@@ -153,7 +153,10 @@ _OPTIONAL: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     for name, (kind, value) in (OPTIONAL_COLUMNS | _ROUTES).items()
 }
 _OPTIONAL[_GROUP_PROMPT] = pa.list_(pa.int32()), attrgetter("pending.prompt.token_ids")
-_OPTIONAL[_RECORD] = pa.large_string(), lambda row: _record_of(row.pending)
+_OPTIONAL[_RECORD] = (
+    pa.large_string(),
+    lambda row: json.dumps(row.pending.record and asdict(row.pending.record.to_saved())),
+)
 _FILE = RowFile("rollout buffer", _REMEDY, FORMAT, _COLUMNS, _Metadata, optional=_OPTIONAL)
 
 
@@ -256,10 +259,6 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
 
 def _has_own_prompt(pending: PendingSample) -> bool:
     return not np.array_equal(pending.sample.prompt.token_ids, pending.prompt.token_ids)
-
-
-def _record_of(pending: PendingSample) -> str:
-    return "null" if pending.record is None else json.dumps(asdict(pending.record.to_saved()))
 
 
 def _read_record(row: dict[str, Any], name: str) -> Record | None:

@@ -170,15 +170,17 @@ class BubblewrapSandbox:
         self._sessions.add(session)
         return session
 
-    def start(self, program: str) -> SandboxedProgram:
+    def start(self, program: str, max_files: int = _MAX_FILES) -> SandboxedProgram:
         """Start a program in a sandbox of its own; the caller feeds, reads and closes it.
+
+        ``max_files`` is how many descriptors each of its processes may have.
 
         Raises:
             SandboxError: It does not start.
         """
         slot = _Slot(self._config)
         try:
-            process = self._start(slot, "program", cpu_s=None, stderr=None)
+            process = self._start(slot, "program", None, stderr=None, max_files=max_files)
         except BaseException:
             slot.release()
             raise
@@ -228,14 +230,19 @@ class BubblewrapSandbox:
         return self._prepared
 
     def _start(
-        self, slot: _Slot, kind: str, cpu_s: int | None, stderr: int | None = subprocess.PIPE
+        self,
+        slot: _Slot,
+        kind: str,
+        cpu_s: int | None,
+        stderr: int | None = subprocess.PIPE,
+        max_files: int = _MAX_FILES,
     ) -> _Process:
         config = self._config
         limits = {
             "RLIMIT_AS": config.memory_limit_mb << 20,
             "RLIMIT_NPROC": config.processes + 1,
             "RLIMIT_FSIZE": config.files_mb << 20,
-            "RLIMIT_NOFILE": _MAX_FILES,
+            "RLIMIT_NOFILE": max_files,
             "RLIMIT_CORE": 0,
         }
         if cpu_s is not None:

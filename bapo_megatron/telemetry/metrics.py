@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from bapo_megatron.config.reward import SHAPING_TERMS
@@ -155,13 +155,18 @@ def is_right(sample: Sample) -> bool:
     return sample.reward - shaping >= 1.0 - 1e-9  # up to rounding
 
 
-def means_by_name(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each name, over the records that have it."""
+def by_name(records: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return the values of each name."""
     values: dict[str, list[float]] = {}
     for record in records:
         for name, value in record.items():
             values.setdefault(name, []).append(value)
-    return {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
+    return values
+
+
+def means_by_name(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each name, over the records that have it."""
+    return {name: math.fsum(v) / len(v) for name, v in sorted(by_name(records).items())}
 
 
 def _source_metrics(batch: RolloutBatch) -> dict[str, float]:

@@ -11,7 +11,7 @@ B = responses of the step's batch, R = those that an update computes.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, islice
@@ -35,6 +35,7 @@ from bapo_megatron.runtime.distributed import (
     fail_together,
     reduce_over,
 )
+from bapo_megatron.telemetry.metrics import by_name, means_by_name
 from bapo_megatron.types import MicroBatch, RolloutBatch, UpdateResult
 
 Value = Callable[["TokenView"], Tensor]
@@ -111,10 +112,6 @@ def _kl_behaviour(view: TokenView) -> Tensor:
     return torch.expm1(log_ratio_T).sub_(log_ratio_T).float()
 
 
-def _kl_reference(view: TokenView) -> Tensor:
-    return estimate_kl("k3", view.tokens.logprob, view.tokens.columns[REFERENCE]).value_T
-
-
 def _kl_teacher(view: TokenView) -> Tensor:
     """Return the divergence over the vocabulary, or else the k1 estimate μ − ℓ_teacher.
 
@@ -156,7 +153,9 @@ SUMS: dict[str, Value] = {
     "staleness": lambda v: v.age_T,
     "mismatch_abs": lambda v: v.mismatch_T,
     "correction_weight": _correction,
-    "reference_kl": _kl_reference,
+    "reference_kl": lambda v: (
+        estimate_kl("k3", v.tokens.logprob, v.tokens.columns[REFERENCE]).value_T
+    ),
     "teacher_kl": _kl_teacher,
 }
 """Values, float32 [T], by name; summed over the tokens with m = 1."""
@@ -390,8 +389,8 @@ def effective_samples(log_weight_R: Tensor) -> Tensor:
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     """Return the metrics of a step's updates, which are reduced over all ranks."""
     stepped = [result for result in results if not result.skipped]
-    sums = {n: reduce(add, v) for n, v in _by_name(result.sums for result in results).items()}
-    maxima = {n: max(v) for n, v in _by_name(result.maxima for result in results).items()}
+    sums = {n: reduce(add, v) for n, v in by_name(result.sums for result in results).items()}
+    maxima = {n: max(v) for n, v in by_name(result.maxima for result in results).items()}
     values = {
         "train/updates": float(len(stepped)),
         "train/skipped_updates": float(len(results) - len(stepped)),
@@ -409,16 +408,7 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
         if divisor > 0 and numerator in sums:
             values[metric] = sums[numerator] / divisor
     values |= {m: maxima[m] for m, (_, count) in MAXIMA.items() if sums.get(count, 0.0) > 0}
-    decided = _by_name(decision for result in results for decision in result.decisions)
-    return values | {name: math.fsum(v) / len(v) for name, v in decided.items()}
-
-
-def _by_name(parts: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
-    values: dict[str, list[float]] = {}
-    for part in parts:
-        for name, value in part.items():
-            values.setdefault(name, []).append(value)
-    return values
+    return values | means_by_name(decision for result in results for decision in result.decisions)
 
 
 @dataclass(frozen=True, slots=True)

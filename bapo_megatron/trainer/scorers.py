@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Protocol
@@ -117,41 +117,30 @@ class BehaviourScorer:
         )
 
 
+@dataclass(eq=False)
 class FrozenScorer:
-    """Fills a column with the log-probs of a frozen model."""
+    """Fills a column with the log-probs of a frozen model, which is built on first use."""
 
-    def __init__(
-        self,
-        column: str,
-        build: Callable[[], FrozenModel | BaseOfAdapters],
-        output_of: Callable[[Model], PolicyOutput],
-        *,
-        keeps_hidden: bool = False,
-        dump: ScoredDump | None = None,
-    ) -> None:
-        """Fill ``column``; the model is built on first use.
-
-        Args:
-            column: Name of the token column.
-            build: Builds the model; a collective of all ranks.
-            output_of: Reads log-probs from its output.
-            keeps_hidden: Also keep the inputs of its head, as ``TEACHER_HIDDEN``.
-            dump: Gets the column of every step, for replays.
-        """
-        self.name = column
-        self.keeps_hidden = keeps_hidden
-        self._build, self._output_of, self._dump = build, output_of, dump
-        self._frozen: FrozenModel | BaseOfAdapters | None = None
-        self._output: PolicyOutput
-        self._newest: Path | None = None
-        """Weights that replace those it is built with."""
+    name: str
+    """Of the token column."""
+    build: Callable[[], FrozenModel | BaseOfAdapters]
+    """A collective of all ranks."""
+    output_of: Callable[[Model], PolicyOutput]
+    keeps_hidden: bool = False
+    """Whether to keep the inputs of its head, too, as ``TEACHER_HIDDEN``."""
+    dump: ScoredDump | None = None
+    """Gets the column of every step, for replays."""
+    _frozen: FrozenModel | BaseOfAdapters | None = field(default=None, init=False)
+    _output: PolicyOutput = field(init=False)
+    _newest: Path | None = field(default=None, init=False)
+    """Weights that replace those it is built with."""
 
     @property
     def frozen(self) -> FrozenModel | BaseOfAdapters:
         """The model; built by the first use, a collective of all ranks."""
         if self._frozen is None:
-            self._frozen = self._build()
-            self._output = self._output_of(self._frozen.model)
+            self._frozen = self.build()
+            self._output = self.output_of(self._frozen.model)
             if self._newest is not None:
                 assert not isinstance(self._frozen, BaseOfAdapters), "the base never changes"
                 self._frozen.load(self._newest)
@@ -196,8 +185,8 @@ class FrozenScorer:
                         scored_flops=split.scored_flops + flops,
                     )
                 )
-        if self._dump is not None and not is_filled:
-            self._dump.add(self.name, tuple(scored), batch)
+        if self.dump is not None and not is_filled:
+            self.dump.add(self.name, tuple(scored), batch)
         return tuple(scored)
 
     def _read(self, output: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:

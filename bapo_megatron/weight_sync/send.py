@@ -215,7 +215,9 @@ class WeightBuckets:
         layout = BucketLayout(tuple(shapes), tuple(dtypes), tuple(shapes.values()))
         flat = torch.empty(sum(tensor_sizes(layout)), dtype=torch.uint8, device=model.groups.device)
         targets = unpack(layout, flat)
-        for (name, target), (gathered, tensor) in zip(targets, self._iterate(number), strict=True):
+        for (name, target), (gathered, tensor) in zip(
+            targets, self._model.gather_weights(self._plan[number]), strict=True
+        ):
             assert name == gathered, "weights come in the order of the table"
             target.copy_(tensor)
         return Bucket(layout, flat, is_last=number + 1 == len(self))
@@ -227,11 +229,8 @@ class WeightBuckets:
     def follow(self) -> None:
         """Take part in every ``gather`` of rank 0, until ``end``."""
         while (message := broadcast_bytes(None, self._model.groups)) != _END:
-            for _ in self._iterate(int(message)):
+            for _ in self._model.gather_weights(self._plan[int(message)]):
                 pass
-
-    def _iterate(self, number: int) -> Iterator[tuple[str, Tensor]]:
-        return self._model.gather_weights(self._plan[number])
 
 
 def _send_all(buckets: WeightBuckets, collector: Caller, version: int, transport: Transport) -> int:

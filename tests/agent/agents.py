@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -86,6 +87,21 @@ def returns_no_json(task: dict[str, Any], base_url: str, api_key: str) -> Any:
 
 def dies(task: dict[str, Any], base_url: str, api_key: str) -> Any:
     os._exit(3)
+
+
+def dies_once(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Two turns, between which the process dies the first time."""
+    messages = list(task["messages"])
+    turn = {"role": "assistant", "content": plain_turn(messages, base_url, api_key)}
+    died = Path(task["row"]["file"])
+    if not died.exists():
+        died.touch()
+        os._exit(3)
+    return plain_turn([*messages, turn, {"role": "user", "content": "and?"}], base_url, api_key)
+
+
+async def cancels_itself(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    raise asyncio.CancelledError
 
 
 def main() -> None:

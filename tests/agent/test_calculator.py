@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from openai import DefaultAioHttpClient
 
 from bapo_megatron.environment.base import Task, Turn
 from examples.agents import calculator
@@ -38,9 +39,11 @@ def test_the_page_prints_it() -> None:
     ],
 )
 async def test_agent_and_environment_see_the_same_tokens(
-    renderer: ChatRenderer, turns: list[str], score: float
+    renderer: ChatRenderer, turns: list[str], score: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = iter(turns)
+    # A client belongs to an event loop, and each test has one of its own.
+    monkeypatch.setattr(calculator, "HTTP", DefaultAioHttpClient())
     policy = Policy(renderer, lambda call: next(said))
     async with open_session(renderer, policy.sample) as (session, url, key):
         task = {"messages": QUESTION, "answer": ""}

@@ -266,6 +266,73 @@ async def test_an_unknown_key_a_huge_body_and_a_wrong_path_get_one_answer_each(
     assert len(session.record.calls) == 1
 
 
+async def test_a_body_beyond_the_limits_of_tokens_is_not_tokenised(renderer: ChatRenderer) -> None:
+    limits = SessionLimits(max_calls=9, max_tokens=100, max_prompt_tokens=100)
+    policy = Policy(renderer, says("Two."))
+    async with (
+        open_session(renderer, policy.sample, limits=limits) as (_, url, key),
+        client(url, key, max_retries=0) as sdk,
+    ):
+        huge: Any = [{"role": "user", "content": "x" * 2_000_000}]
+        with pytest.raises(openai.APIStatusError, match="at most 1061376 bytes") as caught:
+            await sdk.chat.completions.create(model="m", messages=huge)
+        assert caught.value.status_code == 413
+
+
+async def test_equal_calls_in_flight_end_with_the_episode(renderer: ChatRenderer) -> None:
+    num_running = 0
+
+    async def sample(call: Call) -> None:
+        nonlocal num_running
+        num_running += 1
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            num_running -= 1
+
+    async with (
+        open_session(renderer, sample) as (session, url, key),
+        client(url, key, max_retries=0) as sdk,
+    ):
+        asked: Any = {"model": "m", "messages": ASK, "max_tokens": 9}
+        calls = [asyncio.create_task(sdk.chat.completions.create(**asked)) for _ in range(3)]
+        while num_running < 3:
+            await asyncio.sleep(0.01)
+        await session.close()
+        assert num_running == 0
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(answer, openai.APIError) for answer in answers)
+        with pytest.raises(openai.AuthenticationError, match="the episode has ended"):
+            await sdk.chat.completions.create(**asked)
+
+
+async def test_after_a_restart_the_record_answers_what_was_asked(renderer: ChatRenderer) -> None:
+    policy = Policy(renderer, says("One.", "Two."))
+    async with (
+        open_session(renderer, policy.sample) as (session, url, key),
+        client(url, key) as sdk,
+    ):
+        asked: Any = {"model": "m", "messages": ASK}
+        await sdk.chat.completions.create(**asked)
+        await session.restart()
+        again = await sdk.chat.completions.create(**asked)
+        other = await sdk.chat.completions.create(**asked)
+    assert again.choices[0].message.content == "One."
+    assert other.choices[0].message.content == "Two."
+    assert len(session.record.calls) == len(policy.calls) == 2
+
+
+async def test_a_developer_s_message_is_the_system_s(renderer: ChatRenderer) -> None:
+    policy = Policy(renderer, says("Two."))
+    async with (
+        open_session(renderer, policy.sample) as (_, url, key),
+        client(url, key) as sdk,
+    ):
+        told: Any = [{"role": "developer", "content": "Be brief."}, *ASK]
+        await sdk.chat.completions.create(model="m", messages=told)
+    assert "<|im_start|>system\nBe brief.<|im_end|>" in renderer.decode(policy.prompts[0])
+
+
 async def test_a_client_that_never_reads_loses_nothing(renderer: ChatRenderer) -> None:
     policy = Policy(renderer, says("Two."))
     async with open_session(renderer, policy.sample) as (session, url, key):
@@ -313,15 +380,12 @@ async def test_limits_of_calls_and_tokens_hold_over_all_branches(renderer: ChatR
 async def test_calls_at_the_same_time_share_what_is_left(renderer: ChatRenderer) -> None:
     policy = Policy(renderer, says("0123456789"))
     limits = SessionLimits(max_calls=9, max_tokens=30, max_prompt_tokens=100)
-    num_running, most = 0, 0
+    together = asyncio.Barrier(3)
 
     async def sample(call: Call) -> None:
-        nonlocal num_running, most
-        num_running += 1
-        most = max(most, num_running)
-        await asyncio.sleep(0.05)
+        if call.max_tokens == 8:
+            await together.wait()
         await policy.sample(call)
-        num_running -= 1
 
     async with (
         open_session(renderer, sample, limits=limits) as (session, url, key),
@@ -331,7 +395,6 @@ async def test_calls_at_the_same_time_share_what_is_left(renderer: ChatRenderer)
         await asyncio.gather(
             *(sdk.chat.completions.create(**asked, max_tokens=8) for _ in range(3))
         )
-        assert most == 3
         await asyncio.gather(
             *(sdk.chat.completions.create(**asked) for _ in range(2)), return_exceptions=True
         )

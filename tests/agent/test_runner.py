@@ -18,15 +18,18 @@ import pytest
 from bapo_megatron.agent.protocol import SamplingRules
 from bapo_megatron.agent.proxy import Proxy, Session, SessionLimits
 from bapo_megatron.agent.record import Record
-from bapo_megatron.agent.runner import AgentRunner
+from bapo_megatron.agent.runner import AgentLostError, AgentRunner
 from bapo_megatron.environment.base import EnvironmentFailedError
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.rollout.agents import Agents
+from bapo_megatron.types import FinishReason, Prompt
 from tests.agent.episodes import Policy, agent_config, make_renderer
 from tests.sandbox.host import require_bubblewrap
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from bapo_megatron.agent.record import Call
     from bapo_megatron.data.chat import ChatRenderer
 
 AGENTS = "tests.agent.agents"
@@ -83,14 +86,23 @@ def workers() -> list[psutil.Process]:
 
 
 async def play(
-    runner: AgentRunner, proxy: Proxy, renderer: ChatRenderer, **task: Any
+    runner: AgentRunner,
+    proxy: Proxy,
+    renderer: ChatRenderer,
+    barrier: asyncio.Barrier | None = None,
 ) -> tuple[Any, Record]:
     policy = Policy(renderer, lambda call: "Two." if call.parent is None else "Yes.")
     limits = SessionLimits(9, 1000, 1000)
-    session = Session(Record(), renderer, SamplingRules(1.0), limits, policy.sample)
+
+    async def sample(call: Call) -> None:
+        if barrier is not None:
+            await barrier.wait()
+        await policy.sample(call)
+
+    session = Session(Record(), renderer, SamplingRules(1.0), limits, sample)
     try:
         with proxy.admitted(session) as key:
-            return await runner.run({**TASK, **task}, key, NoQueue()), session.record
+            return await runner.run(TASK, key, NoQueue()), session.record
     finally:
         await session.close()
 
@@ -141,7 +153,8 @@ async def test_an_unusable_agent_is_refused_before_anything_runs(agent: str, mes
     [
         (f"{AGENTS}:fails", r"failed: KeyError: 'no such city' \(prompt 'p:0'\)"),
         (f"{AGENTS}:returns_no_json", "failed: TypeError"),
-        (f"{AGENTS}:dies", "ended two processes"),
+        (f"{AGENTS}:dies", "ended its process"),
+        (f"{AGENTS}:cancels_itself", "failed: its coroutine was cancelled"),
         (f"{sys.executable} -c 'print(1);exit(3)'", "failed: RuntimeError: exit status 3"),
         (f"{sys.executable} -c 'print(1,2)'", "the last line of output must be JSON, got '1 2'"),
     ],
@@ -178,6 +191,39 @@ async def test_only_so_many_run_at_a_time_and_the_next_starts_at_once(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0.2)
+        assert [child for worker in workers() for child in worker.children()] == []
+
+
+async def test_an_agent_whose_worker_died_starts_again_from_its_record(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    policy = Policy(renderer, lambda call: "Two." if call.parent is None else "Yes.")
+    row = {"messages": TASK["messages"], "file": str(tmp_path / "died")}
+    async with opened(agent=f"{AGENTS}:dies_once") as (runner, proxy):
+        limits = SessionLimits(9, 1000, 1000)
+        session = Session(Record(), renderer, SamplingRules(1.0), limits, policy.sample)
+        agents = Agents(runner, proxy, renderer, agent_config(), max_prompt_tokens=1000)
+        end = await agents.play(session, Prompt("p:0", (1,), "", "2", row=row), 1, NoQueue())
+    assert end == (FinishReason.STOP, "Yes.")
+    assert len(policy.calls) == 2
+
+
+async def test_the_end_of_a_worker_leaves_the_others_running() -> None:
+    async with opened(agent=f"{AGENTS}:sleeps", agent_limits={"workers": 2}) as (runner, _):
+        task = {**TASK, "row": {"seconds": 1}}
+        playing = [asyncio.create_task(runner.run(task, "key", NoQueue())) for _ in range(2)]
+        while len(running := workers()) < 2:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
+        running[0].terminate()
+        results = await asyncio.gather(*playing, return_exceptions=True)
+    assert {type(result) for result in results} == {int, AgentLostError}
+
+
+async def test_a_command_may_leave_a_process_behind() -> None:
+    async with opened(agent=["sh", "-c", "sleep 3600 & echo 7"]) as (runner, _):
+        async with asyncio.timeout(20):
+            assert await runner.run(TASK, "key", NoQueue()) == 7
         assert [child for worker in workers() for child in worker.children()] == []
 
 
@@ -245,6 +291,11 @@ async def test_in_a_sandbox_an_agent_reaches_the_proxy_and_nothing_else(
                 proxy,
             ):
                 result, record = await play(runner, proxy, renderer)
+                if kind == "function":  # as many at once as descriptors and threads allow
+                    barrier = asyncio.Barrier(128)
+                    plays = (play(runner, proxy, renderer, barrier) for _ in range(128))
+                    results = await asyncio.gather(*plays)
+                    assert [text["text"] for text, _ in results] == ["Two."] * 128
     assert result == {"text": "Two.", "reaches": False, "sees": False}
     assert len(record.calls) == 1
 

@@ -18,9 +18,6 @@ from bapo_megatron.policy.families.config_json import (
 from bapo_megatron.policy.families.layers import delta_input, hybrid_layer
 
 ROTARY_SHARE = 0.25
-VISION_PREFIX = "model.language_model"
-"""Prefix of the tensors of the language model beside a vision tower."""
-KEPT_TENSORS = ("mtp.", "model.visual.")
 DELTA_INPUT = delta_input(
     {
         "in_proj_qkv": "delta_key+delta_key+delta_value",
@@ -91,29 +88,17 @@ def understand_hybrid(fields: ConfigJson) -> HfConfig:
         value_head_dim=hybrid.linear_value_head_dim,
         kernel_size=hybrid.linear_conv_kernel_dim,
     )
+    if isinstance(fields, VisionJson):
+        common = replace(common, tensor_prefix="model.language_model")
     return replace(common, output_gate=True, zero_centered_norms=True, delta_net=net)
 
 
-def _understand_vision(fields: ConfigJson) -> HfConfig:
-    return replace(understand_hybrid(fields), tensor_prefix=VISION_PREFIX)
-
-
-hybrid_5_layer = partial(hybrid_layer, delta_input=DELTA_INPUT)
+Hybrid5 = partial(
+    Family,
+    layer=partial(hybrid_layer, delta_input=DELTA_INPUT),
+    kept_tensors=("mtp.", "model.visual."),
+)
 FAMILIES = (
-    Family(
-        "qwen3_5_text",
-        "Qwen3_5ForCausalLM",
-        HybridJson,
-        understand_hybrid,
-        hybrid_5_layer,
-        kept_tensors=KEPT_TENSORS,
-    ),
-    Family(
-        "qwen3_5",
-        "Qwen3_5ForConditionalGeneration",
-        VisionJson,
-        _understand_vision,
-        hybrid_5_layer,
-        kept_tensors=KEPT_TENSORS,
-    ),
+    Hybrid5("qwen3_5_text", "Qwen3_5ForCausalLM", HybridJson, understand_hybrid),
+    Hybrid5("qwen3_5", "Qwen3_5ForConditionalGeneration", VisionJson, understand_hybrid),
 )

@@ -3,14 +3,12 @@
 from dataclasses import replace
 from typing import cast
 
-from bapo_megatron.policy.families.base import Experts, Family, HfConfig
+from bapo_megatron.policy.families.base import Experts, HfConfig
 from bapo_megatron.policy.families.config_json import Channels, ConfigJson, Count
 from bapo_megatron.policy.families.qwen3_5 import (
-    KEPT_TENSORS,
-    VISION_PREFIX,
+    Hybrid5,
     HybridJson,
     VisionJson,
-    hybrid_5_layer,
     understand_hybrid,
 )
 
@@ -51,25 +49,7 @@ def _understand(fields: ConfigJson) -> HfConfig:
     return replace(understand_hybrid(fields), experts=moe.experts(), intermediate_size=size)
 
 
-def _understand_vision(fields: ConfigJson) -> HfConfig:
-    return replace(_understand(fields), tensor_prefix=VISION_PREFIX)
-
-
 FAMILIES = (
-    Family(
-        "qwen3_5_moe_text",
-        "Qwen3_5MoeForCausalLM",
-        MoeJson,
-        _understand,
-        hybrid_5_layer,
-        kept_tensors=KEPT_TENSORS,
-    ),
-    Family(
-        "qwen3_5_moe",
-        "Qwen3_5MoeForConditionalGeneration",
-        VisionMoeJson,
-        _understand_vision,
-        hybrid_5_layer,
-        kept_tensors=KEPT_TENSORS,
-    ),
+    Hybrid5("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", MoeJson, _understand),
+    Hybrid5("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", VisionMoeJson, _understand),
 )

@@ -222,8 +222,8 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
             trained_experts, trained = stage_adapters(case.hf, lora, layout, stage)
             weights += FLOAT32_BYTES * (trained_experts + trained)
         gradients = FLOAT32_BYTES * (trained_experts + trained)
-        optimizer = state_bytes * trained / case.optimizer_ranks
-        optimizer += state_bytes * trained_experts / case.expert_optimizer_ranks
+        optimizer = state_bytes * trained / case.layout.replicas
+        optimizer += state_bytes * trained_experts / case.layout.expert_replicas
         activations = in_flight * chunk * tokens
         logits = head_bytes if is_last else 0.0
         frozen, hidden, scoring, host = 0.0, 0.0, 0.0, 0.0
@@ -280,7 +280,7 @@ def recomputed_bytes(case: Scenario) -> float:
     megatron = case.config.megatron
     if megatron.recompute == "full":
         block = min(megatron.recompute_layers, case.layout.layers_per_chunk(case.hf))
-        return block * _layer_bytes(case, "none")
+        return block * max(_kind_bytes(case, "none"))
     pairs = zip(_kind_bytes(case, "none"), _kind_bytes(case, megatron.recompute), strict=True)
     return max(whole - kept for whole, kept in pairs)
 
@@ -376,11 +376,6 @@ def mlp_bytes(case: Scenario) -> float:
     visited = case.element_bytes * experts.per_token * experts.intermediate_size
     shared = case.divided_bytes(experts.shared_intermediate_size)
     return visited / case.layout.sequence_ranks + shared
-
-
-def _layer_bytes(case: Scenario, recompute: Literal["none", "selective"]) -> float:
-    """Return the bytes per token that a layer keeps, the larger kind's in a hybrid."""
-    return max(_kind_bytes(case, recompute))
 
 
 def _kind_bytes(case: Scenario, recompute: Literal["none", "selective"]) -> list[float]:
@@ -500,7 +495,7 @@ def scoring_bytes(case: Scenario, tokens: int, *, is_last: bool) -> float:
     An upper bound: the tensors that one layer keeps for training, or on the last stage the gathered
     hidden states with the logits, if these are larger.
     """
-    layer = tokens * _layer_bytes(case, "none")
+    layer = tokens * max(_kind_bytes(case, "none"))
     if not is_last:
         return layer
     row = case.divided_bytes(padded_vocab_size(case.hf.vocab_size, case.layout.tensor))

@@ -326,16 +326,6 @@ class Scenario:
         """Whether the backward pass repeats the forward pass of every layer."""
         return self.config.megatron.recompute == "full"
 
-    @property
-    def optimizer_ranks(self) -> int:
-        """Ranks that divide the optimizer's state and work."""
-        return self.layout.replicas
-
-    @property
-    def expert_optimizer_ranks(self) -> int:
-        """The same for experts."""
-        return self.layout.expert_replicas
-
     def link_bytes_per_s(self, group: Group) -> float:
         """Bandwidth between the ranks of a group."""
         within_node = self.layout.within_node(group, self.assumptions.node_gpus)

@@ -140,7 +140,7 @@ def training_time(
     # Adam is memory-bound: each rank reads and writes its share of the state.
     largest = max(stages, key=lambda stage: stage.parameters)
     experts, others = largest.trained_experts, largest.trained_parameters
-    owned = others / case.optimizer_ranks + experts / case.expert_optimizer_ranks
+    owned = others / case.layout.replicas + experts / case.layout.expert_replicas
     owned_bytes = ADAM_TRAFFIC_BYTES * owned
     adam_s = owned_bytes / case.assumptions.reached_memory_bytes_per_s
     hidden_s = backward_s * megatron.overlap_grad_reduce + forward_s * megatron.overlap_param_gather
