@@ -129,7 +129,7 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
         **{f"rollout/environment_errors_{kind}": float(n) for kind, n in errors.items()},
         "rollout/environment_tokens_share": sum(written)
         / max(sum(sample.episode_tokens for sample in samples), 1),
-        **_agent_metrics(batch.stats.environment_counts, len(samples)),
+        **_agent_metrics(batch.stats.environment_counts),
         **{
             f"rollout/environment_{name}_per_response": total / len(samples)
             for name, total in batch.stats.environment_counts.items()
@@ -138,15 +138,11 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
 
 
-def _agent_metrics(counts: Mapping[str, float], num_samples: int) -> dict[str, float]:
+def _agent_metrics(counts: Mapping[str, float]) -> dict[str, float]:
     calls, forks, divergences = (counts.get(name, 0.0) for name in AGENT_COUNTS)
     if not calls:
         return {}
-    return {
-        "rollout/agent_calls_per_response": calls / num_samples,
-        "rollout/agent_forks_share": forks / calls,
-        "rollout/agent_divergences": divergences,
-    }
+    return {"rollout/agent_forks_share": forks / calls, "rollout/agent_divergences": divergences}
 
 
 def is_right(sample: Sample) -> bool:

@@ -36,7 +36,7 @@ def test_runs_of_agents_that_are_killed_equal_another_one(model_dir: Path, tmp_p
     start_s = time.monotonic()
     rows = train(config, tmp_path / "whole")
     whole_s = time.monotonic() - start_s
-    assert rows[-1]["rollout/agent_calls_per_response"] > 1
+    assert rows[-1]["rollout/turns_mean"] > 1
     assert rows[-1]["rollout/agent_forks_share"] == 0
     batch = read_batch(tmp_path / "whole" / "rollouts" / "step_000002.parquet")
     assert any(sample.branches for sample in batch.samples)
