@@ -34,7 +34,7 @@ from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.processes import PrivateDirectory
 from bapo_megatron.types import FinishReason
 
-BACKLOG = 4096
+_BACKLOG = 4096
 """Connections that may wait to be accepted: all episodes begin at once."""
 _MAX_BODY_BYTES = 32 << 20
 _BYTES_PER_TOKEN = 64
@@ -233,12 +233,12 @@ class Proxy:
     async def open(self, *, has_port: bool) -> None:
         """Listen on a Unix socket, and with ``has_port`` on a free port of the loopback too."""
         await self._runner.setup()
-        await web.UnixSite(self._runner, str(self.socket_path), backlog=BACKLOG).start()
+        await web.UnixSite(self._runner, str(self.socket_path), backlog=_BACKLOG).start()
         # Sandboxes run as other users; the key is what lets them in.
         self._directory.path.chmod(0o711)
         self.socket_path.chmod(0o666)
         if has_port:
-            site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=BACKLOG)
+            site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=_BACKLOG)
             await site.start()
             [(_, port)] = self._runner.addresses[1:]
             self.base_url = f"http://127.0.0.1:{port}/v1"
