@@ -2,13 +2,16 @@
 
 A file is downloaded to ``.<name>.<checksum>.part`` beside its place, from where a killed download
 continues, compared with its checksum, and renamed. ``.<name>.source.json`` beside a fetched file or
-directory keeps the commit and its checksums, so that later checks need no network.
+directory keeps the commit and its checksums, so that later checks need no network; the lock
+``.<name>.source.lock`` lets one process at a time download it.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import Literal
 import httpx
 from huggingface_hub import HfApi, errors, hf_hub_url
 from huggingface_hub.file_download import http_get
-from huggingface_hub.utils import build_hf_headers, disable_progress_bars
+from huggingface_hub.utils import build_hf_headers, disable_progress_bars, logging
 from huggingface_hub.utils.sha import git_hash
 from pydantic import TypeAdapter
 
@@ -25,7 +28,8 @@ from bapo_megatron.config.data import SourceConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.rows import read_rows
 from bapo_megatron.errors import describe_cause, describe_os_error
-from bapo_megatron.runtime.files import atomic_write_bytes
+from bapo_megatron.runtime.files import atomic_write_bytes, lock
+from bapo_megatron.telemetry.console import say
 
 _MAX_STREAMS = 8
 _UNREAD = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".gitattributes")
@@ -79,6 +83,7 @@ def fetch(config: RunConfig) -> Iterator[Fetched]:
     """Fetch what is missing or damaged, one model or file after the other; errors are results."""
     if not sys.stderr.isatty():
         disable_progress_bars()
+    logging.set_verbosity_error()  # a line for each attempt, of which the result tells the last
     sources = {source.path: source for source in config.sources}
     for key, path in (config.models | config.files).items():
         try:
@@ -109,23 +114,50 @@ def _fetch(path: Path, source: SourceConfig | None) -> tuple[State, str]:
         before = _RECORD.validate_json(record.read_bytes())
     listing = _list(source, before)
     text = f"{listing.source} {listing.commit[:12]}".strip()
-    wanted = [file for file in listing.files if not file.is_at(path / file.name)]
+    wanted = _wanted(path, listing.files)
     if wanted:
-        num_replaced = sum((path / file.name).exists() for file in wanted)
+        with _locked(path):
+            wanted = _wanted(path, wanted)  # another process may have fetched them meanwhile
+            num_replaced = sum((path / file.name).exists() for file in wanted)
+            _download_all(path, wanted)
+    if wanted:
         text += f": {len(wanted)} of {len(listing.files)} files, {num_replaced} of them replaced"
-        folder = (path / wanted[0].name).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        needed, free = sum(file.size or 0 for file in wanted), shutil.disk_usage(folder).free
-        if free < needed:
-            raise ValueError(f"needs {needed:,} bytes, but {free:,} are free; free some")
-        # After an error its threads end with the process; what has come stays for the next one.
-        with ThreadPool(_MAX_STREAMS) as pool:
-            list(pool.imap_unordered(lambda file: _download(path / file.name, file), wanted))
     for name in {file.name for file in before.files} - {file.name for file in listing.files}:
         (path / name).unlink(missing_ok=True)  # a shard of another commit would be read, too
     if listing != before:
         atomic_write_bytes(record, _RECORD.dump_json(listing, indent=1))
     return "fetched" if wanted else "there", text
+
+
+def _wanted(path: Path, files: Iterable[_File]) -> list[_File]:
+    """The files that are missing or damaged."""
+    return [file for file in files if not file.is_at(path / file.name)]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other processes from fetching ``path``; wait for one that does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.source.lock").open("wb") as file:
+        try:
+            if not lock(file):
+                say(f"{file.name}: no locks on this file system; run one fetch at a time")
+        except BlockingIOError:
+            say(f"{path}: another fetch downloads it; waiting for its end")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _download_all(path: Path, files: Sequence[_File]) -> None:
+    folders = {(path / file.name).parent for file in files}
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        needed, free = sum(file.size or 0 for file in files), shutil.disk_usage(folder).free
+        if free < needed:
+            raise ValueError(f"needs {needed:,} bytes, but {free:,} are free; free some")
+    # After an error its threads end with the process; what has come stays for the next one.
+    with ThreadPool(_MAX_STREAMS) as pool:
+        list(pool.imap_unordered(lambda file: _download(path / file.name, file), files))
 
 
 def _list(source: SourceConfig, before: _Listing) -> _Listing:
@@ -166,6 +198,9 @@ def _download(target: Path, file: _File) -> None:
     with part.open("wb" if file.size is None else "ab", buffering=0) as stream:
         headers = {} if file.size is None else build_hf_headers()  # a token for the Hub alone
         done = part.stat().st_size
+        if file.size is not None and done > file.size:  # such as the page of a network's portal
+            stream.truncate(0)
+            done = 0
         http_get(file.url, stream, resume_size=done, headers=headers, expected_size=file.size)
     if not file.is_at(part):
         part.unlink()

@@ -15,10 +15,10 @@ import yaml
 
 from bapo_megatron.config.load import ConfigError, load_config
 from tests.fakes.fake_hub import COMMIT, FakeHub
-from tests.launch import REPOSITORY
+from tests.launch import REPOSITORY, free_port, run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 NEXT_COMMIT = "b" * 40
@@ -202,11 +202,7 @@ def test_an_interrupted_download_continues_where_it_ended(
 ) -> None:
     hub.stall_after = WRITTEN_BYTES + 1000
     process = start(config, hub, HF_HUB_DOWNLOAD_TIMEOUT="600")
-    deadline_s = time.monotonic() + 60
-    while sizes_of_parts(config) != [WRITTEN_BYTES] * 2:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline_s, sizes_of_parts(config)
-        time.sleep(0.05)
+    until(lambda: sizes_of_parts(config) == [WRITTEN_BYTES] * 2)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert number == signal.SIGKILL or err == "bapo-megatron: interrupted\n"
@@ -216,6 +212,48 @@ def test_an_interrupted_download_continues_where_it_ended(
     assert (status, states(results)) == (0, ["fetched"] * 3)
     assert {first for path, first in hub.downloads if path in READ[1:]} == {WRITTEN_BYTES}
     assert contents(config.parent / "model") == {name: MODEL[name] for name in READ}
+
+
+@pytest.mark.slow
+def test_a_part_that_is_longer_than_its_file_is_fetched_anew(config: Path, hub: FakeHub) -> None:
+    digest = hashlib.sha256(SHARD).hexdigest()[:12]
+    part = config.parent / "model" / f".{READ[1]}.{digest}.part"
+    part.parent.mkdir()
+    part.write_bytes(b"<html>log in</html>" + SHARD)
+    status, results = fetch(config, hub)
+    assert (status, states(results)) == (0, ["fetched"] * 3)
+    assert (READ[1], 0) in hub.downloads
+    assert contents(config.parent / "model") == {name: MODEL[name] for name in READ}
+
+
+@pytest.mark.slow
+def test_a_second_fetch_waits_for_the_first_and_continues_what_it_left(
+    config: Path, hub: FakeHub
+) -> None:
+    hub.stall_after = WRITTEN_BYTES + 1000
+    first = start(config, hub, HF_HUB_DOWNLOAD_TIMEOUT="600")
+    until(lambda: sizes_of_parts(config) == [WRITTEN_BYTES] * 2)
+    second = start(config, hub)
+    assert second.stderr is not None
+    assert second.stderr.readline() == (
+        f"{config.parent / 'model'}: another fetch downloads it; waiting for its end\n"
+    )
+    assert sizes_of_parts(config) == [WRITTEN_BYTES] * 2
+    hub.stall_after = None
+    first.kill()
+    first.communicate(timeout=60)
+    second.communicate(timeout=60)
+    assert second.returncode == 0
+    shards = [first for path, first in hub.downloads if path in READ[1:]]
+    assert shards == [0, 0, WRITTEN_BYTES, WRITTEN_BYTES]
+    assert contents(config.parent / "model") == {name: MODEL[name] for name in READ}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def sizes_of_parts(config: Path) -> list[int]:
@@ -286,6 +324,19 @@ def test_a_file_that_arrives_damaged_is_not_kept(config: Path, hub: FakeHub) -> 
     hub.damaged = set()
     assert fetch(config, hub)[0] == 0
     assert contents(config.parent / "model")[READ[1]] == SHARD
+
+
+@pytest.mark.slow
+def test_without_a_connection_the_table_is_all_that_is_printed(tmp_path: Path) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    config = write(
+        tmp_path,
+        {"path": "model", "repo": "acme/model"},
+        {"path": "data/aime.jsonl", "url": f"{nobody}/aime.jsonl", "sha256": "0" * 64},
+    )
+    result = run(["fetch", str(config)], environment={"HF_ENDPOINT": nobody, "COLUMNS": "1000"})
+    assert (result.returncode, result.stderr) == (1, "")
+    assert result.stdout.count("no connection (") == 2
 
 
 @pytest.mark.slow
