@@ -19,15 +19,14 @@ class Score:
     """Grading exceeded its limit of time or memory; the reward is 0."""
     reason: str = ""
     """Why it is right or wrong, as the function says (``math``: a ``math_answer.Reason``), or
-    ``limit`` where a limit ended it, ``error`` where it failed, ``crash`` where ``math`` ended its
-    process."""
+    ``limit`` where a limit ended it, ``error`` where it failed, ``crash`` where a built-in grader
+    ended its process."""
     components: Mapping[str, float] = field(default_factory=dict)
     """The reward of each function, by its name and without its weight."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of a function; in a composition prefixed with its name and a slash."""
     failed: bool = False
-    """A function failed on this response under ``reward.on_error: zero``, or ``math`` ended its
-    process."""
+    """A built-in grader failed on this response, or a function under ``reward.on_error: zero``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +87,10 @@ name ``answer`` and ``row``."""
 
 class RewardError(RuntimeError):
     """Grading cannot go on; the message is one line that says what to do."""
+
+
+class RowError(ValueError):
+    """A built-in grader cannot use a row, whatever the response to it is."""
 
 
 class FunctionFailedError(RewardError):

@@ -14,15 +14,18 @@ from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
 from bapo_megatron.config.reward import ProgramConfig
-from bapo_megatron.reward.base import GroupFunction, RewardFunction, SampleFacts, Score
+from bapo_megatron.reward.base import GroupFunction, RewardFunction, RowError, SampleFacts, Score
 from bapo_megatron.reward.extraction import has_closed_box
 from bapo_megatron.runtime.names import LoadError, load_named
 from bapo_megatron.runtime.worker import settled
+from bapo_megatron.sandbox.base import SandboxError
 
 BUILT_IN = {"math": "bapo_megatron.reward.math_answer:grade_math_answer"}
 """Location of functions that always load."""
 PROGRAM = "program"
 _GYM = {"gym": "bapo_megatron.reward.gym:grade"}
+GRADERS = frozenset({*BUILT_IN, *_GYM, PROGRAM})
+"""The built-in functions: no response makes them fail."""
 PARAMETERS = ("response", "answer", "sample", "row", "turns", "state")
 """Names of the parameters that a function of one response may have."""
 GROUP_PARAMETERS = ("responses", "samples", "states", "rewards", "answer", "row")
@@ -105,8 +108,23 @@ class RewardHandler:
             arguments["sample"] = samples[0]
             arguments["turns"] = response["turns"] or [response["text"]]
             arguments["state"] = response["state"]
-            results = [self._call(loaded, arguments)]
+            return [asdict(self._score(request["function"], loaded, arguments))]
         return [asdict(as_score(result)) for result in results]
+
+    def _score(self, name: str, loaded: LoadedFunction, arguments: Mapping[str, Any]) -> Score:
+        """The score of one response; 0 where a built-in grader fails on it.
+
+        Only a row or a sandbox may fail a built-in grader, and the memory limit, which ends the
+        worker.
+        """
+        try:
+            return as_score(self._call(loaded, arguments))
+        except (MemoryError, RowError, SandboxError):
+            raise
+        except Exception:
+            if name not in GRADERS:
+                raise
+            return Score(0.0, answer_found=False, reason="error", failed=True)
 
     def _call(self, loaded: LoadedFunction, arguments: Mapping[str, Any]) -> Any:
         keywords = {name: arguments[name] for name in loaded.parameters}

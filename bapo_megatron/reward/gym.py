@@ -14,7 +14,7 @@ from typing import Any
 
 from reasoning_gym import create_dataset
 
-from bapo_megatron.reward.base import Score
+from bapo_megatron.reward.base import RowError, Score
 from bapo_megatron.reward.extraction import extract_answer
 
 _LIST = re.compile(r"[\w\s\[\],'\"+-]*")
@@ -46,12 +46,10 @@ def grade(response: str, answer: str, row: Mapping[str, Any]) -> Score:
     An answer on which the scorer fails is wrong, and counts in ``scorer_errors``.
 
     Raises:
-        ValueError: The row is not of a ``gym`` set.
+        RowError: The row is not of a ``gym`` set.
     """
     if "gym" not in row:
-        raise ValueError(
-            "it scores rows of sets with gym only; give other sets a function of theirs"
-        )
+        raise RowError("it scores rows of sets with gym only; give other sets a function of theirs")
     name, options, metadata = (row["gym"][key] for key in ("name", "options", "metadata"))
     wrong = Score(0.0, answer_found=False, reason="no_answer", metrics=_metrics(name))
     extracted = extract_answer(response)

@@ -10,7 +10,7 @@ from typing import Self
 
 from bapo_megatron.config.reward import ProgramConfig
 from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, Score
-from bapo_megatron.reward.functions import BUILT_IN, PROGRAM, label
+from bapo_megatron.reward.functions import BUILT_IN, GRADERS, PROGRAM, label
 from bapo_megatron.runtime.workers import WorkerPool
 
 _PROGRAM_DEFAULTS = ProgramConfig()
@@ -75,8 +75,8 @@ class RewardPool:
 
         A function of groups gets all responses to a prompt, with the ``rewards`` of the functions
         of single responses; any other gets one response. All scores are 0, with ``timed_out``, if a
-        limit was exceeded, and with ``failed``, if ``math`` ended its process, so that no response
-        ends the run.
+        limit was exceeded, and with ``failed``, if a built-in grader ended its process, so that no
+        response ends the run.
 
         Raises:
             FunctionFailedError: The function raised an error, returned what is not a reward, or
@@ -104,7 +104,7 @@ class RewardPool:
             return [Score(**score) for score in outcome.value]
         if outcome.kind == "error":
             raise FunctionFailedError(f"{label(function)} failed: {outcome.value}; correct it")
-        if outcome.kind == "died" and function not in BUILT_IN:
+        if outcome.kind == "died" and function not in GRADERS:
             raise FunctionFailedError(
                 f"{label(function)} failed: it ended two processes, wrote into their replies, or "
                 "returned more than they can send; correct it"

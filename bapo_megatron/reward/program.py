@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bapo_megatron.config.reward import ProgramConfig
-from bapo_megatron.reward.base import Score
+from bapo_megatron.reward.base import RowError, Score
 from bapo_megatron.runtime.calls import decode
 from bapo_megatron.runtime.names import LoadError
 from bapo_megatron.sandbox.base import SandboxError
@@ -92,10 +92,13 @@ class ProgramGrader:
         """Score the last program of a response.
 
         Raises:
-            ValueError: The reference answer holds no tests.
+            RowError: The reference answer holds no tests.
             SandboxError: The sandbox was lost twice; this is no wrong answer.
         """
-        cases = _cases(answer)[: self._config.max_tests]
+        try:
+            cases = _cases(answer)[: self._config.max_tests]
+        except ValueError as error:
+            raise RowError(str(error)) from error
         programs = _BLOCK.findall(response.rpartition("</think>")[2])
         if not programs:
             return Score(0.0, answer_found=False, reason="no_program")

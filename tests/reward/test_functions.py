@@ -10,13 +10,22 @@ from bapo_megatron.reward.base import (
     FunctionFailedError,
     Response,
     RewardError,
+    RowError,
     SampleFacts,
     Score,
 )
-from bapo_megatron.reward.functions import BUILT_IN, as_score, build
+from bapo_megatron.reward.functions import (
+    BUILT_IN,
+    GRADERS,
+    LoadedFunction,
+    RewardHandler,
+    as_score,
+    build,
+)
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.runtime.names import LoadError
 from bapo_megatron.runtime.workers import Outcome
+from bapo_megatron.sandbox.base import SandboxError
 from tests.reward import own_functions
 from tests.reward.scoring import score_in_turn
 
@@ -239,3 +248,41 @@ def test_a_function_whose_parameters_cannot_be_read_is_refused():
 
 def test_the_built_in_functions_are_those_of_the_configuration():
     assert (*BUILT_IN, "program", "gym") == BUILT_IN_FUNCTIONS
+    assert set(BUILT_IN_FUNCTIONS) == GRADERS
+
+
+def answered(name, outcome):
+    """The reply for a response to which the function ``name`` returns or raises ``outcome``."""
+
+    def function(response):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    handler = RewardHandler({name: LoadedFunction(function, ("response",), sees_groups=False)})
+    response = {"text": "1", "sample": {}, "turns": (), "state": None}
+    request = {"function": name, "answer": "1", "row": {}, "rewards": None}
+    return handler.answer({**request, "responses": [response]})
+
+
+@pytest.mark.parametrize("name", BUILT_IN_FUNCTIONS)
+@pytest.mark.parametrize("outcome", [RecursionError("deep"), KeyError(1), float("nan"), "right"])
+def test_a_built_in_function_that_fails_on_a_response_scores_0_and_is_counted(name, outcome):
+    [score] = answered(name, outcome)
+
+    found = score["reward"], score["reason"], score["failed"], score["answer_found"]
+    assert found == (0.0, "error", True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("my_rewards:grade", RecursionError("deep")),
+        ("math", MemoryError()),
+        ("program", SandboxError("lost")),
+        ("gym", RowError("no gym")),
+    ],
+)
+def test_other_failures_are_errors(name, error):
+    with pytest.raises(type(error)):
+        answered(name, error)
