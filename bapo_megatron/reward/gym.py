@@ -38,10 +38,38 @@ _EVALUATED = {
 """Tasks whose scorer evaluates an answer, and the answers that it gets."""
 _TUPLES = ("arc_agi", "rearc")
 """Tasks that compare with tuples, which JSON has not."""
+_NOTATION = [
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (r"\\(?:begin|end)\{\w+\*?\}(?:\{[clr|]+\})?|\\(?:left|right|displaystyle)(?!\w)", ""),
+        (r"\\\\", "\n"),
+        (r"\\[()\[\]!]|\\?\$|\^\{?\\circ(?!\w)\}?", ""),
+        (r"\{([,:;.])\}", r"\1"),
+        (r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", ","),
+        (r"\\[,;: ]|~|(?<!\\)&|\\q?quad(?!\w)|(?<=\d)(?=\\[dt]?frac)", " "),
+        (r"\\(?:times|cdot)(?!\w)", " × "),
+        (r"\\div(?!\w)", " ÷ "),
+        (r"\\(?:to|(?:long)?rightarrow)(?!\w)", " → "),
+        (r"\\(?:text|math|operatorname|boldsymbol|emph|m?box)\w*\*?\s*\{([^{}]*)\}", r"\1"),
+        (r"\\[dt]?frac\s*(\d)\s*(\d)", r"\1/\2"),
+        (r"\\[dt]?frac\s*\{(\w+)\}\s*\{(\w+)\}", r"\1/\2"),
+        (r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"(\1)/(\2)"),
+        (r"\\sqrt\s*\{([^{}]*)\}", r"sqrt(\1)"),
+        (r"\^\{(\d+|[A-Za-z])\}", r"^\1"),
+        (r"\^\{([^{}]*)\}", r"^(\1)"),
+        (r"\\arc(?=sin|cos|tan)", "a"),
+    )
+]
+"""LaTeX, and what it is in plain text; innermost braces first."""
+_MAX_BRACES = 8
+"""Nested ones that are read."""
+_ESCAPED = re.compile(r"\\([A-Za-z]+|[{}%_#&])")
+_VARIABLE = re.compile(r"[A-Za-z]\w*(?:\([^()]*\))?")
+_FORMULA_SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "^": "**"})
 
 
 def grade(response: str, answer: str, row: Mapping[str, Any]) -> Score:
-    """Score the marked answer of a response by its task.
+    """Score the marked answer of a response, as it is or without its LaTeX, by its task.
 
     An answer on which the scorer fails is wrong, and counts in ``scorer_errors``.
 
@@ -57,18 +85,48 @@ def grade(response: str, answer: str, row: Mapping[str, Any]) -> Score:
         return wrong
     text, allowed = extracted.text, _EVALUATED.get(name)
     wrong = replace(wrong, answer_found=True, extracted=text)
-    if allowed is not None and not allowed.fullmatch(text) and text != answer:
-        return replace(wrong, reason="not_evaluated")
+    forms = [text, *_plain_forms(text, is_formula=allowed is _FORMULA)]
+    if allowed is not None:
+        forms = [form for form in forms if allowed.fullmatch(form) or form == answer]
+        if not forms:
+            return replace(wrong, reason="not_evaluated")
     entry = {
         "answer": answer,
         "metadata": _with_tuples(metadata) if name in _TUPLES else metadata,
     }
     task = _task(name, json.dumps(options))
-    try:
-        reward = float(task.score_answer(text, entry))
-    except Exception:  # noqa: BLE001 - the answer may be anything
+    reward, has_failed = 0.0, False
+    for form in dict.fromkeys(forms):
+        try:
+            reward = max(reward, float(task.score_answer(form, entry)))
+        except Exception:  # noqa: BLE001 - the answer may be anything
+            has_failed = True
+        if reward >= 1:
+            break
+    if has_failed and not reward:
         return replace(wrong, reason="error", metrics=_metrics(name, errors=1.0))
     return Score(reward, extracted=text, metrics=_metrics(name, reward))
+
+
+def _plain_forms(text: str, *, is_formula: bool) -> list[str]:
+    """What an answer in LaTeX may be in plain text; the task's scorer decides."""
+    before = ""
+    for _ in range(_MAX_BRACES):
+        if text == before:
+            break
+        before = text
+        for notation, plain in _NOTATION:
+            text = notation.sub(plain, text)
+    lines = _ESCAPED.sub(r"\1", text).split("\n")
+    text = "\n".join(filter(None, (" ".join(line.split()) for line in lines)))
+    forms = [text]
+    left, equals, right = (part.strip() for part in text.rpartition("="))
+    if equals and (is_formula or _VARIABLE.fullmatch(left)):
+        forms.append(right if _VARIABLE.fullmatch(left) else left)
+    if is_formula:
+        forms = [re.sub(r"\be(?=\^)", "E", form).translate(_FORMULA_SIGNS) for form in forms]
+        forms = [re.sub(r"(?<=[\d)]) ?(?=[A-Za-z(])", "*", form) for form in forms]
+    return [*forms, *(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", form) for form in forms)]
 
 
 def _metrics(name: str, reward: float = 0.0, errors: float = 0.0) -> dict[str, float]:

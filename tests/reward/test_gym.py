@@ -27,6 +27,13 @@ COUNTDOWN = {
         "metadata": {"numbers": [6, 7, 2], "target": 84},
     }
 }
+INTEGRAL = {
+    "gym": {
+        "name": "simple_integration",
+        "options": {},
+        "metadata": {"variable": "x", "integrand": "exp(2*x) + 3*x**2/2"},
+    }
+}
 GRIDS = {"gym": {"name": "arc_agi", "options": {}, "metadata": {"output": [[1, 2], [3, 4]]}}}
 OPEN = r"""
 import json, sys
@@ -70,6 +77,29 @@ def score(response: str, answer: str, row: dict[str, Any]) -> Score:
         (r"\boxed{exit()}", "6*7*2", COUNTDOWN, 0.0, "not_evaluated"),
         ("<answer>1 2\n3 4</answer>", "1 2\n3 4", GRIDS, 1.0, ""),
         ("<answer>1 2\n3 5</answer>", "1 2\n3 4", GRIDS, 0.05, ""),
+        # LaTeX is what the task's scorer makes of its plain text, or of itself.
+        (r"\boxed{\text{Yes}}", "Yes", SUM, 1.0, ""),
+        (r"\boxed{\mathbf{62}}", "62", SUM, 1.0, ""),
+        (r"\boxed{\textbf{\text{Yes}}}", "Yes", SUM, 1.0, ""),
+        (r"\boxed{8{,}717{,}446}", "8717446", SUM, 1.0, ""),
+        (r"\boxed{8\,717\,446}", "8717446", SUM, 1.0, ""),
+        (r"The answer is $62$.", "62", SUM, 1.0, ""),
+        (r"\boxed{x = 62}", "62", SUM, 1.0, ""),
+        (r"\boxed{\(x = -62^\circ\)}", "-62", SUM, 1.0, ""),
+        (r"\boxed{\frac{1}{2}}", "1/2", SUM, 1.0, ""),
+        (r"\boxed{-\dfrac12}", "-1/2", SUM, 1.0, ""),
+        (r"\boxed{3\frac{1}{2}}", "31/2", SUM, 0.0, ""),
+        (r"\boxed{62 = 63}", "63", SUM, 2 / 7, ""),
+        (r"\boxed{5\times 7\cdot 7}", "5 × 7 × 7", SUM, 1.0, ""),
+        (r"\boxed{A \to B}", "A → B", SUM, 1.0, ""),
+        (r"\boxed{\text{No}}", "Yes", SUM, 0.0, ""),
+        (r"\boxed{x^{2}}", r"x^{2}", SUM, 1.0, ""),
+        (r"\boxed{6\times 7\cdot\left(2\right)}", "6*7*2", COUNTDOWN, 1.0, ""),
+        (r"\boxed{6(7)(2) = 84}", "6*7*2", COUNTDOWN, 1.0, ""),
+        (r"\boxed{\frac{6}{2}\times 7}", "6*7*2", COUNTDOWN, 0.05, ""),
+        (r"\boxed{\text{exit}()}", "6*7*2", COUNTDOWN, 0.0, "not_evaluated"),
+        (r"\boxed{\frac{e^{2x} + x^{3}}{2} + C}", "", INTEGRAL, 1.0, ""),
+        (r"\boxed{\begin{pmatrix}1 & 2\\ 3 & 4\end{pmatrix}}", "1 2\n3 4", GRIDS, 1.0, ""),
     ],
 )
 def test_a_task_scores_the_marked_answer(
