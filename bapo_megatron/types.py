@@ -423,7 +423,8 @@ class EvalProblem:
     rewards: tuple[float, ...]
     """[n]."""
     votes: tuple[int, ...]
-    """[n]: cluster of equal answers that each sample belongs to, from 0; -1 without an answer."""
+    """[n]: cluster of equal answers that each sample belongs to, from 0; -1 without an answer, -2
+    with one that the reward function did not report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,6 +472,11 @@ class EvalResult:
     def avg_at_k(self) -> float:
         """Mean over prompts of the mean reward of their n samples."""
         return self.scores[0].value
+
+    @property
+    def has_votes(self) -> bool:
+        """Whether the reward reports its answers, so that maj@k and answer counts are known."""
+        return any(score.name.startswith("maj@") for score in self.scores)
 
 
 @dataclass(frozen=True, slots=True)

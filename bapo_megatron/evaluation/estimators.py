@@ -22,6 +22,8 @@ import numpy as np
 
 NO_VOTE = -1
 """The vote of a sample without an answer."""
+UNKNOWN_VOTE = -2
+"""The vote of a sample with an answer that its reward function did not report."""
 _RIGHT_REWARD = 1.0 - 1e-9
 """A sample with at least this reward is right; below 1, since 0.7 + 0.2 + 0.1 is."""
 _TAIL = 0.025

@@ -24,6 +24,7 @@ from bapo_megatron.config.evaluation import MAX_SAMPLES, EvalConfig
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.evaluation.estimators import (
     NO_VOTE,
+    UNKNOWN_VOTE,
     candidates,
     intervals,
     is_right,
@@ -53,7 +54,9 @@ _SAMPLE_COLUMNS: dict[str, Callable[[EvalResult], str]] = {
     "median": lambda r: f"{r.response_tokens_median:,.1f}",
     "p95": lambda r: f"{r.response_tokens_p95:,.1f}",
     "truncated": lambda r: f"{r.truncated_share:.1%}",
-    "no answer": lambda r: f"{r.missing_answers:,} ({1 - r.answer_found_share:.1%})",
+    "no answer": lambda r: (
+        f"{r.missing_answers:,} ({1 - r.answer_found_share:.1%})" if r.has_votes else "–"
+    ),
     "grading timeouts": lambda r: f"{r.grading_timeouts:,}",
     "tokens": lambda r: f"{r.generated_tokens:,}",
     "time": lambda r: f"{r.wall_s:,.1f} s",
@@ -91,7 +94,15 @@ async def summarise(
     samples = sorted(samples, key=lambda group: (len(group[0].prompt_id), group[0].prompt_id))
     votes = await count_votes([[s.extracted for s in group] for group in samples], rewards)
     problems = tuple(
-        EvalProblem(group[0].prompt_id, group[0].answer, tuple(s.reward for s in group), clusters)
+        EvalProblem(
+            group[0].prompt_id,
+            group[0].answer,
+            tuple(sample.reward for sample in group),
+            tuple(
+                UNKNOWN_VOTE if sample.answer_found and not sample.extracted else cluster
+                for sample, cluster in zip(group, clusters, strict=True)
+            ),
+        )
         for group, (clusters, _) in zip(samples, votes, strict=True)
     )
     flat = [sample for group in samples for sample in group]
@@ -145,11 +156,16 @@ def values_by_problem(
     Args:
         problems: At least one; all with n samples.
         k_values: k of pass@k and maj@k, besides n; those above n are left out. maj@1 is left out
-            as well, except for n = 1: it is pass@1.
+            as well, except for n = 1: it is pass@1. All maj@k are left out if a vote is unknown, or
+            a sample is right where none votes.
     """
     num_samples = len(problems[0].rewards)
     sizes = sorted({k for k in k_values if k <= num_samples} | {num_samples})
     majority_sizes = [k for k in sizes if k > 1 or num_samples == 1]
+    votes = {vote for problem in problems for vote in problem.votes}
+    has_right = any(is_right(reward) for problem in problems for reward in problem.rewards)
+    if UNKNOWN_VOTE in votes or (votes == {NO_VOTE} and has_right):
+        majority_sizes = []
     names = [f"avg@{num_samples}"]
     names += [f"pass@{k}" for k in sizes] + [f"maj@{k}" for k in majority_sizes]
     rows = []
@@ -305,7 +321,7 @@ def _check(results: Sequence[EvalResult]) -> None:
 
 
 def scoring_lines(results: Sequence[EvalResult]) -> list[str]:
-    """Return the terms of each score, unless it is one function's, and failures of functions."""
+    """Return the terms of each score, unless it is one function's, and what functions missed."""
     sums, failures = [], []
     for result in results:
         functions = result.settings.get("reward", {}).get("functions", ())
@@ -317,16 +333,27 @@ def scoring_lines(results: Sequence[EvalResult]) -> list[str]:
                 f"{result.name}: a reward function failed on {result.grading_errors:,} samples, "
                 "which scored 0"
             )
+        if not result.has_votes:
+            votes = [vote for problem in result.problems for vote in problem.votes]
+            failures.append(
+                f"{result.name}: no maj@k: the first reward function must return 'extracted' for "
+                f"every response with an answer, {sum(vote < 0 for vote in votes):,} of "
+                f"{len(votes):,} have none (docs/evaluation.md)"
+            )
     return sums + failures
 
 
 def _score_rows(results: Sequence[EvalResult]) -> list[list[str]]:
-    return [
-        [result.name, score.name, f"{score.value:.2%}", f"{score.low:.2%} … {score.high:.2%}"]
-        for result in results
-        for score in result.scores
-        if is_shown(score.name, result.problems)
-    ]
+    rows = []
+    for result in results:
+        rows += [
+            [result.name, score.name, f"{score.value:.2%}", f"{score.low:.2%} … {score.high:.2%}"]
+            for score in result.scores
+            if is_shown(score.name, result.problems)
+        ]
+        if not result.has_votes:
+            rows.append([result.name, f"maj@{result.samples_per_prompt}", "–", "–"])
+    return rows
 
 
 def _sample_rows(results: Sequence[EvalResult]) -> list[list[str]]:

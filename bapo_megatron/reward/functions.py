@@ -201,6 +201,7 @@ def as_score(result: Any) -> Score:
         names = ("reward", "extracted", "reason", "answer_found")
         values = {name: result[name] for name in names if name in result}
         metrics = {name: value for name, value in result.items() if name not in names}
+        values.setdefault("answer_found", values.get("extracted") != "")
     else:
         values, metrics = {"reward": result}, {}
     return Score(

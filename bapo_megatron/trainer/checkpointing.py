@@ -186,6 +186,11 @@ class Checkpoints:
         if not metric:
             return False
         best, value, is_best = self.progress.best, evaluated.get(metric), False
+        if evaluated and value is None:
+            say(
+                f"checkpoint.best: step {self.progress.finished_steps} cannot be the best, since "
+                f"its evaluation has no {metric} (docs/evaluation.md); choose another score"
+            )
         # A value of another metric, from before a resume, is not comparable.
         if value is not None and (best is None or best.metric != metric or value > best.value):
             name, is_best = f"step_{self.progress.finished_steps}", True

@@ -61,10 +61,12 @@ def result(
             sample(
                 prompt_id,
                 index,
-                extracted=answer,
-                answer_found=bool(answer),
-                reward=float(answer == right),
-                **fields,
+                **{
+                    "extracted": answer,
+                    "answer_found": bool(answer),
+                    "reward": float(answer == right),
+                    **fields,
+                },
             )
             for index, answer in enumerate(responses)
         ]

@@ -18,18 +18,19 @@ from bapo_megatron.config.evaluation import EvalConfig, eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.evaluation import results as summary
-from bapo_megatron.evaluation.estimators import NO_VOTE
+from bapo_megatron.evaluation.estimators import NO_VOTE, UNKNOWN_VOTE
 from bapo_megatron.evaluation.results import (
     count_votes,
     read_results,
     scoring_lines,
+    values_by_problem,
     write_results,
 )
 from bapo_megatron.evaluation.samples import ResultsError, fingerprint, prompts_digest
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.telemetry.metrics import eval_metrics
 from bapo_megatron.tools.compare import compare_results
-from bapo_megatron.types import EvalResult, FinishReason, Prompt
+from bapo_megatron.types import EvalProblem, EvalResult, FinishReason, Prompt
 from tests.evaluation.results import TextEquality, result
 
 FIRST = {"a:0": ["2", "2", "3", ""], "a:1": ["5", "5", "2", "4"], "a:2": ["", "", "", ""]}
@@ -116,6 +117,39 @@ def test_a_score_that_is_no_single_function_s_says_what_it_is(tmp_path: Path):
     assert scoring_lines([scored(("math", 2.0))]) == ["sums: scored by 2 math"]
     write_results([mixed], tmp_path / "eval.json")
     assert "\nsums: scored by math + 0.1 style\n" in (tmp_path / "eval.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("answers", "num_silent"),
+    [({"a:0": ["", ""], "a:1": ["", ""]}, 4), ({"a:0": ["2", "3"], "a:1": ["2", ""]}, 1)],
+    ids=["a number without an answer", "answers to some rows only"],
+)
+def test_answers_that_a_reward_does_not_return_cannot_vote(
+    answers: dict[str, list[str]], num_silent: int, tmp_path: Path
+):
+    scored = result(answers, right="2", answer_found=True)
+    assert [score.name for score in scored.scores] == ["avg@2", "pass@1", "pass@2"]
+    assert scored.problems[1].votes[1] == UNKNOWN_VOTE
+    [line] = scoring_lines([scored])
+    assert line.endswith(f", {num_silent} of 4 have none (docs/evaluation.md)")
+    names = {name.removeprefix("eval/sums/") for name in eval_metrics([scored])}
+    assert "avg_at_k" in names
+    assert names.isdisjoint({"maj_at_k", "maj_at_k_low", "answer_found_share", "missing_answers"})
+    write_results([scored], tmp_path / "eval.json")
+    assert read_results(tmp_path / "eval.json") == [scored]
+    table = (tmp_path / "eval.md").read_text()
+    assert "| sums | maj@2 | – | – |" in table
+    [comparison] = compare(scored, result({"a:0": ["2", "2"], "a:1": ["2", "2"]}))
+    assert [score.name for score in comparison.scores] == ["avg@2", "pass@2"]
+
+
+def test_responses_without_an_answer_lose_the_vote_and_unknown_votes_of_old_files_do_not():
+    silent = result({"a:0": ["", ""]})
+    assert [(s.name, s.value) for s in silent.scores if s.name == "maj@2"] == [("maj@2", 0.0)]
+    assert silent.has_votes
+    # Earlier versions wrote -1 for each of them.
+    old = [EvalProblem("a:0", "2", (1.0, 0.0), (NO_VOTE, NO_VOTE))]
+    assert values_by_problem(old, [1])[0] == ["avg@2", "pass@1", "pass@2"]
 
 
 def test_failed_functions_and_the_parts_of_a_reward_are_reported(tmp_path: Path):

@@ -96,6 +96,20 @@ def test_a_function_gets_what_its_parameters_name_and_may_return_any_kind(outcom
 
 
 @pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({}, True),
+        ({"extracted": "5"}, True),
+        ({"extracted": ""}, False),
+        ({"extracted": "", "answer_found": True}, True),
+        ({"answer_found": False}, False),
+    ],
+)
+def test_a_mapping_with_an_empty_answer_found_none_unless_it_says_so(fields, found):
+    assert as_score({"reward": 0.5, **fields}).answer_found is found
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("raises", rf"RuntimeError: cannot score .* \(/.*/own_functions\.py:{RAISES}\)"),

@@ -256,6 +256,28 @@ def test_nothing_moves_where_the_checkpoint_cannot_be_loaded(
     assert {path: path.lstat().st_mtime_ns for path in (root, *root.rglob("*"))} == before
 
 
+def test_a_step_without_the_score_is_not_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpointing, "any_rank", lambda flag, _: flag)
+    monkeypatch.setattr(checkpointing, "fail_together", lambda _: nullcontext())
+    config = run_config(tmp_path)
+    section = config.checkpoint.model_copy(update={"best": "eval/sums/maj_at_k"})
+    state: Any = SimpleNamespace(model=SimpleNamespace(groups=SimpleNamespace(control=None)))
+    checkpoints = Checkpoints(config.model_copy(update={"checkpoint": section}), state, None)
+    checkpoints.end_step(3)
+    checkpoints.name_if_best({})  # an abandoned evaluation
+    assert capsys.readouterr().err == ""
+    checkpoints.name_if_best({"eval/sums/avg_at_k": 0.5})
+    assert checkpoints.progress.best is None
+    assert capsys.readouterr().err == (
+        "checkpoint.best: step 3 cannot be the best, since its evaluation has no "
+        "eval/sums/maj_at_k (docs/evaluation.md); choose another score\n"
+    )
+    checkpoints.name_if_best({"eval/sums/maj_at_k": 0.5})
+    assert checkpoints.progress.best == BestCheckpoint("step_3", "eval/sums/maj_at_k", 0.5)
+
+
 @pytest.fixture(scope="module")
 def saved(
     replay_config: Path, many_dumps: Path, tmp_path_factory: pytest.TempPathFactory

@@ -241,4 +241,4 @@ def _points(*values: float) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+    return "–" if value is None else f"{value:.1%}"
