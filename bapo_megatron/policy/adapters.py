@@ -1,21 +1,43 @@
 """The low-rank adapters of a model, as a table and as PEFT's files; imports no torch."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.weight_table import hf_shapes, weight_table
-from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.calls import decode_json, shown_value
 from bapo_megatron.runtime.files import read_regular
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_NAME = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
+_EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
+_GATE_UP = "gate_up_proj"
+"""What transformers calls the two tensors of gates and up projections that PEFT adapts as one."""
+_MERGE = "merge it into its base with PEFT (merge_and_unload) for model.path, or choose another one"
+_HARMLESS_FIELDS = (
+    *("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "runtime_config"),
+    *("inference_mode", "lora_dropout", "ensure_weight_tying", "eva_config"),
+    # For what _OFF_FIELDS rule out.
+    *("layers_pattern", "megatron_core", "qalora_group_size"),
+)
+"""Fields of adapter_config.json that do not change what an adapter computes."""
+_OFF_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_dora", "use_rslora", "use_qalora"), False),
+    **dict.fromkeys(("modules_to_save", "layers_to_transform", "layer_replication")),
+    **dict.fromkeys(("trainable_token_indices", "alora_invocation_tokens", "megatron_config")),
+    **dict.fromkeys(("corda_config", "lora_ga_config", "velora_config", "kasa_config")),
+    **dict.fromkeys(("arrow_config", "monteclora_config", "use_bdlora")),
+    "loftq_config": {},
+}
+"""Fields that must have PEFT's default, or none: others make it more than α/r · B A."""
 
 
 def target_of(name: str) -> str:
@@ -32,7 +54,7 @@ def adapted(weight: Weight, hf: HfConfig, config: LoraConfig) -> list[str]:
     return [name for name in names if not config.targets or target_of(name) in config.targets]
 
 
-def _targets(hf: HfConfig, config: LoraConfig, form: str = "") -> set[str]:
+def targets_of(hf: HfConfig, config: LoraConfig, form: str = "") -> set[str]:
     """Return the targets of a model, of weights whose form begins with ``form``."""
     weights = (weight for weight in weight_table(hf) if weight.form.startswith(form))
     return {target_of(name) for weight in weights for name in adapted(weight, hf, config)}
@@ -44,8 +66,8 @@ def check_targets(hf: HfConfig, config: LoraConfig, tensor: int) -> None:
     Raises:
         ConfigError: Key, rule, value and remedy.
     """
-    known = _targets(hf, config.model_copy(update={"targets": ()}))
-    divided = _targets(hf, config, "sections")
+    known = targets_of(hf, config.model_copy(update={"targets": ()}))
+    divided = targets_of(hf, config, "sections")
     if divided and tensor > 1:
         rest = ", ".join(sorted(known - divided))
         raise ConfigError(
@@ -100,25 +122,68 @@ def adapter_table(hf: HfConfig, config: LoraConfig) -> list[Weight]:
     return [entry for pair in pairs for entry in pair]
 
 
-class _PeftJson(BaseModel):
-    """The fields read from adapter_config.json; others of PEFT concern its training."""
+class PeftJson(BaseModel):
+    """What is used of adapter_config.json; the rest is harmless, off or refused."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="allow")
     peft_type: Literal["LORA"]
+    task_type: Literal["CAUSAL_LM", None] = None
     r: int
     lora_alpha: float
     bias: Literal["none"] = "none"
-    fan_in_fan_out: Literal[False] = False
-    lora_bias: Literal[False] = False
-    use_dora: Literal[False] = False
-    use_rslora: Literal[False] = False
-    rank_pattern: dict[str, int] = Field({}, max_length=0)
-    alpha_pattern: dict[str, float] = Field({}, max_length=0)
-    modules_to_save: list[str] | None = Field(None, max_length=0)
+    init_lora_weights: Literal[True, False, None, "gaussian", "orthogonal", "eva", "mica"] = True
+    """How A and B began; with pissa, olora and others the base is another one, too."""
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+
+    def check(self, hf: HfConfig, config: LoraConfig) -> None:
+        """Raise a ``ValueError`` for a field that this model's adapters do not have."""
+        for name, value in (self.model_extra or {}).items():
+            if name in _HARMLESS_FIELDS or value is None:
+                continue
+            if name not in _OFF_FIELDS:
+                raise ValueError(f"{name!r} is unknown and may change the adapter")
+            default = _OFF_FIELDS[name]
+            if value != [] and (type(value) is not type(default) or value != default):
+                raise ValueError(f"{name!r} must be off, got {shown_value(value)}")
+        written = peft_fields(hf, config, Path())
+        names = ("target_parameters", "rank_pattern", "alpha_pattern")
+        for name in (*names, "target_modules") if self.target_parameters else names:
+            if (value := getattr(self, name)) and value != (only := written.get(name)):
+                raise ValueError(f"{name!r} must be {shown_value(only)}, got {shown_value(value)}")
+
+    def check_tensors(self, names: Iterable[str]) -> None:
+        """Raise a ``ValueError`` for a tensor that is no A or B, or whose module is left out."""
+        targets = None if self.target_parameters else self.target_modules
+        for name in names:
+            module, _, kind = name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
+            if not module or kind not in ("A.weight", "B.weight"):
+                raise ValueError(
+                    f"{name} is no A or B of a linear; if it is the base's own, save the adapter "
+                    f"with save_embedding_layers=False, otherwise {_MERGE}"
+                )
+            for key, patterns, is_kept in (
+                ("target_modules", targets, True),
+                ("exclude_modules", self.exclude_modules, False),
+            ):
+                if patterns is not None and _matches(module, patterns) != is_kept:
+                    raise ValueError(
+                        f"{name} belongs to a module that {key!r} leaves out; {_MERGE}"
+                    )
 
 
-def check_adapter(directory: Path, config: LoraConfig) -> None:
-    """Refuse a PEFT directory of another kind, rank or alpha than the configuration's.
+def _matches(module: str, patterns: list[str] | str) -> bool:
+    """Return whether PEFT's pattern, or list of last parts of names, names a module."""
+    if isinstance(patterns, str):
+        return patterns == "all-linear" or re.fullmatch(patterns, module) is not None
+    return any(f".{module}".endswith(f".{name}") for name in patterns)
+
+
+def check_adapter(directory: Path, config: LoraConfig, hf: HfConfig) -> PeftJson:
+    """Return what a PEFT directory says; refuse another kind, rank or alpha than ``config``'s.
 
     Raises:
         ConfigError: Key, rule, value and remedy.
@@ -130,11 +195,12 @@ def check_adapter(directory: Path, config: LoraConfig) -> None:
             "safetensors, or choose another one"
         )
     try:
-        fields = decode_json(_PeftJson, read_regular(path))
+        fields = decode_json(PeftJson, read_regular(path))
+        fields.check(hf, config)
     except (ValueError, OSError) as error:
         raise ConfigError(
             f"model.lora.path: '{directory}' must be a PEFT directory with plain LoRA adapters: "
-            f"{ADAPTER_CONFIG_NAME}: {error}; choose another one"
+            f"{ADAPTER_CONFIG_NAME}: {error}; {_MERGE}"
         ) from error
     for key, actual, expected in (
         ("rank", config.rank, fields.r),
@@ -145,6 +211,7 @@ def check_adapter(directory: Path, config: LoraConfig) -> None:
                 f"model.lora.{key}: must be {expected:g}, that of '{directory}', got {actual:g}; "
                 "set it to that, or choose another model.lora.path"
             )
+    return fields
 
 
 def peft_fields(hf: HfConfig, config: LoraConfig, base: Path) -> dict[str, Any]:
@@ -157,6 +224,38 @@ def peft_fields(hf: HfConfig, config: LoraConfig, base: Path) -> dict[str, Any]:
         "lora_alpha": config.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(_targets(hf, config)),
         "inference_mode": True,
+        **_peft_targets(hf, config),
     }
+
+
+def _peft_targets(hf: HfConfig, config: LoraConfig) -> dict[str, Any]:
+    """Return the fields that name what has adapters.
+
+    PEFT joins a layer's experts as transformers does, and takes each target of theirs to name no
+    other linear; of dense MLPs and shared experts the weights are named instead.
+    """
+    targets = targets_of(hf, config)
+    joined = targets & {*_EXPERT_TARGETS} if hf.experts else set()
+    fields: dict[str, Any] = {"target_modules": sorted(targets - joined)}
+    if joined:
+        names = (n for w in weight_table(hf) if w.expert is None for n in adapted(w, hf, config))
+        single = {n.split(".layers.")[1].partition(".")[2] for n in names if target_of(n) in joined}
+        experts = ["mlp.experts.down_proj"]
+        if joined != {"down_proj"}:
+            experts.append(f"mlp.experts.{_GATE_UP}")
+            pattern = rf".*\.{_GATE_UP}"
+            fields["rank_pattern"] = {pattern: 2 * config.rank}
+            fields["alpha_pattern"] = {pattern: 2 * config.alpha}
+        fields["target_parameters"] = [*sorted(single), *experts]
+    return fields
+
+
+def peft_obstacle(hf: HfConfig, config: LoraConfig) -> str:
+    """Return why PEFT does not load the adapters that are written; '' if it does."""
+    joined = targets_of(hf, config) & {*_EXPERT_TARGETS} if hf.experts else set()
+    if len(joined & {"gate_proj", "up_proj"}) == 1:
+        return "it adapts gate_proj and up_proj of experts only together"
+    if joined and hf.tensor_prefix != "model":
+        return "it does not find the experts of a model with a vision tower"
+    return ""

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from bapo_megatron.policy.adapters import (
     check_adapter,
     check_targets,
     peft_fields,
+    targets_of,
 )
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_weights import (
@@ -322,25 +324,29 @@ def load_adapter(directory: Path, lora: Lora, hf: HfConfig, groups: ProcessGroup
         OSError: It cannot be read.
     """
     config = lora.config
-    check_adapter(directory, config)
+    fields = check_adapter(directory, config, hf)
     weights = directory / ADAPTER_NAME
     try:
         with safe_open(weights, framework="pt") as reader:
             shapes = {name: reader.get_slice(name).get_shape() for name in reader.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{weights}: not readable ({error}); restore it") from error
+    try:
+        fields.check_tensors(shapes)
+    except (ValueError, re.error) as error:
+        raise ValueError(f"{directory}: {error}") from error
     expected_shapes = {n: s for w in adapter_table(hf, config) for n, s in hf_shapes(w, hf).items()}
-    check_shapes(shapes, expected_shapes, directory, "set model.lora.targets to its target_modules")
+    remedy = "set model.lora.targets to the linears that it adapts, or choose another adapter"
+    check_shapes(shapes, expected_shapes, directory, remedy)
     load_weights(lora.parameters(), hf, dict.fromkeys(shapes, weights), groups)
 
 
 def identity_of(config: LoraConfig, hf: HfConfig, base: Path) -> dict[str, Any]:
     """Return what a checkpoint of adapters belongs to, plain JSON values."""
-    fields = peft_fields(hf, config, base)
     return {
         "rank": config.rank,
         "alpha": config.alpha,
-        "targets": fields["target_modules"],
+        "targets": sorted(targets_of(hf, config)),
         "base": sampled_digest(sorted(base.glob("*.safetensors"))),
         "base_path": str(base),
     }

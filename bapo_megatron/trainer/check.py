@@ -50,7 +50,7 @@ def check_training(
     if model.lora.rank:
         check_targets(policy, model.lora, config.parallel.tensor)
         if model.lora.path is not None:
-            check_adapter(model.lora.path, model.lora)
+            check_adapter(model.lora.path, model.lora, policy)
     if config.replay.dumps is None:
         _check_frozen_models(config, policy, owns_files=owns_files)
         if owns_files and config.algorithm.distillation.has_engine:

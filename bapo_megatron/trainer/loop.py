@@ -17,6 +17,7 @@ from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.policy import cpu_compat
+from bapo_megatron.policy.adapters import peft_obstacle
 from bapo_megatron.policy.hf_weights import find_kept
 from bapo_megatron.policy.megatron_setup import seed_everything
 from bapo_megatron.policy.model import Model
@@ -335,8 +336,12 @@ class Run:
         if self.config.checkpoint.at_end:
             with self.timer.phase("export"):
                 self.state.model.export_hf(self.config.run_dir / "hf")
-                if self.state.model.lora is not None:
-                    self.state.model.export_adapter(self.config.run_dir / "adapter")
+                model, directory = self.state.model, self.config.run_dir / "adapter"
+                if model.lora is not None:
+                    model.export_adapter(directory)
+                    obstacle = peft_obstacle(model.hf, model.lora.config)
+                    if self.generation.source is not None and obstacle:
+                        say(f"PEFT cannot load {directory}: {obstacle}; use hf/, which is merged")
         if self.generation.source is not None:
             gpus = torch.distributed.get_world_size() if torch.cuda.is_available() else 0
             reporting.report_run(self.config, self.progress, self.timer.total_s, gpus)
