@@ -31,6 +31,9 @@ COLUMNS = ("logprob", "behaviour_logprob", "advantage")
 _RESULT_FIELDS = ("clip_low", "clip_high", "positive_share_start", "positive_share", "exit")
 _CANDIDATE_FIELDS = (*_RESULT_FIELDS[:2], "positive", "negative", "positive_share", "passes")
 
+_NEAR_ROWS = 4
+"""Rows printed from the start on, and on each side of the chosen pair."""
+
 
 def command(
     file: Annotated[Path, typer.Argument(help="npz or parquet with the tokens of one update.")],
@@ -71,7 +74,14 @@ def _fields(record: Any, names: Sequence[str]) -> dict[str, Any]:
 def print_search(
     result: SearchResult, counts: TokenCounts, target: float, console: Console
 ) -> None:
-    """Print the search path as a table with the chosen pair marked, then the outcome."""
+    """Print the outcome, then the first pairs and those around the chosen one."""
+    console.print(
+        f"{result.exit}: c_low {result.clip_low:g}, c_high {result.clip_high:g}; positive "
+        f"share {result.positive_share_start:.4f} at the start, {result.positive_share:.4f} at the "
+        f"chosen pair; {counts.positive_tokens} positive and {counts.negative_tokens} negative "
+        "tokens",
+        highlight=False,
+    )
     headings = ("", "c_low", "c_high", "P", "N", "P/(P+N)", f"target {target:g}")
     rows = [
         (
@@ -84,15 +94,13 @@ def print_search(
             "reached" if pair.passes else "",
         )
         for index, pair in enumerate(result.candidates)
+        if index < _NEAR_ROWS or abs(index - result.index) < _NEAR_ROWS
     ]
-    print_table(console, "Search path", headings, rows, num_left=1)
     console.print(
-        f"{result.exit}: c_low {result.clip_low:g}, c_high {result.clip_high:g}; positive "
-        f"share {result.positive_share_start:.4f} at the start, {result.positive_share:.4f} at the "
-        f"chosen pair; {counts.positive_tokens} positive and {counts.negative_tokens} negative "
-        "tokens",
+        f"{len(rows)} of {len(result.candidates)} pairs in search order (all: --json):",
         highlight=False,
     )
+    print_table(console, "Search path", headings, rows, num_left=1)
 
 
 def bounds_from_file(

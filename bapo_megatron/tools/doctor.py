@@ -5,10 +5,12 @@
 
 import importlib.util
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -50,6 +52,8 @@ class Machine:
     torch: str
     torch_cuda: str | None
     """The CUDA that torch was built with."""
+    torch_cpu: str
+    """The processor, and the kernels of torch that its results depend on."""
     gpus: tuple[Device, ...]
     packages: dict[str, str | None]
     """Installed version by distribution name."""
@@ -88,11 +92,21 @@ def probe() -> Machine:
         build=build,
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
+        torch_cpu=_torch_cpu(torch.__config__.show()),
         gpus=tuple(Device(gpu.name, 10 * gpu.major + gpu.minor) for gpu in gpus),
         packages={name: installed_version(name) for name in (*names, *_engine_packages())},
         sandboxes=_sandboxes(errors),
         errors=errors,
     )
+
+
+def _torch_cpu(built: str) -> str:
+    """Describe the processor, and torch's kernels on it by ``torch.__config__.show()``."""
+    cpu = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    pattern = r"(Math Kernel Library) Version (\S+?)-|(MKL-DNN) v(\S+)|(BLAS)_INFO=(\w+)"
+    libraries = [" ".join(filter(None, found)) for found in re.findall(pattern, built)]
+    kernels = torch.backends.cpu.get_cpu_capability()
+    return f"{kernels} kernels on {cpu[1] if cpu else platform.machine()}; {', '.join(libraries)}"
 
 
 def _sandboxes(errors: dict[str, str]) -> dict[str, str]:
@@ -147,6 +161,7 @@ def _judge_extension(machine: Machine) -> Iterator[Diagnosis]:
 def _judge_gpus(machine: Machine) -> Iterator[Diagnosis]:
     cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "without CUDA"
     yield Diagnosis("torch", "ok", f"{machine.torch}, {cuda}")
+    yield Diagnosis("torch on the CPU", "ok", machine.torch_cpu)
     build = machine.build or {}
     archs = [arch for arch in build.get("cuda_archs", "").split(";") if arch]
     if not machine.gpus:

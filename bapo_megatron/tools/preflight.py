@@ -5,6 +5,7 @@ differs between nodes and what is below a floor, and names the nodes.
 """
 
 import asyncio
+import ctypes
 import os
 import shutil
 import socket
@@ -108,7 +109,7 @@ def check_cluster(config: RunConfig, floors: Floors) -> list[Diagnosis]:
     text = f"{len(described)} ranks on {_names(nodes)}; {'; '.join(sorted(gpus)) or 'no GPU'}"
     return [
         Diagnosis("nodes", "ok", text),
-        *_compare("GPUs", {name: node.gpus for name, node in nodes.items()}),
+        *_compare("GPUs" if gpus else "ranks", {name: node.gpus for name, node in nodes.items()}),
         *_compare("settings", {name: node.settings for name, node in nodes.items()}),
         *_compare("versions", {name: node.versions for name, node in nodes.items()}),
         *_compare("model", {name: node.model for name, node in nodes.items()}),
@@ -125,7 +126,6 @@ def _describe_node(config: RunConfig) -> Node:
     folders = config.models.values()
     files = [file for folder in folders for file in folder.glob("*") if file.is_file()]
     settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
-    nccl = str(torch.cuda.nccl.version()) if torch.cuda.is_available() else "none"  # type: ignore[no-untyped-call]
     disks = {  # or the nearest directories above them
         next(place for place in (path, *path.parents) if place.is_dir()).resolve()
         for path in (config.run_dir, config.run_dir / "checkpoints")
@@ -135,7 +135,7 @@ def _describe_node(config: RunConfig) -> Node:
         num_ranks=num_ranks,
         gpus={"GPUs": str(len(gpus)), "ranks": str(num_ranks), **gpus},
         settings=settings | nccl_settings(),
-        versions=own_software().settings() | {"NCCL": nccl},
+        versions=own_software().settings() | {"NCCL": _nccl_version()},
         model={str(path): _identity(path) for path in (*folders, *files)},
         data={str(path): _identity(path) for path in config.files.values()},
         disks={str(path): _measure_disk(path) for path in sorted(disks)},
@@ -148,6 +148,17 @@ def _query_gpus() -> list[str]:
     query = "--query-gpu=name,memory.total,driver_version,clocks.max.sm"
     command = ["nvidia-smi", query, "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def _nccl_version() -> str:
+    """Return the version of the loaded library; torch knows the one that it was built with."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(version))
+    except OSError:
+        return "not loaded"
+    number = version.value
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def _identity(path: Path) -> str:
@@ -264,7 +275,7 @@ def _compare(topic: str, nodes: Mapping[str, Mapping[str, str]]) -> Iterator[Dia
             rarest = sorted(holders.items(), key=lambda item: len(item[1]))
             text = "; ".join(f"{value} on {_names(names)}" for value, names in rarest)
             yield Diagnosis(topic, "problem", f"{key}: {text}", "make it the same everywhere")
-    yield Diagnosis(topic, "ok", f"{num_equal} of {len(keys)} present and equal everywhere")
+    yield Diagnosis(topic, "ok", f"{num_equal} of {len(keys)} values are equal on all nodes")
 
 
 def _judge_disks(

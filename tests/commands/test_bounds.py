@@ -105,7 +105,12 @@ def test_the_command_prints_the_decision_as_json_and_for_people(
     text = printed(capsys, path, "--contribution", "gradient")
     (chosen,) = [line for line in text.splitlines() if "→" in line]
     assert chosen.split("|")[2:4] == [" 0.6 ", " 2.05 "]
-    assert "met: c_low 0.6, c_high 2.05" in text
+    assert text.startswith("met: c_low 0.6, c_high 2.05")
+    # c_high goes up by 0.05 from 1.2: 4 rows of the start, and 7 around the chosen pair.
+    rows = [line.split("|")[2:4] for line in text.splitlines() if line.startswith("|")][2:]
+    assert [float(high) for _, high in rows] == pytest.approx(
+        [1.2, 1.25, 1.3, 1.35, 1.9, 1.95, 2, 2.05, 2.1, 2.15, 2.2]
+    )
     assert "target 0.4" in text
 
 

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from bapo_megatron.tools.doctor import Device, Diagnosis, Machine, diagnose, probe
+from bapo_megatron.tools.doctor import (
+    Device,
+    Diagnosis,
+    Machine,
+    _torch_cpu,
+    diagnose,
+    probe,
+)
 from tests.launch import run
 
 BUILD: dict[str, Any] = {
@@ -32,6 +39,7 @@ CPU_ONLY = Machine(
     build={**BUILD, "cuda_driver": 0},
     torch="2.14.1+cu130",
     torch_cuda="13.0",
+    torch_cpu="AVX2 kernels on AMD EPYC; MKL 2024.2",
     gpus=(),
     packages={
         "megatron-core": "0.19.2",
@@ -156,12 +164,32 @@ def test_a_package_is_judged_by_its_version_and_by_whether_it_works(
         assert bool(line.remedy) == (verdict != "ok")
 
 
+def test_the_kernels_that_results_depend_on_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = (
+        "  - Intel(R) oneAPI Math Kernel Library Version 2024.2-Product Build 20240605 for …\n"
+        "  - Intel(R) MKL-DNN v3.12.0 (Git Hash 80afa7)\n"
+        "  - Build settings: BLAS_INFO=mkl, BUILD_TYPE=Release\n"
+    )
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr("pathlib.Path.read_text", lambda _: "model name\t: AMD EPYC 9B14\n")
+    assert _torch_cpu(built) == (
+        "AVX512 kernels on AMD EPYC 9B14; Math Kernel Library 2024.2, MKL-DNN 3.12.0, BLAS mkl"
+    )
+
+
 @pytest.mark.slow
 def test_the_command_reports_this_machine_as_json() -> None:
     result = run(["doctor", "--json"])
     assert result.returncode == 0, result.stdout + result.stderr
     topics = [row["topic"] for row in json.loads(result.stdout)]
-    assert {"extension", "CPU kernels", "CUDA kernels", "torch", "apex", "sglang"} <= set(topics)
+    assert {
+        "extension",
+        "CPU kernels",
+        "CUDA kernels",
+        "torch",
+        "torch on the CPU",
+        "sglang",
+    } <= set(topics)
 
 
 @pytest.mark.skipif(

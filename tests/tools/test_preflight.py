@@ -6,12 +6,12 @@ import re
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bapo_megatron.tools.doctor import Diagnosis
-from bapo_megatron.tools.preflight import _compare, _judge_network
+from bapo_megatron.tools.preflight import _compare, _judge_network, _nccl_version
 from tests.launch import REPOSITORY, free_port
 from tests.tools.preflight_nodes import SLOW_LINK, Cluster, Fault, check, make_cluster, problems
 
@@ -54,6 +54,18 @@ def test_a_node_with_two_slow_links_is_named_and_one_slow_link_is_nobodys() -> N
     ]
 
 
+@pytest.mark.parametrize(("number", "version"), [(22703, "2.27.3"), (23007, "2.30.7")])
+def test_the_version_of_nccl_is_the_loaded_library_s(
+    number: int, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Library:
+        def ncclGetVersion(self, value: Any) -> None:
+            value._obj.value = number
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: {"libnccl.so.2": Library()}[name])
+    assert _nccl_version() == version
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with make_cluster(tmp_path_factory.mktemp("cluster")) as machines:
@@ -91,7 +103,7 @@ def test_machines_in_order_have_no_problem(cluster: Cluster, server: str) -> Non
     statuses, findings, _ = check(cluster, {}, *servers_of(cluster, server))
     assert statuses == [0, 0, 0], findings
     assert [row["topic"] for row in findings] == [
-        *("nodes", "GPUs", "settings", "versions", "model", "data"),
+        *("nodes", "ranks", "settings", "versions", "model", "data"),
         *("disk", "disk", "disk"),
         *("network",) * 5,
         "servers",
