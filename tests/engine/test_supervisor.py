@@ -66,8 +66,11 @@ async def supervised(
 
 
 def process_of(supervisor: ServerSupervisor, index: int = 0) -> psutil.Process:
-    port = supervisor.servers[index].port
-    (process,) = descendants(mentioning=f"--port={port}")
+    port, deadline_s = supervisor.servers[index].port, time.monotonic() + PATIENCE_S
+    while not (found := descendants(mentioning=f"--port={port}")):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)  # Popen returns a moment before the command line of a program can be read
+    (process,) = found
     return process
 
 
