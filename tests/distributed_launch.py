@@ -75,7 +75,8 @@ def start_fork(function: Callable[..., None], *args: Any) -> BaseProcess:
     """Start a process that calls ``function``, which lives in a module, with Megatron imported."""
     process = _CONTEXT.Process(target=function, args=args)
     # Read when the server of forks imports torch, before a main function could set them.
-    with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    with _environment(OMP_NUM_THREADS=threads, CUDA_VISIBLE_DEVICES=""):
         process.start()
     return process
 

@@ -44,7 +44,7 @@ def command(arguments: list[str], *, ranks: int = 1) -> list[str]:
 
 
 def _environment(additions: dict[str, str]) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **additions}
+    return {"OMP_NUM_THREADS": "1", **os.environ, "NO_COLOR": "1", **additions}
 
 
 def start(

@@ -89,10 +89,11 @@ def expected_partials(
     return out
 
 
-def assert_partials(actual_T4: Tensor, expected_T4: Tensor, sum_rtol: float = 1e-6) -> None:
+def assert_partials(actual_T4: Tensor, expected_T4: Tensor) -> None:
     """Maximum and target are raw logits: exact."""
     actual_T4, expected_T4 = actual_T4.double(), expected_T4.double()
-    tolerances = ((0.0, 0.0), (sum_rtol, 0.0), (2e-6, 1e-7), (0.0, 0.0))
+    # 16 ε: exponentials are off by up to two, and each lane adds its own.
+    tolerances = ((0.0, 0.0), (2e-6, 0.0), (2e-6, 2e-7), (0.0, 0.0))
     for column, (rtol, atol) in enumerate(tolerances):
         torch.testing.assert_close(
             actual_T4[:, column], expected_T4[:, column], rtol=rtol, atol=atol, equal_nan=True

@@ -6,6 +6,7 @@ tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from bapo_megatron.ops.logprob import (
 from tests.fakes.given_tokens import make_tokens
 from tests.oracles.kl import kl_divergence
 from tests.oracles.policy_loss import policy_loss
+from tests.tolerances import HEADROOM
 
 VOCAB_SIZE, PADDED_VOCAB, HIDDEN_SIZE = 41, 64, 24
 TEMPERATURE = 0.9
@@ -178,6 +180,16 @@ def make_problem(num_rows: int = 90, num_tokens: int = 61, seed: int = 0) -> Pro
     return Problem(hidden_NH, weight_VH, tokens)
 
 
+def away_from_bounds(problem: Problem) -> Problem:
+    """Mask 0 where 16 bits, which move a log-prob by up to 0.05, could change a token's side."""
+    exact = run_oracle(problem, entropy_coefficient=0.0)
+    log_T = exact.logprob_T - problem.tokens.behaviour_logprob_T
+    near_T = torch.stack([(log_T - math.log(x)).abs() < 0.05 for x in (LOW, HIGH, DUAL_CLIP)])
+    far_T = ~near_T.any(0)
+    mask_T, weight_T = problem.tokens.mask_T * far_T, problem.tokens.loss_weight_T * far_T
+    return replace(problem, tokens=replace(problem.tokens, mask_T=mask_T, loss_weight_T=weight_T))
+
+
 def leaves(problem: Problem) -> tuple[Tensor, Tensor]:
     return (
         problem.hidden_NH.detach().clone().requires_grad_(),
@@ -254,10 +266,14 @@ def run_unchunked(problem: Problem, *, entropy_coefficient: float) -> Outcome:
 
 
 def run_oracle(
-    problem: Problem, *, entropy_coefficient: float, teacher: TeacherRows | None = None
+    problem: Problem,
+    *,
+    entropy_coefficient: float,
+    teacher: TeacherRows | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Outcome:
     """Autograd in float64, without any op of the package."""
-    hidden_NH, weight_VH = leaves(problem.to("cpu", torch.float64))
+    hidden_NH, weight_VH = leaves(problem.to("cpu", dtype))
     tokens = problem.tokens
     logits_TV = (hidden_NH @ weight_VH.t())[tokens.rows_T, :VOCAB_SIZE]
     all_TV = (logits_TV / TEMPERATURE).log_softmax(1)
@@ -282,6 +298,11 @@ def run_oracle(
     return Outcome(
         loss.detach(), logprob_T.detach(), entropy_T.detach(), hidden_NH.grad, weight_VH.grad
     )
+
+
+def float32_bound(problem: Problem, expected: Outcome, **settings: Any) -> float:
+    """How far float32 may be off ``expected``, from the oracle's own error in float32."""
+    return HEADROOM * worst_error(run_oracle(problem, dtype=torch.float32, **settings), expected)
 
 
 def divergences(student_TV: Tensor, teacher: TeacherRows) -> Tensor:

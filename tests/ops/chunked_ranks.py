@@ -16,15 +16,18 @@ from bapo_megatron.ops.chunked import OutputHead, TeacherRows
 from tests.distributed_launch import joined
 from tests.ops.chunked_problem import (
     EARLIER_GRADIENT,
+    VOCAB_SIZE,
     DistilledLoss,
+    Outcome,
     Problem,
     chunked_loss,
     collect,
+    divergences,
+    float32_bound,
     make_problem,
     make_teacher,
     relative_error,
     run_chunked,
-    run_distilled,
     run_oracle,
     with_main_grad,
 )
@@ -33,9 +36,9 @@ ENTROPY_COEFFICIENT = 0.03
 COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "reduce_scatter_tensor")
 
 
-def two_ranks() -> dict[str, dict[str, float]]:
-    """Every division over two ranks, each against the whole problem on one."""
-    results = {}
+def two_ranks() -> dict[str, Any]:
+    """By division over two ranks: errors against float64 of the whole problem, and their bound."""
+    results: dict[str, Any] = {}
     with joined(tensor=2) as groups:
         for num_tokens in (61, 5, 0):
             for sequence_parallel in (False, True):
@@ -53,11 +56,18 @@ def two_ranks() -> dict[str, dict[str, float]]:
     return results
 
 
+def _whole(problem: Problem, **settings: Any) -> tuple[Outcome, float]:
+    """The problem in float64, and how far float32 may be off."""
+    settings["entropy_coefficient"] = ENTROPY_COEFFICIENT
+    whole = run_oracle(problem, **settings)
+    return whole, float32_bound(problem, whole, **settings)
+
+
 def _divide_vocabulary(
     group: dist.ProcessGroup, num_tokens: int, sequence_parallel: bool
-) -> dict[str, float]:
+) -> tuple[dict[str, float], float]:
     problem = make_problem(num_tokens=num_tokens)
-    whole = run_chunked(problem, entropy_coefficient=ENTROPY_COEFFICIENT)
+    whole, bound = _whole(problem)
     rank = dist.get_rank(group)
     rows = _part(problem.hidden_NH, rank) if sequence_parallel else slice(None)
     columns = _part(problem.weight_VH, rank)
@@ -79,15 +89,16 @@ def _divide_vocabulary(
         "collected": relative_error(collected.logprob_T, whole.logprob_T),
         "hidden": relative_error(hidden_MH.grad, whole.hidden_NH[rows]),
         "weight": relative_error(weight_VH.main_grad - EARLIER_GRADIENT, whole.weight_VH[columns]),
-    }
+    }, bound
 
 
-def _divide_teacher(group: dist.ProcessGroup, direction: str) -> dict[str, float]:
+def _divide_teacher(group: dist.ProcessGroup, direction: str) -> tuple[dict[str, float], float]:
     """The vocabulary of student and teacher over two ranks, of which the second has padding."""
     problem = make_problem()
     teacher = make_teacher(problem, direction)
-    whole, whole_kl_T = run_distilled(problem, teacher, entropy_coefficient=ENTROPY_COEFFICIENT)
-    expected = run_oracle(problem, entropy_coefficient=ENTROPY_COEFFICIENT, teacher=teacher)
+    whole, bound = _whole(problem, teacher=teacher)
+    logits_TV = problem.hidden_NH.double() @ problem.weight_VH.double().t()
+    whole_kl_T = divergences(logits_TV[problem.tokens.rows_T, :VOCAB_SIZE], teacher)
     rank = dist.get_rank(group)
     rows, columns = _part(problem.hidden_NH, rank), _part(problem.weight_VH, rank)
     weight_VH: Any = with_main_grad(problem.weight_VH[columns])
@@ -102,17 +113,15 @@ def _divide_teacher(group: dist.ProcessGroup, direction: str) -> dict[str, float
     )
     loss.backward()
     assert whole.hidden_NH is not None
-    assert expected.weight_VH is not None
+    assert whole.weight_VH is not None
     return {
         "loss": relative_error(loss.detach(), whole.loss),
         "logprob": relative_error(policy.logprob_T, whole.logprob_T),
         "entropy": relative_error(policy.entropy_T, whole.entropy_T),
         "kl": relative_error(token_loss.kl_T, whole_kl_T),
         "hidden": relative_error(hidden_MH.grad, whole.hidden_NH[rows]),
-        "weight": relative_error(
-            weight_VH.main_grad - EARLIER_GRADIENT, expected.weight_VH[columns]
-        ),
-    }
+        "weight": relative_error(weight_VH.main_grad - EARLIER_GRADIENT, whole.weight_VH[columns]),
+    }, bound
 
 
 def _teacher_part(teacher: TeacherRows, group: dist.ProcessGroup) -> TeacherRows:
@@ -122,13 +131,13 @@ def _teacher_part(teacher: TeacherRows, group: dist.ProcessGroup) -> TeacherRows
     return replace(teacher, head=OutputHead(part_VH, group))
 
 
-def _divide_tokens(group: dist.ProcessGroup) -> dict[str, float]:
+def _divide_tokens(group: dist.ProcessGroup) -> tuple[dict[str, float], float]:
     """As context parallelism does: each rank has half of the rows, and the tokens they predict.
 
     The halves hold different numbers of tokens, so the ranks walk different numbers of chunks.
     """
     problem = make_problem(num_tokens=80)
-    whole = run_chunked(problem, entropy_coefficient=ENTROPY_COEFFICIENT)
+    whole, bound = _whole(problem)
     rank = dist.get_rank(group)
     rows = slice(20) if rank == 0 else slice(20, None)
     is_mine_T = (problem.tokens.rows_T < 20) == (rank == 0)
@@ -146,7 +155,7 @@ def _divide_tokens(group: dist.ProcessGroup) -> dict[str, float]:
         "logprob": relative_error(part.logprob_T, whole.logprob_T[is_mine_T]),
         "hidden": relative_error(part.hidden_NH, whole.hidden_NH[rows]),
         "weight": relative_error(part.weight_VH, whole.weight_VH),
-    }
+    }, bound
 
 
 def _count_collectives(group: dist.ProcessGroup, chunk_tokens: int, teacher: bool = False) -> Any:

@@ -22,14 +22,16 @@ from tests.ops.kernel_calls import (
     random_targets,
     threads,
 )
-from tests.oracles.kl import kl_divergence, kl_logits_gradient
+from tests.oracles.kl import kl_divergence, kl_logits_gradient, kl_term_size
 from tests.oracles.logprob import spacing, token_logprobs
+from tests.tolerances import EPS, assert_within
 
 pytestmark = pytest.mark.usefixtures("isa")
 BLOCK = 1024
 """Columns that the kernels sum at a time."""
-KL_TOLERANCE = 1e-6
-"""Times max(1, KL)."""
+KL_TOLERANCE = 32 * EPS
+"""Times the size of the terms, at least 1. Eight lanes sum a block, so that √128 · ε / 2 = 6e-7 is to
+be expected; the worst case is 128 ε."""
 EDGE_COLUMNS = [1, 3, 31, 1023, 1025, 19_008]
 
 both_directions = pytest.mark.parametrize("direction", ["reverse", "forward"])
@@ -70,7 +72,8 @@ def assert_matches(
     assert_close(results.logprob, expected.logprob_T)
     assert_close(results.entropy, expected.entropy_T)
     expected_T = kl_divergence(student_TV, teacher_TV, direction, temperature)
-    assert_close(results.kl, expected_T, KL_TOLERANCE)
+    size_T = kl_term_size(student_TV, teacher_TV, direction, temperature).clamp(min=1.0)
+    assert_within(((results.kl - expected_T).abs() / size_T).max(), KL_TOLERANCE, "kl")
     teacher_TV = teacher_TV.double()
     assert torch.equal(results.teacher_max.double(), teacher_TV.amax(1))
     d_TV = (teacher_TV - teacher_TV.amax(1, keepdim=True)) / temperature
@@ -292,7 +295,7 @@ def test_adversarial_rows_match_float64(
     target_T = torch.full((49,), num_columns - 1)
     results = kl_results(student_TV, teacher_TV, target_T, direction)
     assert_matches(results, student_TV, teacher_TV, target_T, direction)
-    assert bool((results.kl >= -KL_TOLERANCE).all())
+    assert bool((results.kl >= -1e-6).all())  # of rows that are equal the terms cancel
     grads = random_grads(49)
     actual_TV = kl_gradient_(student_TV.clone(), teacher_TV, target_T, results, grads, direction)
     assert_gradient(actual_TV, student_TV, teacher_TV, target_T, grads, direction)

@@ -36,6 +36,19 @@ def kl_divergence(
     return (safe_TV.exp() * (safe_TV - d_TV + log_sum_T1)).where(is_possible_TV, 0.0).sum(1)
 
 
+def kl_term_size(
+    student_TV: Tensor, teacher_TV: Tensor, direction: str, temperature: float = 1.0
+) -> Tensor:
+    """[T] Σ p (|log p| + |log q|): what is rounded on the way to the divergence."""
+    rows = (student_TV.double(), teacher_TV.double())
+    p_TV, q_TV = (
+        row_TV / temperature for row_TV in (rows if direction == "reverse" else rows[::-1])
+    )
+    log_p_TV = p_TV.log_softmax(1).clamp(min=2 * LOG_FLOOR)
+    log_q_TV = q_TV.log_softmax(1).clamp(min=2 * LOG_FLOOR)
+    return (p_TV.softmax(1) * (log_p_TV.abs() + log_q_TV.abs())).sum(1)
+
+
 class KlGradient64(NamedTuple):
     """d loss / d student's logits, and the size of the terms that it is the sum of."""
 

@@ -22,6 +22,7 @@ from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import ProcessGroups
 from tests.distributed_launch import joined
 from tests.policy.parity_ranks import build, forward_backward, local_problems, snapshot
+from tests.tolerances import EPS, HEADROOM
 
 OPTIMIZER = {
     "lr": 1e-2,
@@ -31,6 +32,9 @@ OPTIMIZER = {
     # those errors, so that layouts, which round differently, can be compared.
     "eps": 1e-3,
 }
+TOLERANCE = 1e-2 / 1e-3 * HEADROOM * EPS
+"""Of weights of two layouts: clipped gradients have norm 1 and err by some ε of it, and Adam's
+steps are up to lr / eps times as large. Updates move weights by over 1e-3."""
 NUM_UPDATES = 2
 MASTER_PREFIX = "optimizer.state.param."
 EXTRA = {"data": {"epoch": 1, "row": 7}, "unfinished": ["a", "ß"], "share": 0.1}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.policy.delta_net import causal_conv1d, chunk_gated_delta_rule, l2norm
+from tests.tolerances import HEADROOM, assert_within
 
 LENGTHS = [[1], [64], [65], [300], [2, 1, 1], [1, 63, 64, 65, 300, 2, 128, 129], [129, 300]]
 HEADS, KEY, VALUE = 3, 8, 12
@@ -47,13 +48,17 @@ def run(
     return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
+def relative_errors(actual: list[Tensor], expected: list[Tensor]) -> list[float]:
+    pairs = zip(actual, expected, strict=True)
+    # The decay of a sequence's first token has gradient 0.
+    return [float((x - exact).norm() / exact.norm().clamp(min=1e-30)) for x, exact in pairs]
+
+
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("slowness", [0.01, 1.0, 10.0])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_outputs_and_gradients_are_those_of_the_recurrence(
-    lengths: list[int], slowness: float, dtype: torch.dtype, tolerance: float
+    lengths: list[int], slowness: float, dtype: torch.dtype
 ) -> None:
     generator, count = torch.Generator().manual_seed(0), sum(lengths)
 
@@ -78,9 +83,14 @@ def test_outputs_and_gradients_are_those_of_the_recurrence(
     expected = run(lambda tensors: recurrence(tensors, lengths), inputs, torch.float64)
     actual = run(twin, inputs, dtype)
     assert len(actual) == 6
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.dtype is dtype
-        assert (ours - theirs).norm() <= tolerance * theirs.norm()
+    bound = HEADROOM * max(
+        relative_errors(run(lambda tensors: recurrence(tensors, lengths), inputs, dtype), expected)
+    )
+    if dtype is torch.float64:
+        bound = 1e-12
+    for error in relative_errors(actual, expected):
+        assert_within(error, bound)
+    assert all(tensor.dtype is dtype for tensor in actual)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,18 +20,12 @@ from tests.policy.expert_layouts import (
     multiples_of,
     run_layouts,
 )
-from tests.policy.test_policy_parity import assert_gradients
-from tests.policy.tiny_models import (
-    load_reference,
-    make_problems,
-    reference_gradients,
-    reference_logits,
-)
+from tests.policy.oracle import Gradients, Oracle
+from tests.policy.tiny_models import make_problems
+from tests.tolerances import assert_within, sum_bound
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from torch import Tensor
 
 pytestmark = pytest.mark.distributed
 
@@ -55,20 +48,20 @@ def results(models: dict[str, Path], exports: Path) -> Results:
 
 
 @pytest.fixture(scope="module")
-def references(models: dict[str, Path]) -> dict[str, Any]:
-    return {family: load_reference(family, path) for family, path in models.items()}
+def oracles(models: dict[str, Path]) -> dict[str, Oracle]:
+    return {family: Oracle.of(family, path) for family, path in models.items()}
 
 
 @pytest.fixture(scope="module")
-def gradients(references: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+def gradients(oracles: dict[str, Oracle]) -> dict[str, Gradients]:
     problems = make_problems(batches=BATCHES)
-    return {name: reference_gradients(model, problems) for name, model in references.items()}
+    return {family: oracle.gradients(problems) for family, oracle in oracles.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", TESTED, ids=lambda layout: layout.name)
 def test_logits_are_those_of_transformers(
-    results: dict[str, Any], references: dict[str, Any], layout: Any, family: str
+    results: dict[str, Any], oracles: dict[str, Oracle], layout: Any, family: str
 ) -> None:
     has_logits = 0
     for result in results[f"{layout.name}, {family}"]:
@@ -80,29 +73,28 @@ def test_logits_are_those_of_transformers(
             continue  # not the last stage
         has_logits += 1
         for actual_NV, problem in zip(result["logits"], problems, strict=True):
-            whole_NV = reference_logits(references[family], problem)
+            whole_NV, bound = oracles[family].logits(problem)
             rows = slice(None)
             if context_size > 1:
                 rows = problem.part(context_rank, context_size).micro_batch.target_T
             assert whole_NV.std() > 0.5
-            assert (actual_NV - whole_NV[rows]).abs().max() < 1e-5
+            assert_within((actual_NV - whole_NV[rows]).abs().max(), bound, "logits")
     assert has_logits == layout.ranks // layout.sizes.get("pipeline", 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", TESTED, ids=lambda layout: layout.name)
 def test_gradients_of_every_tensor_and_their_norm_are_those_of_transformers(
-    results: dict[str, Any], gradients: dict[str, dict[str, Tensor]], layout: Any, family: str
+    results: dict[str, Any], gradients: dict[str, Gradients], layout: Any, family: str
 ) -> None:
     expected = gradients[family]
-    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in expected.values()))
     of_ranks = results[f"{layout.name}, {family}"]
     for result in of_ranks:
         assert result["step"].applied
-        assert result["step"].grad_norm == pytest.approx(norm, rel=1e-5)
-    assert_gradients(of_ranks[0]["gradients"], expected)
-    router = next(name for name in expected if name.endswith("3.mlp.gate.weight"))
-    assert expected[router].norm() > 1e-3
+        expected.check_norm(result["step"].grad_norm)
+    expected.check(of_ranks[0]["gradients"])
+    router = next(name for name in expected.exact if name.endswith("3.mlp.gate.weight"))
+    assert expected.exact[router].norm() > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,12 +102,12 @@ def test_gradients_of_every_tensor_and_their_norm_are_those_of_transformers(
 def test_the_first_update_is_that_of_torch(
     results: dict[str, Any],
     models: dict[str, Path],
-    gradients: dict[str, dict[str, Tensor]],
+    gradients: dict[str, Gradients],
     layout: Any,
     family: str,
 ) -> None:
-    start, expected = weights(models[family]), gradients[family]
-    trained = {name: torch.nn.Parameter(start[name].clone()) for name in expected}
+    start, expected = weights(models[family]), gradients[family].exact
+    trained = {name: torch.nn.Parameter(start[name].double()) for name in expected}
     for name, parameter in trained.items():
         parameter.grad = expected[name].clone()
     torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
@@ -131,7 +123,9 @@ def test_the_first_update_is_that_of_torch(
             difference = (weight - trained[name]).abs()
             # Adam makes a step of the sign of a gradient, however small, up to its ε.
             is_certain = expected[name].abs() > 1e-4
-            assert difference[is_certain | (expected[name] == 0)].max() < 1e-6, name
+            # A weight below 1 and its step are rounded a few times.
+            error = difference[is_certain | (expected[name] == 0)].max()
+            assert_within(error, sum_bound(8), name)
             assert difference.max() <= 2.001 * LR
             num_certain += int(is_certain.sum())
     assert num_certain > 0.9 * sum(int((gradient != 0).sum()) for gradient in expected.values())

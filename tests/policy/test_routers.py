@@ -26,6 +26,7 @@ from tests.policy.tiny_models import (
     per_expert,
     reference_logits,
 )
+from tests.tolerances import assert_within
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -158,4 +159,4 @@ def test_the_load_balancing_loss_has_the_gradient_of_its_formula_in_every_layout
         added = with_loss[name] - gradient
         reference = expected.get(name, torch.zeros_like(gradient))
         scale = float(reference.abs().max()) + float(gradient.abs().max())
-        assert (added - reference).abs().max() <= 1e-5 * scale, name
+        assert_within((added - reference).abs().max(), 1e-5 * scale, name)

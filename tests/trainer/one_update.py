@@ -26,6 +26,7 @@ from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
 from tests.policy.build import build_state
 from tests.policy.parity_ranks import hf_gradients
+from tests.tolerances import assert_within
 
 TEMPERATURE = 0.7
 ENTROPY_COEFFICIENT = 0.01
@@ -160,4 +161,4 @@ def assert_same_gradients(
     for name, gradient in expected.items():
         scale = max(1.0, float(gradient.abs().max()))
         difference = float((actual[name] - gradient).abs().max())
-        assert difference <= tolerance * scale, (name, difference, scale)
+        assert_within(difference, tolerance * scale, name)

@@ -25,6 +25,7 @@ from tests.algorithm.batches import CLIP, DUAL_CLIP, oracle_bounds, random_batch
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_stage, one_rank
 from tests.ops import chunked_problem
 from tests.oracles import policy_loss as oracle
+from tests.tolerances import assert_within
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "clip": CLIP,
@@ -370,8 +371,11 @@ def test_with_chunks_the_trainer_reports_and_learns_the_same(
     problem = chunked_problem.make_problem()
     stage, whole, wanted = run_problem(groups, problem, 0)
     _, report, actual = run_problem(groups, problem, chunk_tokens)
+    settings = {"entropy_coefficient": 0.03}
+    exact = chunked_problem.run_oracle(problem, **settings)
+    bound = chunked_problem.float32_bound(problem, exact, **settings)
     for name, value in wanted.items():
-        assert chunked_problem.relative_error(actual[name], value) < 1e-6, name
+        assert_within(chunked_problem.relative_error(actual[name], value), bound, name)
     torch.testing.assert_close(report.sums, whole.sums, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(report.maxima, whole.maxima, rtol=1e-5, atol=1e-5)
     reported = sums_by_name(stage, report)
