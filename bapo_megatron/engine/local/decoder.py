@@ -91,11 +91,13 @@ def sample(logits_BV: Tensor, uniform_B1: Tensor, filters: Filters) -> tuple[Ten
     logprob_BV = (logits_BV.float() / filters.temperature_B1).log_softmax(dim=-1)
     probability_BV = logprob_BV.exp()
     if filters.top_p_B1 is not None and filters.top_k_B1 is not None:
-        # Zero all but the k most likely tokens, and those after the first that sum up to p.
+        # As transformers: the k most likely tokens, then of them those that make up p of their sum.
         sorted_BV, order_BV = probability_BV.sort(dim=-1, descending=True, stable=True)
-        before_BV = sorted_BV.cumsum(dim=-1, dtype=torch.float64) - sorted_BV
         rank_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
-        is_dropped_BV = (before_BV > filters.top_p_B1) | (rank_V >= filters.top_k_B1)
+        sorted_BV = sorted_BV.double().masked_fill_(rank_V >= filters.top_k_B1, 0.0)
+        sums_BV = sorted_BV.cumsum(dim=-1)
+        limit_B1 = filters.top_p_B1 * sums_BV[:, -1:]
+        is_dropped_BV = (sums_BV - sorted_BV >= limit_B1) | (rank_V >= filters.top_k_B1)
         is_dropped_BV = torch.zeros_like(is_dropped_BV).scatter_(1, order_BV, is_dropped_BV)
         probability_BV.masked_fill_(is_dropped_BV, 0.0)
     # In float64, so that rounding of a long sum hides no token.
