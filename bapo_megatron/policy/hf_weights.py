@@ -238,9 +238,8 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> tuple[dict[str, Path], dict[s
         # Old checkpoints hold frequencies, which are computed from the config. Some tools write the
         # tied output layer beside the embedding.
         is_tied = hf.tied_embeddings and name in OUTPUT.hf
-        family = FAMILIES[hf.model_type]
-        is_skipped = family.skipped_tensors(hf, name) or name.startswith(family.kept_tensors)
-        if is_tied or is_skipped or name.endswith("rotary_emb.inv_freq"):
+        is_kept = FAMILIES[hf.model_type].is_kept(hf, name)
+        if is_tied or is_kept or name.endswith("rotary_emb.inv_freq"):
             del shapes[name]
     check_shapes(shapes, expected, model_dir, "use the weights and the config of one model")
     for name in expected:
@@ -299,11 +298,11 @@ def _stored(reader: Any, name: str) -> Any:
 
 def find_kept(hf: HfConfig, directory: Path) -> dict[str, Path]:
     """Return the files of the tensors that are not trained, but copied to exports, by name."""
-    beginnings = FAMILIES[hf.model_type].kept_tensors
+    is_kept = FAMILIES[hf.model_type].is_kept
     kept: dict[str, Path] = {}
-    for path in sorted(directory.glob("*.safetensors")) if beginnings else ():
+    for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as reader:
-            kept |= {name: path for name in reader.keys() if name.startswith(beginnings)}  # noqa: SIM118
+            kept |= {name: path for name in reader.keys() if is_kept(hf, name)}  # noqa: SIM118
     return kept
 
 

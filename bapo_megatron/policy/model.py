@@ -131,7 +131,7 @@ class Model:
 
         Rank 0 writes, and replaces an existing ``directory``. When this returns, every rank may
         read the files. With ``durable=False``, as for a weight sync, nothing is flushed, and
-        tensors that are not trained (``Family.kept_tensors``) are left out.
+        tensors that are not trained (``Family.is_kept``) are left out.
 
         Raises:
             OSError: ``directory`` cannot be written; raised on every rank.

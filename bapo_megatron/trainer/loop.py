@@ -204,7 +204,7 @@ class Run:
             if config.log.console:
                 model = self.state.model
                 if kept := find_kept(model.hf, model.model_dir):
-                    parts = {name.removeprefix("model.").partition(".")[0] for name in kept}
+                    parts = {".".join(n.removeprefix("model.").split(".")[:2]) for n in kept}
                     names = ", ".join(sorted(parts))
                     show(f"{len(kept)} tensors ({names}) are not trained; exports keep them")
         with self.timer.phase("weight_sync"):

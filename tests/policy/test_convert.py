@@ -158,6 +158,28 @@ def test_there_and_back_changes_no_bit(
         assert (tmp_path / "back" / name).read_text() == text
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_draft_layers_are_kept_as_config_json_counts_them(
+    deep_models: Models, tmp_path: Path, family: str
+) -> None:
+    layer = f"model.layers.{config_of(deep_models[family])['num_hidden_layers']}"
+    draft = {
+        f"{layer}.eh_proj.weight": torch.randn(32, 64),
+        f"{layer}.embed_tokens.weight": torch.randn(97, 32),
+        f"{layer}.mlp.gate.e_score_correction_bias": torch.randn(8),
+    }
+
+    model = copy_with(deep_models[family], tmp_path / "model", lambda ts: ts.update(draft))
+    set_config_field(model, num_nextn_predict_layers=1)
+    assert_same(there_and_back(model, tmp_path), weights(deep_models[family]) | draft)
+    assert config_of(tmp_path / "back")["num_nextn_predict_layers"] == 1
+
+
+def config_of(model: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return fields
+
+
 def test_an_output_layer_stored_beside_the_tied_embedding_is_dropped(
     deep_models: Models, tmp_path: Path
 ) -> None:

@@ -288,7 +288,5 @@ class Family:
     """Returns the architecture that the fields describe; raises ``ValueError`` naming a field."""
     layer: Callable[[HfConfig, int], LayerWeights]
     """Returns the weights of a layer."""
-    skipped_tensors: Callable[[HfConfig, str], bool] = lambda hf, name: False
-    """Whether a tensor of published checkpoints is of no use here, such as a draft layer's."""
-    kept_tensors: tuple[str, ...] = ()
-    """Beginnings of the names of tensors that are not trained, but copied to exports."""
+    is_kept: Callable[[HfConfig, str], bool] = lambda hf, name: False
+    """Whether a tensor of published checkpoints is not trained, but copied to exports."""

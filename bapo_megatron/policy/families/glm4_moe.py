@@ -1,7 +1,7 @@
 """GLM-4.5, 4.6 and 4.7: sigmoid routing with a bias, shared experts, half of a head rotated.
 
 The first layers are dense. Published checkpoints end with draft layers for speculative decoding
-(``num_nextn_predict_layers``), which are neither loaded nor exported.
+(``num_nextn_predict_layers``), which are not trained; exports have them as they were.
 """
 
 from dataclasses import replace

@@ -96,7 +96,7 @@ def understand_hybrid(fields: ConfigJson) -> HfConfig:
 Hybrid5 = partial(
     Family,
     layer=partial(hybrid_layer, delta_input=DELTA_INPUT),
-    kept_tensors=("mtp.", "model.visual."),
+    is_kept=lambda hf, name: name.startswith(("mtp.", "model.visual.")),
 )
 FAMILIES = (
     Hybrid5("qwen3_5_text", "Qwen3_5ForCausalLM", HybridJson, understand_hybrid),

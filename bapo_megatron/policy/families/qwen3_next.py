@@ -43,5 +43,5 @@ FAMILY = Family(
     Qwen3NextJson,
     _understand,
     partial(hybrid_layer, delta_input=DELTA_INPUT),
-    kept_tensors=("mtp.",),
+    is_kept=lambda hf, name: name.startswith("mtp."),
 )
