@@ -76,6 +76,7 @@ def _check_frozen_models(config: RunConfig, policy: HfConfig, *, owns_files: boo
         check_model_dir(model.path, f"{key}.path")
         hf = read_hf_config_file(model.path / "config.json", config.model.ignored_config_fields)
         check_frozen_model(config, key, hf, policy)
+        _check_positions(config, f"{key}.path", hf.max_position_embeddings)
         if owns_files:
             check_same_vocabulary(config.model.path, model.path, f"{key}.path")
 
@@ -107,14 +108,17 @@ def _check_served_teacher(config: RunConfig) -> None:
             f"algorithm.distillation.top_k: must be at most the teacher's vocab_size {vocab_size}, "
             f"got {distillation.top_k}; lower it"
         )
+    _check_positions(config, key, hf_config.get(POSITIONS), _RESERVED_POSITIONS if is_remote else 0)
+
+
+def _check_positions(config: RunConfig, key: str, limit: object, reserve: int = 0) -> None:
     num_positions = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    reserve = _RESERVED_POSITIONS if is_remote else 0
-    limit = hf_config.get(POSITIONS)
     if isinstance(limit, int) and num_positions + reserve > limit:
+        engine = f", and {reserve} more that the engine reserves" if reserve else ""
         raise ConfigError(
             f"{key}: its {limit} positions must hold data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {num_positions}, and {reserve} more that the engine "
-            "reserves; lower one of them, or choose another teacher"
+            f"rollout.max_response_tokens = {num_positions}{engine}; lower one of them, or choose "
+            "another model"
         )
 
 

@@ -185,6 +185,24 @@ def test_the_teacher_must_hold_the_longest_response(
             check_training(config, 1)
 
 
+@pytest.mark.parametrize("key", [TEACHER, REFERENCE])
+def test_a_frozen_model_in_the_trainer_must_hold_the_longest_response(
+    make_config: MakeConfig, other_dir: Path, key: str
+) -> None:
+    content = json.loads((other_dir / "config.json").read_text())
+    (other_dir / "config.json").write_text(json.dumps({**content, "max_position_embeddings": 64}))
+    with_model = with_teacher if key == TEACHER else with_reference
+    for num_tokens, is_refused in ((32, False), (33, True)):  # and 32 of the prompt
+        config = changed(make_config(), {"rollout": {"max_response_tokens": num_tokens}})
+        if is_refused:
+            assert refusal(with_model(config, other_dir)) == (
+                f"{key}.path: its 64 positions must hold data.max_prompt_tokens + "
+                "rollout.max_response_tokens = 65; lower one of them, or choose another model"
+            )
+        else:
+            check_training(with_model(config, other_dir), 1)
+
+
 def test_servers_can_be_left_out_only_to_serve_them(
     make_config: MakeConfig, other_dir: Path
 ) -> None:
