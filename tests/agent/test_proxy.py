@@ -176,12 +176,12 @@ async def test_a_stream_that_takes_long_is_kept_open_by_comments(
     policy = Policy(renderer, says("Two."))
 
     async def sample(call: Call) -> None:
-        await asyncio.sleep(1)
+        await asyncio.sleep(3)
         await policy.sample(call)
 
     async with (
         open_session(renderer, sample) as (_, url, key),
-        client(url, key, timeout=0.4, max_retries=0) as sdk,
+        client(url, key, timeout=2, max_retries=0) as sdk,
     ):
         stream = await sdk.chat.completions.create(model="m", messages=ASK, stream=True)  # type: ignore[call-overload]
         parts = [part.choices[0].delta.content or "" async for part in stream]

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("isa")
 BLOCK = 1024
 """Columns that the kernels sum at a time."""
 KL_TOLERANCE = 32 * EPS
-"""Times the size of the terms, at least 1. Eight lanes sum a block, so that √128 · ε / 2 = 6e-7 is to
-be expected; the worst case is 128 ε."""
+"""Times the size of the terms, at least 1. Eight lanes sum a block: √128 · ε / 2 = 6e-7 is likely,
+and 128 ε the worst case."""
 EDGE_COLUMNS = [1, 3, 31, 1023, 1025, 19_008]
 
 both_directions = pytest.mark.parametrize("direction", ["reverse", "forward"])

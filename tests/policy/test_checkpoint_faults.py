@@ -74,7 +74,7 @@ def _started_by_ranks(scratch: Path) -> list[psutil.Process]:
         with suppress(psutil.Error):
             if process.environ().get("TEST_SCRATCH") == str(scratch):
                 processes.append(process)
-    return psutil.wait_procs(processes, timeout=10)[1]
+    return psutil.wait_procs(processes, timeout=30)[1]
 
 
 @pytest.mark.parametrize("moment", ranks.KILLED)

@@ -178,12 +178,14 @@ def test_an_answer_that_takes_too_long_is_repeated_and_then_told():
     service = Service(results=lambda batch: release.wait(5) and [0 for _ in batch])
     with serving(service) as url:
         with pytest.raises(RewardError, match=r"no answer within 0.1 s"):
-            ask(url, 1, timeout_s=0.1, patience_s=0.3)
+            ask(url, 1, timeout_s=0.1, patience_s=1.5)
         release.set()
     assert len(service.batches) >= 2
 
 
 def test_a_service_that_trickles_its_answer_takes_no_longer_than_one_that_is_silent():
+    written: list[int] = []
+
     class Trickling(Service):
         def answer(self, handler):
             handler.rfile.read(int(handler.headers["Content-Length"]))
@@ -191,17 +193,17 @@ def test_a_service_that_trickles_its_answer_takes_no_longer_than_one_that_is_sil
             handler.send_header("Content-Length", "1000")
             handler.end_headers()
             with contextlib.suppress(OSError):
-                for _ in range(1000):
+                for number in range(1000):
                     handler.wfile.write(b" ")
+                    written.append(number)
                     time.sleep(0.02)
 
-    start_s = time.monotonic()
     with (
         serving(Trickling()) as url,
         pytest.raises(RewardError, match=r"gave no scores for 0 s \(no answer within 0.2 s\)"),
     ):
         ask(url, 1, timeout_s=0.2, patience_s=0)
-    assert time.monotonic() - start_s < 5
+    assert len(written) < 500
 
 
 def test_a_response_that_comes_as_the_last_sender_ends_is_sent():

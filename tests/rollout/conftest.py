@@ -48,5 +48,5 @@ def open_client() -> Iterator[Open]:
     for client in clients:
         client.close()
         client.close()
-    assert not psutil.wait_procs(started, timeout=10)[1]
+    assert not psutil.wait_procs(started, timeout=30)[1]
     assert progress
