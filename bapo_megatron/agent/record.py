@@ -265,8 +265,10 @@ class Record:
             token_ids = renderer.conversation(messages, conversation.tools)
             is_fork = bool(self.calls) and (has_turn or not tail)
             return Call(name, None, np.array(token_ids, np.int32), is_fork=is_fork)
-        token_ids = renderer.continuation(tail, conversation.tools)
-        return Call(name, self._turns[keys[place]], np.array(token_ids, np.int32))
+        parent = self._turns[keys[place]]
+        last = int(parent.token_ids[-1])
+        token_ids = renderer.continuation(tail, conversation.tools, after=last)
+        return Call(name, parent, np.array(token_ids, np.int32))
 
     def sequences(self) -> list[TokenSequence]:
         """Return the sequences of all leaves in call order, so that the last turn comes last.

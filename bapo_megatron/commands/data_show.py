@@ -103,7 +103,7 @@ def inspect_data(config: RunConfig, num_rows: int) -> dict[str, Any]:
             }
         )
     overlaps = find_overlaps(train_sets, [(s.name, s.prompts) for s in eval_sets])
-    warnings = renderer.end_token_warnings()
+    warnings = renderer.warnings()
     warnings += [line for s in (*train_sets, *eval_sets) for line in s.report.warnings()]
     warnings += [*shared_prompts(train_sets), *(overlap.warning() for overlap in overlaps)]
     return {

@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import batched
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Any
 import jinja2
 
 from bapo_megatron.config.data import DataConfig
-from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.config.rollout import TOOL_FORMATS, RolloutConfig
 from bapo_megatron.data.tools import MARKS, Mark, Message, ToolCall, calls_in, escaped
-from bapo_megatron.runtime.calls import decode_json
+from bapo_megatron.runtime.calls import shown_value
+from bapo_megatron.runtime.files import parse_json
 from bapo_megatron.runtime.names import shown
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -25,7 +25,18 @@ _MARK = re.compile(r"<[|｜][^\s<>|｜]{1,40}[|｜]>|<start_of_turn>|\[INST\]")
 """Marks of templates: ``<|im_start|>``, ``<｜User｜>``, Gemma's, Llama 2's and Mistral's."""
 _END_OF_CALL = "<|eom_id|>"
 _ANSWER = "4ecb5f"
-"""An assistant's message that no template writes by itself."""
+"""A message that no template writes by itself."""
+_CALL = ToolCall("probe_81d0c3", {"text": "a 'b'", "number": 2})
+_TOOL = {"type": "function", "function": {"name": _CALL.name, "parameters": {"type": "object"}}}
+"""A call that every template should render, and its tool."""
+_UNSAMPLED = frozenset(
+    (
+        *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id"),
+        *("do_sample", "max_length", "max_new_tokens", "use_cache", "cache_implementation"),
+        *("transformers_version", "trust_remote_code", "_from_model_config", "chat_format"),
+    )
+)
+"""Fields of generation_config.json that are read, or that change no response of a run."""
 
 
 def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
@@ -70,11 +81,12 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
     return tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class _EndTokens:
-    """The field of config.json or generation_config.json that names end tokens."""
-
-    eos_token_id: int | list[int] | None = None
+def _fields(path: Path) -> dict[str, Any]:
+    """The fields of a model's JSON file; none where it is unreadable, as those who need it say."""
+    with contextlib.suppress(OSError, ValueError):
+        fields = parse_json(path.read_bytes())
+        return fields if isinstance(fields, dict) else {}
+    return {}
 
 
 class ChatRenderer:
@@ -88,18 +100,15 @@ class ChatRenderer:
         The template also gets the schemas of ``tools``.
 
         Raises:
-            ValueError: The template is not valid Jinja, or does not know an argument or tools.
+            ValueError: The template is not valid Jinja, does not know an argument, or writes tool
+                calls in another format.
         """
         self._schemas = tools.tool_schemas if tools is not None else []
         self.tool_format = tools.tool_format if tools is not None else "none"
         """How the policy writes tool calls."""
         self._has_agent = tools is not None and tools.agent is not None
-        if self.tool_format != "none" and "tools" not in str(tokenizer.chat_template):
-            raise ValueError(
-                "rollout.tool_format: must be none with a chat template that does not mention "
-                f"tools, got {self.tool_format}; set data.chat_template to one that does"
-            )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._template = tokenizer, str(tokenizer.chat_template)
+        self._rendered_shapes: set[tuple[Any, ...]] = set()
         self._data = data
         added_tokens = tokenizer.added_tokens_decoder.values()
         self._special = tuple(token.content for token in added_tokens if token.special)
@@ -112,7 +121,7 @@ class ChatRenderer:
                     f"data.chat_template_arguments: must not hold '{name}', which the program sets "
                     "itself; leave it out"
                 )
-            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            if not re.search(rf"\b{re.escape(name)}\b", self._template):
                 raise ValueError(
                     "data.chat_template_arguments: must be variables of the chat template, which "
                     f"does not mention '{name}'; correct the name, or leave it out"
@@ -126,23 +135,27 @@ class ChatRenderer:
             ) from error
         except Exception:  # noqa: BLE001 - what ``text`` raises for each question
             pass
+        if self.tool_format != "none":
+            self._check_tool_format()
 
     @property
     def vocab_size(self) -> int:
         """One more than the tokenizer's largest id."""
         return len(self._tokenizer)
 
-    def text(self, question: str | Sequence[Message]) -> str:
-        """Render a question's conversation up to the assistant's turn.
+    def text(self, question: str | Sequence[Message], tools: Tools = None) -> str:
+        """Render a question's conversation, with tools of its own, up to the assistant's turn.
 
         Raises:
-            ValueError: The question has a system message and ``system_prompt`` is set as well, or
-                the template refuses the conversation or renders nothing.
+            ValueError: The question has a system message and ``system_prompt`` is set as well, it
+                has tools that cannot be rendered, or the template refuses or leaves out a message.
         """
-        text = self._render(self.messages(question))
-        if not text:
-            raise ValueError("is left out by the chat template, which renders nothing")
-        return text
+        if self._has_agent:  # which asks with tools of its own
+            tools = None
+        if tools and (self._schemas or not self._shows_tools):
+            reason = "rollout has others" if self._schemas else "the chat template shows none"
+            raise ValueError(f"has tools of its own, but {reason}; remove the column tools")
+        return self._render(self.messages(question), tools=tools)
 
     def messages(self, question: str | Sequence[Message]) -> list[Message]:
         """Return a question's conversation with the system prompt and suffix of ``data``.
@@ -152,7 +165,7 @@ class ChatRenderer:
         """
         if isinstance(question, str):
             question = [{"role": "user", "content": question}]
-        *before, last = question
+        *before, last = map(self._spoken, question)
         messages = [*before, {**last, "content": last["content"] + self._data.prompt_suffix}]
         if self._data.system_prompt:
             if messages[0]["role"] == "system":
@@ -201,23 +214,26 @@ class ChatRenderer:
         )
         return text
 
-    def calls(self, token_ids: Sequence[int], tools: Tools = None) -> tuple[ToolCall, ...]:
+    def calls(
+        self, token_ids: Sequence[int], tools: Tools = None, tool_format: str = ""
+    ) -> tuple[ToolCall, ...]:
         """Return the tool calls in a turn of the policy; none without tools."""
-        if self.tool_format == "none":
+        tool_format = tool_format or self.tool_format
+        if tool_format == "none":
             return ()
         schemas = self._schemas if tools is None else tools
         names = [schema["function"]["name"] for schema in schemas]
-        return calls_in(self.tool_format, self._pieces(token_ids), names)
+        return calls_in(tool_format, self._pieces(tool_format, token_ids), names)
 
     def text_before_calls(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn with tool calls up to the first of their marks."""
-        pieces = self._pieces(token_ids)
+        pieces = self._pieces(self.tool_format, token_ids)
         first = next((n for n, piece in enumerate(pieces) if isinstance(piece, Mark)), 0)
         return "".join(pieces[:first])
 
-    def _pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Cut a turn at the marks of the tool format."""
-        marks = MARKS[self.tool_format]
+    def _pieces(self, tool_format: str, token_ids: Sequence[int]) -> list[str]:
+        """Cut a turn at the marks of a tool format."""
+        marks = MARKS[tool_format]
         known = {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
         by_id = {known[mark]: Mark(mark) for mark in marks if mark in known}
         pieces: list[str] = []
@@ -236,38 +252,62 @@ class ChatRenderer:
                     pieces += [Mark(mark), part] if number else [part]
         return pieces
 
-    def continuation(self, messages: Sequence[Message], tools: Tools = None) -> tuple[int, ...]:
+    def continuation(
+        self, messages: Sequence[Message], tools: Tools = None, *, after: int = -1
+    ) -> tuple[int, ...]:
         """Return the tokens that lead from the assistant's turn through messages to its next one.
 
-        They begin after the token that ends a turn, which the policy has sampled. Earlier turns are
-        not rendered again: a fixed two-message conversation replaces them. Special tokens that the
-        messages spell out are left out, since a message may quote the policy.
+        They begin after the token that ends a turn, which the policy has sampled. It is ``after``,
+        which may be the next message's role (GLM-4.5's ``<|user|>``), too, and is not repeated.
+        Earlier turns are not rendered again: a fixed two-message conversation replaces them.
+        Special tokens that the messages spell out are left out, since a message may quote the
+        policy.
 
         Raises:
-            ValueError: The template refuses the messages, or leaves them out.
+            ValueError: The template refuses the messages, or leaves one out.
         """
         text = self._after_answer(self._plain(messages), generation_prompt=True, tools=tools)
-        [token_ids] = self.token_ids([text.removeprefix(self._end_of_turn)])
-        if not token_ids or text == self._after_answer([], generation_prompt=True, tools=tools):
-            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-            raise ValueError(f"is left out by the chat template (role {roles})")
+        text = text.removeprefix(self._end_of_turn)
+        sampled = self._tokenizer.added_tokens_decoder.get(after)
+        if sampled is not None and text.lstrip().startswith(sampled.content):
+            text = text.lstrip().removeprefix(sampled.content)
+        [token_ids] = self.token_ids([text])
         return token_ids
 
-    def end_token_warnings(self) -> list[str]:
-        """Return a line if responses would not end, or not always, where the template ends a turn.
+    def warnings(self) -> list[str]:
+        """Return what a user should know of the files beside the model's weights, a line each."""
+        path = Path(self._tokenizer.name_or_path) / "generation_config.json"
+        unused = [
+            f"{name} {shown_value(value)}"
+            for name, value in _fields(path).items()
+            if name not in _UNSAMPLED and value and (value != 1 or name == "top_k")
+        ]
+        if not unused:
+            return self._end_token_warnings()
+        return [
+            *self._end_token_warnings(),
+            f"{path}: {', '.join(unused)}: not applied; training samples from the plain policy at "
+            "rollout.temperature, and evaluations with eval.temperature, top_p and top_k",
+        ]
+
+    def _end_token_warnings(self) -> list[str]:
+        """A line if responses would not end, or not always, where the template ends a turn.
 
         Engines stop at the end tokens of config.json, generation_config.json and the tokenizer.
         """
         folder, named = Path(self._tokenizer.name_or_path), set[int]()
         for name in ("config.json", "generation_config.json"):
-            with contextlib.suppress(OSError, ValueError):  # reported where the model is read
-                ids = decode_json(_EndTokens, (folder / name).read_bytes()).eos_token_id
-                named |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+            ids = _fields(folder / name).get("eos_token_id")
+            named |= {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
+        known = {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
+        question = [{"role": "user", "content": "?"}]
         try:
-            [[turn_end, *_]] = self.token_ids([self._end_of_turn.lstrip()])
+            after = self._end_of_turn or self._after_answer(question, generation_prompt=False)
+            [[turn_end, *_]] = self.token_ids([after.lstrip()])
         except ValueError:  # what ``text`` raises for each question, or no end at all
             return []
-        known = {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
+        if turn_end not in known.values():
+            return []
         if self.tool_format == "llama3" and known.get(_END_OF_CALL) not in {None, *named}:
             return [
                 f"{folder}: a tool call ends with '{_END_OF_CALL}' ({known[_END_OF_CALL]}), which "
@@ -290,6 +330,43 @@ class ChatRenderer:
             ]
         return []
 
+    def _check_tool_format(self) -> None:
+        """Refuse a format that does not read the template's own rendering of a call."""
+        call = {"name": _CALL.name, "arguments": dict(_CALL.arguments)}
+        calls = [{"id": "call00000", "type": "function", "function": call}]
+        asked: list[Message] = [
+            {"role": "user", "content": _ANSWER},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]
+        try:
+            text = self._render(asked, generation_prompt=False, tools=[_TOOL])
+            prompt = self._render(asked[:1], tools=[_TOOL])
+        except ValueError as error:
+            raise ValueError(
+                f"rollout.tool_format: a conversation with a tool call {error}; set "
+                "data.chat_template to one that renders it"
+            ) from error
+        turn = text.rpartition(_ANSWER)[2].removeprefix(prompt.rpartition(_ANSWER)[2])
+        [token_ids] = self.token_ids([turn])
+        formats = TOOL_FORMATS[1:]
+        fitting = [name for name in formats if self.calls(token_ids, [_TOOL], name) == (_CALL,)]
+        if self.tool_format not in fitting:
+            remedy = f"set it to {fitting[0]}" if fitting else f"none of {', '.join(formats)} does"
+            raise ValueError(
+                f"rollout.tool_format: must read the calls that the chat template writes, got "
+                f"{self.tool_format} for {shown_value(turn.strip())}; {remedy}"
+            )
+        if not self._shows_tools:
+            raise ValueError(
+                "rollout.tool_format: must be none with a chat template that does not show tools, "
+                f"got {self.tool_format}; set data.chat_template to one that does"
+            )
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        """Whether the template renders the schemas of tools."""
+        return _CALL.name in self._render([{"role": "user", "content": "?"}], tools=[_TOOL])
+
     @cached_property
     def _end_of_turn(self) -> str:
         """The template's end of an assistant's message, special token included."""
@@ -304,14 +381,17 @@ class ChatRenderer:
         """The template's text after an assistant's message that these messages follow."""
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         text = self._render([*opening, *messages], generation_prompt=generation_prompt, tools=tools)
-        _, answer, rest = text.partition(_ANSWER)
-        if not answer:
-            raise ValueError("cannot be rendered: the chat template leaves out earlier turns")
-        return rest
+        return text.partition(_ANSWER)[2]
 
     def _plain(self, messages: Sequence[Message]) -> list[Message]:
         """Messages that spell out neither special tokens nor, in outputs, tags of tool formats."""
-        return [self._without_special(self._without_tags(message)) for message in messages]
+        messages = [self._without_tags(self._spoken(message)) for message in messages]
+        return [self._without_special(message) for message in messages]
+
+    def _spoken(self, message: Message) -> Message:
+        """The message in a role that the template knows; most know no developer, and drop it."""
+        is_system = message["role"] == "developer" and "developer" not in self._template
+        return {**message, "role": "system"} if is_system else message
 
     def _without_tags(self, message: Message) -> Message:
         is_output = self.tool_format != "none" and message["role"] in ("tool", "ipython")
@@ -334,10 +414,36 @@ class ChatRenderer:
         self, messages: list[Message], *, generation_prompt: bool = True, tools: Tools = None
     ) -> str:
         try:
-            return self._apply(messages, generation_prompt=generation_prompt, tools=tools)
+            lost = self._left_out(messages, tools)
+            text = self._apply(messages, generation_prompt=generation_prompt, tools=tools)
         except Exception as error:
             reason = str(error) if isinstance(error, jinja2.TemplateError) else shown(error)
             raise ValueError(f"is refused by the chat template ({reason})") from error
+        if lost:
+            raise ValueError(f"has messages that the chat template leaves out ({', '.join(lost)})")
+        return text
+
+    def _left_out(self, messages: Sequence[Message], tools: Tools) -> list[str]:
+        """The roles of messages, or of calls, that the template would drop without a word.
+
+        It is asked once for each sequence of roles, with a mark in each message.
+        """
+        shape = tuple((message["role"], bool(message.get("tool_calls"))) for message in messages)
+        if shape in self._rendered_shapes:
+            return []
+        marked: list[Message] = []
+        for place, message in enumerate(messages):
+            mark = f"{_ANSWER}-{place}-"
+            if calls := message.get("tool_calls"):
+                calls = [{**c, "function": {**c["function"], "name": mark}} for c in calls]
+                marked.append({**message, "tool_calls": calls})
+            else:
+                marked.append({**message, "content": mark})
+        text = self._apply(marked, generation_prompt=True, tools=tools)
+        places = [n for n in range(len(messages)) if f"{_ANSWER}-{n}-" not in text]
+        if not places:
+            self._rendered_shapes.add(shape)
+        return list(dict.fromkeys(f"role {messages[place]['role']}" for place in places))
 
     def _apply(
         self, messages: list[Message], *, generation_prompt: bool, tools: Tools = None

@@ -297,11 +297,12 @@ def _read(
     row_format: RowFormat | None = None
 
     @cache
-    def render(question: str) -> str:
-        """The text of a question given as JSON: each distinct one is rendered once."""
-        text = renderer.text(json.loads(question))
-        added[text] = renderer.added_columns(json.loads(question))
-        if mark := renderer.template_mark(json.loads(question)):
+    def render(asked: str) -> str:
+        """The text of a question and tools, given as JSON: each distinct one is rendered once."""
+        question, tools = json.loads(asked)
+        text = renderer.text(question, tools)
+        added[text] = renderer.added_columns(question)
+        if mark := renderer.template_mark(question):
             marks[text] = mark
         return text
 
@@ -316,7 +317,7 @@ def _read(
             row_format = _recognised(dataset, row, row_format)
             report.row_format = row_format.name
             text, answer, columns = row_format.read(
-                row, dataset.row_columns, dropped, lambda question: render(json.dumps(question))
+                row, dataset.row_columns, dropped, lambda *asked: render(json.dumps(asked))
             )
         except DataError as error:
             if refused and isinstance(error, EmptyAnswerError):

@@ -4,6 +4,7 @@
 format of the columns (docs/data.md describes each).
 """
 
+import ast
 import datetime
 import decimal
 import json
@@ -13,7 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 
 from bapo_megatron.config.data import DatasetConfig, TrainSetConfig
 from bapo_megatron.data.columns import PARQUET_ERRORS
-from bapo_megatron.data.tools import Message, checked_message
+from bapo_megatron.data.tools import UNSEEN, Message, checked_message, checked_tools
 from bapo_megatron.errors import first_line
 from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import open_regular, parse_json, read_lines, read_regular
@@ -34,6 +35,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$]+))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
 """The start of chat messages that are JSON inside a text."""
+_PYTHON_LIST = re.compile(r"\s*\[(?:\s*'(?:[^'\\]|\\[\\'])*'\s*(?:,|(?=\])))+\s*\]\s*")
+"""A list of texts as Python prints it."""
 _QUESTIONS = ("prompt", "question", "problem")
 _ANSWERS = ("answer", "label", "solutions")
 """Columns that ``auto`` takes, whatever their case; ``label`` is slime's, ``solutions`` AReaL's."""
@@ -59,6 +62,8 @@ class Row:
     fields: dict[str, Any] | None
     """Its columns; None where the row cannot be read."""
     problem: str = ""
+    fills_nulls: bool = False
+    """Whether its structs have null for each field that only other rows have, as Arrow's do."""
 
 
 def read_rows(dataset: DatasetConfig) -> Iterator[Row]:
@@ -171,7 +176,8 @@ def _rows_of_batches(batches: Iterator[Any], name: str, place: str) -> Iterator[
                 f"({first_line(error)}); correct the file"
             ) from error
         for number, record in enumerate(records, start=first):
-            yield _row(f"{name}:{number}", f"{place}: row {number}", record)
+            row = _row(f"{name}:{number}", f"{place}: row {number}", record)
+            yield replace(row, fills_nulls=True)
         first += batch.num_rows
 
 
@@ -195,13 +201,16 @@ def parse_answer(value: Any) -> str:
     """Return the reference answer in a data file's answer field, as text.
 
     GSM8K's worked solutions end in ``#### 42``, of which 42 is taken. A list of accepted answers
-    (Skywork writes it as JSON inside a string) stays a JSON list, or becomes its only element.
+    (Skywork writes it as JSON inside a string, others as Python) becomes a JSON list, or its only
+    element.
 
     Raises:
         ValueError: There is no answer, or it is neither text nor a number.
     """
     if isinstance(value, str):
         accepted = _parse_json(value) if value.lstrip().startswith('["') else None
+        if _PYTHON_LIST.fullmatch(value):
+            accepted = ast.literal_eval(value.strip())
         if isinstance(accepted, list) and all(isinstance(text, str) for text in accepted):
             return parse_answer(accepted)
         is_object = value.lstrip().startswith("{") and value.rstrip().endswith("}")  # tests of code
@@ -268,7 +277,7 @@ class RowFormat:
         row: Row,
         row_columns: tuple[str, ...] | None,
         dropped: set[str],
-        render: Callable[[str | list[Message]], str],
+        render: Callable[[str | list[Message], list[dict[str, Any]]], str],
     ) -> tuple[str, str, dict[str, Any]]:
         """Return a row's rendered question, its answer and its other columns; uses up its fields.
 
@@ -276,7 +285,8 @@ class RowFormat:
             row: A readable row.
             row_columns: The other columns to keep, as JSON values; None: all of them.
             dropped: Collects the names of columns whose values JSON cannot hold.
-            render: Takes a text, or chat messages that end before the assistant's turn.
+            render: Takes a text, or chat messages that end before the assistant's turn, and the
+                row's tools.
 
         Raises:
             DataError: A field is missing or cannot be used; ``EmptyAnswerError``: the answer is
@@ -286,11 +296,16 @@ class RowFormat:
         fields, present = row.fields, ", ".join(row.fields) or "none"
         answer_value = _take(row, self.answer_column, "answer_column", present)
         question_value = _take(row, self.prompt_column, "prompt_column", present)
+        tools_value = fields.get("tools")
+        if row.fills_nulls:
+            question_value, tools_value = map(_without_nulls, (question_value, tools_value))
         column = self.answer_column
         try:
             answer = self.parse_answer(answer_value)
+            column = "tools"
+            tools = checked_tools(tools_value)
             column = self.prompt_column
-            text = render(_parse_question(question_value))
+            text = render(_parse_question(question_value), tools)
         except ValueError as error:
             is_blank = column == self.answer_column and (
                 answer_value is None or (isinstance(answer_value, str) and not answer_value.strip())
@@ -298,6 +313,14 @@ class RowFormat:
             raise (EmptyAnswerError if is_blank else DataError)(
                 f"{row.place}: column '{column}' {error}; correct or remove this row"
             ) from error
+        for name, value in fields.items():
+            is_named = name in (row_columns or ())
+            if name.lower() in UNSEEN and not is_named and not _is_shown(value, text):
+                raise DataError(
+                    f"{row.place}: column '{name}' is not in the prompt, so the model would not "
+                    f"see {shown_value(value)}; put its text there, or name it in row_columns if "
+                    "only rewards, an environment or an agent read it"
+                )
         names = tuple(fields) if row_columns is None else row_columns
         if missing := [name for name in names if name not in fields]:
             raise DataError(
@@ -389,6 +412,22 @@ def _parse_question(value: Any) -> str | list[Message]:
             f"{shown_value(content)}"
         )
     return messages
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without null fields of structs."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _is_shown(value: Any, text: str) -> bool:
+    """Whether a prompt holds each text and number in a value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return all(_is_shown(entry, text) for entry in value)
+    return value is None or str(value).strip() in text
 
 
 def _utf8(text: str) -> str:

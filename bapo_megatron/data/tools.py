@@ -16,13 +16,23 @@ from bapo_megatron.runtime.files import parse_json
 
 Message = dict[str, Any]
 """A chat message: ``role`` and ``content``, a text or parts of type ``text``; an assistant's may
-have ``tool_calls``, a tool's ``name`` and ``tool_call_id``."""
+have ``tool_calls`` and the reasoning before them, a tool's ``name`` and ``tool_call_id``."""
 
 MARKS = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3": ("<|python_tag|>",),
 }
 """The marks of each of ``config.rollout.TOOL_FORMATS``."""
+_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+"""Further fields of a message that templates read."""
+UNSEEN = frozenset(
+    (
+        *("image", "images", "video", "videos", "audio", "audios", "documents"),
+        *("history", "system", "system_prompt", "chat_template_kwargs"),
+        *("choices", "options", "context", "passage"),
+    )
+)
+"""Columns, and fields of messages, that the model should see and no template renders."""
 _TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
@@ -64,20 +74,40 @@ def checked_message(message: Any) -> Message:
         ValueError: It is not a chat message.
     """
     fields = message if isinstance(message, dict) else {}
-    role, content, calls = fields.get("role"), fields.get("content"), fields.get("tool_calls")
+    role, content = fields.get("role"), fields.get("content")
+    calls = fields.get("tool_calls") or fields.get("function_call")
     if content is None and calls:
         content = ""
     if isinstance(content, list) and content and all(map(_is_text_part, content)):
         content = "".join(part["text"] for part in content)
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(f"must hold messages with role and content, got {shown_value(message)}")
+    if unseen := [name for name in fields if name in UNSEEN | {"tools"} and fields[name]]:
+        raise ValueError(f"must hold messages of text alone, got one with {unseen[0]}")
     checked: Message = {"role": role, "content": content}
-    for name in ("name", "tool_call_id"):
+    for name in _TEXTS:
         if isinstance(fields.get(name), str):
             checked[name] = fields[name]
     if calls:
         checked["tool_calls"] = [_checked_call(call) for call in _list(calls)]
     return checked
+
+
+def checked_tools(value: Any) -> list[dict[str, Any]]:
+    """Return the JSON schemas of a data file's column ``tools``, which may be a JSON text.
+
+    Raises:
+        ValueError: It holds something else.
+    """
+    tools = _list((parse_json(value) if isinstance(value, str) and value else value) or [])
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                "must hold JSON schemas {type: function, function: {name, …}}, got "
+                f"{shown_value(tool)}"
+            )
+    return tools
 
 
 def _is_text_part(part: Any) -> bool:

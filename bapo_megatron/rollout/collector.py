@@ -162,7 +162,7 @@ class Collector:
         train_sets: list[PromptSet] = []
         if request.for_training:
             train_sets = load_train_sets(run.data, renderer, run.reward.refused_answers)
-        log_warnings(train_sets, renderer.end_token_warnings())
+        log_warnings(train_sets, renderer.warnings())
         self._probe_prompts = train_sets[0].prompts[:4] if train_sets else ()
         agents = eval_agents = None
         if run.rollout.agent is not None:

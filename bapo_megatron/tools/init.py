@@ -61,7 +61,7 @@ class _Inputs:
     data: DataConfig
     """With a suffix unless the first prompt asks for a box by itself."""
     prompts: PromptSet
-    end_token_warnings: list[str]
+    warnings: list[str]
 
 
 def write_first_config(
@@ -96,7 +96,7 @@ def write_first_config(
     assert reread == config, "the file says what was planned"
     directory.mkdir(parents=True, exist_ok=True)
     atomic_write_text(target, text)
-    for line in (*inputs.end_token_warnings, *inputs.prompts.report.warnings()):
+    for line in (*inputs.warnings, *inputs.prompts.report.warnings()):
         say(line)
     next_commands = _next_commands(target, plan, gpus)
     return f"wrote {target}; look through it, and then\n\n{next_commands}"
@@ -123,7 +123,7 @@ def _read_inputs(model: ModelConfig, train_set: TrainSetConfig) -> _Inputs:
     renderer = ChatRenderer(tokenizer, data)
     [prompts] = load_train_sets(data, renderer, RewardConfig().refused_answers)
     stored_dtype = raw.get("dtype") or raw.get("torch_dtype")
-    return _Inputs(hf, stored_dtype, row_format, data, prompts, renderer.end_token_warnings())
+    return _Inputs(hf, stored_dtype, row_format, data, prompts, renderer.warnings())
 
 
 def _first_row(train_set: TrainSetConfig) -> tuple[Row, RowFormat]:

@@ -27,6 +27,7 @@ from tokenizers import AddedToken
 from torch.nn.functional import cross_entropy
 
 from bapo_megatron.runtime.files import atomic_directory
+from bapo_megatron.telemetry.console import ProgressLine
 from bapo_megatron.tiny.make import (
     IGNORED_LABEL,
     Pair,
@@ -46,7 +47,10 @@ _RESPONSE_WORDS = ("<tool_response>", "</tool_response>")
 _TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
-    "<|assistant|>{{ message['content'] }}{{ eos_token }}"
+    "<|assistant|>{{ message['content'] }}{% for call in message.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{{ eos_token }}"
     "{% else %}<|user|>{% if loop.first and tools %}[{{ tools[0].function.name }}]{% endif %}"
     "{% if message['role'] == 'tool' %}<tool_response>{{ message['content'] }}</tool_response>"
     "{% else %}{{ message['content'] }}{% endif %}{% endif %}"
@@ -105,19 +109,21 @@ def teach(model: Any, tokenizer: Any, settings: WarmupSettings, seed: int) -> fl
     pairs, loss = _pairs(tokenizer, random.Random(f"lesson-{seed}")), torch.zeros(())
     torch.set_num_threads(1)  # the weights depend on it
     model.train()
-    for step in range(settings.num_steps):
-        batch = list(itertools.islice(pairs, settings.batch_size))
-        input_ids_BS, labels_BS = pad_batch(batch, tokenizer.pad_token_id)
-        logits_BSV = model(input_ids_BS[:, :-1], use_cache=False).logits
-        loss = cross_entropy(
-            logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=IGNORED_LABEL
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, settings)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    with ProgressLine() as progress:
+        for step in range(settings.num_steps):
+            batch = list(itertools.islice(pairs, settings.batch_size))
+            input_ids_BS, labels_BS = pad_batch(batch, tokenizer.pad_token_id)
+            logits_BSV = model(input_ids_BS[:, :-1], use_cache=False).logits
+            loss = cross_entropy(
+                logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=IGNORED_LABEL
+            )
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, settings)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            progress.update(f"lesson: step {step + 1}/{settings.num_steps}, loss {loss.item():.3f}")
     model.eval()
     return loss.item()
 

@@ -78,6 +78,14 @@ QWEN3 = (
     "{%- endif %}"
 )
 """The structure of Qwen3's: thinking is left out before the last question."""
+GLM = (
+    "[gMASK]<sop>{% for message in messages %}{% if message.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
+    "{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
+    "{% else %}<|{{ message.role }}|>{{- '\\n' + message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""The structure of GLM-4.5's: a turn ends where the next role's token begins another."""
 THINKING = CHAT_TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}"
 
 
@@ -151,7 +159,7 @@ def test_a_template_that_cannot_be_used_is_refused_with_its_line(
     [
         ("{{ raise_exception('no system role') }}", r"refused .*\(no system role\)"),
         ("{{ messages[0].content + 1 }}", "refused by the chat template"),
-        ("{{ lipsum.__globals__ }}", "renders nothing"),  # nothing in a sandbox
+        ("{{ lipsum.__globals__ }}", r"leaves out \(role user\)"),  # nothing in a sandbox
     ],
 )
 def test_what_a_template_cannot_render_is_an_error_of_the_conversation(
@@ -312,11 +320,69 @@ def test_messages_that_a_template_refuses_or_leaves_out_are_an_error(tokenizer_d
         renderer.continuation(TOOL)
     assert renderer.continuation([WRONG])
     renderer, _ = with_template(tokenizer_dir, tmp_path, QWEN25)
-    with pytest.raises(ValueError, match=r"left out .*role environment"):
-        renderer.continuation([{"role": "environment", "content": "2"}])
+    for messages in ([{"role": "environment", "content": "2"}], [*TOOL, {**WRONG, "role": "x"}]):
+        with pytest.raises(ValueError, match=rf"leaves out \(role {messages[-1]['role']}\)"):
+            renderer.continuation(messages)
     renderer, _ = with_template(tokenizer_dir, tmp_path, "{{ messages[-1].content }}")
-    with pytest.raises(ValueError, match="earlier turns"):
+    with pytest.raises(ValueError, match=r"leaves out \(role user, role assistant\)"):
         renderer.continuation([WRONG])
+
+
+def test_earlier_calls_that_a_template_leaves_out_are_an_error(tokenizer_dir, tmp_path):
+    renderer, _ = with_template(tokenizer_dir, tmp_path, QWEN25)
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
+
+    with pytest.raises(ValueError, match=r"leaves out \(role assistant\)"):
+        renderer.text([QUESTION, called, *TOOL])
+    assert "</tool_response>" in renderer.text([QUESTION, {**called, "tool_calls": []}, *TOOL])
+
+
+@pytest.mark.parametrize("template", [QWEN25, QWEN3])
+def test_a_developer_is_the_system_where_the_template_knows_no_developer(
+    tokenizer_dir, tmp_path, template
+):
+    renderer, _ = with_template(tokenizer_dir, tmp_path, template)
+    developer = {**SYSTEM, "role": "developer"}
+
+    assert renderer.text([developer, QUESTION]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 1 = ?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert renderer.continuation([developer, WRONG]) == renderer.continuation([SYSTEM, WRONG])
+    spoken = template.replace("{%- for", "{#- system, developer and user #}{%- for", 1)
+    renderer, _ = with_template(tokenizer_dir, tmp_path, spoken)
+    with pytest.raises(ValueError, match=r"leaves out \(role developer\)"):
+        renderer.text([developer, QUESTION])
+
+
+@pytest.mark.parametrize(
+    ("messages", "sampled", "begins"),
+    [
+        ([WRONG], "<|user|>", "\nNo."),
+        (TOOL, "<|observation|>", "\n<tool_response>"),
+        ([WRONG], "<|observation|>", "<|user|>\nNo."),
+        ([WRONG], "<|im_end|>", "<|user|>\nNo."),
+    ],
+)
+def test_a_role_that_the_policy_sampled_is_not_repeated(
+    tokenizer_dir, tmp_path, messages, sampled, begins
+):
+    (tmp_path / "x.jinja").write_text(GLM)
+    tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
+    roles = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": roles})
+    renderer = ChatRenderer(tokenizer, DataConfig())
+
+    written = renderer.continuation(messages, after=tokenizer.convert_tokens_to_ids(sampled))
+    assert renderer.decode(written).startswith(begins)
+    [played] = renderer.token_ids([renderer.text([QUESTION]) + "\nIt is 3." + sampled])
+    said = [QUESTION, {"role": "assistant", "content": "It is 3."}, *messages]
+    [whole] = renderer.token_ids([renderer.text(said)])
+    assert ([*played, *written] == [*whole]) == (not begins.startswith("<"))
+
+    [line] = renderer.warnings()
+    assert "ends a turn with '<|user|>'" in line
 
 
 def test_special_tokens_that_a_message_spells_out_are_left_out(tokenizer):
@@ -352,10 +418,34 @@ def test_an_end_token_that_differs_from_the_template_s_is_reported(
         ids = None if tokens is None else tokenizer.convert_tokens_to_ids(tokens)
         (folder / name).write_text(json.dumps({"eos_token_id": ids}))
 
-    lines = ChatRenderer(tokenizer, DataConfig()).end_token_warnings()
+    lines = ChatRenderer(tokenizer, DataConfig()).warnings()
 
     assert len(lines) == (problem is not None)
     assert all(re.search(problem, line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        (
+            {"temperature": 0.6, "top_k": 20, "top_p": 1.0, "do_sample": True, "eos_token_id": [1]},
+            "generation_config.json: temperature 0.6, top_k 20: not applied",
+        ),
+        ({"suppress_tokens": [7], "top_k": 1}, "suppress_tokens [7], top_k 1: not applied"),
+        ({"repetition_penalty": 1.05, "bad_words_ids": None}, "repetition_penalty 1.05: not"),
+        ({"temperature": 1.0, "repetition_penalty": 1, "max_new_tokens": 2048, "top_k": 0}, ""),
+    ],
+)
+def test_fields_of_generation_config_that_change_no_rollout_are_named(
+    tokenizer_dir, tmp_path, fields, line
+):
+    folder = shutil.copytree(tokenizer_dir, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+
+    lines = ChatRenderer(load_tokenizer(folder), DataConfig()).warnings()
+
+    assert len(lines) == bool(line)
+    assert all(line in said for said in lines)
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"eos_token_id": [[1]]}', '{"eos_token_id": "2"}'])
@@ -365,4 +455,4 @@ def test_a_file_whose_end_tokens_cannot_be_read_is_left_to_those_who_load_it(
     folder = shutil.copytree(tokenizer_dir, tmp_path / "model")
     (folder / "generation_config.json").write_text(content)
 
-    assert ChatRenderer(load_tokenizer(folder), DataConfig()).end_token_warnings() == []
+    assert ChatRenderer(load_tokenizer(folder), DataConfig()).warnings() == []

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.prompts import (
     DataError,
     load_eval_set,
@@ -20,6 +24,7 @@ from bapo_megatron.data.prompts import (
 from bapo_megatron.types import Prompt
 from tests.data.prompt_sets import make_prompt_set
 from tests.data.rows import rendered, write_jsonl
+from tests.data.test_tools import HERMES
 
 GOOD = {"prompt": "x", "answer": "1"}
 
@@ -55,6 +60,87 @@ def test_two_system_messages_are_refused(tmp_path, tokenizer):
         load_eval_set(
             DatasetConfig(path=path), ChatRenderer(tokenizer, DataConfig(system_prompt="C")), 4096
         )
+
+
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}},
+}
+
+
+def renderer_with_tools(tokenizer_dir, tmp_path, tools=None):
+    (tmp_path / "x.jinja").write_text(HERMES)
+    return ChatRenderer(load_tokenizer(tokenizer_dir, tmp_path / "x.jinja"), DataConfig(), tools)
+
+
+@pytest.mark.parametrize("tools", [[SCHEMA], json.dumps([SCHEMA])])
+def test_a_row_s_tools_are_rendered(tmp_path, tokenizer_dir, tools):
+    rows = [{**GOOD, "tools": tools}, {**GOOD, "tools": []}, GOOD]
+    path = write_jsonl(tmp_path / "a.jsonl", *rows)
+    renderer = renderer_with_tools(tokenizer_dir, tmp_path)
+
+    prompts = load_set(DatasetConfig(path=path), renderer, DataConfig()).prompts
+
+    assert prompts[0].text == (
+        f"<|im_start|>system\n# Tools\n<tools>\n{json.dumps(SCHEMA)}\n</tools><|im_end|>\n"
+        + rendered("x")
+    )
+    assert [prompt.text for prompt in prompts[1:]] == [rendered("x")] * 2
+    assert prompts[0].row == {"tools": tools}
+
+
+def test_tools_that_cannot_be_rendered_are_refused(tmp_path, tokenizer, tokenizer_dir):
+    path = write_jsonl(tmp_path / "a.jsonl", {**GOOD, "tools": [SCHEMA]})
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: .* has tools .* the chat template shows none"
+    ):
+        load_one(path, tokenizer)
+    config = RolloutConfig(tool_format="hermes", tools=(SCHEMA,))
+    renderer = renderer_with_tools(tokenizer_dir, tmp_path, config)
+    with pytest.raises(DataError, match="has tools of its own, but rollout has others"):
+        load_set(DatasetConfig(path=path), renderer, DataConfig())
+    for tools in (["add"], {"name": "add"}, "[", 3):
+        path = write_jsonl(tmp_path / "a.jsonl", {**GOOD, "tools": tools})
+        with pytest.raises(DataError, match=r"a\.jsonl:1: column 'tools' .*; correct or remove"):
+            load_set(DatasetConfig(path=path), renderer, DataConfig())
+
+
+def test_nulls_that_parquet_fills_in_are_in_neither_calls_nor_tools(tmp_path, tokenizer_dir):
+    def row(**arguments):
+        function = {"name": "add", "arguments": arguments}
+        called = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+        properties = {name: {"type": "integer"} for name in arguments}
+        tool = {"name": "add", "parameters": {"type": "object", "properties": properties}}
+        asked = [{"role": "user", "content": "?"}, called, {"role": "tool", "content": "1"}]
+        tools = [{"type": "function", "function": tool}]
+        return {"prompt": asked, "answer": "1", "tools": tools}
+
+    rows = [row(a=1), row(b=2, c=[None, 3])]
+    write_jsonl(tmp_path / "x.jsonl", *rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    renderer = renderer_with_tools(tokenizer_dir, tmp_path)
+
+    from_json, from_parquet = (
+        load_set(DatasetConfig(path=tmp_path / name), renderer, DataConfig()).prompts
+        for name in ("x.jsonl", "x.parquet")
+    )
+
+    assert [prompt.text for prompt in from_parquet] == [prompt.text for prompt in from_json]
+    assert '"arguments": {"a": 1}}' in from_parquet[0].text
+    assert '"arguments": {"b": 2, "c": [null, 3]}}' in from_parquet[1].text
+    explicit = write_jsonl(tmp_path / "y.jsonl", row(a=None))
+    [prompt] = load_set(DatasetConfig(path=explicit), renderer, DataConfig()).prompts
+    assert '"arguments": {"a": null}}' in prompt.text
+
+
+def test_a_developer_and_a_system_prompt_are_two_system_messages(tmp_path, tokenizer):
+    messages = [{"role": "developer", "content": "A"}, {"role": "user", "content": "B"}]
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": messages, "answer": "1"})
+
+    (prompt,) = load_one(path, tokenizer).prompts
+    assert prompt.text == "<|im_start|>system\nA<|im_end|>\n" + rendered("B")
+    with pytest.raises(DataError, match="has a system message of its own"):
+        load_one(path, tokenizer, system_prompt="C")
 
 
 def test_prompts_that_are_too_long_are_left_out_and_reported_once(tmp_path, load, caplog):

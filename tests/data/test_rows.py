@@ -48,7 +48,9 @@ def read(fields: dict[str, Any], **settings: Any):
     row_format = recognise(dataset, fields)
     assert row_format is not None
     row = Row("x.jsonl:0", "x.jsonl:1", fields)
-    return row_format.name, *row_format.read(row, dataset.row_columns, set(), lambda asked: asked)
+    return row_format.name, *row_format.read(
+        row, dataset.row_columns, set(), lambda asked, _: asked
+    )
 
 
 @pytest.mark.parametrize(
@@ -219,6 +221,13 @@ def test_a_field_that_cannot_be_used_is_named(fields, settings, message):
         ('["1/2", "0.5"]', '["1/2", "0.5"]'),
         (["1/2", 0.5], '["1/2", "0.5"]'),
         ("[1, 2]", "[1, 2]"),
+        ("['3']", "3"),
+        (" ['1/2', '0.5'] ", '["1/2", "0.5"]'),
+        (r"['\\frac{1}{2}']", r"\frac{1}{2}"),
+        (r"['it\'s']", "it's"),
+        (r"['\frac{1}{2}']", r"['\frac{1}{2}']"),
+        ("['3' '4']", "['3' '4']"),
+        ("['a'] or ['b']", "['a'] or ['b']"),
     ],
 )
 def test_answers_are_taken_from_their_usual_forms(value, answer):
@@ -315,7 +324,7 @@ def test_other_columns_become_json_values_and_bytes_are_left_out(tmp_path, load,
         "price": decimal.Decimal("1.50"),
         "score": float("nan"),
         "tags": ["a", None],
-        "images": [{"bytes": b"\x89PNG", "path": "a.png"}],
+        "plots": [{"bytes": b"\x89PNG", "path": "a.png"}],
     }
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
 
@@ -328,10 +337,49 @@ def test_other_columns_become_json_values_and_bytes_are_left_out(tmp_path, load,
         "price": "1.50",
         "score": None,
         "tags": ["a", None],
-        "images": [{"path": "a.png"}],
+        "plots": [{"path": "a.png"}],
     }
     json.dumps(prompt.row, allow_nan=False)
-    assert "images.bytes" in caplog.text
+    assert "plots.bytes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        ({"images": [{"bytes": b"\x89PNG", "path": None}]}, r"\[.*"),
+        ({"image": "a.png"}, "'a.png'"),
+        ({"videos": ["a.mp4"]}, r'\["a.mp4"\]'),
+        ({"system": "Be brief."}, "'Be brief.'"),
+        ({"history": [["1+0?", "1"]]}, r'\[\["1\+0\?", "1"\]\]'),
+        ({"documents": [{"title": "t", "text": "x"}]}, r"\[.*"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, r'\{"enable_thinking": false\}'),
+        ({"choices": ["two", "ten"]}, r'\["two", "ten"\]'),
+    ],
+)
+def test_a_column_that_the_model_should_see_and_does_not_is_refused(columns, shown):
+    fields = {"prompt": "<image> 1+1?", "answer": "2", **columns}
+    (name,) = columns
+    with pytest.raises(DataError, match=rf"^x\.jsonl:1: column '{name}' is not in .* see {shown};"):
+        read(fields)
+    with pytest.raises(DataError, match="name it in row_columns if only rewards"):
+        read(fields, row_columns=())
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"images": [], "system": "", "history": None, "audio": {"bytes": None, "path": None}},
+        {"choices": ["1", "3"], "options": {"A": "Yes"}, "system": "Be brief."},
+    ],
+)
+def test_a_column_that_is_empty_or_in_the_prompt_is_kept(columns):
+    fields = {"prompt": "Be brief. Yes, 1 or 3?", "answer": "2", **columns}
+    assert read(fields)[3] == columns
+
+
+def test_a_column_that_only_rewards_need_is_named_in_row_columns():
+    fields = {"prompt": "1+1?", "answer": "2", "image": "python:3.12", "n": 1}
+    assert read(fields, row_columns=("image",))[3] == {"image": "python:3.12"}
 
 
 def test_only_the_columns_that_are_named_stay_in_memory(tmp_path, load):

@@ -172,10 +172,63 @@ def test_the_template_renders_the_tools(renderer: ChatRenderer) -> None:
     assert '"name": "python"' in renderer.text("1 + 1?")
 
 
-def test_a_template_without_tools_is_refused(tokenizer_dir: Path) -> None:
+XML = HERMES.replace(
+    '\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{- (call.function.arguments | tojson) + '}\\n",
+    "\\n<function=' + call.function.name + '>' }}"
+    "{%- for name, value in call.function.arguments.items() %}"
+    "{{- '\\n<parameter=' + name + '>\\n' ~ value ~ '\\n</parameter>' }}{%- endfor %}"
+    "{{- '\\n</function>\\n",
+)
+"""The structure of Qwen3.5's."""
+NO_CALLS = HERMES.replace("message.tool_calls or []", "[]")
+NO_TOOLS = HERMES.replace("tool | tojson", "'a tool'")
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_format", "problem"),
+    [
+        (
+            HERMES,
+            "llama3",
+            r"must read the calls .* got llama3 for '<tool_call>.* set it to hermes$",
+        ),
+        (LLAMA3, "hermes", r"got hermes for '<\|python_tag\|>.*; set it to llama3$"),
+        (XML, "hermes", r"<function=probe_.*; none of hermes, llama3 does$"),
+        (XML, "llama3", r"<function=probe_.*; none of hermes, llama3 does$"),
+        (NO_CALLS, "hermes", r"with a tool call has messages that the chat template leaves out"),
+        (NO_TOOLS, "hermes", "must be none with a chat template that does not show tools"),
+        (
+            "{% if messages[1] %}{{ raise_exception('one turn') }}{% endif %}{{ tools }}" + HERMES,
+            "hermes",
+            r"a conversation with a tool call is refused by the chat template \(one turn\); set",
+        ),
+    ],
+)
+def test_a_format_that_the_template_does_not_write_is_refused(
+    tokenizer_dir: Path, tmp_path: Path, template: str, tool_format: str, problem: str
+) -> None:
+    (tmp_path / "x.jinja").write_text(template)
+    tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
+    tokenizer.add_special_tokens({"additional_special_tokens": ADDED["llama3"][0]})
+    config = RolloutConfig(tool_format=tool_format, tools=(SCHEMA,))
+    with pytest.raises(ValueError, match=rf"^rollout\.tool_format: .*{problem}"):
+        ChatRenderer(tokenizer, DataConfig(), config)
+
+
+@pytest.mark.parametrize("opening", ["<think>\\n", "<think>\\n\\n</think>\\n\\n"])
+def test_a_generation_prompt_that_no_earlier_turn_has_hides_no_call(
+    tokenizer_dir: Path, tmp_path: Path, opening: str
+) -> None:
+    before, end = "assistant\\n", "' }}{%- endif %}"
+    template = HERMES.replace(before + end, before + opening + end)
+    assert opening in template
+    (tmp_path / "x.jinja").write_text(template)
     config = RolloutConfig(tool_format="hermes", tools=(SCHEMA,))
-    with pytest.raises(ValueError, match="must be none with a chat template that does not mention"):
-        ChatRenderer(load_tokenizer(tokenizer_dir), DataConfig(), config)
+    renderer = ChatRenderer(
+        load_tokenizer(tokenizer_dir, tmp_path / "x.jinja"), DataConfig(), config
+    )
+    assert renderer.calls(tokens(renderer, f"<tool_call>{ONE}</tool_call>")) == (RUN,)
 
 
 def test_tools_need_a_format_and_names() -> None:
@@ -208,6 +261,12 @@ def test_messages_of_openai_s_form_become_those_of_templates() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     answer = {"role": "tool", "content": parts, "tool_call_id": "c1"}
     assert checked_message(answer) == {"role": "tool", "content": "ab", "tool_call_id": "c1"}
+    legacy = {"role": "assistant", "content": None, "function_call": function}
+    assert checked_message(legacy)["tool_calls"][0]["function"]["arguments"] == {"code": "1"}
+    thought = {"role": "assistant", "content": "2", "reasoning_content": "1 + 1", "weight": 0}
+    assert checked_message(thought) == {k: thought[k] for k in thought if k != "weight"}
+    with pytest.raises(ValueError, match="must hold messages of text alone, got one with images"):
+        checked_message({"role": "user", "content": "?", "images": ["a.png"], "tools": None})
     for wrong in ({"role": "user"}, {"role": "user", "content": [{"type": "image"}]}, "x"):
         with pytest.raises(ValueError, match="must hold messages with role and content"):
             checked_message(wrong)
