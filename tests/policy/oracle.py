@@ -16,6 +16,7 @@ from tests.policy.tiny_models import model_class, reference_gradients, reference
 from tests.tolerances import HEADROOM, assert_within
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.policy.tiny_models import Problem
@@ -101,9 +102,15 @@ class Oracle:
         self, problems: list[Problem]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """In float64 and in float32."""
+        return self.both(lambda model: reference_gradients(model, problems))
+
+    def both(
+        self, compute: Callable[[Any], dict[str, Tensor]]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What ``compute`` returns for the model in float64 and for the one in float32."""
         with self._mode:
-            exact = reference_gradients(self._exact, problems)
-        return exact, reference_gradients(self.float32, problems)
+            exact = compute(self._exact)
+        return exact, compute(self.float32)
 
 
 class _Float64(TorchFunctionMode):
