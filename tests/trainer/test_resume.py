@@ -313,3 +313,16 @@ def test_a_run_whose_latest_is_gone_continues_from_its_newest_checkpoint(
     assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == list(range(1, 14))
     names = sorted(path.name for path in root.iterdir())
     assert names == ["best", "latest", "step_10", "step_12", "step_13"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("steps", [12, 11])
+def test_a_finished_run_says_that_no_step_is_left(
+    copied: tuple[list[str], Path], steps: int
+) -> None:
+    arguments, run_dir = copied
+    result = run([*arguments, f"run_dir={run_dir}", f"train.steps={steps}", "--resume"])
+    assert result.returncode == 0, result.stderr
+    line = f"resumed from {run_dir}/checkpoints/step_12: 12 steps done; train.steps is {steps}"
+    assert f"{line}: none is left, raise it to train on\n" in result.stderr
+    assert len(read_metrics(run_dir / "metrics.jsonl")) == 12
