@@ -4,7 +4,7 @@
 here, in microseconds; everything else is compared symbolically by math-verify (``math_symbolic``).
 """
 
-import json
+import ast
 import re
 from enum import StrEnum
 from fractions import Fraction
@@ -13,21 +13,22 @@ from typing import NamedTuple
 
 from bapo_megatron.reward.base import Score
 from bapo_megatron.reward.extraction import ExtractedAnswer, extract_answer
+from bapo_megatron.reward.math_structures import nesting
 from bapo_megatron.reward.math_symbolic import (
     MAX_NESTING,
     TooLargeError,
     are_letters,
     contradicts_itself,
     is_equal_symbolically,
-    nesting,
 )
 from bapo_megatron.reward.math_text import (
     Quantity,
     are_same_choices,
+    are_same_units,
     as_number,
     canonical,
-    choice_letter,
-    option,
+    choice,
+    flips,
     quantity,
     words,
 )
@@ -50,6 +51,10 @@ _FILLERS = re.compile(
 _MAX_ANSWER = 1000
 """Characters; nobody's answer is longer, and symbolic comparison grows faster than its input."""
 _MAX_REPORTED = 200
+_LIST = re.compile(r"[\[(]\s*['\"]")
+_SINGLE_BACKSLASH = re.compile(r"(?<!\\)\\(?=[A-Za-z])")
+_SAME_IN_WORDS = re.compile(r"(?<=\d) \([a-z][a-z -]+\)$")
+_MARKED = re.compile(r"boxed\s*\{|</answer>|####")
 _DECIMALS = 6
 _RELATIVE_TOLERANCE = Fraction(1, 10_000)
 
@@ -116,16 +121,16 @@ def grade_math_answer(response: str, answer: str) -> Score:
     )
 
 
-def _accepted(answer: str) -> list[str]:
-    """The alternatives of a JSON list of texts, else the answer itself."""
-    if answer.startswith('["'):
-        try:
-            values = json.loads(answer)
-        except json.JSONDecodeError:
-            return [answer]
-        if all(isinstance(value, str) for value in values):
-            return list(values)
-    return [answer]
+def accepted_answers(answer: str) -> list[str]:
+    """Return the texts of a list, as JSON or Python spells it, else the answer itself."""
+    if not _LIST.match(answer):
+        return [answer]
+    try:
+        values = ast.literal_eval(_SINGLE_BACKSLASH.sub(r"\\\\", answer))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return [answer]
+    is_list = isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
+    return list(values) if is_list else [answer]
 
 
 def _judge(extracted: ExtractedAnswer, answer: str) -> Reason:
@@ -134,7 +139,7 @@ def _judge(extracted: ExtractedAnswer, answer: str) -> Reason:
     candidates = [extracted.text] if extracted.boxed else _sentence_answers(extracted.text)
     reasons = []
     for candidate in candidates:
-        for accepted in _accepted(answer):
+        for accepted in accepted_answers(answer):
             reason = _compare(candidate, accepted)
             if reason.is_right:
                 return reason
@@ -177,8 +182,10 @@ def _compare(pred_text: str, gold_text: str) -> Reason:
         return Reason.DIFFERENT
     if max(nesting(pred.text), nesting(gold.text)) > MAX_NESTING:
         return Reason.TOO_LARGE
-    if (reason := _compare_letters(pred.text, gold.text)) is not None:
+    if (reason := _compare_letters(pred, gold)) is not None:
         return reason
+    if flips(pred.text) != flips(gold.text):
+        return Reason.DIFFERENT
     try:
         if contradicts_itself(pred.text):
             return Reason.DIFFERENT
@@ -193,22 +200,31 @@ class _Answer(NamedTuple):
     parts: Quantity
     numbers: str = ""
     """``r`` or ``i`` where a letter is said to be any real number or integer."""
+    letter: str = ""
+    """Of a choice, whose text may follow."""
+    rest: str = ""
+    """What follows the letter, or all of the text."""
 
 
 def _read(text: str) -> _Answer:
     text = canonical(text)
     if len(text) > _MAX_ANSWER or nesting(text) > MAX_NESTING:
-        return _Answer(text, Quantity(text))
+        return _Answer(text, Quantity(text), rest=text)
     text, numbers = _without_qualifier(text)
     if (approximate := _APPROXIMATE.fullmatch(text)) is not None:
         exact, rounded = approximate.groups()
         is_value = _NAME.fullmatch(exact) is None and not contradicts_itself(f"x={exact}={rounded}")
         text = exact if is_value else f"{exact}={rounded}"
-    return _Answer(text, quantity(option(text)[1]), numbers)
+    letter, rest = choice(text)
+    return _Answer(text, quantity(rest or text), numbers, letter, rest)
 
 
-_reference = lru_cache(maxsize=256)(_read)
-"""Reads a reference; all responses of a group share it."""
+@lru_cache(maxsize=256)
+def _reference(text: str) -> _Answer:
+    """Read a reference; all responses of a group share it."""
+    if len(_MARKED.findall(text)) == 1 and (marked := extract_answer(text)) is not None:
+        text = marked.text
+    return _read(_SAME_IN_WORDS.sub("", text))
 
 
 def _without_qualifier(text: str) -> tuple[str, str]:
@@ -225,32 +241,37 @@ def _without_qualifier(text: str) -> tuple[str, str]:
     return match["value"], {"R": "r", "Z": "i"}.get(match["set"] or "", (match["kind"] or "")[:1])
 
 
-def _compare_letters(pred: str, gold: str) -> Reason | None:
+def _compare_letters(pred: _Answer, gold: _Answer) -> Reason | None:
     """Compare choices and words; None where the answers are neither."""
-    gold_letter = choice_letter(gold)
-    pred_letter = choice_letter(pred) or option(pred)[0]
-    if gold_letter and pred_letter:
-        return Reason.EQUAL_TEXT if gold_letter == pred_letter else Reason.DIFFERENT
-    if len(gold) == len(pred) == 1 and (gold + pred).isalpha():
+    if gold.letter and pred.letter:
+        if gold.letter != pred.letter:
+            return Reason.DIFFERENT
+        if not (gold.rest and pred.rest):
+            return Reason.EQUAL_TEXT
+    if len(gold.text) == len(pred.text) == 1 and (gold.text + pred.text).isalpha():
         return Reason.DIFFERENT  # math-verify takes E for e
-    if are_same_choices(pred, gold):
+    if are_same_choices(pred.text, gold.text):
         return Reason.EQUAL_TEXT
-    gold_words, pred_words = words(gold), words(pred)
+    pred_text, gold_text = pred.rest or pred.text, gold.rest or gold.text
+    gold_words, pred_words = words(gold_text), words(pred_text)
     if gold_words is None or pred_words is None:
         return None
     if gold_words == pred_words and (len(gold_words) > 2 or gold_words == "no"):
         return Reason.EQUAL_TEXT
-    if are_letters(gold) or are_letters(pred) or " " in gold_words + pred_words:
+    if are_letters(gold_text) or are_letters(pred_text) or " " in gold_words + pred_words:
         # Letters side by side would be a product to the parser, in which "on" is "no".
         return Reason.DIFFERENT
     return None
 
 
 def _compare_quantities(pred: Quantity, gold: Quantity) -> Reason:
+    if pred.words and gold.words and pred.words != gold.words:
+        return Reason.DIFFERENT
     units = {pred.unit, gold.unit}
     if units == {"degree", "radian"}:
         return _compare_values(_in_radians(pred), _in_radians(gold))
-    if len(units) == 2 and "" not in units:
+    sayings = {(bool(part.unit), bool(part.words)) for part in (pred, gold)}
+    if sayings == {(True, False), (False, True)} or not are_same_units(pred.unit, gold.unit):
         return Reason.UNIT_DIFFERS
     if len(units) == 2 and "%" in units:
         return _compare_percentages(pred, gold)

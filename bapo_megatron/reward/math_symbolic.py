@@ -35,8 +35,22 @@ from bapo_megatron.reward.math_relations import (
     is_answer,
     relations_of,
 )
+from bapo_megatron.reward.math_structures import (
+    beside,
+    cases,
+    kind_of,
+    nesting,
+    spelled_out,
+    split,
+)
 from bapo_megatron.reward.math_text import OF_AN_ANGLE, as_number
-from bapo_megatron.reward.math_values import differ, is_affordable, is_infinite, is_undefined
+from bapo_megatron.reward.math_values import (
+    differ,
+    evaluated,
+    is_affordable,
+    is_infinite,
+    is_undefined,
+)
 
 # It warns that its own time limits are off, which is intended: the worker's limits apply.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -49,7 +63,6 @@ _NORMALIZATION = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
 )
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
-_OPEN, _CLOSE = "([{", ")]}"
 _VARIABLES = frozenset("abcxyzmnpqrk")
 """Letters that stand side by side as a product; other words are words."""
 _MAX_PRODUCT = 3
@@ -75,7 +88,7 @@ _MISREAD = re.compile(
 hexadecimal number, a binomial of negative numbers.
 """
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\{?\s*\\(?:circ|degree)\s*\}?")
-_TRANSPOSED = re.compile(r"(?<![A-Za-z\\])([A-Z])\^\{?\s*(?:T|\\top)(?![A-Za-z])\s*\}?")
+_TRANSPOSED = re.compile(r"(?<![A-Za-z\\])([A-Z])\^(?:T|\{\s*(?:T|\\top)\s*\}|\\top(?![A-Za-z]))")
 _PRIMED_NUMBER = re.compile(r"(?<![\w{.,])\d[\d.,]*'+")
 _THOUSANDS = re.compile(r"(?<==)\s*[1-9]\d{0,2}(?:,\d{3})+$")
 _CLOCK = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)")
@@ -85,6 +98,17 @@ _ARITHMETIC = re.compile(
 _SEPARATOR = re.compile(
     r",?\s*(?:\\text\{\s*(?:and|or|和|或)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[和或])\s*"
 )
+_OR, _AND = (
+    re.compile(
+        rf",?\s*(?:\\text\{{,?\s*(?:{words})\s*\}}|\\(?:{signs})(?![A-Za-z])"
+        rf"|(?<![A-Za-z\\])(?:{words})(?![A-Za-z]))\s*"
+    )
+    for words, signs in (("or|或", "lor|vee"), ("and|且|和", "land|wedge"))
+)
+_JOINED = re.compile(f"{_OR.pattern}|{_AND.pattern}")
+_INEQUALITY = re.compile(r"[<>]|\\(?:infty|[lg]eq?(?:slant)?|[lg]t|neq?)(?![A-Za-z])")
+_OTHERWISE = re.compile(r"(?:\\text\{\s*)?(?:otherwise|else|elsewhere|其他)\s*\}?")
+_SAYS_NOTHING = (sympy.S.EmptySet, sympy.S.Reals, sympy.S.UniversalSet)
 _SIGN = re.compile(r"\\(pm|mp)(?![A-Za-z])")
 _MAX_SIGNS = 3
 _BUILDER = re.compile(
@@ -110,6 +134,13 @@ def is_equal_symbolically(pred: str, gold: str) -> bool:
         _NUMBERS_SIDE_BY_SIDE.search(text) or _MISREAD.search(text) for text in (pred, gold)
     ):
         return False  # other letters; and the parser would add the numbers
+    pred, gold = spelled_out(pred), spelled_out(gold)
+    pred, gold = beside(pred, gold), beside(gold, pred)
+    is_equal = _compare_structures(pred, gold)
+    return _is_equal_formula(pred, gold) if is_equal is None else is_equal
+
+
+def _is_equal_formula(pred: str, gold: str) -> bool:
     pred, gold = (_signed(_SEPARATOR.sub(",", text)) for text in (pred, gold))
     if r"\equiv" in pred + gold:
         return (classes := _residues(pred)) is not None and classes == _residues(gold)
@@ -134,11 +165,83 @@ def is_equal_symbolically(pred: str, gold: str) -> bool:
     if not (is_affordable(left) and is_affordable(right)):
         raise TooLargeError("the numbers are too large")
     if any(
-        len(_split(text)) > 1 and isinstance(other, sympy.Expr)
+        len(split(text)) > 1 and isinstance(other, sympy.Expr)
         for text, other in ((pred, right), (gold, left))
     ):
         return False  # several values are not one, as 5,5 would be
     return _is_same(left, right)
+
+
+def _compare_structures(pred: str, gold: str) -> bool | None:
+    """Compare cases and joined inequalities; None where the answers are neither."""
+    if pred == gold:
+        return True
+    pred_cases, gold_cases = cases(pred), cases(gold)
+    if pred_cases is not None and gold_cases is not None:
+        names = {pred_cases[0], gold_cases[0]} - {""}
+        return len(names) < 2 and _are_equal_cases(pred_cases[1], gold_cases[1])
+    if any(_INEQUALITY.search(text) and _JOINED.search(text) for text in (pred, gold)):
+        pred_region, gold_region = _region(pred), _region(gold)
+        if pred_region is not None and gold_region is not None:
+            (numbers, letters), (gold_numbers, gold_letters) = pred_region, gold_region
+            is_same_letter = letters == gold_letters or not (letters and gold_letters)
+            return is_same_letter and _is_same(numbers, gold_numbers)
+    if any(
+        _OR.search(one) and kind_of(two) == "tuple" for one, two in ((pred, gold), (gold, pred))
+    ):
+        return False  # "1 or 2" is no point
+    return None
+
+
+def _are_equal_cases(pred: Sequence[tuple[str, str]], gold: Sequence[tuple[str, str]]) -> bool:
+    """Whether the same values stand under the same conditions, in any order."""
+
+    def is_same(*pair: tuple[str, str]) -> bool:
+        (value, condition), (other_value, other_condition) = pair
+        if _OTHERWISE.fullmatch(condition) is None is _OTHERWISE.fullmatch(other_condition):
+            is_same_condition = _is_same_text(condition, other_condition)
+        else:
+            is_same_condition = condition == other_condition or any(
+                map(_cover_the_line, (pred, gold))
+            )
+        return is_same_condition and _is_same_text(value, other_value)
+
+    return are_matched(pred, gold, is_same)
+
+
+def _cover_the_line(pairs: Sequence[tuple[str, str]]) -> bool:
+    regions = [_real_numbers(_parse(condition)) for _, condition in pairs]
+    return None not in regions and sympy.Union(*regions) == sympy.S.Reals
+
+
+def _is_same_text(one: str, other: str) -> bool:
+    return one == other or is_equal_symbolically(one, other)
+
+
+def _region(text: str) -> tuple[sympy.Set, set[Any]] | None:
+    """The numbers that inequalities joined by words allow, and their letter; else None."""
+    text = builder[2] if (builder := _BUILDER.fullmatch(text)) else text
+    ways = [_AND.split(way) for way in _OR.split(text)]
+    parsed = [[_parse(part) for part in way] for way in ways]
+    sets = [[_real_numbers(part) for part in way] for way in parsed]
+    if any(None in way for way in sets):
+        return None
+    letters = {letter for way in parsed for part in way for letter in part.free_symbols}
+    region = sympy.Union(*(sympy.Intersection(*way) for way in sets))
+    return None if len(letters) > 1 or region in _SAYS_NOTHING else (region, letters)
+
+
+def _real_numbers(expression: Any) -> Any:
+    """The set that an inequality or an element of a set describes, or the set itself; else None."""
+    if isinstance(expression, sympy.Eq) and isinstance(expression.rhs, sympy.Set):
+        return expression.rhs
+    if isinstance(expression, sympy.Set) or relations_of(expression) is None:
+        return expression if isinstance(expression, sympy.Set) else None
+    names = {call: sympy.Symbol(str(call), real=True) for call in expression.atoms(AppliedUndef)}
+    try:
+        return expression.xreplace(names).as_set()
+    except (NotImplementedError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _signed(text: str) -> str:
@@ -146,11 +249,11 @@ def _signed(text: str) -> str:
     if _SIGN.search(text) is None:
         return text
     head, equals, last = "", "", text
-    if len(_split(text)) == 1 and r"\equiv" not in text:
+    if len(split(text)) == 1 and r"\equiv" not in text:
         head, equals, last = text.rpartition("=")
     values = ",".join(
         value
-        for part in _split(last.removeprefix(r"\{").removesuffix(r"\}"))
+        for part in split(last.removeprefix(r"\{").removesuffix(r"\}"))
         for value in _both(part)
     )
     return values if last is text else rf"{head}{equals}\{{{values}\}}"
@@ -159,7 +262,9 @@ def _signed(text: str) -> str:
 def _both(part: str) -> list[str]:
     first, *rest = _SIGN.split(part)
     signs, texts = rest[::2], rest[1::2]
-    if len(signs) > _MAX_SIGNS or (_kind(part) == "tuple" and len(signs) > 1 and "mp" not in signs):
+    if len(signs) > _MAX_SIGNS or (
+        kind_of(part) == "tuple" and len(signs) > 1 and "mp" not in signs
+    ):
         return [part]  # whether a point's signs are tied is not known
     choices = list(itertools.product("+-", repeat=len(signs)))
     if "mp" in signs:
@@ -204,8 +309,15 @@ def _is_same(pred: Any, gold: Any) -> bool:
         return is_equation and is_answer(pred_chain) and _is_same(pred_chain[-1].rhs, gold)
     if gold_chain:
         return _is_solution(pred, gold, gold_chain)
-    are_sets = isinstance(pred, sympy.FiniteSet) and isinstance(gold, sympy.FiniteSet)
-    if are_sets and any(relations_of(part) for part in (*pred.args, *gold.args)):
+    are_sets = [isinstance(part, sympy.FiniteSet) for part in (pred, gold)]
+    if are_sets[0] != are_sets[1] and any(
+        isinstance(part, sympy.Interval | sympy.Tuple) for part in (pred, gold)
+    ):
+        return False  # the members of a set are no ends
+    if all(are_sets) and any(
+        relations_of(part) or isinstance(part, sympy.MatrixBase)
+        for part in (*pred.args, *gold.args)
+    ):
         return are_matched(pred.args, gold.args, _is_same)
     if not all(isinstance(part, sympy.Basic | sympy.MatrixBase) for part in (pred, gold)):
         return False
@@ -242,12 +354,8 @@ def _is_solution(pred: Any, gold: Any, chain: Sequence[Relational]) -> bool:
         return True
     if not isinstance(pred, sympy.Set) or not all(part.free_symbols for part in chain):
         return False
-    names = {call: sympy.Symbol(str(call), real=True) for call in gold.atoms(AppliedUndef)}
-    try:
-        solutions = gold.xreplace(names).as_set()
-    except (NotImplementedError, TypeError, ValueError, AttributeError):
-        return False
-    says_nothing = solutions in (sympy.S.EmptySet, sympy.S.Reals, sympy.S.UniversalSet)
+    solutions = _real_numbers(gold)
+    says_nothing = solutions is None or solutions in _SAYS_NOTHING
     return not says_nothing and _is_same(pred, solutions)
 
 
@@ -256,8 +364,8 @@ def contradicts_itself(answer: str) -> bool:
 
     Only plain arithmetic is evaluated; decimals are taken as rounded to their last place.
     """
-    for part in _split(answer):
-        sides = _split(part, "=")
+    for part in split(answer):
+        sides = split(part, "=")
         if len(sides) < 3:
             continue
         values = [value for side in sides if (value := _arithmetic_value(side)) is not None]
@@ -301,27 +409,16 @@ def _differ_in_primes(pred: str, gold: str) -> bool:
     return any(letter in both for letter, _ in one ^ other)
 
 
-def nesting(text: str) -> int:
-    """Return the greatest depth of brackets; brackets that close nothing count too."""
-    depths = [0, *_depths(text)]
-    return max(depths) - min(depths)
-
-
-def _depths(text: str) -> list[int]:
-    """How many brackets are open behind each character."""
-    return list(itertools.accumulate((char in _OPEN) - (char in _CLOSE) for char in text))
-
-
 def _aligned(pred: str, gold: str) -> tuple[str, str] | None:
     """Both in the same form of collection; None where these cannot be equal."""
     if (bases := _in_bases(pred, gold)) is not None:
         return bases
-    pred_kind, gold_kind = _kind(pred), _kind(gold)
+    pred_kind, gold_kind = kind_of(pred), kind_of(gold)
     kinds = {pred_kind, gold_kind}
     nested = [_NESTED_SETS.search(text) is not None for text in (pred, gold)]
     if kinds == {"set", "tuple"} or nested[0] != nested[1]:
         return None
-    if kinds == {"list"} and len(_split(pred)) != len(_split(gold)):
+    if kinds == {"list"} and len(split(pred)) != len(split(gold)):
         return None
     if kinds == {"list"} and _assigns_several(pred) != _assigns_several(gold):
         return _bracketed(pred, "tuple"), _bracketed(gold, "tuple")
@@ -354,43 +451,15 @@ def _in_base(numeral: re.Match[str]) -> str:
     return rf"X_{{{digits}in{base}}}"
 
 
-def _kind(text: str) -> str:
-    """``set``, ``tuple`` (intervals and points), ``list`` (without brackets) or ``single``."""
-    if len(_split(text)) > 1:
-        return "list"
-    depths = _depths(text)
-    if depths[-1:] != [0] or 0 in depths[1:-1]:
-        return "single"  # the brackets do not enclose all of it
-    if text.startswith(r"\{") and text.endswith(r"\}"):
-        return "set"
-    is_bracketed = text[0] in "([" and text[-1] in ")]"
-    return "tuple" if is_bracketed and len(_split(text[1:-1])) > 1 else "single"
-
-
-def _split(text: str, marks: str = ",;") -> list[str]:
-    """The parts between commas and semicolons outside of brackets; thousands stay whole."""
-    parts, start = [], 0
-    for position, depth in enumerate(_depths(text)):
-        if depth == 0 and text[position] in marks and not _is_thousands(text, position):
-            parts.append(text[start:position])
-            start = position + 1
-    return [*parts, text[start:]]
-
-
-def _is_thousands(text: str, comma: int) -> bool:
-    before = re.search(r"(?<![\d.])[1-9]\d{0,2}(?:,\d{3})*$", text[:comma])
-    return bool(before and re.match(r",\d{3}(?!\d)", text[comma:]))
-
-
 def _assigns_several(text: str) -> bool:
     """Whether a list names each value, as in ``x=1,y=2``, so that its order matters."""
-    names = [match[1] for part in _split(text) if (match := _ASSIGNMENT.fullmatch(part))]
-    return len(set(names)) == len(_split(text))
+    names = [match[1] for part in split(text) if (match := _ASSIGNMENT.fullmatch(part))]
+    return len(set(names)) == len(split(text))
 
 
 def _bracketed(text: str, kind: str) -> str:
     """A list as the set or point that it is compared with."""
-    parts = _split(text)
+    parts = split(text)
     assignments = [_ASSIGNMENT.fullmatch(part) for part in parts]
     if all(assignments):
         pairs = [(match[1], match[2]) for match in assignments if match]
@@ -437,10 +506,11 @@ def _improper(mixed: re.Match[str]) -> str:
 
 
 def _convert(latex: str) -> Any:
-    return latex2sympy(
+    expression = latex2sympy(
         latex,
         is_real=not should_treat_as_complex(latex),
         convert_degrees=False,
         normalization_config=None,
         conversion_config=_CONVERSION,
     )
+    return evaluated(expression) if "matrix}" in latex else expression

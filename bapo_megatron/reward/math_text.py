@@ -3,8 +3,9 @@
 Nothing here evaluates anything. Whatever is rewritten keeps its value; where that is not sure, the
 text is left as it is, and the comparison decides.
 
-Units are compared, never converted. A word that is no known unit ("apples") is no unit that could
-differ; words that belong to mathematics or to a sentence are refused, so that "5 or 6" is not 5.
+Units are compared, never converted. Other words behind a value ("apples", "north") may be missing
+on one side, but not differ; words that belong to mathematics or to a sentence are refused, so that
+"5 or 6" is not 5.
 """
 
 import re
@@ -12,11 +13,12 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_PLAIN_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?", re.ASCII)
 _COMMANDS = {
     "×": "times", "±": "pm", "π": "pi", "∞": "infty", "≤": "le", "≥": "ge", "≠": "ne", "∪": "cup",
     "∩": "cap", "∅": "emptyset", "∈": "in", "√": "sqrt", "≈": "approx", "≡": "equiv", "·": "cdot",
-    "⋅": "cdot",
+    "⋅": "cdot", "∠": "angle", "∛": "sqrt[3]", "ℕ": "mathbb{N}", "ℤ": "mathbb{Z}",
+    "ℚ": "mathbb{Q}", "ℝ": "mathbb{R}", "ℂ": "mathbb{C}",
 }  # fmt: skip
 _SYMBOLS = str.maketrans(
     {
@@ -25,29 +27,35 @@ _SYMBOLS = str.maketrans(
         **dict.fromkeys("÷∕⁄", "/"),
         **dict.fromkeys("°º", r"^\circ "),
         **{sign: rf"\{command} " for sign, command in _COMMANDS.items()},
-        **{
-            sign: rf"\frac{{{top}}}{{{bottom}}}"
-            for sign, top, bottom in ("½12", "⅓13", "⅔23", "¼14", "¾34")
-        },
-        **{"、": ",", "。": ".", "￥": "¥"},
+        **{"、": ",", "。": ".", "￥": "¥", "’": "'", "′": "'"},
     }
 )
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
-_ROOT = re.compile(r"\\sqrt\s+(\d+|[A-Za-z])")
+_SCRIPTS = {"<super>": "^{%s}\1", "<sub>": "_{%s}\2", "<fraction>": "\\frac{%s}"}
+"""Forms of characters that Unicode knows; the last character marks where a script may go on."""
+_BRACKETED = r"\((?:[^()]|\([^()]*\))*\)"
+_GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+_ROOT = re.compile(rf"\\sqrt(\[3\])?(?: (\d+|[A-Za-z](?![A-Za-z]))| ?({_BRACKETED}))")
 _LATEX_SPACE = re.compile(r"(?<!\\)\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|~")
 _NEGATIVE_SPACE = re.compile(r"\s*(?<!\\)\\!\s*")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _SIZING = re.compile(
-    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|bf|rm|it|bm|boldsymbol|underline)(?![A-Za-z])"
+    r"\\(?:left|right|[bB]igg?[lr]?|(?:display|text|script|scriptscript)style|bf|rm|it|bm|boldsymbol"
+    r"|underline|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])"
 )
-_FRACTION = re.compile(r"\\[dtc](frac|binom)(?![A-Za-z])")
+_FRACTION = re.compile(r"\\(?:[dtc]|nice|s)(frac|binom)(?![A-Za-z])")
+_PART = rf"((?:[^{{}}=<>,]|{_GROUP})*)"
+_OVER = re.compile(rf"\{{{_PART}\\over(?![A-Za-z]){_PART}\}}")
 _ARGUMENT = r"(\d|[A-Za-z]|\\(?:pi|alpha|beta|theta)(?![A-Za-z])|\{[^{}]*\})"
 _BRACELESS = re.compile(
     rf"\\(frac|binom)\s*{_ARGUMENT}\s*{_ARGUMENT}"
     r"|\\(overline|math(?:bb|bf)|sqrt\[\w+\])\s*(\d+|[A-Za-z])"
 )
 """TeX takes one digit or letter where there are no braces: ``\\frac13`` is 1/3."""
+_SCRIPT = re.compile(
+    rf"([\^_]|\\sqrt(?=\\))\s*(\\(?:frac|binom){_GROUP}{_GROUP}|\\sqrt(?:\[\w+\])?(?:{_GROUP}|\d)"
+    rf"|\\text{_GROUP})"
+)
+"""A command without braces around it and its arguments: ``x^\\frac{1}{2}``."""
 _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|textnormal|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox"
     r"|operatorname)\s*\{([^{}]*)\}"
@@ -65,7 +73,50 @@ _FUNCTIONS = {
 _NAMES = "|".join(_FUNCTIONS)
 _FUNCTION = re.compile(rf"\\text\{{\s*({_NAMES})\s*\}}(?=\s*[\w\\({{|^])|\\({_NAMES})(?![A-Za-z])")
 """A function in upright text, which has an argument, or as a command, also of Russian schools."""
-_UPRIGHT = re.compile(r"(?<=[A-Za-z])(?=\\text\{[ei]\})|\\text\{([ei])\}")
+_UPRIGHT = re.compile(r"(?<=[A-Za-z])(?=\\text\{[eijk]\})|\\text\{([eijk]|\d+)\}")
+_SAME = {
+    "varnothing": r"\emptyset", "colon": ":", "degree": r"^\circ", "textdegree": r"^\circ",
+    "lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")",
+    "thinspace": " ",
+}  # fmt: skip
+_SAME_COMMAND = re.compile(rf"(\^\{{?)?\\({'|'.join(_SAME)})(?![A-Za-z])(?(1)\}}?)")
+_TYPED = re.compile(
+    r"(?<![A-Za-z\\])(?<!\\text\{)(pi(?![A-Za-z])|(?:sqrt|sin|cos|tan|ln|log|exp)(?=[({\d]))"
+)
+"""A command as programs spell it: ``2pi``, ``sqrt(3)/2``."""
+_TYPED_POWER = re.compile(rf"\*\*\s*(-?(?:\d+|[A-Za-z])|{_BRACKETED})")
+_OPERATOR = re.compile(r"(?:^|(?<=[_{]))\\(max|min|sup|inf|dim|deg|det)(?![A-Za-z])(?=.*=)")
+_GROUPS = re.compile(r"(?<![\w'.])\d{1,3}(?:(?:'\d{3})+|(?:\\?_\d{3}){2,})(?![\w'])")
+_ORDINAL = re.compile(
+    r"\^\{\\text\{ ?(?:st|nd|rd|th) ?\}\}|(?<![\w.}])(?=\d+(?:\^\{)?(?:st|nd|rd|th)\b)"
+    r"(\d*(?:1[123]|1(?=\W*st)|2(?=\W*nd)|3(?=\W*rd)|[04-9](?=\W*th)))(\^\{)?[a-z]{2}(?(2)\})"
+)
+_LABEL = re.compile(
+    r"^(?P<text>\\text\{\s*)?(?:(?:so|thus|hence|therefore)\b[\s,:]*)?"
+    r"(?:(?:(?:the|my|our|final|correct|right)\s+)*(?:ans(?:wer)?|solution|result|答案)"
+    r"(?:\s*(?:is|are)\b[\s:=]*|\**\s*[:=.]\s*\**\s*))?",
+    re.IGNORECASE,
+)
+"""What says only that the answer follows."""
+_NAMED = re.compile(r"\\text\{\s*([^{}]*?)\s*(?:[:=]|\b(?:is|equals))\s*\}\s*(?=[^\s},;])")
+_FLIP = re.compile(
+    r"\b(?:not|no|never|neither|nor|none|without|negative|wrong|incorrect|cannot"
+    r"|non(?!ag|e\b)[a-z-]+|[a-z]+n't)\b",
+    re.IGNORECASE,
+)
+"""A word that says the contrary of what stands beside it."""
+_CONDITION = re.compile(r"^\\text\{ ?(if|when|unless|at most|at least)\b")
+_MARKED_DIGITS = re.compile(
+    r"(?<=[.\d])\\(?:overline|bar|dot|widehat|overset\{\.\})\s*\{?(\d+)\}?"
+    r"(?:(\d*)\\dot\s*\{?(\d)\}?)?"
+)
+_ELLIPSIS = r"(?:\.\.\.|\\[lc]?dots)"
+_REPEATING = re.compile(
+    rf"(?<![\d.,])(?P<whole>\d{{0,30}})\.(?:(?P<fixed>\d{{0,30}})"
+    rf"(?:\\overline\{{(?P<marked>\d{{1,30}})\}}{_ELLIPSIS}?|\((?P<bracketed>\d{{1,30}})\)(?=$|%|\\text))"
+    rf"|(?P<before>\d{{0,30}}?)(?P<digit>\d)(?P=digit){{2,30}}{_ELLIPSIS}"
+    rf"|(?P<digits>\d{{2,15}}?)(?P=digits){{1,15}}{_ELLIPSIS})(?!\d)"
+)
 _END_MARKS = re.compile(r"(?:[\s,;:]|\\[,;:! \\]|\\text\{[.,;]\})+$")
 _REMARK = re.compile(
     r"(?<=[\w})])\s*(?:\\text\{\s*\(([^(){}]{2,})\)\s*\}|\(\\text\{([^(){}]+)\}\))$"
@@ -76,13 +127,21 @@ _NAMED_CHOICE = re.compile(
     r"(?:\\text\{\s*)?(?:(?:option|choice|answer)s?\b|选项?|答案)[\s:]*\}?(?=\W*[A-Ja-j](?!\w))",
     re.IGNORECASE,
 )
-_NEEDLESS_SPACE = re.compile(r"(?<![\w,\\]) | (?![\w\\])|(?<=,) (?!\d)|(?<=\w) (?=\\)")
-_BRACED_COMMA = re.compile(r"\s*(?:\\text)?\{\s*,\s*\}\s*")
-_MATH_MARKS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_START_MARKS = re.compile(
+    r"^(?:\s|=|\\(?:approx|therefore|implies|(?:Long)?[Rr]ightarrow)(?![A-Za-z]))+"
+)
+_NEEDLESS_SPACE = re.compile(
+    r"(?<!^\([A-J]\))(?:(?<![\w,\\]) | (?![\w\\])|(?<=,) (?!\d)|(?<=\w) (?=\\))"
+)
+"""Not the one between an option's letter and its text."""
+_BRACED_MARK = re.compile(r"\s*(?:\\text)?\{\s*\\?([,:.])\s*\}\s*")
+_MARKS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_MARKS += (("*", "*"), ("`", "`"), ("'", "'"), ('"', '"'), ("“", "”"))
+"""Of mathematics, Markdown and quotations."""
 _UNIT = re.compile(
-    r"(?!0[xXbBoO][\dA-Fa-f]+$)(?P<value>.*[\d\w})\]!|])\s*"
+    r"(?!0[xXbBoO][\dA-Fa-f]+$)(?P<value>.*[\d\w})\]!|%])\s*"
     r"(?:\\text\{(?P<text>[^{}]*)\}|(?<![一-鿿])(?P<chinese>[一-鿿][一-鿿/]*)"
-    r"|(?<![A-Za-z])(?<![A-Za-z]{2} )(?<!\\)(?P<plain>[A-Za-z][A-Za-z/. ]*))"
+    r"|(?<![A-Za-z])(?<![A-Za-z]{2} )(?<!\\)(?P<plain>[A-Za-z][A-Za-z/.' ]*))"
     r"(?P<power>\^\{?[23]\}?)?\.?",
     re.DOTALL,
 )
@@ -101,7 +160,7 @@ _CURRENCY = re.compile(r"(?P<sign>-?)\s*(?P<mark>\\\$|£|€|¥|₹)\s*(?P<value
 _CHOICE = re.compile(r"\\text\{\s*\(?([A-Ja-j])\)?[.:]?\s*\}|\(([A-Ja-j])\)|([A-J])[.):]?")
 _CHOICES = re.compile(r"\s*[A-J](?:(?:[\s,;]|and|和)*[A-J])+\s*")
 _OPTION = re.compile(
-    r"(?:\\text\{\s*\(([A-J])\)\s*\}|\(([A-J])\)(?=\s|\\text\{)|([A-J])[.:)](?![A-Z]\b))[\s:]*"
+    r"(?:\\text\{\s*\(?([A-J])[.:)]+\s*\}|\(([A-J])\)(?=[\s:]|\\text\{)|([A-J])[.:)](?![A-Z]\b))[\s:]*"
     r"(?!.*(?<![\w(])(?:\([A-J]\)|[A-J][.:)])|(?:\\text\{)?\W*(?:(?:and|or|nor|but|if|unless|maybe|perhaps)\b"
     r"|(?:is|was)(?:\b(?! correct| right)|n't)|(?:not|wrong|incorrect)\W*$))(?=\S)(?P<rest>.+)"
 )
@@ -110,9 +169,6 @@ _WORDS = re.compile(r"[^\W\d_]+(?:[ '.,-]+[^\W\d_]+)*[.!]?")
 _NUMBER = re.compile(
     r"(?=[+-]?\.?\d)[+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?(?:\.\d*)?"
     r"(?:[eE][+-]?\d{1,3})?"
-)
-_REPEATING = re.compile(
-    r"(?P<sign>-?)(?P<whole>\d*)\.(?P<fixed>\d*)\\overline\{(?P<repeated>\d+)\}(?:\.\.\.|\\ldots)?"
 )
 _RATIO = re.compile(
     r"(?P<sign>-?)(?:(?P<whole>\d+)(?: |(?=\\)))?"
@@ -128,20 +184,15 @@ _SPELLINGS = r"""
     ton tonne 吨; s sec second 秒; minute min 分钟; hour h hr 时 小时 个小时; day 天 日;
     week 周 星期; month 月 个月; year yr 年; liter l litre 升; ml milliliter millilitre 毫升;
     gallon gal; dollar \$ usd buck 美元; cent ¢; euro € eur 欧元; yen ¥ 元; rupee ₹ rs; 角; 斤;
-    degree deg 度; radian rad; km/hour km/h kmh kph kmph 千米/时 千米/小时; mile/hour mph mi/h;
-    m/s 米/秒; joule j; newton n; watt w; volt v; % percent percentage pct
+    degree deg 度; radian rad; am; pm; unit; km/hour km/h kmh kph kmph 千米/时 千米/小时;
+    mile/hour mph mi/h; m/s 米/秒; joule j; newton n; watt w; volt v; % percent percentage pct
     """
 """Units with their spellings, the canonical one first."""
-_MEASURES = (
-    "个人名位只条本张支枝块棵辆件种次组倍页题间箱袋瓶杯盒台套把根颗粒朵头匹座层"
-    "排行列步场局轮圈班份岁分项类点"
-)
-"""Chinese words behind a number that are no units: 5个."""
 _CANONICAL: dict[str, str] = {
     spelling: spellings.split()[0]
     for spellings in _SPELLINGS.split(";")
     for spelling in spellings.split()
-} | dict.fromkeys([*_MEASURES, "个人"], "")
+}
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3}
 _SCALES |= {"million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NO_UNIT_WORDS = """
@@ -163,6 +214,24 @@ _NO_CHINESE_UNIT = re.compile(
 )
 _POWER_WORDS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3"}
 _POWER_WORDS |= {"平方": "^2", "立方": "^3"}
+_DOTTED = re.compile(r"(?<![a-z])[a-z]\.(?: ?[a-z](?:\.|(?![a-z])))+")
+"""An abbreviation: ``p.m.``, ``B.C.``"""
+_FILLERS = {
+    "in",
+    "total",
+    "altogether",
+    "oclock",
+    "st",
+    "nd",
+    "rd",
+    "th",
+    "people",
+    "person",
+    "ways",
+}
+"""Words behind a value that say nothing about it."""
+_SAME_WORDS = {"bce": "bc", "ce": "ad", "favour": "favor", "anticlockwise": "counterclockwise"}
+_POWER_IN_TEXT = re.compile(r"\\text\{([^{}]*[a-z])\^\{?([23])\}?\}")
 _MIN_WORD = 4
 _LETTERS = frozenset("uvwxyz")
 """``5ab`` and ``5 xy`` are products: fewer letters right after a number, or these alone."""
@@ -178,56 +247,112 @@ class Quantity:
     """Without its unit."""
     unit: str = ""
     """Canonical name of a known unit, ``%`` for percentages; empty for none or an unknown one."""
+    words: str = ""
+    """Other words behind the value, in one spelling."""
 
 
 def canonical(answer: str) -> str:
     r"""Return one spelling of an answer; ``\text{…}`` stands for all commands of upright text."""
+    if _PLAIN_NUMBER.fullmatch(answer):
+        return answer
     text = _END_MARKS.sub("", _unwrapped(_plain_unicode(answer).strip()))
     text = text.removesuffix(".").strip() if not text.endswith("..") else text
-    text = _BRACELESS.sub(_braced, _FRACTION.sub(r"\\\1", _SIZING.sub("", text)))
-    text = text.replace(r"\varnothing", r"\emptyset").replace(r"\colon", ":")
-    text = _TEXT.sub(r"\\text{\1}", _BRACED_COMMA.sub(",", text))
-    text = _NEGATIVE_SPACE.sub("", text)
+    text = _in_braces(_typeset(text))
+    text = _TEXT.sub(r"\\text{\1}", _BRACED_MARK.sub(r"\1", text))
+    text = _NEGATIVE_SPACE.sub("", _POWER_IN_TEXT.sub(r"\\text{\1}^\2", text))
     text = " ".join(_LATEX_SPACE.sub(" ", text).replace(r"\%", "%").split())
+    text = _REPEATING.sub(_repeating, text) if "." in text else text
     if (whole := _TEXT.fullmatch(text)) is not None and not _CHOICE.fullmatch(text):
         text = _END_MARKS.sub("", whole[1]).strip()
     elif whole is None and "\\" in text:
         text = _REMARK.sub(r"\\text{\1\2}", _FUNCTION.sub(_command, text))
+        text = _SCRIPT.sub(r"\1{\2}", _OPERATOR.sub(r"\\text{\1}", text))
         text = _UPRIGHT.sub(lambda match: match[1] or " ", text)
     if r"\equiv" in text:
         text = _MOD.sub(r"\\pmod{\1}", text)
     text = _NAMED_CHOICE.sub("", text, 1) if _NAMED_CHOICE.match(text) else text
-    text = _NEEDLESS_SPACE.sub("", text).strip()
-    return text.removeprefix("=").removeprefix(r"\approx").strip()
+    text = _ORDINAL.sub(r"\1", _without_label(text))
+    return _START_MARKS.sub("", _NEEDLESS_SPACE.sub("", text).strip())
+
+
+def _typeset(text: str) -> str:
+    """LaTeX for what programs and keyboards spell in another way: powers, roots, thousands, π."""
+    text = _GROUPS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+    text = text.replace("**", "") if text.startswith("**") else _TYPED_POWER.sub(r"^{\1}", text)
+    return _ROOT.sub(r"\\sqrt\1{\2\3}", _TYPED.sub(r"\\\1", text))
+
+
+def _in_braces(text: str) -> str:
+    """Commands by one name, with braces around their arguments."""
+    if "\\" not in text:
+        return text
+    text = _MARKED_DIGITS.sub(r"\\overline{\1\2\3}", _SIZING.sub("", text))
+    text = _SAME_COMMAND.sub(lambda match: _SAME[match[2]], text)
+    if r"\over" in text:
+        text = _OVER.sub(r"{\\frac{\1}{\2}}", f"{{{text}}}")[1:-1]
+    return _BRACELESS.sub(_braced, _FRACTION.sub(r"\\\1", text))
+
+
+def _without_label(text: str) -> str:
+    r"""Without "the answer is"; ``\text{Area: }5`` as ``\text{Area}=5``."""
+    text = _NAMED.sub(_name, _LABEL.sub(r"\g<text>", text, 1))
+    return text.replace(r"\text{}", "")
+
+
+def _name(match: re.Match[str]) -> str:
+    name = match[1] if len(match[1]) < _MIN_LETTERS else rf"\text{{{match[1]}}}"
+    return f"{name}="
 
 
 def _plain_unicode(text: str) -> str:
-    """ASCII digits, full-width forms and signs as LaTeX; marks that show nothing are dropped."""
+    """ASCII characters and LaTeX; marks that show nothing are dropped."""
     if text.isascii():
         return text
-    shown = "".join(
-        str(unicodedata.decimal(char)) if char.isdecimal() else char
-        for char in text.translate(_FULL_WIDTH)
-        if unicodedata.category(char) != "Cf"
-    )
-    shown = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", shown)
-    return _ROOT.sub(r"\\sqrt{\1}", shown.translate(_SYMBOLS))
+    text = "".join(map(_shown, text)).translate(_SYMBOLS)
+    return re.sub("[\1\2]", "", text.replace("}\1^{", "").replace("}\2_{", ""))
+
+
+def _shown(char: str) -> str:
+    """A character by those of which Unicode says that it is another form."""
+    if char.isascii() or ord(char) in _SYMBOLS:
+        return char
+    if char.isdecimal():
+        return str(unicodedata.decimal(char))
+    if unicodedata.category(char) == "Cf":
+        return ""
+    form, *codes = unicodedata.decomposition(char).split() or [""]
+    if not form.startswith("<"):
+        return char
+    shown = "".join(_shown(chr(int(code, 16))) for code in codes)
+    return _SCRIPTS.get(form, "%s") % shown.replace("⁄", "}{")
 
 
 def _unwrapped(text: str) -> str:
     """Without the marks of mathematics and boxes around all of it."""
     for _ in range(4):
         before = text
-        for start, end in _MATH_MARKS:
+        for start, end in _MARKS:
+            if not text.startswith(start):
+                continue
             inner = text[len(start) : -len(end)]
             is_whole = len(text) > len(start) + len(end) and start not in inner and end not in inner
-            if is_whole and text.startswith(start) and text.endswith(end):
+            if is_whole and text.endswith(end):
                 text = inner.strip()
         boxed = re.fullmatch(r"\\(?:boxed|fbox)\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}", text)
         text = boxed[1].strip() if boxed else text
         if text == before:
             break
     return _DOLLAR.sub("", text)
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """A repeating decimal as a fraction."""
+    fixed = match["fixed"] or match["before"] or ""
+    repeated = next(filter(None, match.group("marked", "bracketed", "digit", "digits")))
+    scale = 10 ** len(fixed) * (10 ** len(repeated) - 1)
+    start = match["whole"] + fixed
+    number = Fraction(int(start + repeated) - int(start or "0"), scale)
+    return rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
 
 
 def _command(function: re.Match[str]) -> str:
@@ -244,16 +369,16 @@ def _braced(match: re.Match[str]) -> str:
 
 
 def quantity(text: str) -> Quantity:
-    r"""Split a canonical text into value and unit; words that are no known unit are dropped.
+    r"""Split a canonical text into value, unit and other words.
 
     Only what follows a value is a unit, and a single letter only in ``\text{}``: ``3t`` is a
     product.
     """
     if (money := _CURRENCY.fullmatch(text)) is not None:
         inner = quantity(money["value"])
-        currency = _known_unit(money["mark"])
+        currency = _CANONICAL[money["mark"]]
         if inner.unit in ("", currency):
-            return Quantity(money["sign"] + inner.value, currency or "")
+            return Quantity(money["sign"] + inner.value, currency, inner.words)
     percent = _PERCENT.fullmatch(text)
     if percent is not None and not _SUM.search(percent["value"]):
         return Quantity(percent["value"], "%")
@@ -272,40 +397,58 @@ def _with_unit(text: str, match: re.Match[str]) -> Quantity:
     first, _, rest = words.strip().lower().partition(" ")  # "million dollars"
     if first in _SCALES and (number := as_number(value)) is not None:
         return quantity(rf"{number * _SCALES[first]}\text{{{rest}}}")
-    unit = _known_unit(words, match["power"] or "", is_text=is_text)
-    if unit == "" and not is_text and len(first) < _MIN_WORD:
-        is_attached = not text[: match.start("plain")].endswith(" ")
+    found = _unit_and_words(words, match["power"] or "", is_text=is_text)
+    if found is None:
+        return Quantity(text)
+    unit, others = found
+    if not is_text and len(first) < _MIN_WORD and (not unit or words in ("am", "pm")):
+        is_attached = ":" not in value and not text[: match.start("plain")].endswith(" ")
         if is_attached or set(first) <= _LETTERS:
             return Quantity(text)
-    return Quantity(text) if unit is None else Quantity(value, unit)
+    if unit:
+        return Quantity(value, unit, others)
+    inner = quantity(value)  # "30 degrees west"
+    return Quantity(inner.value, inner.unit, f"{inner.words} {others}".strip())
 
 
-def _known_unit(words: str, power: str = "", *, is_text: bool = True) -> str | None:
-    r"""The canonical unit that the words behind a number name.
+def _unit_and_words(words: str, power: str, *, is_text: bool) -> tuple[str, str] | None:
+    r"""The canonical unit that the words behind a number name, and the words that name none.
 
-    ``power`` is ``^2``, ``^{3}`` or nothing; ``is_text``: the words stood in ``\text{}``. Words
-    that name no unit, such as "apples", give an empty text; what cannot be a unit gives None.
+    ``power`` is ``^2``, ``^{3}`` or nothing; ``is_text``: the words stood in ``\text{}``. None for
+    what cannot stand behind a number without a change of its meaning.
     """
-    parts = re.findall(r"平方|立方|[^\s.]+?(?=平方|立方|[\s.]|$)", words.strip().lower())
+    plain = _DOTTED.sub(lambda name: re.sub(r"[. ]", "", name[0]), words.strip().lower())
+    if _FLIP.search(plain):
+        return None
+    plain = plain.replace("'", "")
+    parts = re.findall(r"平方|立方|[^\s.]+?(?=平方|立方|[\s.]|$)", plain)
     if not parts:
-        return "" if is_text and not power else None
+        return ("", "") if is_text and not power else None
     exponent = power.replace("{", "").replace("}", "")
     if len(parts) > 1 and parts[0] in _POWER_WORDS:
         exponent, parts = _POWER_WORDS[parts[0]], parts[1:]
     elif len(parts) > 1 and parts[-1] == "squared":
         exponent, parts = "^2", parts[:-1]
-    if not is_text and any(len(part) < _MIN_LETTERS for part in parts):
+    is_short = any(len(part) < _MIN_LETTERS and part.isascii() for part in parts)
+    if is_short and not is_text:
         return None
     named = _named("/".join(part for part in parts if part != "per"), is_rate="per" in parts)
     if named is not None:
-        return named + exponent
-    if power or any(part in _NO_UNITS or len(part) < _MIN_LETTERS for part in parts):
+        return named + exponent, ""
+    if exponent or is_short or _NO_CHINESE_UNIT.search(words):
         return None
-    if _NO_CHINESE_UNIT.search(words):
+    if not all(part.isalpha() and part not in _NO_UNITS for part in parts):
         return None
-    if exponent or not all(part.isalpha() for part in parts):
-        return "" if parts in (["unit"], ["units"]) else None
-    return _named(parts[0], is_rate=False) or ""
+    unit = _named(parts[0], is_rate=False) or ""
+    others = parts[1:] if unit else parts
+    return unit, " ".join(_word(other) for other in others if other not in _FILLERS)
+
+
+def _word(word: str) -> str:
+    """A word without the end of its plural, in one of its spellings."""
+    word = _SAME_WORDS.get(word, word)
+    stem = word if word.endswith("ss") else word.removesuffix("s")
+    return re.sub("y$", "i", stem.removesuffix("e"))
 
 
 def _named(text: str, *, is_rate: bool) -> str | None:
@@ -320,14 +463,19 @@ def _named(text: str, *, is_rate: bool) -> str | None:
     return f"{top}/{bottom}" if top and bottom else None
 
 
+def are_same_units(one: str, other: str) -> bool:
+    """Whether two units agree, of which one may be missing, or ``unit`` without its name."""
+    (name, _, power), (other_name, _, other_power) = one.partition("^"), other.partition("^")
+    is_any = "unit" in (name, other_name) and "%" not in (name, other_name)
+    return one == other or not (one and other) or (is_any and power == other_power)
+
+
 def as_number(text: str) -> Fraction | None:
     """Return the exact value of a plain number, fraction or mixed number; else None."""
     if len(text) > _MAX_DIGITS:
         return None
     if _NUMBER.fullmatch(text) is not None:
         return Fraction(text.replace(",", "").replace(" ", ""))
-    if (match := _REPEATING.fullmatch(text)) is not None:
-        return _repeating_number(match)
     if (match := _RATIO.fullmatch(text)) is None:
         return None
     top, bottom = (int(match[name] or match[f"latex_{name}"]) for name in ("top", "bottom"))
@@ -335,19 +483,6 @@ def as_number(text: str) -> Fraction | None:
         return None  # with a whole number, rather a product
     number = int(match["whole"] or 0) + Fraction(top, bottom)
     return -number if match["sign"] else number
-
-
-def _repeating_number(match: re.Match[str]) -> Fraction:
-    start, repeated = match["whole"] + match["fixed"], match["repeated"]
-    scale = 10 ** len(match["fixed"]) * (10 ** len(repeated) - 1)
-    number = Fraction(int(start + repeated) - int(start or "0"), scale)
-    return -number if match["sign"] else number
-
-
-def choice_letter(text: str) -> str | None:
-    r"""Return the letter of a multiple-choice answer such as ``B``, ``(b)``, ``\text{B}``."""
-    match = _CHOICE.fullmatch(text)
-    return None if match is None else next(filter(None, match.groups())).upper()
 
 
 def are_same_choices(one: str, other: str) -> bool:
@@ -359,11 +494,19 @@ def are_same_choices(one: str, other: str) -> bool:
     return letters[0] == letters[1] and not all(text.isalpha() for text in plain)
 
 
-def option(text: str) -> tuple[str | None, str]:
-    r"""Split ``\text{(B)} 12`` into letter and text; None and the whole text without a letter."""
+def choice(text: str) -> tuple[str, str]:
+    r"""Split ``\text{(B)} 12`` into letter and text, of which one may be empty."""
+    if (match := _CHOICE.fullmatch(text)) is not None:
+        return next(filter(None, match.groups())).upper(), ""
     if (match := _OPTION.fullmatch(text)) is None:
-        return None, text
+        return "", text
     return next(filter(None, match.groups())), match["rest"].strip()
+
+
+def flips(text: str) -> set[str]:
+    r"""The words in ``\text{}`` that turn what stands beside them into its contrary."""
+    found = {word.lower() for part in _TEXT.findall(text) for word in _FLIP.findall(part)}
+    return found | set(_CONDITION.findall(text))
 
 
 def words(text: str) -> str | None:

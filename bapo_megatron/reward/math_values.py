@@ -6,8 +6,9 @@ digits. Values that clearly differ refute equality; ``differ`` never proves it.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache, partial, reduce
+from operator import add, mul
 from typing import Any
 
 import mpmath
@@ -67,6 +68,48 @@ def exact(expression: Any) -> Any:
     """Return an expression with its decimals as what they say: 0.1 is 1/10."""
     numbers = {number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)}
     return expression.xreplace(numbers)
+
+
+def evaluated(tree: Any) -> Any:
+    """Return an expression with its sums, products and powers of matrices computed.
+
+    Raises:
+        KeyError: It has another function of a matrix.
+        ValueError, TypeError: Shapes do not fit, there is no inverse, or a power is no number.
+    """
+    if isinstance(tree, sympy.MatrixBase) or not isinstance(tree, sympy.Basic):
+        return tree
+    parts = list(map(evaluated, tree.args))
+    if isinstance(tree, sympy.Eq) and parts[0] == parts[1]:
+        return parts[1]  # the rank or determinant of a matrix and its value
+    is_collection = isinstance(tree, sympy.Set | sympy.Tuple)
+    if not is_collection and any(isinstance(part, sympy.MatrixBase) for part in parts):
+        tree = _OPERATIONS[tree.func](*parts)
+    elif parts != list(tree.args):
+        tree = tree.func(*parts)
+    return tree[0] if getattr(tree, "shape", None) == (1, 1) else sympy.sympify(tree)
+
+
+def _product(first: Any, *others: Any) -> Any:
+    function = _OF_MATRICES.get(str(first))
+    return function(reduce(mul, others)) if function else reduce(mul, others, first)
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if abs(exponent) > (_MAX_POWER_OF_LETTERS if base.free_symbols else _MAX_POWER):
+        raise UnknownError(f"power {exponent}")
+    return base**exponent
+
+
+_MAX_POWER, _MAX_POWER_OF_LETTERS = 1000, 20
+"""Of a matrix; formulas in it grow with each multiplication."""
+_OF_MATRICES = {"rank": sympy.Matrix.rank, "tr": sympy.Matrix.trace, "det": sympy.Matrix.det}
+_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((sympy.Add, sympy.MatAdd), lambda *parts: reduce(add, parts)),
+    **dict.fromkeys((sympy.Mul, sympy.MatMul), _product),
+    **dict.fromkeys((sympy.Pow, sympy.MatPow), _power),
+    **{sympy.Abs: sympy.Matrix.det, sympy.Eq: partial(sympy.Eq, evaluate=False)},
+}
 
 
 def differ(one: Any, other: Any) -> bool:
