@@ -73,6 +73,8 @@ class Session:
     """One call at a time: where tokens depend on what else is sampled, so that episodes repeat."""
     ended_by: FinishReason | None = None
     """The limit that the episode has met: LENGTH (tokens) or TURNS (calls)."""
+    last_refusal: str = ""
+    """What the agent was last told in place of a turn."""
     failure: asyncio.Future[None] = field(init=False)
     """Fails with what ``sample`` raises."""
     _turns: dict[str, asyncio.Task[Answer]] = field(default_factory=dict)
@@ -274,6 +276,7 @@ class Proxy:
                 401,
                 "invalid_api_key",
             )
+        request["session"] = session
         return session
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -339,6 +342,7 @@ async def _stream(
         except RefusalError as error:
             if not response.prepared:
                 raise
+            request["session"].last_refusal = str(error)
             events = [error.content]
         for event in events:
             kind = f"event: {event['type']}\n" if "type" in event else ""
@@ -366,4 +370,6 @@ async def _refusals_as_json(
         place = f"{request.method} {shown_value(request.path)}: {error.reason}"
         remedy = "use /v1/chat/completions, /v1/responses or /v1/models"
         refusal = RefusalError(f"{place}; {remedy}", error.status, "not_found")
+    if "session" in request:
+        request["session"].last_refusal = f"HTTP {refusal.status}: {refusal}"
     return web.json_response(refusal.content, status=refusal.status)

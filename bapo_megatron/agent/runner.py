@@ -43,6 +43,14 @@ _MORE_THREADS = 64
 _EXIT_S = 2.0
 
 
+def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with which clients reach the loopback, whatever ``http_proxy`` says."""
+    names = ("no_proxy", "NO_PROXY")
+    known = dict.fromkeys(environment[name] for name in names if environment.get(name))
+    hosts = "*" if "*" in known else ",".join([*known, "127.0.0.1", "localhost"])
+    return dict.fromkeys(names, hosts)
+
+
 class Queue(Protocol):
     """Learns when an agent waits for others, at once."""
 
@@ -292,9 +300,12 @@ class AgentRunner:
         self._all.add(host)
         try:
             if problem := await host.start(options):
+                key, python = "rollout.agent_python", config.agent_python or sys.executable
+                if config.agent_sandbox is not None:
+                    key, python = "rollout.agent_sandbox.python", config.agent_sandbox.python
                 raise self._error(
-                    f"cannot be started: {problem}; correct it, or set rollout.agent_python "
-                    "(agent_sandbox.python) to an interpreter that has its packages"
+                    f"cannot be started by {python}: {problem}; correct it, or set {key} to an "
+                    "interpreter that has its packages"
                 )
         except BaseException:
             await self._close(host)
@@ -307,7 +318,7 @@ class AgentRunner:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_REPLY_BYTES,
-            env={**os.environ, _MARK: mark},
+            env={**os.environ, **_without_proxy(os.environ), _MARK: mark},
             start_new_session=True,
         )
         assert process.stdin is not None

@@ -36,6 +36,7 @@ from typing import Any, BinaryIO
 
 _MARK = "BAPO_MEGATRON_AGENT"
 _PR_SET_PDEATHSIG = 1
+_LOG = "logs/collector.log"
 _MAX_LINE = 64 << 20
 _MAX_ERROR = 300
 _MAX_RESULT = 2 << 20
@@ -124,7 +125,7 @@ class Worker:
             output.seek(max(0, output.seek(0, os.SEEK_END) - _MAX_RESULT))
             lines = output.read().decode(errors="replace").strip().splitlines()
         if status != 0:
-            raise RuntimeError(f"exit status {status}; see what it printed")
+            raise RuntimeError(f"exit status {status}; its standard error is in {_LOG}")
         try:
             return json.loads(lines[-1]) if lines else None
         except ValueError as error:

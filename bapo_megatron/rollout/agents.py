@@ -73,7 +73,10 @@ class Agents:
                         "OPENAI_BASE_URL and OPENAI_API_KEY",
                         "error",
                     )
-            except EnvironmentFailedError:
+            except EnvironmentFailedError as error:
+                if session.ended_by is None and session.last_refusal:
+                    told = f"{error} (its last refused call got {session.last_refusal})"
+                    raise EnvironmentFailedError(told, error.kind) from error
                 if session.ended_by is None:
                     raise
                 value = None  # it was refused a call, and did not expect that

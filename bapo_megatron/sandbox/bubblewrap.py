@@ -138,6 +138,12 @@ class BubblewrapSandbox:
         """
         self._config = config
         bwrap = _installed("bwrap", "bubblewrap")
+        places, target = (Path("/usr"), *config.read_only), config.python.resolve()
+        if not any(target.is_relative_to(place.resolve()) for place in places):
+            raise SandboxError(
+                f"{config.python} is a link to {target}, which the sandbox does not show; add "
+                f"{target.parent.parent} to read_only"
+            )
         try:
             self._filter = seccomp_filter(allows_loopback=allows_loopback)
         except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from bapo_megatron.types import AGENT_COUNTS, EncodedBatch, FinishReason, Prompt
 from tests.agent.episodes import make_renderer
 from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import deliver
-from tests.fakes.scripted_agents import Client, scripted_agents, wanders
+from tests.fakes.scripted_agents import Client, RefusedError, scripted_agents, wanders
 from tests.fakes.stepped_pool import SteppedPool, SteppedRequest
 from tests.rollout.batching_setup import make_batches
 from tests.rollout.episodes_setup import CountingRewards
@@ -280,6 +281,18 @@ async def test_agents_that_fail_end_their_episodes_as_environments_do(
             with pytest.raises(Exception, match=r"messages: |made no call"):
                 await setup.play()
             await setup.episodes.close()
+
+
+async def test_what_an_agent_was_last_told_is_in_its_error(renderer: ChatRenderer) -> None:
+    async def swallows(task: dict[str, Any], ask: Client) -> Any:
+        with contextlib.suppress(RefusedError):
+            await ask([])
+
+    async with scripted_agents(swallows, renderer) as agents:
+        setup = Setup(renderer, agents)
+        with pytest.raises(Exception, match=r"made no call .*\(.* got HTTP 400: messages: "):
+            await setup.play()
+        await setup.episodes.close()
 
 
 async def test_an_agent_that_works_too_long_or_calls_too_often_is_ended(

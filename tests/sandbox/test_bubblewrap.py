@@ -286,6 +286,17 @@ def test_an_interpreter_that_cannot_be_read_is_one_line(folder: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_a_link_to_an_interpreter_that_the_sandbox_does_not_show_is_named(folder: Path) -> None:
+    (folder / "python3").symlink_to("/opt/pythons/3.12/bin/python3.12")
+    config = SandboxConfig(python=folder / "python3", read_only=(folder,))
+    with pytest.raises(SandboxError) as raised:
+        open_sandbox(config)
+    assert str(raised.value) == (
+        f"{folder}/python3 is a link to /opt/pythons/3.12/bin/python3.12, which the sandbox does "
+        "not show; add /opt/pythons/3.12 to read_only"
+    )
+
+
 def test_python_outside_of_what_the_sandbox_shows_is_refused() -> None:
     with pytest.raises(ValueError, match=r"python must be below /usr .* got /opt/python"):
         SandboxConfig(python=Path("/opt/python"))
