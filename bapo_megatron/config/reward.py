@@ -15,25 +15,17 @@ from bapo_megatron.config.section import (
     split_address,
 )
 
-BUILT_IN_FUNCTIONS = ("math", "program", "gym")
+BUILT_IN_FUNCTIONS = ("math", "math_verify", "program", "gym")
 """Reward functions that need no module."""
 
 SHAPING_TERMS = ("truncated", "overlong", "format", "repetition")
 """Terms of shaping; names of keys and of metrics."""
 
-_OWN_METRICS = (
-    *(
-        "mean",
-        "solved_groups",
-        "mixed_groups",
-        "answer_found_share",
-        "timeouts",
-        "errors",
-        "same_answer_share",
-    ),
-    *SHAPING_TERMS,
+BATCH_METRICS = (
+    *("mean", "solved_groups", "mixed_groups", "answer_found_share"),
+    *("timeouts", "errors", "same_answer_share"),
 )
-"""Reserved names of ``reward/…`` metrics."""
+"""Names of ``reward/…`` metrics of a batch; reserved, as those of ``SHAPING_TERMS``."""
 
 
 class HttpRewardConfig(Section):
@@ -65,8 +57,8 @@ class RewardFunctionConfig(Section):
         str | None,
         built_in_or_own(BUILT_IN_FUNCTIONS, "function"),
     ] = None
-    """``math``; ``program`` (tests for code, docs/rewards.md); ``gym`` (scorers of the tasks of
-    ``data.train.gym``); or ``package.module:function`` (a static method:
+    """``math``; ``math_verify`` (math-verify alone); ``program`` (tests for code,
+    docs/rewards.md); ``gym`` (scorers of the tasks of ``data.train.gym``); or ``package.module:function`` (a static method:
     ``package.module:Class.method``); run by the worker processes."""
     url: str | None = None
     """Address of an HTTP reward service, instead of ``function``."""
@@ -105,7 +97,7 @@ def _names_are_free(functions: _Functions) -> _Functions:
     """Refuse a function whose metric has the name of another one."""
     names = [entry.name for entry in functions]
     for name in names:
-        if name in _OWN_METRICS:
+        if name in (*BATCH_METRICS, *SHAPING_TERMS):
             raise ValueError(f"the name '{name}' is that of a metric of the run; choose another")
         if names.count(name) > 1:
             raise ValueError(f"the name '{name}' occurs twice; choose another")
@@ -187,7 +179,7 @@ class RewardConfig(Section):
         *("see solution", "see the solution", "see above", "not available"),
     )
     """References that are not answers; case, spaces and punctuation are ignored. Where ``math``
-    scores, training rows with one, or with an empty one, are left out and counted; empty: none."""
+    or ``math_verify`` scores, training rows with one, or with an empty one, are left out and counted; empty: none."""
     program: ProgramConfig = ProgramConfig()
     on_error: Literal["raise", "zero"] = "raise"
     """When a function fails: end the run, or score 0 and count the failure."""
@@ -212,6 +204,6 @@ class RewardConfig(Section):
 
     @property
     def refused_answers(self) -> tuple[str, ...]:
-        """``no_answers`` where ``math`` reads the references, else none."""
-        reads = any(entry.function == "math" for entry in self.functions)
+        """``no_answers`` where ``math`` or ``math_verify`` reads the references, else none."""
+        reads = any(entry.function in ("math", "math_verify") for entry in self.functions)
         return self.no_answers if reads else ()

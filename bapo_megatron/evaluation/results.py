@@ -92,17 +92,10 @@ async def summarise(
     """
     # Sorted, whichever finished first (``a:2`` before ``a:10``): the bootstrap draws by place.
     samples = sorted(samples, key=lambda group: (len(group[0].prompt_id), group[0].prompt_id))
-    votes = await count_votes([[s.extracted for s in group] for group in samples], rewards)
+    answers = [[s.extracted or (None if s.answer_found else "") for s in g] for g in samples]
+    votes = await count_votes(answers, rewards)
     problems = tuple(
-        EvalProblem(
-            group[0].prompt_id,
-            group[0].answer,
-            tuple(sample.reward for sample in group),
-            tuple(
-                UNKNOWN_VOTE if sample.answer_found and not sample.extracted else cluster
-                for sample, cluster in zip(group, clusters, strict=True)
-            ),
-        )
+        EvalProblem(group[0].prompt_id, group[0].answer, tuple(s.reward for s in group), clusters)
         for group, (clusters, _) in zip(samples, votes, strict=True)
     )
     flat = [sample for group in samples for sample in group]
@@ -156,15 +149,12 @@ def values_by_problem(
     Args:
         problems: At least one; all with n samples.
         k_values: k of pass@k and maj@k, besides n; those above n are left out. maj@1 is left out
-            as well, except for n = 1: it is pass@1. All maj@k are left out if a vote is unknown, or
-            a sample is right where none votes.
+            as well, except for n = 1: it is pass@1. All maj@k are left out if a vote is unknown.
     """
     num_samples = len(problems[0].rewards)
     sizes = sorted({k for k in k_values if k <= num_samples} | {num_samples})
     majority_sizes = [k for k in sizes if k > 1 or num_samples == 1]
-    votes = {vote for problem in problems for vote in problem.votes}
-    has_right = any(is_right(reward) for problem in problems for reward in problem.rewards)
-    if UNKNOWN_VOTE in votes or (votes == {NO_VOTE} and has_right):
+    if any(UNKNOWN_VOTE in problem.votes for problem in problems):
         majority_sizes = []
     names = [f"avg@{num_samples}"]
     names += [f"pass@{k}" for k in sizes] + [f"maj@{k}" for k in majority_sizes]
@@ -204,18 +194,19 @@ def votes_pool(config: RewardConfig) -> RewardPool:
 
 
 async def count_votes(
-    answers: Sequence[Sequence[str]], rewards: RewardPool
+    answers: Sequence[Sequence[str | None]], rewards: RewardPool
 ) -> list[tuple[tuple[int, ...], int]]:
     """Find the clusters of every problem.
 
     Args:
-        answers: For each problem the answer of each sample; empty where there is none.
+        answers: For each problem the answer of each sample; empty where there is none, None where
+            it was not returned.
         rewards: Compares, by the function ``math``.
 
     Returns:
-        For each problem the number of each answer's cluster, from 0, or ``NO_VOTE``, and how many
-        comparisons exceeded a limit: the two answers count as different. It is one more where the
-        problem's comparisons were too slow in all.
+        For each problem the number of each answer's cluster, from 0, ``NO_VOTE`` or
+        ``UNKNOWN_VOTE``, and how many comparisons exceeded a limit: the two answers count as
+        different. It is one more where the problem's comparisons were too slow in all.
 
     Raises:
         RewardError: Comparing failed (inside an exception group).
@@ -228,14 +219,14 @@ async def count_votes(
 
 
 async def _count(
-    answers: Sequence[str], rewards: RewardPool, turn: asyncio.Semaphore
+    answers: Sequence[str | None], rewards: RewardPool, turn: asyncio.Semaphore
 ) -> tuple[tuple[int, ...], int]:
     first_answers: list[str] = []
-    cluster_of = {"": NO_VOTE}
+    cluster_of = {"": NO_VOTE, None: UNKNOWN_VOTE}
     num_timeouts, slow_s = 0, 0.0
     async with turn:
         for answer in answers:
-            if answer in cluster_of:
+            if answer is None or answer in cluster_of:
                 continue
             for cluster, first in enumerate(first_answers):
                 if num_timeouts >= _MAX_TIMEOUTS or slow_s > _MAX_SLOW_S:
@@ -346,10 +337,10 @@ def scoring_lines(results: Sequence[EvalResult]) -> list[str]:
 def _score_rows(results: Sequence[EvalResult]) -> list[list[str]]:
     rows = []
     for result in results:
+        scores = [score for score in result.scores if is_shown(score.name, result.problems)]
         rows += [
             [result.name, score.name, f"{score.value:.2%}", f"{score.low:.2%} … {score.high:.2%}"]
-            for score in result.scores
-            if is_shown(score.name, result.problems)
+            for score in scores
         ]
         if not result.has_votes:
             rows.append([result.name, f"maj@{result.samples_per_prompt}", "–", "–"])

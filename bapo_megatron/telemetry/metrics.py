@@ -43,8 +43,6 @@ _EVAL_FIELDS = (
     "tokens_per_s",
 )
 """Fields of an ``EvalResult`` that become metrics of the same name."""
-_ANSWER_FIELDS = ("answer_found_share", "missing_answers")
-"""Those of them that are known only if the reward function reports its answers."""
 
 
 def batch_metrics(batch: RolloutBatch, phase_s: dict[str, float]) -> dict[str, float]:
@@ -75,8 +73,9 @@ def eval_metrics(results: Sequence[EvalResult]) -> dict[str, float]:
             values[f"{prefix}/{kind}_at_k_low"] = score.low
             values[f"{prefix}/{kind}_at_k_high"] = score.high
         for name in _EVAL_FIELDS:
-            if result.has_votes or name not in _ANSWER_FIELDS:
-                values[f"{prefix}/{name}"] = float(getattr(result, name))
+            values[f"{prefix}/{name}"] = float(getattr(result, name))
+        if not result.has_votes:
+            del values[f"{prefix}/answer_found_share"], values[f"{prefix}/missing_answers"]
         for name, mean in result.reward_means.items():
             values[f"{prefix}/reward/{name}"] = mean
     return values

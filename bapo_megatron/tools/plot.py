@@ -88,6 +88,7 @@ def _draw_panel(axis: Any, panel: Mapping[str, Any], colors: Sequence[Any]) -> N
         looks[_plain(part["name"])] = look | {"color": color if len(colors) == 1 else _GREY}
     axis.set_title(panel["title"], fontsize=11)
     axis.set_xlabel("step")
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_ylabel(panel["unit"], fontsize=8)
     axis.set_yscale("log" if panel["log"] else "linear")
     axis.grid(alpha=0.3)

@@ -23,14 +23,13 @@ from bapo_megatron.evaluation.results import (
     count_votes,
     read_results,
     scoring_lines,
-    values_by_problem,
     write_results,
 )
 from bapo_megatron.evaluation.samples import ResultsError, fingerprint, prompts_digest
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.telemetry.metrics import eval_metrics
 from bapo_megatron.tools.compare import compare_results
-from bapo_megatron.types import EvalProblem, EvalResult, FinishReason, Prompt
+from bapo_megatron.types import EvalResult, FinishReason, Prompt
 from tests.evaluation.results import TextEquality, result
 
 FIRST = {"a:0": ["2", "2", "3", ""], "a:1": ["5", "5", "2", "4"], "a:2": ["", "", "", ""]}
@@ -143,13 +142,10 @@ def test_answers_that_a_reward_does_not_return_cannot_vote(
     assert [score.name for score in comparison.scores] == ["avg@2", "pass@2"]
 
 
-def test_responses_without_an_answer_lose_the_vote_and_unknown_votes_of_old_files_do_not():
+def test_a_set_whose_responses_have_no_answer_loses_every_vote():
     silent = result({"a:0": ["", ""]})
-    assert [(s.name, s.value) for s in silent.scores if s.name == "maj@2"] == [("maj@2", 0.0)]
+    assert [score.value for score in silent.scores if score.name == "maj@2"] == [0.0]
     assert silent.has_votes
-    # Earlier versions wrote -1 for each of them.
-    old = [EvalProblem("a:0", "2", (1.0, 0.0), (NO_VOTE, NO_VOTE))]
-    assert values_by_problem(old, [1])[0] == ["avg@2", "pass@1", "pass@2"]
 
 
 def test_failed_functions_and_the_parts_of_a_reward_are_reported(tmp_path: Path):

@@ -76,6 +76,11 @@ def test_every_run_has_one_colour_and_every_series_one_line(figure: Any) -> None
     assert drawn == {(style, color) for style in ("-", "--") for color in colors}
 
 
+def test_a_short_run_has_a_tick_at_steps_only(figure: Any) -> None:
+    ticks = axis_of(figure, "Policy entropy").get_xticks()
+    assert all(tick == int(tick) for tick in ticks)
+
+
 def test_seeds_are_their_mean_in_a_band_from_minimum_to_maximum(figure: Any) -> None:
     entropy = axis_of(figure, "Policy entropy")
     assert list(entropy.get_lines()[0].get_ydata()) == [2.0, 3.0, 4.0]

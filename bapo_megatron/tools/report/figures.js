@@ -161,6 +161,9 @@ const Figures = (() => {
     return [low - margin, high + margin];
   }
 
+  // No tick between two steps, however short the run or the part of it that is shown.
+  const tickOf = ([low, high]) => (high - low < 6 ? 1 : null);
+
   // Values that cannot be negative get no axis below 0, noise fills no panel, and a logarithmic axis
   // has two labels at least.
   function valueAxis(panel) {
@@ -199,6 +202,7 @@ const Figures = (() => {
       color: css("--quiet"), gridcolor: css("--line"), zeroline: false, tickfont: { size: 11 },
       automargin: true,
     };
+    const range = stepRange(isTime);
     return {
       uirevision: isTime ? "step" : axis, width: isPrinting ? PRINT_WIDTH.panel : undefined,
       height: 240, margin: { l: 48, r: 8, t: 8, b: 38 }, showlegend: false, hovermode: false,
@@ -206,7 +210,7 @@ const Figures = (() => {
       font: { family: css("--sans"), color: css("--ink"), size: 12 },
       xaxis: {
         ...common, showgrid: false, title: { text: isTime ? "step" : axis, standoff: 4, font: { size: 11 } },
-        tickformat: isTime || isStep() ? ",d" : "~s", range: stepRange(isTime),
+        tickformat: isTime || isStep() ? ",d" : "~s", range, dtick: tickOf(range),
       },
       yaxis: { ...common, tickformat: ",~g", ...extra },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
@@ -319,14 +323,14 @@ const Figures = (() => {
       point(stepsAt(plot, event.clientX - plot.getBoundingClientRect().left - plot._fullLayout.xaxis._offset));
     });
     plot.addEventListener("mouseleave", () => point(null));
-    if (plot.id === "time-plot") return;
+    const together = () => (plot.id === "time-plot" ? [plot] : plots.map((other) => other.plot));
     plot.on("plotly_relayout", (change) => {
       if (isZooming) return;
       const range = change["xaxis.range"] ?? [change["xaxis.range[0]"], change["xaxis.range[1]"]];
       if (range[0] === undefined) return;
       isZooming = true;
       Promise.all(
-        plots.filter((other) => other.plot !== plot).map((other) => Plotly.relayout(other.plot, { "xaxis.range": range }))
+        together().map((other) => Plotly.relayout(other, { "xaxis.range": range, "xaxis.dtick": tickOf(range) }))
       ).finally(() => { isZooming = false; });
     });
   }

@@ -7,6 +7,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
+from bapo_megatron.config.reward import BATCH_METRICS
 from bapo_megatron.tools.report.checks import MIN_GROWN_MISMATCH
 from bapo_megatron.tools.report.runs import RunGroup, RunRecord
 
@@ -16,6 +17,8 @@ _ALL_POINTS = 8000
 """Limit of the points of one curve in a panel, over all groups."""
 _ALL_NUMBERS = 500_000
 """Limit of the numbers in the curves of all metrics, about 4 MB."""
+_MAX_OWN_PANELS = 8
+"""Limit of the panels with one metric of a reward function; the page can draw the others."""
 _MIN_PHASE_SHARE = 0.0005
 _EQUAL_SHARE = 0.75
 """Share of its steps at which a curve lies on another one, if it hides it."""
@@ -59,6 +62,8 @@ PANELS = (
         from_zero=True,
     ),
     Panel("Reward by data set", "mean reward", by_set=("data/", "/reward_mean"), from_zero=True),
+    Panel("Turns", "per response", {"mean": "rollout/turns_mean", "largest": "rollout/turns_max"}),
+    Panel("Environment errors", "episodes", {"errors": "rollout/environment_errors"}, min_top=1.0),
     Panel("Policy entropy", "nats per token", {"entropy": "policy/entropy"}),
     Panel(
         "Clip bounds",
@@ -202,7 +207,7 @@ def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """
     panels = []
     limit = min(_MAX_POINTS, max(100, _ALL_POINTS // len(groups)))
-    for panel in PANELS:
+    for panel in (*PANELS[:2], *_reward_panels(groups), *PANELS[2:]):
         curves = [
             {"group": number, "name": name, **curve}
             for number, group in enumerate(groups)
@@ -222,6 +227,21 @@ def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
             about = {key: getattr(panel, key) for key in keys}
             panels.append({**about, "curves": curves, "points": points})
     return panels
+
+
+def _reward_panels(groups: Sequence[RunGroup]) -> list[Panel]:
+    """Return a panel of several reward functions, and one of each of their own metrics."""
+    runs = [run for group in groups for run in group.runs]
+    names = {name: f"reward/{name}" for run in runs for name in run.matching("reward/", "")}
+    functions = {
+        name: metric
+        for name, metric in sorted(names.items())
+        if "/" not in name and name not in BATCH_METRICS
+    }
+    own = sorted(name for name in names if "/" in name)[:_MAX_OWN_PANELS]
+    together = Panel("Reward functions", "mean, unweighted", functions, from_zero=True)
+    alone = [Panel(names[name], "mean", {name: names[name]}) for name in own]
+    return [together, *alone] if len(functions) > 1 else alone
 
 
 def metric_curves(groups: Sequence[RunGroup]) -> dict[str, list[dict[str, Any]]]:

@@ -36,7 +36,7 @@ def card_of(group: RunGroup) -> dict[str, Any]:
     labels = list(dict.fromkeys(label for values in figures for label in values))
     return {
         "label": group.label,
-        "words": _words(group.runs[0].settings),
+        "words": _words(group.runs[0]),
         "headings": ["run", "seed", *labels],
         "rows": [
             [run.name, run.seed, *(values.get(label, "") for label in labels)]
@@ -67,8 +67,9 @@ def _setting_rows(group: RunGroup) -> list[tuple[str, str]]:
     return rows
 
 
-def _words(settings: Mapping[str, Any]) -> str:
+def _words(run: RunRecord) -> str:
     """The settings that tell most about a run."""
+    settings = run.settings
     if not settings:
         return "This directory has no config.yaml, so its settings are unknown."
     sets = [key for key in settings if re.fullmatch(r"data\.train(\.\d+)?\.(path|hub)", key)]
@@ -77,6 +78,12 @@ def _words(settings: Mapping[str, Any]) -> str:
         *("optimizer.lr", "rollout.groups_per_step", "rollout.samples_per_group"),
         *("rollout.max_response_tokens", "algorithm.updates_per_batch", "rollout.engine"),
     )
+    optional = (
+        *("model.lora.rank", "rollout.environment", "rollout.agent", "algorithm.kl.coefficient"),
+        *("algorithm.distillation.teacher.path", "algorithm.router_replay"),
+    )
+    keys += tuple(k for k in optional if settings.get(k) not in (None, 0, "none", "single_turn"))
+    keys += ("parallel.expert",) if "router/load_mean" in run.metrics else ()
     return " · ".join(f"{key} {public_setting(key, settings.get(key))}" for key in keys)
 
 

@@ -296,6 +296,12 @@ def test_panels_show_values_of_the_pointer_s_step_only_and_mark_those_of_a_findi
         assert -0.1 < low < 0
         ticks = f"[...{plot.format('Gradient norm')}.querySelectorAll('.ytick')]"
         assert await tab.run(f"{ticks}.map(tick => tick.textContent)") == ["0.2", "0.5", "1"]
+        labels = "[...{}.querySelectorAll('.xtick')].map(tick => tick.textContent)"
+        for shown in (reward, "document.getElementById('time-plot')"):
+            assert await tab.run(labels.format(shown)) == ["0", "1", "2", "3", "4", "5", "6"]
+            await tab.run(f"void Plotly.relayout({shown}, {{'xaxis.range': [0.8, 3.2]}})")
+            await tab.until(f"{labels.format(shown)}.join() === '1,2,3'")
+        await tab.until(f"{labels.format(plot.format('Gradient'))}.join() === '1,2,3'")
         finding = "[...document.querySelectorAll('.finding')]"
         finding += ".find(line => line.textContent.includes('made no update'))"
         await tab.run(f"{finding}.querySelector('.link').click()")

@@ -299,6 +299,55 @@ def test_the_card_says_how_many_updates_were_possible_and_of_which_step_a_figure
     assert shown["reward, last step"] == "0.200"
 
 
+def test_the_first_words_name_what_a_run_adds_to_plain_training() -> None:
+    plain = {"rollout.environment": "single_turn", "model.lora.rank": 0, "parallel.expert": 1}
+    added = {
+        "model.lora.rank": 16,
+        "rollout.agent": ["python", "own/agent.py"],
+        "rollout.environment": "python_tool",
+        "algorithm.distillation.teacher.path": "/home/me/teacher",
+        "algorithm.router_replay": "rollout",
+    }
+    words = [
+        card_of(group_runs([run_of(row, **plain, **more)])[0][0])["words"].split(" · ")
+        for row, more in (
+            ({"step": 1}, {}),
+            ({"step": 1, "router/load_mean": 1.2}, {"seed": 1}),
+        )
+    ]
+    assert len(words[0]) == 8
+    assert words[1] == [*words[0], "parallel.expert 1"]
+    (group,) = group_runs([run_of({"step": 1}, **plain | added)])[0]
+    assert card_of(group)["words"].split(" · ")[8:] == [
+        "model.lora.rank 16",
+        "rollout.environment python_tool",
+        "rollout.agent python, agent.py",
+        "algorithm.distillation.teacher.path teacher",
+        "algorithm.router_replay rollout",
+    ]
+
+
+def test_turns_errors_and_what_reward_functions_return_have_panels() -> None:
+    row = {
+        **{"step": 1, "rollout/turns_mean": 2.0, "rollout/turns_max": 3.0},
+        **{"rollout/environment_errors": 1.0, "reward/errors": 1.0, "reward/math": 0.5},
+        **{"reward/style": 4.0, "reward/style/words": 30.0, "reward/style/used_share": 0.5},
+    }
+    shown = {
+        panel["title"]: [curve["name"] for curve in panel["curves"]]
+        for panel in panels_of(group_runs([run_of(row)])[0])
+    }
+    assert shown == {
+        "Reward functions": ["math", "style"],
+        "reward/style/used_share": ["style/used_share"],
+        "reward/style/words": ["style/words"],
+        "Turns": ["mean", "largest"],
+        "Environment errors": ["errors"],
+    }
+    one = {"step": 1, "reward/math": 0.5, **{f"reward/math/m{n}": 2.0 for n in range(20)}}
+    assert len(panels_of(group_runs([run_of(one)])[0])) == 8
+
+
 def test_a_score_on_the_card_says_of_how_many_responses_it_is_the_mean(tmp_path: Path) -> None:
     path = make_run(tmp_path / "a")
     four = result({"a:0": ["2", "2", "3", "4"]}, name="heldout")
