@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import ADVANTAGES, OBJECTIVES
 from tests.benchmarks import bench_async_learning, bench_overlap, bench_rewards, demo_runs
 from tests.benchmarks import bench_speculation as speculation
+from tests.benchmarks import bench_tolerances as tolerances
 from tests.benchmarks import objective_table as objectives
 from tests.benchmarks import reward_pairs as pairs
 from tests.benchmarks.bench_async_learning import CURVES, MODES
@@ -241,3 +243,22 @@ def test_pairs_of_data_sets_are_different_and_the_same_each_time(shared_data: An
     assert drawn == pairs.data_pairs(shared_data, 50)
     assert {form for form, _, _ in drawn} == {"gsm8k_test", "aime24", "aime25"}
     assert all(answer != reference for _, answer, reference in drawn)
+
+
+def test_a_test_shows_its_smallest_margin_in_every_environment(tmp_path: Path) -> None:
+    for number, name in enumerate(tolerances.ENVIRONMENTS):
+        records = [
+            {"test": f"tests/a.py::test_it[{case}]", "what": "", "error": error, "bound": 8e-6}
+            for case, error in enumerate((0.0, 1e-6 * (1 + number), 5e-7))
+        ]
+        path = tmp_path / f"{name.replace(' ', '_')}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    report, text = run_main("bench_tolerances", tmp_path / "page", f"--records={tmp_path}")
+    assert "| a.py: test it | 1.0e-06 | 8.0e-06 | 8.0 | 4.0 | 2.7 | 2.0 | 1.6 |" in text
+    assert report["environments"]["2 threads"]["tests/a.py::test_it"]["bound"] == 8e-6
+
+
+def test_the_numeric_tests_are_found_also_where_a_helper_compares() -> None:
+    found = tolerances.numeric_tests()
+    assert {"tests/policy/test_lora.py", "tests/policy/test_delta_net.py"} < {*found}
+    assert {"tests/trainer/test_correction.py", "tests/ops/test_logprob.py"} < {*found}
