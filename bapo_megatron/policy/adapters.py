@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import LoraConfig
@@ -29,15 +29,13 @@ _HARMLESS_FIELDS = (
     *("layers_pattern", "megatron_core", "qalora_group_size"),
 )
 """Fields of adapter_config.json that do not change what an adapter computes."""
-_OFF_FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_dora", "use_rslora", "use_qalora"), False),
-    **dict.fromkeys(("modules_to_save", "layers_to_transform", "layer_replication")),
-    **dict.fromkeys(("trainable_token_indices", "alora_invocation_tokens", "megatron_config")),
-    **dict.fromkeys(("corda_config", "lora_ga_config", "velora_config", "kasa_config")),
-    **dict.fromkeys(("arrow_config", "monteclora_config", "use_bdlora")),
-    "loftq_config": {},
-}
-"""Fields that must have PEFT's default, or none: others make it more than α/r · B A."""
+_OFF_FIELDS = (
+    *("fan_in_fan_out", "lora_bias", "use_dora", "use_rslora", "use_qalora", "modules_to_save"),
+    *("layers_to_transform", "layer_replication", "trainable_token_indices", "megatron_config"),
+    *("alora_invocation_tokens", "corda_config", "lora_ga_config", "velora_config", "kasa_config"),
+    *("arrow_config", "monteclora_config", "use_bdlora"),
+)
+"""Fields that must be false, null or []: otherwise it computes more than α/r · B A."""
 
 
 def target_of(name: str) -> str:
@@ -138,22 +136,23 @@ class PeftJson(BaseModel):
     target_parameters: list[str] | None = None
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
+    loftq_config: dict[str, Any] | None = Field(None, max_length=0)
 
     def check(self, hf: HfConfig, config: LoraConfig) -> None:
         """Raise a ``ValueError`` for a field that this model's adapters do not have."""
         for name, value in (self.model_extra or {}).items():
-            if name in _HARMLESS_FIELDS or value is None:
-                continue
-            if name not in _OFF_FIELDS:
-                raise ValueError(f"{name!r} is unknown and may change the adapter")
-            default = _OFF_FIELDS[name]
-            if value != [] and (type(value) is not type(default) or value != default):
+            if name in _OFF_FIELDS and value is not None and value is not False and value != []:
                 raise ValueError(f"{name!r} must be off, got {shown_value(value)}")
+            if name not in (*_HARMLESS_FIELDS, *_OFF_FIELDS):
+                raise ValueError(f"{name!r} is unknown and may change the adapter")
         written = peft_fields(hf, config, Path())
         names = ("target_parameters", "rank_pattern", "alpha_pattern")
         for name in (*names, "target_modules") if self.target_parameters else names:
             if (value := getattr(self, name)) and value != (only := written.get(name)):
-                raise ValueError(f"{name!r} must be {shown_value(only)}, got {shown_value(value)}")
+                raise ValueError(
+                    f"{name!r} must be {shown_value(only)} with these model.lora.targets, got "
+                    f"{shown_value(value)}"
+                )
 
     def check_tensors(self, names: Iterable[str]) -> None:
         """Raise a ``ValueError`` for a tensor that is no A or B, or whose module is left out."""
