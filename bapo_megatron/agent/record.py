@@ -266,8 +266,8 @@ class Record:
             is_fork = bool(self.calls) and (has_turn or not tail)
             return Call(name, None, np.array(token_ids, np.int32), is_fork=is_fork)
         parent = self._turns[keys[place]]
-        last = int(parent.token_ids[-1])
-        token_ids = renderer.continuation(tail, conversation.tools, after=last)
+        turn = parent.token_ids.tolist()
+        token_ids = renderer.continuation(tail, conversation.tools, after=turn)
         return Call(name, parent, np.array(token_ids, np.int32))
 
     def sequences(self) -> list[TokenSequence]:

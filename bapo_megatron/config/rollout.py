@@ -5,6 +5,7 @@ The *age* of a token: optimizer updates since the weights that sampled it (docs/
 
 import operator
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -42,6 +43,17 @@ _PYTHON_SCHEMA = {
         },
     },
 }
+
+
+def check_tools(tools: Sequence[Any]) -> None:
+    """Refuse what is no JSON schema of a tool."""
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                "must be JSON schemas {type: function, function: {name, …}}, got "
+                f"{shown_value(tool)}; add what is missing"
+            )
 
 
 class SpeculativeConfig(Section):
@@ -402,13 +414,7 @@ class RolloutConfig(Section):
     @field_validator("tools")
     @classmethod
     def _tools_are_schemas(cls, tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-        for tool in tools:
-            function = tool.get("function")
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise ValueError(
-                    "must be JSON schemas {type: function, function: {name, …}}, got "
-                    f"{shown_value(tool)}; add what is missing"
-                )
+        check_tools(tools)
         return tools
 
     @model_validator(mode="after")

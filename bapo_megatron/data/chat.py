@@ -29,14 +29,11 @@ _ANSWER = "4ecb5f"
 _CALL = ToolCall("probe_81d0c3", {"text": "a 'b'", "number": 2})
 _TOOL = {"type": "function", "function": {"name": _CALL.name, "parameters": {"type": "object"}}}
 """A call that every template should render, and its tool."""
-_UNSAMPLED = frozenset(
-    (
-        *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id"),
-        *("do_sample", "max_length", "max_new_tokens", "use_cache", "cache_implementation"),
-        *("transformers_version", "trust_remote_code", "_from_model_config", "chat_format"),
-    )
+_UNSAMPLED = (
+    *("eos_token_id", "bos_token_id", "pad_token_id", "max_length", "max_new_tokens"),
+    *("transformers_version", "cache_implementation"),
 )
-"""Fields of generation_config.json that are read, or that change no response of a run."""
+"""Fields of generation_config.json, besides flags, that change no distribution."""
 
 
 def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
@@ -152,10 +149,12 @@ class ChatRenderer:
         """
         if self._has_agent:  # which asks with tools of its own
             tools = None
-        if tools and (self._schemas or not self._shows_tools):
+        messages = self.messages(question)
+        text = self._render(messages, tools=tools)
+        if tools and (self._schemas or text == self._render(messages, tools=())):
             reason = "rollout has others" if self._schemas else "the chat template shows none"
             raise ValueError(f"has tools of its own, but {reason}; remove the column tools")
-        return self._render(self.messages(question), tools=tools)
+        return text
 
     def messages(self, question: str | Sequence[Message]) -> list[Message]:
         """Return a question's conversation with the system prompt and suffix of ``data``.
@@ -253,14 +252,14 @@ class ChatRenderer:
         return pieces
 
     def continuation(
-        self, messages: Sequence[Message], tools: Tools = None, *, after: int = -1
+        self, messages: Sequence[Message], tools: Tools = None, *, after: Sequence[int] = ()
     ) -> tuple[int, ...]:
         """Return the tokens that lead from the assistant's turn through messages to its next one.
 
-        They begin after the token that ends a turn, which the policy has sampled. It is ``after``,
-        which may be the next message's role (GLM-4.5's ``<|user|>``), too, and is not repeated.
-        Earlier turns are not rendered again: a fixed two-message conversation replaces them.
-        Special tokens that the messages spell out are left out, since a message may quote the
+        They begin after the token that ends a turn, which the policy has sampled: the last of
+        ``after``, its turn. If that is the next message's role (GLM-4.5's ``<|user|>``), it is not
+        repeated. Earlier turns are not rendered again: a fixed two-message conversation replaces
+        them. Special tokens that the messages spell out are left out, since a message may quote the
         policy.
 
         Raises:
@@ -268,9 +267,9 @@ class ChatRenderer:
         """
         text = self._after_answer(self._plain(messages), generation_prompt=True, tools=tools)
         text = text.removeprefix(self._end_of_turn)
-        sampled = self._tokenizer.added_tokens_decoder.get(after)
-        if sampled is not None and text.lstrip().startswith(sampled.content):
-            text = text.lstrip().removeprefix(sampled.content)
+        if len(after) and after[-1] in (known := self._tokenizer.added_tokens_decoder):
+            role = known[after[-1]].content
+            text = text.lstrip().removeprefix(role) if text.lstrip().startswith(role) else text
         [token_ids] = self.token_ids([text])
         return token_ids
 
@@ -282,13 +281,11 @@ class ChatRenderer:
             for name, value in _fields(path).items()
             if name not in _UNSAMPLED and value and (value != 1 or name == "top_k")
         ]
-        if not unused:
-            return self._end_token_warnings()
-        return [
-            *self._end_token_warnings(),
+        line = (
             f"{path}: {', '.join(unused)}: not applied; training samples from the plain policy at "
-            "rollout.temperature, and evaluations with eval.temperature, top_p and top_k",
-        ]
+            "rollout.temperature, and evaluations with eval.temperature, top_p and top_k"
+        )
+        return [*self._end_token_warnings(), *([line] if unused else [])]
 
     def _end_token_warnings(self) -> list[str]:
         """A line if responses would not end, or not always, where the template ends a turn.
@@ -308,19 +305,16 @@ class ChatRenderer:
             return []
         if turn_end not in known.values():
             return []
-        if self.tool_format == "llama3" and known.get(_END_OF_CALL) not in {None, *named}:
-            return [
-                f"{folder}: a tool call ends with '{_END_OF_CALL}' ({known[_END_OF_CALL]}), which "
-                "is not an end token of config.json or generation_config.json, so responses go on "
-                "after it; add it to eos_token_id of generation_config.json"
-            ]
         end, marker = self._tokenizer.eos_token_id, self.decode([turn_end])
-        if turn_end not in named | {end}:
-            return [
-                f"{folder}: the chat template ends a turn with '{marker}' ({turn_end}), which is "
-                "not an end token of config.json, generation_config.json or the tokenizer, so "
-                "responses go on after it; add it to eos_token_id of generation_config.json"
-            ]
+        call_end = known.get(_END_OF_CALL, end) if self.tool_format == "llama3" else end
+        for what, token in (("a tool call", call_end), ("a turn", turn_end)):
+            if token not in named | {end}:
+                return [
+                    f"{folder}: the chat template ends {what} with '{self.decode([token])}' "
+                    f"({token}), which is not an end token of config.json, generation_config.json "
+                    "or the tokenizer, so responses go on after it; add it to eos_token_id of "
+                    "generation_config.json"
+                ]
         if end not in {turn_end, *named}:
             return [
                 f"{folder}: the tokenizer's end token '{self._tokenizer.eos_token}' ({end}) is "
@@ -356,16 +350,11 @@ class ChatRenderer:
                 f"rollout.tool_format: must read the calls that the chat template writes, got "
                 f"{self.tool_format} for {shown_value(turn.strip())}; {remedy}"
             )
-        if not self._shows_tools:
+        if _CALL.name not in prompt:
             raise ValueError(
                 "rollout.tool_format: must be none with a chat template that does not show tools, "
                 f"got {self.tool_format}; set data.chat_template to one that does"
             )
-
-    @cached_property
-    def _shows_tools(self) -> bool:
-        """Whether the template renders the schemas of tools."""
-        return _CALL.name in self._render([{"role": "user", "content": "?"}], tools=[_TOOL])
 
     @cached_property
     def _end_of_turn(self) -> str:
@@ -414,36 +403,31 @@ class ChatRenderer:
         self, messages: list[Message], *, generation_prompt: bool = True, tools: Tools = None
     ) -> str:
         try:
-            lost = self._left_out(messages, tools)
+            lost = self._roles_left_out(messages, tools)
             text = self._apply(messages, generation_prompt=generation_prompt, tools=tools)
         except Exception as error:
             reason = str(error) if isinstance(error, jinja2.TemplateError) else shown(error)
             raise ValueError(f"is refused by the chat template ({reason})") from error
         if lost:
-            raise ValueError(f"has messages that the chat template leaves out ({', '.join(lost)})")
+            roles = ", ".join(dict.fromkeys(f"role {role}" for role in lost))
+            raise ValueError(f"has messages that the chat template leaves out ({roles})")
         return text
 
-    def _left_out(self, messages: Sequence[Message], tools: Tools) -> list[str]:
+    def _roles_left_out(self, messages: Sequence[Message], tools: Tools) -> list[str]:
         """The roles of messages, or of calls, that the template would drop without a word.
 
-        It is asked once for each sequence of roles, with a mark in each message.
+        Each sequence of roles is rendered once with a mark in every message.
         """
         shape = tuple((message["role"], bool(message.get("tool_calls"))) for message in messages)
         if shape in self._rendered_shapes:
             return []
-        marked: list[Message] = []
-        for place, message in enumerate(messages):
-            mark = f"{_ANSWER}-{place}-"
-            if calls := message.get("tool_calls"):
-                calls = [{**c, "function": {**c["function"], "name": mark}} for c in calls]
-                marked.append({**message, "tool_calls": calls})
-            else:
-                marked.append({**message, "content": mark})
+        marks = [f"{_ANSWER}-{place}-" for place in range(len(messages))]
+        marked = list(map(_marked, messages, marks))
         text = self._apply(marked, generation_prompt=True, tools=tools)
-        places = [n for n in range(len(messages)) if f"{_ANSWER}-{n}-" not in text]
-        if not places:
+        lost = [m["role"] for m, mark in zip(messages, marks, strict=True) if mark not in text]
+        if not lost:
             self._rendered_shapes.add(shape)
-        return list(dict.fromkeys(f"role {messages[place]['role']}" for place in places))
+        return lost
 
     def _apply(
         self, messages: list[Message], *, generation_prompt: bool, tools: Tools = None
@@ -456,3 +440,11 @@ class ChatRenderer:
             **self._arguments,
         )
         return text
+
+
+def _marked(message: Message, mark: str) -> Message:
+    """The message with a mark as its content, or as the name of its calls."""
+    if not (calls := message.get("tool_calls")):
+        return {**message, "content": mark}
+    calls = [{**call, "function": {**call["function"], "name": mark}} for call in calls]
+    return {**message, "tool_calls": calls}

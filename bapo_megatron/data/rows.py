@@ -21,8 +21,9 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from bapo_megatron.config.data import DatasetConfig, TrainSetConfig
+from bapo_megatron.config.rollout import check_tools
 from bapo_megatron.data.columns import PARQUET_ERRORS
-from bapo_megatron.data.tools import UNSEEN, Message, checked_message, checked_tools
+from bapo_megatron.data.tools import UNSEEN, Message, checked_message
 from bapo_megatron.errors import first_line
 from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import open_regular, parse_json, read_lines, read_regular
@@ -303,7 +304,7 @@ class RowFormat:
         try:
             answer = self.parse_answer(answer_value)
             column = "tools"
-            tools = checked_tools(tools_value)
+            tools = _parse_tools(tools_value)
             column = self.prompt_column
             text = render(_parse_question(question_value), tools)
         except ValueError as error:
@@ -412,6 +413,14 @@ def _parse_question(value: Any) -> str | list[Message]:
             f"{shown_value(content)}"
         )
     return messages
+
+
+def _parse_tools(value: Any) -> list[Any]:
+    if isinstance(value, str) and value:
+        value = parse_json(value)
+    tools = value if isinstance(value, list) else [value] if value else []
+    check_tools(tools)
+    return tools
 
 
 def _without_nulls(value: Any) -> Any:

@@ -28,8 +28,8 @@ _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 UNSEEN = frozenset(
     (
         *("image", "images", "video", "videos", "audio", "audios", "documents"),
-        *("history", "system", "system_prompt", "chat_template_kwargs"),
-        *("choices", "options", "context", "passage"),
+        *("history", "system", "system_prompt", "chat_template_kwargs", "reasoning_effort"),
+        *("choices", "options", "context", "passage", "functions"),
     )
 )
 """Columns, and fields of messages, that the model should see and no template renders."""
@@ -91,23 +91,6 @@ def checked_message(message: Any) -> Message:
     if calls:
         checked["tool_calls"] = [_checked_call(call) for call in _list(calls)]
     return checked
-
-
-def checked_tools(value: Any) -> list[dict[str, Any]]:
-    """Return the JSON schemas of a data file's column ``tools``, which may be a JSON text.
-
-    Raises:
-        ValueError: It holds something else.
-    """
-    tools = _list((parse_json(value) if isinstance(value, str) and value else value) or [])
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(
-                "must hold JSON schemas {type: function, function: {name, …}}, got "
-                f"{shown_value(tool)}"
-            )
-    return tools
 
 
 def _is_text_part(part: Any) -> bool:

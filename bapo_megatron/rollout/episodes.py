@@ -149,8 +149,8 @@ class Interaction:
         """Return the environment's tokens; check that they are in the vocabulary."""
         try:
             if step.messages:
-                last = int(pending.sample.response_token_ids[-1])
-                return self.renderer.continuation(step.messages, after=last)
+                turn_token_ids = pending.sample.segments()[-1].tolist()
+                return self.renderer.continuation(step.messages, after=turn_token_ids)
             largest = self.renderer.vocab_size - 1
             if unknown := [token for token in step.token_ids if not 0 <= token <= largest]:
                 raise ValueError(f"must have tokens from 0 to {largest}, got {unknown[0]}")

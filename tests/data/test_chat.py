@@ -374,7 +374,7 @@ def test_a_role_that_the_policy_sampled_is_not_repeated(
     tokenizer.add_special_tokens({"additional_special_tokens": roles})
     renderer = ChatRenderer(tokenizer, DataConfig())
 
-    written = renderer.continuation(messages, after=tokenizer.convert_tokens_to_ids(sampled))
+    written = renderer.continuation(messages, after=[7, tokenizer.convert_tokens_to_ids(sampled)])
     assert renderer.decode(written).startswith(begins)
     [played] = renderer.token_ids([renderer.text([QUESTION]) + "\nIt is 3." + sampled])
     said = [QUESTION, {"role": "assistant", "content": "It is 3."}, *messages]

@@ -42,7 +42,9 @@ class Renderer:
     def calls(self, token_ids: Sequence[int]) -> tuple[()]:
         return ()
 
-    def continuation(self, messages: Sequence[dict[str, str]], *, after: int) -> tuple[int, ...]:
+    def continuation(
+        self, messages: Sequence[dict[str, str]], *, after: Sequence[int]
+    ) -> tuple[int, ...]:
         letters = "".join(message["content"] for message in messages)
         if letters == "refused":
             raise ValueError("is refused by the chat template (no such role)")
