@@ -73,7 +73,8 @@ class DatasetConfig(Section):
     answer_column: str | None = None
     """Column with the reference answer; ``reward_model.ground_truth`` reaches into a struct."""
     row_columns: tuple[str, ...] | None = None
-    """Other columns to pass to reward functions; null: all. They stay in memory."""
+    """Other columns to pass to reward functions; null: all. They stay in memory. The model need not
+    see a column that is named here, such as ``context``."""
     name: str = ""
     """Name in metrics (``eval/<name>/…``, ``data/<name>/…``); if empty, the file's stem, the last
     part of the Hub's id, or ``gym``."""
