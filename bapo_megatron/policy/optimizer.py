@@ -96,6 +96,9 @@ def build_optimizer(
         ),
         wrapped,
     )
+    # Of adapters of experts alone the other optimizer has no parameters, nor could it be saved.
+    parts = optimizer.chained_optimizers
+    optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
     for group in optimizer.param_groups:
         # Megatron leaves that to its own scheduler, and decays everything without it.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]

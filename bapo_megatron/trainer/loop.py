@@ -4,6 +4,7 @@ Rank 0 owns what talks to the outside: the rollout source, the sinks, the files 
 other ranks take part in the collectives.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -204,7 +205,9 @@ class Run:
             if config.log.console:
                 model = self.state.model
                 if kept := find_kept(model.hf, model.model_dir):
-                    parts = {".".join(n.removeprefix("model.").split(".")[:2]) for n in kept}
+                    parts = set(
+                        re.findall(r"^(?:model\.)?(layers\.\d+|\w+)", "\n".join(kept), re.M)
+                    )
                     names = ", ".join(sorted(parts))
                     show(f"{len(kept)} tensors ({names}) are not trained; exports keep them")
         with self.timer.phase("weight_sync"):

@@ -170,6 +170,27 @@ def test_a_run_continues_from_the_adapter_that_another_one_wrote(
     assert line.startswith("model.lora.alpha: must be 8, that of '"), line
 
 
+def test_adapters_that_peft_cannot_load_are_named_and_continued(
+    config: Path, tmp_path: Path
+) -> None:
+    model = make_model_dir(tmp_path / "model", "qwen3_moe")
+    one_step = (f"model.path={model}", "train.steps=1", "model.lora.targets=[gate_proj,down_proj]")
+    first, second = tmp_path / "first", tmp_path / "second"
+    result = run(["train", str(config), f"run_dir={first}", *one_step])
+    assert result.returncode == 0, result.stderr
+    assert (
+        f"PEFT cannot load {first}/adapter: it adapts gate_proj and up_proj of experts only "
+        "together; use hf/, which is merged\n"
+    ) in result.stderr
+    train(config, second, f"model.lora.path={first / 'adapter'}", *one_step, "optimizer.lr=0")
+    expected = exported_weights(first)
+    for name, weight in exported_weights(second).items():
+        assert (weight - expected[name]).abs().max() <= 1e-7, name
+    others = ["model.lora.targets=[o_proj]", f"model.lora.path={first / 'adapter'}"]
+    _, line = refusal(["train", str(config), f"run_dir={tmp_path / 'x'}", *one_step, *others])
+    assert "'target_parameters' must be null with these model.lora.targets, got " in line
+
+
 def test_weights_that_did_not_arrive_are_noticed_in_the_same_step(
     config: Path, tmp_path: Path
 ) -> None:
