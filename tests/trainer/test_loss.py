@@ -322,7 +322,7 @@ def test_no_tokens_give_a_loss_of_zero_that_can_be_differentiated(
     assert report.maxima.tolist() == [0.0] * 2
     if algorithm != "clip":
         # The start of both ranges; no tokens were searched.
-        assert report.decision[:2].tolist() == pytest.approx([0.6, 1.2], abs=1e-7)
+        assert report.decision[:2].tolist() == pytest.approx([0.6, 1.2], abs=3e-7)
         assert report.decision[-1] == 0
 
 
