@@ -22,10 +22,12 @@ from pydantic import Field
 from bapo_megatron.config.check import check_rewards
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.reward import RewardConfig
+from bapo_megatron.data.prompts import RowCheck
 from bapo_megatron.data.rows import parse_answer
 from bapo_megatron.errors import first_cause
 from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.composition import Rewards
+from bapo_megatron.reward.rows import row_check
 from bapo_megatron.runtime.calls import decode
 from bapo_megatron.runtime.files import MAX_LINE_BYTES, naming, open_regular, parse_json
 from bapo_megatron.runtime.processes import CLOSED_PIPE, run_async
@@ -81,13 +83,13 @@ async def grade_file(path: Path, config: RewardConfig, *, output: int) -> None:
         RewardError: A reward function failed, cannot be loaded, or scores whole groups.
         OSError: The file cannot be read, or the output is closed.
     """
-    room = asyncio.Semaphore(_LINES_PER_WORKER * config.workers)
+    room, check = asyncio.Semaphore(_LINES_PER_WORKER * config.workers), row_check(config)
 
     async def grade(
         rewards: Rewards, place: str, line: bytes, before: asyncio.Task[None] | None
     ) -> None:
         try:
-            result = await _score(rewards, place, line)
+            result = await _score(rewards, _checked(check, place, _parse(place, line)))
         finally:
             if before is not None:
                 await before
@@ -116,8 +118,8 @@ async def grade_file(path: Path, config: RewardConfig, *, output: int) -> None:
             raise first_cause(errors) from errors
 
 
-async def _score(rewards: Rewards, place: str, line: bytes) -> bytes:
-    score = await rewards.score(_parse(place, line))
+async def _score(rewards: Rewards, response: Response) -> bytes:
+    score = await rewards.score(response)
     fields = {
         "score": score.reward,
         "extracted": score.extracted,
@@ -153,6 +155,14 @@ async def _lines(path: Path) -> AsyncIterator[tuple[str, bytes]]:
                 )
     if rest.strip():
         yield f"{name}:{number + 1}", rest
+
+
+def _checked(check: RowCheck, place: str, response: Response) -> Response:
+    try:
+        check(response.answer, response.row)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}; correct the line") from error
+    return response
 
 
 def _parse(place: str, line: bytes) -> Response:

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -25,6 +25,9 @@ from bapo_megatron.data.rows import (
     recognise,
 )
 from bapo_megatron.types import Prompt
+
+RowCheck = Callable[[str, Mapping[str, Any]], None]
+"""Raises ValueError for a reference answer and other columns that no reward function can use."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -145,6 +148,7 @@ def load_eval_set(
     no_answers: Sequence[str] = (),
     *,
     has_environment: bool = False,
+    check: RowCheck | None = None,
 ) -> PromptSet:
     """Read and render an evaluation set, each distinct prompt once; see ``load_set``.
 
@@ -157,7 +161,9 @@ def load_eval_set(
     data = DataConfig(
         max_prompt_tokens=max_prompt_tokens, on_duplicate="keep" if has_environment else "drop"
     )
-    prompt_set = load_set(dataset, renderer, data, no_answers=no_answers, duplicates_reason=reason)
+    prompt_set = load_set(
+        dataset, renderer, data, no_answers=no_answers, check=check, duplicates_reason=reason
+    )
     report = prompt_set.report
     if report.num_no_answer:
         raise DataError(
@@ -172,7 +178,9 @@ def load_eval_set(
     return prompt_set
 
 
-def load_eval_sets(config: RunConfig, renderer: ChatRenderer) -> Iterator[PromptSet]:
+def load_eval_sets(
+    config: RunConfig, renderer: ChatRenderer, check: RowCheck
+) -> Iterator[PromptSet]:
     """Read and render each set of ``eval.sets``, one after the other; see ``load_eval_set``."""
     no_answers = eval_reward(config.reward, config.eval).refused_answers
     for dataset in config.eval.sets:
@@ -182,15 +190,20 @@ def load_eval_sets(config: RunConfig, renderer: ChatRenderer) -> Iterator[Prompt
             config.data.max_prompt_tokens,
             no_answers,
             has_environment=config.rollout.has_environment,
+            check=check,
         )
 
 
 def load_train_sets(
-    data: DataConfig, renderer: ChatRenderer, no_answers: Sequence[str] = ()
+    data: DataConfig,
+    renderer: ChatRenderer,
+    no_answers: Sequence[str] = (),
+    check: RowCheck | None = None,
 ) -> list[PromptSet]:
     """Read and render every training set, in the order of the configuration; see ``load_set``."""
     return [
-        load_set(dataset, renderer, data, dataset.weight, no_answers) for dataset in data.train_sets
+        load_set(dataset, renderer, data, dataset.weight, no_answers, check)
+        for dataset in data.train_sets
     ]
 
 
@@ -228,6 +241,7 @@ def load_set(
     data: DataConfig,
     weight: float = 1.0,
     no_answers: Sequence[str] = (),
+    check: RowCheck | None = None,
     *,
     duplicates_reason: str = "data.on_duplicate",
 ) -> PromptSet:
@@ -247,7 +261,7 @@ def load_set(
         duplicates_reason=duplicates_reason,
     )
     skips_bad = data.on_bad_row == "skip"
-    rows = list(_read(dataset, renderer, report, no_answers, skips_bad=skips_bad))
+    rows = list(_read(dataset, renderer, report, no_answers, check, skips_bad=skips_bad))
     texts = list(dict.fromkeys(text for _, text, _, _ in rows))
     token_ids_of = dict(zip(texts, renderer.token_ids(texts), strict=True))
     report.longest_tokens = max(map(len, token_ids_of.values()), default=0)
@@ -290,6 +304,7 @@ def _read(
     renderer: ChatRenderer,
     report: SetReport,
     no_answers: Sequence[str],
+    check: RowCheck | None,
     *,
     skips_bad: bool,
 ) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
@@ -319,6 +334,7 @@ def _read(
             text, answer, columns = row_format.read(
                 row, dataset.row_columns, dropped, lambda *asked: render(json.dumps(asked))
             )
+            _require(check, row, answer, columns)
         except DataError as error:
             if refused and isinstance(error, EmptyAnswerError):
                 unusable[""] += 1
@@ -353,6 +369,14 @@ def _recognised(dataset: DatasetConfig, row: Row, row_format: RowFormat | None) 
             "set prompt_column and answer_column (docs/data.md)"
         )
     return row_format
+
+
+def _require(check: RowCheck | None, row: Row, answer: str, columns: Mapping[str, Any]) -> None:
+    try:
+        if check is not None:
+            check(answer, columns)
+    except ValueError as error:
+        raise DataError(f"{row.place}: {error}; correct or remove this row") from error
 
 
 def _letters(answer: str) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 
 from reasoning_gym import create_dataset
 
-from bapo_megatron.reward.base import RowError, Score
+from bapo_megatron.reward.base import Score
 from bapo_megatron.reward.extraction import extract_answer
+from bapo_megatron.reward.rows import check_gym
 
 _LIST = re.compile(r"[\w\s\[\],'\"+-]*")
 """No call and no attribute."""
@@ -43,19 +44,20 @@ _NOTATION = [
     for pattern, plain in (
         (r"\\(?:begin|end)\{\w+\*?\}(?:\{[clr|]+\})?|\\(?:left|right|displaystyle)(?!\w)", ""),
         (r"\\\\", "\n"),
+        (r"\\(?:[dtcs]|nice)frac", r"\\frac"),
         (r"\\[()\[\]!]|\\?\$|\^\{?\\circ(?!\w)\}?", ""),
         (r"\{([,:;.])\}", r"\1"),
         (r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", ","),
-        (r"\\[,;: ]|~|(?<!\\)&|\\q?quad(?!\w)|(?<=\d)(?=\\[dt]?frac)", " "),
+        (r"\\[,;: ]|~|(?<!\\)&|\\q?quad(?!\w)|(?<=\d)(?=\\frac)", " "),
         (r"\\(?:times|cdot)(?!\w)", " × "),
         (r"\\div(?!\w)", " ÷ "),
         (r"\\(?:to|(?:long)?rightarrow)(?!\w)", " → "),
-        (r"\\(?:text|math|operatorname|boldsymbol|emph|m?box)\w*\*?\s*\{([^{}]*)\}", r"\1"),
-        (r"\\[dt]?frac\s*(\d)\s*(\d)", r"\1/\2"),
-        (r"\\[dt]?frac\s*\{(\w+)\}\s*\{(\w+)\}", r"\1/\2"),
-        (r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"(\1)/(\2)"),
+        (r"\\(?:text|math|operatorname|boldsymbol|emph|m?box|b[fm])\w*\*?\s*\{([^{}]*)\}", r"\1"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\1/\2"),
+        (r"\\frac\s*\{(\w+)\}\s*\{(\w+)\}", r"\1/\2"),
+        (r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"(\1)/(\2)"),
         (r"\\sqrt\s*\{([^{}]*)\}", r"sqrt(\1)"),
-        (r"\^\{(\d+|[A-Za-z])\}", r"^\1"),
+        (r"([_^])\{(\d+|[A-Za-z])\}", r"\1\2"),
         (r"\^\{([^{}]*)\}", r"^(\1)"),
         (r"\\arc(?=sin|cos|tan)", "a"),
     )
@@ -76,8 +78,7 @@ def grade(response: str, answer: str, row: Mapping[str, Any]) -> Score:
     Raises:
         RowError: The row is not of a ``gym`` set.
     """
-    if "gym" not in row:
-        raise RowError("it scores rows of sets with gym only; give other sets a function of theirs")
+    check_gym(row)
     name, options, metadata = (row["gym"][key] for key in ("name", "options", "metadata"))
     wrong = Score(0.0, answer_found=False, reason="no_answer", metrics=_metrics(name))
     extracted = extract_answer(response)

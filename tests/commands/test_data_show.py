@@ -139,3 +139,16 @@ def test_references_that_are_no_answers_are_counted_in_the_table_and_named(confi
     assert "2 of 3 references are not answers ('proof' 1, 'notfound' 1) and were left out" in text
     assert re.search(r"\| proofs +\| train \| columns +\| +3 \| +0 \| +2 \|", text)
     assert kept["sets"][0]["kept"] == 3
+
+
+@pytest.mark.parametrize("use", ["train", "eval"])
+def test_a_reference_that_holds_no_tests_is_refused_with_its_row(config_file, tmp_path, use):
+    rows = [{"prompt": f"q{n}", "answer": a} for n, a in enumerate(["7", "{'inputs': []}"])]
+    path = write_jsonl(tmp_path / "tests.jsonl", *rows)
+    reward = "{functions: [{name: code, function: program}], timeout_s: 9}"
+    overrides = [f"reward={reward}", "data.on_bad_row=raise", f"data.train={{path: {path}}}"]
+    if use == "eval":
+        overrides = [f"reward={reward}", f"eval.sets=[{{path: {path}}}]"]
+
+    with pytest.raises(ValueError, match=r"tests.jsonl:2: the reference answer must hold tests"):
+        inspect_data(load_config(config_file, overrides), num_rows=0)

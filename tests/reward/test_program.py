@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -13,7 +14,21 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError
+from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, RowError
+from bapo_megatron.reward.rows import row_check
+from tests.reward.program_rows import (
+    ADD,
+    EXTRACTION,
+    GUARDS,
+    LESS,
+    NAMES,
+    NUMBERS,
+    TESTS,
+    UNUSABLE,
+    WRONG,
+    fenced,
+    module,
+)
 from tests.reward.scoring import score
 from tests.sandbox.host import require_bubblewrap
 from tests.sandbox.test_bubblewrap import children
@@ -25,7 +40,6 @@ SECTION = {
     "timeout_s": 60,
     "program": {"sandbox": {"timeout_s": 2}},
 }
-ADD = "def add(a, b):\n    return a + b"
 SUM_OF_LINE = "print(sum(map(int, input().split())))"
 LINES = {"inputs": ["1 2\n", "3 4 5"], "outputs": ["3\n", "12\n\n"]}
 CALLS = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [[3], "ab"]}
@@ -67,6 +81,54 @@ def test_programs_pass_tests_of_every_form() -> None:
         ("print(f'{1 / 3:.9f} ok  ')", "0.3333333 ok"),
     ]
     assert graded(*right) == [(1.0, "passed")] * len(right)
+
+
+def outcomes(*rows: tuple[str, str]) -> list[tuple[float, str]]:
+    """Reward and reason of each response."""
+    section = {**SECTION, "program": {"sandbox": {"timeout_s": 20}}}
+    alone, _ = score(section, *(Response(text, answer) for text, answer in rows))
+    return [(s.reward, s.reason) for s in alone]
+
+
+@pytest.mark.parametrize("rows", [EXTRACTION, NAMES, NUMBERS, GUARDS])
+def test_right_programs_score_1(rows: dict[str, tuple[str, str]]) -> None:
+    assert dict(zip(rows, outcomes(*rows.values()), strict=True)) == dict.fromkeys(
+        rows, (1.0, "passed")
+    )
+
+
+def test_a_module_of_tests_is_run_whole() -> None:
+    answers = [module(code) for code in TESTS.values()]
+    right = outcomes(*((fenced(ADD), answer) for answer in answers))
+    wrong = outcomes(*((fenced(LESS), answer) for answer in answers))
+    assert dict(zip(TESTS, right, strict=True)) == dict.fromkeys(TESTS, (1.0, "passed"))
+    assert dict(zip(TESTS, wrong, strict=True)) == dict.fromkeys(TESTS, (0.0, "error"))
+
+
+@pytest.mark.parametrize("reason", WRONG)
+def test_responses_that_are_wrong_or_cheat_score_0(reason: str) -> None:
+    assert outcomes(*WRONG[reason]) == [(0.0, reason)] * len(WRONG[reason])
+
+
+def test_rows_whose_reference_holds_no_tests_are_refused_and_others_are_not() -> None:
+    program = RewardConfig.model_validate(SECTION)
+    check = row_check(program)
+    for answer, reason in UNUSABLE.items():
+        with pytest.raises(
+            RowError, match="must hold tests of a program, got .*" + re.escape(reason)
+        ):
+            check(answer, {})
+    usable = [
+        answer for rows in (EXTRACTION, NAMES, NUMBERS, GUARDS) for _, answer in rows.values()
+    ]
+    usable += [module(code) for code in TESTS.values()]
+    usable += ["42", "3 4\n5", "class A", "from here", json.dumps(json.dumps(LINES))]
+    for answer in usable:
+        check(answer, {})
+    row_check(RewardConfig())(r"\frac{1}{2}", {})  # math accepts any text
+    gym = {"functions": [{"name": "gym", "function": "gym"}]}
+    with pytest.raises(RowError, match="it scores rows of sets with gym only"):
+        row_check(RewardConfig.model_validate(gym))("1", {})
 
 
 def test_wrong_programs_fail_with_a_reason() -> None:
