@@ -27,9 +27,9 @@ _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Further fields of a message that templates read."""
 UNSEEN = frozenset(
     (
-        *("image", "images", "video", "videos", "audio", "audios", "documents"),
-        *("history", "system", "system_prompt", "chat_template_kwargs", "reasoning_effort"),
-        *("choices", "options", "context", "passage", "functions"),
+        *("image", "images", "video", "videos", "audio", "audios", "documents", "history"),
+        *("system", "system_prompt", "functions", "choices", "options", "context", "passage"),
+        *("chat_template_kwargs", "reasoning_effort", "enable_thinking"),
     )
 )
 """Columns, and fields of messages, that the model should see and no template renders."""

@@ -353,6 +353,7 @@ def test_other_columns_become_json_values_and_bytes_are_left_out(tmp_path, load,
         ({"history": [["1+0?", "1"]]}, r'\[\["1\+0\?", "1"\]\]'),
         ({"documents": [{"title": "t", "text": "x"}]}, r"\[.*"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, r'\{"enable_thinking": false\}'),
+        ({"reasoning_effort": "high"}, "'high'"),
         ({"choices": ["two", "ten"]}, r'\["two", "ten"\]'),
     ],
 )
