@@ -6,6 +6,7 @@ keys that are not the schema's are left out, since they may be secrets.
 
 import re
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,14 @@ def public_settings(config: RunConfig) -> dict[str, bool | int | float | str]:
 def public_setting(key: str, value: Any) -> str:
     """Return a value of the configuration as others may see it.
 
-    Paths keep their last name, addresses scheme, host and port, options of servers lose their
-    values. Under keys that are not the schema's only numbers are shown, and none whose key is named
-    like a secret.
+    Paths keep their last name, addresses scheme, host and port. Options of servers lose their
+    values, and an agent's command ends before its first ``--option``. Under keys that are not the
+    schema's only numbers are shown, and none whose key is named like a secret.
     """
+    if key == "rollout.agent" and value:  # a command, whose options may hold secrets
+        words = value if isinstance(value, list) else value.split()
+        words = takewhile(lambda word: not word.startswith("--"), words)
+        value = " ".join(word.rpartition("/")[2] for word in words)
     if isinstance(value, list):
         if key.endswith("extra_args"):
             options = [re.split(r"[=\s]", str(option))[0] for option in value]

@@ -321,7 +321,7 @@ def test_the_first_words_name_what_a_run_adds_to_plain_training() -> None:
     assert card_of(group)["words"].split(" · ")[8:] == [
         "model.lora.rank 16",
         "rollout.environment python_tool",
-        "rollout.agent python, agent.py",
+        "rollout.agent python agent.py",
         "algorithm.distillation.teacher.path teacher",
         "algorithm.router_replay rollout",
     ]
