@@ -208,7 +208,7 @@ class ProgramGrader:
             return self._grade(_last_program(response), list(_cases(_read(answer))))
 
     def _grade(self, program: str | None, cases: list[_Case]) -> Score:
-        if program is None:
+        if not program or program.isspace():
             return Score(0.0, answer_found=False, reason="no_program")
         cases = cases[: self._config.max_tests]
         num_passed, reason = 0, "passed"

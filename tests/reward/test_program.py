@@ -164,6 +164,8 @@ def test_the_last_block_after_thinking_counts() -> None:
         "```python\nprint(2)\n```\n```\nprint(1)\n```": (0.0, "wrong", True),
         "<think>```python\nprint(2)\n```</think> two": (0.0, "no_program", False),
         "print(2)": (0.0, "no_program", False),
+        "```python\n```": (0.0, "no_program", False),
+        "```python\n \n```": (0.0, "no_program", False),
     }
     alone, _ = score(SECTION, *(Response(text, "2") for text in texts))
     assert [(s.reward, s.reason, s.answer_found) for s in alone] == list(texts.values())
