@@ -58,8 +58,9 @@ class RewardFunctionConfig(Section):
         built_in_or_own(BUILT_IN_FUNCTIONS, "function"),
     ] = None
     """``math``; ``math_verify`` (math-verify alone); ``program`` (tests for code,
-    docs/rewards.md); ``gym`` (scorers of the tasks of ``data.train.gym``); or ``package.module:function`` (a static method:
-    ``package.module:Class.method``); run by the worker processes."""
+    docs/rewards.md); ``gym`` (scorers of the tasks of ``data.train.gym``); or
+    ``package.module:function`` (a static method: ``package.module:Class.method``); run by the
+    worker processes."""
     url: str | None = None
     """Address of an HTTP reward service, instead of ``function``."""
     http: HttpRewardConfig = HttpRewardConfig()
@@ -179,7 +180,8 @@ class RewardConfig(Section):
         *("see solution", "see the solution", "see above", "not available"),
     )
     """References that are not answers; case, spaces and punctuation are ignored. Where ``math``
-    or ``math_verify`` scores, training rows with one, or with an empty one, are left out and counted; empty: none."""
+    or ``math_verify`` scores, training rows with one, or with an empty one, are left out and
+    counted; empty: none."""
     program: ProgramConfig = ProgramConfig()
     on_error: Literal["raise", "zero"] = "raise"
     """When a function fails: end the run, or score 0 and count the failure."""

@@ -1,6 +1,6 @@
 """Reward functions by name, in the worker processes that load and call them.
 
-A name is ``math``, ``program``, ``gym``, ``package.module:function`` or
+A name is ``math``, ``math_verify``, ``program``, ``gym``, ``package.module:function`` or
 ``package.module:Class.method``; ``base`` defines arguments and results.
 """
 
@@ -20,7 +20,10 @@ from bapo_megatron.runtime.names import LoadError, load_named
 from bapo_megatron.runtime.worker import settled
 from bapo_megatron.sandbox.base import SandboxError
 
-BUILT_IN = {"math": "bapo_megatron.reward.math_answer:grade_math_answer"}
+BUILT_IN = {
+    "math": "bapo_megatron.reward.math_answer:grade_math_answer",
+    "math_verify": "bapo_megatron.reward.math_verify_grader:grade_by_math_verify",
+}
 """Location of functions that always load."""
 PROGRAM = "program"
 _GYM = {"gym": "bapo_megatron.reward.gym:grade"}

@@ -135,8 +135,10 @@ _NEEDLESS_SPACE = re.compile(
 )
 """Not the one between an option's letter and its text."""
 _BRACED_MARK = re.compile(r"\s*(?:\\text)?\{\s*\\?([,:.])\s*\}\s*")
-_MARKS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-_MARKS += (("*", "*"), ("`", "`"), ("'", "'"), ('"', '"'), ("“", "”"))
+_MARKS = (
+    *(("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")),
+    *(("*", "*"), ("`", "`"), ("'", "'"), ('"', '"'), ("“", "”")),
+)
 """Of mathematics, Markdown and quotations."""
 _UNIT = re.compile(
     r"(?!0[xXbBoO][\dA-Fa-f]+$)(?P<value>.*[\d\w})\]!|%])\s*"
