@@ -21,7 +21,7 @@ _PEFT_PREFIX = "base_model.model."
 _EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
 _GATE_UP = "gate_up_proj"
 """What transformers calls the two tensors of gates and up projections that PEFT adapts as one."""
-_MERGE = "merge it into its base with PEFT (merge_and_unload) for model.path, or choose another one"
+_MERGE = "save the merged model (PEFT's merge_and_unload) and train from it, or choose another one"
 _HARMLESS_FIELDS = (
     *("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "runtime_config"),
     *("inference_mode", "lora_dropout", "ensure_weight_tying", "eva_config"),
