@@ -9,6 +9,7 @@ import inspect
 import math
 import numbers
 import re
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
@@ -37,6 +38,8 @@ GROUP_PARAMETERS = ("responses", "samples", "states", "rewards", "answer", "row"
 _SHARED = ("answer", "row")
 _MAX_TEXT = 200
 _MAX_METRICS = 32
+_MAX_FRAMES = -20
+"""The innermost ones of a traceback."""
 _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
@@ -74,6 +77,7 @@ class RewardHandler:
         """Keep the functions, by their names."""
         self._functions = functions
         self._loop = asyncio.new_event_loop()
+        self._shown_places: set[str] = set()
 
     @property
     def facts(self) -> list[str]:
@@ -115,7 +119,7 @@ class RewardHandler:
         return [asdict(as_score(result)) for result in results]
 
     def _score(self, name: str, loaded: LoadedFunction, arguments: Mapping[str, Any]) -> Score:
-        """The score of one response; 0 where a built-in grader fails on it.
+        """The score of one response; 0, with a traceback in the log, where a built-in one fails.
 
         Only a row or a sandbox may fail a built-in grader, and the memory limit, which ends the
         worker.
@@ -124,9 +128,13 @@ class RewardHandler:
             return as_score(self._call(loaded, arguments))
         except (MemoryError, RowError, SandboxError):
             raise
-        except Exception:
+        except Exception as error:
             if name not in GRADERS:
                 raise
+            place = str(traceback.extract_tb(error.__traceback__)[-1])
+            if place not in self._shown_places:  # thousands may fail there
+                self._shown_places.add(place)
+                traceback.print_exception(error, limit=_MAX_FRAMES)
             return Score(0.0, answer_found=False, reason="error", failed=True)
 
     def _call(self, loaded: LoadedFunction, arguments: Mapping[str, Any]) -> Any:

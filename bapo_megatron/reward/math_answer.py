@@ -190,7 +190,7 @@ def _compare(pred_text: str, gold_text: str) -> Reason:
         if contradicts_itself(pred.text):
             return Reason.DIFFERENT
         return _compare_quantities(pred.parts, gold.parts)
-    except TooLargeError:
+    except (TooLargeError, OverflowError, RecursionError):
         return Reason.TOO_LARGE
 
 

@@ -8,6 +8,8 @@ import itertools
 import re
 
 _OPEN, _CLOSE = "([{", ")]}"
+_BRACES = re.compile(r"(?<!\\)\{(\{(?:[^{}]|\{[^{}]*\})*\})\}")
+"""Needless ones, with each of which the parser's time doubles."""
 _MATRIX = re.compile(
     r"\\(begin|end)\{(?:[pbB]?(?:small)?matrix\*?\}(?:\[[lcr]\])?|array\}(?:\{[lcr| ]*\})?)"
 )
@@ -48,6 +50,8 @@ _PROSE = re.compile(r"\\text\{\s*(?:is\b)?|\bis\b|[}\s]")
 
 def spelled_out(text: str) -> str:
     """One spelling of the structures in a canonical answer, which keeps its value."""
+    while "{{" in text and (shorter := _BRACES.sub(r"\1", text)) != text:
+        text = shorter
     text = _ANGLED.sub(r"(\1)", _DETERMINANT.sub(r"\\text{det}(\1)", text))
     text = _VECTOR.sub(r"\1\2 ", text).strip()
     text = "".join(_INTERVAL.sub(_with_round_ends, part) for part in _UNION.split(text))
