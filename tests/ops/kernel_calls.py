@@ -29,7 +29,7 @@ NONFINITE, OUT_OF_RANGE, POSITIVE, NEGATIVE = range(-4, 0)
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
     """Within tolerance · max(1, |expected|), or both NaN or the same infinity."""
     assert actual.shape == expected.shape
-    error = (actual.double() - expected).abs() / expected.double().abs().clamp(min=1.0)
+    error = (actual.detach().double() - expected).abs() / expected.double().abs().clamp(min=1.0)
     same = (actual.isnan() & expected.isnan()) | (actual.double() == expected)
     if not same.all():
         assert_within(error[~same].max(), tolerance)

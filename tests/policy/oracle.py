@@ -88,11 +88,11 @@ class Oracle:
 
     def logits(self, problem: Problem) -> tuple[Tensor, float]:
         """[N, V] in float64, and how far those in float32 may be off."""
-        with torch.no_grad():
-            with self._mode:
-                exact_NV = reference_logits(self._exact, problem)
-            error = (reference_logits(self.float32, problem) - exact_NV).abs().max()
-        return exact_NV, HEADROOM * float(error)
+        return self._bounded(lambda model: reference_logits(model, problem))
+
+    def logits_of(self, ids_BS: Tensor) -> tuple[Tensor, float]:
+        """[B, S, V] in float64, and how far those in float32 may be off."""
+        return self._bounded(lambda model: model(input_ids=ids_BS).logits)
 
     def gradients(self, problems: list[Problem]) -> Gradients:
         """Of the sum of all problems' losses."""
@@ -104,9 +104,12 @@ class Oracle:
         """In float64 and in float32."""
         return self.both(lambda model: reference_gradients(model, problems))
 
-    def both(
-        self, compute: Callable[[Any], dict[str, Tensor]]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _bounded(self, compute: Callable[[Any], Tensor]) -> tuple[Tensor, float]:
+        with torch.no_grad():
+            exact, float32 = self.both(compute)
+        return exact, HEADROOM * float((float32 - exact).abs().max())
+
+    def both[T](self, compute: Callable[[Any], T]) -> tuple[T, T]:
         """What ``compute`` returns for the model in float64 and for the one in float32."""
         with self._mode:
             exact = compute(self._exact)
