@@ -88,6 +88,7 @@ def score(response: str, answer: str, row: dict[str, Any]) -> Score:
         (r"\boxed{\(x = -62^\circ\)}", "-62", SUM, 1.0, ""),
         (r"\boxed{\frac{1}{2}}", "1/2", SUM, 1.0, ""),
         (r"\boxed{-\dfrac12}", "-1/2", SUM, 1.0, ""),
+        (r"\boxed{x_{1} = \nicefrac{1}{12}}", "1/12", SUM, 1.0, ""),
         (r"\boxed{3\frac{1}{2}}", "31/2", SUM, 0.0, ""),
         (r"\boxed{62 = 63}", "63", SUM, 2 / 7, ""),
         (r"\boxed{5\times 7\cdot 7}", "5 × 7 × 7", SUM, 1.0, ""),
