@@ -79,7 +79,7 @@ def print_search(
         f"{result.exit}: c_low {result.clip_low:g}, c_high {result.clip_high:g}; positive "
         f"share {result.positive_share_start:.4f} at the start, {result.positive_share:.4f} at the "
         f"chosen pair; {counts.positive_tokens} positive and {counts.negative_tokens} negative "
-        "tokens",
+        f"tokens; {len(result.candidates)} pairs were tried (all: --json), among them",
         highlight=False,
     )
     headings = ("", "c_low", "c_high", "P", "N", "P/(P+N)", f"target {target:g}")
@@ -96,10 +96,6 @@ def print_search(
         for index, pair in enumerate(result.candidates)
         if index < _NEAR_ROWS or abs(index - result.index) < _NEAR_ROWS
     ]
-    console.print(
-        f"{len(rows)} of {len(result.candidates)} pairs in search order (all: --json):",
-        highlight=False,
-    )
     print_table(console, "Search path", headings, rows, num_left=1)
 
 

@@ -41,7 +41,7 @@ def command(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     gpus: Annotated[
-        int | None, typer.Option(max=MAX_GPUS, help="Trainer GPUs; default: the fewest.")
+        int | None, typer.Option(max=MAX_GPUS, help="Trainer GPUs; default: the fewest that fit.")
     ] = None,
     gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
     gpu_memory: Annotated[

@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -114,10 +114,10 @@ def _fetch(path: Path, source: SourceConfig | None) -> tuple[State, str]:
         before = _RECORD.validate_json(record.read_bytes())
     listing = _list(source, before)
     text = f"{listing.source} {listing.commit[:12]}".strip()
-    wanted = _wanted(path, listing.files)
+    wanted = [file for file in listing.files if not file.is_at(path / file.name)]
     if wanted:
-        with _locked(path):
-            wanted = _wanted(path, wanted)  # another process may have fetched them meanwhile
+        with _locked(path):  # another process may have fetched them before
+            wanted = [file for file in wanted if not file.is_at(path / file.name)]
             num_replaced = sum((path / file.name).exists() for file in wanted)
             _download_all(path, wanted)
     if wanted:
@@ -127,11 +127,6 @@ def _fetch(path: Path, source: SourceConfig | None) -> tuple[State, str]:
     if listing != before:
         atomic_write_bytes(record, _RECORD.dump_json(listing, indent=1))
     return "fetched" if wanted else "there", text
-
-
-def _wanted(path: Path, files: Iterable[_File]) -> list[_File]:
-    """The files that are missing or damaged."""
-    return [file for file in files if not file.is_at(path / file.name)]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from bapo_megatron.config.check import check_data, check_model
+from bapo_megatron.config.check import check_data, check_model_dir
 from bapo_megatron.config.data import DataConfig, TrainSetConfig
 from bapo_megatron.config.load import literal, parse_section
 from bapo_megatron.config.megatron import ModelConfig
@@ -98,13 +98,19 @@ def write_first_config(
     atomic_write_text(target, text)
     for line in (*inputs.warnings, *inputs.prompts.report.warnings()):
         say(line)
+    if not any(model.path.glob("*.safetensors")):
+        say(f"{model.path} has no *.safetensors yet, which config and train need; download them")
+    values, reasons = flat_settings(config), _reasons(config, inputs, plan)
+    chosen = [key for key in _SAVINGS if values[key] not in ("none", 0)]
+    savings = "".join(f"  {key}={_scalar(values[key])}: {reasons[key]}\n" for key in chosen)
+    to_fit = f"to fit, it has\n{savings}" if chosen else ""
     next_commands = _next_commands(target, plan, gpus)
-    return f"wrote {target}; look through it, and then\n\n{next_commands}"
+    return f"wrote {target}; {to_fit}look through it, and then\n\n{next_commands}"
 
 
 def _read_inputs(model: ModelConfig, train_set: TrainSetConfig) -> _Inputs:
     """Read the model's config.json and tokenizer and every prompt."""
-    raw = check_model(model)
+    raw = check_model_dir(model.path, "model.path", needs_weights=False)
     hf = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
     data = DataConfig(
         train=train_set,
@@ -214,7 +220,7 @@ def _as_yaml(config: RunConfig, inputs: _Inputs, plan: Plan | None, gpus: int) -
         "# meaning: bapo-megatron config",
     ]
     above: list[str] = []
-    for key, why in _reasons(config, inputs).items():
+    for key, why in _reasons(config, inputs, plan).items():
         if key not in changed and (key not in _ALWAYS or (plan is None and "server" in key)):
             continue
         *parents, name = key.split(".")
@@ -240,7 +246,14 @@ _ALWAYS = {
 """Keys that are written even with their default."""
 
 
-def _reasons(config: RunConfig, inputs: _Inputs) -> dict[str, str]:
+_SAVINGS = (
+    *("megatron.recompute", "ops.logits_chunk_tokens"),
+    *("megatron.optimizer_offload_share", "model.lora.rank"),
+)
+"""Keys that save memory, cheapest first."""
+
+
+def _reasons(config: RunConfig, inputs: _Inputs, plan: Plan | None) -> dict[str, str]:
     """The keys of the file in their order, each with the reason for its value."""
     report, row_format, prompts = inputs.prompts.report, inputs.row_format, inputs.prompts.prompts
     dtype_reason = "its config.json names none"
@@ -248,6 +261,7 @@ def _reasons(config: RunConfig, inputs: _Inputs) -> dict[str, str]:
         dtype_reason = f"its config.json says {shown_value(inputs.stored_dtype)}"
     if config.rollout.engine == "local":
         dtype_reason = "faster on a CPU than bfloat16"
+    host_gb = plan.host_bytes_per_node / 1e9 if plan is not None else 0.0
     columns = f"columns {row_format.prompt_column} and {row_format.answer_column}"
     num_long = sum(len(prompt.answer) > _LONG_ANSWER_CHARS for prompt in prompts)
     grading = "1 if the answer is right, else 0; or package.module:function"
@@ -259,12 +273,18 @@ def _reasons(config: RunConfig, inputs: _Inputs) -> dict[str, str]:
         "model.path": f"{model_parameters(inputs.hf):,} parameters",
         "model.dtype": dtype_reason,
         "model.ignored_config_fields": "by --ignore-field",
+        "model.lora.rank": "trains adapters (LoRA), not all weights",
         "parallel.tensor": "",
         "parallel.sequence": "splits activations between the GEMMs, too",
         "parallel.pipeline": "",
         "parallel.virtual_pipeline": "",
         "parallel.context": "",
+        "parallel.expert": "",
+        "parallel.expert_tensor": "",
         "megatron.recompute": "saves memory, costs up to a third more time",
+        "megatron.optimizer_offload_share": f"its state takes {host_gb:,.0f} GB of host memory per "
+        "node; LoRA (model.lora.rank) would take none",
+        "ops.logits_chunk_tokens": "never has all logits at once; costs a little time",
         "data.train.path": f"{len(prompts):,} prompts",
         "data.train.name": "of all these files",
         "data.train.row_format": columns,
@@ -286,7 +306,7 @@ def _reasons(config: RunConfig, inputs: _Inputs) -> dict[str, str]:
         "reward.functions": grading,
         "algorithm.objective": "clip is GRPO; docs/objectives.md has the others",
         "algorithm.updates_per_batch": "more of them learn more from a batch, with staler samples",
-        "optimizer.lr": "cautious; the paper has 2e-6 for 7B",
+        "optimizer.lr": "cautious; the paper has 2e-6 for 7B, adapters take ten times that",
         "train.steps": "",
         "train.max_tokens_per_micro_batch": "per rank; a prompt with its response must fit",
         "checkpoint.every_steps": "the most that a crash loses",
@@ -307,12 +327,16 @@ def _next_commands(target: Path, plan: Plan | None, gpus: int) -> str:
     lines = [f"{run} data show {file}", f"{run} config {file}", f"{run} plan {file} {hardware}"]
     if gpus <= node_gpus:
         start = f"{run}.torchrun --nproc-per-node {ranks} -m bapo_megatron" if ranks > 1 else run
+        if plan.layout.tensor * plan.layout.context > 1:  # Megatron requires it before Blackwell
+            start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {start}"
         return "\n".join([*lines, f"{start} train {file} --resume"])
     nodes, server_nodes = ranks // node_gpus, (gpus - ranks) // node_gpus
     return "\n".join(
         [
             *lines,
-            f"# on each of {server_nodes} nodes that sample (docs/launch.md):",
+            f"# with Slurm: set account, partition, {nodes} and {server_nodes} nodes in",
+            f"sbatch examples/slurm.sbatch {file}",
+            f"# without Slurm, on each of {server_nodes} nodes that sample (docs/launch.md):",
             f"HOST=ADDRESS examples/rollout_servers.sh {file} rollout.server.port=30000",
             f"# on each of {nodes} nodes that train (NODE_RANK 0 to {nodes - 1}), as the servers "
             "print:",

@@ -17,6 +17,12 @@ from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.http_service import HttpReward
 
 
+@pytest.fixture(autouse=True)
+def _dead_proxy(monkeypatch):
+    """A proxy of the environment must not come between trainer and service."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+
 class Service:
     """A reward service: the length of each response, after some failures."""
 

@@ -12,6 +12,7 @@ import pytest
 
 from bapo_megatron import cli
 from bapo_megatron.config.load import load_config
+from bapo_megatron.config.settings import flat_settings
 from bapo_megatron.data.rows import DataError
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.data.rows import write_jsonl
@@ -32,6 +33,23 @@ def sums(tmp_path: Path) -> Path:
     return path
 
 
+NO_SAVING = {
+    "megatron.recompute": "none",
+    "ops.logits_chunk_tokens": 0,
+    "megatron.optimizer_offload_share": 0.0,
+    "model.lora.rank": 0,
+}
+FULL, CHUNKED = {"megatron.recompute": "full"}, {"ops.logits_chunk_tokens": 2048}
+ON_HOST = {**CHUNKED, "megatron.optimizer_offload_share": 1.0}
+LORA = {**CHUNKED, "model.lora.rank": 32}
+
+
+@pytest.fixture
+def gsm8k(shared_data: Path) -> Path:
+    """Enough prompts for whole batches."""
+    return shared_data / "gsm8k_test.jsonl"
+
+
 @pytest.fixture
 def published(random_model: Path, tmp_path: Path):
     """Makes the directory of a published model: its config.json, the tiny tokenizer, no weights."""
@@ -41,7 +59,6 @@ def published(random_model: Path, tmp_path: Path):
         weights = shutil.ignore_patterns("*.safetensors", "config.json")
         shutil.copytree(random_model, folder, ignore=weights)
         shutil.copy(MODELS / f"{name}.json", folder / "config.json")
-        (folder / "model.safetensors").touch()
         return folder
 
     return make
@@ -140,6 +157,7 @@ def test_a_model_of_7b_is_divided_so_that_it_fits_and_its_number_format_is_kept(
     published, sums: Path, tmp_path: Path, capsys
 ) -> None:
     model = published("deepseek-r1-distill-qwen-7b")
+    (model / "model.safetensors").touch()
     config = init(tmp_path / "run", model, sums, 8)
     assert config.model.dtype == "bfloat16"
     # 7.6 billion parameters with gradients and optimizer need at least 18 bytes each.
@@ -147,6 +165,62 @@ def test_a_model_of_7b_is_divided_so_that_it_fits_and_its_number_format_is_kept(
     assert config.rollout.groups_per_step == 8  # of ten prompts, in four updates
     printed = capsys.readouterr().out
     assert run_printed_commands(printed, capsys)["fits"]
+
+
+QWEN3_4B = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
+QWEN3_32B = {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
+QWEN3_SHAPES: dict[str, dict[str, Any]] = {
+    "0.6b": {},
+    "4b": {**QWEN3_4B, "num_attention_heads": 32},
+    "32b": {**QWEN3_32B, "num_attention_heads": 64, "tie_word_embeddings": False},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "gpus", "saving", "divided", "tensor"),
+    [
+        ("0.6b", 1, {}, "colocated", 1),
+        ("0.6b", 8, {}, "split", 1),
+        ("0.6b", 32, {}, "nodes", 1),
+        ("4b", 1, {**FULL, **ON_HOST}, "colocated", 1),
+        ("4b", 8, {}, "split", 2),
+        ("4b", 32, {}, "nodes", 2),
+        ("32b", 4, {**FULL, **LORA}, "split", 2),
+        ("32b", 8, {**FULL, **ON_HOST}, "split", 4),
+        ("32b", 32, {}, "nodes", 8),
+        ("30b-a3b", 8, ON_HOST, "split", 4),
+        ("30b-a3b", 32, {}, "nodes", 1),
+    ],
+)
+def test_what_fits_is_written_with_what_it_takes(
+    size: str,
+    gpus: int,
+    saving: dict[str, Any],
+    divided: str,
+    tensor: int,
+    published,
+    gsm8k: Path,
+    tmp_path: Path,
+    capsys,
+) -> None:
+    model = published("qwen3-30b-a3b" if size == "30b-a3b" else "qwen3-0.6b")
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(fields | QWEN3_SHAPES.get(size, {})))
+    config = init(tmp_path / "run", model, gsm8k, gpus)
+    values = flat_settings(config)
+    assert {key: values[key] for key in NO_SAVING} == NO_SAVING | saving
+    assert config.rollout.colocated is (divided == "colocated")
+    assert config.parallel.tensor == tensor
+    printed = capsys.readouterr().out
+    assert [line.split("=")[0].strip() for line in printed.splitlines() if "  " in line[:2]] == [
+        key for key in NO_SAVING if key in saving
+    ]
+    assert ("sbatch examples/slurm.sbatch " in printed) is (divided == "nodes")
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS=1" in printed) is (tensor > 1 and divided != "nodes")
+    [command] = re.findall(r"^python -m bapo_megatron (plan .+)$", printed, re.M)
+    cli.app([*shlex.split(command), "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["fits"]
 
 
 def test_a_field_of_config_json_that_is_to_be_ignored_is_written_into_the_file(
@@ -266,8 +340,7 @@ def test_a_file_without_rows_is_refused(random_model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("model", "gpus", "problem"),
     [
-        ("deepseek-r1-distill-qwen-32b", 8, "--gpus: 8 H100 cannot train and sample"),
-        ("deepseek-r1-distill-qwen-32b", 1, r"--gpus: 1 .*a server needs 4 GPUs, got 1"),
+        ("deepseek-r1-distill-qwen-32b", 1, r"--gpus: 1 H100 cannot .*--gpus 4 with LoRA would do"),
         ("qwen3-0.6b", 12, "--gpus: must be whole nodes of 8 GPUs .* got 12; give 8"),
     ],
 )

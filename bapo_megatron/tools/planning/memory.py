@@ -179,7 +179,7 @@ class StageMemory:
     """The largest pass of a frozen model, with the weights that it copies from host memory; not at
     the same time as activations, logits and workspace."""
     host_bytes: float
-    """Host memory for the weights of frozen models."""
+    """Host memory for the weights of frozen models and the states of an optimizer there."""
     total_bytes: float
     """The peak, without the reserve."""
 
@@ -209,7 +209,7 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
     lora = case.config.model.lora
     # Master weights, unless what is trained is float32 itself, and two moments.
     copies = 3 if case.element_bytes < FLOAT32_BYTES and not lora.rank else 2
-    state_bytes = FLOAT32_BYTES * copies * (1 - megatron.optimizer_offload_share)
+    state_bytes, offload_share = FLOAT32_BYTES * copies, megatron.optimizer_offload_share
     stages = []
     for stage in range(layout.pipeline):
         is_last = stage == layout.pipeline - 1
@@ -226,7 +226,7 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
         optimizer += state_bytes * trained_experts / case.layout.expert_replicas
         activations = in_flight * chunk * tokens
         logits = head_bytes if is_last else 0.0
-        frozen, hidden, scoring, host = 0.0, 0.0, 0.0, 0.0
+        frozen, hidden, scoring, host = 0.0, 0.0, 0.0, offload_share * optimizer
         for model in case.frozen:
             waiting_bytes = case.element_bytes * waiting_parameters(model, layout, stage)
             frozen += case.element_bytes * stage_parameters(model.hf, layout, stage) - waiting_bytes
@@ -237,7 +237,7 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
                 response_tokens = -(-work.response_tokens_per_step // layout.replicas)
                 hidden += response_tokens * scored.whole_hidden_bytes
         training = activations + max(logits, workspace)
-        kept = weights + gradients + optimizer + frozen + hidden
+        kept = weights + gradients + (1 - offload_share) * optimizer + frozen + hidden
         stages.append(
             StageMemory(
                 stage=stage,
@@ -246,7 +246,7 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
                 trained_experts=trained_experts,
                 weights_bytes=weights,
                 gradients_bytes=gradients,
-                optimizer_bytes=optimizer,
+                optimizer_bytes=(1 - offload_share) * optimizer,
                 chunks_in_flight=in_flight,
                 activations_bytes=activations,
                 logits_bytes=logits,

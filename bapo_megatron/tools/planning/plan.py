@@ -64,6 +64,20 @@ _COLOCATED_MEM_SHARE = 0.4
 """Share of a GPU's memory for a server, beside the trainer's weights and optimizer states."""
 _EQUAL_TIME_RATIO = 1.1
 """Estimates that differ by at most this factor are taken as equal."""
+_MAX_ADVISED_GPUS = 1024
+_CHUNKED = {"ops": {"logits_chunk_tokens": 2048}}
+_SAVINGS: tuple[dict[str, Any], ...] = (
+    {},
+    _CHUNKED,
+    {**_CHUNKED, "megatron": {"optimizer_offload_share": 1.0}},
+    {
+        **_CHUNKED,
+        "model": {"lora": {"rank": 32}},
+        "optimizer": {"lr": 1e-5},
+        "rollout": {"weight_sync": {"verify": 10}},  # its default with adapters
+    },
+)
+"""What ``choose_layout`` sets where recomputation is not enough, by what it costs."""
 _TOKENS_MULTIPLE = 128
 """Micro-batches are multiples of this, which every layout divides (``packing_multiples``)."""
 
@@ -121,7 +135,7 @@ class Plan:
     """Parameters of each frozen model in the trainer, by its section."""
     stages: list[StageMemory]
     host_bytes_per_node: float
-    """Host memory for the weights of frozen models, on the node that holds most."""
+    """Host memory for frozen models and the optimizer, on the node that holds most."""
     sampling_bytes: float
     """Need of a trainer GPU while colocated servers sample on it, without the reserve; else 0."""
     fits: bool
@@ -168,15 +182,16 @@ def make_plan(
     check_settings(config, hf.max_position_embeddings)
     layout = configured_layout(config.parallel, options.gpus)
     check_division(hf, config.parallel)
-    assumptions = make_assumptions(config, layout.gpus, options)
-    passes = plan_passes(config.algorithm, options.miss_share)
-    specs = frozen_specs(config, hf, frozen or {})
-    case = Scenario(config, hf, layout, assumptions, passes, specs)
+    case = _scenario(config, hf, options, layout, frozen or {})
+    if options.gpus is None:
+        powers = (2**exponent for exponent in range(_max_data(config).bit_length()))
+        layouts = (replace(layout, data=layout.data * power) for power in powers)
+        more = (_scenario(config, hf, options, layout, frozen or {}) for layout in layouts)
+        case = next((other for other in more if _fits(other)), case)
+    layout, assumptions = case.layout, case.assumptions
     rollout = rollout_memory(case)
     workload = plan_workload(case)
     stages = plan_memory(case, workload)
-    sampling_bytes = _sampling_bytes(case, stages)
-    needed_bytes = max(sampling_bytes, *(stage.total_bytes for stage in stages))
     training, _ = training_time(case, workload, stages)
     rollout_phase, rate = rollout_time(case, workload, rollout)
     scoring = scoring_times(case, workload)
@@ -199,8 +214,8 @@ def make_plan(
         frozen_parameters={model.key: model_parameters(model.hf) for model in case.frozen},
         stages=stages,
         host_bytes_per_node=_host_bytes_per_node(case, stages),
-        sampling_bytes=sampling_bytes,
-        fits=needed_bytes <= assumptions.usable_bytes,
+        sampling_bytes=_sampling_bytes(case, stages),
+        fits=_fits(case),
         rollout=rollout,
         rollout_tokens_per_s=rate,
         phases=phases,
@@ -214,8 +229,20 @@ def make_plan(
         gpu_hour_cost=config.log.gpu_hour_cost,
         disk=disk_use(case, workload),
         layouts=_rank_layouts(case),
-        notes=_notes(case, rollout),
+        notes=_notes(case, stages, rollout),
     )
+
+
+def _scenario(
+    config: RunConfig,
+    hf: HfConfig,
+    options: PlanOptions,
+    layout: Layout,
+    frozen: Mapping[str, HfConfig],
+) -> Scenario:
+    assumptions = make_assumptions(config, layout.gpus, options)
+    passes = plan_passes(config.algorithm, options.miss_share)
+    return Scenario(config, hf, layout, assumptions, passes, frozen_specs(config, hf, frozen))
 
 
 def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assumptions:
@@ -274,6 +301,18 @@ def _sampling_bytes(case: Scenario, stages: Sequence[StageMemory]) -> float:
     return kept_bytes + server_bytes
 
 
+def _fits(case: Scenario) -> bool:
+    stages = plan_memory(case, plan_workload(case))
+    needed_bytes = max(_sampling_bytes(case, stages), *(stage.total_bytes for stage in stages))
+    return needed_bytes <= case.assumptions.usable_bytes
+
+
+def _max_data(config: RunConfig) -> int:
+    """The samples of an update: more data-parallel ranks would have nothing to do."""
+    samples = config.rollout.groups_per_step * config.rollout.samples_per_group
+    return samples // config.algorithm.updates_per_batch
+
+
 def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
     """Every layout of these GPUs with the least recomputation that fits, and the configured one."""
     config, assumptions = configured.config, configured.assumptions
@@ -298,11 +337,9 @@ def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
         )
 
     estimates = {}
-    samples = config.rollout.groups_per_step * config.rollout.samples_per_group
-    max_data = samples // config.algorithm.updates_per_batch
     models = [configured.hf, *(model.hf for model in configured.frozen)]
     for layout in possible_layouts(
-        models, configured.layout.gpus, node_gpus=assumptions.node_gpus, max_data=max_data
+        models, configured.layout.gpus, node_gpus=assumptions.node_gpus, max_data=_max_data(config)
     ):
         for recompute in RECOMPUTE_CHOICES:
             candidate = estimate(layout, recompute)
@@ -322,7 +359,7 @@ def with_values[SectionT: Section](section: SectionT, **values: Any) -> SectionT
     return section.model_copy(update=update)
 
 
-def _notes(case: Scenario, rollout: RolloutMemory) -> list[str]:
+def _notes(case: Scenario, stages: Sequence[StageMemory], rollout: RolloutMemory) -> list[str]:
     """Caveats that the numbers do not show."""
     config, layout, assumptions = case.config, case.layout, case.assumptions
     notes = []
@@ -336,7 +373,8 @@ def _notes(case: Scenario, rollout: RolloutMemory) -> list[str]:
             f"tensor parallel {layout.tensor} exceeds a node of {assumptions.node_gpus} GPUs"
         )
     if config.megatron.optimizer_offload_share:
-        notes.append("offload: memory is counted, copies to the host are not timed")
+        gigabytes = _host_bytes_per_node(case, stages) / 1e9
+        notes.append(f"offload: {gigabytes:,.0f} GB of host memory per node, with frozen models")
     if config.megatron.fp8 != "none":
         notes.append("fp8: GEMMs run at the FP8 peak; memory is counted as of bfloat16")
     if assumptions.layers == "local" and layout.context > 1:
@@ -356,12 +394,12 @@ def choose_layout(
     """Divide ``gpus`` GPUs between trainer and servers, and choose the trainer's layout.
 
     On one node, half of the GPUs train; where no layout fits, all of them train and sample in
-    turns. Of several nodes, half train. Of the layouts that fit, the simplest one within
-    ``_EQUAL_TIME_RATIO`` of the fastest is chosen.
+    turns. Of several nodes, half train. Where nothing fits, ``_SAVINGS`` are tried. Of the layouts
+    that fit, the simplest one within ``_EQUAL_TIME_RATIO`` of the fastest is chosen.
 
     Returns:
-        The configuration with ``parallel``, ``megatron.recompute``, the micro-batch (of as many
-        tokens over all context-parallel ranks) and the servers filled in, and its plan, which fits.
+        The configuration with ``parallel``, what saves memory, the micro-batch (of as many tokens
+        over all context-parallel ranks) and the servers filled in, and its plan, which fits.
 
     Raises:
         ValueError: Nothing fits, the nodes are not whole, or the GPU is unknown.
@@ -373,37 +411,51 @@ def choose_layout(
             f"--gpus: must be whole nodes of {node_gpus} GPUs beyond one node, got {gpus}; give "
             f"{gpus // node_gpus * node_gpus}"
         )
-    for trainer_gpus, server_gpus, rollout in _divisions(gpus, node_gpus):
-        problem = ""
-        divided = with_values(config, rollout=rollout)
-        elsewhere = gpus - trainer_gpus if gpus > node_gpus else None
-        divided_options = replace(options, gpus=trainer_gpus, rollout_gpus=elsewhere)
-        try:
-            tensor = make_plan(divided, hf, divided_options).rollout.gpus_per_server
-        except ValueError as error:  # no server of these GPUs has room for a sequence
-            problem = f" ({error})"
-            continue
-        if tensor > server_gpus:
-            problem = f" (a server needs {tensor} GPUs, got {server_gpus})"
-            continue
-        server = {"tensor": tensor, "count": server_gpus // tensor}
-        divided = with_values(divided, rollout={"server": server})
-        for estimate in _simplest_first(make_plan(divided, hf, divided_options).layouts):
-            tokens = -(-config.train.max_tokens_per_micro_batch // estimate.layout.context)
-            tokens = -(-tokens // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
-            candidate = with_values(
-                divided,
-                parallel=estimate.layout.parallel,
-                megatron={"recompute": estimate.recompute},
-                train={"max_tokens_per_micro_batch": tokens},
-            )
-            if (plan := make_plan(candidate, hf, divided_options)).fits:
-                return candidate, plan
+    if (found := _first_fit(config, hf, options, gpus)) is not None:
+        return found
+    needed, remedy = gpus, ""
+    while not remedy and (needed := 2 * needed) <= _MAX_ADVISED_GPUS:
+        needed = needed if needed <= node_gpus else -(-needed // node_gpus) * node_gpus
+        if (found := _first_fit(config, hf, options, needed)) is not None:
+            lora = " with LoRA" if found[0].model.lora.rank else ""
+            remedy = f"--gpus {needed}{lora} would do; give these, "
     raise ValueError(
         f"--gpus: {gpus} {options.gpu} cannot train and sample {config.model.path} with responses "
-        f"of {config.rollout.max_response_tokens} tokens{problem}; give more GPUs, fewer "
-        "--response-tokens, or a smaller model"
+        f"of {config.rollout.max_response_tokens} tokens, not even with recomputation, the "
+        f"optimizer in host memory or LoRA; {remedy or 'give '}fewer --response-tokens, or a "
+        "smaller model"
     )
+
+
+def _first_fit(
+    config: RunConfig, hf: HfConfig, options: PlanOptions, gpus: int
+) -> tuple[RunConfig, Plan] | None:
+    for saving in _SAVINGS:
+        for trainer_gpus, server_gpus, rollout in _divisions(gpus, options.node_gpus):
+            divided = with_values(with_values(config, **saving), rollout=rollout)
+            elsewhere = gpus - trainer_gpus if gpus > options.node_gpus else None
+            divided_options = replace(options, gpus=trainer_gpus, rollout_gpus=elsewhere)
+            try:
+                plan = make_plan(divided, hf, divided_options)
+            except ValueError:  # no server of these GPUs has room for a sequence
+                continue
+            tensor = plan.rollout.gpus_per_server
+            server = {"tensor": tensor, "count": server_gpus // tensor}
+            divided = with_values(divided, rollout={"server": server})
+            for estimate in _simplest_first(plan.layouts) if tensor <= server_gpus else ():
+                if divided.model.lora.rank and hf.delta_net and estimate.layout.tensor > 1:
+                    continue  # see check_targets
+                tokens = -(-config.train.max_tokens_per_micro_batch // estimate.layout.context)
+                tokens = -(-tokens // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
+                candidate = with_values(
+                    divided,
+                    parallel=estimate.layout.parallel,
+                    megatron={"recompute": estimate.recompute},
+                    train={"max_tokens_per_micro_batch": tokens},
+                )
+                if _fits(_scenario(candidate, hf, divided_options, estimate.layout, {})):
+                    return candidate, make_plan(candidate, hf, divided_options)
+    return None
 
 
 def _simplest_first(estimates: Sequence[LayoutEstimate]) -> list[LayoutEstimate]:

@@ -59,7 +59,7 @@ class Layout:
     @property
     def expert_ranks(self) -> int:
         """Ranks of a stage that divide the experts of a layer."""
-        return self.expert * self.parallel.expert_tensor_size
+        return self.expert * (self.tensor if self.expert_tensor is None else self.expert_tensor)
 
     @property
     def gpus(self) -> int:

@@ -141,8 +141,11 @@ def training_time(
     largest = max(stages, key=lambda stage: stage.parameters)
     experts, others = largest.trained_experts, largest.trained_parameters
     owned = others / case.layout.replicas + experts / case.layout.expert_replicas
-    owned_bytes = ADAM_TRAFFIC_BYTES * owned
-    adam_s = owned_bytes / case.assumptions.reached_memory_bytes_per_s
+    share, assumptions = megatron.optimizer_offload_share, case.assumptions
+    adam_s = (1 - share) * ADAM_TRAFFIC_BYTES * owned / assumptions.reached_memory_bytes_per_s
+    # In host memory, taken to be as fast as the link to it: also gradients there, weights back.
+    host_bytes = ADAM_TRAFFIC_BYTES + FLOAT32_BYTES + case.element_bytes
+    adam_s += share * host_bytes * owned / assumptions.host_link_bytes_per_s
     hidden_s = backward_s * megatron.overlap_grad_reduce + forward_s * megatron.overlap_param_gather
     summed = data_bytes(case, others, layout.replicas)
     summed += data_bytes(case, experts, layout.expert_replicas)

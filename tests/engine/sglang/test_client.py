@@ -44,6 +44,12 @@ TAKE_CACHE = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of the environment must not come between trainer and server."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+
 async def _generate(client: SglangClient) -> Completion:
     return await sample(client, [7, 8, 9], SAMPLING, "sample 1 of group 5")
 

@@ -86,6 +86,12 @@ def test_the_optimizer_is_divided_over_data_and_context_ranks() -> None:
     assert divided.stages[0].optimizer_bytes == 12 * 1_904_057_344 / 4
     offloaded = plan_7b(megatron={"optimizer_offload_share": 0.75})
     assert offloaded.stages[0].optimizer_bytes == 3 * 1_904_057_344
+    assert offloaded.stages[0].host_bytes == 9 * 1_904_057_344
+    assert offloaded.host_bytes_per_node == 4 * 9 * 1_904_057_344
+    (optimizer,) = (phase for phase in offloaded.phases if phase.name == "optimizer")
+    # A quarter at 70 % of 3.35 TB/s; the rest, with gradient and weight, at 25 GB/s.
+    seconds = 1_904_057_344 * (30 / 4 / (0.7 * 3.35e12) + (30 + 4 + 2) * 3 / 4 / 25e9)
+    assert optimizer.compute_s == pytest.approx(offloaded.workload.updates_per_step * seconds)
     # float32 needs no master weights.
     stage = plan_7b(model={"path": "x", "dtype": "float32"}).stages[0]
     assert stage.weights_bytes == 4 * 1_904_057_344

@@ -48,3 +48,13 @@ def test_a_hybrid_fits_on_four_nodes_and_its_states_are_counted() -> None:
     # layers on two GPUs; keys and values of 4 heads of 256 channels in 16 layers.
     assert plan.rollout.state_bytes == 48 * (48 * 128 * 128 * 4 + 3 * 10_240 * 2) / 2
     assert plan.rollout.kv_bytes_per_token == 16 * 2 * 4 * 256 * 2 / 2
+
+
+def test_without_a_number_of_gpus_the_fewest_that_fit_are_planned() -> None:
+    config = load_shipped("qwen3-30b-a3b-32k")
+    hf = read_hf_config_file(hf_config_file(config))
+    plan = make_plan(config, hf, PlanOptions())
+    assert (plan.gpus, plan.fits) == (16, True)
+    assert not make_plan(config, hf, PlanOptions(gpus=8)).fits
+    none_fits = make_plan(config, hf, PlanOptions(gpu_memory_gb=40))
+    assert (none_fits.gpus, none_fits.fits) == (8, False)
