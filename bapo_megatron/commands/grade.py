@@ -89,7 +89,7 @@ async def grade_file(path: Path, config: RewardConfig, *, output: int) -> None:
         rewards: Rewards, place: str, line: bytes, before: asyncio.Task[None] | None
     ) -> None:
         try:
-            result = await _score(rewards, _checked(check, place, _parse(place, line)))
+            result = await _score(rewards, check, place, line)
         finally:
             if before is not None:
                 await before
@@ -118,7 +118,12 @@ async def grade_file(path: Path, config: RewardConfig, *, output: int) -> None:
             raise first_cause(errors) from errors
 
 
-async def _score(rewards: Rewards, response: Response) -> bytes:
+async def _score(rewards: Rewards, check: RowCheck, place: str, line: bytes) -> bytes:
+    response = _parse(place, line)
+    try:
+        check(response.answer, response.row)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}; correct the line") from error
     score = await rewards.score(response)
     fields = {
         "score": score.reward,
@@ -155,14 +160,6 @@ async def _lines(path: Path) -> AsyncIterator[tuple[str, bytes]]:
                 )
     if rest.strip():
         yield f"{name}:{number + 1}", rest
-
-
-def _checked(check: RowCheck, place: str, response: Response) -> Response:
-    try:
-        check(response.answer, response.row)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}; correct the line") from error
-    return response
 
 
 def _parse(place: str, line: bytes) -> Response:

@@ -65,7 +65,6 @@ _UNPRINTED = re.compile(
     re.MULTILINE,
 )
 """A line of Python, or a field of tests, which no program is meant to print."""
-_IMPORTED = re.compile(r"^[ \t]*(?:import|from)[ \t]+(\w+)", re.MULTILINE)
 _ONLY_PYTEST = re.compile(
     r"^(?:async def test\w*|def test\w*(?=\(\s*\w)|[ \t]*def (?:setup|teardown)_\w+)", re.MULTILINE
 )
@@ -204,8 +203,10 @@ class ProgramGrader:
             RowError: The reference answer holds no tests.
             SandboxError: The sandbox was lost twice; this is no wrong answer.
         """
-        with _any_digits(answer):
-            return self._grade(_last_program(response), list(_cases(_read(answer))))
+        with _any_digits():
+            with _reading(answer):
+                cases = list(_cases(_read(answer)))
+            return self._grade(_last_program(response), cases)
 
     def _grade(self, program: str | None, cases: list[_Case]) -> Score:
         if not program or program.isspace():
@@ -235,27 +236,37 @@ def check_reference(answer: str, python: Path) -> None:
     Raises:
         RowError: It is refused.
     """
-    with _any_digits(answer), warnings.catch_warnings(action="ignore"):
+    with _any_digits(), _reading(answer), warnings.catch_warnings(action="ignore"):
         tests = _read(answer)
         list(_cases(tests))
         for text in tests.statements:
-            ast.parse(tests.import_prefix + "\n" + text)
-            _check_statements(text, tests.entry_point, python)
+            tree = ast.parse(f"{tests.import_prefix}\n{text}\n{tests.entry_point}")
+            for name in sorted(_imports(tree) - sys.stdlib_module_names - {"solution"}):
+                if _lacks(python, name):
+                    raise ValueError(f"{python} has no module '{name}', which it imports")
+            _check_statements(text, tests.entry_point)
 
 
 @contextlib.contextmanager
-def _any_digits(answer: str) -> Iterator[None]:
-    """Allow integers of any length; what is wrong with the reference answer is a RowError."""
+def _any_digits() -> Iterator[None]:
+    """Allow integers of any length."""
     limit = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
     try:
         yield
-    except (ValueError, SyntaxError) as error:
+    finally:
+        sys.set_int_max_str_digits(limit)
+
+
+@contextlib.contextmanager
+def _reading(answer: str) -> Iterator[None]:
+    """Turn what is wrong with a reference answer into a RowError."""
+    try:
+        yield
+    except (ValueError, SyntaxError, RecursionError) as error:
         raise RowError(
             f"the reference answer must hold tests of a program, got {shown_value(answer)}: {error}"
         ) from error
-    finally:
-        sys.set_int_max_str_digits(limit)
 
 
 def _last_program(response: str) -> str | None:
@@ -296,13 +307,23 @@ def _read(answer: str) -> _Tests:
     return decode(_Tests, fields)
 
 
-def _check_statements(text: str, entry_point: str, python: Path) -> None:
-    for name in _IMPORTED.findall(text):
-        if name not in {*sys.stdlib_module_names, "solution"} and _lacks(python, name):
-            raise ValueError(f"{python} has no module '{name}', which it imports")
+def _imports(tree: ast.Module) -> set[str]:
+    """The packages that tests import, except under ``try``."""
+    parts = [part for part in tree.body if not isinstance(part, ast.Try)]
+    names: list[str] = []
+    for node in (node for part in parts for node in ast.walk(part)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    return {name.partition(".")[0] for name in names}
+
+
+def _check_statements(text: str, entry_point: str) -> None:
     if pytest := _ONLY_PYTEST.search(text):
         raise ValueError(f"only pytest can run '{pytest[0].strip()}'")
-    if re.search(r"^def check\(\s*\w", text, re.MULTILINE) and not entry_point:
+    is_called = entry_point or re.search(r"^check\(", text, re.MULTILINE)
+    if re.search(r"^def check\(\s*\w", text, re.MULTILINE) and not is_called:
         raise ValueError("check needs an entry_point")
     if not re.search(r"\b_*(?:assert|raise|fail|exit)", text):
         raise ValueError("it has no assert")
@@ -316,7 +337,7 @@ def _lacks(python: Path, module: str) -> bool:
 def _cases(tests: _Tests) -> Iterator[_Case]:
     pairs = zip(tests.inputs or (), tests.outputs or (), strict=True)
     if not tests.statements and not tests.inputs:
-        raise ValueError("there are none")
+        raise ValueError("it has neither inputs with outputs, nor assert_case or test_code")
     for given, wanted in () if tests.statements else pairs:
         if tests.fn_name is None:
             yield _printed(given, wanted)
@@ -346,9 +367,9 @@ def _printed(stdin: Any, stdout: Any) -> _Case:
 def _called(name: str, arguments: Any, result: Any) -> _Case:
     if isinstance(arguments, str):  # LiveCodeBench: JSON, one argument in each line
         arguments = [parse_json(line) for line in arguments.splitlines() if line.strip()]
-        result = parse_json(result)
-    if not isinstance(arguments, list):
-        raise ValueError(f"arguments must be a list, got {shown_value(arguments)}")
+        result = parse_json(result) if isinstance(result, str) else result
+    if not isinstance(arguments, list) or not name.isidentifier():
+        raise ValueError(f"must have a name and a list of arguments, got {name}({arguments})")
     mark = secrets.token_hex(8)
 
     def is_passed(text: str) -> bool:

@@ -156,6 +156,17 @@ def test_a_fault_of_a_line_is_named(bad, message):
     assert "\n" not in str(raised.value)
 
 
+def test_a_row_that_a_built_in_function_cannot_score_is_refused_with_its_line(responses, tmp_path):
+    config = write_config(tmp_path, {"name": "gym", "function": "gym"})
+    responses.write_text(line_of(r"\boxed{2}", "2"))
+
+    done = run(["grade", str(responses), "--config", str(config)])
+
+    assert done.returncode == 1
+    assert f"{responses}:1: gym: it scores rows of sets with gym only" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 ENDLESS, INVALID = b"x" * (5 << 20), b"\n{\n"
 
 

@@ -312,6 +312,8 @@ TESTS = {
     ),
     "a call of its own": ADDS + "\ncheck(add)\n",
     "a guard": "if __name__ == '__main__':\n    assert add(1, 2) == 3\n",
+    "a text like an import": '"""\nimport nothing\n"""\n' + ADDS,
+    "an optional import": "try:\n    import no_such\nexcept ImportError:\n    pass\n" + ADDS,
     "an error": "try:\n    add(1, 2, 3)\nexcept TypeError:\n    assert add(1, 2) == 3\n",
 }
 """``test_code`` that ``ADD`` passes, and ``LESS`` does not."""
@@ -389,7 +391,7 @@ UNUSABLE = {
     json.dumps([{"input": "3 4", "output": "7", "testtype": "stdin"}]): "a list must hold asserts",
     json.dumps(
         {"language": "python", "test_cases": [{"input": "3", "output": "7"}]}
-    ): "there are none",
+    ): "it has neither inputs with outputs",
     "[1, 2, 3]": "a list must hold asserts",
     '["3", "4"]': "it has no assert",
     "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3": "no program prints",
@@ -397,13 +399,15 @@ UNUSABLE = {
         "import pytest\n\n@pytest.mark.parametrize('a', [1])\ndef test_add(a):\n    assert a"
     ): "no program",
     fenced("print(7)"): "no program prints",
-    calls("f", (3, 4)): "arguments must be a list",
+    calls("f", (3, 4)): "must have a name and a list of arguments, got f(3)",
     calls("f", ("1\nx", "4")): "not valid JSON",
     prints(({"a": 1}, "7")): "must be texts",
     '{"inputs": ["1"], "outputs": [null]}': "must be texts",
-    '{"inputs": [], "outputs": []}': "there are none",
+    '{"inputs": [], "outputs": []}': "it has neither inputs with outputs",
     module("def check(candidate):\n    assert candidate(1, 2) == "): "invalid syntax",
     module("def check(candidate):\n    return candidate(1, 2) == 3"): "it has no assert",
+    module(ADDS, "add("): "was never closed",
+    calls("", ([3], 4)): "must have a name",
     module(ADDS, ""): "check needs an entry_point",
     module(ADDS, import_prefix="from typing import"): "invalid syntax",
     module("def test_add(a):\n    assert add(a, 0) == a"): "only pytest can run 'def test_add'",
