@@ -26,7 +26,8 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "no vectors": {"ATEN_CPU_CAPABILITY": "default"},
     "MKL compatible": {"MKL_CBWR": "COMPATIBLE"},
-    "2 threads": {"OMP_NUM_THREADS": "2"},
+    # Threads of ranks that share processors must not spin.
+    "2 threads": {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},
 }
 FOLDERS = ("tests/ops", "tests/policy", "tests/trainer")
 """Of the tests that compare float32 computations by ``assert_within``."""
