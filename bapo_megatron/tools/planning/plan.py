@@ -374,7 +374,9 @@ def _notes(case: Scenario, stages: Sequence[StageMemory], rollout: RolloutMemory
         )
     if config.megatron.optimizer_offload_share:
         gigabytes = _host_bytes_per_node(case, stages) / 1e9
-        notes.append(f"offload: {gigabytes:,.0f} GB of host memory per node, with frozen models")
+        notes.append(
+            f"offload: {gigabytes:,.0f} GB of host memory per node, frozen models included"
+        )
     if config.megatron.fp8 != "none":
         notes.append("fp8: GEMMs run at the FP8 peak; memory is counted as of bfloat16")
     if assumptions.layers == "local" and layout.context > 1:
@@ -437,8 +439,10 @@ def _first_fit(
             divided_options = replace(options, gpus=trainer_gpus, rollout_gpus=elsewhere)
             try:
                 plan = make_plan(divided, hf, divided_options)
-            except ValueError:  # no server of these GPUs has room for a sequence
-                continue
+            except ValueError as error:
+                if not str(error).startswith("rollout.server."):
+                    raise
+                continue  # no server of these GPUs has room for a sequence
             tensor = plan.rollout.gpus_per_server
             server = {"tensor": tensor, "count": server_gpus // tensor}
             divided = with_values(divided, rollout={"server": server})
