@@ -84,7 +84,9 @@ _TYPED = re.compile(
     r"(?<![A-Za-z\\])(?<!\\text\{)(pi(?![A-Za-z])|(?:sqrt|sin|cos|tan|ln|log|exp)(?=[({\d]))"
 )
 """A command as programs spell it: ``2pi``, ``sqrt(3)/2``."""
-_TYPED_POWER = re.compile(rf"\*\*\s*(-?(?:\d+|[A-Za-z])|{_BRACKETED})")
+_TYPED_POWER = re.compile(
+    rf"(?:\*\*|\^(?=-(?:\d+|[A-Za-z])(?!\w)))\s*(-?(?:\d+|[A-Za-z])|{_BRACKETED})"
+)
 _OPERATOR = re.compile(r"(?:^|(?<=[_{]))\\(max|min|sup|inf|dim|deg|det)(?![A-Za-z])(?=.*=)")
 _GROUPS = re.compile(r"(?<![\w'.])\d{1,3}(?:(?:'\d{3})+|(?:\\?_\d{3}){2,})(?![\w'])")
 _ORDINAL = re.compile(
@@ -92,13 +94,16 @@ _ORDINAL = re.compile(
     r"(\d*(?:1[123]|1(?=\W*st)|2(?=\W*nd)|3(?=\W*rd)|[04-9](?=\W*th)))(\^\{)?[a-z]{2}(?(2)\})"
 )
 _LABEL = re.compile(
-    r"^(?P<text>\\text\{\s*)?(?:(?:so|thus|hence|therefore)\b[\s,:]*)?"
-    r"(?:(?:(?:the|my|our|final|correct|right)\s+)*(?:ans(?:wer)?|solution|result|答案)"
-    r"(?:\s*(?:is|are)\b[\s:=]*|\**\s*[:=.]\s*\**\s*))?",
+    r"^(?P<text>\\text\{\s*)?(?:(?:so|thus|hence|therefore)\b[\s,:]*)?(?:"
+    r"(?:(?:option|choice|answer)s?\b|选项?|答案)[\s:]*\}?(?=\W*[A-J](?!\w))|"
+    r"(?:(?:the|my|our|final|correct|right)\s+)*(?:ans(?:wer)?|solution|result|答案)"
+    r"(?:\s*(?:is|are)\b[\s:=]*|\s*[:=.]\s*))?",
     re.IGNORECASE,
 )
 """What says only that the answer follows."""
-_NAMED = re.compile(r"\\text\{\s*([^{}]*?)\s*(?:[:=]|\b(?:is|equals))\s*\}\s*(?=[^\s},;])")
+_NAMED = re.compile(
+    r"\\text\{\s*(?!\(?[A-J][:)])([^{}]*?)\s*(?:[:=]|\b(?:is|equals))\s*\}\s*(?=[^\s},;])"
+)
 _FLIP = re.compile(
     r"\b(?:not|no|never|neither|nor|none|without|negative|wrong|incorrect|cannot"
     r"|non(?!ag|e\b)[a-z-]+|[a-z]+n't)\b",
@@ -123,10 +128,6 @@ _REMARK = re.compile(
 )
 """What stands in brackets behind a value: ``6\\text{ (ways)}``, ``5 (\\text{cm})``."""
 _MOD = re.compile(r"\(?\s*\\(?:[pb]?mod|text\{\s*mod\s*\})\s*\{?(\w+)\}?\s*\)?")
-_NAMED_CHOICE = re.compile(
-    r"(?:\\text\{\s*)?(?:(?:option|choice|answer)s?\b|选项?|答案)[\s:]*\}?(?=\W*[A-Ja-j](?!\w))",
-    re.IGNORECASE,
-)
 _START_MARKS = re.compile(
     r"^(?:\s|=|\\(?:approx|therefore|implies|(?:Long)?[Rr]ightarrow)(?![A-Za-z]))+"
 )
@@ -272,7 +273,6 @@ def canonical(answer: str) -> str:
         text = _UPRIGHT.sub(lambda match: match[1] or " ", text)
     if r"\equiv" in text:
         text = _MOD.sub(r"\\pmod{\1}", text)
-    text = _NAMED_CHOICE.sub("", text, 1) if _NAMED_CHOICE.match(text) else text
     text = _ORDINAL.sub(r"\1", _without_label(text))
     return _START_MARKS.sub("", _NEEDLESS_SPACE.sub("", text).strip())
 
