@@ -72,53 +72,41 @@ def embedding_parameters(hf: HfConfig, tensor: int) -> int:
     return padded_vocab_size(hf.vocab_size, tensor) // tensor * hf.hidden_size
 
 
-def chunk_parameters(hf: HfConfig, layout: Layout, stage: int, chunk: int) -> int:
-    """Return the parameters of a stage's chunk of layers on one rank.
+def stage_parameters(hf: HfConfig, layout: Layout, stage: int) -> int:
+    """Return the parameters of a stage on one rank.
 
-    The first stage's first chunk has the embedding; the last stage's last one the final norm and
-    the output layer, which tied models have only where it is not on the rank of the embedding.
+    The first stage has the embedding; the last one the final norm and the output layer, which tied
+    models have only where it is not on the rank of the embedding.
     """
-    is_first = stage == 0 and chunk == 0
-    is_last = stage == layout.pipeline - 1 and chunk == layout.virtual - 1
-    layers = _chunk_layers(hf, layout, stage, chunk)
-    total = sum(layer_parameters(hf, layer, layout.tensor) for layer in layers)
-    total += _chunk_experts(hf, layout, stage, chunk)
-    if is_first:
-        total += embedding_parameters(hf, layout.tensor)
-    if is_last:
-        total += hf.hidden_size
-        if not (hf.tied_embeddings and is_first):
-            total += embedding_parameters(hf, layout.tensor)
-    return total
+    is_first, is_last = stage == 0, stage == layout.pipeline - 1
+    num_embeddings = is_first + (is_last and not (hf.tied_embeddings and is_first))
+    total = num_embeddings * embedding_parameters(hf, layout.tensor) + is_last * hf.hidden_size
+    layers = _stage_layers(hf, layout, stage)
+    total += sum(layer_parameters(hf, layer, layout.tensor) for layer in layers)
+    return total + stage_experts(hf, layout, stage)
 
 
-def _chunk_layers(hf: HfConfig, layout: Layout, stage: int, chunk: int) -> range:
+def _stage_layers(hf: HfConfig, layout: Layout, stage: int) -> list[int]:
     per_chunk = layout.layers_per_chunk(hf)
-    first = (chunk * layout.pipeline + stage) * per_chunk
-    return range(first, first + per_chunk)
-
-
-def _chunk_experts(hf: HfConfig, layout: Layout, stage: int, chunk: int) -> int:
-    layers = _chunk_layers(hf, layout, stage, chunk)
-    return sum(expert_parameters(hf, layer, layout.expert_ranks) for layer in layers)
+    firsts = ((chunk * layout.pipeline + stage) * per_chunk for chunk in range(layout.virtual))
+    return [first + number for first in firsts for number in range(per_chunk)]
 
 
 def stage_experts(hf: HfConfig, layout: Layout, stage: int) -> int:
     """Return the parameters of experts among those of a stage on one rank."""
-    return sum(_chunk_experts(hf, layout, stage, chunk) for chunk in range(layout.virtual))
+    layers = _stage_layers(hf, layout, stage)
+    return sum(expert_parameters(hf, layer, layout.expert_ranks) for layer in layers)
 
 
 def stage_adapters(hf: HfConfig, lora: LoraConfig, layout: Layout, stage: int) -> tuple[int, int]:
     """Return the adapters' parameters of a stage on one rank: of experts, and others."""
-    chunks = range(layout.virtual)
-    layers = {layer for c in chunks for layer in _chunk_layers(hf, layout, stage, c)}
     experts_of_rank = hf.experts.num // layout.expert if hf.experts else 0
 
     def count(weights: Iterable[Weight], size: int) -> int:
         pairs = (pair for weight in weights for pair in adapter_weights(weight, hf, lora))
         return _elements(hf, (entry for pair in pairs for entry in pair), size)
 
-    parts = [layer_weights(hf, layer) for layer in layers]
+    parts = [layer_weights(hf, layer) for layer in _stage_layers(hf, layout, stage)]
     expert_tensor = layout.parallel.expert_tensor_size
     experts = experts_of_rank * sum(count(part.expert, expert_tensor) for part in parts)
     return experts, sum(count(part.shared, layout.tensor) for part in parts)
@@ -182,11 +170,6 @@ class StageMemory:
     """Host memory for the weights of frozen models and the states of an optimizer there."""
     total_bytes: float
     """The peak, without the reserve."""
-
-
-def stage_parameters(hf: HfConfig, layout: Layout, stage: int) -> int:
-    """Return the parameters of a stage on one rank."""
-    return sum(chunk_parameters(hf, layout, stage, chunk) for chunk in range(layout.virtual))
 
 
 def waiting_parameters(model: FrozenSpec, layout: Layout, stage: int) -> int:
