@@ -342,7 +342,7 @@ def test_a_file_without_rows_is_refused(random_model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("model", "gpus", "problem"),
     [
-        ("deepseek-r1-distill-qwen-32b", 1, r"--gpus: 1 H100 cannot .*--gpus 4 with LoRA would do"),
+        ("deepseek-r1-distill-qwen-32b", 1, "--gpus: 1 H100 cannot .* or LoRA; give more GPUs"),
         ("qwen3-0.6b", 12, "--gpus: must be whole nodes of 8 GPUs .* got 12; give 8"),
     ],
 )

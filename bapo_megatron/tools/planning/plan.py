@@ -64,7 +64,6 @@ _COLOCATED_MEM_SHARE = 0.4
 """Share of a GPU's memory for a server, beside the trainer's weights and optimizer states."""
 _EQUAL_TIME_RATIO = 1.1
 """Estimates that differ by at most this factor are taken as equal."""
-_MAX_ADVISED_GPUS = 1024
 _CHUNKED = {"ops": {"logits_chunk_tokens": 2048}}
 _SAVINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -413,29 +412,10 @@ def choose_layout(
             f"--gpus: must be whole nodes of {node_gpus} GPUs beyond one node, got {gpus}; give "
             f"{gpus // node_gpus * node_gpus}"
         )
-    if (found := _first_fit(config, hf, options, gpus)) is not None:
-        return found
-    needed, remedy = gpus, ""
-    while not remedy and (needed := 2 * needed) <= _MAX_ADVISED_GPUS:
-        needed = needed if needed <= node_gpus else -(-needed // node_gpus) * node_gpus
-        if (found := _first_fit(config, hf, options, needed)) is not None:
-            lora = " with LoRA" if found[0].model.lora.rank else ""
-            remedy = f"--gpus {needed}{lora} would do; give these, "
-    raise ValueError(
-        f"--gpus: {gpus} {options.gpu} cannot train and sample {config.model.path} with responses "
-        f"of {config.rollout.max_response_tokens} tokens, not even with recomputation, the "
-        f"optimizer in host memory or LoRA; {remedy or 'give '}fewer --response-tokens, or a "
-        "smaller model"
-    )
-
-
-def _first_fit(
-    config: RunConfig, hf: HfConfig, options: PlanOptions, gpus: int
-) -> tuple[RunConfig, Plan] | None:
     for saving in _SAVINGS:
-        for trainer_gpus, server_gpus, rollout in _divisions(gpus, options.node_gpus):
+        for trainer_gpus, server_gpus, rollout in _divisions(gpus, node_gpus):
             divided = with_values(with_values(config, **saving), rollout=rollout)
-            elsewhere = gpus - trainer_gpus if gpus > options.node_gpus else None
+            elsewhere = gpus - trainer_gpus if gpus > node_gpus else None
             divided_options = replace(options, gpus=trainer_gpus, rollout_gpus=elsewhere)
             try:
                 plan = make_plan(divided, hf, divided_options)
@@ -459,7 +439,12 @@ def _first_fit(
                 )
                 if _fits(_scenario(candidate, hf, divided_options, estimate.layout, {})):
                     return candidate, make_plan(candidate, hf, divided_options)
-    return None
+    raise ValueError(
+        f"--gpus: {gpus} {options.gpu} cannot train and sample {config.model.path} with responses "
+        f"of {config.rollout.max_response_tokens} tokens, not even with recomputation, the "
+        "optimizer in host memory or LoRA; give more GPUs, fewer --response-tokens, or a smaller "
+        "model"
+    )
 
 
 def _simplest_first(estimates: Sequence[LayoutEstimate]) -> list[LayoutEstimate]:
