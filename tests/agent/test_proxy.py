@@ -160,10 +160,10 @@ async def test_a_client_that_times_out_and_tries_again_makes_one_call(
 
     async with (
         open_session(renderer, sample) as (session, url, key),
-        client(url, key, timeout=0.3, max_retries=8) as sdk,
+        client(url, key, timeout=1, max_retries=8) as sdk,
     ):
         asking = asyncio.create_task(sdk.chat.completions.create(model="m", messages=ASK))  # type: ignore[arg-type]
-        await asyncio.sleep(1)
+        await asyncio.sleep(2)
         may_go.set()
         assert (await asking).choices[0].message.content == "Two."
     assert len(policy.calls) == len(session.record.calls) == 1

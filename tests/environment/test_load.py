@@ -119,10 +119,10 @@ def test_a_step_that_hangs_is_ended_at_the_limit_while_others_go_on():
             await hanging
         return raised.value, others, await environment.step(None, turn_of("fine"))
 
-    error, others, after = run("Bad", use, workers=2, step_timeout_s=3)
+    error, others, after = run("Bad", use, workers=2, step_timeout_s=8)
 
     assert error.kind == "timeout"
-    assert f"{OWN}:Bad.step exceeded rollout.episodes.step_timeout_s = 3 s (" in str(error)
+    assert f"{OWN}:Bad.step exceeded rollout.episodes.step_timeout_s = 8 s (" in str(error)
     assert [step.is_done for step in (*others, after)] == [True] * 4
 
 

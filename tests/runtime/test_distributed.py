@@ -78,12 +78,12 @@ def answered_late() -> bytes:
     """Rank 0 answers after more than the time-out of all ranks."""
 
     def answer() -> bytes:
-        time.sleep(5)
+        time.sleep(9)
         return b"late"
 
     with joined() as groups:
         barrier(groups)  # whoever was slow to start has caught up
-        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
         groups = replace(groups, control=control)
         answer_here = answer if groups.rank == 0 else None
         return broadcast_answer(

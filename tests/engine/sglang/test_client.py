@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import subprocess
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -146,8 +147,9 @@ async def test_silence_counts_from_the_last_token_of_any_request_and_not_while_p
             await asyncio.sleep(0.05)
         await client.pause("retract")
         assert client.silence_s == 0.0
+        resumed_s = time.monotonic()
         await client.resume()
-        assert client.silence_s < 0.5
+        assert client.silence_s <= time.monotonic() - resumed_s
         client.give_up("the test ends")
         for task in tasks:
             with pytest.raises(ServerGoneError, match="the test ends"):
