@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.config.rollout import PythonToolConfig
 from bapo_megatron.environment.base import Step
 from bapo_megatron.runtime.names import LoadError
-from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError, Session
+from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError, Session, run_twice
 from bapo_megatron.sandbox.load import open_sandbox
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class PythonTool:
         code = call.arguments.get("code")
         if not isinstance(code, str) or len(call.arguments) != 1:
             return cells, 'error: the arguments of python must be {"code": text}', "call"
-        outcome = self._run(cells, code)
+        outcome = run_twice(lambda: self._run(cells, code))
         text = self._cut(outcome.stdout)
         if outcome.ending in _ENDINGS:
             limit = self._config.sandbox.timeout_s
@@ -87,18 +87,6 @@ class PythonTool:
         return (*cells, code), text, "" if outcome.ending == "ok" else "error"
 
     def _run(self, cells: tuple[str, ...], code: str) -> Outcome:
-        """Run a cell after others; once more if the sandbox is lost."""
-        try:
-            return self._run_once(cells, code)
-        except SandboxLostError:
-            try:
-                return self._run_once(cells, code)
-            except SandboxLostError as error:
-                if error.outcome is None:
-                    raise
-                return error.outcome
-
-    def _run_once(self, cells: tuple[str, ...], code: str) -> Outcome:
         session = self._warm.pop(cells, None) or self._replayed(cells)
         outcome = session.run(code)
         if not session.has_ended:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Ending = Literal["ok", "error", "timeout", "memory", "output"]
 
@@ -34,6 +37,23 @@ class SandboxLostError(SandboxError):
         self.outcome = outcome
         """The program's outcome if it killed itself, which looks the same from outside: believe it
         if it happens again. None: it cannot have done this."""
+
+
+def run_twice(run: Callable[[], Outcome]) -> Outcome:
+    """Run a program; once more if its sandbox is lost, and then believe its outcome.
+
+    Raises:
+        SandboxLostError: The sandbox was lost twice, and not by the program.
+    """
+    try:
+        return run()
+    except SandboxLostError:
+        try:
+            return run()
+        except SandboxLostError as error:
+            if error.outcome is None:
+                raise
+            return error.outcome
 
 
 class Session(Protocol):

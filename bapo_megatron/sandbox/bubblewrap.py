@@ -25,8 +25,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError
-from bapo_megatron.sandbox.cgroup import create_cgroup, left_behind, remove_cgroup
+from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError, run_twice
+from bapo_megatron.sandbox.cgroup import create_cgroup, left_behind
 from bapo_megatron.sandbox.seccomp import seccomp_filter
 
 if TYPE_CHECKING:
@@ -104,10 +104,12 @@ def _installed(name: str, package: str) -> str:
 
 
 def _take_number() -> tuple[socket.socket, int]:
-    for number in left_behind():
+    for number, groups in left_behind().items():
         if (lock := _lock(number)) is not None:  # its process was killed
             with lock:
-                remove_cgroup(number)
+                for group in groups:
+                    with contextlib.suppress(OSError):  # its last process is ending
+                        group.rmdir()
     for number in range(_NUM_SLOTS):
         if (lock := _lock(number)) is not None:
             return lock, number
@@ -160,15 +162,7 @@ class BubblewrapSandbox:
     def run(self, program: str, stdin: str = "") -> Outcome:
         """See ``base.Sandbox.run``."""
         content = _frame(program) + stdin.encode("utf-8", "surrogatepass")
-        try:
-            return self._run_once(content)
-        except SandboxLostError:
-            try:
-                return self._run_once(content)
-            except SandboxLostError as error:
-                if error.outcome is None:
-                    raise
-                return error.outcome
+        return run_twice(lambda: self._run_once(content))
 
     def session(self) -> _BubblewrapSession:
         """See ``base.Sandbox.session``."""
@@ -524,8 +518,8 @@ class _Exchange:
         os.set_blocking(stdin.fileno(), False)
         with selectors.DefaultSelector() as selector:
             selector.register(stdin, selectors.EVENT_WRITE)
-            for stream in self._outputs:
-                selector.register(stream, selectors.EVENT_READ)
+            for stream, output in self._outputs.items():
+                selector.register(stream, selectors.EVENT_READ, output)
             while any(stream in selector.get_map() for stream in self._outputs):
                 remaining_s = deadline_s - time.monotonic()
                 ready = selector.select(remaining_s) if remaining_s > 0 else []
@@ -537,8 +531,10 @@ class _Exchange:
                     return "output"
                 if self.status is not None:
                     return None
-            if not self._waited_until(deadline_s):
-                return "timeout"
+        try:
+            self._process.wait(max(deadline_s - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            return "timeout"
         return None
 
     def texts(self) -> list[str]:
@@ -547,13 +543,6 @@ class _Exchange:
             bytes(output[: self._max_output_bytes]).decode(errors="replace")
             for output in self._outputs.values()
         ]
-
-    def _waited_until(self, deadline_s: float) -> bool:
-        try:
-            self._process.wait(max(deadline_s - time.monotonic(), 0.01))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
     def _write(self, selector: selectors.BaseSelector) -> None:
         stdin = self._process.stdin
@@ -568,13 +557,11 @@ class _Exchange:
                 stdin.close()
 
     def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-        part = os.read(key.fd, _CHUNK)
-        for stream, output in self._outputs.items():
-            if stream is key.fileobj:
-                output += part
-                place = len(output) - len(self._mark) - 1
-                if self._mark and place >= 0 and output.startswith(self._mark, place):
-                    self.status = bytes(output[-1:])
-                    del output[place:]
+        part, output = os.read(key.fd, _CHUNK), key.data
+        output += part
+        place = len(output) - len(self._mark) - 1
+        if self._mark and place >= 0 and output.startswith(self._mark, place):
+            self.status = bytes(output[-1:])
+            del output[place:]
         if not part:
             selector.unregister(key.fileobj)

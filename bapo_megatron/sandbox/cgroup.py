@@ -72,19 +72,13 @@ def create_cgroup(
     return None
 
 
-def remove_cgroup(number: int, mount: Path = _MOUNT) -> None:
-    """Remove the group of a slot that no process uses, wherever it is."""
-    for parents in _parents(mount):
-        for parent in parents:
-            with contextlib.suppress(OSError):  # it is not there, or its last process is ending
-                (parent / f"{_PREFIX}{number}").rmdir()
-
-
-def left_behind(mount: Path = _MOUNT) -> set[int]:
-    """Return the slots that have a group, whether they are in use or their process was killed."""
-    folders = (folder for parents in _parents(mount) for folder in parents)
-    groups = (group.name for folder in folders for group in folder.glob(f"{_PREFIX}*"))
-    return {int(name.removeprefix(_PREFIX)) for name in groups}
+def left_behind(mount: Path = _MOUNT) -> dict[int, list[Path]]:
+    """Return the groups of each slot, whether it is in use or its process was killed."""
+    groups: dict[int, list[Path]] = {}
+    for folder in (folder for parents in _parents(mount) for folder in parents):
+        for group in folder.glob(f"{_PREFIX}*"):
+            groups.setdefault(int(group.name.removeprefix(_PREFIX)), []).append(group)
+    return groups
 
 
 def _parents(mount: Path) -> list[tuple[Path, ...]]:
