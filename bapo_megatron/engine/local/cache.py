@@ -63,11 +63,6 @@ class Prefill:
         """[R] Row of the decode cache, index of its input, and length of that input."""
         self._convolved = torch.empty(0)
 
-    def lengths(self, num_inputs: int) -> list[int]:
-        """Return the length of each input."""
-        by_input = {index: length for _, index, length in self._starts}
-        return [by_input[index] for index in range(num_inputs)]
-
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
         """Return False: inputs begin here."""
         return False
@@ -141,22 +136,27 @@ class DecodeCache:
         kinds = getattr(config, "layer_types", None) or ()
         kept = torch.tensor(kept_rows, dtype=torch.long, device=device)
         num_heads, *sizes = _cached_shape(config)
+        columns = [((num_heads, num_columns, size), model.dtype) for size in sizes]
         for layer in range(config.num_hidden_layers):
-            if layer < len(kinds) and kinds[layer] == "linear_attention":
-                copied = _copied_states(model, old, layer, kept_rows, prefills, num_rows)
-                cache._layers.append(copied)
-            else:
-                tensors = []
-                for part, size in enumerate(sizes):
-                    shape = (num_rows, num_heads, num_columns, size)
-                    new = torch.zeros(shape, dtype=model.dtype, device=device)
-                    if old is not None and kept_rows:
-                        seen = old._layers[layer][part][:, :, old.first : old.end]
-                        new[: len(kept_rows), :, end - seen.shape[2] : end] = seen[kept]
-                    for prefill in prefills:
+            has_state = layer < len(kinds) and kinds[layer] == "linear_attention"
+            tensors = []
+            for part, (shape, dtype) in enumerate(
+                _state_shapes(config, model.dtype) if has_state else columns
+            ):
+                new = torch.zeros((num_rows, *shape), dtype=dtype, device=device)
+                if old is not None and kept_rows:
+                    seen, place = old._layers[layer][part], new[: len(kept_rows)]
+                    if not has_state:
+                        seen = seen[:, :, old.first : old.end]
+                        place = place[:, :, end - seen.shape[2] : end]
+                    place.copy_(seen[kept])
+                for prefill in prefills:
+                    if has_state:
+                        prefill.copy_state_to(new, layer, part)
+                    else:
                         prefill.copy_to(new, layer, part, end)
-                    tensors.append(new)
-                cache._layers.append((tensors[0], tensors[1]))
+                tensors.append(new)
+            cache._layers.append((tensors[0], tensors[1]))
             if old is not None:
                 empty = cache._layers[layer][0][:0]
                 old._layers[layer] = (empty, empty)
@@ -194,26 +194,6 @@ def _cached_shape(config: Any) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return config.num_key_value_heads, size, size
-
-
-def _copied_states(
-    model: Any,
-    old: DecodeCache | None,
-    layer: int,
-    kept_rows: Sequence[int],
-    prefills: Sequence[Prefill],
-    num_rows: int,
-) -> Layer:
-    """Return a gated delta net's part of a new cache."""
-    tensors = []
-    for part, (shape, dtype) in enumerate(_state_shapes(model.config, model.dtype)):
-        new = torch.zeros((num_rows, *shape), dtype=dtype, device=model.device)
-        if old is not None and kept_rows:
-            new[: len(kept_rows)] = old._layers[layer][part][list(kept_rows)]
-        for prefill in prefills:
-            prefill.copy_state_to(new, layer, part)
-        tensors.append(new)
-    return tensors[0], tensors[1]
 
 
 def _state_shapes(config: Any, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:

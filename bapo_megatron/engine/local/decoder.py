@@ -401,7 +401,7 @@ class Decoder:
                 for row in rows_of[tokens]
             ]
             prefills.append(Prefill(starts))
-            self._padding.lengths = prefills[-1].lengths(len(batch))
+            self._padding.lengths = [len(tokens) for tokens in batch]
             self._forward(torch.tensor(padded, device=self._model.device), prefills[-1])
             self._padding.lengths = ()
             wanting = [start for start in starts if responses[start[0] - first_row].wants_routes]
