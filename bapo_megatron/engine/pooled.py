@@ -18,11 +18,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.engine.base import Engine, LoadReport, LoadReporter
+from bapo_megatron.engine.base import Capabilities, Engine, LoadReport, LoadReporter
 from bapo_megatron.errors import RolloutError, ServerError, describe_cause
 from bapo_megatron.telemetry.console import reporting
 
@@ -54,14 +54,8 @@ class PooledEngine:
     """Why it is not usable."""
     version: str | None = None
     """The weights version that it last reported or got; None: unknown."""
-    num_ranks: int = 1
-    """See ``Capabilities``."""
-    cache_tokens: int | None = None
-    """See ``Capabilities``."""
-    max_requests: int | None = None
-    """See ``Capabilities``."""
-    gpus: tuple[int, ...] = ()
-    """See ``Capabilities``."""
+    properties: Capabilities = field(default_factory=lambda: Capabilities(1, frozenset()))
+    """As it reported when it first answered, or answered again."""
     is_paused: bool = False
     watcher: asyncio.Task[None] | None = None
     """Polls it."""
@@ -289,7 +283,7 @@ class EngineStates:
         loads, self._loads = self._loads, []
         usable = sum(pooled.is_usable for pooled in self.engines)
         summary: dict[str, float] = {"usable": usable, "known": len(self.engines)}
-        for name in (field.name for field in fields(LoadReport) if loads):
+        for name in (member.name for member in fields(LoadReport) if loads):
             values = [value for load in loads if (value := getattr(load, name)) is not None]
             if values:
                 summary |= {name: math.fsum(values) / len(values), f"{name}_max": max(values)}
@@ -341,10 +335,7 @@ class EngineStates:
 
     async def _admit(self, pooled: PooledEngine) -> None:
         """Check an engine that answers for the first time, or again; raise if it is unusable."""
-        capabilities = await pooled.engine.capabilities()
-        pooled.num_ranks, pooled.gpus = capabilities.num_ranks, capabilities.gpus
-        pooled.cache_tokens = capabilities.cache_tokens
-        pooled.max_requests = capabilities.max_requests
+        pooled.properties = capabilities = await pooled.engine.capabilities()
         method = self._config.weight_sync.method
         if method not in capabilities.methods:
             raise RolloutError(

@@ -186,7 +186,7 @@ class Admission:
         least_busy = min(engines, key=self.load)
         least, one_more = self.load(least_busy), self.load(least_busy, claim)
         # Up to a quarter more load, plus four requests per rank.
-        max_load = 1.25 * least + 4 * (one_more - least) * least_busy.num_ranks
+        max_load = 1.25 * least + 4 * (one_more - least) * least_busy.properties.num_ranks
         before = self._engine_by_affinity.get(claim.affinity)
         is_near = before is not None and before in engines and self.load(before) <= max_load
         for engine in (before, least_busy) if before is not None and is_near else (least_busy,):
@@ -201,7 +201,7 @@ class Admission:
         """Count new tokens of a request."""
         position, claim.position = claim.position, claim.position + num_tokens
         self._lengths.advance(position, claim.position)
-        self._uses[engine].count(num_tokens, _REFRESH_SHARE * (engine.cache_tokens or 0))
+        self._uses[engine].count(num_tokens, _REFRESH_SHARE * (engine.properties.cache_tokens or 0))
 
     def release(self, engine: PooledEngine, claim: Claim, *, has_ended: bool) -> None:
         """Remove a request; ``has_ended``: with an end token, not at a limit or by an abort."""
@@ -220,18 +220,21 @@ class Admission:
         """Return the expected use of the scarcer: cache or requests; or requests per rank."""
         use = self._uses[engine]
         num_requests = len(use.claims) + (claim is not None)
-        if engine.cache_tokens is None:
-            return num_requests / engine.num_ranks
-        of_cache = use.forecast(claim).expected / engine.cache_tokens
-        return max(of_cache, num_requests / (engine.max_requests or math.inf))
+        if engine.properties.cache_tokens is None:
+            return num_requests / engine.properties.num_ranks
+        of_cache = use.forecast(claim).expected / engine.properties.cache_tokens
+        return max(of_cache, num_requests / (engine.properties.max_requests or math.inf))
 
     def _has_room(self, engine: PooledEngine, claim: Claim) -> bool:
         use, max_requests = self._uses[engine], self._max_requests
-        if engine.cache_tokens is None:
+        if engine.properties.cache_tokens is None:
             max_requests = max_requests or _MAX_UNREPORTED
-        elif use.claims and use.forecast(claim).high > engine.cache_tokens:
+        elif use.claims and use.forecast(claim).high > engine.properties.cache_tokens:
             return False  # an idle engine takes anything, or refuses it
-        if engine.max_requests is not None and len(use.claims) >= engine.max_requests:
+        if (
+            engine.properties.max_requests is not None
+            and len(use.claims) >= engine.properties.max_requests
+        ):
             return False
         num_requests = sum(len(use.claims) for use in self._uses.values())
         return max_requests is None or num_requests < max_requests

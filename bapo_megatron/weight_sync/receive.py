@@ -204,7 +204,7 @@ class WeightReceiver:
         return Opened(
             addresses=tuple(entry.address for entry in self._members),
             num_ranks=tuple(control.tensor_ranks for control in self._members.values()),
-            gpus=tuple(entry.gpus for entry in self._members),
+            gpus=tuple(entry.properties.gpus for entry in self._members),
             share_group=self._shares_group,
         )
 

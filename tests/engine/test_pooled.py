@@ -35,7 +35,7 @@ async def test_a_server_that_comes_back_serves_only_after_it_got_weights() -> No
             assert states_of(pool) == ["usable", "usable"]
             await asyncio.gather(*(Response(pool).check(20, FinishReason.LENGTH) for _ in range(4)))
             assert dying.requests != []
-            assert engine_of(pool, dying).cache_tokens == 1 << 18
+            assert engine_of(pool, dying).properties.cache_tokens == 1 << 18
 
 
 async def test_without_a_usable_server_requests_wait_for_weights() -> None:

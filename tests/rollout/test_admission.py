@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from bapo_megatron.config.rollout import HealthConfig, RolloutConfig
+from bapo_megatron.engine.base import Capabilities
 from bapo_megatron.engine.pooled import PooledEngine
 from bapo_megatron.rollout.admission import Admission, CacheUse, Claim, ResponseLengths
 from bapo_megatron.rollout.pool import EnginePool
@@ -18,7 +20,8 @@ from tests.rollout.pool import Response, pool_on, until
 
 
 def engine_with(cache_tokens: int | None, num_ranks: int = 1) -> PooledEngine:
-    return PooledEngine(FakeEngine(), cache_tokens=cache_tokens, num_ranks=num_ranks)
+    properties = Capabilities(num_ranks, frozenset(), cache_tokens)
+    return PooledEngine(FakeEngine(), properties=properties)
 
 
 def claim_of(affinity: int, prompt_tokens: int = 100, position: int = 0, limit: int = 16) -> Claim:
@@ -86,7 +89,7 @@ def test_a_request_waits_for_room_and_an_empty_engine_takes_any() -> None:
     assert choose(claim_of(2)) is engine
     assert choose(claim_of(3)) is None
     assert choose(claim_of(3), is_due=True) is engine  # it lost its engine
-    engine.cache_tokens = 520  # another server came back at its address
+    engine.properties = Capabilities(1, frozenset(), 520)  # another server is at its address
     assert choose(claim_of(4)) is engine
     assert choose(claim_of(5)) is None
     admission.release(engine, first, has_ended=True)
@@ -116,7 +119,8 @@ def test_the_number_of_requests_is_limited_where_it_is_set_and_where_nothing_is_
 
 def test_requests_are_limited_and_spread_by_the_number_that_each_engine_runs_at_a_time() -> None:
     admission, engines = Admission(None), [engine_with(1 << 30), engine_with(1 << 30)]
-    engines[0].max_requests, engines[1].max_requests = 6, 2  # a recurrent state for each
+    for engine, limit in zip(engines, (6, 2), strict=True):  # a recurrent state for each
+        engine.properties = replace(engine.properties, max_requests=limit)
     claims = [claim_of(n) for n in range(8)]
     taken = [admission.choose(engines, claim, is_due=False) for claim in claims]
     assert [taken.count(engine) for engine in engines] == [6, 2]
