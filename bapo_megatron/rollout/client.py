@@ -300,11 +300,10 @@ class ReplaySource:
         """None: there are no servers."""
         return None
 
-    def wait_ready(self) -> None:
-        """Return at once."""
+    def wait_ready(self, *_: Any, **__: Any) -> None:
+        """Do nothing, as all calls that are only about servers."""
 
-    def release_memory(self) -> None:
-        """Do nothing: there are no servers."""
+    release_memory = begin_evaluation = restore = close = wait_ready
 
     def collect(self, step: int) -> EncodedBatch:
         """Read the dump of ``step``; a ``RolloutError`` if there is none."""
@@ -318,9 +317,6 @@ class ReplaySource:
             )
         return read_encoded(path)
 
-    def begin_evaluation(self, step: int) -> None:
-        """Do nothing: there are no servers."""
-
     def evaluate(self, step: int, *, resume: bool = False) -> list[EvalResult]:
         """Return no results: there are no servers."""
         return []
@@ -328,9 +324,3 @@ class ReplaySource:
     def save(self, path: Path) -> Callable[[], None]:
         """Write nothing: the step number alone selects a dump."""
         return lambda: None
-
-    def restore(self, path: Path) -> None:
-        """Do nothing, whatever kind of run wrote the checkpoint."""
-
-    def close(self) -> None:
-        """Do nothing."""
