@@ -191,7 +191,7 @@ class Session:
                     code="context_length_exceeded",
                 )
             async with self._ended:
-                while (left := self._num_left(call)) <= 0 and self._others(call):
+                while (left := self._num_left(call)) <= 0 and _unfinished(record.calls, call):
                     await self._ended.wait()
         except BaseException:
             record.withdraw(call)
@@ -206,10 +206,6 @@ class Session:
             )
         call.max_tokens = min(left, limit or left)
 
-    def _others(self, call: Call) -> list[Call]:
-        """Calls that are being sampled beside this one."""
-        return _unfinished(self.record.calls, call)
-
     def _num_left(self, call: Call) -> int:
         """Tokens that neither were used nor are promised to other calls, earlier ones too."""
         others = _unfinished(self.record.all_calls(), call)
@@ -218,6 +214,7 @@ class Session:
 
 
 def _unfinished(calls: Iterable[Call], new: Call) -> list[Call]:
+    """Return the calls that are being sampled beside a new one."""
     return [call for call in calls if call is not new and not call.is_finished and call.max_tokens]
 
 

@@ -28,6 +28,7 @@ from bapo_megatron.environment.base import EnvironmentFailedError
 from bapo_megatron.environment.handler import check_state
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.runtime.processes import kill_marked
+from bapo_megatron.runtime.workers import read_message
 from bapo_megatron.sandbox.base import SandboxError
 from bapo_megatron.sandbox.bubblewrap import BubblewrapSandbox
 
@@ -98,7 +99,7 @@ class _Host:
         self._send(options)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                message = await self._message()
+                message = await read_message(self._reader)
         except TimeoutError:
             return f"its process was not ready within {_START_TIMEOUT_S:g} s"
         if message is None:
@@ -128,21 +129,13 @@ class _Host:
             await asyncio.gather(self._reading, return_exceptions=True)
 
     async def _read(self) -> None:
-        while (message := await self._message()) is not None:
+        while (message := await read_message(self._reader)) is not None:
             reply = self._replies.get(message["id"])
             if reply is not None and not reply.done():
                 reply.set_result(message)
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(_GoneError())
-
-    async def _message(self) -> dict[str, Any] | None:
-        try:
-            line = await self._reader.readline()
-            message = json.loads(line) if line.endswith(b"\n") else None
-        except (ValueError, OSError):  # too long, or not JSON
-            return None
-        return message if isinstance(message, dict) else None
 
     def _send(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # it has ended, which the reader notices

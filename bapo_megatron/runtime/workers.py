@@ -185,7 +185,7 @@ class WorkerPool:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_START_TIMEOUT_S):
-                    message = await _read(worker)
+                    message = await read_message(worker.stdout)
                     if message is None:  # its output closed: it is exiting by itself
                         status = describe_exit(await worker.wait())
                         how = f"ended before it was ready ({status})"
@@ -228,15 +228,15 @@ async def _ask(worker: Process, request: Any) -> dict[str, Any] | None:
     worker.stdin.write(json.dumps(request).encode() + b"\n")
     with contextlib.suppress(ConnectionError):
         await worker.stdin.drain()
-    return await _read(worker)
+    return await read_message(worker.stdout)
 
 
-async def _read(worker: Process) -> dict[str, Any] | None:
-    """Return the next message; None if the process exited or wrote something else."""
-    assert worker.stdout is not None
+async def read_message(reader: asyncio.StreamReader | None) -> dict[str, Any] | None:
+    """Return a worker's next message; None if it exited or wrote something else."""
+    assert reader is not None, "the worker's output is a pipe"
     try:
-        line = await worker.stdout.readline()
+        line = await reader.readline()
         message = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:  # too long, or not JSON
+    except (ValueError, OSError):  # too long, or not JSON
         return None
     return message if isinstance(message, dict) else None
