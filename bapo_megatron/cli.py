@@ -56,7 +56,8 @@ COMMANDS = {
     "make-tiny": "Make a tiny model, pretrained on sums, and its data (deterministic).",
     "doctor": "Report what was built, which kernels will run, and what does not fit together.",
 }
-"""Help line of each command; command ``x`` is ``commands.x.command``."""
+"""Help line of each command; command ``x`` is ``commands.x.command``, or ``x show`` is
+``commands.x.show``."""
 
 _TILDE = re.compile(r"((?:--[a-z-]+=)?)(~(?:/.*)?)", re.DOTALL)
 """A path in the home directory; shells do not expand ``~`` after an option's ``=``."""
@@ -74,11 +75,13 @@ class _Commands(TyperGroup):
 
 def _load(name: str) -> Any:
     module = importlib.import_module(f"bapo_megatron.commands.{_MODULES.get(name, name)}")
-    if hasattr(module, "app"):
-        return typer.main.get_command(module.app)
-    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    single.command(name)(module.command)
-    return typer.main.get_command(single)
+    loaded = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    if hasattr(module, "show"):
+        loaded.callback(help=COMMANDS[name], no_args_is_help=True)(_listed)
+        loaded.command("show")(module.show)
+    else:
+        loaded.command(name)(module.command)
+    return typer.main.get_command(loaded)
 
 
 app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False)

@@ -30,15 +30,7 @@ _HEADINGS = (
 
 _COUNTS = ("rows", "bad", "no_answer", "too_long", "duplicates")
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
 
-
-@app.callback()
-def _group() -> None:
-    """Show the prompts of a run before it starts."""
-
-
-@app.command("show")
 def show(
     config: ConfigArgument,
     overrides: OverridesArgument = None,

@@ -119,12 +119,7 @@ async def grade_file(path: Path, config: RewardConfig, *, output: int) -> None:
 
 
 async def _score(rewards: Rewards, check: RowCheck, place: str, line: bytes) -> bytes:
-    response = _parse(place, line)
-    try:
-        check(response.answer, response.row)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}; correct the line") from error
-    score = await rewards.score(response)
+    score = await rewards.score(_parse(place, line, check))
     fields = {
         "score": score.reward,
         "extracted": score.extracted,
@@ -162,7 +157,7 @@ async def _lines(path: Path) -> AsyncIterator[tuple[str, bytes]]:
         yield f"{name}:{number + 1}", rest
 
 
-def _parse(place: str, line: bytes) -> Response:
+def _parse(place: str, line: bytes, check: RowCheck) -> Response:
     try:
         record = parse_json(line)
         fields = decode(_Line, record)
@@ -170,10 +165,11 @@ def _parse(place: str, line: bytes) -> Response:
             answer = parse_answer(fields.answer)
         except ValueError as error:
             raise ValueError(f"'answer' {error}") from error
+        row = {name: value for name, value in record.items() if name not in ("response", "answer")}
+        check(answer, row)
     except ValueError as error:
         raise ValueError(f"{place}: {error}; correct the line") from error
     facts = SampleFacts(finish_reason=fields.finish_reason.value, num_tokens=fields.num_tokens)
-    row = {name: value for name, value in record.items() if name not in ("response", "answer")}
     return Response(fields.response, answer, facts, row)
 
 

@@ -85,34 +85,25 @@ def command(
         rollout_gpus=rollout_gpus,
         rollout_tokens_per_s=rollout_tokens_per_s,
     )
-    file = model_config or run_config.model.path / "config.json"
-    if model_config is None and not file.is_file():
-        raise ValueError(
-            f"model.path: no such file '{file}'; give a config.json by --model-config FILE, or "
-            "download one (hf download OWNER/MODEL config.json --local-dir DIRECTORY)"
-        )
-    hf = read_hf_config_file(file, run_config.model.ignored_config_fields)
-    plan = make_plan(run_config, hf, options, _frozen_models(run_config))
+    hf = _read_model("model", run_config.model.path, run_config, model_config)
+    models = run_config.algorithm.frozen_models
+    frozen = {k: _read_model(k, m.path, run_config) for k, m in models.items() if m.path}
+    plan = make_plan(run_config, hf, options, frozen)
     if as_json:
         typer.echo(json.dumps(asdict(plan), indent=2))
     else:
         _print_plan(plan, uncut_console())
 
 
-def _frozen_models(config: RunConfig) -> dict[str, HfConfig]:
-    """Read the config.json of each frozen model in the trainer that has a path."""
-    models = {}
-    for key, section in config.algorithm.frozen_models.items():
-        if section.path is None:
-            continue
-        file = section.path / "config.json"
-        if not file.is_file():
-            raise ValueError(
-                f"{key}.path: no such file '{file}'; download it (hf download OWNER/MODEL "
-                "config.json --local-dir DIRECTORY)"
-            )
-        models[key] = read_hf_config_file(file, config.model.ignored_config_fields)
-    return models
+def _read_model(key: str, path: Path, config: RunConfig, file: Path | None = None) -> HfConfig:
+    """Read ``file``, by default the config.json of the model of a section."""
+    if file is None and not (path / "config.json").is_file():
+        instead = "give a config.json by --model-config FILE, or " * (key == "model")
+        raise ValueError(
+            f"{key}.path: no such file '{path / 'config.json'}'; {instead}download one (hf "
+            "download OWNER/MODEL config.json --local-dir DIRECTORY)"
+        )
+    return read_hf_config_file(file or path / "config.json", config.model.ignored_config_fields)
 
 
 def _print_plan(plan: Plan, console: Console) -> None:

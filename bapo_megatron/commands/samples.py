@@ -25,15 +25,7 @@ from bapo_megatron.tools.report.rollouts import (
 )
 from bapo_megatron.types import FinishReason, Sample
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
 
-
-@app.callback()
-def _group() -> None:
-    """Read a step's responses in the terminal."""
-
-
-@app.command("show")
 def show(
     run: Annotated[
         Path, typer.Argument(metavar="RUN|DUMP.parquet", help="Directory of a run, or one dump.")

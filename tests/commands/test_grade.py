@@ -151,7 +151,7 @@ def test_a_configuration_gives_the_rewards_of_its_run_without_shaping(responses,
 )
 def test_a_fault_of_a_line_is_named(bad, message):
     with pytest.raises(ValueError, match=rf"^responses:3: {re.escape(message)}") as raised:
-        _parse("responses:3", bad)
+        _parse("responses:3", bad, lambda answer, row: None)
 
     assert "\n" not in str(raised.value)
 
