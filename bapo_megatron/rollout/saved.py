@@ -9,6 +9,7 @@ import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import batched, groupby
 from operator import attrgetter
 from pathlib import Path
@@ -232,7 +233,7 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
         first["answer"],
         first["prompt_text"],
         first["source"],
-        _read_json(first, "prompt_row", dict[str, Any], name),
+        _read(first, "prompt_row", name, partial(_decoded, dict[str, Any])),
     )
     tokens, samples = prompt.tokens(), list[PendingSample]()
     for row in rows:
@@ -242,12 +243,14 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
         sample.behaviour_logprobs = sample.behaviour_logprobs.copy()
         columns = {name: values.copy() for name, values in sample.columns.items()}
         fields = {field: row[field] for field in _PLAIN}
-        fields |= {field: _read_json(row, field, kind, name) for field, kind in _JSON.items()}
+        fields |= {f: _read(row, f, name, partial(_decoded, kind)) for f, kind in _JSON.items()}
         pending = PendingSample(sample, prompt, **fields)
         # In the file an unscored sample has defaults, for fewer tokens than it may get.
         sample.columns = columns if pending.is_scored else {}
-        sample.routes = _read_routes(row, name)
-        pending.record = _read_record(row, name)
+        if num_rows := row.get("routed_tokens", 0):
+            sample.routes = _read(row, "routes", name, partial(_decoded_routes, num_rows))
+        if _RECORD in row:
+            pending.record = _read(row, _RECORD, name, _decoded_record)
         if sample.number and samples:
             samples[-1].sample.branches += (sample,)
         else:
@@ -261,36 +264,30 @@ def _has_own_prompt(pending: PendingSample) -> bool:
     return not np.array_equal(pending.sample.prompt.token_ids, pending.prompt.token_ids)
 
 
-def _read_record(row: dict[str, Any], name: str) -> Record | None:
-    if _RECORD not in row:
-        return None
-    saved = _read_json(row, _RECORD, SavedRecord | None, name)
-    try:
-        return None if saved is None else Record.from_saved(saved)
-    except ValueError as error:
-        place = f"sample {row['index']} of group {row['group_id']}"
-        raise DumpError(f"{name}: {place}: {_RECORD}: {error}; {_REMEDY}") from error
-
-
 def _routes_of(sample: Sample) -> np.ndarray:
     return np.empty((0, 0)) if sample.routes is None else sample.routes
 
 
-def _read_routes(row: dict[str, Any], name: str) -> np.ndarray | None:
-    if not (num_rows := row.get("routed_tokens", 0)):
-        return None
-    values = np.frombuffer(row["routes"], "<i2")
+def _decoded_routes(num_rows: int, content: bytes) -> np.ndarray:
+    values = np.frombuffer(content, "<i2")
     if num_rows < 0 or not len(values) or len(values) % num_rows:
-        raise DumpError(
-            f"{name}: sample {row['index']} of group {row['group_id']}: {len(values)} experts for "
-            f"{num_rows} tokens; {_REMEDY}"
-        )
+        raise ValueError(f"{len(values)} experts for {num_rows} tokens")
     return narrowed(values.reshape(num_rows, -1))
 
 
-def _read_json(row: dict[str, Any], column: str, kind: Any, name: str) -> Any:
+def _decoded_record(text: str) -> Record | None:
+    saved = _decoded(SavedRecord | None, text)
+    return None if saved is None else Record.from_saved(saved)
+
+
+def _decoded(kind: Any, text: str) -> Any:
+    return decode(kind, parse_json(text))
+
+
+def _read(row: dict[str, Any], column: str, name: str, parse: Callable[[Any], Any]) -> Any:
+    """Parse a value of a sample's row; its errors name the file, the sample and the column."""
     try:
-        return decode(kind, parse_json(row[column]))
+        return parse(row[column])
     except ValueError as error:
         raise DumpError(
             f"{name}: sample {row['index']} of group {row['group_id']}: {column}: {error}; "

@@ -78,5 +78,5 @@ def test_routes_that_do_not_fit_their_tokens_are_refused(monkeypatch: pytest.Mon
     columns = {"routed_tokens": (kind, lambda row: 7 if row.pending.num_tokens else 0)}
     file = replace(saved._FILE, optional={**saved._FILE.optional, **columns})
     monkeypatch.setattr(saved, "_FILE", file)
-    with pytest.raises(DumpError, match="sample 0 of group 0: 36 experts for 7 tokens"):
+    with pytest.raises(DumpError, match="sample 0 of group 0: routes: 36 experts for 7 tokens"):
         read_file(file_of(SavedRollout(AT_START, buffer)))
