@@ -281,9 +281,7 @@ class Proxy:
         return web.json_response(MODELS)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session, content = self._session(request), await request.read()
-        asked = ChatRequest.read(content)
-        turn = _turn(session, asked, request, content)
+        asked, turn = await self._ask(request, ChatRequest)
         if not asked.stream:
             return web.json_response((await asyncio.shield(turn)).chat())
         options = asked.sampling.get("stream_options")
@@ -291,30 +289,30 @@ class Proxy:
         return await _stream(request, turn, lambda answer: answer.chat_chunks(has_usage=has_usage))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        session, content = self._session(request), await request.read()
-        asked = ResponsesRequest.read(content)
-        turn = _turn(session, asked, request, content)
+        asked, turn = await self._ask(request, ResponsesRequest)
         if not asked.stream:
             return web.json_response((await asyncio.shield(turn)).response())
         return await _stream(request, turn, lambda answer: answer.response_events())
 
-
-def _turn(
-    session: Session, asked: ChatRequest | ResponsesRequest, request: web.Request, content: bytes
-) -> asyncio.Task[Answer]:
-    limits = session.limits
-    max_bytes = _BYTES_PER_TOKEN * (limits.max_prompt_tokens + limits.max_tokens) + (1 << 20)
-    if len(content) > max_bytes:
-        rule = f"must have at most {max_bytes} bytes, got {len(content)}"
-        raise RefusalError(f"the body {rule}; shorten the messages", 413, "request_too_large")
-    session.rules.check(asked.sampling)
-    if asked.tools and session.renderer.tool_format == "none":
-        raise RefusalError(
-            "tools: must be left out with rollout.tool_format=none; set it to the model's format"
-        )
-    digest = hashlib.blake2b(request.path.encode() + content).hexdigest()
-    is_retry = request.headers.get(_RETRIES, "0") != "0"
-    return session.turn(asked.conversation(), asked.limit, digest, is_retry=is_retry)
+    async def _ask[AskedT: (ChatRequest, ResponsesRequest)](
+        self, request: web.Request, kind: type[AskedT]
+    ) -> tuple[AskedT, asyncio.Task[Answer]]:
+        """Read a request; return it, and the task of its turn."""
+        session, content = self._session(request), await request.read()
+        asked, limits = kind.read(content), session.limits
+        max_bytes = _BYTES_PER_TOKEN * (limits.max_prompt_tokens + limits.max_tokens) + (1 << 20)
+        if len(content) > max_bytes:
+            rule = f"must have at most {max_bytes} bytes, got {len(content)}"
+            raise RefusalError(f"the body {rule}; shorten the messages", 413, "request_too_large")
+        session.rules.check(asked.sampling)
+        if asked.tools and session.renderer.tool_format == "none":
+            raise RefusalError(
+                "tools: must be left out with rollout.tool_format=none; set it to the model's "
+                "format"
+            )
+        digest = hashlib.blake2b(request.path.encode() + content).hexdigest()
+        is_retry = request.headers.get(_RETRIES, "0") != "0"
+        return asked, session.turn(asked.conversation(), asked.limit, digest, is_retry=is_retry)
 
 
 async def _stream(
