@@ -69,7 +69,7 @@ class Stopping:
         Raises:
             ValueError: A signal came before.
         """
-        self._keep_handlers()
+        self._install(self._handlers)
         if not self._handlers or launched_number("WORLD_SIZE", 1) == 1:
             yield
             return
@@ -101,19 +101,15 @@ class Stopping:
     def agree(self, any_rank: Callable[[bool], bool]) -> StoppedError | None:
         """Return ``error()``, on all ranks if one has it; ``any_rank`` is a collective."""
         if threading.current_thread() is threading.main_thread():  # which alone may
-            self._keep_handlers()
+            self._install(self._handlers)
         if any_rank(self.error() is not None) and self._error is None:
             self._error = StoppedError(_BY_OTHER)
         return self._error
 
     def _install(self, handlers: Mapping[signal.Signals, _Handler]) -> None:
+        """Set handlers: new ones, or again all, which a user's code may have replaced."""
         self._handlers |= handlers
         for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-    def _keep_handlers(self) -> None:
-        """Restore handlers that a user's code has replaced; Python cannot see those set in C."""
-        for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
