@@ -97,9 +97,6 @@ class Teacher(Protocol):
     def direction(self) -> Direction:
         """``reverse``: KL(student ‖ teacher); ``forward``: KL(teacher ‖ student)."""
 
-    def __len__(self) -> int:
-        """T."""
-
     def logits(self, chunk: slice, buffer_CV: Tensor, columns: Columns) -> Tensor:
         """Write this rank's columns of a chunk's logits into the buffer; return them, [C, V]."""
 
@@ -115,10 +112,6 @@ class TeacherRows:
     """The teacher's head, with as many rows per rank as the student's."""
     direction: Direction
     """See ``Teacher``."""
-
-    def __len__(self) -> int:
-        """T."""
-        return len(self.hidden_TH)
 
     def logits(self, chunk: slice, buffer_CV: Tensor, columns: Columns) -> Tensor:
         """See ``Teacher``."""
@@ -143,14 +136,8 @@ class TopTokens:
     logprob_TK: Tensor
     """[T, K] float32: their log-probs at the student's temperature; ignored without a token."""
 
-    @property
-    def direction(self) -> Direction:
-        """See ``Teacher``."""
-        return "forward"
-
-    def __len__(self) -> int:
-        """T."""
-        return len(self.ids_TK)
+    direction: Direction = "forward"
+    """See ``Teacher``."""
 
     def logits(self, chunk: slice, buffer_CV: Tensor, columns: Columns) -> Tensor:
         """See ``Teacher``."""
@@ -240,8 +227,6 @@ def chunked_loss(
     # Gradients would be added to the weights even under no_grad.
     assert torch.is_grad_enabled(), "call chunked_logprobs"
     columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
-    if teacher is not None:
-        assert len(teacher) == len(target_T), "one row of the teacher per target"
     chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, teacher)
     loss, logprob_T, entropy_T = _ChunkedLoss.apply(hidden_MH, head.weight, chunks, token_loss)
     return loss, TokenLogprobs(logprob_T, entropy_T)
@@ -307,6 +292,7 @@ class _Chunks:
             assert teacher_buffer_CV is not None
             direction = self.teacher.direction
             teacher_CV = self.teacher.logits(chunk, teacher_buffer_CV, columns)
+            assert len(teacher_CV) == len(logits_CV), "one row of the teacher per target"
             partials_C8 = torch.ops.bapo.kl_partials(
                 logits_CV, teacher_CV, target_C, *columns, direction
             )
