@@ -13,13 +13,11 @@ from rich.text import Text
 
 from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
 from bapo_megatron.config.check import check_data
-from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_eval_sets, load_train_sets, shared_prompts
 from bapo_megatron.data.stream import PromptMixture
-from bapo_megatron.reward.rows import row_check
 from bapo_megatron.telemetry.console import print_entry, print_table, uncut_console, visible
 from bapo_megatron.types import Prompt
 
@@ -69,9 +67,8 @@ def inspect_data(config: RunConfig, num_rows: int) -> dict[str, Any]:
     """
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
     renderer = ChatRenderer(tokenizer, config.data, config.rollout)
-    reward, eval_check = config.reward, row_check(eval_reward(config.reward, config.eval))
-    train_sets = load_train_sets(config.data, renderer, reward.refused_answers, row_check(reward))
-    eval_sets = list(load_eval_sets(config, renderer, eval_check))
+    train_sets = load_train_sets(config.data, renderer, config.reward)
+    eval_sets = list(load_eval_sets(config, renderer))
     shares: dict[str, float] = {}
     prompts: dict[str, list[dict[str, Any]]] = {}
     if train_sets:

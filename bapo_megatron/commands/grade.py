@@ -22,12 +22,11 @@ from pydantic import Field
 from bapo_megatron.config.check import check_rewards
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.data.prompts import RowCheck
 from bapo_megatron.data.rows import parse_answer
 from bapo_megatron.errors import first_cause
 from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.composition import Rewards
-from bapo_megatron.reward.rows import row_check
+from bapo_megatron.reward.rows import check_row
 from bapo_megatron.runtime.calls import decode
 from bapo_megatron.runtime.files import MAX_LINE_BYTES, naming, open_regular, parse_json
 from bapo_megatron.runtime.processes import CLOSED_PIPE, run_async
@@ -83,13 +82,13 @@ async def grade_file(path: Path, config: RewardConfig, *, output: int) -> None:
         RewardError: A reward function failed, cannot be loaded, or scores whole groups.
         OSError: The file cannot be read, or the output is closed.
     """
-    room, check = asyncio.Semaphore(_LINES_PER_WORKER * config.workers), row_check(config)
+    room = asyncio.Semaphore(_LINES_PER_WORKER * config.workers)
 
     async def grade(
         rewards: Rewards, place: str, line: bytes, before: asyncio.Task[None] | None
     ) -> None:
         try:
-            result = await _score(rewards, check, place, line)
+            result = await _score(rewards, _parse(place, line, config))
         finally:
             if before is not None:
                 await before
@@ -118,8 +117,8 @@ async def grade_file(path: Path, config: RewardConfig, *, output: int) -> None:
             raise first_cause(errors) from errors
 
 
-async def _score(rewards: Rewards, check: RowCheck, place: str, line: bytes) -> bytes:
-    score = await rewards.score(_parse(place, line, check))
+async def _score(rewards: Rewards, response: Response) -> bytes:
+    score = await rewards.score(response)
     fields = {
         "score": score.reward,
         "extracted": score.extracted,
@@ -157,7 +156,7 @@ async def _lines(path: Path) -> AsyncIterator[tuple[str, bytes]]:
         yield f"{name}:{number + 1}", rest
 
 
-def _parse(place: str, line: bytes, check: RowCheck) -> Response:
+def _parse(place: str, line: bytes, config: RewardConfig) -> Response:
     try:
         record = parse_json(line)
         fields = decode(_Line, record)
@@ -166,7 +165,7 @@ def _parse(place: str, line: bytes, check: RowCheck) -> Response:
         except ValueError as error:
             raise ValueError(f"'answer' {error}") from error
         row = {name: value for name, value in record.items() if name not in ("response", "answer")}
-        check(answer, row)
+        check_row(config, answer, row)
     except ValueError as error:
         raise ValueError(f"{place}: {error}; correct the line") from error
     facts = SampleFacts(finish_reason=fields.finish_reason.value, num_tokens=fields.num_tokens)

@@ -7,13 +7,14 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.config.evaluation import eval_reward
+from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.rows import (
@@ -24,10 +25,9 @@ from bapo_megatron.data.rows import (
     read_rows,
     recognise,
 )
+from bapo_megatron.reward.base import RowError
+from bapo_megatron.reward.rows import check_row
 from bapo_megatron.types import Prompt
-
-RowCheck = Callable[[str, Mapping[str, Any]], None]
-"""Raises ValueError for a reference answer and other columns that no reward function can use."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ _MIN_COMMON_ROWS = 50
 _MIN_COMMON_SHARE = 0.05
 """A reference of more prompts than this is reported: a constant response is right for them all. The
 most common one of GSM8K has 2.8%."""
+_ANY_REFERENCE = RewardConfig(no_answers=())
 
 
 @dataclass(slots=True)
@@ -145,10 +146,9 @@ def load_eval_set(
     dataset: DatasetConfig,
     renderer: ChatRenderer,
     max_prompt_tokens: int,
-    no_answers: Sequence[str] = (),
+    reward: RewardConfig = _ANY_REFERENCE,
     *,
     has_environment: bool = False,
-    check: RowCheck | None = None,
 ) -> PromptSet:
     """Read and render an evaluation set, each distinct prompt once; see ``load_set``.
 
@@ -161,9 +161,7 @@ def load_eval_set(
     data = DataConfig(
         max_prompt_tokens=max_prompt_tokens, on_duplicate="keep" if has_environment else "drop"
     )
-    prompt_set = load_set(
-        dataset, renderer, data, no_answers=no_answers, check=check, duplicates_reason=reason
-    )
+    prompt_set = load_set(dataset, renderer, data, reward=reward, duplicates_reason=reason)
     report = prompt_set.report
     if report.num_no_answer:
         raise DataError(
@@ -178,32 +176,25 @@ def load_eval_set(
     return prompt_set
 
 
-def load_eval_sets(
-    config: RunConfig, renderer: ChatRenderer, check: RowCheck
-) -> Iterator[PromptSet]:
+def load_eval_sets(config: RunConfig, renderer: ChatRenderer) -> Iterator[PromptSet]:
     """Read and render each set of ``eval.sets``, one after the other; see ``load_eval_set``."""
-    no_answers = eval_reward(config.reward, config.eval).refused_answers
+    reward = eval_reward(config.reward, config.eval)
     for dataset in config.eval.sets:
         yield load_eval_set(
             dataset,
             renderer,
             config.data.max_prompt_tokens,
-            no_answers,
+            reward,
             has_environment=config.rollout.has_environment,
-            check=check,
         )
 
 
 def load_train_sets(
-    data: DataConfig,
-    renderer: ChatRenderer,
-    no_answers: Sequence[str] = (),
-    check: RowCheck | None = None,
+    data: DataConfig, renderer: ChatRenderer, reward: RewardConfig = _ANY_REFERENCE
 ) -> list[PromptSet]:
     """Read and render every training set, in the order of the configuration; see ``load_set``."""
     return [
-        load_set(dataset, renderer, data, dataset.weight, no_answers, check)
-        for dataset in data.train_sets
+        load_set(dataset, renderer, data, dataset.weight, reward) for dataset in data.train_sets
     ]
 
 
@@ -240,14 +231,14 @@ def load_set(
     renderer: ChatRenderer,
     data: DataConfig,
     weight: float = 1.0,
-    no_answers: Sequence[str] = (),
-    check: RowCheck | None = None,
+    reward: RewardConfig = _ANY_REFERENCE,
     *,
     duplicates_reason: str = "data.on_duplicate",
 ) -> PromptSet:
     """Read and render the prompts of a set, in its order, by the rules of ``data``.
 
-    Rows whose reference is one of ``no_answers``, or empty where there are any, are left out.
+    Rows whose reference is one of ``reward.refused_answers``, or empty where there are any, are
+    left out.
 
     Raises:
         DataError: A row cannot be used (``on_bad_row: raise``), or no prompt is left.
@@ -261,7 +252,7 @@ def load_set(
         duplicates_reason=duplicates_reason,
     )
     skips_bad = data.on_bad_row == "skip"
-    rows = list(_read(dataset, renderer, report, no_answers, check, skips_bad=skips_bad))
+    rows = list(_read(dataset, renderer, report, reward, skips_bad=skips_bad))
     texts = list(dict.fromkeys(text for _, text, _, _ in rows))
     token_ids_of = dict(zip(texts, renderer.token_ids(texts), strict=True))
     report.longest_tokens = max(map(len, token_ids_of.values()), default=0)
@@ -303,8 +294,7 @@ def _read(
     dataset: DatasetConfig,
     renderer: ChatRenderer,
     report: SetReport,
-    no_answers: Sequence[str],
-    check: RowCheck | None,
+    reward: RewardConfig,
     *,
     skips_bad: bool,
 ) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
@@ -321,7 +311,7 @@ def _read(
             marks[text] = mark
         return text
 
-    refused, unusable = set(map(_letters, no_answers)), Counter[str]()
+    refused, unusable = set(map(_letters, reward.refused_answers)), Counter[str]()
     marks: dict[str, str] = {}
     added: dict[str, dict[str, Any]] = {}
     seen: set[str] = set()
@@ -334,7 +324,7 @@ def _read(
             text, answer, columns = row_format.read(
                 row, dataset.row_columns, dropped, lambda *asked: render(json.dumps(asked))
             )
-            _require(check, row, answer, columns)
+            _check(reward, row.place, answer, columns)
         except DataError as error:
             if refused and isinstance(error, EmptyAnswerError):
                 unusable[""] += 1
@@ -371,12 +361,11 @@ def _recognised(dataset: DatasetConfig, row: Row, row_format: RowFormat | None) 
     return row_format
 
 
-def _require(check: RowCheck | None, row: Row, answer: str, columns: Mapping[str, Any]) -> None:
+def _check(reward: RewardConfig, place: str, answer: str, columns: dict[str, Any]) -> None:
     try:
-        if check is not None:
-            check(answer, columns)
-    except ValueError as error:
-        raise DataError(f"{row.place}: {error}; correct or remove this row") from error
+        check_row(reward, answer, columns)
+    except RowError as error:
+        raise DataError(f"{place}: {error}; correct or remove this row") from error
 
 
 def _letters(answer: str) -> str:

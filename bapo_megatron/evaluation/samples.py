@@ -29,7 +29,6 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import MAX_INTEGER
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.prompts import load_eval_sets, log_warnings
-from bapo_megatron.reward.rows import row_check
 from bapo_megatron.runtime.calls import decode, decode_json, shown_value
 from bapo_megatron.runtime.files import (
     atomic_write_text,
@@ -93,8 +92,7 @@ def load_sets(
         OSError: A file cannot be read.
     """
     sets = []
-    check = row_check(eval_reward(config.reward, config.eval))
-    loaded_sets = load_eval_sets(config, renderer, check)
+    loaded_sets = load_eval_sets(config, renderer)
     for dataset, prompt_set in zip(config.eval.sets, loaded_sets, strict=True):
         sampling = config.eval.sampling_of(dataset)
         if warns:

@@ -28,9 +28,9 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from bapo_megatron.reward.base import RowError, Score
 from bapo_megatron.runtime.calls import decode, shown_value
 from bapo_megatron.runtime.files import parse_json
 from bapo_megatron.runtime.names import LoadError
-from bapo_megatron.sandbox.base import SandboxError
+from bapo_megatron.sandbox.base import Sandbox, SandboxError
 from bapo_megatron.sandbox.load import open_sandbox
 
 _BLOCK = re.compile(
@@ -50,8 +50,10 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 """Fences in pairs; one inside of a docstring ends no block."""
-_PYTHON = re.compile(r"\s*(?:\{(?:[^}]*[.\s])?)?(?:python|pypy|py)[\d.]*(?![\w+-])", re.IGNORECASE)
-"""The start of what follows a fence: ``python3``, ``py title="a.py"``, ``{.python}``."""
+_INFO = re.compile(
+    r"\s*(?:$|(?P<python>(?:\{(?:[^}]*[.\s])?)?(?:python|pypy|py)[\d.]*(?![\w+-])))", re.IGNORECASE
+)
+"""What follows the fence of a program: nothing, ``python3``, ``py title="a.py"``, ``{.python}``."""
 _STATEMENT = re.compile(
     r"^(?![ \t]*(?:>>>|\$))(?:.*\bprint\(|[ \t]*(?:def|class|import|from[ \t]+\S+[ \t]+import)\b)",
     re.MULTILINE,
@@ -69,6 +71,8 @@ _ONLY_PYTEST = re.compile(
     r"^(?:async def test\w*|def test\w*(?=\(\s*\w)|[ \t]*def (?:setup|teardown)_\w+)", re.MULTILINE
 )
 """Tests that are asynchronous, have parameters or have fixtures."""
+_UNCALLED_CHECK = re.compile(r"^def check\(\s*\w(?!(?s:.)*^check\()", re.MULTILINE)
+_ASSERT = re.compile(r"\b_*(?:assert|raise|fail|exit)")
 _FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 
 _MODULES = (
@@ -115,29 +119,28 @@ _call = getattr(_class() if hasattr(_class, _function) else _solution, _function
 print(_mark + json.dumps(_call(*json.loads(_arguments)), default=list))
 """
 _TEST = """
+_main = sys.modules["__main__"] = type(sys)("__main__")
+_main.__builtins__ = {**vars(builtins), **vars(_solution)}
 if "unittest" in _tests:  # a new one: the program may have changed its own
     for _name in [name for name in sys.modules if name.partition(".")[0] == "unittest"]:
         del sys.modules[_name]
     import unittest
     unittest.main = unittest.TestProgram = lambda *_, **__: None
-_main = sys.modules["__main__"] = type(sys)("__main__")
-_main.__builtins__ = {**vars(builtins), **vars(_solution)}
 exec(compile(_tests, "<tests>", "exec"), vars(_main))
+if "unittest" in _tests:
+    unittest.defaultTestLoader.loadTestsFromModule(_main).debug()
 for _name, _test in list(vars(_main).items()):
     if getattr(_test, "__module__", "") != "__main__":
         continue
     if isinstance(_test, type):
-        _is_case = hasattr(_test, "setUpClass")
-        if _is_case:
-            _test.setUpClass()
-        for _method in dir(_test) if _is_case or _name.startswith("Test") else ():
-            if _method.startswith("test"):
-                _test(_method).debug() if _is_case else getattr(_test(), _method)()
+        if _name.startswith("Test") and not hasattr(_test, "debug"):
+            for _method in filter(lambda name: name.startswith("test"), dir(_test)):
+                getattr(_test(), _method)()
     elif _name.startswith("test") or (_name == "check" and _test.__code__.co_argcount == 0):
         _test()
     elif _name == "check" and _entry_point:
         _test(eval(_entry_point, vars(_main)))
-print(_mark)
+print(_mark + "null")
 """
 """Tests see the program's names and cannot lose their own."""
 _TOLERANCE = 1e-6
@@ -155,30 +158,40 @@ class _Tests:
     test_code: str | None = None
     entry_point: str = ""
 
-    @property
-    def statements(self) -> list[str]:
-        """Tests of the third and fourth form."""
-        if self.inputs is not None and self.outputs is not None:
-            return []
-        return self.assert_case or ([] if self.test_code is None else [self.test_code])
-
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One run: its code, the variables of that, and what its output must be."""
+    """One run: its code, what that must print or return, its input and variables."""
 
-    is_passed: Callable[[str], bool]
     code: str
-    variables: dict[str, str]
+    wanted: Any
     stdin: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
 
-    def text(self, program: str) -> str:
-        """Return the code with its variables; ``program`` is one more."""
-        variables = {**self.variables, "program": program}
+    def outcome(self, program: str, sandbox: Sandbox) -> str:
+        """Return ``passed``, ``wrong``, or how the run ended before."""
+        mark = secrets.token_hex(8)
+        variables: dict[str, Any] = {**self.variables, "program": program, "mark": mark}
         words = {word for text in variables.values() for word in _NAME.findall(text)}
-        names = {name: _PRELUDE[name] for name in _PRELUDE.keys() & words}
-        lines = [f"_{name} = {value!r}" for name, value in {**variables, "names": names}.items()]
-        return "\n".join(lines) + _START + self.code
+        variables["names"] = {name: _PRELUDE[name] for name in _PRELUDE.keys() & words}
+        lines = [f"_{name} = {value!r}" for name, value in variables.items()]
+        run = sandbox.run("\n".join(lines) + _START + self.code, self.stdin)
+        if run.ending != "ok":
+            return run.ending
+        if self.code == _RUN:
+            return "passed" if _equal(run.stdout, self.wanted) else "wrong"
+        return "passed" if _returned(run.stdout, mark, self.wanted) else "wrong"
+
+
+@contextlib.contextmanager
+def _any_digits() -> Iterator[None]:
+    """Allow integers of any length."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(limit)
 
 
 class ProgramGrader:
@@ -196,6 +209,7 @@ class ProgramGrader:
         except SandboxError as error:
             raise LoadError(f"needs a sandbox: {error}") from error
 
+    @_any_digits()
     def grade(self, response: str, answer: str) -> Score:
         """Score the last program of a response.
 
@@ -203,22 +217,17 @@ class ProgramGrader:
             RowError: The reference answer holds no tests.
             SandboxError: The sandbox was lost twice; this is no wrong answer.
         """
-        with _any_digits():
-            with _reading(answer):
-                cases = list(_cases(_read(answer)))
-            return self._grade(_last_program(response), cases)
-
-    def _grade(self, program: str | None, cases: list[_Case]) -> Score:
+        cases = read_cases(answer, self._config.sandbox.python)[: self._config.max_tests]
+        program = _last_program(response)
         if not program or program.isspace():
             return Score(0.0, answer_found=False, reason="no_program")
-        cases = cases[: self._config.max_tests]
         num_passed, reason = 0, "passed"
         for case in cases:
-            outcome = self._sandbox.run(case.text(program), case.stdin)
-            if outcome.ending == "ok" and case.is_passed(outcome.stdout):
+            outcome = case.outcome(program, self._sandbox)
+            if outcome == "passed":
                 num_passed += 1
                 continue
-            reason = "wrong" if outcome.ending == "ok" else outcome.ending
+            reason = outcome
             if self._config.score == "all":
                 break
         share = num_passed / len(cases)
@@ -230,43 +239,22 @@ class ProgramGrader:
         )
 
 
-def check_reference(answer: str, python: Path) -> None:
-    """Refuse a reference answer that holds no tests which ``python``, the sandbox's, can run.
+@_any_digits()
+def read_cases(answer: str, python: Path) -> list[_Case]:
+    """Read the tests of a reference answer, which ``python``, the sandbox's, is to run.
 
     Raises:
-        RowError: It is refused.
+        RowError: It holds none, or some that can never run or never fail.
     """
-    with _any_digits(), _reading(answer), warnings.catch_warnings(action="ignore"):
-        tests = _read(answer)
-        list(_cases(tests))
-        for text in tests.statements:
-            tree = ast.parse(f"{tests.import_prefix}\n{text}\n{tests.entry_point}")
-            for name in sorted(_imports(tree) - sys.stdlib_module_names - {"solution"}):
-                if _lacks(python, name):
-                    raise ValueError(f"{python} has no module '{name}', which it imports")
-            _check_statements(text, tests.entry_point)
-
-
-@contextlib.contextmanager
-def _any_digits() -> Iterator[None]:
-    """Allow integers of any length."""
-    limit = sys.get_int_max_str_digits()
-    sys.set_int_max_str_digits(0)
     try:
-        yield
-    finally:
-        sys.set_int_max_str_digits(limit)
-
-
-@contextlib.contextmanager
-def _reading(answer: str) -> Iterator[None]:
-    """Turn what is wrong with a reference answer into a RowError."""
-    try:
-        yield
+        cases = list(_cases(_read(answer), python))
+        if not cases:
+            raise ValueError("it has neither inputs with outputs, nor assert_case or test_code")
     except (ValueError, SyntaxError, RecursionError) as error:
         raise RowError(
             f"the reference answer must hold tests of a program, got {shown_value(answer)}: {error}"
         ) from error
+    return cases
 
 
 def _last_program(response: str) -> str | None:
@@ -275,15 +263,13 @@ def _last_program(response: str) -> str | None:
     A block without a language counts if it looks like a program, or if there is no other.
     """
     text = response.rpartition("</think>")[2].replace("\r\n", "\n")
-    blocks = [
-        (_PYTHON.match(block["info"]), block) for block in _BLOCK.finditer(text) if block["end"]
-    ]
-    blocks = [(named, block) for named, block in blocks if named or not block["info"].strip()]
-    programs = [b["text"] for named, b in blocks if named or _STATEMENT.search(b["text"])]
-    programs = [program.rstrip(" \t") for program in programs or [b["text"] for _, b in blocks]]
+    blocks = [(_INFO.match(b["info"]), b["text"]) for b in _BLOCK.finditer(text) if b["end"]]
+    programs = [t for info, t in blocks if info and (info["python"] or _STATEMENT.search(t))]
+    programs = programs or [t for info, t in blocks if info]
     if not programs:
         return None
-    return textwrap.dedent(programs[-1]) if programs[-1][:1].isspace() else programs[-1]
+    program = programs[-1].rstrip(" \t")
+    return textwrap.dedent(program) if program[:1].isspace() else program
 
 
 def _read(answer: str) -> _Tests:
@@ -307,50 +293,18 @@ def _read(answer: str) -> _Tests:
     return decode(_Tests, fields)
 
 
-def _imports(tree: ast.Module) -> set[str]:
-    """The packages that tests import, except under ``try``."""
-    parts = [part for part in tree.body if not isinstance(part, ast.Try)]
-    names: list[str] = []
-    for node in (node for part in parts for node in ast.walk(part)):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names.append(node.module or "")
-    return {name.partition(".")[0] for name in names}
-
-
-def _check_statements(text: str, entry_point: str) -> None:
-    if pytest := _ONLY_PYTEST.search(text):
-        raise ValueError(f"only pytest can run '{pytest[0].strip()}'")
-    is_called = entry_point or re.search(r"^check\(", text, re.MULTILINE)
-    if re.search(r"^def check\(\s*\w", text, re.MULTILINE) and not is_called:
-        raise ValueError("check needs an entry_point")
-    if not re.search(r"\b_*(?:assert|raise|fail|exit)", text):
-        raise ValueError("it has no assert")
-
-
-@cache
-def _lacks(python: Path, module: str) -> bool:
-    return subprocess.run([python, "-I", "-c", _FIND, module], check=False).returncode != 0
-
-
-def _cases(tests: _Tests) -> Iterator[_Case]:
-    pairs = zip(tests.inputs or (), tests.outputs or (), strict=True)
-    if not tests.statements and not tests.inputs:
-        raise ValueError("it has neither inputs with outputs, nor assert_case or test_code")
-    for given, wanted in () if tests.statements else pairs:
-        if tests.fn_name is None:
-            yield _printed(given, wanted)
-        else:
-            yield _called(tests.fn_name, given, wanted)
-    for text in tests.statements:
-        mark = secrets.token_hex(8)
-        variables = {"prefix": tests.import_prefix, "entry_point": tests.entry_point}
-        yield _Case(
-            lambda printed, mark=mark: printed.rstrip().endswith(mark),  # type: ignore[misc]
-            _IMPORT + _TEST,
-            {**variables, "tests": text, "mark": mark},
-        )
+def _cases(tests: _Tests, python: Path) -> Iterator[_Case]:
+    if tests.inputs is not None and tests.outputs is not None:
+        for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
+            if tests.fn_name is None:
+                yield _printed(given, wanted)
+            else:
+                yield _called(tests.fn_name, given, wanted)
+        return
+    names = {"prefix": tests.import_prefix, "entry_point": tests.entry_point}
+    for text in tests.assert_case or filter(None, [tests.test_code]):
+        _check_module(text, python=python, **names)
+        yield _Case(_IMPORT + _TEST, None, variables={**names, "tests": text})
 
 
 def _printed(stdin: Any, stdout: Any) -> _Case:
@@ -361,7 +315,7 @@ def _printed(stdin: Any, stdout: Any) -> _Case:
         "\n".join(map(str, text)) if isinstance(text, list) else str(text)
         for text in (stdin, stdout)
     )
-    return _Case(lambda text: _equal(text, wanted), _RUN, {}, given)
+    return _Case(_RUN, wanted, given)
 
 
 def _called(name: str, arguments: Any, result: Any) -> _Case:
@@ -370,20 +324,48 @@ def _called(name: str, arguments: Any, result: Any) -> _Case:
         result = parse_json(result) if isinstance(result, str) else result
     if not isinstance(arguments, list) or not name.isidentifier():
         raise ValueError(f"must have a name and a list of arguments, got {name}({arguments})")
-    mark = secrets.token_hex(8)
+    variables = {"function": name, "arguments": json.dumps(arguments), "prefix": ""}
+    return _Case(_IMPORT + _CALL, result, variables=variables)
 
-    def is_passed(text: str) -> bool:
-        _, has_ended, printed = text.rpartition(mark)
-        try:
-            value = json.loads(printed) if has_ended else None
-            # TACO wraps a result in a list of one.
-            is_wrapped = isinstance(result, list) and _is_same([value], result)
-            return bool(has_ended) and (is_wrapped or _is_same(value, result))
-        except (ValueError, RecursionError):
-            return False
 
-    variables = {"function": name, "arguments": json.dumps(arguments), "mark": mark, "prefix": ""}
-    return _Case(is_passed, _IMPORT + _CALL, variables)
+@lru_cache(maxsize=64)
+def _check_module(text: str, prefix: str, entry_point: str, python: Path) -> None:
+    """Raise ValueError or SyntaxError for tests that can never run or never fail."""
+    with warnings.catch_warnings(action="ignore"):
+        tree = ast.parse(f"{prefix}\n{text}\n{entry_point}")
+    packages = {
+        (getattr(node, "module", None) or alias.name).partition(".")[0]
+        for part in tree.body
+        if not isinstance(part, ast.Try)
+        for node in ast.walk(part)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    for name in sorted(packages - sys.stdlib_module_names - {"solution"}):
+        if _lacks(python, name):
+            raise ValueError(f"{python} has no module '{name}', which it imports")
+    if pytest := _ONLY_PYTEST.search(text):
+        raise ValueError(f"only pytest can run '{pytest[0].strip()}'")
+    if not entry_point and _UNCALLED_CHECK.search(text):
+        raise ValueError("check needs an entry_point")
+    if not _ASSERT.search(text):
+        raise ValueError("it has no assert")
+
+
+@cache
+def _lacks(python: Path, module: str) -> bool:
+    return subprocess.run([python, "-I", "-c", _FIND, module], check=False).returncode != 0
+
+
+def _returned(text: str, mark: str, wanted: Any) -> bool:
+    """Whether the wanted result is behind the mark, which a run prints at its end."""
+    _, has_ended, printed = text.rpartition(mark)
+    try:
+        value = json.loads(printed)
+        # TACO wraps a result in a list of one.
+        return bool(has_ended) and (_is_same(value, wanted) or _is_same([value], wanted))
+    except (ValueError, RecursionError):
+        return False
 
 
 def _is_same(value: Any, wanted: Any) -> bool:

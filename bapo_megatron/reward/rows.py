@@ -1,28 +1,20 @@
 """Rows that the built-in reward functions cannot score, refused before a run starts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.reward.base import RowError
-from bapo_megatron.reward.program import check_reference
+from bapo_megatron.reward.program import read_cases
 
 
-def row_check(config: RewardConfig) -> Callable[[str, Mapping[str, Any]], None]:
-    """Return a function of a reference answer and the row's other columns.
-
-    It raises ``RowError`` if a built-in function of the section can score no response to them.
-    """
+def check_row(config: RewardConfig, answer: str, row: Mapping[str, Any]) -> None:
+    """Raise ``RowError`` if a built-in function of the section can score no response to a row."""
     functions = {entry.function for entry in config.functions}
-    python = config.program.sandbox.python
-
-    def check(answer: str, row: Mapping[str, Any]) -> None:
-        if "program" in functions:
-            check_reference(answer, python)
-        if "gym" in functions:
-            check_gym(row)
-
-    return check
+    if "program" in functions:
+        read_cases(answer, config.program.sandbox.python)
+    if "gym" in functions:
+        check_gym(row)
 
 
 def check_gym(row: Mapping[str, Any]) -> None:

@@ -43,7 +43,6 @@ from bapo_megatron.evaluation.results import votes_pool
 from bapo_megatron.evaluation.samples import load_sets
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
-from bapo_megatron.reward.rows import row_check
 from bapo_megatron.reward.shaping import Shaping
 from bapo_megatron.rollout import messages
 from bapo_megatron.rollout.agents import Agents
@@ -162,8 +161,7 @@ class Collector:
         renderer = ChatRenderer(tokenizer, run.data, run.rollout)
         train_sets: list[PromptSet] = []
         if request.for_training:
-            no_answers, check = run.reward.refused_answers, row_check(run.reward)
-            train_sets = load_train_sets(run.data, renderer, no_answers, check)
+            train_sets = load_train_sets(run.data, renderer, run.reward)
         log_warnings(train_sets, renderer.warnings())
         self._probe_prompts = train_sets[0].prompts[:4] if train_sets else ()
         agents = eval_agents = None

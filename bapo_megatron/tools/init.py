@@ -127,7 +127,7 @@ def _read_inputs(model: ModelConfig, train_set: TrainSetConfig) -> _Inputs:
     train_set = train_set.model_copy(update=names)
     data = data.model_copy(update={"train": train_set, "prompt_suffix": suffix})
     renderer = ChatRenderer(tokenizer, data)
-    [prompts] = load_train_sets(data, renderer, RewardConfig().refused_answers)
+    [prompts] = load_train_sets(data, renderer, RewardConfig())
     stored_dtype = raw.get("dtype") or raw.get("torch_dtype")
     return _Inputs(hf, stored_dtype, row_format, data, prompts, renderer.warnings())
 

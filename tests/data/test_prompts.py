@@ -323,7 +323,7 @@ def test_references_that_are_no_answers_are_left_out_and_counted(tmp_path, token
     data = DataConfig(train={"path": write_jsonl(tmp_path / "a.jsonl", *rows)})
     renderer = ChatRenderer(tokenizer, data)
 
-    [loaded] = load_train_sets(data, renderer, RewardConfig().refused_answers)
+    [loaded] = load_train_sets(data, renderer, RewardConfig())
 
     assert [prompt.answer for prompt in loaded.prompts] == ["5", "proofs"]
     assert (loaded.report.num_no_answer, loaded.report.num_bad) == (6, 0)
@@ -331,7 +331,7 @@ def test_references_that_are_no_answers_are_left_out_and_counted(tmp_path, token
     assert "6 of 8 references are not answers ('' 2, 'proof' 1" in line
     assert line.endswith("and were left out (reward.no_answers)")
     with pytest.raises(DataError, match=r"not answers .* an evaluation leaves none out; remove"):
-        load_eval_set(data.train_sets[0], renderer, 999, RewardConfig().refused_answers)
+        load_eval_set(data.train_sets[0], renderer, 999, RewardConfig())
 
 
 @pytest.mark.parametrize("answer", [{}, [], ["5", {}]])
@@ -340,7 +340,7 @@ def test_an_answer_of_another_type_is_no_empty_reference(tmp_path, tokenizer, an
     data = DataConfig(train={"path": write_jsonl(tmp_path / "a.jsonl", *rows)})
 
     with pytest.raises(DataError, match=r"a\.jsonl:1: column 'answer' "):
-        load_train_sets(data, ChatRenderer(tokenizer, data), RewardConfig().refused_answers)
+        load_train_sets(data, ChatRenderer(tokenizer, data), RewardConfig())
 
 
 def test_the_list_of_no_answers_is_the_users_and_applies_where_math_scores():

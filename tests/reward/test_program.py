@@ -15,7 +15,7 @@ import pytest
 
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, RowError
-from bapo_megatron.reward.rows import row_check
+from bapo_megatron.reward.rows import check_row
 from tests.reward.program_rows import (
     ADD,
     EXTRACTION,
@@ -112,23 +112,22 @@ def test_responses_that_are_wrong_or_cheat_score_0(reason: str) -> None:
 
 def test_rows_whose_reference_holds_no_tests_are_refused_and_others_are_not() -> None:
     program = RewardConfig.model_validate(SECTION)
-    check = row_check(program)
     for answer, reason in UNUSABLE.items():
         with pytest.raises(
             RowError, match="must hold tests of a program, got .*" + re.escape(reason)
         ):
-            check(answer, {})
+            check_row(program, answer, {})
     usable = [
         answer for rows in (EXTRACTION, NAMES, NUMBERS, GUARDS) for _, answer in rows.values()
     ]
     usable += [module(code) for code in TESTS.values()]
     usable += ["42", "3 4\n5", "class A", "from here", json.dumps(json.dumps(LINES))]
     for answer in usable:
-        check(answer, {})
-    row_check(RewardConfig())(r"\frac{1}{2}", {})  # math accepts any text
+        check_row(program, answer, {})
+    check_row(RewardConfig(), r"\frac{1}{2}", {})  # math accepts any text
     gym = {"functions": [{"name": "gym", "function": "gym"}]}
     with pytest.raises(RowError, match="it scores rows of sets with gym only"):
-        row_check(RewardConfig.model_validate(gym))("1", {})
+        check_row(RewardConfig.model_validate(gym), "1", {})
 
 
 def test_wrong_programs_fail_with_a_reason() -> None:
