@@ -14,7 +14,6 @@ import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
@@ -176,7 +175,12 @@ Read = Callable[[Weight], Tensor]
 
 def _open_model(directory: Path, hf: HfConfig) -> tuple[Read, dict[str, torch.dtype]]:
     files, dtypes = hf_weights.find_tensors(hf, directory)
-    return partial(hf_weights.read_shard, files=files, hf=hf, rank=0, size=1), dtypes
+
+    def read(weight: Weight) -> Tensor:
+        with hf_weights.reading_shards(files, hf) as read_shard:
+            return read_shard(weight, 0, 1)
+
+    return read, dtypes
 
 
 def _stacked(weight: Weight, hf: HfConfig) -> tuple[str, tuple[int, ...], int | None]:

@@ -367,14 +367,6 @@ def reading_shards(
         yield read
 
 
-def read_shard(
-    weight: Weight, files: Mapping[str, Path], hf: HfConfig, rank: int, size: int
-) -> Tensor:
-    """Read one parameter as ``reading_shards`` does."""
-    with reading_shards(files, hf) as read:
-        return read(weight, rank, size)
-
-
 def check_shapes(
     actual: Mapping[str, Sequence[int]],
     expected: Mapping[str, Sequence[int]],

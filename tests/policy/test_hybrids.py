@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.policy.hf_config import check_division, read_hf_config_file
-from bapo_megatron.policy.hf_weights import find_tensors, read_shard
+from bapo_megatron.policy.hf_weights import find_tensors, reading_shards
 from bapo_megatron.policy.weight_table import weight_table
 from tests.distributed_launch import joined, run_ranks
 from tests.policy import checkpoint_ranks
@@ -250,7 +251,6 @@ def test_experts_that_a_file_has_in_two_tensors_are_read_one_by_one(
     hf = read_hf_config_file(model / "config.json")
     (files, dtypes), (fused_files, fused_dtypes) = find_tensors(hf, model), find_tensors(hf, fused)
     assert dtypes == fused_dtypes
-    for weight in weight_table(hf):
-        for rank in range(size):
-            expected = read_shard(weight, files, hf, rank, size)
-            assert torch.equal(read_shard(weight, fused_files, hf, rank, size), expected)
+    with reading_shards(files, hf) as read, reading_shards(fused_files, hf) as read_fused:
+        for weight, rank in product(weight_table(hf), range(size)):
+            assert torch.equal(read_fused(weight, rank, size), read(weight, rank, size))

@@ -1,6 +1,7 @@
 """The fields of config.json that families share; a family reads others, the rest is refused."""
 
 import math
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
@@ -98,18 +99,24 @@ class ConfigJson(BaseModel):
 def understand_common(
     fields: ConfigJson,
     *,
+    optional_biases: Collection[str] = (),
     qkv_bias: bool = False,
     qk_norm: bool = False,
-    output_bias: bool = False,
     rotary_share: float = 1.0,
 ) -> HfConfig:
     """Return the architecture that the shared fields describe, without experts.
 
-    ``rotary_share`` is the family's, which config.json may only confirm.
+    ``optional_biases`` (qkv, output) are those that ``attention_bias`` turns on; with none it must
+    be off. ``rotary_share`` is the family's, which config.json may only confirm.
 
     Raises:
         ValueError: Fields contradict each other, or name what is not supported.
     """
+    if fields.attention_bias and not optional_biases:
+        raise ValueError(
+            f"'attention_bias' must be false with model_type {fields.model_type}, got true"
+        )
+    biases = optional_biases if fields.attention_bias else ()
     num_heads = fields.num_attention_heads
     num_kv_heads = fields.num_key_value_heads or num_heads
     head_dim = fields.head_dim or fields.hidden_size // num_heads
@@ -153,19 +160,11 @@ def understand_common(
         rope_theta=thetas.pop(),
         rope_scaling=scalings.pop() if scalings else None,
         tied_embeddings=fields.tie_word_embeddings,
-        qkv_bias=qkv_bias,
+        qkv_bias=qkv_bias or "qkv" in biases,
         qk_norm=qk_norm,
-        output_bias=output_bias,
+        output_bias="output" in biases,
         rotary_share=rotary_share,
     )
-
-
-def refuse_attention_bias(fields: ConfigJson) -> None:
-    """Raise a ``ValueError`` if biases are asked for that the family does not have."""
-    if fields.attention_bias:
-        raise ValueError(
-            f"'attention_bias' must be false with model_type {fields.model_type}, got true"
-        )
 
 
 def refuse_unknown(fields: ConfigJson) -> None:

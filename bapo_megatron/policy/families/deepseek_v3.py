@@ -18,12 +18,7 @@ from bapo_megatron.policy.families.base import (
     Weight,
     YarnRope,
 )
-from bapo_megatron.policy.families.config_json import (
-    ConfigJson,
-    Count,
-    refuse_attention_bias,
-    understand_common,
-)
+from bapo_megatron.policy.families.config_json import ConfigJson, Count, understand_common
 from bapo_megatron.policy.families.glm4_moe import SigmoidMoeJson
 from bapo_megatron.policy.families.layers import feed_forward, is_draft
 
@@ -57,7 +52,6 @@ class DeepseekV3Json(SigmoidMoeJson):
 
 def _understand(fields: ConfigJson) -> HfConfig:
     deepseek = cast(DeepseekV3Json, fields)
-    refuse_attention_bias(fields)
     latent = LatentAttention(
         query_rank=deepseek.q_lora_rank,
         key_value_rank=deepseek.kv_lora_rank,

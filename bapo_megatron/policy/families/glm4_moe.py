@@ -60,7 +60,7 @@ def _understand(fields: ConfigJson) -> HfConfig:
     glm = cast(Glm4MoeJson, fields)
     common = understand_common(
         fields,
-        qkv_bias=bool(fields.attention_bias),
+        optional_biases=("qkv",),
         qk_norm=glm.use_qk_norm,
         rotary_share=ROTARY_SHARE,
     )

@@ -1,13 +1,10 @@
 """Llama 2 and 3, and models of their architecture, such as SmolLM2."""
 
-from bapo_megatron.policy.families.base import Family, HfConfig
+from functools import partial
+
+from bapo_megatron.policy.families.base import Family
 from bapo_megatron.policy.families.config_json import ConfigJson, understand_common
 from bapo_megatron.policy.families.layers import decoder_layer
 
-
-def _understand(fields: ConfigJson) -> HfConfig:
-    has_bias = bool(fields.attention_bias)
-    return understand_common(fields, qkv_bias=has_bias, output_bias=has_bias)
-
-
+_understand = partial(understand_common, optional_biases=("qkv", "output"))
 FAMILY = Family("llama", "LlamaForCausalLM", ConfigJson, _understand, decoder_layer)

@@ -1,16 +1,11 @@
 """Mistral without its sliding window."""
 
 from bapo_megatron.policy.families.base import Family, HfConfig
-from bapo_megatron.policy.families.config_json import (
-    ConfigJson,
-    refuse_attention_bias,
-    understand_common,
-)
+from bapo_megatron.policy.families.config_json import ConfigJson, understand_common
 from bapo_megatron.policy.families.layers import decoder_layer
 
 
 def _understand(fields: ConfigJson) -> HfConfig:
-    refuse_attention_bias(fields)
     # Qwen's window needs use_sliding_window, Mistral's is there by default.
     if fields.sliding_window or "sliding_window" not in fields.model_fields_set:
         raise ValueError(

@@ -9,12 +9,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 from bapo_megatron.policy.families.base import DeltaNet, Family, HfConfig
-from bapo_megatron.policy.families.config_json import (
-    ConfigJson,
-    Count,
-    refuse_attention_bias,
-    understand_common,
-)
+from bapo_megatron.policy.families.config_json import ConfigJson, Count, understand_common
 from bapo_megatron.policy.families.layers import delta_input, hybrid_layer
 
 ROTARY_SHARE = 0.25
@@ -64,7 +59,6 @@ def understand_hybrid(fields: ConfigJson) -> HfConfig:
         ValueError: Fields contradict each other, or name what is not supported.
     """
     hybrid = cast(HybridJson, fields)
-    refuse_attention_bias(fields)
     common = understand_common(fields, qk_norm=True, rotary_share=ROTARY_SHARE)
     if common.rope_scaling is not None:
         raise ValueError(f"'rope_type' must be default with model_type {fields.model_type}")

@@ -8,7 +8,6 @@ from bapo_megatron.policy.families.config_json import (
     Channels,
     ConfigJson,
     Count,
-    refuse_attention_bias,
     understand_common,
 )
 from bapo_megatron.policy.families.layers import decoder_layer
@@ -29,7 +28,6 @@ class Qwen3MoeJson(ConfigJson):
 
 def _understand(fields: ConfigJson) -> HfConfig:
     moe = cast(Qwen3MoeJson, fields)
-    refuse_attention_bias(fields)
     counts = {moe.num_experts, moe.num_local_experts} - {None}
     if len(counts) != 1:
         raise ValueError(
