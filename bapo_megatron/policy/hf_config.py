@@ -17,7 +17,7 @@ from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
 from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
 from bapo_megatron.policy.families import FAMILIES
-from bapo_megatron.policy.families.base import DeltaNet, Experts, HfConfig
+from bapo_megatron.policy.families.base import DeltaNet, HfConfig
 from bapo_megatron.policy.families.config_json import refuse_unknown
 from bapo_megatron.runtime.calls import decode, decode_json, shown_value
 from bapo_megatron.runtime.files import read_regular
@@ -32,60 +32,45 @@ def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
         ConfigError: Key, rule, value and remedy.
     """
     check_heads(hf.division_fields, "parallel.tensor", parallel.tensor)
-    if hf.intermediate_size % parallel.tensor:
-        raise ConfigError(
-            f"parallel.tensor: must divide the model's {hf.intermediate_size} intermediate "
-            f"channels, got {parallel.tensor}; choose a divisor"
-        )
     check_layers(hf.division_fields, parallel)
+    tensor, experts, channels = parallel.tensor, hf.experts, "intermediate channels"
+    sizes = [("tensor", tensor, hf.intermediate_size, channels)]
+    if experts is not None:
+        each, shared = experts.intermediate_size, experts.shared_intermediate_size
+        sizes += [
+            ("expert", parallel.expert, experts.num, "experts"),
+            ("expert_tensor", parallel.expert_tensor_size, each, f"{channels} of each expert"),
+            ("tensor", tensor, shared, f"{channels} of the shared experts"),
+        ]
+    for key, size, count, what in sizes:
+        if count % size:
+            raise ConfigError(
+                f"parallel.{key}: must divide the model's {count} {what}, got {size}; choose a "
+                "divisor"
+            )
+    for key in () if experts else ("expert", "expert_tensor"):
+        if (getattr(parallel, key) or 1) > 1:
+            raise ConfigError(
+                f"parallel.{key}: needs a model with experts, got {getattr(parallel, key)}; leave "
+                "it out"
+            )
     if hf.delta_net is not None:
-        _check_delta_net(hf.delta_net, parallel)
-    _check_experts(hf.experts, parallel)
+        _check_delta_net(hf.delta_net, tensor, parallel.context)
+    kind = "gated delta nets" if hf.delta_net else "experts" if experts else ""
+    if kind and tensor > 1 and not parallel.sequence:
+        raise ConfigError(
+            f"parallel.sequence: must be true for a model with {kind} and parallel.tensor = "
+            f"{tensor}, got false; set it to true"
+        )
 
 
-def _check_delta_net(net: DeltaNet, parallel: ParallelConfig) -> None:
-    tensor, context = parallel.tensor, parallel.context
+def _check_delta_net(net: DeltaNet, tensor: int, context: int) -> None:
     if net.num_key_heads % (tensor * context):
         key, value = ("context", context) if net.num_key_heads % tensor == 0 else ("tensor", tensor)
         raise ConfigError(
             f"parallel.{key}: tensor × context must divide the {net.num_key_heads} key heads of "
             f"the model's gated delta nets, got {value} with tensor × context = {tensor * context};"
             " lower it"
-        )
-    if tensor > 1 and not parallel.sequence:
-        raise ConfigError(
-            f"parallel.sequence: must be true for a model with gated delta nets and "
-            f"parallel.tensor = {tensor}, got false; set it to true"
-        )
-
-
-def _check_experts(experts: Experts | None, parallel: ParallelConfig) -> None:
-    if experts is None:
-        for key in ("expert", "expert_tensor"):
-            if (getattr(parallel, key) or 1) > 1:
-                raise ConfigError(
-                    f"parallel.{key}: needs a model with experts, got {getattr(parallel, key)}; "
-                    "leave it out"
-                )
-        return
-    tensor, channels = parallel.tensor, "intermediate channels of"
-    for key, size, count, what in (
-        ("expert", parallel.expert, experts.num, "experts"),
-        (
-            *("expert_tensor", parallel.expert_tensor_size),
-            *(experts.intermediate_size, f"{channels} each expert"),
-        ),
-        ("tensor", tensor, experts.shared_intermediate_size, f"{channels} the shared experts"),
-    ):
-        if count % size:
-            raise ConfigError(
-                f"parallel.{key}: must divide the model's {count} {what}, got {size}; choose a "
-                "divisor"
-            )
-    if tensor > 1 and not parallel.sequence:
-        raise ConfigError(
-            f"parallel.sequence: must be true for a model with experts and parallel.tensor = "
-            f"{tensor}, got false; set it to true"
         )
 
 
