@@ -85,26 +85,20 @@ def adapter_weights(
     weight: Weight, hf: HfConfig, config: LoraConfig
 ) -> list[tuple[Weight, Weight]]:
     """Return A and B of each adapter of a weight, as entries of a table under PEFT's names."""
+
+    def entry(name: str, part: str, shape: str, axis: int) -> Weight:
+        name = f"{_PEFT_PREFIX}{name.removesuffix('weight')}lora_{part}.weight"
+        divided = axis if weight.axis == axis else None
+        return replace(
+            weight, megatron=name, hf=(name,), shapes=(shape,), axis=divided, form="plain"
+        )
+
     shapes = dict(zip(weight.hf, weight.shapes, strict=True))
     pairs = []
     for name in adapted(weight, hf, config):
         outputs, inputs = shapes[name].split()
-        entries = [
-            replace(
-                weight,
-                megatron=peft_name,
-                hf=(peft_name,),
-                shapes=(shape,),
-                axis=weight.axis if weight.axis == axis else None,
-                form="plain",
-            )
-            for part, shape, axis in (
-                ("A", f"{config.rank} {inputs}", 1),
-                ("B", f"{outputs} {config.rank}", 0),
-            )
-            for peft_name in (f"{_PEFT_PREFIX}{name.removesuffix('weight')}lora_{part}.weight",)
-        ]
-        pairs.append((entries[0], entries[1]))
+        a = entry(name, "A", f"{config.rank} {inputs}", 1)
+        pairs.append((a, entry(name, "B", f"{outputs} {config.rank}", 0)))
     return pairs
 
 
@@ -164,14 +158,10 @@ class PeftJson(BaseModel):
                     f"{name} is no A or B of a linear; if it is the base's own, save the adapter "
                     f"with save_embedding_layers=False, otherwise {_MERGE}"
                 )
-            for key, patterns, is_kept in (
-                ("target_modules", targets, True),
-                ("exclude_modules", self.exclude_modules, False),
-            ):
-                if patterns is not None and _matches(module, patterns) != is_kept:
-                    raise ValueError(
-                        f"{name} belongs to a module that {key!r} leaves out; {_MERGE}"
-                    )
+            is_target = targets is None or _matches(module, targets)
+            if not is_target or _matches(module, self.exclude_modules or []):
+                key = "exclude_modules" if is_target else "target_modules"
+                raise ValueError(f"{name} belongs to a module that {key!r} leaves out; {_MERGE}")
 
 
 def _matches(module: str, patterns: list[str] | str) -> bool:
