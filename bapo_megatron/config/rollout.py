@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from bapo_megatron.config.sandbox import BubblewrapConfig, SandboxConfig
 from bapo_megatron.config.section import (
@@ -45,8 +45,8 @@ _PYTHON_SCHEMA = {
 }
 
 
-def check_tools(tools: Sequence[Any]) -> None:
-    """Refuse what is no JSON schema of a tool."""
+def checked_tools[ToolsT: Sequence[Any]](tools: ToolsT) -> ToolsT:
+    """Return tools; a ``ValueError`` for what is no JSON schema of one."""
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -54,6 +54,7 @@ def check_tools(tools: Sequence[Any]) -> None:
                 "must be JSON schemas {type: function, function: {name, …}}, got "
                 f"{shown_value(tool)}; add what is missing"
             )
+    return tools
 
 
 class SpeculativeConfig(Section):
@@ -294,7 +295,7 @@ class RolloutConfig(Section):
     tool_format: Literal["none", "hermes", "llama3"] = "none"
     """How the policy writes tool calls: ``hermes`` (Qwen2.5, Qwen3), ``llama3``; the chat template
     must render ``tools`` in the same way."""
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: Annotated[tuple[dict[str, Any], ...], AfterValidator(checked_tools)] = ()
     """JSON schemas of the environment's tools: ``{type: function, function: {name, description,
     parameters}}``."""
     python_tool: PythonToolConfig = PythonToolConfig()
@@ -410,12 +411,6 @@ class RolloutConfig(Section):
         if self.agent is None or is_named_object(self.agent):
             return ()
         return tuple(shlex.split(self.agent))
-
-    @field_validator("tools")
-    @classmethod
-    def _tools_are_schemas(cls, tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-        check_tools(tools)
-        return tools
 
     @model_validator(mode="after")
     def _tools_have_a_format(self) -> Self:

@@ -14,14 +14,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from bapo_megatron.config.data import DatasetConfig, TrainSetConfig
-from bapo_megatron.config.rollout import check_tools
+from bapo_megatron.config.rollout import checked_tools
 from bapo_megatron.data.columns import PARQUET_ERRORS
 from bapo_megatron.data.tools import UNSEEN, Message, checked_message
 from bapo_megatron.errors import first_line
@@ -177,8 +177,7 @@ def _rows_of_batches(batches: Iterator[Any], name: str, place: str) -> Iterator[
                 f"({first_line(error)}); correct the file"
             ) from error
         for number, record in enumerate(records, start=first):
-            row = _row(f"{name}:{number}", f"{place}: row {number}", record)
-            yield replace(row, fills_nulls=True)
+            yield Row(f"{name}:{number}", f"{place}: row {number}", record, fills_nulls=True)
         first += batch.num_rows
 
 
@@ -418,9 +417,7 @@ def _parse_question(value: Any) -> str | list[Message]:
 def _parse_tools(value: Any) -> list[Any]:
     if isinstance(value, str) and value:
         value = parse_json(value)
-    tools = value if isinstance(value, list) else [value] if value else []
-    check_tools(tools)
-    return tools
+    return checked_tools(value if isinstance(value, list) else [value] if value else [])
 
 
 def _without_nulls(value: Any) -> Any:
