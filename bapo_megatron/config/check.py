@@ -57,7 +57,7 @@ def check_settings(config: RunConfig, max_positions: int) -> None:
     if config.rollout.keep_dumps:  # a replay from the newest checkpoint needs the steps after it
         _require_below(config, "checkpoint.every_steps", "rollout.keep_dumps")
     if config.replay.dumps is None:
-        _check_rollout_positions(config, max_positions)
+        _check_positions(config, "rollout", config.rollout.max_response_tokens, max_positions)
         _check_eval_positions(config, max_positions)
         _check_budget(config)
     if config.eval.every_steps and not config.eval.sets:
@@ -108,7 +108,8 @@ def check_generate_config(config: RunConfig) -> None:
             "exist already; set replay.dumps=null"
         )
     _refuse_adapter(config)
-    _check_rollout_positions(config, _count(check_model(config.model), POSITIONS))
+    limit = _count(check_model(config.model), POSITIONS)
+    _check_positions(config, "rollout", config.rollout.max_response_tokens, limit)
     _check_generation(config)
 
 
@@ -289,10 +290,6 @@ def packing_multiples(parallel: ParallelConfig, megatron: MegatronConfig) -> tup
         parallel.tensor if parallel.sequence else 1, 128 if megatron.fp8 != "none" else 1
     )
     return per_sequence, math.lcm(per_sequence, per_rank * parallel.context)
-
-
-def _check_rollout_positions(config: RunConfig, limit: int) -> None:
-    _check_positions(config, "rollout", config.rollout.max_response_tokens, limit)
 
 
 def _check_eval_positions(config: RunConfig, limit: int) -> None:
