@@ -120,11 +120,11 @@ def seccomp_filter(machine: str = platform.machine(), *, allows_loopback: bool =
         )
     column, architecture = _ARCHITECTURES[machine]
     ends = {
+        "family": _ERROR | errno.EAFNOSUPPORT,  # first, since no jump leads here
         "allow": _ALLOW,
         "kill": _KILL,
         "refuse": _ERROR | errno.EPERM,
         "absent": _ERROR | errno.ENOSYS,
-        "family": _ERROR | errno.EAFNOSUPPORT,
     }
     refused = [numbers[column] for numbers in _REFUSED.values() if numbers[column] != _ABSENT]
     lines = [
@@ -140,12 +140,7 @@ def seccomp_filter(machine: str = platform.machine(), *, allows_loopback: bool =
         _Line(_ANY_BIT, _NEW_NAMESPACES, if_true="refuse", if_false="allow"),
         _Line(_LOAD, _ARGUMENT, name="socket"),
         _Line(_EQUAL, _AF_UNIX, if_true="allow"),
-        _Line(
-            _EQUAL,
-            _AF_INET if allows_loopback else _AF_UNIX,
-            if_true="allow",
-            if_false="family",
-        ),
+        *[_Line(_EQUAL, _AF_INET, if_true="allow")] * allows_loopback,
         *(_Line(_RETURN, value, name=name) for name, value in ends.items()),
     ]
     places = {line.name: number for number, line in enumerate(lines) if line.name}
