@@ -10,6 +10,7 @@ from bapo_megatron.config.check import check_generate_config
 from bapo_megatron.config.rollout import ReplayConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.scorers import DistillationConfig
+from bapo_megatron.config.section import with_values
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.engine.base import START_VERSION
 from bapo_megatron.engine.load import load_kind
@@ -57,30 +58,27 @@ def generate_batches(config: RunConfig, steps: int) -> None:
             )
         # No step follows the last one, no trainer needs the servers' memory, and every group is
         # dumped once. Nothing reads a teacher's log-probs.
-        train = config.train.model_copy(update={"steps": steps})
-        rollout = config.rollout.model_copy(update={"colocated": False})
-        log = config.log.model_copy(update={"tensorboard": False, "wandb_project": ""})
-        algorithm = config.algorithm.model_copy(update={"distillation": DistillationConfig()})
-        config = config.model_copy(
-            update={
-                "train": train,
-                "rollout": rollout,
-                "replay": ReplayConfig(),
-                "log": log,
-                "algorithm": algorithm,
-            }
+        config = with_values(
+            config,
+            train={"steps": steps},
+            rollout={"colocated": False},
+            replay=ReplayConfig(),
+            log={"tensorboard": False, "wandb_project": ""},
+            algorithm={"distillation": DistillationConfig()},
         )
         timer = PhaseTimer()
         with (
             ProgressLine() as progress,
             closing(CollectorClient(config, on_progress=progress.update)) as source,
             closing(
-                MetricsSinks(config.run_dir, config.name, log, first_step=1, total_steps=steps)
+                MetricsSinks(
+                    config.run_dir, config.name, config.log, first_step=1, total_steps=steps
+                )
             ) as sinks,
         ):
             source.launch()
             source.ensure_weights()
-            if log.console:
+            if config.log.console:
                 progress.move_to(config.run_dir / "logs" / "progress")
             for step in range(1, steps + 1):
                 with timer.phase("rollout"):

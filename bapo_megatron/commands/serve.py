@@ -7,6 +7,7 @@ import typer
 from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, load
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.scorers import TEACHER_KEY
+from bapo_megatron.config.section import with_values
 from bapo_megatron.engine.load import load_kind
 
 
@@ -27,8 +28,6 @@ def command(
         raise ConfigError(
             f"{TEACHER_KEY}.path: must name the teacher for serve --teacher, got none; set it"
         )
-    rollout = run.rollout.model_copy(update={"colocated": False})
-    model = run.model.model_copy(update={"path": path})
-    served = run.model_copy(update={"model": model, "rollout": rollout})
+    served = with_values(run, model={"path": path}, rollout={"colocated": False})
     served = served.without_router_replay()
     load_kind("sglang").serve(served, typer.echo, key=f"{TEACHER_KEY}.servers")

@@ -65,6 +65,15 @@ class Section(BaseModel):
         return self
 
 
+def with_values[SectionT: Section](section: SectionT, **values: Any) -> SectionT:
+    """Return a copy of a section with other values; a dict has those of a section in it."""
+    update = {
+        name: with_values(getattr(section, name), **value) if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+    return section.model_copy(update=update)
+
+
 def is_named_object(name: str) -> bool:
     """Return whether a value has the form ``package.module:object``."""
     return _NAMED_OBJECT.fullmatch(name) is not None

@@ -8,6 +8,7 @@ from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.rollout import ServerConfig, WeightSyncConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.scorers import TEACHER_KEY
+from bapo_megatron.config.section import with_values
 from bapo_megatron.errors import RolloutError, ServerError, describe_cause
 
 
@@ -23,12 +24,8 @@ def as_policy(config: RunConfig) -> RunConfig:
         "server": ServerConfig(),
         "weight_sync": WeightSyncConfig(),
     }
-    return config.without_router_replay().model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": teacher.path}),
-            "rollout": config.rollout.model_copy(update=rollout),
-        }
-    )
+    model = {"path": teacher.path}
+    return with_values(config.without_router_replay(), model=model, rollout=rollout)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from bapo_megatron.config.load import literal, parse_section
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.section import with_values
 from bapo_megatron.config.settings import flat_settings
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.prompts import PromptSet, load_train_sets
@@ -29,7 +30,7 @@ from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.tools.planning.memory import model_parameters
-from bapo_megatron.tools.planning.plan import Plan, PlanOptions, choose_layout, with_values
+from bapo_megatron.tools.planning.plan import Plan, PlanOptions, choose_layout
 
 FILE_NAME = "run.yaml"
 """The configuration in DIR."""
@@ -101,7 +102,7 @@ def write_first_config(
     if not any(model.path.glob("*.safetensors")):
         say(f"{model.path} has no *.safetensors yet, which config and train need; download them")
     values, reasons = flat_settings(config), _reasons(config, inputs, plan)
-    chosen = [key for key in _SAVINGS if values[key] not in ("none", 0)]
+    chosen = [k for k in reasons if k.startswith(_SAVINGS) and values[k] not in ("none", 0)]
     savings = "".join(f"  {key}={_scalar(values[key])}: {reasons[key]}\n" for key in chosen)
     to_fit = f"to fit, it has\n{savings}" if chosen else ""
     next_commands = _next_commands(target, plan, gpus)
@@ -124,8 +125,7 @@ def _read_inputs(model: ModelConfig, train_set: TrainSetConfig) -> _Inputs:
     if row_format.name == "columns":
         names = {n: getattr(row_format, n) for n in ("prompt_column", "answer_column")}
     suffix = "" if "\\boxed" in text else _BOX_REQUEST
-    train_set = train_set.model_copy(update=names)
-    data = data.model_copy(update={"train": train_set, "prompt_suffix": suffix})
+    data = with_values(data, train=names, prompt_suffix=suffix)
     renderer = ChatRenderer(tokenizer, data)
     [prompts] = load_train_sets(data, renderer, RewardConfig())
     stored_dtype = raw.get("dtype") or raw.get("torch_dtype")
@@ -246,11 +246,8 @@ _ALWAYS = {
 """Keys that are written even with their default."""
 
 
-_SAVINGS = (
-    *("megatron.recompute", "ops.logits_chunk_tokens"),
-    *("megatron.optimizer_offload_share", "model.lora.rank"),
-)
-"""Keys that save memory, cheapest first."""
+_SAVINGS = ("megatron.", "ops.", "model.lora.")
+"""Beginnings of keys that save memory."""
 
 
 def _reasons(config: RunConfig, inputs: _Inputs, plan: Plan | None) -> dict[str, str]:
@@ -329,11 +326,10 @@ def _next_commands(target: Path, plan: Plan | None, gpus: int) -> str:
         start = f"{run}.torchrun --nproc-per-node {ranks} -m bapo_megatron" if ranks > 1 else run
         if plan.layout.tensor * plan.layout.context > 1:  # Megatron requires it before Blackwell
             start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {start}"
-        return "\n".join([*lines, f"{start} train {file} --resume"])
-    nodes, server_nodes = ranks // node_gpus, (gpus - ranks) // node_gpus
-    return "\n".join(
-        [
-            *lines,
+        lines.append(f"{start} train {file} --resume")
+    else:
+        nodes, server_nodes = ranks // node_gpus, (gpus - ranks) // node_gpus
+        lines += [
             f"# with Slurm: set account, partition, {nodes} and {server_nodes} nodes in",
             f"sbatch examples/slurm.sbatch {file}",
             f"# without Slurm, on each of {server_nodes} nodes that sample (docs/launch.md):",
@@ -343,7 +339,7 @@ def _next_commands(target: Path, plan: Plan | None, gpus: int) -> str:
             f"NNODES={nodes} NODE_RANK=0 MASTER_ADDR=ADDRESS examples/multi_node.sh {file} "
             "'rollout.servers=[…]'",
         ]
-    )
+    return "\n".join(lines)
 
 
 def _scalar(value: Any) -> str:

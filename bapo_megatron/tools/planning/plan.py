@@ -10,7 +10,7 @@ from typing import Any
 from bapo_megatron.config.check import check_settings
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.config.section import Section
+from bapo_megatron.config.section import with_values
 from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.hf_config import check_division
 from bapo_megatron.runtime.gpus import find_gpu, peak_flops
@@ -181,11 +181,17 @@ def make_plan(
     check_settings(config, hf.max_position_embeddings)
     layout = configured_layout(config.parallel, options.gpus)
     check_division(hf, config.parallel)
-    case = _scenario(config, hf, options, layout, frozen or {})
+    specs = frozen_specs(config, hf, frozen or {})
+    passes = plan_passes(config.algorithm, options.miss_share)
+
+    def on(layout: Layout) -> Scenario:
+        assumptions = make_assumptions(config, layout.gpus, options)
+        return Scenario(config, hf, layout, assumptions, passes, specs)
+
+    case = on(layout)
     if options.gpus is None:
         powers = (2**exponent for exponent in range(_max_data(config).bit_length()))
-        layouts = (replace(layout, data=layout.data * power) for power in powers)
-        more = (_scenario(config, hf, options, layout, frozen or {}) for layout in layouts)
+        more = (on(replace(layout, data=layout.data * power)) for power in powers)
         case = next((other for other in more if _fits(other)), case)
     layout, assumptions = case.layout, case.assumptions
     rollout = rollout_memory(case)
@@ -214,7 +220,7 @@ def make_plan(
         stages=stages,
         host_bytes_per_node=_host_bytes_per_node(case, stages),
         sampling_bytes=_sampling_bytes(case, stages),
-        fits=_fits(case),
+        fits=_fits(case, stages),
         rollout=rollout,
         rollout_tokens_per_s=rate,
         phases=phases,
@@ -230,18 +236,6 @@ def make_plan(
         layouts=_rank_layouts(case),
         notes=_notes(case, stages, rollout),
     )
-
-
-def _scenario(
-    config: RunConfig,
-    hf: HfConfig,
-    options: PlanOptions,
-    layout: Layout,
-    frozen: Mapping[str, HfConfig],
-) -> Scenario:
-    assumptions = make_assumptions(config, layout.gpus, options)
-    passes = plan_passes(config.algorithm, options.miss_share)
-    return Scenario(config, hf, layout, assumptions, passes, frozen_specs(config, hf, frozen))
 
 
 def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assumptions:
@@ -300,8 +294,8 @@ def _sampling_bytes(case: Scenario, stages: Sequence[StageMemory]) -> float:
     return kept_bytes + server_bytes
 
 
-def _fits(case: Scenario) -> bool:
-    stages = plan_memory(case, plan_workload(case))
+def _fits(case: Scenario, stages: Sequence[StageMemory] | None = None) -> bool:
+    stages = stages or plan_memory(case, plan_workload(case))
     needed_bytes = max(_sampling_bytes(case, stages), *(stage.total_bytes for stage in stages))
     return needed_bytes <= case.assumptions.usable_bytes
 
@@ -324,12 +318,11 @@ def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
         stages = plan_memory(case, workload)
         training, bubble_share = training_time(case, workload, stages)
         phases = [*scoring_times(case, workload), *training]
-        memory_bytes = max(stage.total_bytes for stage in stages)
         return LayoutEstimate(
             layout=layout,
             recompute=recompute,
-            memory_bytes=memory_bytes,
-            fits=memory_bytes <= assumptions.usable_bytes,
+            memory_bytes=max(stage.total_bytes for stage in stages),
+            fits=_fits(case, stages),
             bubble_share=bubble_share,
             training_s=sum(phase.seconds for phase in phases),
             is_configured=(layout, recompute) == current,
@@ -347,15 +340,6 @@ def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
         estimates[layout, candidate.recompute] = candidate
     estimates[current] = estimate(*current)
     return sorted(estimates.values(), key=lambda e: (not e.fits, e.training_s, e.memory_bytes))
-
-
-def with_values[SectionT: Section](section: SectionT, **values: Any) -> SectionT:
-    """Return a copy of a section with other values; a dict has those of a section in it."""
-    update = {
-        name: with_values(getattr(section, name), **value) if isinstance(value, dict) else value
-        for name, value in values.items()
-    }
-    return section.model_copy(update=update)
 
 
 def _notes(case: Scenario, stages: Sequence[StageMemory], rollout: RolloutMemory) -> list[str]:
@@ -437,8 +421,8 @@ def choose_layout(
                     megatron={"recompute": estimate.recompute},
                     train={"max_tokens_per_micro_batch": tokens},
                 )
-                if _fits(_scenario(candidate, hf, divided_options, estimate.layout, {})):
-                    return candidate, make_plan(candidate, hf, divided_options)
+                if (plan := make_plan(candidate, hf, divided_options)).fits:
+                    return candidate, plan
     raise ValueError(
         f"--gpus: {gpus} {options.gpu} cannot train and sample {config.model.path} with responses "
         f"of {config.rollout.max_response_tokens} tokens, not even with recomputation, the "
