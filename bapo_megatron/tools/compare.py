@@ -183,7 +183,8 @@ def compare_results(
         scores = []
         for name, (first_P, second_P) in pair.estimates.items():
             paired = paired_difference(second_P - first_P, num_resamples, seed)
-            scores.append(_score(name, first_P, second_P, paired))
+            means = float(first_P.mean()), float(second_P.mean())
+            scores.append(ScoreDifference(name, *means, paired))
         comparisons.append(_comparison([pair], scores))
     return comparisons
 
@@ -257,19 +258,14 @@ def _scores_over_seeds(pairs: Sequence[_Pair]) -> list[ScoreDifference]:
     scores = []
     for name in pairs[0].estimates:
         if all(name in pair.estimates for pair in pairs):
-            means = [[value_P.mean() for value_P in pair.estimates[name]] for pair in pairs]
-            first_S, second_S = np.array(means).T
+            by_seed = [[value_P.mean() for value_P in pair.estimates[name]] for pair in pairs]
+            first_S, second_S = np.array(by_seed).T
             values_P = np.concatenate([v_P for pair in pairs for v_P in pair.estimates[name]])
             limit = 1.0 if values_P.min() >= 0 and values_P.max() <= 1 else math.inf
             paired = difference_over_seeds(second_S - first_S, limit)
-            scores.append(_score(name, first_S, second_S, paired))
+            means = float(first_S.mean()), float(second_S.mean())
+            scores.append(ScoreDifference(name, *means, paired))
     return scores
-
-
-def _score(
-    name: str, first: np.ndarray, second: np.ndarray, paired: PairedDifference
-) -> ScoreDifference:
-    return ScoreDifference(name, float(first.mean()), float(second.mean()), paired)
 
 
 def _comparison(

@@ -79,9 +79,8 @@ def _draw_panel(axis: Any, panel: Mapping[str, Any], colors: Sequence[Any]) -> N
         else:
             look = {"linestyle": _LINE_STYLES[number % len(_LINE_STYLES)], "linewidth": 1.6}
             border = {"linewidth": 1.6 + _HALO * num_above, "alpha": 0.45} if num_above else {}
-            single = (
-                {"marker": "o", "markersize": 4} if len(x) == 1 else {}
-            )  # a line shows no point
+            # A line shows no single point.
+            single = {"marker": "o", "markersize": 4} if len(x) == 1 else {}
             axis.plot(x, y, color=color, **look | border | single)
             if "low" in part:
                 axis.fill_between(x, part["low"], part["high"], color=color, alpha=0.15, lw=0)

@@ -71,10 +71,8 @@ def context_bytes(case: Scenario, tokens: int) -> float:
     channels = 2 * hf.num_kv_heads * hf.head_dim // layout.tensor
     sent: float = hf.num_attention_layers * channels * (layout.context - 1)
     if (net := hf.delta_net) is not None:
-        keys, values = (
-            net.num_key_heads * net.key_head_dim,
-            net.num_value_heads * net.value_head_dim,
-        )
+        keys = net.num_key_heads * net.key_head_dim
+        values = net.num_value_heads * net.value_head_dim
         exchanged = (2 * keys + 3 * values + 2 * net.num_value_heads) / layout.tensor
         sent += len(net.layers) * exchanged * (layout.context - 1) / layout.context
     return sent / layout.pipeline * tokens * case.element_bytes

@@ -208,19 +208,13 @@ def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     panels = []
     limit = min(_MAX_POINTS, max(100, _ALL_POINTS // len(groups)))
     for panel in (*PANELS[:2], *_reward_panels(groups), *PANELS[2:]):
-        curves = [
-            {"group": number, "name": name, **curve}
-            for number, group in enumerate(groups)
-            for name, metric in _metrics_of(panel, group).items()
-            if (curve := _curve_of(group.runs, metric, limit))
-        ]
+        curves = _curves_of(panel, groups, limit)
         points = [
             {"group": number, **points}
             for number, group in enumerate(groups)
             for run in group.runs
             for points in (_scores_of(run) if panel.scores else [])
         ]
-        _mark_equal(curves)
         _mark_equal(points)
         if curves or points:
             keys = ("title", "unit", "log", "from_zero", "min_top", "note")
@@ -249,16 +243,18 @@ def metric_curves(groups: Sequence[RunGroup]) -> dict[str, list[dict[str, Any]]]
     names = sorted({name for group in groups for run in group.runs for name in run.metrics})
     series = sum(2 if len(group.runs) == 1 else 4 for group in groups)
     limit = min(_MAX_POINTS, max(10, _ALL_NUMBERS // (series * max(1, len(names)))))
-    metrics = {}
-    for name in names:
-        curves = [
-            {"group": number, "name": name, **curve}
-            for number, group in enumerate(groups)
-            if (curve := _curve_of(group.runs, name, limit))
-        ]
-        _mark_equal(curves)
-        metrics[name] = curves
-    return metrics
+    return {name: _curves_of(Panel(name, "", {name: name}), groups, limit) for name in names}
+
+
+def _curves_of(panel: Panel, groups: Sequence[RunGroup], limit: int) -> list[dict[str, Any]]:
+    curves = [
+        {"group": number, "name": name, **curve}
+        for number, group in enumerate(groups)
+        for name, metric in _metrics_of(panel, group).items()
+        if (curve := _curve_of(group.runs, metric, limit))
+    ]
+    _mark_equal(curves)
+    return curves
 
 
 def _mark_equal(curves: Sequence[dict[str, Any]]) -> None:

@@ -90,12 +90,13 @@ def render(data: dict[str, Any]) -> str:
     folder = files("bapo_megatron.tools.report")
     code = [get_plotlyjs(), *((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    digests = [hashlib.sha256(script.encode()).digest() for script in code]
     page = environment.from_string((folder / "page.html").read_text(encoding="utf-8")).render(
         title=", ".join(group["label"] for group in data["groups"]),
         version=__version__,
         style=(folder / "page.css").read_text(encoding="utf-8"),
         scripts=code,
-        hashes=" ".join(map(_content_hash, code)),
+        hashes=" ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests),
         data=as_json(data),
     )
     size = len(page.encode())
@@ -113,8 +114,3 @@ def as_json(data: Any) -> str:
     text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     # Lone surrogates are in no UTF-8 file.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _content_hash(script: str) -> str:
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
