@@ -44,16 +44,14 @@ from bapo_megatron.sandbox.base import Sandbox, SandboxError
 from bapo_megatron.sandbox.load import open_sandbox
 
 _BLOCK = re.compile(
-    r"^(?:[ \t>*+\d.)-]*+|[^`\n]*+(?=```[ \t]*py))(?P<fence>`{3,}+|~{3,}+)(?P<info>[^`\n]*+)\n"
+    r"^(?:[ \t>*+\d.)-]*+|[^`\n]*+(?=```[ \t]*py))(?P<fence>`{3,}+|~{3,}+)(?P<info>[ \t]*"
+    r"(?P<python>(?i:(?:\{(?:[^}`\n]*[.\s])?)?(?:python|pypy|py)[\d.]*(?![\w+-])))?[^`\n]*+)\n"
     r"(?P<text>(?:(?!(?P=fence)[`~]*+[ \t]*+$)"
     r"(?:\\.|\"{3}(?:\\.|(?!\"{3}).)*+\"{3}|'{3}(?:\\.|(?!'{3}).)*+'{3}|.))*+)(?P<end>(?P=fence)|\Z)",
     re.MULTILINE | re.DOTALL,
 )
-"""Fences in pairs; one inside of a docstring ends no block."""
-_INFO = re.compile(
-    r"\s*(?:$|(?P<python>(?:\{(?:[^}]*[.\s])?)?(?:python|pypy|py)[\d.]*(?![\w+-])))", re.IGNORECASE
-)
-"""What follows the fence of a program: nothing, ``python3``, ``py title="a.py"``, ``{.python}``."""
+"""Fences in pairs; one inside of a docstring ends no block. What follows the first may name Python:
+``python3``, ``py title="a.py"``, ``{.python}``."""
 _STATEMENT = re.compile(
     r"^(?![ \t]*(?:>>>|\$))(?:.*\bprint\(|[ \t]*(?:def|class|import|from[ \t]+\S+[ \t]+import)\b)",
     re.MULTILINE,
@@ -79,18 +77,15 @@ _MODULES = (
     *("bisect", "collections", "copy", "datetime", "functools", "heapq", "itertools", "math"),
     *("operator", "random", "re", "string", "sys"),
 )
+_OPEN_MODULES = ("typing", "collections", "functools", "itertools", "heapq", "bisect", "math")
 _PRELUDE = {
     name: (module.__name__, name)
-    for module in map(
-        import_module,
-        ("typing", "collections", "functools", "itertools", "heapq", "bisect", "math"),
-    )
+    for module in map(import_module, _OPEN_MODULES)
     for name in getattr(module, "__all__", dir(module))
     if not name.startswith("_") and not hasattr(builtins, name)
 } | {name: (name, "") for name in _MODULES}
 """Names that starter code takes for granted: their module, and what they are there. They are looked
 up after the program's names and Python's own."""
-_NAME = re.compile(r"[^\W\d]\w*")
 _START = """
 import builtins, sys
 getattr(sys, "set_int_max_str_digits", int)(0)
@@ -172,7 +167,7 @@ class _Case:
         """Return ``passed``, ``wrong``, or how the run ended before."""
         mark = secrets.token_hex(8)
         variables: dict[str, Any] = {**self.variables, "program": program, "mark": mark}
-        words = {word for text in variables.values() for word in _NAME.findall(text)}
+        words = {word for text in variables.values() for word in re.findall(r"[^\W\d]\w*", text)}
         variables["names"] = {name: _PRELUDE[name] for name in _PRELUDE.keys() & words}
         lines = [f"_{name} = {value!r}" for name, value in variables.items()]
         run = sandbox.run("\n".join(lines) + _START + self.code, self.stdin)
@@ -263,12 +258,12 @@ def _last_program(response: str) -> str | None:
     A block without a language counts if it looks like a program, or if there is no other.
     """
     text = response.rpartition("</think>")[2].replace("\r\n", "\n")
-    blocks = [(_INFO.match(b["info"]), b["text"]) for b in _BLOCK.finditer(text) if b["end"]]
-    programs = [t for info, t in blocks if info and (info["python"] or _STATEMENT.search(t))]
-    programs = programs or [t for info, t in blocks if info]
-    if not programs:
+    blocks = [block for block in _BLOCK.finditer(text) if block["end"]]
+    blocks = [block for block in blocks if block["python"] or not block["info"].strip()]
+    programs = [block for block in blocks if block["python"] or _STATEMENT.search(block["text"])]
+    if not blocks:
         return None
-    program = programs[-1].rstrip(" \t")
+    program = (programs or blocks)[-1]["text"].rstrip(" \t")
     return textwrap.dedent(program) if program[:1].isspace() else program
 
 
@@ -295,11 +290,9 @@ def _read(answer: str) -> _Tests:
 
 def _cases(tests: _Tests, python: Path) -> Iterator[_Case]:
     if tests.inputs is not None and tests.outputs is not None:
+        name = tests.fn_name
         for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
-            if tests.fn_name is None:
-                yield _printed(given, wanted)
-            else:
-                yield _called(tests.fn_name, given, wanted)
+            yield _printed(given, wanted) if name is None else _called(name, given, wanted)
         return
     names = {"prefix": tests.import_prefix, "entry_point": tests.entry_point}
     for text in tests.assert_case or filter(None, [tests.test_code]):
