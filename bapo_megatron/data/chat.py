@@ -14,8 +14,7 @@ import jinja2
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.rollout import TOOL_FORMATS, RolloutConfig
 from bapo_megatron.data.tools import MARKS, Mark, Message, ToolCall, calls_in, escaped
-from bapo_megatron.runtime.calls import shown_value
-from bapo_megatron.runtime.files import parse_json
+from bapo_megatron.runtime.calls import decode_json, shown_value
 from bapo_megatron.runtime.names import shown
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -81,8 +80,7 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
 def _fields(path: Path) -> dict[str, Any]:
     """The fields of a model's JSON file; none where it is unreadable, as those who need it say."""
     with contextlib.suppress(OSError, ValueError):
-        fields = parse_json(path.read_bytes())
-        return fields if isinstance(fields, dict) else {}
+        return decode_json(dict[str, Any], path.read_bytes())
     return {}
 
 
@@ -107,8 +105,9 @@ class ChatRenderer:
         self._tokenizer, self._template = tokenizer, str(tokenizer.chat_template)
         self._rendered_shapes: set[tuple[Any, ...]] = set()
         self._data = data
-        added_tokens = tokenizer.added_tokens_decoder.values()
-        self._special = tuple(token.content for token in added_tokens if token.special)
+        added_tokens = tokenizer.added_tokens_decoder
+        self._special = tuple(token.content for token in added_tokens.values() if token.special)
+        self._added = {token.content: token_id for token_id, token in added_tokens.items()}
         # Arguments that would be ignored silently, such as misspelt ones, are refused.
         reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         self._arguments = data.chat_template_arguments
@@ -233,22 +232,17 @@ class ChatRenderer:
     def _pieces(self, tool_format: str, token_ids: Sequence[int]) -> list[str]:
         """Cut a turn at the marks of a tool format."""
         marks = MARKS[tool_format]
-        known = {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
-        by_id = {known[mark]: Mark(mark) for mark in marks if mark in known}
+        by_id = {self._added[mark]: Mark(mark) for mark in marks if mark in self._added}
+        spelt = [mark for mark in marks if mark not in self._added]
+        cut = re.compile(f"({'|'.join(map(re.escape, spelt)) or '(?!)'})")
         pieces: list[str] = []
         start = 0
         for place, token_id in enumerate((*token_ids, -1)):
             if token_id in by_id or token_id == -1:
-                pieces.append(self.decode(token_ids[start:place], skips_special=True))
+                text = self.decode(token_ids[start:place], skips_special=True)
+                pieces += [Mark(part) if part in spelt else part for part in cut.split(text)]
                 pieces += [by_id[token_id]] if token_id in by_id else []
                 start = place + 1
-        for mark in (mark for mark in marks if mark not in known):
-            cut = [piece if isinstance(piece, Mark) else piece.split(mark) for piece in pieces]
-            pieces = []
-            for piece in cut:
-                parts = [piece] if isinstance(piece, Mark) else piece
-                for number, part in enumerate(parts):
-                    pieces += [Mark(mark), part] if number else [part]
         return pieces
 
     def continuation(
@@ -296,17 +290,16 @@ class ChatRenderer:
         for name in ("config.json", "generation_config.json"):
             ids = _fields(folder / name).get("eos_token_id")
             named |= {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
-        known = {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
         question = [{"role": "user", "content": "?"}]
         try:
             after = self._end_of_turn or self._after_answer(question, generation_prompt=False)
             [[turn_end, *_]] = self.token_ids([after.lstrip()])
         except ValueError:  # what ``text`` raises for each question, or no end at all
             return []
-        if turn_end not in known.values():
+        if turn_end not in self._added.values():
             return []
         end, marker = self._tokenizer.eos_token_id, self.decode([turn_end])
-        call_end = known.get(_END_OF_CALL, end) if self.tool_format == "llama3" else end
+        call_end = self._added.get(_END_OF_CALL, end) if self.tool_format == "llama3" else end
         for what, token in (("a tool call", call_end), ("a turn", turn_end)):
             if token not in named | {end}:
                 return [
