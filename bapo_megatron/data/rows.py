@@ -257,11 +257,6 @@ def boxed_answer(value: Any) -> str:
     return _utf8(answer.strip())
 
 
-def _as_it_is(value: Any) -> str:
-    """The reference answer of a generated problem; its task may mean every space."""
-    return str(value)
-
-
 @dataclass(frozen=True, slots=True)
 class RowFormat:
     """Where the rows of a set hold question and answer."""
@@ -335,8 +330,8 @@ def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | 
 
     Returns None where ``row_format`` is ``auto`` and the columns match no known format.
     """
-    if dataset.gym:
-        return RowFormat("gym", "question", "answer", _as_it_is)
+    if dataset.gym:  # a task may mean every space of its answers
+        return RowFormat("gym", "question", "answer", str)
     if dataset.row_format == "columns" or dataset.prompt_column or dataset.answer_column:
         return RowFormat(
             "columns", dataset.prompt_column or "prompt", dataset.answer_column or "answer"
