@@ -14,6 +14,7 @@ Shape legend: K = k + 1 (sizes of a subset), J = how many clusters may share the
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,14 +61,9 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 def candidates(votes: Sequence[int], rewards: Sequence[float]) -> list[Candidate]:
     """Count the votes for each cluster; a sample votes by its cluster's number or ``NO_VOTE``."""
-    pairs = [(vote, is_right(reward)) for vote, reward in zip(votes, rewards, strict=True)]
-    return [
-        Candidate(
-            num_votes=sum(vote == cluster for vote, _ in pairs),
-            num_right=sum(right for vote, right in pairs if vote == cluster),
-        )
-        for cluster in sorted({vote for vote, _ in pairs} - {NO_VOTE})
-    ]
+    right = Counter(v for v, reward in zip(votes, rewards, strict=True) if is_right(reward))
+    counts = sorted(Counter(votes).items())
+    return [Candidate(count, right[vote]) for vote, count in counts if vote != NO_VOTE]
 
 
 def majority_at_k(num_samples: int, clusters: Sequence[Candidate], k: int) -> float:
