@@ -157,31 +157,25 @@ def _require(holds: Any, problem: str) -> None:
 
 
 def _check_declarations(objective: Objective) -> None:
-    needs, kinds = objective.needs, get_args(Needs)
+    needs = objective.needs
     has_statistics = type(objective).statistics is not Objective.statistics
     selects, decisive = objective.selects_tokens, objective.decisive is not None
-    for holds, problem in (
-        (needs in kinds, f"declares needs = {needs!r}; choose {', '.join(kinds)}"),
-        (
-            objective.speculate in get_args(Speculate),
-            f"declares speculate = {objective.speculate!r}; choose "
-            f"{', '.join(get_args(Speculate))}",
-        ),
-        (
-            needs == "token" or has_statistics,
-            f"declares needs = {needs!r}; write statistics(self, tokens)",
-        ),
-        (
-            not selects or needs in ("response", "update"),
-            f"selects tokens with needs = {needs!r}; the denominators count the selected tokens "
-            "before the first gradient, so declare needs = 'update'",
-        ),
-        (
-            not decisive or (needs == "update" and not selects),
-            "declares decisive, which requires needs = 'update' and no selects_tokens; remove it",
-        ),
-    ):
-        _require(holds, problem)
+    for name, kind in (("needs", Needs), ("speculate", Speculate)):
+        value, choices = getattr(objective, name), get_args(kind)
+        _require(value in choices, f"declares {name} = {value!r}; choose {', '.join(choices)}")
+    _require(
+        needs == "token" or has_statistics,
+        f"declares needs = {needs!r}; write statistics(self, tokens)",
+    )
+    _require(
+        not selects or needs in ("response", "update"),
+        f"selects tokens with needs = {needs!r}; the denominators count the selected tokens before "
+        "the first gradient, so declare needs = 'update'",
+    )
+    _require(
+        not decisive or (needs == "update" and not selects),
+        "declares decisive, which requires needs = 'update' and no selects_tokens; remove it",
+    )
 
 
 def _check_statistics(objective: Objective, tokens: TokenBatch) -> None:
