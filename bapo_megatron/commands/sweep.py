@@ -13,7 +13,7 @@ from bapo_megatron.telemetry.console import say, uncut_console
 from bapo_megatron.tools.plot import draw_dynamics
 from bapo_megatron.tools.sweep.file import load_sweep
 from bapo_megatron.tools.sweep.results import print_table, read_scores, results_json
-from bapo_megatron.tools.sweep.run import SweepError, run_sweep, slurm_script
+from bapo_megatron.tools.sweep.run import run_sweep, slurm_script
 
 
 def command(
@@ -50,7 +50,7 @@ def command(
     for failure in failures:
         say(f"{failure.run.label} failed: {failure.reason}; log: {failure.run.log}")
     if failures:
-        raise SweepError(
+        raise ValueError(
             f"{len(failures)} of {len(sweep.runs)} runs did not finish; correct the cause, and "
             "rerun the command to continue them"
         )

@@ -268,18 +268,14 @@ def recomputed_bytes(case: Scenario) -> float:
     return max(whole - kept for whole, kept in pairs)
 
 
-def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> dict[str, float]:
-    """Return the bytes per token that one layer keeps, by tensor.
-
-    The output of the QKV product lives on through the values, which are a part of it; queries and
-    keys are kept once more after their rotation.
-    """
-    hf = case.hf
-    query = case.divided_bytes(hf.num_heads * hf.head_dim)
-    mlp = mlp_bytes(case)
+def layer_tensors(
+    case: Scenario, recompute: Literal["none", "selective"], *, has_attention: bool = True
+) -> dict[str, float]:
+    """Return the bytes per token that one layer keeps, with attention or a delta net, by tensor."""
+    hf, mlp = case.hf, mlp_bytes(case)
     tensors = {
         "norms and inputs of the two products": 2 * norm_bytes(case),
-        **(_latent_tensors(case, recompute) if hf.latent else _attention_tensors(case)),
+        **(_attention_tensors(case, recompute) if has_attention else delta_tensors(case)),
         "gate and up": 2 * mlp,
         "input of the down product": mlp,
     }
@@ -292,16 +288,8 @@ def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> di
             tensors["weighted input of the down product"] = mlp
     if case.config.model.lora.rank:
         _change_for_adapters(tensors, case)
-    if hf.output_gate:
-        tensors["gate of attention's output"] = 2 * query  # as projected, and the output before it
-    if hf.qk_norm:
-        tensors["norms of queries and keys"] = _head_norm_bytes(case)
     if case.assumptions.layers == "local":
         tensors["silu(gate), up"] = 2 * mlp
-    if recompute == "none" and (hf.latent or case.assumptions.layers == "local"):
-        tensors["attention's output, by sequence"] = query  # with MLA, as wide as keys
-    if recompute == "none":
-        tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // case.layout.tensor)
     return tensors
 
 
@@ -325,14 +313,30 @@ def _change_for_adapters(tensors: dict[str, float], case: Scenario) -> None:
     tensors["outputs of A"] = lora.rank * num_adapters / hf.num_layers * case.element_bytes
 
 
-def _attention_tensors(case: Scenario) -> dict[str, float]:
-    query = case.divided_bytes(case.hf.num_heads * case.hf.head_dim)
-    key = case.divided_bytes(case.hf.num_kv_heads * case.hf.head_dim)
-    return {
+def _attention_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> dict[str, float]:
+    """The output of the QKV product lives on through the values, which are a part of it.
+
+    Queries and keys are kept once more after their rotation.
+    """
+    hf = case.hf
+    query = case.divided_bytes(hf.num_heads * hf.head_dim)
+    key = case.divided_bytes(hf.num_kv_heads * hf.head_dim)
+    tensors: dict[str, float] = {
         "queries, keys, values": query + 2 * key,
         "rotated queries, keys": query + key,
         "attention's output": query,
     }
+    if hf.latent:
+        tensors = _latent_tensors(case, recompute)
+    if hf.output_gate:
+        tensors["gate of attention's output"] = 2 * query  # as projected, and the output before it
+    if hf.qk_norm:
+        tensors["norms of queries and keys"] = _head_norm_bytes(case)
+    if recompute == "none" and (hf.latent or case.assumptions.layers == "local"):
+        tensors["attention's output, by sequence"] = query  # with MLA, as wide as keys
+    if recompute == "none":
+        tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // case.layout.tensor)
+    return tensors
 
 
 def _latent_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> dict[str, float]:
@@ -363,19 +367,8 @@ def mlp_bytes(case: Scenario) -> float:
 
 def _kind_bytes(case: Scenario, recompute: Literal["none", "selective"]) -> list[float]:
     """Return the bytes per token that a layer with attention keeps, then one with a delta net."""
-    tensors = layer_tensors(case, recompute)
-    kinds = [sum(tensors.values())]
-    if case.hf.delta_net is not None:
-        others = {name: size for name, size in tensors.items() if name not in _ATTENTION_TENSORS}
-        kinds.append(sum(others.values()) + sum(delta_tensors(case).values()))
-    return kinds
-
-
-_ATTENTION_TENSORS = (
-    *("queries, keys, values", "rotated queries, keys", "attention's output"),
-    *("attention's output, by sequence", "norms of queries and keys", "log-sums of attention"),
-    "gate of attention's output",
-)
+    kinds = [True] if case.hf.delta_net is None else [True, False]
+    return [sum(layer_tensors(case, recompute, has_attention=kind).values()) for kind in kinds]
 
 
 def delta_tensors(case: Scenario) -> dict[str, float]:

@@ -61,10 +61,6 @@ exit "$status"
 """
 
 
-class SweepError(ValueError):
-    """A sweep cannot go on, or is not complete; one line that says what to do."""
-
-
 @dataclass(frozen=True, slots=True)
 class FailedRun:
     """A run that ended without its last step."""
@@ -90,7 +86,7 @@ def run_sweep(sweep: Sweep) -> list[FailedRun]:
     runs in progress save and end; a second interrupt ends them at once.
 
     Raises:
-        SweepError: Another sweep, or what is left of one, works in the directory.
+        ValueError: Another sweep, or what is left of one, works in the directory.
         InterruptedRunError: It was interrupted.
     """
     with _locked(sweep.config.dir) as lock_file, ProgressLine() as progress:
@@ -198,7 +194,7 @@ def _locked(directory: Path) -> Iterator[IO[bytes]]:
             if not lock(file):
                 say(f"{directory}: file system does not support locks; do not start a second sweep")
         except BlockingIOError as error:
-            raise SweepError(
+            raise ValueError(
                 f"{directory}: in use by another sweep, or by runs of a killed one that still "
                 "save; wait until they end"
             ) from error

@@ -20,7 +20,7 @@ import pytest
 
 from bapo_megatron import cli
 from bapo_megatron.tools.sweep.file import PlannedRun, load_sweep
-from bapo_megatron.tools.sweep.run import SweepError, run_sweep
+from bapo_megatron.tools.sweep.run import run_sweep
 from tests.launch import Launched
 from tests.tools.sweep import program
 from tests.tools.sweep.files import write_sweep
@@ -68,7 +68,7 @@ def _finish(capsys: pytest.CaptureFixture[str], file: Path, *options: str) -> tu
     status = 0
     try:
         cli.app(["sweep", str(file), *options], standalone_mode=False)
-    except SweepError as error:
+    except ValueError as error:
         status = cli._report(error)
     return status, *capsys.readouterr()
 
