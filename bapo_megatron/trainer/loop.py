@@ -30,6 +30,7 @@ from bapo_megatron.runtime.distributed import (
     barrier,
     broadcast_answer,
     broadcast_buffer,
+    broadcast_bytes,
     fail_together,
     init_distributed,
     own_store,
@@ -57,7 +58,7 @@ from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch, StepMetr
 from bapo_megatron.weight_sync.send import SyncReport, WeightSync, sync_metrics
 
 # What all ranks do next: the first byte of rank 0's broadcast.
-_BATCH, _DONE, _SYNC_WEIGHTS, _FAILED, _STOPPED = b"B", b"D", b"W", b"F", b"S"
+_DONE, _SYNC_WEIGHTS, _FAILED, _STOPPED = b"D", b"W", b"F", b"S"
 
 _MAX_SILENCE_S = 5.0
 """Rank 0 tells the others at least this often that it is still waiting for its source, and learns
@@ -379,22 +380,15 @@ class Generation:
 
     def wait_ready(self) -> None:
         """Wait until the servers can take weights."""
-        self._ask(lambda source: source.wait_ready())
+        self._ask(lambda source: source.wait_ready(), may_lack_weights=False)
 
     def next_batch(self, step: int) -> RolloutBatch | None:
         """Collect the batch on rank 0 and send its bytes to every rank; None: see ``failure``."""
-        encoded: EncodedBatch | None = None
-
-        def collect(source: RolloutSource) -> bytes:
-            nonlocal encoded
-            encoded = source.collect(step)
-            return _SYNC_WEIGHTS if encoded is None else _BATCH + encoded.name.encode()
-
-        kind, name = self._ask(collect)
-        if kind != _BATCH:
+        encoded = self._ask(lambda source: source.collect(step))
+        if self.failure is not None:
             return None
+        file = broadcast_bytes(encoded.name.encode() if encoded else None, self._groups).decode()
         content = broadcast_buffer(encoded.content if encoded else None, self._groups)
-        file = name.decode()
         try:
             batch = decode_batch(EncodedBatch(file, content), self._state.model.hf.vocab_size)
             if batch.step == step:
@@ -428,19 +422,12 @@ class Generation:
 
     def begin_evaluation(self, step: int) -> bool:
         """Start the evaluation beside the next batch; return whether it started."""
-        return self._ask(lambda source: source.begin_evaluation(step))[0] == _DONE
+        self._ask(lambda source: source.begin_evaluation(step), may_lack_weights=False)
+        return self.failure is None
 
     def evaluate(self, step: int, *, resume: bool = False, syncs: bool = True) -> list[EvalResult]:
         """Evaluate on rank 0, which gets the results; see ``_ask`` for ``syncs``."""
-        results: list[EvalResult] = []
-
-        def evaluate(source: RolloutSource) -> bytes:
-            scored = source.evaluate(step, resume=resume)
-            results.extend(scored or [])
-            return _SYNC_WEIGHTS if scored is None else _DONE
-
-        self._ask(evaluate, syncs=syncs)
-        return results
+        return self._ask(lambda source: source.evaluate(step, resume=resume), syncs=syncs) or []
 
     def check(self) -> None:
         """Raise ``failure``, if there is one."""
@@ -459,39 +446,45 @@ class Generation:
             self.source.close()
             self._sync.close()
 
-    def _ask(
-        self, ask: Callable[[RolloutSource], bytes | None], *, syncs: bool = True
-    ) -> tuple[bytes, bytes]:
-        """Return what all ranks do next, and its content, from the source of rank 0.
+    def _ask[AnswerT](
+        self,
+        ask: Callable[[RolloutSource], AnswerT | None],
+        *,
+        may_lack_weights: bool = True,
+        syncs: bool = True,
+    ) -> AnswerT | None:
+        """Return the answer of rank 0's source, on rank 0; None after a ``failure``.
 
-        If it lacks weights, all ranks sync them and it is asked again, unless ``syncs`` is off.
+        If it lacks weights, for which it answers None, all ranks sync them and it is asked again,
+        unless ``syncs`` is off.
         """
-        while self.failure is None:
-            kind, content = self._ask_once(ask)
-            if kind != _SYNC_WEIGHTS or not syncs:
-                return kind, content
-            self.sync_weights(again=True)
-        return _FAILED, b""
-
-    def _ask_once(self, ask: Callable[[RolloutSource], bytes | None]) -> tuple[bytes, bytes]:
         source, answer = self.source, None
-        if source is not None:
 
-            def answer() -> bytes:
-                try:
-                    self._stopping.check()
-                    reply = ask(source) or _DONE
-                    if reply == _SYNC_WEIGHTS:  # also returned by an interrupted call
-                        self._stopping.check()
-                    return reply
-                except (RolloutError, StoppedError) as error:
-                    self.failure = error
-                    kind = _FAILED if isinstance(error, RolloutError) else _STOPPED
-                    return kind + str(error).encode()
+        def reply() -> bytes:
+            nonlocal answer
+            assert source is not None, "only rank 0 has one"
+            try:
+                self._stopping.check()
+                answer = ask(source)
+                if answer is not None or not may_lack_weights:
+                    return _DONE
+                self._stopping.check()  # an interrupted call answers None, too
+                return _SYNC_WEIGHTS
+            except (RolloutError, StoppedError) as error:
+                self.failure = error
+                kind = _FAILED if isinstance(error, RolloutError) else _STOPPED
+                return kind + str(error).encode()
 
-        message = broadcast_answer(answer, self._groups, self._wait_on_s, self.agree_to_stop)
-        kind, content = message[:1], message[1:]
-        if kind in (_FAILED, _STOPPED) and self.failure is None:
-            failure = RolloutError if kind == _FAILED else StoppedError
-            self.failure = failure(content.decode())
-        return kind, content
+        while self.failure is None:
+            message = broadcast_answer(
+                reply if source else None, self._groups, self._wait_on_s, self.agree_to_stop
+            )
+            kind, content = message[:1], message[1:]
+            if kind == _SYNC_WEIGHTS and syncs:
+                self.sync_weights(again=True)
+            elif kind in (_DONE, _SYNC_WEIGHTS):
+                break
+            elif self.failure is None:
+                failure = RolloutError if kind == _FAILED else StoppedError
+                self.failure = failure(content.decode())
+        return answer
