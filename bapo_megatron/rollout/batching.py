@@ -29,7 +29,6 @@ from bapo_megatron.rollout.buffer import (
 from bapo_megatron.rollout.episodes import BURST, Episodes, Grader, Interaction
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.saved import RolloutState, SavedRollout, settings_of
-from bapo_megatron.rollout.scoring import TeacherPool
 from bapo_megatron.telemetry.console import describe_rate, reporting
 from bapo_megatron.telemetry.metrics import is_right
 from bapo_megatron.types import RolloutBatch, RolloutStats, SampleText
@@ -206,43 +205,38 @@ class BatchCollector:
         self._buffer = self._selection.buffer = replace(saved.buffer, earlier=earlier)
         self._before = _since(self._totals(), about.counted)
         self._spent_s, self._sampled_version = about.generation_s, about.sampled_version
-        if self.wants_routes:
-            self._forget_unrouted()
-        if self.grader.teacher is not None:
-            self._forget_unscored(self.grader.teacher)
-        for group in self._buffer:
-            if self.grader.sees_groups and not group.is_scored:
-                group.start_again((), sees_groups=True)  # other reward functions may have scored it
+        self._forget_incomplete()
 
-    def _forget_unrouted(self) -> None:
-        """Sample responses again that were saved without their experts; drop earlier groups."""
+    def _forget_incomplete(self) -> None:
+        """Sample or grade again what was saved without its experts or this teacher's scores.
+
+        Groups of earlier batches are dropped instead.
+        """
+        teacher, earlier = self.grader.teacher, self._buffer.earlier
 
         def lacks_routes(pending: PendingSample) -> bool:
-            sequences = pending.sample.sequences
-            return any(len(s.response_token_ids) and s.routes is None for s in sequences)
-
-        for group in self._buffer:
-            unrouted = [pending for pending in group.samples if lacks_routes(pending)]
-            group.start_again(unrouted, sees_groups=bool(unrouted) and self.grader.sees_groups)
-        self._drop_earlier(lacks_routes)
-
-    def _forget_unscored(self, teacher: TeacherPool) -> None:
-        """Regrade samples that were saved without this teacher's scores; drop earlier groups."""
+            return self.wants_routes and any(
+                len(sequence.response_token_ids) and sequence.routes is None
+                for sequence in pending.sample.sequences
+            )
 
         def lacks_scores(pending: PendingSample) -> bool:
-            return not all(map(teacher.has_scored, pending.sample.sequences))
+            sequences = pending.sample.sequences
+            return teacher is not None and not all(map(teacher.has_scored, sequences))
 
         for group in self._buffer:
-            for pending in filter(lacks_scores, group.samples):
-                pending.texts = None
-        self._drop_earlier(lacks_scores)
-
-    def _drop_earlier(self, is_unusable: Callable[[PendingSample], bool]) -> None:
-        """Drop groups of earlier batches with a sample that cannot be trained on again."""
-        earlier = self._buffer.earlier
+            for pending in group.samples:
+                if lacks_routes(pending):
+                    pending.start_again()
+                elif lacks_scores(pending):
+                    pending.texts = None
+            if self.grader.sees_groups and not group.is_scored:
+                group.start_again((), sees_groups=True)  # other reward functions may have scored it
         for number, groups in enumerate(earlier):
             earlier[number] = tuple(
-                group for group in groups if not any(map(is_unusable, group.samples))
+                group
+                for group in groups
+                if not any(lacks_routes(p) or lacks_scores(p) for p in group.samples)
             )
 
     def _request_of(self, pending: PendingSample) -> GenerateRequest:
