@@ -46,10 +46,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
+    "n": (1,),
 }
 """Values besides null that leave the distribution as it is."""
-_NEVER = ("previous_response_id", "conversation", "prompt")
-"""Fields that select another conversation; refused even with ``override``."""
+_WHOLE = "send the whole conversation"
+_NEVER = {
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _WHOLE),
+    "n": "every call is one turn of the policy, so make several calls",
+}
+"""Fields that are refused even with ``override``, and what to do instead."""
 
 
 class RefusalError(Exception):
@@ -84,20 +89,12 @@ class SamplingRules:
         for name, value in fields.items():
             if name in _IGNORED or value is None:
                 continue
-            if name == "n" and value != 1:
-                raise RefusalError(
-                    f"n: must be 1, got {shown_value(value)}: every call is one turn of the "
-                    "policy; make several calls"
-                )
             accepted = (ours[name],) if name in ours else _NEUTRAL.get(name, ())
-            if name == "n" or value in accepted or (self.overrides and name not in _NEVER):
+            if value in accepted or (self.overrides and name not in _NEVER):
                 continue
             rule = f"must be {shown_value(accepted[0])}" if accepted else "must be left out"
-            remedy = (
-                "send the whole conversation"
-                if name in _NEVER
-                else ("leave it out, or set rollout.agent_sampling=override to ignore such values")
-            )
+            override = "leave it out, or set rollout.agent_sampling=override to ignore such values"
+            remedy = _NEVER.get(name, override)
             raise RefusalError(f"{name}: {rule}, got {shown_value(value)}; {remedy}")
 
 

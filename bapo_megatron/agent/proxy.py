@@ -213,6 +213,9 @@ class Session:
         return self.limits.max_tokens - self.record.num_tokens - promised
 
 
+_SESSION = web.RequestKey("session", Session)
+
+
 def _unfinished(calls: Iterable[Call], new: Call) -> list[Call]:
     """Return the calls that are being sampled beside a new one."""
     return [call for call in calls if call is not new and not call.is_finished and call.max_tokens]
@@ -273,7 +276,7 @@ class Proxy:
                 401,
                 "invalid_api_key",
             )
-        request["session"] = session
+        request[_SESSION] = session
         return session
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -337,7 +340,7 @@ async def _stream(
         except RefusalError as error:
             if not response.prepared:
                 raise
-            request["session"].last_refusal = str(error)
+            request[_SESSION].last_refusal = str(error)
             events = [error.content]
         for event in events:
             kind = f"event: {event['type']}\n" if "type" in event else ""
@@ -365,6 +368,6 @@ async def _refusals_as_json(
         place = f"{request.method} {shown_value(request.path)}: {error.reason}"
         remedy = "use /v1/chat/completions, /v1/responses or /v1/models"
         refusal = RefusalError(f"{place}; {remedy}", error.status, "not_found")
-    if "session" in request:
-        request["session"].last_refusal = f"HTTP {refusal.status}: {refusal}"
+    if _SESSION in request:
+        request[_SESSION].last_refusal = f"HTTP {refusal.status}: {refusal}"
     return web.json_response(refusal.content, status=refusal.status)

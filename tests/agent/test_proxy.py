@@ -194,7 +194,7 @@ async def test_a_stream_that_takes_long_is_kept_open_by_comments(
         ({"temperature": 0.7}, "temperature: must be 1.0, got 0.7; leave it out, or set"),
         ({"top_p": 0.5}, "top_p: must be 1.0, got 0.5"),
         ({"stop": ["\n"]}, 'stop: must be [], got ["\\n"]'),
-        ({"n": 2}, "n: must be 1, got 2: every call is one turn of the policy"),
+        ({"n": 2}, "n: must be 1, got 2; every call is one turn of the policy"),
         ({"tool_choice": "required"}, "tool_choice: must be 'auto', got 'required'"),
         ({"response_format": {"type": "json_object"}}, "response_format: must be "),
         ({"extra_body": {"min_p": 0.1}}, "min_p: must be left out, got 0.1"),
