@@ -90,7 +90,7 @@ class Speculation:
         if not self.predicts or update.policy is not None:
             return {}
         missed, differs = (bool(flag) for flag in first.step.flags)
-        self.count(missed=missed)
+        self._missed.append(missed)  # whether or not the update relied on the prediction
         if self.is_trial:
             loss_s = self._clock_s() - self._decided_s
             self.end_trial(self._collect_s, loss_s, differs=differs)
@@ -98,10 +98,6 @@ class Speculation:
             self._predictor.learn(first.inputs.total)
         relied = float(inputs.is_predicted)
         return {"predictions": 1.0, "hits": float(not missed), "relied": relied}
-
-    def count(self, *, missed: bool) -> None:
-        """Count a prediction, whether or not the update relied on it."""
-        self._missed.append(missed)
 
     def end_trial(self, forward_only_s: float, loss_s: float, *, differs: bool) -> None:
         """Take rank 0's times of the two passes, and whether their statistics differ.

@@ -291,10 +291,8 @@ class BatchTrainer:
         if not attempt.step.applied:
             return Measurement(counts | self._skip(update, attempt)), ()
         sums, maxima = self._stage.numbers.add(attempt.reports, self._groups.device)
-        device, num_samples = self._groups.device, update.context.num_samples
-        log_weight_B = torch.zeros(num_samples, dtype=torch.int64, device=device)
-        for report in attempt.reports:
-            log_weight_B += report.log_weight_B
+        zero_B = torch.zeros(update.context.num_samples, dtype=torch.int64, device=sums.device)
+        log_weight_B = sum((report.log_weight_B for report in attempt.reports), zero_B)
         measured = MeasuredUpdate(sums, maxima, attempt.decisions, log_weight_B)
         # No reports before the last stage.
         tokens = tuple(zip(attempt.inputs.micro_batches, attempt.reports, strict=False))

@@ -30,7 +30,7 @@ def _after_trial(groups: ProcessGroups, *shares: float) -> Speculation:
     for share in shares:
         assert auto.is_trial
         assert not auto.relies
-        auto.count(missed=False)
+        auto._missed.append(False)
         auto.end_trial(share * 8.0, 8.0, differs=False)
     return auto
 
@@ -42,7 +42,7 @@ def test_auto_stops_where_misses_cost_more_than_hits_save_and_goes_on_later(
     auto = _after_trial(groups, 0.5, 0.25)
     relied = []
     for missed in (False, True, True, False, False, False, False, False, False):
-        auto.count(missed=missed)
+        auto._missed.append(missed)
         relied.append(auto.relies)
     # Misses of predictions so far: 0/3, 1/4, 2/5, 2/6, 2/7, 2/8, 2/9, ...
     assert relied == [True, False, False, False, False, False, True, True, True]
@@ -51,10 +51,10 @@ def test_auto_stops_where_misses_cost_more_than_hits_save_and_goes_on_later(
 def test_old_misses_are_forgotten(groups: ProcessGroups) -> None:
     auto = _after_trial(groups, 0.25, 0.25)
     for _ in range(speculation.WINDOW):
-        auto.count(missed=True)
+        auto._missed.append(True)
     assert not auto.relies
     for _ in range(speculation.WINDOW):
-        auto.count(missed=False)
+        auto._missed.append(False)
     assert auto.relies
 
 
@@ -71,6 +71,6 @@ def test_other_log_probs_end_the_trial_and_all_predictions(
 def test_the_other_modes_ask_for_no_trial(groups: ProcessGroups, mode: str) -> None:
     speculated = _speculation(mode, groups)
     for _ in range(3):
-        speculated.count(missed=True)
+        speculated._missed.append(True)
     assert not speculated.is_trial
     assert speculated.relies == speculated.predicts == (mode == "always")
