@@ -215,8 +215,8 @@ def _traffic_table(plan: Plan) -> Table:
         plan.sent_bytes,
         {
             "group": str,
-            ">ranks": lambda group: str(layout.group_ranks[group]),
-            "link": lambda g: "node" if layout.within_node(g, node_gpus) else "network",
+            ">ranks": lambda group: str(layout.groups[group][0]),
+            "link": lambda g: "node" if layout.groups[g][1] <= node_gpus else "network",
             ">GB": lambda group: _number(plan.sent_bytes[group] / 1e9),
         },
     )

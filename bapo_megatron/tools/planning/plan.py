@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bapo_megatron.config.check import check_settings
-from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import with_values
 from bapo_megatron.policy.families.base import HfConfig
@@ -227,7 +226,7 @@ def make_plan(
         step_s=step_s,
         sent_bytes={
             group: sum(phase.sent_bytes.get(group, 0.0) for phase in phases)
-            for group in layout.group_ranks
+            for group in layout.groups
         },
         steps=config.train.steps,
         gpu_hours_per_step=step_s * all_gpus / 3600,
@@ -252,9 +251,11 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
         if mean is not None and mean > longest:
             raise ValueError(f"{option}: must be at most {key} = {longest}, got {mean}; lower it")
     gpu = find_gpu(options.gpu)
-    placement = _placement(config.rollout)
-    server = config.rollout.server
-    num_servers = len(config.rollout.servers) if placement == "elsewhere" else server.count
+    rollout, server = config.rollout, config.rollout.server
+    placement: Placement = "colocated" if rollout.colocated else "elsewhere"
+    if placement == "elsewhere" and rollout.starts_servers and server.first_gpu:
+        placement = "same node"
+    num_servers = len(rollout.servers) if placement == "elsewhere" else server.count
     return Assumptions(
         gpu=gpu,
         gpu_memory_bytes=(options.gpu_memory_gb or gpu.memory_gb) * 1e9,
@@ -269,12 +270,6 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
         rollout_gpus=options.rollout_gpus or num_servers * server.tensor or gpus,
         rollout_tokens_per_s=options.rollout_tokens_per_s,
     )
-
-
-def _placement(rollout: RolloutConfig) -> Placement:
-    if rollout.colocated:
-        return "colocated"
-    return "same node" if rollout.starts_servers and rollout.server.first_gpu else "elsewhere"
 
 
 def _host_bytes_per_node(case: Scenario, stages: Sequence[StageMemory]) -> float:
@@ -297,7 +292,7 @@ def _sampling_bytes(case: Scenario, stages: Sequence[StageMemory]) -> float:
 def _fits(case: Scenario, stages: Sequence[StageMemory] | None = None) -> bool:
     stages = stages or plan_memory(case, plan_workload(case))
     needed_bytes = max(_sampling_bytes(case, stages), *(stage.total_bytes for stage in stages))
-    return needed_bytes <= case.assumptions.usable_bytes
+    return needed_bytes <= case.assumptions.gpu_memory_bytes - case.assumptions.reserve_bytes
 
 
 def _max_data(config: RunConfig) -> int:

@@ -28,6 +28,8 @@ Group = Literal["tensor", "context", "pipeline", "data", "expert"]
 MAX_GPUS = 1 << 16
 MAX_VIRTUAL = 8
 """Limit of chunks per stage in listed layouts."""
+_SHARED_FIELDS = ("tensor", "sequence", "pipeline", "context", "expert", "expert_tensor")
+"""Those of ``Layout`` that ``ParallelConfig`` has under the same names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +48,8 @@ class Layout:
     @property
     def parallel(self) -> ParallelConfig:
         """The section of the configuration that asks for this layout."""
-        return ParallelConfig(
-            tensor=self.tensor,
-            sequence=self.sequence,
-            pipeline=self.pipeline,
-            virtual_pipeline=self.virtual,
-            context=self.context,
-            expert=self.expert,
-            expert_tensor=self.expert_tensor,
-        )
+        shared = {name: getattr(self, name) for name in _SHARED_FIELDS}
+        return ParallelConfig(virtual_pipeline=self.virtual, **shared)
 
     @property
     def expert_ranks(self) -> int:
@@ -86,30 +81,21 @@ class Layout:
         return hf.num_layers // (self.pipeline * self.virtual)
 
     @property
-    def group_ranks(self) -> dict[Group, int]:
-        """Ranks of each group, where ``data`` has those that sum gradients: data × context.
+    def groups(self) -> dict[Group, tuple[int, int]]:
+        """Size of each group, and the span of its ranks, from its first to its last.
 
-        ``expert`` is there if experts are divided.
+        ``data`` has those that sum gradients: data × context. ``expert`` is there if experts are
+        divided.
         """
-        expert: dict[Group, int] = {"expert": self.expert} if self.expert > 1 else {}
-        return {
-            "tensor": self.tensor,
-            "context": self.context,
-            "pipeline": self.pipeline,
-            "data": self.replicas,
-            **expert,
+        groups: dict[Group, tuple[int, int]] = {
+            "tensor": (self.tensor, self.tensor),
+            "context": (self.context, self.tensor * self.context),
+            "pipeline": (self.pipeline, self.gpus),
+            "data": (self.replicas, self.tensor * self.replicas),
         }
-
-    def within_node(self, group: Group, node_gpus: int) -> bool:
-        """Whether the ranks of a group share one node, counted from its first to its last."""
-        span = {
-            "tensor": self.tensor,
-            "context": self.tensor * self.context,
-            "data": self.tensor * self.replicas,
-            "pipeline": self.gpus,
-            "expert": self.expert_ranks,
-        }
-        return span[group] <= node_gpus
+        if self.expert > 1:
+            groups["expert"] = self.expert, self.expert_ranks
+        return groups
 
 
 def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
@@ -137,16 +123,8 @@ def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
             "parallel: expert × expert_tensor must divide the GPUs of a pipeline stage, got "
             f"{expert_ranks} with {gpus // parallel.pipeline}; lower them, or give more --gpus"
         )
-    return Layout(
-        parallel.tensor,
-        parallel.sequence,
-        parallel.pipeline,
-        parallel.virtual_pipeline,
-        parallel.context,
-        gpus // replica,
-        parallel.expert,
-        parallel.expert_tensor,
-    )
+    shared = {name: getattr(parallel, name) for name in _SHARED_FIELDS}
+    return Layout(virtual=parallel.virtual_pipeline, data=gpus // replica, **shared)
 
 
 def possible_layouts(
@@ -217,11 +195,6 @@ class Assumptions:
     rollout_gpus: int
     rollout_tokens_per_s: float | None
     """Rate of one rollout GPU; None: estimated from memory bandwidth and ``mfu_share``."""
-
-    @property
-    def usable_bytes(self) -> float:
-        """Memory of one GPU without the reserve."""
-        return self.gpu_memory_bytes - self.reserve_bytes
 
     @property
     def reached_flops(self) -> float:
@@ -328,8 +301,8 @@ class Scenario:
 
     def link_bytes_per_s(self, group: Group) -> float:
         """Bandwidth between the ranks of a group."""
-        within_node = self.layout.within_node(group, self.assumptions.node_gpus)
-        return self.assumptions.link_bytes_per_s(within_node=within_node)
+        _, span = self.layout.groups[group]
+        return self.assumptions.link_bytes_per_s(within_node=span <= self.assumptions.node_gpus)
 
 
 @dataclass(frozen=True, slots=True)
