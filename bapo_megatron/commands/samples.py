@@ -43,7 +43,10 @@ def show(
 ) -> None:
     """Print a step's responses: turns, reward components, advantages, ages."""
     path = _find_dump(run, step)
-    dump = read_step(path, _settings_of(path))
+    folder = path.absolute().parent
+    config = folder.parent / "config.yaml"
+    is_of_run = folder.name == "rollouts" and os.path.lexists(config)
+    dump = read_step(path, read_settings(config) if is_of_run else {})
     if sort == "advantage" and not dump.estimator:
         raise typer.BadParameter(
             "--sort advantage: the estimator is not known, or is your own function; leave it out"
@@ -76,13 +79,6 @@ def _find_dump(run: Path, step: int | None) -> Path:
             f"{run / 'rollouts'}: no dump of {wanted}; see rollout.dump and rollout.keep_dumps"
         )
     return dumps[max(dumps) if step is None else step]
-
-
-def _settings_of(dump: Path) -> dict[str, Any]:
-    """The settings of the dump's run; empty if the dump is not in a run directory."""
-    folder = dump.absolute().parent
-    config = folder.parent / "config.yaml"
-    return read_settings(config) if folder.name == "rollouts" and os.path.lexists(config) else {}
 
 
 def inspect_step(

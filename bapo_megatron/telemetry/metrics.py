@@ -88,6 +88,7 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
     num_groups, num_samples = len(batch.groups), len(samples)
     components = means_by_name([sample.reward_components for sample in samples])
+    per_response = len(batch.sequences) / num_samples
     return {
         "reward/mean": math.fsum(sample.reward for sample in samples) / num_samples,
         "reward/solved_groups": sum(all(map(is_right, group.samples)) for group in batch.groups)
@@ -101,17 +102,10 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/response_tokens_mean": sum(lengths) / num_samples,
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_share": truncated / num_samples,
-        **_branch_metrics(samples),
+        **({"rollout/sequences_per_response": per_response} if per_response > 1 else {}),
         **_episode_metrics(batch),
         **_work_metrics(batch.stats),
     }
-
-
-def _branch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    if not any(sample.branches for sample in samples):
-        return {}
-    num_sequences = sum(len(sample.sequences) for sample in samples)
-    return {"rollout/sequences_per_response": num_sequences / len(samples)}
 
 
 def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
@@ -121,6 +115,10 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
     turns = [sum(sequence.num_turns for sequence in sample.sequences) for sample in samples]
     written = [sample.episode_tokens - sample.episode_sampled for sample in samples]
     at_limit = sum(sample.finish_reason is FinishReason.TURNS for sample in samples)
+    counts = batch.stats.environment_counts
+    calls, forks, divergences = (counts.get(name, 0.0) for name in AGENT_COUNTS)
+    share = forks / max(calls, 1)
+    agents = {"rollout/agent_forks_share": share, "rollout/agent_divergences": divergences}
     return {
         "rollout/turns_mean": sum(turns) / len(samples),
         "rollout/turns_max": float(max(turns)),
@@ -131,20 +129,13 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
         **{f"rollout/environment_errors_{kind}": float(n) for kind, n in errors.items()},
         "rollout/environment_tokens_share": sum(written)
         / max(sum(sample.episode_tokens for sample in samples), 1),
-        **_agent_metrics(batch.stats.environment_counts),
+        **(agents if calls else {}),
         **{
             f"rollout/environment_{name}_per_response": total / len(samples)
-            for name, total in batch.stats.environment_counts.items()
+            for name, total in counts.items()
             if name not in AGENT_COUNTS
         },
     }
-
-
-def _agent_metrics(counts: Mapping[str, float]) -> dict[str, float]:
-    calls, forks, divergences = (counts.get(name, 0.0) for name in AGENT_COUNTS)
-    if not calls:
-        return {}
-    return {"rollout/agent_forks_share": forks / calls, "rollout/agent_divergences": divergences}
 
 
 def is_right(sample: Sample) -> bool:

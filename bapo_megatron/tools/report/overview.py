@@ -92,12 +92,8 @@ def _figures(run: RunRecord) -> dict[str, str]:
     last_step = run.steps[-1] if run.steps else 0
     total = run.settings.get("train.steps")
     figures = {"steps": f"{last_step:,}{f' of {total:,}' if isinstance(total, int) else ''}"}
-    files = list(evaluations_in(run.path).values())
-    k = (
-        {result.name: result.samples_per_prompt for result in read_results(files[-1])}
-        if files
-        else {}
-    )
+    newest = [*evaluations_in(run.path).values()][-1:]
+    k = {result.name: result.samples_per_prompt for f in newest for result in read_results(f)}
     for name in run.eval_sets:
         metric = f"eval/{name}/avg_at_k"
         first, *others = [row for row in run.rows if metric in row]
