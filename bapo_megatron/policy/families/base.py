@@ -191,7 +191,8 @@ class HfConfig:
     @property
     def dimensions(self) -> dict[str, int]:
         """Sizes by the names that ``Weight.shapes`` uses."""
-        experts, net = self.experts, self.delta_net
+        experts, net, latent = self.experts, self.delta_net, self.latent
+        expanded = latent.unrotated_dim + latent.value_dim if latent else 0
         return {
             "vocab": self.vocab_size,
             "hidden": self.hidden_size,
@@ -209,19 +210,11 @@ class HfConfig:
             "delta_head": net.value_head_dim if net else 0,
             "kernel": net.kernel_size if net else 0,
             "one": 1,  # the convolution is over each channel alone
-            **self._latent_dimensions,
-        }
-
-    @property
-    def _latent_dimensions(self) -> dict[str, int]:
-        if self.latent is None:
-            return {}
-        return {
-            "query_rank": self.latent.query_rank or 0,
-            "key_value_rank": self.latent.key_value_rank,
+            "query_rank": latent.query_rank or 0 if latent else 0,
+            "key_value_rank": latent.key_value_rank if latent else 0,
             "latent": self.cached_channels,
-            "key_value": self.num_heads * (self.latent.unrotated_dim + self.latent.value_dim),
-            "value": self.num_heads * self.latent.value_dim,
+            "key_value": self.num_heads * expanded,
+            "value": self.num_heads * self.value_dim,
         }
 
     @property
