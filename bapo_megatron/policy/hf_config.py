@@ -9,8 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from bapo_megatron.config.check import check_heads, check_layers, text_fields
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
@@ -132,13 +130,6 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-class _Kind(BaseModel):
-    """The field that names the family."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    model_type: str = Field(pattern=rf"^({'|'.join(FAMILIES)})$")
-
-
 def read_hf_config_file(path: Path, ignored_fields: Collection[str] = ()) -> HfConfig:
     """Read and check a model's ``config.json``.
 
@@ -152,7 +143,9 @@ def read_hf_config_file(path: Path, ignored_fields: Collection[str] = ()) -> HfC
     """
     try:
         fields = text_fields(decode_json(dict[str, Any], read_regular(path)))
-        family = FAMILIES[decode(_Kind, fields).model_type]
+        kind = fields.get("model_type")
+        if (family := FAMILIES.get(str(kind))) is None:
+            raise ValueError(f"'model_type' must be {', '.join(FAMILIES)}, got {shown_value(kind)}")
         for name in ignored_fields:
             if name in family.fields.model_fields:
                 raise ConfigError(
