@@ -413,17 +413,13 @@ class RolloutConfig(Section):
         return tuple(shlex.split(self.agent))
 
     @model_validator(mode="after")
-    def _tools_have_a_format(self) -> Self:
-        if self.agent is None and bool(self.tool_schemas) != (self.tool_format != "none"):
-            raise ValueError(
-                f"tool_format must be one of {', '.join(TOOL_FORMATS[1:])} with tools, and none "
-                f"without, got {self.tool_format} and {len(self.tool_schemas)} tools; set both"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _agents_bring_their_own(self) -> Self:
+    def _tools_have_a_format_and_an_owner(self) -> Self:
         if self.agent is None:
+            if bool(self.tool_schemas) != (self.tool_format != "none"):
+                raise ValueError(
+                    f"tool_format must be one of {', '.join(TOOL_FORMATS[1:])} with tools, and none"
+                    f" without, got {self.tool_format} and {len(self.tool_schemas)} tools; set both"
+                )
             return self
         if self.environment != SINGLE_TURN or self.tools:
             key = "tools" if self.tools else "environment"
@@ -448,17 +444,13 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _cells_have_time(self) -> Self:
+    def _settings_go_together(self) -> Self:
         needed_s, limit_s = self.python_tool.sandbox.timeout_s, self.episodes.step_timeout_s
         if self.environment == PYTHON_TOOL and limit_s <= needed_s:
             raise ValueError(
                 f"episodes.step_timeout_s must be above python_tool.sandbox.timeout_s = "
                 f"{needed_s:g}, got {limit_s:g}: it is for all cells of a step; raise it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _settings_go_together(self) -> Self:
         later = ("async_steps", "partial_tokens", "tokens_per_step", "max_carries", "fixed_lag")
         for name in later:
             if getattr(self, name) and not self.partial:
