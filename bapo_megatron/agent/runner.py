@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bapo_megatron.agent.proxy import Proxy
 from bapo_megatron.config.rollout import RolloutConfig
@@ -52,14 +52,8 @@ def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     return dict.fromkeys(names, hosts)
 
 
-class Queue(Protocol):
-    """Learns when an agent waits for others, at once."""
-
-    def enter(self) -> None:
-        """The agent cannot start yet."""
-
-    def leave(self) -> None:
-        """The agent starts, having waited or not."""
+OnWait = Callable[[bool], None]
+"""Learns at once that an agent must wait for others (True), and that it starts (False)."""
 
 
 class AgentLostError(EnvironmentFailedError):
@@ -155,7 +149,7 @@ class AgentRunner:
         self._num_free = limits.episodes * limits.workers
         if config.agent_command:
             self._num_free = limits.commands
-        self._queue: deque[tuple[asyncio.Future[None], Queue]] = deque()
+        self._queue: deque[tuple[asyncio.Future[None], OnWait]] = deque()
         self._hosts: list[_Host | None] = [None] * (1 if config.agent_command else limits.workers)
         self._all: set[_Host] = set()
         self._starting = asyncio.Lock()
@@ -193,7 +187,7 @@ class AgentRunner:
         if self._is_private:
             await self._close(host)
 
-    async def run(self, task: Mapping[str, Any], key: str, queue: Queue) -> Any:
+    async def run(self, task: Mapping[str, Any], key: str, on_wait: OnWait) -> Any:
         """Run an agent to its end; return its JSON value. Cancelling this ends the agent.
 
         Raises:
@@ -201,7 +195,7 @@ class AgentRunner:
             AgentLostError: Its worker ended, perhaps for another agent's reason.
         """
         place = f"prompt '{task['prompt_id']}'"
-        await self._enter(queue)
+        await self._enter(on_wait)
         try:
             reply = await self._play(task, key)
         except _GoneError as error:
@@ -229,14 +223,14 @@ class AgentRunner:
         """Whether each episode has a worker of its own."""
         return self._sandbox is not None and bool(self._config.agent_command)
 
-    async def _enter(self, queue: Queue) -> None:
+    async def _enter(self, on_wait: OnWait) -> None:
         if self._num_free and not self._queue:
             self._num_free -= 1
-            queue.leave()
+            on_wait(False)
             return
-        queue.enter()
+        on_wait(True)
         turn = asyncio.get_running_loop().create_future()
-        self._queue.append((turn, queue))
+        self._queue.append((turn, on_wait))
         try:
             await turn
         except asyncio.CancelledError:
@@ -247,9 +241,9 @@ class AgentRunner:
     def _leave(self) -> None:
         """Let the next agent in at once, so that no one sees it wait for nothing."""
         while self._queue:
-            turn, queue = self._queue.popleft()
+            turn, on_wait = self._queue.popleft()
             if not turn.done():
-                queue.leave()
+                on_wait(False)
                 turn.set_result(None)
                 return
         self._num_free += 1

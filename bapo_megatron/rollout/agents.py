@@ -8,7 +8,7 @@ from typing import Any
 from bapo_megatron.agent.protocol import SamplingRules
 from bapo_megatron.agent.proxy import Proxy, Session, SessionLimits
 from bapo_megatron.agent.record import Call, Record
-from bapo_megatron.agent.runner import AgentLostError, AgentRunner, Queue
+from bapo_megatron.agent.runner import AgentLostError, AgentRunner, OnWait
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.engine.base import SamplingSettings
@@ -47,7 +47,7 @@ class Agents:
         return Session(record, self.renderer, rules, limits, sample, is_serial=is_serial)
 
     async def play(
-        self, session: Session, prompt: Prompt, seed: int, queue: Queue
+        self, session: Session, prompt: Prompt, seed: int, on_wait: OnWait
     ) -> tuple[FinishReason, Any]:
         """Run the agent to its end; return why the episode ended, and the agent's value.
 
@@ -57,7 +57,7 @@ class Agents:
         """
         with self.proxy.admitted(session) as key:
             task = _task(prompt, seed)
-            playing = asyncio.create_task(self._run(session, task, key, queue))
+            playing = asyncio.create_task(self._run(session, task, key, on_wait))
             timing = asyncio.create_task(self._time_out(session))
             try:
                 await asyncio.wait(
@@ -87,12 +87,12 @@ class Agents:
                 await session.close()
         return session.ended_by or FinishReason.STOP, value
 
-    async def _run(self, session: Session, task: dict[str, Any], key: str, queue: Queue) -> Any:
+    async def _run(self, session: Session, task: dict[str, Any], key: str, on_wait: OnWait) -> Any:
         try:
-            return await self.runner.run(task, key, queue)
+            return await self.runner.run(task, key, on_wait)
         except AgentLostError:  # perhaps for another episode's reason
             await session.restart()
-            return await self.runner.run(task, key, queue)
+            return await self.runner.run(task, key, on_wait)
 
     async def _time_out(self, session: Session) -> None:
         limit_s = self.config.agent_limits.timeout_s

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bapo_megatron.agent.proxy import Session
 from bapo_megatron.agent.record import Call, Record
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.data.chat import ChatRenderer
@@ -476,9 +475,20 @@ class Episodes:
         assert request.sampling.seed is not None, "episodes have a seed"
         is_serial = self.pool.stepper is not None
         session = agents.session(record, request.sampling, sample, is_serial=is_serial)
-        queue, state = _AgentQueue(self, task, session), None
+        state, seed = None, request.sampling.seed
+
+        def note_wait(has_to_wait: bool) -> None:
+            if has_to_wait:
+                self._asking.discard(task)
+                self._queued.add(task)
+                self.news.set()
+            else:
+                self._queued.discard(task)
+                self._asking.add(task)
+                session.begin()
+
         try:
-            reason, state = await agents.play(session, pending.prompt, request.sampling.seed, queue)
+            reason, state = await agents.play(session, pending.prompt, seed, note_wait)
         except EnvironmentFailedError as error:
             self.interaction.count_failure(error)
             reason = FinishReason.ENVIRONMENT
@@ -583,25 +593,6 @@ class Episodes:
         was_sent = await self.pool.generate(plan, take, pending.sample.group_id)
         self.resumed_samples += is_resumed and was_sent
         return pending.is_finished or pending.awaits_answer
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _AgentQueue:
-    """Keeps the books of an agent that may have to wait for others (``agent.runner.Queue``)."""
-
-    episodes: Episodes
-    task: asyncio.Task[None]
-    session: Session
-
-    def enter(self) -> None:
-        self.episodes._asking.discard(self.task)
-        self.episodes._queued.add(self.task)
-        self.episodes.news.set()
-
-    def leave(self) -> None:
-        self.episodes._queued.discard(self.task)
-        self.episodes._asking.add(self.task)
-        self.session.begin()
 
 
 def _segment_of(task: asyncio.Task[None], pending: PendingSample) -> _Segment:

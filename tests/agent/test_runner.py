@@ -9,6 +9,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,18 +44,8 @@ TASK = {
 COMMAND = [sys.executable, "-m", AGENTS]
 
 
-class NoQueue:
-    def enter(self) -> None: ...
-
-    def leave(self) -> None: ...
-
-
-class NotedQueue(NoQueue):
-    def __init__(self, number: int, started: list[int]) -> None:
-        self.number, self.started = number, started
-
-    def leave(self) -> None:
-        self.started.append(self.number)
+def no_wait(has_to_wait: bool) -> None:
+    pass
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +93,7 @@ async def play(
     session = Session(Record(), renderer, SamplingRules(1.0), limits, sample)
     try:
         with proxy.admitted(session) as key:
-            return await runner.run(TASK, key, NoQueue()), session.record
+            return await runner.run(TASK, key, no_wait), session.record
     finally:
         await session.close()
 
@@ -202,9 +193,11 @@ async def test_only_so_many_run_at_a_time_and_the_next_starts_at_once(
 ) -> None:
     started: list[int] = []
     async with opened(agent=agent, agent_limits=limits) as (runner, _):
-        tasks = [
-            asyncio.create_task(runner.run(TASK, "key", NotedQueue(n, started))) for n in range(4)
-        ]
+
+        def note(number: int, has_to_wait: bool) -> None:
+            started.extend([] if has_to_wait else [number])
+
+        tasks = [asyncio.create_task(runner.run(TASK, "key", partial(note, n))) for n in range(4)]
         await asyncio.sleep(0.5)
         assert started == [0, 1]
         tasks[2].cancel()
@@ -227,7 +220,7 @@ async def test_an_agent_whose_worker_died_starts_again_from_its_record(
         limits = SessionLimits(9, 1000, 1000)
         session = Session(Record(), renderer, SamplingRules(1.0), limits, policy.sample)
         agents = Agents(runner, proxy, renderer, agent_config(), max_prompt_tokens=1000)
-        end = await agents.play(session, Prompt("p:0", (1,), "", "2", row=row), 1, NoQueue())
+        end = await agents.play(session, Prompt("p:0", (1,), "", "2", row=row), 1, no_wait)
     assert end == (FinishReason.STOP, "Yes.")
     assert len(policy.calls) == 2
 
@@ -235,7 +228,7 @@ async def test_an_agent_whose_worker_died_starts_again_from_its_record(
 async def test_the_end_of_a_worker_leaves_the_others_running() -> None:
     async with opened(agent=f"{AGENTS}:sleeps", agent_limits={"workers": 2}) as (runner, _):
         task = {**TASK, "row": {"seconds": 1}}
-        playing = [asyncio.create_task(runner.run(task, "key", NoQueue())) for _ in range(2)]
+        playing = [asyncio.create_task(runner.run(task, "key", no_wait)) for _ in range(2)]
         while len(running := workers()) < 2:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.3)
@@ -247,13 +240,13 @@ async def test_the_end_of_a_worker_leaves_the_others_running() -> None:
 async def test_a_command_may_leave_a_process_behind() -> None:
     async with opened(agent=["sh", "-c", "sleep 3600 & echo 7"]) as (runner, _):
         async with asyncio.timeout(20):
-            assert await runner.run(TASK, "key", NoQueue()) == 7
+            assert await runner.run(TASK, "key", no_wait) == 7
         assert [child for worker in workers() for child in worker.children()] == []
 
 
 async def test_a_function_s_processes_end_with_the_run(renderer: ChatRenderer) -> None:
     async with opened(agent=f"{AGENTS}:spawns") as (runner, _):
-        playing = asyncio.create_task(runner.run(TASK, "key", NoQueue()))
+        playing = asyncio.create_task(runner.run(TASK, "key", no_wait))
         [worker] = workers()
         while not (children := worker.children()):
             await asyncio.sleep(0.05)
@@ -272,10 +265,7 @@ async def main():
     await proxy.open(has_port=True)
     runner = AgentRunner(agent_config(agent=sys.argv[1]), proxy)
     await runner.open()
-    class Queue:
-        def leave(self):
-            print("started", flush=True)
-    await runner.run({"prompt_id": "p"}, "key", Queue())
+    await runner.run({"prompt_id": "p"}, "key", lambda _: print("started", flush=True))
 
 asyncio.run(main())
 """

@@ -99,7 +99,7 @@ async def many_episodes() -> dict[str, float]:
         session = Session(Record(), renderer, SamplingRules(1.0), limits, sample)
         task = {"prompt_id": "p", "messages": [{"role": "user", "content": f"{number}+1=?"}]}
         with proxy.admitted(session) as key:
-            value = await runner.run(task, key, _NoQueue())
+            value = await runner.run(task, key, lambda _: None)
         await session.close()
         assert value == NUM_TURNS
         assert len(session.record.calls) == NUM_TURNS
@@ -110,12 +110,6 @@ async def many_episodes() -> dict[str, float]:
     await runner.close()
     await proxy.close()
     return {"wall_s": wall_s, "calls_per_s": NUM_EPISODES * NUM_TURNS / wall_s, "most": most}
-
-
-class _NoQueue:
-    def enter(self) -> None: ...
-
-    def leave(self) -> None: ...
 
 
 _HTTP: list[aiohttp.ClientSession] = []

@@ -54,8 +54,8 @@ class ScriptedRunner:
         self._agent, self._http, self._url, self._delay = agent, http, url, delay
         self.num_started = 0
 
-    async def run(self, task: Mapping[str, Any], key: str, queue: Any) -> Any:
-        queue.leave()
+    async def run(self, task: Mapping[str, Any], key: str, on_wait: Any) -> Any:
+        on_wait(False)
         self.num_started += 1
         await self._delay()
         try:
