@@ -216,20 +216,17 @@ class ProgramGrader:
         program = _last_program(response)
         if not program or program.isspace():
             return Score(0.0, answer_found=False, reason="no_program")
-        num_passed, reason = 0, "passed"
+        outcomes: list[str] = []
         for case in cases:
-            outcome = case.outcome(program, self._sandbox)
-            if outcome == "passed":
-                num_passed += 1
-                continue
-            reason = outcome
-            if self._config.score == "all":
+            outcomes.append(case.outcome(program, self._sandbox))
+            if outcomes[-1] != "passed" and self._config.score == "all":
                 break
-        share = num_passed / len(cases)
+        failures = [outcome for outcome in outcomes if outcome != "passed"]
+        share = outcomes.count("passed") / len(cases)
         return Score(
-            reward=share if self._config.score == "share" else float(num_passed == len(cases)),
+            reward=share if self._config.score == "share" else float(share == 1),
             extracted=program,
-            reason=reason,
+            reason=failures[-1] if failures else "passed",
             metrics={"passed_share": share},
         )
 
@@ -374,12 +371,9 @@ def _is_same(value: Any, wanted: Any) -> bool:
 
 def _equal(text: str, wanted: str) -> bool:
     """Compare outputs line by line without spaces at line ends; decimals up to 1e-6."""
-    lines, wanted_lines = (part.strip().splitlines() for part in (text, wanted))
-    if [line.split() for line in lines] == [line.split() for line in wanted_lines]:
-        return True
     words, wanted_words = text.split(), wanted.split()
     return (
-        len(lines) == len(wanted_lines)
+        len(text.strip().splitlines()) == len(wanted.strip().splitlines())
         and len(words) == len(wanted_words)
         and all(
             word == other or ("." in other and _is_close(word, other))
