@@ -241,10 +241,8 @@ def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:
                 f"{place}: reward.functions[{number}] is {entry.url or entry.function}: custom "
                 "reward code is not run from a samples file; pass a CONFIG that names it"
             )
-    default = RewardConfig()
-    names = ("workers", "timeout_s", "memory_limit_mb", "program")
-    limits = {name: getattr(default, name) for name in names}
-    return rewards.model_copy(update=limits)
+    limits = ("workers", "timeout_s", "memory_limit_mb", "program")
+    return rewards.model_copy(update={name: getattr(RewardConfig(), name) for name in limits})
 
 
 async def _grade_again(rewards: Rewards, sample: EvalSample) -> EvalSample:
