@@ -93,16 +93,6 @@ class Adapter(nn.Module):
         self._blocks = [(size, numbers.get(name)) for name, size in sizes.items()]
         """Rows of each linear of the weight, and the number of its adapter, if it has one."""
 
-    @property
-    def a(self) -> list[Tensor]:
-        """A of each adapter, [r, I]."""
-        return [self.get_parameter(f"a{number}") for number in range(len(self.entries))]
-
-    @property
-    def b(self) -> list[Tensor]:
-        """B of each adapter, [rows on this rank, r]."""
-        return [self.get_parameter(f"b{number}") for number in range(len(self.entries))]
-
     def _parameter(self, entry: Weight, shard: Tensor) -> nn.Parameter:
         parameter = nn.Parameter(shard.contiguous().to(self.groups.device))
         # Megatron's marks: how gradients are summed, and which ranks count them in the norm.
@@ -129,7 +119,9 @@ class Adapter(nn.Module):
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A, [R, I], and α/r · B, [O, R], of the fused weight; float32."""
-        a_RI, blocks = torch.cat(self.a), self.b
+        # A, [r, I], and B, [rows on this rank, r], in turn.
+        parameters: list[Tensor] = list(self.parameters())
+        a_RI, blocks = torch.cat(parameters[::2]), parameters[1::2]
         rank, width = blocks[0].shape[1], len(a_RI)
         parts = [
             a_RI.new_zeros(num_rows, width)
@@ -211,18 +203,13 @@ class ChunkAdapters(nn.ModuleList):
             groups = adapter.groups
             is_expert = adapter.entry.expert is not None
             replica = (groups.expert_data if is_expert else groups.data).rank()
-            for index, (pair, *parts) in enumerate(
-                zip(adapter.entries, adapter.a, adapter.b, strict=True)
-            ):
-                for entry, kind, parameter in zip(pair, "ab", parts, strict=True):
-                    offsets = [] if entry.axis is None else [(entry.axis, *adapter.part)]
-                    place = adapter.part[0] if entry.axis is None else 0
-                    state[f"{prefix}{number}.{kind}{index}"] = ShardedTensor.from_rank_offsets(
-                        f"lora.{entry.megatron}",
-                        parameter,
-                        *offsets,
-                        replica_id=(0, place, replica),
-                    )
+            entries = itertools.chain.from_iterable(adapter.entries)
+            for entry, (name, parameter) in zip(entries, adapter.named_parameters(), strict=True):
+                offsets = [] if entry.axis is None else [(entry.axis, *adapter.part)]
+                place = adapter.part[0] if entry.axis is None else 0
+                state[f"{prefix}{number}.{name}"] = ShardedTensor.from_rank_offsets(
+                    f"lora.{entry.megatron}", parameter, *offsets, replica_id=(0, place, replica)
+                )
         return state
 
 
@@ -308,8 +295,8 @@ class Lora:
     def parameters(self) -> Iterator[tuple[Weight, Tensor]]:
         """Yield this rank's parts of A and B with their entries of ``adapter_table``."""
         for adapter in self.adapters.values():
-            for pair, *parts in zip(adapter.entries, adapter.a, adapter.b, strict=True):
-                yield from zip(pair, parts, strict=True)
+            entries = itertools.chain.from_iterable(adapter.entries)
+            yield from zip(entries, adapter.parameters(), strict=True)
 
 
 def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
