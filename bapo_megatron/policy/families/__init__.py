@@ -1,25 +1,16 @@
-"""The model families, one per file; ``base`` says what a family is."""
+"""The model families, one per file; ``base`` says what a family is.
 
-from bapo_megatron.policy.families import (
-    deepseek_v3,
-    glm4_moe,
-    llama,
-    mistral,
-    qwen2,
-    qwen3,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_moe,
-    qwen3_next,
-)
+Each file lists its families in ``FAMILIES``, and all files are read here.
+"""
 
-_MODULES = (qwen2, qwen3, llama, mistral, qwen3_moe, glm4_moe, deepseek_v3, qwen3_next)
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        *(module.FAMILY for module in _MODULES),
-        *qwen3_5.FAMILIES,
-        *qwen3_5_moe.FAMILIES,
-    )
-}
+import importlib
+import pkgutil
+
+from bapo_megatron.policy.families.base import Family
+
+FAMILIES: dict[str, Family] = {}
 """By config.json's ``model_type``."""
+
+for _file in pkgutil.iter_modules(__path__):
+    _module = importlib.import_module(f"{__name__}.{_file.name}")
+    FAMILIES |= {family.model_type: family for family in getattr(_module, "FAMILIES", ())}

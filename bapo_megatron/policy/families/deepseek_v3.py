@@ -135,6 +135,6 @@ def _layer(hf: HfConfig, layer: int) -> LayerWeights:
     return LayerWeights((*attention, *mlp.shared), mlp.expert)
 
 
-FAMILY = Family(
-    "deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Json, _understand, _layer, is_draft
+FAMILIES = (
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Json, _understand, _layer, is_draft),
 )

@@ -67,4 +67,6 @@ def _understand(fields: ConfigJson) -> HfConfig:
     return replace(common, experts=glm.experts())
 
 
-FAMILY = Family("glm4_moe", "Glm4MoeForCausalLM", Glm4MoeJson, _understand, decoder_layer, is_draft)
+FAMILIES = (
+    Family("glm4_moe", "Glm4MoeForCausalLM", Glm4MoeJson, _understand, decoder_layer, is_draft),
+)

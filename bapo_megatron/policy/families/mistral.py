@@ -15,4 +15,4 @@ def _understand(fields: ConfigJson) -> HfConfig:
     return understand_common(fields)
 
 
-FAMILY = Family("mistral", "MistralForCausalLM", ConfigJson, _understand, decoder_layer)
+FAMILIES = (Family("mistral", "MistralForCausalLM", ConfigJson, _understand, decoder_layer),)

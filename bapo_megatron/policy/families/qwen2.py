@@ -7,4 +7,4 @@ from bapo_megatron.policy.families.config_json import ConfigJson, understand_com
 from bapo_megatron.policy.families.layers import decoder_layer
 
 _understand = partial(understand_common, qkv_bias=True)
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", ConfigJson, _understand, decoder_layer)
+FAMILIES = (Family("qwen2", "Qwen2ForCausalLM", ConfigJson, _understand, decoder_layer),)

@@ -7,4 +7,4 @@ from bapo_megatron.policy.families.config_json import ConfigJson, understand_com
 from bapo_megatron.policy.families.layers import decoder_layer
 
 _understand = partial(understand_common, optional_biases=("qkv", "output"), qk_norm=True)
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", ConfigJson, _understand, decoder_layer)
+FAMILIES = (Family("qwen3", "Qwen3ForCausalLM", ConfigJson, _understand, decoder_layer),)

@@ -44,4 +44,4 @@ def _understand(fields: ConfigJson) -> HfConfig:
     return replace(understand_common(fields, qk_norm=True), experts=experts)
 
 
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeJson, _understand, decoder_layer)
+FAMILIES = (Family("qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeJson, _understand, decoder_layer),)

@@ -37,11 +37,13 @@ def _understand(fields: ConfigJson) -> HfConfig:
     return replace(understand_hybrid(fields), experts=experts)
 
 
-FAMILY = Family(
-    "qwen3_next",
-    "Qwen3NextForCausalLM",
-    Qwen3NextJson,
-    _understand,
-    partial(hybrid_layer, delta_input=DELTA_INPUT),
-    is_kept=lambda hf, name: name.startswith("mtp."),
+FAMILIES = (
+    Family(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        Qwen3NextJson,
+        _understand,
+        partial(hybrid_layer, delta_input=DELTA_INPUT),
+        is_kept=lambda hf, name: name.startswith("mtp."),
+    ),
 )
