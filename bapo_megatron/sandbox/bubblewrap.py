@@ -78,13 +78,11 @@ class _Slot:
         self._lock, self.number = _take_number()
         self.uid = None if setpriv is None else _FIRST_UID + self.number
         """The user of the program; None: this process's."""
-        self.as_user = (
-            # Popen would have to copy this process's page tables to change the user itself.
-            [setpriv, f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups"]
-            if setpriv is not None
-            else []
-        )
+        self.as_user: list[str] = []
         """What a command begins with so that this user runs it."""
+        if setpriv is not None:
+            # Popen would have to copy this process's page tables to change the user itself.
+            self.as_user = [setpriv, f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups"]
         self.cgroup = create_cgroup(self.number, config.memory_limit_mb << 20, config.processes + 1)
 
     def release(self) -> None:
@@ -307,9 +305,8 @@ class _BubblewrapSession:
         self._on_close = on_close
         self._slot: _Slot | None = _Slot(config)
         try:
-            self._process = start(
-                self._slot, "cells", math.ceil(_MAX_CPU_FACTOR * config.timeout_s)
-            )
+            cpu_s = math.ceil(_MAX_CPU_FACTOR * config.timeout_s)
+            self._process = start(self._slot, "cells", cpu_s)
         except BaseException:
             self._slot.release()
             raise

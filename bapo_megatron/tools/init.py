@@ -86,11 +86,9 @@ def write_first_config(
         raise ValueError(f"{target}: exists and is not overwritten; remove it, or give another DIR")
     inputs = _read_inputs(model, train_set)
     draft = _draft(directory, model, inputs, response_tokens)
-    plan: Plan | None = None
-    if gpus:
-        config, plan = choose_layout(draft, inputs.hf, options, gpus)
-    else:
-        config = _on_cpu(draft)
+    config, plan = (
+        choose_layout(draft, inputs.hf, options, gpus) if gpus else (_on_cpu(draft), None)
+    )
     text = _as_yaml(config, inputs, plan, gpus)
     settings = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
     reread = parse_section(RunConfig, settings, str(target))

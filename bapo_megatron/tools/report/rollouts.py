@@ -267,9 +267,9 @@ def find_tokenizer(run: RunRecord, directory: Path | None = None) -> Any:
     """
     from tokenizers import Tokenizer
 
-    files = [run.path / "hf", Path(str(run.settings.get("model.path", "")))]
-    files = [folder / "tokenizer.json" for folder in (files if directory is None else [directory])]
-    for file in files:
+    own = [run.path / "hf", Path(str(run.settings.get("model.path", "")))]
+    for folder in own if directory is None else [directory]:
+        file = folder / "tokenizer.json"
         if directory is None and not file.is_file():
             continue
         try:
