@@ -192,9 +192,8 @@ class Collector:
         for overlap in find_overlaps(train_sets, [(s.name, s.prompts) for s in sets]):
             _LOG.warning("%s", overlap.warning())
         self._evaluator = Evaluator(
-            Interaction(
-                environment, renderer, episodes, agents=eval_agents
-            ),  # not shared: each counts its errors
+            # Not shared: each counts its errors.
+            Interaction(environment, renderer, episodes, agents=eval_agents),
             Grader(renderer, eval_rewards),
             await self._stack.enter_async_context(votes_pool(run.reward)),
             sets,

@@ -508,9 +508,7 @@ class Episodes:
         here = asyncio.current_task()
         assert here is not None
 
-        def leaves() -> bool:
-            return call.is_finished or pending.is_resting
-
+        segment = _Segment(task, lambda: call.is_finished or pending.is_resting)
         while not call.is_finished:
             self._asking.discard(task)
             if not self.is_running or pending.is_resting:
@@ -518,7 +516,7 @@ class Episodes:
                 self.news.set()
                 await self._advanced.wait()
                 continue
-            self._sampling[here] = _Segment(task, leaves)
+            self._sampling[here] = segment
             self.news.set()
             try:
                 await self._request_call(pending, call, request)
@@ -529,11 +527,7 @@ class Episodes:
         self, pending: PendingSample, call: Call, request: GenerateRequest
     ) -> None:
         """Continue an agent's call until it ends, rests or is aborted."""
-        prompt, index, is_resumed = (
-            call.prompt().tolist(),
-            pending.sample.index,
-            len(call.token_ids),
-        )
+        prompt, is_resumed = call.prompt().tolist(), len(call.token_ids) > 0
         seed = sample_seed(request.sampling.seed or 0, call.name)
 
         def plan() -> GenerateRequest | None:
@@ -558,10 +552,10 @@ class Episodes:
             self.generated_tokens += len(part.token_ids)
 
         # What shares a prefix is an episode, not a group; evaluations stay negative.
-        group_id = pending.sample.group_id
+        group_id, index = pending.sample.group_id, pending.sample.index
         affinity = (group_id << 20) + (index if group_id >= 0 else -index)
         was_sent = await self.pool.generate(plan, take, affinity)
-        self.resumed_samples += bool(is_resumed) and was_sent
+        self.resumed_samples += is_resumed and was_sent
 
     async def _sample(self, pending: PendingSample, request: GenerateRequest) -> bool:
         """Continue the policy's turn; return whether it has ended."""
