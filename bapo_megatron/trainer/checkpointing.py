@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -126,13 +125,10 @@ class Checkpoints:
                 self._restore_best()
                 if moved := files.begin_at(self._root, directory):
                     say(moved)
-                self._say_resumed(directory)
+                steps, last = self.progress.finished_steps, self._last_step
+                rest = f"; train.steps is {last}: none is left, raise it to train on"
+                say(f"resumed from {directory}: {steps} steps done{rest if steps >= last else ''}")
         return self.progress
-
-    def _say_resumed(self, directory: Path) -> None:
-        steps, last = self.progress.finished_steps, self._last_step
-        rest = f"; train.steps is {last}: none is left, raise it to train on"
-        say(f"resumed from {directory}: {steps} steps done{rest if steps >= last else ''}")
 
     def _restore_best(self) -> None:
         """Reset ``best`` to what it was at the resumed checkpoint; rank 0 only.

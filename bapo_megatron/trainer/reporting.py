@@ -151,9 +151,8 @@ def report_run(
     if config.replay.dumps is None:
         generation_s = progress.generation_s
         rate = progress.generated_tokens / generation_s if generation_s > 0 else 0.0
-    gpu_hours = (
-        (trainer_gpus and trainer_gpus + _rollout_gpus(config)) * sum(phase_s.values()) / 3600
-    )
+    gpus = trainer_gpus and trainer_gpus + _rollout_gpus(config)
+    gpu_hours = gpus * sum(phase_s.values()) / 3600
     cost = config.log.gpu_hour_cost
     summary = {
         "name": config.name,
