@@ -253,8 +253,7 @@ def _compare_letters(pred: _Answer, gold: _Answer) -> Reason | None:
     if are_same_choices(pred.text, gold.text):
         return Reason.EQUAL_TEXT
     pred_text, gold_text = pred.rest or pred.text, gold.rest or gold.text
-    gold_words, pred_words = words(gold_text), words(pred_text)
-    if gold_words is None or pred_words is None:
+    if (gold_words := words(gold_text)) is None or (pred_words := words(pred_text)) is None:
         return None
     if gold_words == pred_words and (len(gold_words) > 2 or gold_words == "no"):
         return Reason.EQUAL_TEXT

@@ -16,9 +16,6 @@ _MATRIX = re.compile(
 _TURNED = re.compile(
     r"(?<=[\])}])\^(?:T|\{\s*(?:T|\\text\{T\}|\\top|\\intercal)\s*\}|\\(?:text\{T\}|(?:top|intercal)\b))"
 )
-_DOT = re.compile(
-    r"(\\begin\{pmatrix\}[^&]*?\\end\{pmatrix\})\\cdot(?=\\begin\{pmatrix\}[^&]*?\\e)"
-)
 _D = re.compile(r"(?<![A-Za-z\\{])([a-ce-z]?)d(?![A-Za-z])")
 """A letter in a matrix, but the start of ``dx`` to the parser."""
 _ANGLED = re.compile(r"(?:\\langle|⟨|^<)\s*([^<>⟨⟩]*?,[^<>⟨⟩]*?)\s*(?:\\rangle|⟩|>$)")
@@ -36,8 +33,6 @@ _SCALE = re.compile(
     r"|\\frac\{[^{}]*\}\{[^{}]*\}|\\sqrt\{[^{}]*\})\s*$"
 )
 """What stands before a point that it adds to or scales; a function's name does not."""
-_SUM = re.compile(r"\s*(?:[+\-/]|\\cdot)")
-_DETERMINANT = re.compile(r"\\det\s*\(?([A-Z])(?![A-Za-z])\)?")
 _ROWS = re.compile(
     r"((?:[^=\\]+=)?)(?:\\begin\{[dr]?cases\}|\\\{\s*\\begin\{array\}\{[lcr| ]*\})(.*?)"
     r"(?:\\\\)?\\end\{(?:[dr]?cases|array)\}\s*\.?"
@@ -52,8 +47,7 @@ def spelled_out(text: str) -> str:
     """One spelling of the structures in a canonical answer, which keeps its value."""
     while "{{" in text and (shorter := _BRACES.sub(r"\1", text)) != text:
         text = shorter
-    text = _ANGLED.sub(r"(\1)", _DETERMINANT.sub(r"\\text{det}(\1)", text))
-    text = _VECTOR.sub(r"\1\2 ", text).strip()
+    text = _VECTOR.sub(r"\1\2 ", _ANGLED.sub(r"(\1)", text)).strip()
     text = "".join(_INTERVAL.sub(_with_round_ends, part) for part in _UNION.split(text))
     if (rows := _ROWS.fullmatch(text)) is not None:  # cases, or equations one below the other
         is_system = cases(text) is None
@@ -61,7 +55,7 @@ def spelled_out(text: str) -> str:
     text = _with_columns(_TURNED.sub("^T", text))
     if "matri" not in text and "array}" not in text:
         return text
-    return _DOT.sub(r"\1^T\\cdot ", _D.sub(r"\1{d}", _MATRIX.sub(r"\\\1{pmatrix}", text)))
+    return _D.sub(r"\1{d}", _MATRIX.sub(r"\\\1{pmatrix}", text))
 
 
 def _with_round_ends(interval: re.Match[str]) -> str:
@@ -75,11 +69,11 @@ def _with_columns(text: str) -> str:
     points = [point for point in _POINT.finditer(text) if len(split(point[1])) > 1]
     is_combined = False
     for point in points:
-        before, after = text[: point.start()], text[point.end() :]
+        before = text[: point.start()]
         is_scaled = _SCALE.search(before) is not None
         if before and not before.endswith("=") and not is_scaled:
             return text
-        is_combined |= is_scaled or bool(point[2] or _SUM.match(after))
+        is_combined |= is_scaled or point[2] is not None
     return _POINT.sub(_as_column, text) if is_combined else text
 
 

@@ -95,15 +95,12 @@ _CLOCK = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)")
 _ARITHMETIC = re.compile(
     r"(?:[\d\s+\-*/^().,{}!]|\\(?:frac|sqrt|binom|cdot|times|div|pi)(?![A-Za-z]))+"
 )
-_SEPARATOR = re.compile(
-    r",?\s*(?:\\text\{\s*(?:and|or|和|或)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[和或])\s*"
-)
 _OR, _AND = (
     re.compile(
-        rf",?\s*(?:\\text\{{,?\s*(?:{words})\s*\}}|\\(?:{signs})(?![A-Za-z])"
-        rf"|(?<![A-Za-z\\])(?:{words})(?![A-Za-z]))\s*"
+        rf",?\s*(?:\\text\{{,?\s*(?:{word}|[{chinese}])\s*\}}|\\(?:{signs})(?![A-Za-z])"
+        rf"|(?<![A-Za-z\\]){word}(?![A-Za-z])|[{chinese}])\s*"
     )
-    for words, signs in (("or|或", "lor|vee"), ("and|且|和", "land|wedge"))
+    for word, chinese, signs in (("or", "或", "lor|vee"), ("and", "且和", "land|wedge"))
 )
 _JOINED = re.compile(f"{_OR.pattern}|{_AND.pattern}")
 _INEQUALITY = re.compile(r"[<>]|\\(?:infty|[lg]eq?(?:slant)?|[lg]t|neq?)(?![A-Za-z])")
@@ -130,10 +127,10 @@ def is_equal_symbolically(pred: str, gold: str) -> bool:
     Raises:
         TooLargeError: One of them cannot be evaluated in reasonable time.
     """
-    if pred.casefold() == gold.casefold() or any(
-        _NUMBERS_SIDE_BY_SIDE.search(text) or _MISREAD.search(text) for text in (pred, gold)
-    ):
-        return False  # other letters; and the parser would add the numbers
+    if pred == gold or pred.casefold() == gold.casefold():
+        return pred == gold  # capital letters are others, though not to the parser
+    if any(_NUMBERS_SIDE_BY_SIDE.search(t) or _MISREAD.search(t) for t in (pred, gold)):
+        return False
     pred, gold = spelled_out(pred), spelled_out(gold)
     pred, gold = beside(pred, gold), beside(gold, pred)
     is_equal = _compare_structures(pred, gold)
@@ -141,7 +138,7 @@ def is_equal_symbolically(pred: str, gold: str) -> bool:
 
 
 def _is_equal_formula(pred: str, gold: str) -> bool:
-    pred, gold = (_signed(_SEPARATOR.sub(",", text)) for text in (pred, gold))
+    pred, gold = (_signed(_JOINED.sub(",", text)) for text in (pred, gold))
     if r"\equiv" in pred + gold:
         return (classes := _residues(pred)) is not None and classes == _residues(gold)
     builders = _BUILDER.fullmatch(pred), _BUILDER.fullmatch(gold)
@@ -199,12 +196,12 @@ def _are_equal_cases(pred: Sequence[tuple[str, str]], gold: Sequence[tuple[str, 
     def is_same(*pair: tuple[str, str]) -> bool:
         (value, condition), (other_value, other_condition) = pair
         if _OTHERWISE.fullmatch(condition) is None is _OTHERWISE.fullmatch(other_condition):
-            is_same_condition = _is_same_text(condition, other_condition)
+            is_same_condition = is_equal_symbolically(condition, other_condition)
         else:
             is_same_condition = condition == other_condition or any(
                 map(_cover_the_line, (pred, gold))
             )
-        return is_same_condition and _is_same_text(value, other_value)
+        return is_same_condition and is_equal_symbolically(value, other_value)
 
     return are_matched(pred, gold, is_same)
 
@@ -212,10 +209,6 @@ def _are_equal_cases(pred: Sequence[tuple[str, str]], gold: Sequence[tuple[str, 
 def _cover_the_line(pairs: Sequence[tuple[str, str]]) -> bool:
     regions = [_real_numbers(_parse(condition)) for _, condition in pairs]
     return None not in regions and sympy.Union(*regions) == sympy.S.Reals
-
-
-def _is_same_text(one: str, other: str) -> bool:
-    return one == other or is_equal_symbolically(one, other)
 
 
 def _region(text: str) -> tuple[sympy.Set, set[Any]] | None:

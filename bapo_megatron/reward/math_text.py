@@ -12,6 +12,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?", re.ASCII)
 _COMMANDS = {
@@ -60,17 +61,12 @@ _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|textnormal|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox"
     r"|operatorname)\s*\{([^{}]*)\}"
 )
-_FUNCTIONS = {
-    name: rf"\{command}"
-    for command, names in {
-        "sin": "sin", "cos": "cos", "tan": "tan tg", "cot": "cot ctg cotg", "sec": "sec",
-        "csc": "csc cosec", "arcsin": "arcsin", "arccos": "arccos", "arctan": "arctan arctg",
-        "arccot": "arccot arcctg", "sinh": "sinh sh", "cosh": "cosh ch", "tanh": "tanh th",
-        "ln": "ln", "log": "log", "exp": "exp", "log_{10}": "lg",
-    }.items()
-    for name in names.split()
+_SCHOOL_NAMES = {
+    "tg": "tan", "ctg": "cot", "cotg": "cot", "cosec": "csc", "arctg": "arctan",
+    "arcctg": "arccot", "sh": "sinh", "ch": "cosh", "th": "tanh", "lg": "log_{10}",
 }  # fmt: skip
-_NAMES = "|".join(_FUNCTIONS)
+_NAMES = "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|arccot|sinh|cosh|tanh|ln|log|exp|"
+_NAMES += "|".join(_SCHOOL_NAMES)
 _FUNCTION = re.compile(rf"\\text\{{\s*({_NAMES})\s*\}}(?=\s*[\w\\({{|^])|\\({_NAMES})(?![A-Za-z])")
 """A function in upright text, which has an argument, or as a command, also of Russian schools."""
 _UPRIGHT = re.compile(r"(?<=[A-Za-z])(?=\\text\{[eijk]\})|\\text\{([eijk]|\d+)\}")
@@ -162,6 +158,7 @@ _SUM = re.compile(r".[+-]|\\$")
 _CURRENCY = re.compile(r"(?P<sign>-?)\s*(?P<mark>\\\$|£|€|¥|₹)\s*(?P<value>[\d.,].*)")
 _CHOICE = re.compile(r"\\text\{\s*\(?([A-Ja-j])\)?[.:]?\s*\}|\(([A-Ja-j])\)|([A-J])[.):]?")
 _CHOICES = re.compile(r"\s*[A-J](?:(?:[\s,;]|and|和)*[A-J])+\s*")
+_CHOICE_ENDS = tuple("ABCDEFGHIJ}")
 _OPTION = re.compile(
     r"(?:\\text\{\s*\(?([A-J])[.:)]+\s*\}|\(([A-J])\)(?=[\s:]|\\text\{)|([A-J])[.:)](?![A-Z]\b))[\s:]*"
     r"(?!.*(?<![\w(])(?:\([A-J]\)|[A-J][.:)])|(?:\\text\{)?\W*(?:(?:and|or|nor|but|if|unless|maybe|perhaps)\b"
@@ -220,18 +217,8 @@ _POWER_WORDS |= {"平方": "^2", "立方": "^3"}
 _DOTTED = re.compile(r"(?<![a-z])[a-z]\.(?: ?[a-z](?:\.|(?![a-z])))+")
 """An abbreviation: ``p.m.``, ``B.C.``"""
 _FILLERS = {
-    "in",
-    "total",
-    "altogether",
-    "oclock",
-    "st",
-    "nd",
-    "rd",
-    "th",
-    "people",
-    "person",
-    "ways",
-}
+    "in", "total", "altogether", "oclock", "st", "nd", "rd", "th", "people", "person", "ways",
+}  # fmt: skip
 """Words behind a value that say nothing about it."""
 _SAME_WORDS = {"bce": "bc", "ce": "ad", "favour": "favor", "anticlockwise": "counterclockwise"}
 _POWER_IN_TEXT = re.compile(r"\\text\{([^{}]*[a-z])\^\{?([23])\}?\}")
@@ -260,9 +247,9 @@ def canonical(answer: str) -> str:
         return answer
     text = _END_MARKS.sub("", _unwrapped(_plain_unicode(answer).strip()))
     text = text.removesuffix(".").strip() if not text.endswith("..") else text
-    text = _in_braces(_typeset(text))
-    text = _TEXT.sub(r"\\text{\1}", _BRACED_MARK.sub(r"\1", text))
-    text = _NEGATIVE_SPACE.sub("", _POWER_IN_TEXT.sub(r"\\text{\1}^\2", text))
+    text = with_braces(_typeset(text))
+    if "\\" in text:
+        text = _NEGATIVE_SPACE.sub("", _POWER_IN_TEXT.sub(r"\\text{\1}^\2", text))
     text = " ".join(_LATEX_SPACE.sub(" ", text).replace(r"\%", "%").split())
     text = _REPEATING.sub(_repeating, text) if "." in text else text
     if (whole := _TEXT.fullmatch(text)) is not None and not _CHOICE.fullmatch(text):
@@ -273,37 +260,32 @@ def canonical(answer: str) -> str:
         text = _UPRIGHT.sub(lambda match: match[1] or " ", text)
     if r"\equiv" in text:
         text = _MOD.sub(r"\\pmod{\1}", text)
-    text = _ORDINAL.sub(r"\1", _without_label(text))
+    text = _ORDINAL.sub(r"\1", _LABEL.sub(r"\g<text>", text, 1))
+    if r"\text{" in text:
+        text = _NAMED.sub(r"\\text{\1}=", text).replace(r"\text{}", "")
     return _START_MARKS.sub("", _NEEDLESS_SPACE.sub("", text).strip())
 
 
 def _typeset(text: str) -> str:
     """LaTeX for what programs and keyboards spell in another way: powers, roots, thousands, π."""
-    text = _GROUPS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+    if "'" in text or "_" in text:
+        text = _GROUPS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
     text = text.replace("**", "") if text.startswith("**") else _TYPED_POWER.sub(r"^{\1}", text)
     return _ROOT.sub(r"\\sqrt\1{\2\3}", _TYPED.sub(r"\\\1", text))
 
 
-def _in_braces(text: str) -> str:
-    """Commands by one name, with braces around their arguments."""
-    if "\\" not in text:
+def with_braces(text: str) -> str:
+    """Return an answer with commands by one name each, and braces around their arguments."""
+    if "\\" in text:
+        text = _SIZING.sub("", text)
+        text = _MARKED_DIGITS.sub(r"\\overline{\1\2\3}", text) if "." in text else text
+        text = _SAME_COMMAND.sub(lambda match: _SAME[match[2]], text)
+        if r"\over" in text:
+            text = _OVER.sub(r"{\\frac{\1}{\2}}", f"{{{text}}}")[1:-1]
+        text = _BRACELESS.sub(_braced, _FRACTION.sub(r"\\\1", text))
+    if "{" not in text:
         return text
-    text = _MARKED_DIGITS.sub(r"\\overline{\1\2\3}", _SIZING.sub("", text))
-    text = _SAME_COMMAND.sub(lambda match: _SAME[match[2]], text)
-    if r"\over" in text:
-        text = _OVER.sub(r"{\\frac{\1}{\2}}", f"{{{text}}}")[1:-1]
-    return _BRACELESS.sub(_braced, _FRACTION.sub(r"\\\1", text))
-
-
-def _without_label(text: str) -> str:
-    r"""Without "the answer is"; ``\text{Area: }5`` as ``\text{Area}=5``."""
-    text = _NAMED.sub(_name, _LABEL.sub(r"\g<text>", text, 1))
-    return text.replace(r"\text{}", "")
-
-
-def _name(match: re.Match[str]) -> str:
-    name = match[1] if len(match[1]) < _MIN_LETTERS else rf"\text{{{match[1]}}}"
-    return f"{name}="
+    return _TEXT.sub(r"\\text{\1}", _BRACED_MARK.sub(r"\1", text))
 
 
 def _plain_unicode(text: str) -> str:
@@ -359,8 +341,9 @@ def _repeating(match: re.Match[str]) -> str:
 
 def _command(function: re.Match[str]) -> str:
     """Its command, parted from a letter that follows."""
-    command = _FUNCTIONS[function[1] or function[2]]
-    return command + " " * function.string[function.end() :][:1].isalpha()
+    name = function[1] or function[2]
+    command = _SCHOOL_NAMES.get(name, name)
+    return rf"\{command}" + " " * function.string[function.end() :][:1].isalpha()
 
 
 def _braced(match: re.Match[str]) -> str:
@@ -489,6 +472,8 @@ def as_number(text: str) -> Fraction | None:
 
 def are_same_choices(one: str, other: str) -> bool:
     """Whether two texts name the same several options, at least one of them in a list: A, C."""
+    if not one.endswith(_CHOICE_ENDS) or not other.endswith(_CHOICE_ENDS):
+        return False
     plain = [_TEXT.sub(r" \1 ", text) for text in (one, other)]
     if not all(map(_CHOICES.fullmatch, plain)):
         return False
@@ -507,10 +492,13 @@ def choice(text: str) -> tuple[str, str]:
 
 def flips(text: str) -> set[str]:
     r"""The words in ``\text{}`` that turn what stands beside them into its contrary."""
+    if r"\text" not in text:
+        return set()
     found = {word.lower() for part in _TEXT.findall(text) for word in _FLIP.findall(part)}
     return found | set(_CONDITION.findall(text))
 
 
+@lru_cache(maxsize=256)
 def words(text: str) -> str | None:
     """Return a text of words alone in one spelling, without case and marks; else None."""
     plain = " ".join(_TEXT.sub(r" \1 ", text).split())

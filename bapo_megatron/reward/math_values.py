@@ -8,6 +8,7 @@ digits. Values that clearly differ refute equality; ``differ`` never proves it.
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial, reduce
+from math import comb
 from operator import add, mul
 from typing import Any
 
@@ -21,6 +22,8 @@ _CONTEXT = mpmath.MPContext()
 _CONTEXT.dps = _DIGITS
 _MAX_SIZE = sympy.Float("1e20000")
 """Largest number that the comparison may write out."""
+_MAX_TERMS, _MAX_INTEGRALS = 2000, 3
+"""Of a sum, or of a sum's expanded power; and nested ones."""
 _LOST = mpmath.mpf(2) ** -200
 """An imaginary part this much smaller than its number is rounding."""
 _CLEARLY = 1e-50
@@ -203,6 +206,16 @@ def is_affordable(expression: Any) -> bool:
     for node in sympy.postorder_traversal(sympy.sympify(expression)):
         if isinstance(node, sympy.Product) and node.has(sympy.oo):
             return False
+        if isinstance(node, sympy.Sum | sympy.Product) and not node.function.is_polynomial():
+            lengths = [high - low for _, low, high in node.limits]
+            if any(_MAX_TERMS < size < sympy.oo for size in lengths if size.is_number):
+                return False
+        if isinstance(node, sympy.Integral) and len(node.atoms(sympy.Integral)) > _MAX_INTEGRALS:
+            return False
+        if isinstance(node, sympy.Pow) and isinstance(node.base, sympy.Add) and node.free_symbols:
+            parts, power = len(node.base.args), node.exp
+            if power.is_Integer and comb(abs(power) + parts - 1, parts - 1) > _MAX_TERMS:
+                return False
         if isinstance(node, sympy.Pow | sympy.factorial | sympy.binomial) and node.is_number:
             size = sympy.Abs(node.evalf(5))
             if node.args[-1].is_infinite or (size.is_Float and size > _MAX_SIZE):
