@@ -62,24 +62,14 @@ def layer_spec(
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     return TransformerBlockSubmodules(
-        layer_specs=[
-            build(
-                hf,
-                config,
-                has_experts=hf.has_experts(layer),
-                has_delta_net=hf.has_delta_net(layer),
-            )
-            for layer in layers
-        ],
+        layer_specs=[build(hf, config, number) for number in layers],
         layer_norm=TENorm if is_fused else RMSNorm,
     )
 
 
-def _fused_layer(
-    hf: HfConfig, config: TransformerConfig, *, has_experts: bool, has_delta_net: bool
-) -> ModuleSpec:
+def _fused_layer(hf: HfConfig, config: TransformerConfig, number: int) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts if has_experts else None,
+        num_experts=config.num_moe_experts if hf.has_experts(number) else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm or hf.latent is not None,
         multi_latent_attention=hf.latent is not None,
@@ -88,7 +78,7 @@ def _fused_layer(
         layer.submodules.self_attention.module = LatentSelfAttention
     if hf.output_bias:
         _add_output_bias(layer)
-    if has_delta_net:
+    if hf.has_delta_net(number):
         if not HAVE_FLA:
             raise ValueError(
                 "flash-linear-attention: must be installed for a model with gated delta nets on a "
@@ -98,11 +88,9 @@ def _fused_layer(
     return layer
 
 
-def _layer(
-    hf: HfConfig, config: TransformerConfig, *, has_experts: bool, has_delta_net: bool
-) -> ModuleSpec:
+def _layer(hf: HfConfig, config: TransformerConfig, number: int) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if has_experts else None,
+        num_experts=config.num_moe_experts if hf.has_experts(number) else None,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
         multi_latent_attention=hf.latent is not None,
@@ -123,7 +111,7 @@ def _layer(
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if hf.output_bias:
         _add_output_bias(layer)
-    if has_experts:
+    if hf.has_experts(number):
         submodules.pre_mlp_layernorm = RMSNorm  # router, experts and shared experts share it
     else:
         submodules.pre_mlp_layernorm = IdentityOp
@@ -131,7 +119,7 @@ def _layer(
         submodules.mlp = partial(MLP.as_mlp_submodule, submodules=mlp)
     # The local spec renames separate norms to the fused names in checkpoints; ours have them.
     submodules.sharded_state_dict_keys_map = {}
-    if has_delta_net:
+    if hf.has_delta_net(number):
         use_twins()
         _put_delta_net(layer, NormColumnParallelLinear, RMSNorm, RowParallelLinear)
     return layer
