@@ -251,8 +251,7 @@ def load_set(
         duplicates_dropped=data.on_duplicate == "drop",
         duplicates_reason=duplicates_reason,
     )
-    skips_bad = data.on_bad_row == "skip"
-    rows = list(_read(dataset, renderer, report, reward, skips_bad=skips_bad))
+    rows = list(_read(dataset, renderer, data, report, reward))
     texts = list(dict.fromkeys(text for _, text, _, _ in rows))
     token_ids_of = dict(zip(texts, renderer.token_ids(texts), strict=True))
     report.longest_tokens = max(map(len, token_ids_of.values()), default=0)
@@ -293,10 +292,9 @@ def load_set(
 def _read(
     dataset: DatasetConfig,
     renderer: ChatRenderer,
+    data: DataConfig,
     report: SetReport,
     reward: RewardConfig,
-    *,
-    skips_bad: bool,
 ) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Yield prompt id, rendered text, answer and the other columns of each good row."""
     row_format: RowFormat | None = None
@@ -329,7 +327,7 @@ def _read(
             if refused and isinstance(error, EmptyAnswerError):
                 unusable[""] += 1
                 continue
-            if not skips_bad:
+            if data.on_bad_row == "raise":
                 raise
             report.num_bad += 1
             report.first_bad = report.first_bad or str(error)
