@@ -191,11 +191,8 @@ def check_adapter(directory: Path, config: LoraConfig, hf: HfConfig) -> PeftJson
             f"model.lora.path: '{directory}' must be a PEFT directory with plain LoRA adapters: "
             f"{ADAPTER_CONFIG_NAME}: {error}; {_MERGE}"
         ) from error
-    for key, actual, expected in (
-        ("rank", config.rank, fields.r),
-        ("alpha", config.alpha, fields.lora_alpha),
-    ):
-        if actual != expected:
+    for key, expected in (("rank", fields.r), ("alpha", fields.lora_alpha)):
+        if (actual := getattr(config, key)) != expected:
             raise ConfigError(
                 f"model.lora.{key}: must be {expected:g}, that of '{directory}', got {actual:g}; "
                 "set it to that, or choose another model.lora.path"
