@@ -126,7 +126,7 @@ def test_batches_and_evaluations_from_a_model(
         (f"train.jsonl:{row}", index) for row in range(5) for index in range(2)
     ]
     assert read_results(config.run_dir / "eval" / "step_000003.json") == [result]
-    assert [score.name for score in result.scores] == ["avg@2", "pass@1", "pass@2", "maj@2"]
+    assert [score.name for score in result.scores] == ["avg@2", "pass@1", "pass@2"]
     assert result.avg_at_k == statistics.fmean(answer["reward"] for answer in answers)
     assert result.response_tokens_mean == statistics.fmean(a["num_tokens"] for a in answers)
     assert result.generated_tokens == sum(answer["num_tokens"] for answer in answers)
