@@ -51,7 +51,6 @@ _FILLERS = re.compile(
 _MAX_ANSWER = 1000
 """Characters; nobody's answer is longer, and symbolic comparison grows faster than its input."""
 _MAX_REPORTED = 200
-_LIST = re.compile(r"[\[(]\s*['\"]")
 _SINGLE_BACKSLASH = re.compile(r"(?<!\\)\\(?=[A-Za-z])")
 _SAME_IN_WORDS = re.compile(r"(?<=\d) \([a-z][a-z -]+\)$")
 _MARKED = re.compile(r"boxed\s*\{|</answer>|####")
@@ -123,7 +122,7 @@ def grade_math_answer(response: str, answer: str) -> Score:
 
 def accepted_answers(answer: str) -> list[str]:
     """Return the texts of a list, as JSON or Python spells it, else the answer itself."""
-    if not _LIST.match(answer):
+    if not answer.startswith(("[", "(")):
         return [answer]
     try:
         values = ast.literal_eval(_SINGLE_BACKSLASH.sub(r"\\\\", answer))
@@ -140,7 +139,10 @@ def _judge(extracted: ExtractedAnswer, answer: str) -> Reason:
     reasons = []
     for candidate in candidates:
         for accepted in accepted_answers(answer):
-            reason = _compare(candidate, accepted)
+            try:
+                reason = _compare(candidate, accepted)
+            except (TooLargeError, OverflowError, RecursionError):
+                reason = Reason.TOO_LARGE
             if reason.is_right:
                 return reason
             reasons.append(reason)
@@ -178,20 +180,11 @@ def _compare(pred_text: str, gold_text: str) -> Reason:
         return Reason.DIFFERENT
     if pred.text == gold.text:
         return Reason.EQUAL_TEXT
-    if len(gold.text) > _MAX_ANSWER:
-        return Reason.DIFFERENT
-    if max(nesting(pred.text), nesting(gold.text)) > MAX_NESTING:
-        return Reason.TOO_LARGE
     if (reason := _compare_letters(pred, gold)) is not None:
         return reason
-    if flips(pred.text) != flips(gold.text):
+    if flips(pred.text) != flips(gold.text) or contradicts_itself(pred.text):
         return Reason.DIFFERENT
-    try:
-        if contradicts_itself(pred.text):
-            return Reason.DIFFERENT
-        return _compare_quantities(pred.parts, gold.parts)
-    except (TooLargeError, OverflowError, RecursionError):
-        return Reason.TOO_LARGE
+    return _compare_quantities(pred.parts, gold.parts)
 
 
 class _Answer(NamedTuple):
@@ -209,7 +202,7 @@ class _Answer(NamedTuple):
 def _read(text: str) -> _Answer:
     text = canonical(text)
     if len(text) > _MAX_ANSWER or nesting(text) > MAX_NESTING:
-        return _Answer(text, Quantity(text), rest=text)
+        raise TooLargeError("the answer is too long, or its brackets are nested too deeply")
     text, numbers = _without_qualifier(text)
     if (approximate := _APPROXIMATE.fullmatch(text)) is not None:
         exact, rounded = approximate.groups()

@@ -101,7 +101,7 @@ _NAMED = re.compile(
     r"\\text\{\s*(?!\(?[A-J][:)])([^{}]*?)\s*(?:[:=]|\b(?:is|equals))\s*\}\s*(?=[^\s},;])"
 )
 _FLIP = re.compile(
-    r"\b(?:not|no|never|neither|nor|none|without|negative|wrong|incorrect|cannot"
+    r"(?<!\\)\b(?:not|no|never|neither|nor|none|without|negative|wrong|incorrect|cannot"
     r"|non(?!ag|e\b)[a-z-]+|[a-z]+n't)\b",
     re.IGNORECASE,
 )
@@ -118,7 +118,7 @@ _REPEATING = re.compile(
     rf"|(?P<before>\d{{0,30}}?)(?P<digit>\d)(?P=digit){{2,30}}{_ELLIPSIS}"
     rf"|(?P<digits>\d{{2,15}}?)(?P=digits){{1,15}}{_ELLIPSIS})(?!\d)"
 )
-_END_MARKS = re.compile(r"(?:[\s,;:]|\\[,;:! \\]|\\text\{[.,;]\})+$")
+_END_MARKS = re.compile(r"(?:[\s,;:]|(?<!\.)\.|\\[,;:! \\]|\\text\{[.,;]\})+$")
 _REMARK = re.compile(
     r"(?<=[\w})])\s*(?:\\text\{\s*\(([^(){}]{2,})\)\s*\}|\(\\text\{([^(){}]+)\}\))$"
 )
@@ -246,7 +246,6 @@ def canonical(answer: str) -> str:
     if _PLAIN_NUMBER.fullmatch(answer):
         return answer
     text = _END_MARKS.sub("", _unwrapped(_plain_unicode(answer).strip()))
-    text = text.removesuffix(".").strip() if not text.endswith("..") else text
     text = with_braces(_typeset(text))
     if "\\" in text:
         text = _NEGATIVE_SPACE.sub("", _POWER_IN_TEXT.sub(r"\\text{\1}^\2", text))
@@ -403,8 +402,6 @@ def _unit_and_words(words: str, power: str, *, is_text: bool) -> tuple[str, str]
     what cannot stand behind a number without a change of its meaning.
     """
     plain = _DOTTED.sub(lambda name: re.sub(r"[. ]", "", name[0]), words.strip().lower())
-    if _FLIP.search(plain):
-        return None
     plain = plain.replace("'", "")
     parts = re.findall(r"平方|立方|[^\s.]+?(?=平方|立方|[\s.]|$)", plain)
     if not parts:
@@ -491,11 +488,8 @@ def choice(text: str) -> tuple[str, str]:
 
 
 def flips(text: str) -> set[str]:
-    r"""The words in ``\text{}`` that turn what stands beside them into its contrary."""
-    if r"\text" not in text:
-        return set()
-    found = {word.lower() for part in _TEXT.findall(text) for word in _FLIP.findall(part)}
-    return found | set(_CONDITION.findall(text))
+    """The words that turn what stands beside them into its contrary."""
+    return {word.lower() for word in _FLIP.findall(text)} | set(_CONDITION.findall(text))
 
 
 @lru_cache(maxsize=256)

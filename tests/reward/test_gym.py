@@ -74,6 +74,8 @@ def score(response: str, answer: str, row: dict[str, Any]) -> Score:
         (r"\boxed{2*(6*7)}", "6*7*2", COUNTDOWN, 1.0, ""),
         (r"\boxed{6*7*2+0}", "6*7*2", COUNTDOWN, 0.05, ""),
         (r"\boxed{int('84')}", "6*7*2", COUNTDOWN, 0.0, "not_evaluated"),
+        (r"\boxed{9^{9^{9}}}", "6*7*2", COUNTDOWN, 0.0, "too_large"),
+        (r"\boxed{(x+1)^{99999}}", "", INTEGRAL, 0.0, "too_large"),
         (r"\boxed{exit()}", "6*7*2", COUNTDOWN, 0.0, "not_evaluated"),
         ("<answer>1 2\n3 4</answer>", "1 2\n3 4", GRIDS, 1.0, ""),
         ("<answer>1 2\n3 5</answer>", "1 2\n3 4", GRIDS, 0.05, ""),
