@@ -119,7 +119,7 @@ def regret(missed: list[bool], first: int) -> float:
         auto = Speculation("auto", Bapo(BapoConfig(), None), groups)
         for was_missed in missed:
             costs.append(float(was_missed) if auto.relies else 1 / LOSS_SHARE)
-            auto.count(missed=was_missed)
+            auto._missed.append(was_missed)
             if auto.is_trial:
                 auto.end_trial(1.0, LOSS_SHARE, differs=False)
     return statistics.mean(costs[first:])

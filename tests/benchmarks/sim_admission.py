@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.engine.base import Capabilities
 from bapo_megatron.engine.pooled import PooledEngine
 from bapo_megatron.rollout.admission import Admission, Claim
 from bapo_megatron.runtime.versions import commit_of
@@ -65,9 +66,8 @@ class ByTokens:
     def pick(self, engines: list[sim_cluster.Engine], sequence: sim_cluster.Sequence) -> int | None:
         if not self._places:
             tokens = int(self.hardware.kv_tokens)
-            self._places = [
-                PooledEngine(cast("Engine", None), cache_tokens=tokens) for _ in engines
-            ]
+            cache = Capabilities(1, frozenset(), cache_tokens=tokens)
+            self._places = [PooledEngine(cast("Engine", None), properties=cache) for _ in engines]
             self._claims = [{} for _ in engines]
         for number, engine in enumerate(engines):
             self._follow(number, engine)
