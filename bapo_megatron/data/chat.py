@@ -107,7 +107,8 @@ class ChatRenderer:
         self._data = data
         added_tokens = tokenizer.added_tokens_decoder
         self._special = tuple(token.content for token in added_tokens.values() if token.special)
-        self._added = {token.content: token_id for token_id, token in added_tokens.items()}
+        self._added_contents = {token_id: token.content for token_id, token in added_tokens.items()}
+        self._added = {content: token_id for token_id, content in self._added_contents.items()}
         # Arguments that would be ignored silently, such as misspelt ones, are refused.
         reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         self._arguments = data.chat_template_arguments
@@ -261,9 +262,9 @@ class ChatRenderer:
         """
         text = self._after_answer(self._plain(messages), generation_prompt=True, tools=tools)
         text = text.removeprefix(self._end_of_turn)
-        if len(after) and after[-1] in (known := self._tokenizer.added_tokens_decoder):
-            role = known[after[-1]].content
-            text = text.lstrip().removeprefix(role) if text.lstrip().startswith(role) else text
+        role = self._added_contents.get(after[-1]) if len(after) else None
+        if role is not None and text.lstrip().startswith(role):
+            text = text.lstrip().removeprefix(role)
         [token_ids] = self.token_ids([text])
         return token_ids
 

@@ -38,8 +38,8 @@ GROUP_PARAMETERS = ("responses", "samples", "states", "rewards", "answer", "row"
 _SHARED = ("answer", "row")
 _MAX_TEXT = 200
 _MAX_METRICS = 32
-_MAX_FRAMES = -20
-"""The innermost ones of a traceback."""
+_TRACEBACK_LIMIT = -20
+"""Negative: the innermost frames are kept."""
 _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
@@ -134,7 +134,7 @@ class RewardHandler:
             place = str(traceback.extract_tb(error.__traceback__)[-1])
             if place not in self._shown_places:  # thousands may fail there
                 self._shown_places.add(place)
-                traceback.print_exception(error, limit=_MAX_FRAMES)
+                traceback.print_exception(error, limit=_TRACEBACK_LIMIT)
             return Score(0.0, answer_found=False, reason="error", failed=True)
 
     def _call(self, loaded: LoadedFunction, arguments: Mapping[str, Any]) -> Any:

@@ -381,10 +381,10 @@ def _with_unit(text: str, match: re.Match[str]) -> Quantity:
     first, _, rest = words.strip().lower().partition(" ")  # "million dollars"
     if first in _SCALES and (number := as_number(value)) is not None:
         return quantity(rf"{number * _SCALES[first]}\text{{{rest}}}")
-    found = _unit_and_words(words, match["power"] or "", is_text=is_text)
-    if found is None:
+    unit_and_words = _unit_and_words(words, match["power"] or "", is_text=is_text)
+    if unit_and_words is None:
         return Quantity(text)
-    unit, others = found
+    unit, others = unit_and_words
     if not is_text and len(first) < _MIN_WORD and (not unit or words in ("am", "pm")):
         is_attached = ":" not in value and not text[: match.start("plain")].endswith(" ")
         if is_attached or set(first) <= _LETTERS:

@@ -22,13 +22,13 @@ def grade_by_math_verify(response: str, answer: str) -> Score:
     is_main = threading.current_thread() is threading.main_thread()
     limit_s = _LIMIT_S if is_main else None
     try:
-        found = parse(response, parsing_timeout=limit_s)
-        if not found:
+        parsed = parse(response, parsing_timeout=limit_s)
+        if not parsed:
             return Score(0.0, answer_found=False, reason="no_answer")
         boxes = (rf"\boxed{{{text}}}" for text in accepted_answers(answer))
         references = (parse(box, parsing_timeout=limit_s) for box in boxes)
-        is_right = any(verify(gold, found, timeout_seconds=limit_s) for gold in references)
+        is_right = any(verify(gold, parsed, timeout_seconds=limit_s) for gold in references)
     except (Exception, TimeoutException) as error:  # noqa: BLE001 - sympy raises many kinds
         return Score(0.0, answer_found=False, reason=type(error).__name__)
-    extracted = str(found[-1])  # the text, or a value where there is none
+    extracted = str(parsed[-1])  # the text, or a value where there is none
     return Score(float(is_right), extracted=extracted, reason="equal" if is_right else "different")

@@ -232,9 +232,9 @@ def _reward_panels(groups: Sequence[RunGroup]) -> list[Panel]:
         for name, metric in sorted(names.items())
         if "/" not in name and name not in BATCH_METRICS
     }
-    own = sorted(name for name in names if "/" in name)[:_MAX_OWN_PANELS]
+    metric_names = sorted(name for name in names if "/" in name)[:_MAX_OWN_PANELS]
     together = Panel("Reward functions", "mean, unweighted", functions, from_zero=True)
-    alone = [Panel(names[name], "mean", {name: names[name]}) for name in own]
+    alone = [Panel(names[name], "mean", {name: names[name]}) for name in metric_names]
     return [together, *alone] if len(functions) > 1 else alone
 
 
