@@ -1,0 +1,86 @@
+"""Batches of the driven engine are those that earlier versions formed, field by field.
+
+The engine's tokens are integers' hashes, so the digests hold on every processor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bapo_megatron.data.dump import decode_batch
+from bapo_megatron.types import EncodedBatch
+from tests.agent.episodes import make_renderer
+from tests.rollout import test_agents, test_repeats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+pytestmark = pytest.mark.slow
+
+RECORDED: dict[str, str] = json.loads(Path(__file__).with_name("recorded_batches.json").read_text())
+AHEAD = {"async_steps": 1, "local": {"decode_steps_ahead": 3}}
+STALE = {"max_age": 1, "measure": "mean", "action": "regenerate"}
+ROLLOUTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "oversampled": {"oversample_groups": 3, "tokens_per_step": 90},
+    "ahead": AHEAD | {"oversample_groups": 2},
+    "far ahead": {"async_steps": 2, "local": {"decode_steps_ahead": 30}, "max_carries": 1},
+    "stale": AHEAD | {"oversample_groups": 2, "staleness": STALE},
+    "dynamic": AHEAD | {"dynamic_sampling": {"enabled": True, "max_groups_ratio": 2.0}},
+    "not partial": {"partial": False, "oversample_groups": 2},
+    "rounds": {"partial_tokens": 7},
+    "lag": {"fixed_lag": 1},
+}
+OPTIONS: dict[str, dict[str, bool]] = {
+    "alone": {},
+    "environment": {"has_environment": True},
+    "environment, groups, teacher": {
+        "has_environment": True,
+        "sees_groups": True,
+        "has_teacher": True,
+    },
+}
+
+
+def digest_of(batches: Sequence[bytes]) -> str:
+    """Hash every decoded field of the batches."""
+    digest = hashlib.sha256()
+    for content in batches:
+        batch = decode_batch(EncodedBatch("a batch", bytearray(content)))
+        digest.update(repr((batch.step, batch.version, asdict(batch.stats))).encode())
+        for sequence in batch.sequences:
+            fields = asdict(sequence)
+            del fields["branches"]
+            arrays = {"response_token_ids", "behaviour_logprobs"}
+            for name in arrays:
+                digest.update(fields.pop(name).tobytes())
+            for name, values in sorted(fields.pop("columns").items()):
+                digest.update(name.encode() + values.tobytes())
+            fields["prompt"]["token_ids"] = fields["prompt"]["token_ids"].tolist()
+            digest.update(repr(fields).encode())
+    return digest.hexdigest()[:16]
+
+
+def digests(tokenizer_dir: Path) -> dict[str, str]:
+    """The digest of each case, by its name."""
+    found = {}
+    for name, rollout in ROLLOUTS.items():
+        for kind, options in OPTIONS.items():
+            setting = {**rollout, "environment": "mine:Mine"} if options else rollout
+            case = test_repeats.Case(setting, {}, is_slow=False, **options)
+            found[f"{name}, {kind}"] = digest_of(case.play(1).batches)
+        agents = test_agents.Case(make_renderer(tokenizer_dir), rollout)
+        found[f"{name}, agents"] = digest_of(agents.play(1).batches)
+    replayed = test_repeats.Case(AHEAD, {"batches": 2}, is_slow=True)
+    found["replayed"] = digest_of(replayed.play(1).batches)
+    return found
+
+
+def test_batches_are_the_recorded_ones(tokenizer_dir: Path) -> None:
+    assert digests(tokenizer_dir) == RECORDED
