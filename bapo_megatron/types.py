@@ -107,7 +107,7 @@ class WrittenSpan(NamedTuple):
 
 @dataclass(slots=True)
 class Sample:
-    """One response to a prompt, finished or not: an episode of one turn or of several.
+    """One response to a prompt: an episode of one turn or of several.
 
     All fields but ``branches`` describe one sequence. A branch's prompt is what it shares with
     earlier sequences of the episode, or was rendered anew; its response is what is new from there

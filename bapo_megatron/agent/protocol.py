@@ -13,8 +13,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from bapo_megatron.agent.record import Call, Conversation, checked_messages
 from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.data.record import Call, Conversation, checked_messages
 from bapo_megatron.data.tools import Message
 from bapo_megatron.runtime.calls import dotted, rule_of, shown_value
 from bapo_megatron.types import FinishReason
@@ -238,7 +238,7 @@ class Answer:
 
         Ids of tool calls depend on the conversation alone, so that they repeat.
         """
-        token_ids = call.token_ids.tolist()
+        token_ids = call.turn.token_ids.tolist()
         calls = renderer.calls(token_ids, conversation.tools) if conversation.tools else ()
         message: Message = {"role": "assistant"}
         if not calls or any(tool_call.error for tool_call in calls):
@@ -290,7 +290,7 @@ class Answer:
         """Return the body of a response; at first its status is ``in_progress``."""
         is_cut = self._finish() == "length"
         status = ("incomplete" if is_cut else "completed") if is_done else "in_progress"
-        num_prompt, num_turn = len(self.call.prompt()), len(self.call.token_ids)
+        num_prompt, num_turn = len(self.call.prompt()), self.call.num_tokens
         return {
             "id": f"resp_{self.call.name}",
             "object": "response",
@@ -357,7 +357,7 @@ class Answer:
         return {"id": f"chatcmpl-{self.call.name}", "object": kind, "created": 0, "model": MODEL}
 
     def _usage(self) -> dict[str, int]:
-        num_prompt, num_turn = len(self.call.prompt()), len(self.call.token_ids)
+        num_prompt, num_turn = len(self.call.prompt()), self.call.num_tokens
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_turn,

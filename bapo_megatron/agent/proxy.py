@@ -28,8 +28,8 @@ from bapo_megatron.agent.protocol import (
     ResponsesRequest,
     SamplingRules,
 )
-from bapo_megatron.agent.record import Call, Conversation, Record
 from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.data.record import Call, Conversation, Record
 from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.processes import PrivateDirectory
 from bapo_megatron.types import FinishReason
@@ -209,7 +209,7 @@ class Session:
     def _num_left(self, call: Call) -> int:
         """Tokens that neither were used nor are promised to other calls, earlier ones too."""
         others = _unfinished(self.record.all_calls(), call)
-        promised = sum(other.max_tokens - len(other.token_ids) for other in others)
+        promised = sum(other.max_tokens - other.num_tokens for other in others)
         return self.limits.max_tokens - self.record.num_tokens - promised
 
 

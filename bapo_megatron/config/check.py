@@ -48,11 +48,6 @@ def check_settings(config: RunConfig, max_positions: int) -> None:
     """Check the rules that need no file, for a model of ``max_positions``; ``plan`` does so too."""
     _check_updates(config)
     _check_scorers(config)
-    if config.rollout.agent is not None and config.algorithm.router_replay == "rollout":
-        raise ConfigError(
-            "algorithm.router_replay: must not be rollout with rollout.agent, got rollout: experts "
-            "are known for one sequence of an episode; set behaviour or none"
-        )
     _require_below(config, "log.hang_s", "parallel.timeout_s")
     if config.rollout.keep_dumps:  # a replay from the newest checkpoint needs the steps after it
         _require_below(config, "checkpoint.every_steps", "rollout.keep_dumps")

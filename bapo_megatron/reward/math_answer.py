@@ -222,7 +222,7 @@ def _reference(text: str) -> _Answer:
 
 def _without_qualifier(text: str) -> tuple[str, str]:
     r"""An answer without ``\text{ for all real }x`` or ``k\in\mathbb{Z}``, and which numbers."""
-    if "\\" not in text:
+    if not any(sign in text for sign in (r"\text{", r"\forall", r"\in")):
         return text, ""
     if (match := _ALL.fullmatch(text)) is not None:
         return match["value"], (match["kind"] or "")[:1].lower()

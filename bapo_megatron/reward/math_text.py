@@ -248,15 +248,18 @@ def canonical(answer: str) -> str:
     text = _END_MARKS.sub("", _unwrapped(_plain_unicode(answer).strip()))
     text = with_braces(_typeset(text))
     if "\\" in text:
-        text = _NEGATIVE_SPACE.sub("", _POWER_IN_TEXT.sub(r"\\text{\1}^\2", text))
+        text = _POWER_IN_TEXT.sub(r"\\text{\1}^\2", text) if "^" in text else text
+        text = _NEGATIVE_SPACE.sub("", text)
     text = " ".join(_LATEX_SPACE.sub(" ", text).replace(r"\%", "%").split())
     text = _REPEATING.sub(_repeating, text) if "." in text else text
     if (whole := _TEXT.fullmatch(text)) is not None and not _CHOICE.fullmatch(text):
         text = _END_MARKS.sub("", whole[1]).strip()
     elif whole is None and "\\" in text:
-        text = _REMARK.sub(r"\\text{\1\2}", _FUNCTION.sub(_command, text))
-        text = _SCRIPT.sub(r"\1{\2}", _OPERATOR.sub(r"\\text{\1}", text))
-        text = _UPRIGHT.sub(lambda match: match[1] or " ", text)
+        text = _FUNCTION.sub(_command, text)
+        text = _REMARK.sub(r"\\text{\1\2}", text) if r"\text{" in text else text
+        text = _OPERATOR.sub(r"\\text{\1}", text) if "=" in text else text
+        text = _SCRIPT.sub(r"\1{\2}", text)
+        text = _UPRIGHT.sub(lambda match: match[1] or " ", text) if r"\text{" in text else text
     if r"\equiv" in text:
         text = _MOD.sub(r"\\pmod{\1}", text)
     text = _ORDINAL.sub(r"\1", _LABEL.sub(r"\g<text>", text, 1))

@@ -7,10 +7,10 @@ from typing import Any
 
 from bapo_megatron.agent.protocol import SamplingRules
 from bapo_megatron.agent.proxy import Proxy, Session, SessionLimits
-from bapo_megatron.agent.record import Call, Record
 from bapo_megatron.agent.runner import AgentLostError, AgentRunner, OnWait
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.data.record import Call, Record
 from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.environment.base import EnvironmentFailedError
 from bapo_megatron.types import FinishReason, Prompt
@@ -67,7 +67,7 @@ class Agents:
                     session.failure.result()
                 value = playing.result() if playing.done() else timing.result()
                 calls = session.record.calls
-                if not any(call.is_finished and len(call.token_ids) for call in calls):
+                if not any(call.is_finished and call.num_tokens for call in calls):
                     raise EnvironmentFailedError(
                         f"rollout.agent: made no call (prompt '{prompt.prompt_id}'); let it use "
                         "OPENAI_BASE_URL and OPENAI_API_KEY",

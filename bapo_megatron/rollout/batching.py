@@ -19,9 +19,9 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.buffer import (
     BatchPlan,
     DropReason,
+    Episode,
     LeftOver,
     PendingGroup,
-    PendingSample,
     RolloutBuffer,
     Selection,
     merge,
@@ -148,7 +148,7 @@ class BatchCollector:
         groups = merge(chosen, replayed)
         stats = self._stats(totals, chosen, len(replayed), left_over, generation_s)
         batch = RolloutBatch(step, version, tuple(group.to_group() for group in groups), stats)
-        await hand_over(batch, [pending.text() for group in groups for pending in group.samples])
+        await hand_over(batch, [episode.text() for group in groups for episode in group.episodes])
         self._buffer.take(chosen)
         for group, reason in left_over:
             if reason is not None:
@@ -214,43 +214,42 @@ class BatchCollector:
         """
         teacher, earlier = self.grader.teacher, self._buffer.earlier
 
-        def lacks_routes(pending: PendingSample) -> bool:
-            return self.wants_routes and any(
-                len(sequence.response_token_ids) and sequence.routes is None
-                for sequence in pending.sample.sequences
-            )
+        def lacks_routes(episode: Episode) -> bool:
+            calls = episode.record.all_calls() if self.wants_routes else ()
+            return any(call.num_tokens and call.turn.routes is None for call in calls)
 
-        def lacks_scores(pending: PendingSample) -> bool:
-            sequences = pending.sample.sequences
-            return teacher is not None and not all(map(teacher.has_scored, sequences))
+        def lacks_scores(episode: Episode) -> bool:
+            if teacher is None or episode.sample is None:
+                return False
+            return not all(map(teacher.has_scored, episode.sample.sequences))
 
         for group in self._buffer:
-            for pending in group.samples:
-                if lacks_routes(pending):
-                    pending.start_again()
-                elif lacks_scores(pending):
-                    pending.texts = None
+            for episode in group.episodes:
+                if lacks_routes(episode):
+                    episode.start_again()
+                elif lacks_scores(episode):
+                    episode.texts = None
             if self.grader.sees_groups and not group.is_scored:
                 group.start_again((), sees_groups=True)  # other reward functions may have scored it
         for number, groups in enumerate(earlier):
             earlier[number] = tuple(
                 group
                 for group in groups
-                if not any(lacks_routes(p) or lacks_scores(p) for p in group.samples)
+                if not any(lacks_routes(e) or lacks_scores(e) for e in group.episodes)
             )
 
-    def _request_of(self, pending: PendingSample) -> GenerateRequest:
-        """The request for a sample's whole response."""
-        sample, prompt, config = pending.sample, pending.prompt, self.config
+    def _request_of(self, episode: Episode) -> GenerateRequest:
+        """The request for an episode's whole response."""
+        prompt, config = episode.prompt, self.config
         return GenerateRequest(
             input_ids=prompt.token_ids,
             sampling=SamplingSettings(
                 temperature=config.temperature,
                 max_new_tokens=config.max_response_tokens,
-                seed=sample_seed(self.plan.seed, sample.group_id, sample.index),
+                seed=sample_seed(self.plan.seed, *episode.key),
             ),
-            label=f"sample {sample.index} of group {sample.group_id}, {prompt.prompt_id}",
-            order=(sample.group_id, sample.index),
+            label=f"sample {episode.index} of group {episode.group_id}, {prompt.prompt_id}",
+            order=episode.key,
             routes_from=0 if self.wants_routes else None,
         )
 
@@ -305,14 +304,14 @@ class BatchCollector:
             if self.config.staleness.action == "drop":
                 self._drop(group, DropReason.STALE)
                 continue
-            for pending in old:
-                self._episodes.cancel(pending)
+            for episode in old:
+                self._episodes.cancel(episode)
             group.start_again(old, sees_groups=self.grader.sees_groups)
             self._num_regenerated += len(old)
 
     def _drop(self, group: PendingGroup, reason: DropReason) -> None:
-        for pending in group.samples:
-            self._episodes.cancel(pending)
+        for episode in group.episodes:
+            self._episodes.cancel(episode)
         self._buffer.drop(group, reason)
 
     async def _stop(self) -> None:
@@ -384,12 +383,12 @@ class BatchCollector:
     ) -> RolloutStats:
         counted = _since(totals, self._before)
         num_filled = sum(map(self._selection.is_useless, chosen))
-        staying = [p for group, reason in left_over if reason is None for p in group.samples]
+        staying = [e for group, reason in left_over if reason is None for e in group.episodes]
         num_equal = counted.dropped_groups.get(DropReason.EQUAL_REWARDS, 0)
         return replace(
             counted,
             generation_s=generation_s,
-            unfinished_samples=sum(not pending.is_finished for pending in staying),
+            unfinished_samples=sum(not episode.is_finished for episode in staying),
             environment_errors=counted.environment_errors if self.config.has_environment else None,
             same_answer_share=_same_answer_share(chosen),
             replayed_groups=num_replayed,
@@ -439,9 +438,9 @@ class BatchCollector:
 
 def _same_answer_share(groups: Sequence[PendingGroup]) -> float:
     answers = Counter(
-        group.samples[0].prompt.answer
+        group.episodes[0].prompt.answer
         for group in groups
-        if any(is_right(pending.sample) for pending in group.samples)
+        if any(is_right(episode.finished()) for episode in group.episodes)
     )
     num_further = answers.total() - 1
     return (max(answers.values()) - 1) / num_further if num_further > 0 else 0.0

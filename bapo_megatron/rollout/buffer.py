@@ -5,7 +5,7 @@ it is dropped. Every drop is counted with its reason, so that at any time
 
     drawn = trained + dropped + in the buffer.
 
-In between, each of its samples is unfinished (possibly with a prefix from earlier steps, of one
+In between, each of its episodes is unfinished (possibly with a prefix from earlier steps, of one
 turn or several), finished or scored. ``saved`` writes the buffer for a checkpoint, bit for bit.
 
 The rules (``Selection``) implement ``config.rollout``: partial rollout, rounds, dynamic sampling,
@@ -23,20 +23,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from bapo_megatron.agent.record import Record
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-from bapo_megatron.data.routes import narrowed
+from bapo_megatron.data.record import Record
 from bapo_megatron.data.staleness import response_age
-from bapo_megatron.engine.base import Completion, join
 from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.types import (
     FinishReason,
     Group,
     Prompt,
-    PromptTokens,
     Sample,
     SampleText,
-    WrittenSpan,
 )
 
 _NEVER = 2**31 - 1
@@ -57,41 +53,50 @@ class DropReason(StrEnum):
 
 
 @dataclass(slots=True)
-class PendingSample:
-    """A sample in progress, with its state in the collector."""
+class Episode:
+    """One response of a group: its calls, and its state in the collector."""
 
-    sample: Sample
-    """Lacks the latest parts while it is sampled; ``settle`` adds them."""
+    group_id: int
+    index: int
     prompt: Prompt
+    record: Record = field(default_factory=Record)
+    state: Any = None
+    """State of the environment after its latest answer, or an agent's value."""
+    rests_at: int = _NEVER
+    """Response tokens at which it rests until the next round (``rollout.partial_tokens``)."""
+    sample: Sample | None = None
+    """Its sequences; None until it has ended."""
     texts: tuple[str, ...] | None = None
     """Decoded texts of policy and environment in turn; set with the reward, like the next two."""
     extracted: str = ""
     reason: str = ""
     """The grader's, as in ``SampleText``."""
-    has_begun: bool = False
-    state: Any = None
-    """State of the environment after its latest answer."""
-    awaits_answer: bool = False
-    """Whether a turn has ended that the environment has not answered yet."""
-    rests_at: int = _NEVER
-    """Response tokens at which it rests until the next round (``rollout.partial_tokens``)."""
-    record: Record | None = None
-    """The calls of an agent's episode, until it ends."""
     graded: tuple[Response, Score] | None = None
     """The finished response and its score alone, before group functions and shaping."""
-    _parts: list[Completion] = field(default_factory=list)
-    # Joined once: appending a thousand parts one by one would copy the response a thousand times.
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What identifies it within the run."""
+        return self.group_id, self.index
 
     @property
     def is_finished(self) -> bool:
         """Whether the response is complete."""
-        return self.sample.finish_reason is not FinishReason.ABORT
+        return self.sample is not None
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether a turn has ended that the environment has not answered yet."""
+        calls = self.record.calls
+        has_turn = bool(calls) and calls[-1].is_finished and not calls[-1].name
+        return has_turn and not self.is_finished
 
     @property
     def is_resting(self) -> bool:
         """Whether it has this round's tokens and continues in the next round."""
-        has_ended = self.is_finished or self.awaits_answer
-        return not has_ended and self.num_tokens >= self.rests_at
+        if self.num_tokens < self.rests_at:
+            return False
+        return not self.is_finished and not self.awaits_answer
 
     @property
     def is_scored(self) -> bool:
@@ -101,100 +106,30 @@ class PendingSample:
     @property
     def num_tokens(self) -> int:
         """Response tokens so far of all sequences, including those of the environment."""
-        if self.record is not None:
-            return self.record.num_tokens
-        return self.sample.episode_tokens + sum(len(part.token_ids) for part in self._parts)
-
-    @property
-    def is_within_turn(self) -> bool:
-        """Whether the policy has begun a turn and not ended it."""
-        before = sum(self.sample.written[-1]) if self.sample.written else 0
-        before += sum(len(branch.response_token_ids) for branch in self.sample.branches)
-        return not self.is_finished and not self.awaits_answer and self.num_tokens > before
-
-    def input_ids(self) -> list[int]:
-        """Return prompt and response so far, which the engine continues."""
-        self.settle()
-        return [*self.prompt.token_ids, *self.sample.response_token_ids.tolist()]
-
-    def append(self, part: Completion, max_response_tokens: int) -> None:
-        """Add tokens that an engine sampled after ``input_ids()``; a STOP ends the turn.
-
-        A response of ``max_response_tokens``, over all requests, turns and sequences, ends with
-        LENGTH even if it was aborted.
-        """
-        if (self.is_finished or self.awaits_answer) and not len(part.token_ids):
-            return  # its server was lost between the last token and the finish reason
-        assert not self.is_finished, "a finished response is not continued"
-        assert not self.awaits_answer, "the environment comes next"
-        self._parts.append(part)
-        reason = part.finish_reason
-        if reason is FinishReason.STOP:
-            self.awaits_answer = True
-        elif reason is FinishReason.LENGTH or self.num_tokens >= max_response_tokens:
-            self.finish(FinishReason.LENGTH)
-
-    def write(self, token_ids: Sequence[int]) -> None:
-        """Add the environment's answer; the policy's next turn follows."""
-        assert self.awaits_answer, "environments write between turns"
-        self.settle()
-        sample = self.sample
-        span = WrittenSpan(len(sample.response_token_ids), len(token_ids))
-        sample.response_token_ids = np.concatenate(
-            [sample.response_token_ids, np.asarray(token_ids, dtype=np.int32)]
-        )
-        sample.written = (*sample.written, span)
-        self.awaits_answer = False
-
-    def finish_agent(self, reason: FinishReason, state: Any) -> None:
-        """End an agent's episode: its calls become the sample's sequences."""
-        assert self.record is not None, "agents have a record"
-        self.record.close()
-        sample, prompt, branches = self.sample, self.sample.prompt, list[Sample]()
-        for number, sequence in enumerate(self.record.sequences()):
-            branch = sample if number == 0 else replace(sample, number=number, branches=())
-            if not np.array_equal(prompt.token_ids, sequence.prompt_token_ids):
-                branch.prompt = replace(prompt, token_ids=sequence.prompt_token_ids)
-            branch.response_token_ids = sequence.response_token_ids
-            branch.behaviour_logprobs = sequence.logprobs
-            branch.versions, branch.written = sequence.versions, sequence.written
-            branch.finish_reason = reason
-            branches.append(branch)
-        sample.branches = tuple(branches[1:])
-        self.record, self.state = None, state
-        self.finish(reason)
+        return self.record.num_tokens
 
     def finish(self, reason: FinishReason) -> None:
-        """End the episode."""
-        self.settle()
-        self.sample.finish_reason = reason
-        self.awaits_answer = False
+        """End the episode: its calls become the sequences of its sample."""
+        self.record.close()
+        self.sample = self.record.sample(self.group_id, self.index, self.prompt.tokens(), reason)
 
-    def settle(self) -> None:
-        """Join the parts into ``sample``."""
-        if not self._parts:
-            return
-        sample, abort = self.sample, FinishReason.ABORT
-        token_ids, logprobs = sample.response_token_ids, sample.behaviour_logprobs
-        before = Completion(token_ids, logprobs, sample.versions, abort, sample.routes)
-        joined = join([before, *self._parts], abort)
-        sample.response_token_ids, sample.behaviour_logprobs = joined.token_ids, joined.logprobs
-        sample.versions, self._parts = joined.versions, []
-        sample.routes = None if joined.routes is None else narrowed(joined.routes)
+    def finished(self) -> Sample:
+        """Return the sample of an episode that has ended."""
+        assert self.sample is not None, "only an episode that has ended has its sample"
+        return self.sample
 
     def snapshot(self) -> Self:
         """Return a copy that later changes do not affect."""
         # Arrays and spans are replaced, never modified; an environment may modify its state.
-        sample = replace(self.sample, branches=tuple(map(replace, self.sample.branches)))
-        state = deepcopy(self.state)
-        record = None if self.record is None else self.record.restarted()
-        return replace(self, sample=sample, state=state, record=record, _parts=list(self._parts))
+        sample = self.sample
+        if sample is not None:
+            sample = replace(sample, branches=tuple(map(replace, sample.branches)))
+        return replace(self, sample=sample, state=deepcopy(self.state), record=self.record.copy())
 
     def start_again(self) -> None:
         """Discard the response; with rounds, the next round restarts it."""
-        sample = _empty_sample(self.sample.group_id, self.sample.index, self.sample.prompt)
         rests_at = _NEVER if self.rests_at == _NEVER else 0
-        fresh = PendingSample(sample, self.prompt, rests_at=rests_at)
+        fresh = Episode(self.group_id, self.index, self.prompt, rests_at=rests_at)
         for member in fields(self):
             setattr(self, member.name, getattr(fresh, member.name))
 
@@ -202,8 +137,8 @@ class PendingSample:
         """Return the texts of a scored sample."""
         assert self.texts is not None
         return SampleText(
-            group_id=self.sample.group_id,
-            index=self.sample.index,
+            group_id=self.group_id,
+            index=self.index,
             prompt_text=self.prompt.text,
             answer=self.prompt.answer,
             response_text=self.texts[-1],
@@ -215,63 +150,49 @@ class PendingSample:
 
 @dataclass(slots=True)
 class PendingGroup:
-    """The G samples of one prompt."""
+    """The G episodes of one prompt."""
 
     group_id: int
-    samples: list[PendingSample]
+    episodes: list[Episode]
     carries: int = 0
     """Batches that were formed while it was in progress."""
 
     @classmethod
     def start(cls, group_id: int, prompt: Prompt, samples_per_group: int) -> Self:
         """Create a group without any tokens."""
-        tokens = prompt.tokens()
-        samples = [_empty_sample(group_id, index, tokens) for index in range(samples_per_group)]
-        return cls(group_id, [PendingSample(sample, prompt) for sample in samples])
+        return cls(group_id, [Episode(group_id, n, prompt) for n in range(samples_per_group)])
 
     def snapshot(self) -> Self:
         """Return a copy that later changes do not affect."""
-        return replace(self, samples=[pending.snapshot() for pending in self.samples])
+        return replace(self, episodes=[episode.snapshot() for episode in self.episodes])
 
     @property
     def is_underway(self) -> bool:
-        """Whether some sample has tokens and some sample is unfinished."""
-        return not self.is_finished and any(pending.num_tokens > 0 for pending in self.samples)
+        """Whether some episode has tokens and some episode is unfinished."""
+        return not self.is_finished and any(episode.num_tokens > 0 for episode in self.episodes)
 
     @property
     def is_finished(self) -> bool:
-        """Whether every sample is finished; rewards may still be missing."""
-        return all(pending.is_finished for pending in self.samples)
+        """Whether every episode is finished; rewards may still be missing."""
+        return all(episode.is_finished for episode in self.episodes)
 
     @property
     def is_scored(self) -> bool:
-        """Whether every sample is finished and has its reward."""
-        return all(pending.is_scored for pending in self.samples)
+        """Whether every episode is finished and has its reward."""
+        return all(episode.is_scored for episode in self.episodes)
 
-    def start_again(self, samples: Sequence[PendingSample], *, sees_groups: bool) -> None:
+    def start_again(self, episodes: Sequence[Episode], *, sees_groups: bool) -> None:
         """Discard some responses, and with ``sees_groups`` the rewards that depend on them."""
-        for pending in samples:
-            pending.start_again()
+        for episode in episodes:
+            episode.start_again()
         if sees_groups:
-            for pending in self.samples:
-                pending.texts = None
+            for episode in self.episodes:
+                episode.texts = None
 
     def to_group(self) -> Group:
-        """Return the record for the trainer; every sample is finished and scored."""
+        """Return the record for the trainer; every episode is finished and scored."""
         assert self.is_scored
-        return Group(self.group_id, tuple(pending.sample for pending in self.samples))
-
-
-def _empty_sample(group_id: int, index: int, prompt: PromptTokens) -> Sample:
-    return Sample(
-        group_id=group_id,
-        index=index,
-        prompt=prompt,
-        response_token_ids=np.empty(0, dtype=np.int32),
-        behaviour_logprobs=np.empty(0, dtype=np.float32),
-        versions=(),
-        finish_reason=FinishReason.ABORT,
-    )
+        return Group(self.group_id, tuple(episode.finished() for episode in self.episodes))
 
 
 @dataclass(eq=False)
@@ -303,8 +224,8 @@ class RolloutBuffer:
     def begin_round(self, max_tokens: int) -> None:
         """Let every unfinished response get at most ``max_tokens`` more tokens."""
         for group in self:
-            for pending in group.samples:
-                pending.rests_at = pending.num_tokens + max_tokens
+            for episode in group.episodes:
+                episode.rests_at = episode.num_tokens + max_tokens
 
     def take(self, groups: Sequence[PendingGroup]) -> None:
         """Remove groups that the trainer has."""
@@ -319,7 +240,7 @@ class RolloutBuffer:
         self.dropped[reason.value] += 1
 
     def snapshot(self) -> Self:
-        """Return a copy that later changes do not affect; takes some 10 µs per sample."""
+        """Return a copy that later changes do not affect; takes some 10 µs per episode."""
         groups = {group.group_id: group.snapshot() for group in self}
         # Trained groups no longer change.
         return replace(self, groups=groups, dropped=+self.dropped, earlier=self.earlier.copy())
@@ -410,7 +331,7 @@ class Selection:
 
     def stale_samples(
         self, version: int, *, unfinished: bool
-    ) -> list[tuple[PendingGroup, list[PendingSample]]]:
+    ) -> list[tuple[PendingGroup, list[Episode]]]:
         """Return groups with responses that are too old at ``version``, and those responses.
 
         With ``unfinished``, which requires that nothing is in flight, also unfinished groups.
@@ -420,11 +341,11 @@ class Selection:
         if version != self._young_version:
             self._young, self._young_version = set(), version
         judges_unfinished = unfinished and self.config.staleness.measure == "oldest"
-        stale: list[tuple[PendingGroup, list[PendingSample]]] = []
+        stale: list[tuple[PendingGroup, list[Episode]]] = []
         for group in self.buffer:
             if group.group_id in self._young or not (group.is_scored or judges_unfinished):
                 continue
-            if old := [pending for pending in group.samples if self._is_stale(pending, version)]:
+            if old := [e for e in group.episodes if self._is_stale(e, version)]:
                 stale.append((group, old))
             elif group.is_scored:
                 self._young.add(group.group_id)
@@ -442,7 +363,7 @@ class Selection:
         return any(
             (self.needs_scores and not group.is_scored)
             if group.is_finished
-            else not all(pending.is_finished or pending.is_resting for pending in group.samples)
+            else not all(episode.is_finished or episode.is_resting for episode in group.episodes)
             for group in self.buffer
         )
 
@@ -463,9 +384,7 @@ class Selection:
         limit = self.replay.max_age
 
         def is_young(group: PendingGroup) -> bool:
-            ages = (
-                response_age(p.sample.episode_versions, version, "oldest") for p in group.samples
-            )
+            ages = (response_age(e.record.versions, version, "oldest") for e in group.episodes)
             return limit is None or max(ages) <= limit
 
         candidates = [group for batch in self.buffer.earlier for group in batch if is_young(group)]
@@ -480,16 +399,13 @@ class Selection:
         """Whether dynamic sampling excludes a group: every advantage would be 0."""
         if not (self.config.dynamic_sampling.enabled and group.is_scored):
             return False
-        return len({pending.sample.reward for pending in group.samples}) == 1
+        return len({episode.finished().reward for episode in group.episodes}) == 1
 
-    def _is_stale(self, pending: PendingSample, version: int) -> bool:
+    def _is_stale(self, episode: Episode, version: int) -> bool:
         limit = self.config.staleness
         assert limit.max_age is not None
         assert limit.measure != "token"
-        pending.settle()
-        source = pending.record
-        spans = pending.sample.episode_versions if source is None else source.versions
-        return response_age(spans, version, limit.measure) > limit.max_age
+        return response_age(episode.record.versions, version, limit.measure) > limit.max_age
 
 
 def merge(

@@ -12,7 +12,7 @@ from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_
 from bapo_megatron.evaluation.results import summarise, write_results
 from bapo_megatron.evaluation.samples import EvalSample, EvalSet, SampleJournal, settings_of
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
+from bapo_megatron.rollout.buffer import Episode, PendingGroup
 from bapo_megatron.rollout.episodes import Episodes, Grader, Interaction
 from bapo_megatron.rollout.messages import Evaluate
 from bapo_megatron.rollout.pool import EnginePool
@@ -90,16 +90,16 @@ class Evaluator:
         began_s, num_before = time.monotonic(), sum(len(journal.samples) for journal in journals)
         started_s = began_s - max((journal.elapsed_s for journal in journals), default=0.0)
         waiting, owners = self._missing(journals)
-        total = num_before + sum(len(group.samples) for group in waiting)
+        total = num_before + sum(len(group.episodes) for group in waiting)
 
-        async def keep(pending: PendingSample) -> None:
-            _, journal = owners[pending.sample.group_id]
-            spans = pending.sample.episode_versions
+        async def keep(episode: Episode) -> None:
+            _, journal = owners[episode.group_id]
+            spans = episode.record.versions
             assert all(span.version == version for span in spans), f"{spans} are not of {version}"
-            journal.append(_eval_sample(pending, version, time.monotonic() - started_s))
+            journal.append(_eval_sample(episode, version, time.monotonic() - started_s))
 
-        def plan(pending: PendingSample) -> GenerateRequest:
-            return self._request_of(pending, owners[pending.sample.group_id][0])
+        def plan(episode: Episode) -> GenerateRequest:
+            return self._request_of(episode, owners[episode.group_id][0])
 
         episodes = Episodes(pool, self.interaction, self.grader, plan, on_score=keep)
 
@@ -123,7 +123,7 @@ class Evaluator:
                     if needs_weights or self.is_interrupted:
                         return False
                     while waiting and num_begun - num_done() < max_in_progress:
-                        num_begun += len(waiting[0].samples)
+                        num_begun += len(waiting[0].episodes)
                         episodes.advance([waiting.popleft()])
                     await episodes.wait_for_change()
             return True
@@ -141,45 +141,45 @@ class Evaluator:
                 # Negative: see ``EnginePool.generate``.
                 group_id = -1 - len(owners)
                 group = PendingGroup.start(group_id, prompt, eval_set.sampling.samples_per_prompt)
-                group.samples = [
-                    pending
-                    for pending in group.samples
-                    if (prompt.prompt_id, pending.sample.index) not in journal.samples
+                group.episodes = [
+                    episode
+                    for episode in group.episodes
+                    if (prompt.prompt_id, episode.index) not in journal.samples
                 ]
                 groups.append(group)
                 owners[group_id] = eval_set, journal
         return groups, owners
 
-    def _request_of(self, pending: PendingSample, eval_set: EvalSet) -> GenerateRequest:
-        """The request for a sample's whole response."""
-        sample, prompt_id, sampling = pending.sample, pending.prompt.prompt_id, eval_set.sampling
+    def _request_of(self, episode: Episode, eval_set: EvalSet) -> GenerateRequest:
+        """The request for an episode's whole response."""
+        prompt, index, sampling = episode.prompt, episode.index, eval_set.sampling
         return GenerateRequest(
-            input_ids=pending.prompt.token_ids,
+            input_ids=prompt.token_ids,
             sampling=SamplingSettings(
                 temperature=sampling.temperature,
                 max_new_tokens=sampling.max_response_tokens,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                seed=sample_seed(self.config.seed, eval_set.name, prompt_id, sample.index),
+                seed=sample_seed(self.config.seed, eval_set.name, prompt.prompt_id, index),
             ),
-            label=f"evaluation of {eval_set.name}, {prompt_id}, sample {sample.index}",
-            order=(-sample.group_id, sample.index),
+            label=f"evaluation of {eval_set.name}, {prompt.prompt_id}, sample {index}",
+            order=(-episode.group_id, index),
             return_logprobs=False,
         )
 
 
-def _eval_sample(pending: PendingSample, version: int, elapsed_s: float) -> EvalSample:
-    sample, prompt = pending.sample, pending.prompt
-    assert pending.graded is not None, "only scored samples are kept"
-    response, score = pending.graded
+def _eval_sample(episode: Episode, version: int, elapsed_s: float) -> EvalSample:
+    sample, prompt = episode.finished(), episode.prompt
+    assert episode.graded is not None, "only scored samples are kept"
+    response, score = episode.graded
     return EvalSample(
         prompt_id=prompt.prompt_id,
-        index=sample.index,
+        index=episode.index,
         prompt=prompt.text,
         answer=prompt.answer,
         response=response.text,
         turns=response.turns,
-        state=pending.state,
+        state=episode.state,
         **asdict(score),
         num_tokens=sample.episode_sampled,
         num_environment_tokens=sample.episode_tokens - sample.episode_sampled,

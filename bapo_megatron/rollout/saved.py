@@ -1,17 +1,20 @@
-"""The file of unfinished samples in a checkpoint: one row per sequence, bit for bit.
+"""The file of unfinished episodes in a checkpoint: one row per call, bit for bit.
 
-Its columns are those of a rollout dump plus the collector's state of the sample. The metadata hold
-data position and counters.
+Every row has its episode's values too; an episode without a call has one row. Samples are built
+again from the calls. The metadata hold data position and counters.
+
+Shape legend: P = prompt tokens, W = tokens written before a call's turn, Q = tokens of the turn,
+S = its version spans.
 """
 
 import json
 import os
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import batched, groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -19,28 +22,32 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from bapo_megatron.agent.record import Record, SavedRecord
 from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.data import token_columns
 from bapo_megatron.data.columns import DumpError, RowFile
-from bapo_megatron.data.dump import (
-    OPTIONAL_COLUMNS,
-    SAMPLE_COLUMNS,
-    check_sequences,
-    optional_names,
-    sample_of,
-)
+from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Call, Record
 from bapo_megatron.data.routes import narrowed
 from bapo_megatron.data.stream import MixturePosition
-from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
+from bapo_megatron.rollout.buffer import Episode, PendingGroup, RolloutBuffer
 from bapo_megatron.runtime.calls import decode
 from bapo_megatron.runtime.files import naming, parse_json
-from bapo_megatron.types import Count, Prompt, RolloutStats, Sample
+from bapo_megatron.types import (
+    Count,
+    FinishReason,
+    Prompt,
+    PromptTokens,
+    RolloutStats,
+    Sample,
+    VersionSpan,
+)
 
-FORMAT = 9
-"""Before 9 the metadata had other fields; before 8 the samples were in state.json."""
-_CHUNK_SAMPLES = 128
+FORMAT = 10
+"""Before 10 a row was a sequence; before 9 the metadata had other fields."""
+_CHUNK_CALLS = 128
 """Rows of a row group, which is in memory twice while a file is written or read."""
-_WAITING = -1
+_NONE = -1
+"""In place of a number: no batch, no call, no parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,7 @@ class SavedRollout:
                     f"rollout.{name}: was {saved} when the samples were saved and is {value} now; "
                     "resume with the same value"
                 )
-        lengths = [pending.num_tokens for group in self.buffer for pending in group.samples]
+        lengths = [episode.num_tokens for group in self.buffer for episode in group.episodes]
         if (longest := max(lengths, default=0)) > config.max_response_tokens:
             raise ValueError(
                 f"rollout.max_response_tokens: must be at least the {longest} tokens of a saved "
@@ -101,64 +108,94 @@ class SavedRollout:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """An episode's values beside its prompt and its calls."""
+
+    num_divergences: Count
+    state: Any
+    rests_at: Count
+    texts: tuple[str, ...] | None
+    extracted: str
+    reason: str
+    finish_reason: FinishReason
+    """Of its sample; ABORT until there is one, with defaults in the next three fields."""
+    reward: float
+    reward_components: dict[str, float]
+    answer_found: bool
+
+
+_OF_EPISODE = ("state", "rests_at", "texts", "extracted", "reason")
+_OF_SAMPLE = ("reward", "reward_components", "answer_found")
+
+
 class _Row(NamedTuple):
     batch: int
-    """Number of the earlier batch that trained its group, or ``_WAITING``."""
+    """Number of the earlier batch that trained its group, or ``_NONE``."""
     group: PendingGroup
-    pending: PendingSample
+    episode: Episode
+    number: int
+    """The call's place among those of its record, or ``_NONE``."""
+    parent: int
+    call: Call
     sequence: Sample
+    """The sequence that begins with this call; empty for later calls, and until the end."""
+
+    @property
+    def routes(self) -> np.ndarray:
+        routes = self.call.turn.routes
+        return np.empty((0, 0)) if routes is None else routes
 
 
-def _of_sequence(value_of: Callable[[Sample], Any]) -> Callable[[_Row], Any]:
-    return lambda row: value_of(row.sequence)
+def _values(row: _Row) -> str:
+    episode, sample = row.episode, row.episode.sample or _EMPTY
+    values = {name: getattr(episode, name) for name in _OF_EPISODE}
+    values |= {name: getattr(sample, name) for name in ("finish_reason", *_OF_SAMPLE)}
+    return json.dumps(values | {"num_divergences": episode.record.num_divergences})
 
 
-def _as_json(field: str) -> Callable[[_Row], Any]:
-    return lambda row: json.dumps(getattr(row.pending, field))
+def _prompt_values(row: _Row) -> str:
+    values = asdict(row.episode.prompt)
+    del values["token_ids"]
+    return json.dumps(values)
 
 
-_PLAIN = {
-    "has_begun": pa.bool_(),
-    "awaits_answer": pa.bool_(),
-    "rests_at": pa.int32(),
-    "extracted": pa.string(),
-    "reason": pa.string(),
-}
-"""Fields of a ``PendingSample`` that are stored as plain columns."""
-_JSON: dict[str, Any] = {"texts": tuple[str, ...] | None, "state": Any}
-"""Fields that are stored as JSON, and their types."""
 # Large: a row group may hold more than 2 GB of texts.
 _COLUMNS: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     "batch": (pa.int32(), attrgetter("batch")),
+    "group_id": (pa.int64(), attrgetter("group.group_id")),
     "carries": (pa.int32(), attrgetter("group.carries")),
-    **{name: (kind, _of_sequence(value)) for name, (kind, value) in SAMPLE_COLUMNS.items()},
-    "prompt_text": (pa.string(), attrgetter("pending.prompt.text")),
-    "answer": (pa.string(), attrgetter("pending.prompt.answer")),
-    "prompt_row": (pa.large_string(), lambda row: json.dumps(row.pending.prompt.row)),
-    **{name: (kind, attrgetter(f"pending.{name}")) for name, kind in _PLAIN.items()},
-    **{name: (pa.large_string(), _as_json(name)) for name in _JSON},
+    "index": (pa.int64(), attrgetter("episode.index")),
+    "prompt": (pa.large_string(), _prompt_values),
+    "prompt_token_ids": (pa.list_(pa.int32()), attrgetter("episode.prompt.token_ids")),
+    "episode": (pa.large_string(), _values),
+    "call": (pa.int32(), attrgetter("number")),
+    "parent": (pa.int32(), attrgetter("parent")),
+    "name": (pa.string(), attrgetter("call.name")),
+    "turn_end": (pa.string(), attrgetter("call.finish_reason.value")),
+    "max_tokens": (pa.int32(), attrgetter("call.max_tokens")),
+    "is_fork": (pa.bool_(), attrgetter("call.is_fork")),
+    "written": (pa.list_(pa.int32()), attrgetter("call.written")),
+    "token_ids": (pa.list_(pa.int32()), attrgetter("call.turn.token_ids")),
+    "logprobs": (pa.list_(pa.float32()), attrgetter("call.turn.logprobs")),
+    "versions": (pa.list_(pa.int32()), lambda row: [v for v, _ in row.call.turn.versions]),
+    "version_tokens": (pa.list_(pa.int32()), lambda row: [n for _, n in row.call.turn.versions]),
 }
+"""One value per call, or a list: [P], [W], [Q], [Q], [S], [S]. ``prompt`` and ``episode`` are JSON:
+the other fields of ``Prompt``, and ``_Values``."""
 _REMEDY = "this checkpoint cannot be continued"
-_ROUTES: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
+_ROUTES: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     # Too many for lists, whose offsets have 32 bits.
-    "routes": (pa.large_binary(), lambda sample: _routes_of(sample).astype("<i2").tobytes()),
-    "routed_tokens": (pa.int32(), lambda sample: len(_routes_of(sample))),
+    "routes": (pa.large_binary(), lambda row: row.routes.astype("<i2").tobytes()),
+    "routed_tokens": (pa.int32(), lambda row: len(row.routes)),
 }
-"""``Sample.routes``, and its number of rows; 0 if there are none."""
-_RECORD = "record"
-"""``PendingSample.record`` as JSON."""
-_GROUP_PROMPT = "group_prompt_token_ids"
-"""The prompt of the data set, where sequences have others."""
-_OPTIONAL: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
-    name: (kind, _of_sequence(value))
-    for name, (kind, value) in (OPTIONAL_COLUMNS | _ROUTES).items()
+"""``Completion.routes``, and its number of rows; 0 if there are none."""
+_OPTIONAL = _ROUTES | {
+    name: (kind, lambda row, value=value: value(row.sequence))
+    for name, (kind, value) in token_columns.row_columns().items()
 }
-_OPTIONAL[_GROUP_PROMPT] = pa.list_(pa.int32()), attrgetter("pending.prompt.token_ids")
-_OPTIONAL[_RECORD] = (
-    pa.large_string(),
-    lambda row: json.dumps(row.pending.record and asdict(row.pending.record.to_saved())),
-)
 _FILE = RowFile("rollout buffer", _REMEDY, FORMAT, _COLUMNS, _Metadata, optional=_OPTIONAL)
+_EMPTY = Record().sample(0, 0, PromptTokens("", np.empty(0, np.int32)), FinishReason.ABORT)
 
 
 def write_saved(path: Path, saved: SavedRollout) -> None:
@@ -175,17 +212,11 @@ def write_saved(path: Path, saved: SavedRollout) -> None:
         "dropped": dict(buffer.dropped),
         "num_earlier": len(buffer.earlier),
     }
-    groups = [*buffer, *(group for batch in buffer.earlier for group in batch)]
-    waiting = [pending for group in groups for pending in group.samples]
-    for pending in waiting:
-        pending.settle()
-    sequences = [sequence for pending in waiting for sequence in pending.sample.sequences]
-    names = optional_names(sequences)
-    names += _ROUTES if any(sequence.routes is not None for sequence in sequences) else []
-    names += [_GROUP_PROMPT] if any(map(_has_own_prompt, waiting)) else []
-    names += [_RECORD] if any(pending.record is not None for pending in waiting) else []
+    rows = list(_rows(buffer))
+    names = [column.name for column in token_columns.present(row.sequence for row in rows)]
+    names += _ROUTES if any(len(row.routes) for row in rows) else []
     with naming(path), path.open("wb") as stream:
-        _FILE.write(stream, batched(_rows(buffer), _CHUNK_SAMPLES), about, names)
+        _FILE.write(stream, batched(rows, _CHUNK_CALLS), about, names)
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -201,7 +232,7 @@ def read_saved(path: Path) -> SavedRollout:
     for (batch, group_id), members in groupby(rows, lambda row: (row["batch"], row["group_id"])):
         batches[batch].append(_group(group_id, list(members), str(path)))
     buffer = RolloutBuffer(
-        groups={group.group_id: group for group in batches.pop(_WAITING, ())},
+        groups={group.group_id: group for group in batches.pop(_NONE, ())},
         earlier=deque(tuple(batches.pop(number, ())) for number in range(about.num_earlier)),
         next_group_id=about.next_group_id,
         num_trained=about.num_trained,
@@ -219,73 +250,90 @@ def read_saved(path: Path) -> SavedRollout:
 def _rows(buffer: RolloutBuffer) -> Iterator[_Row]:
     """The rows of the groups of earlier batches, then of those in the buffer."""
     groups = [(number, group) for number, batch in enumerate(buffer.earlier) for group in batch]
-    for number, group in (*groups, *((_WAITING, group) for group in buffer)):
-        for pending in group.samples:
-            for sequence in pending.sample.sequences:
-                yield _Row(number, group, pending, sequence)
+    for batch, group in (*groups, *((_NONE, group) for group in buffer)):
+        for episode in group.episodes:
+            calls, sample = episode.record.all_calls(), episode.sample
+            if not calls:
+                nothing = Call("", None, np.empty(0, np.int32))
+                yield _Row(batch, group, episode, _NONE, _NONE, nothing, _EMPTY)
+            sequences = () if sample is None else sample.sequences
+            starts = [id(first) for first, *_ in episode.record.sequences()]
+            begun = dict(zip(starts, sequences, strict=False))
+            numbers = {id(call): number for number, call in enumerate(calls)}
+            for number, call in enumerate(calls):
+                parent = numbers.get(id(call.parent), _NONE)
+                sequence = begun.get(id(call), _EMPTY)
+                yield _Row(batch, group, episode, number, parent, call, sequence)
 
 
 def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup:
-    first = rows[0]
-    prompt = Prompt(
-        first["prompt_id"],
-        tuple(first.get(_GROUP_PROMPT, first["prompt_token_ids"]).tolist()),
-        first["answer"],
-        first["prompt_text"],
-        first["source"],
-        _read(first, "prompt_row", name, partial(_decoded, dict[str, Any])),
-    )
-    tokens, samples = prompt.tokens(), list[PendingSample]()
+    first, episodes = rows[0], list[Episode]()
+    tokens = {"token_ids": first["prompt_token_ids"].tolist()}
+    prompt = _read(first, "prompt", name, partial(_decoded, Prompt, **tokens))
+    for index, members in groupby(rows, itemgetter("index")):
+        episodes.append(_episode(Episode(group_id, index, prompt), list(members), name))
+    return PendingGroup(group_id, episodes, first["carries"])
+
+
+def _episode(episode: Episode, rows: list[dict[str, Any]], name: str) -> Episode:
+    """Set everything but the prompt."""
+    values: _Values = _read(rows[0], "episode", name, partial(_decoded, _Values))
+    calls = list[Call]()
     for row in rows:
-        sample = sample_of(row, tokens, name)
-        # Copied: a view would keep the whole row group in memory.
-        sample.response_token_ids = sample.response_token_ids.copy()
-        sample.behaviour_logprobs = sample.behaviour_logprobs.copy()
-        columns = {name: values.copy() for name, values in sample.columns.items()}
-        fields = {field: row[field] for field in _PLAIN}
-        fields |= {f: _read(row, f, name, partial(_decoded, kind)) for f, kind in _JSON.items()}
-        pending = PendingSample(sample, prompt, **fields)
-        # In the file an unscored sample has defaults, for fewer tokens than it may get.
-        sample.columns = columns if pending.is_scored else {}
-        if num_rows := row.get("routed_tokens", 0):
-            sample.routes = _read(row, "routes", name, partial(_decoded_routes, num_rows))
-        if _RECORD in row:
-            pending.record = _read(row, _RECORD, name, _decoded_record)
-        if sample.number and samples:
-            samples[-1].sample.branches += (sample,)
-        else:
-            samples.append(pending)
-    for pending in samples:
-        check_sequences(pending.sample, name)
-    return PendingGroup(group_id, samples, first["carries"])
+        if row["call"] != _NONE:
+            calls.append(_read(row, "call", name, partial(_call, row, calls)))
+    episode.record = Record(calls, num_divergences=values.num_divergences)
+    for field in _OF_EPISODE:
+        setattr(episode, field, getattr(values, field))
+    if values.finish_reason is not FinishReason.ABORT:
+        episode.finish(values.finish_reason)
+        sample = episode.finished()
+        for field in _OF_SAMPLE:
+            setattr(sample, field, getattr(values, field))
+        starts = [calls.index(first) for first, *_ in episode.record.sequences()]
+        # In the file an unscored episode has defaults, for fewer values than it may get.
+        for start, sequence in zip(starts, sample.sequences, strict=False):
+            if episode.is_scored:
+                columns = token_columns.read_columns(rows[start], sequence.num_sampled)
+                # Copied, like a call's arrays: a view would keep the whole row group in memory.
+                sequence.columns = {column: part.copy() for column, part in columns.items()}
+    return episode
 
 
-def _has_own_prompt(pending: PendingSample) -> bool:
-    return not np.array_equal(pending.sample.prompt.token_ids, pending.prompt.token_ids)
+def _call(row: dict[str, Any], earlier: Sequence[Call], _: int) -> Call:
+    """Read a call, whose parent is among the earlier ones."""
+    parent, ids, logprobs = row["parent"], row["token_ids"].copy(), row["logprobs"].copy()
+    counts = row["version_tokens"].tolist()
+    if not _NONE <= parent < len(earlier) or row["call"] != len(earlier):
+        raise ValueError(f"must come in order and after its parent, got {row['call']} of {parent}")
+    if not len(ids) == len(logprobs) == sum(counts) or len(counts) != len(row["versions"]):
+        raise ValueError("must have a log-prob and a version per token")
+    spans = tuple(map(VersionSpan, row["versions"].tolist(), counts))
+    routes = None
+    if num_rows := row.get("routed_tokens", 0):
+        values = np.frombuffer(row["routes"], "<i2")
+        if num_rows < 0 or not len(values) or len(values) % num_rows:
+            raise ValueError(f"routes: {len(values)} experts for {num_rows} tokens")
+        routes = narrowed(values.reshape(num_rows, -1))
+    end = FinishReason(row["turn_end"])
+    return Call(
+        row["name"],
+        None if parent == _NONE else earlier[parent],
+        row["written"].copy(),
+        end,
+        row["max_tokens"],
+        row["is_fork"],
+        len(ids),
+        [Completion(ids, logprobs, spans, end, routes)],
+    )
 
 
-def _routes_of(sample: Sample) -> np.ndarray:
-    return np.empty((0, 0)) if sample.routes is None else sample.routes
-
-
-def _decoded_routes(num_rows: int, content: bytes) -> np.ndarray:
-    values = np.frombuffer(content, "<i2")
-    if num_rows < 0 or not len(values) or len(values) % num_rows:
-        raise ValueError(f"{len(values)} experts for {num_rows} tokens")
-    return narrowed(values.reshape(num_rows, -1))
-
-
-def _decoded_record(text: str) -> Record | None:
-    saved = _decoded(SavedRecord | None, text)
-    return None if saved is None else Record.from_saved(saved)
-
-
-def _decoded(kind: Any, text: str) -> Any:
-    return decode(kind, parse_json(text))
+def _decoded(kind: Any, text: str, **further: Any) -> Any:
+    return decode(kind, decode(dict[str, Any], parse_json(text)) | further)
 
 
 def _read(row: dict[str, Any], column: str, name: str, parse: Callable[[Any], Any]) -> Any:
-    """Parse a value of a sample's row; its errors name the file, the sample and the column."""
+    """Parse a value of an episode's row; its errors name the file, the sample and the column."""
     try:
         return parse(row[column])
     except ValueError as error:

@@ -10,19 +10,21 @@ import numpy as np
 
 from bapo_megatron.agent.protocol import SamplingRules
 from bapo_megatron.agent.proxy import Proxy, Session, SessionLimits
-from bapo_megatron.agent.record import Record
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
+from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Record
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.types import FinishReason
+from bapo_megatron.types import FinishReason, PromptTokens
 from tests.data.test_tools import HERMES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
-    from bapo_megatron.agent.record import Call
+    from bapo_megatron.data.record import Call
+    from bapo_megatron.types import Sample
 
 EOS = "<|im_end|>"
 TOOL = {
@@ -48,6 +50,12 @@ def make_renderer(tokenizer_dir: Path, **rollout: Any) -> ChatRenderer:
     return ChatRenderer(tokenizer, DataConfig(), agent_config(**rollout))
 
 
+def sequences_of(record: Record) -> Sequence[Sample]:
+    """What an episode with these calls trains."""
+    prompt = PromptTokens("p:0", np.empty(0, np.int32))
+    return record.sample(0, 0, prompt, FinishReason.STOP).sequences
+
+
 class Policy:
     """Samples what a script says for each call, token for token."""
 
@@ -64,12 +72,13 @@ class Policy:
         self.calls.append(call)
         self.prompts.append(call.prompt().tolist())
         [token_ids] = self.renderer.token_ids([self.says(call) + EOS])
-        token_ids = token_ids[len(call.token_ids) :][: call.max_tokens - len(call.token_ids)]
+        token_ids = token_ids[call.num_tokens :][: call.max_tokens - call.num_tokens]
         has_end = self.renderer.decode(token_ids).endswith(EOS)
         ids = np.array(token_ids, np.int32)
         logprobs = np.array([-random.random() for _ in ids], np.float32)
         end = FinishReason.STOP if has_end else FinishReason.LENGTH
-        call.append(ids, logprobs, spans_of(np.full(len(ids), len(self.calls))), end)
+        versions = spans_of(np.full(len(ids), len(self.calls)))
+        call.append(Completion(ids, logprobs, versions, end))
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,7 @@ from openai import DefaultAioHttpClient
 
 from bapo_megatron.environment.base import Task, Turn
 from examples.agents import calculator
-from tests.agent.episodes import EOS, Policy, make_renderer, open_session
+from tests.agent.episodes import EOS, Policy, make_renderer, open_session, sequences_of
 from tests.environment.calculator import Calculator
 from tests.launch import REPOSITORY
 
@@ -48,7 +48,7 @@ async def test_agent_and_environment_see_the_same_tokens(
     async with open_session(renderer, policy.sample) as (session, url, key):
         task = {"messages": QUESTION, "answer": ""}
         state = await calculator.play(task, url, key)
-    [sequence] = session.record.sequences()
+    [sequence] = sequences_of(session.record)
 
     environment = Calculator()
     other = environment.start(Task("p", "", renderer.text(QUESTION), ""))
@@ -60,4 +60,4 @@ async def test_agent_and_environment_see_the_same_tokens(
         if step.messages:
             tokens += renderer.continuation(step.messages)
     assert calculator.score(state) == environment.score(other) == score
-    assert [*sequence.prompt_token_ids, *sequence.response_token_ids] == tokens
+    assert [*sequence.prompt.token_ids, *sequence.response_token_ids] == tokens

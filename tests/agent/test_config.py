@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bapo_megatron.config.check import check_settings
-from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.rollout.saved import settings_of
 
@@ -56,11 +54,3 @@ def test_settings_that_contradict_each_other_are_refused(
     with pytest.raises(ValidationError) as caught:
         RolloutConfig.model_validate(settings)
     assert message in str(caught.value)
-
-
-def test_experts_of_the_engine_are_not_replayed_with_agents(make_config: Any) -> None:
-    config = make_config(agent="a:b")
-    content = config.model_dump(mode="json")
-    content["algorithm"]["router_replay"] = "rollout"
-    with pytest.raises(ConfigError, match=r"^algorithm\.router_replay: must not be rollout with"):
-        check_settings(type(config).model_validate(content), 100_000)

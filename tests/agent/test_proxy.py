@@ -14,13 +14,13 @@ from bapo_megatron.agent import proxy as proxy_module
 from bapo_megatron.agent.protocol import SamplingRules
 from bapo_megatron.agent.proxy import SessionLimits
 from bapo_megatron.types import FinishReason
-from tests.agent.episodes import TOOL, Policy, make_renderer, open_session
+from tests.agent.episodes import TOOL, Policy, make_renderer, open_session, sequences_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bapo_megatron.agent.record import Call
     from bapo_megatron.data.chat import ChatRenderer
+    from bapo_megatron.data.record import Call
 
 ASK = [{"role": "user", "content": "1+1?"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
@@ -81,17 +81,17 @@ async def test_a_conversation_of_the_sdk_with_a_tool_is_one_sequence(
         )
         assert last.choices[0].message.content == "It is 2."
         assert (await sdk.models.list()).data[0].id == "policy"
-    [sequence] = session.record.sequences()
+    [sequence] = sequences_of(session.record)
     text = renderer.decode(sequence.response_token_ids.tolist())
     assert text == (
         f"I add.{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n2\n</tool_response>"
         "<|im_end|>\n<|im_start|>assistant\nIt is 2.<|im_end|>"
     )
-    prompt = renderer.decode(sequence.prompt_token_ids.tolist())
+    prompt = renderer.decode(sequence.prompt.token_ids.tolist())
     assert prompt.startswith("<|im_start|>system\n# Tools\n<tools>\n{")
     assert prompt.endswith("<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n")
     assert policy.prompts[1] == [
-        *sequence.prompt_token_ids,
+        *sequence.prompt.token_ids,
         *sequence.response_token_ids[: -len("It is 2.") - 1],
     ]
     assert not any(call.is_fork for call in session.record.calls)
@@ -348,7 +348,7 @@ async def test_a_client_that_never_reads_loses_nothing(renderer: ChatRenderer) -
         while not session.record.calls or not session.record.calls[0].is_finished:
             await asyncio.sleep(0.01)
         writer.close()
-    [sequence] = session.record.sequences()
+    [sequence] = sequences_of(session.record)
     assert renderer.decode(sequence.response_token_ids.tolist()) == "Two.<|im_end|>"
 
 

@@ -6,24 +6,24 @@ import copy
 import json
 import random
 from collections import Counter
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from bapo_megatron.agent.protocol import Answer, ChatRequest, ResponsesRequest
-from bapo_megatron.agent.record import Call, Conversation, Record, SavedRecord
+from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Call, Conversation, Record
 from bapo_megatron.data.staleness import spans_of, token_versions
-from bapo_megatron.runtime.calls import decode
 from bapo_megatron.types import FinishReason, VersionSpan
-from tests.agent.episodes import EOS, TOOL, make_renderer
+from tests.agent.episodes import EOS, TOOL, make_renderer, sequences_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from bapo_megatron.agent.record import TokenSequence
     from bapo_megatron.data.chat import ChatRenderer
+    from bapo_megatron.types import Sample
 
 NUM_CALLS = 10_000
 
@@ -72,9 +72,8 @@ class World:
         for part, reason in parts:
             token_ids = np.array(ids[part], np.int32)
             call.max_tokens = 10_000
-            call.append(
-                token_ids, logprobs[part], spans_of(np.full(len(token_ids), version)), reason
-            )
+            versions = spans_of(np.full(len(token_ids), version))
+            call.append(Completion(token_ids, logprobs[part], versions, reason))
         self.seen.append((prompt, list(ids), logprobs.tolist()))
 
     def step(self) -> None:
@@ -118,7 +117,7 @@ class World:
 
 
 def positions_of(
-    sequences: list[TokenSequence],
+    sequences: Sequence[Sample],
 ) -> dict[tuple[int, ...], tuple[list[float], list[int]]]:
     """Each trained turn by all tokens up to its end; fails if a token trains twice."""
     turns: dict[tuple[int, ...], tuple[list[float], list[int]]] = {}
@@ -128,27 +127,28 @@ def positions_of(
         edges.append(len(response))
         place, versions = 0, token_versions(sequence.versions)
         for start, end in zip(edges[::2], edges[1::2], strict=True):
-            tokens = (*sequence.prompt_token_ids.tolist(), *response[:end])
+            tokens = (*sequence.prompt.token_ids.tolist(), *response[:end])
             assert tokens not in turns
             count = end - start
             turns[tokens] = (
-                sequence.logprobs[place : place + count].tolist(),
+                sequence.behaviour_logprobs[place : place + count].tolist(),
                 versions[place : place + count].tolist(),
             )
             place += count
-        assert place == len(sequence.logprobs)
+        assert place == len(sequence.behaviour_logprobs)
     return turns
 
 
 def check(world: World) -> None:
-    turns = positions_of(world.record.sequences())
+    sequences = sequences_of(world.record)
+    turns = positions_of(sequences)
     assert len(turns) == len(world.seen)
     for number, (prompt, tokens, logprobs) in enumerate(world.seen):
         trained, versions = turns[*prompt, *tokens]
         assert trained == logprobs
         assert versions == [number // 100] * len(tokens)
     sampled = sum(len(tokens) for _, tokens, _ in world.seen)
-    assert sampled == sum(len(s.logprobs) for s in world.record.sequences())
+    assert sampled == sum(sequence.num_sampled for sequence in sequences)
 
 
 @pytest.mark.slow
@@ -167,21 +167,20 @@ def test_ten_thousand_random_calls_train_exactly_what_was_sampled(renderer: Chat
     assert num_rewritten * 0.9 < num_forks < num_rewritten * 1.3
 
 
+def _token(token_id: int, logprob: float, version: int, reason: FinishReason) -> Completion:
+    ids, logprobs = np.array([token_id], np.int32), np.array([logprob], np.float32)
+    return Completion(ids, logprobs, (VersionSpan(version, 1),), reason)
+
+
 def test_after_a_restart_equal_calls_are_the_recorded_ones(renderer: ChatRenderer) -> None:
     world = World(renderer, 5)
     for _ in range(40):
         world.step()
     begun = world.record.begin(Conversation([{"role": "user", "content": "last"}]), renderer)
     begun.max_tokens = 9
-    begun.append(
-        np.array([5], np.int32),
-        np.array([-0.1], np.float32),
-        (VersionSpan(0, 1),),
-        FinishReason.ABORT,
-    )
-    saved = json.dumps(asdict(world.record.to_saved()))
-    record = Record.from_saved(decode(SavedRecord, json.loads(saved)))
-    assert json.dumps(asdict(record.to_saved())) == saved
+    begun.append(_token(5, -0.1, 0, FinishReason.ABORT))
+    record = world.record.copy()
+    record.restart()
     assert record.num_tokens == world.record.num_tokens
 
     for messages, (prompt, tokens, logprobs) in zip(world.asked, world.seen, strict=True):
@@ -190,17 +189,13 @@ def test_after_a_restart_equal_calls_are_the_recorded_ones(renderer: ChatRendere
         ).conversation()
         call = record.begin(conversation, renderer)
         assert call.is_finished
-        assert (call.prompt().tolist(), call.token_ids.tolist()) == (prompt, tokens)
-        assert call.logprobs.tolist() == logprobs
+        assert (call.prompt().tolist(), call.turn.token_ids.tolist()) == (prompt, tokens)
+        assert call.turn.logprobs.tolist() == logprobs
         record.note_turn(call, conversation, Answer.of(call, conversation, renderer).message)
     again = record.begin(Conversation([{"role": "user", "content": "last"}]), renderer)
-    assert (again.token_ids.tolist(), again.max_tokens, again.is_finished) == ([5], 9, False)
-    again.append(
-        np.array([6], np.int32),
-        np.array([-0.2], np.float32),
-        (VersionSpan(3, 1),),
-        FinishReason.STOP,
-    )
+    assert (again.turn.token_ids.tolist(), again.max_tokens, again.is_finished) == ([5], 9, False)
+    again.append(_token(6, -0.2, 3, FinishReason.STOP))
+    assert begun.turn.token_ids.tolist() == [5]
     assert record.earlier == {}
     record.close()
     assert record.num_divergences == 0
@@ -211,14 +206,15 @@ def test_what_an_agent_does_not_repeat_is_dropped_and_counted(renderer: ChatRend
     record = Record()
     for question in ("a", "b"):
         call = record.begin(Conversation([{"role": "user", "content": question}]), renderer)
-        call.append(np.array([7], np.int32), np.array([0], np.float32), (), FinishReason.STOP)
-    later = record.restarted()
+        call.append(_token(7, 0, 0, FinishReason.STOP))
+    later = record.copy()
+    later.restart()
     assert later.begin(Conversation([{"role": "user", "content": "b"}]), renderer).is_finished
     assert not later.begin(Conversation([{"role": "user", "content": "c"}]), renderer).is_finished
     later.close()
     assert later.num_divergences == 1
-    assert [call.token_ids.tolist() for call in later.calls] == [[7]]
-    assert [len(call.token_ids) for call in record.calls] == [1, 1]
+    assert [call.turn.token_ids.tolist() for call in later.calls] == [[7]]
+    assert [call.num_tokens for call in record.calls] == [1, 1]
 
 
 def test_sequences_come_in_call_order_and_train_no_turn_twice(
@@ -233,10 +229,10 @@ def test_sequences_come_in_call_order_and_train_no_turn_twice(
     world.ask([*first, {"role": "user", "content": "right"}])
     texts = [
         (
-            renderer.decode(sequence.prompt_token_ids.tolist()).count("assistant"),
+            renderer.decode(sequence.prompt.token_ids.tolist()).count("assistant"),
             renderer.decode(sequence.response_token_ids.tolist()),
         )
-        for sequence in world.record.sequences()
+        for sequence in sequences_of(world.record)
     ]
     left = "t0<|im_end|>\n<|im_start|>user\nleft<|im_end|>\n<|im_start|>assistant\nt1<|im_end|>"
     assert texts == [(1, left), (1, "t2<|im_end|>"), (2, "t3<|im_end|>")]
@@ -247,14 +243,14 @@ def _say(world: World, call: Call) -> None:
     call.max_tokens = 99
     token_ids = np.array(ids, np.int32)
     logprobs = np.zeros(len(ids), np.float32)
-    call.append(token_ids, logprobs, spans_of(np.zeros(len(ids))), FinishReason.STOP)
+    call.append(Completion(token_ids, logprobs, spans_of(np.zeros(len(ids))), FinishReason.STOP))
     world.seen.append((call.prompt().tolist(), list(ids), logprobs.tolist()))
 
 
 def test_a_turn_that_was_cut_off_is_not_extended(renderer: ChatRenderer) -> None:
     record, question = Record(), {"role": "user", "content": "q"}
     call = record.begin(Conversation([question]), renderer)
-    call.append(np.array([65], np.int32), np.array([0], np.float32), (), FinishReason.LENGTH)
+    call.append(_token(65, 0, 0, FinishReason.LENGTH))
     conversation = Conversation([question])
     message = Answer.of(call, conversation, renderer).message
     record.note_turn(call, conversation, message)

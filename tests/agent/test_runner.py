@@ -18,8 +18,8 @@ import pytest
 
 from bapo_megatron.agent.protocol import SamplingRules
 from bapo_megatron.agent.proxy import Proxy, Session, SessionLimits
-from bapo_megatron.agent.record import Record
 from bapo_megatron.agent.runner import AgentLostError, AgentRunner, _without_proxy
+from bapo_megatron.data.record import Record
 from bapo_megatron.environment.base import EnvironmentFailedError
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.agents import Agents
@@ -30,8 +30,8 @@ from tests.sandbox.host import require_bubblewrap
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bapo_megatron.agent.record import Call
     from bapo_megatron.data.chat import ChatRenderer
+    from bapo_megatron.data.record import Call
 
 AGENTS = "tests.agent.agents"
 TASK = {

@@ -17,10 +17,10 @@ import aiohttp
 
 from bapo_megatron.agent.protocol import SamplingRules
 from bapo_megatron.agent.proxy import Proxy, Session, SessionLimits
-from bapo_megatron.agent.record import Record
 from bapo_megatron.agent.runner import AgentRunner
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.data.record import Record
 from bapo_megatron.tiny.model import build_tokenizer
 from tests.agent.episodes import Policy, agent_config, open_session
 from tests.benchmarks.bench_episodes import SCORE, SETTINGS

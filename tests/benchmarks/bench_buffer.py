@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from bapo_megatron.engine.base import Completion
+from bapo_megatron.data.completion import Completion
 from bapo_megatron.rollout.buffer import RolloutBuffer
 from bapo_megatron.rollout.saved import SavedRollout, read_saved, write_saved
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 from tests.benchmarks.harness import finish, machine, page, report_arguments, table
+from tests.rollout.calls import begin
 from tests.rollout.saved_files import AT_START
 
 _VOCAB_SIZE = 151_936
@@ -47,7 +48,8 @@ def fill(num_tokens: int) -> RolloutBuffer:
     rng, buffer = np.random.default_rng(0), RolloutBuffer()
     while num_tokens > 0:
         prompt = Prompt(f"train:{len(buffer)}", tuple(range(200)), "42", "prompt " * 100, "train")
-        for pending in buffer.start_group(prompt, _GROUP_SIZE).samples:
+        for episode in buffer.start_group(prompt, _GROUP_SIZE).episodes:
+            call = begin(episode)
             length = min(num_tokens, int(rng.integers(1, 2 * _RESPONSE_TOKENS)))
             num_tokens -= length
             num_late = min(length // 2, _PIECES * _PIECE_TOKENS)
@@ -56,9 +58,9 @@ def fill(num_tokens: int) -> RolloutBuffer:
                 logprobs = -rng.exponential(size=size).astype(np.float32)
                 spans = (VersionSpan(version, size),) if size else ()
                 part = Completion(token_ids, logprobs, spans, FinishReason.ABORT)
-                pending.append(part, 1 << 30)
+                call.append(part)
                 if version == 1:
-                    pending.settle()
+                    assert len(call.turn.token_ids) == size  # joined
     return buffer
 
 
@@ -68,7 +70,7 @@ def _pieces(num_tokens: int) -> list[int]:
 
 async def measure(num_tokens: int, path: Path) -> dict[str, float]:
     buffer = fill(num_tokens)
-    samples = [pending for group in buffer for pending in group.samples]
+    samples = [episode for group in buffer for episode in group.episodes]
     waits, memory = [0.0], [before := psutil.Process().memory_info().rss]
 
     async def tick() -> None:
@@ -92,11 +94,10 @@ async def measure(num_tokens: int, path: Path) -> dict[str, float]:
     cpu_s.append(time.process_time())
     blocked_cpu_s, write_cpu_s, read_cpu_s = np.diff(cpu_s).tolist()
     for group, copy in zip(buffer, restored.buffer, strict=True):
-        for pending, again in zip(group.samples, copy.samples, strict=True):
-            pending.settle()
-            for name in ("response_token_ids", "behaviour_logprobs"):
-                saved, read = getattr(pending.sample, name), getattr(again.sample, name)
-                assert saved.tobytes() == read.tobytes()
+        for episode, again in zip(group.episodes, copy.episodes, strict=True):
+            [call], [read] = episode.record.calls, again.record.calls
+            assert call.turn.token_ids.tobytes() == read.turn.token_ids.tobytes()
+            assert call.turn.logprobs.tobytes() == read.turn.logprobs.tobytes()
     return {
         "num_samples": len(samples),
         "blocked_ms": 1e3 * (taken_s - began_s),

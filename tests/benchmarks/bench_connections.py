@@ -19,12 +19,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.engine.base import (
-    Completion,
-    CompletionSink,
-    GenerateRequest,
-    SamplingSettings,
-)
+from bapo_megatron.data.completion import Completion
+from bapo_megatron.engine.base import CompletionSink, GenerateRequest, SamplingSettings
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.batching import LoopLag

@@ -84,11 +84,8 @@ def audit(run_dir: Path, shape: Shape) -> Account:
     if newest != f"step_{len(metrics)}":
         account.problems.append(f"checkpoints/latest: {newest} after {len(metrics)} steps")
     saved = _File.read(run_dir / "checkpoints" / newest / "rollout.parquet")
-    prompts = {
-        row["group_id"]: row["prompt_id"]
-        for rows in (saved.rows, *(dump.rows for dump in dumps.values()))
-        for row in rows
-    }
+    prompts = {row["group_id"]: row["prompt_id"] for dump in dumps.values() for row in dump.rows}
+    prompts |= {row["group_id"]: json.loads(row["prompt"])["prompt_id"] for row in saved.rows}
     trained = Counter(
         group for dump in dumps.values() for group in {row["group_id"] for row in dump.rows}
     )

@@ -13,12 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from bapo_megatron.data.dump import write_batch
-from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
+from bapo_megatron.rollout.buffer import PendingGroup, RolloutBuffer
 from bapo_megatron.rollout.saved import SavedRollout, write_saved
-from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, VersionSpan
+from bapo_megatron.types import Group, Prompt, RolloutBatch, VersionSpan
 from tests.benchmarks import kill_campaign
 from tests.benchmarks.kill_account import Shape, audit, different_files
 from tests.data.samples import make_sample
+from tests.rollout.calls import end
 from tests.rollout.saved_files import AT_START
 
 if TYPE_CHECKING:
@@ -57,13 +58,11 @@ def _write_run(
     buffer.num_trained = sum(map(len, batches.values()))
     for group_id in waiting:
         samples = _group(group_id, 0).samples
-        for sample in samples:
-            sample.finish_reason = FinishReason.ABORT
         tokens = samples[0].prompt
         prompt = Prompt(tokens.prompt_id, tuple(tokens.token_ids.tolist()), "", "", tokens.source)
-        buffer.groups[group_id] = PendingGroup(
-            group_id, [PendingSample(s, prompt) for s in samples]
-        )
+        buffer.groups[group_id] = group = PendingGroup.start(group_id, prompt, len(samples))
+        for episode, sample in zip(group.episodes, samples, strict=True):
+            end(episode, sample.response_token_ids)
     checkpoints = run_dir / "checkpoints"
     (checkpoints / f"step_{len(batches)}").mkdir(parents=True)
     path = checkpoints / f"step_{len(batches)}" / "rollout.parquet"

@@ -12,10 +12,10 @@ import pytest
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
+from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Record
 from bapo_megatron.data.tools import Mark, ToolCall, calls_in, checked_message
-from bapo_megatron.engine.base import Completion
-from bapo_megatron.rollout.buffer import RolloutBuffer
-from bapo_megatron.types import FinishReason, Prompt, VersionSpan
+from bapo_megatron.types import FinishReason, PromptTokens, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -318,7 +318,8 @@ def test_ten_thousand_calls_and_outputs_are_each_rendered_once_and_train_once(
 
     num_calls = 0
     while num_calls < 10_000:
-        pending = RolloutBuffer().start_group(Prompt("p", (1,), "", "", ""), 1).samples[0]
+        record = Record()
+        record.write((1,))
         sampled: list[int] = []
         for _ in range(draws.randrange(1, 4)):
             # JSON cannot escape tags, which end a call of hermes wherever they are.
@@ -328,13 +329,14 @@ def test_ten_thousand_calls_and_outputs_are_each_rendered_once_and_train_once(
             assert calls == codes
             part, logprobs = np.asarray(turn, np.int32), np.zeros(len(turn), np.float32)
             spans = (VersionSpan(0, len(turn)),)
-            pending.append(Completion(part, logprobs, spans, FinishReason.STOP), 1 << 30)
+            record.calls[-1].append(Completion(part, logprobs, spans, FinishReason.STOP))
             outputs = [{"role": "tool", "content": noise(draws)} for _ in codes]
             assert marks_in(outputs) == marks_in([{**output, "content": ""} for output in outputs])
-            pending.write(renderer.continuation(outputs))
+            record.write(renderer.continuation(outputs))
             sampled += turn
             num_calls += len(codes)
-        sample = pending.sample
+        prompt = PromptTokens("p", np.array([1], np.int32))
+        sample = record.sample(0, 0, prompt, FinishReason.STOP)
         assert sample.response_token_ids[sample.loss_mask].tolist() == sampled
 
 

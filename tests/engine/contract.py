@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
     from pathlib import Path
 
-    from bapo_megatron.engine.base import Completion, Engine, Stepper
+    from bapo_megatron.data.completion import Completion
+    from bapo_megatron.engine.base import Engine, Stepper
     from bapo_megatron.engine.sglang.server import SglangServer
 
 PROMPT = [3, 20, 77, 4]

@@ -14,7 +14,8 @@ import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
-from bapo_megatron.engine.base import Completion, CompletionSink, join
+from bapo_megatron.data.completion import Completion, join
+from bapo_megatron.engine.base import CompletionSink
 from bapo_megatron.tiny.model import build_tokenizer
 from bapo_megatron.types import FinishReason
 from tests.policy.tiny_models import load_reference, make_model

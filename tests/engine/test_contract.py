@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bapo_megatron.engine.base import Completion, Engine, PauseMode, Scores
+    from bapo_megatron.data.completion import Completion
+    from bapo_megatron.engine.base import Engine, PauseMode, Scores
 
 CASES = [pytest.param(fake_case, id="fake"), pytest.param(local_case, id="local")]
 EACH_PAUSE = pytest.mark.parametrize("mode", ["retract", "in_place"])

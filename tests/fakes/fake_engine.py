@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapo_megatron.data.completion import Completion
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.engine.base import Capabilities, Completion
+from bapo_megatron.engine.base import Capabilities
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:

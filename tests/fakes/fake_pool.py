@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from bapo_megatron.data.completion import Completion
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.engine.base import Completion
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapo_megatron.data.completion import Completion
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.engine.base import Completion
 from bapo_megatron.errors import ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_pool import FakePool, Request

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from bapo_megatron.config.reward import RewardConfig
@@ -17,8 +16,9 @@ from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
 from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.episodes import Grader
-from bapo_megatron.types import FinishReason, Prompt
+from bapo_megatron.types import Prompt
 from tests.reward.scoring import score
+from tests.rollout.calls import end
 
 OWN = "tests.reward.own_functions"
 
@@ -116,23 +116,22 @@ def test_shaping_acts_on_training_samples_and_not_on_evaluations():
             graded = []
             for shaping in (Shaping(config, 2, rewards.pool), None):
                 group = PendingGroup.start(0, prompt, 1)
-                [pending] = group.samples
-                pending.sample.response_token_ids = np.array([7])
-                pending.sample.finish_reason = FinishReason.LENGTH
-                await Grader(Decoder(), rewards, shaping).score(pending, group)
-                graded.append(pending)
+                [episode] = group.episodes
+                end(episode, [7])
+                await Grader(Decoder(), rewards, shaping).score(episode, group)
+                graded.append(episode)
             return graded
 
-    pending, evaluation = asyncio.run(grade())
+    episode, evaluation = asyncio.run(grade())
     _, evaluated = evaluation.graded
 
-    assert pending.texts == (r"\boxed{7}",)
-    assert (pending.text().extracted, pending.text().reason) == ("7", "equal_text")
+    assert episode.texts == (r"\boxed{7}",)
+    assert (episode.text().extracted, episode.text().reason) == ("7", "equal_text")
     assert evaluation.sample.reward == evaluated.reward == 1.25
     assert evaluated.components == {"math": 1.0, "facts": 0.25}
-    assert pending.is_scored
-    assert pending.sample.reward == 0.5 - 0.5
-    assert pending.sample.reward_components == {
+    assert episode.is_scored
+    assert episode.sample.reward == 0.5 - 0.5
+    assert episode.sample.reward_components == {
         "math": 1.0,
         "facts": 0.25,
         "facts/level": 9.0,

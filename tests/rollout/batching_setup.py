@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bapo_megatron.data.stream import PromptMixture
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
+    from bapo_megatron.rollout.buffer import Episode, PendingGroup
     from bapo_megatron.types import RolloutBatch
 
 PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(50)]
@@ -66,15 +66,15 @@ class Rewards:
         """Scoring this group fails."""
         self.asked: set[int] = set()
 
-    async def score(self, pending: PendingSample, group: PendingGroup) -> None:
-        sample = pending.sample
+    async def score(self, episode: Episode, group: PendingGroup) -> None:
+        sample = episode.finished()
         self.asked.add(sample.group_id)
         if sample.group_id == self.failing:
             raise RewardError("the grader is gone")
         if sample.group_id in self.held:
             await self.held[sample.group_id].wait()
         sample.reward = 0.0 if sample.group_id in self.equal else float(sample.index == 0)
-        pending.texts = ("scored",)
+        episode.texts = ("scored",)
 
 
 def make_batches(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.environment.base import Task, Turn
     from bapo_megatron.reward.base import Response
-    from bapo_megatron.rollout.buffer import PendingSample
+    from bapo_megatron.rollout.buffer import Episode
     from bapo_megatron.rollout.pool import EnginePool
 
 PROMPT = Prompt("p:0", (1, 2), "7", "What?", "p", {"level": 3})
@@ -91,18 +91,17 @@ class Setup:
             self.buffer = read_file(state).buffer
         [self.group] = self.buffer
 
-    def request_of(self, pending: PendingSample) -> GenerateRequest:
-        sample = pending.sample
+    def request_of(self, episode: Episode) -> GenerateRequest:
         return GenerateRequest(
-            input_ids=pending.prompt.token_ids,
-            sampling=SamplingSettings(0.5, self.max_tokens, seed=100 + sample.index),
-            label=f"sample {sample.index}",
-            order=(sample.group_id, sample.index),
+            input_ids=episode.prompt.token_ids,
+            sampling=SamplingSettings(0.5, self.max_tokens, seed=100 + episode.index),
+            label=f"sample {episode.index}",
+            order=episode.key,
         )
 
     @property
-    def pending(self) -> PendingSample:
-        return self.group.samples[0]
+    def episode(self) -> Episode:
+        return self.group.episodes[0]
 
     async def advance(self) -> None:
         self.episodes.advance(self.buffer)
@@ -129,9 +128,9 @@ class Setup:
 
     async def restart(self, index: int = 0, *, sees_groups: bool = False) -> None:
         """Begin a response again, as one that is too old."""
-        sample = self.group.samples[index]
-        self.episodes.cancel(sample)
-        self.group.start_again([sample], sees_groups=sees_groups)
+        episode = self.group.episodes[index]
+        self.episodes.cancel(episode)
+        self.group.start_again([episode], sees_groups=sees_groups)
         await self.advance()
 
     async def push(self, version: int) -> None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.data.completion import join
 from bapo_megatron.data.staleness import num_spanned
-from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, join
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.pool import EnginePool
@@ -22,7 +23,7 @@ from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from bapo_megatron.engine.base import Completion
+    from bapo_megatron.data.completion import Completion
     from bapo_megatron.engine.pooled import PooledEngine
 
 T = 0.5

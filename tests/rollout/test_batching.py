@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,8 +11,11 @@ import pytest
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.batching import LoopLag, _same_answer_share
+from bapo_megatron.rollout.buffer import PendingGroup
+from bapo_megatron.types import Prompt
 from tests.fakes.fake_pool import deliver
 from tests.rollout.batching_setup import TOTAL_STEPS, Setup, ids, settle
+from tests.rollout.calls import end
 from tests.rollout.saved_files import file_of, read_file, without_clock
 
 if TYPE_CHECKING:
@@ -118,7 +120,7 @@ async def test_an_interrupted_step_ends_at_once_and_keeps_what_was_sampled() -> 
     assert await batch is None
     assert setup.pool.requests == []
     buffer = setup.batches.state().buffer
-    assert [[p.num_tokens for p in group.samples] for group in buffer] == [[4, 4], [7, 7]]
+    assert [[e.num_tokens for e in group.episodes] for group in buffer] == [[4, 4], [7, 7]]
     assert [group.is_finished for group in buffer] == [True, False]
 
 
@@ -170,7 +172,7 @@ async def test_an_error_of_a_request_ends_the_step_and_loses_no_token() -> None:
     with pytest.raises(RolloutError, match="no server is left"):
         await batch
     [group, _] = setup.batches.state().buffer
-    assert [pending.num_tokens for pending in group.samples] == [3, 3]
+    assert [episode.num_tokens for episode in group.episodes] == [3, 3]
     await setup.batches.close()
 
 
@@ -304,11 +306,10 @@ async def test_a_run_that_has_ended_cannot_be_made_longer() -> None:
 )
 def test_the_share_of_solved_prompts_with_one_answer_counts_each_prompt_once(solved, share):
     def group(answer, *rewards):
-        prompt = SimpleNamespace(answer=answer)
-        samples = [SimpleNamespace(reward=reward, reward_components={}) for reward in rewards]
-        return SimpleNamespace(
-            samples=[SimpleNamespace(sample=sample, prompt=prompt) for sample in samples]
-        )
+        group = PendingGroup.start(0, Prompt("p:0", (1,), answer, ""), len(rewards))
+        for episode, reward in zip(group.episodes, rewards, strict=True):
+            end(episode, [7]).reward = reward
+        return group
 
     groups = [group(answer, 0.0, 1.0, 1.0) for answer in solved] + [group("9", 0.0)] * 3
 

@@ -15,13 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from bapo_megatron.data.columns import DumpError
+from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Call
 from bapo_megatron.data.staleness import response_age
-from bapo_megatron.engine.base import Completion
 from bapo_megatron.rollout import saved as saved_module
-from bapo_megatron.rollout.buffer import DropReason, PendingGroup, PendingSample, RolloutBuffer
+from bapo_megatron.rollout.buffer import DropReason, Episode, PendingGroup, RolloutBuffer
 from bapo_megatron.rollout.saved import SavedRollout, read_saved
 from bapo_megatron.types import FinishReason, Prompt, Sample, VersionSpan
-from tests.data.samples import add_branch
+from tests.rollout.calls import begin, give, so_far
 from tests.rollout.saved_files import AT_START, file_of, read_file
 
 if TYPE_CHECKING:
@@ -45,39 +46,37 @@ def _filled() -> RolloutBuffer:
     """Group 0 is done and scored, group 1 half done, group 2 untouched."""
     buffer = RolloutBuffer()
     groups = [buffer.start_group(prompt, 2) for prompt in PROMPTS]
-    for pending in groups[0].samples:
-        pending.append(_completion(0, 3, 1, "stop"), 8)
-        pending.finish(FinishReason.STOP)
-        pending.texts = ("fine\n",)
-        pending.extracted, pending.reason = "5 cm", "unit_differs"
-        pending.sample.reward = 1.0
-        pending.sample.reward_components = {"math": 1.0, "overlong": -0.25}
-        pending.sample.answer_found = True
-    groups[1].samples[0].append(_completion(20, 2, 1), 8)
-    groups[1].samples[0].append(_completion(22, 3, 2), 8)
-    groups[1].samples[0].rests_at = 5
-    groups[1].samples[1].append(_completion(30, 4, 2, "stop"), 8)
-    groups[1].samples[1].finish(FinishReason.STOP)
+    for episode in groups[0].episodes:
+        give(episode, _completion(0, 3, 1, "stop"))
+        episode.texts = ("fine\n",)
+        episode.extracted, episode.reason = "5 cm", "unit_differs"
+        sample = episode.finished()
+        sample.reward, sample.answer_found = 1.0, True
+        sample.reward_components = {"math": 1.0, "overlong": -0.25}
+    give(groups[1].episodes[0], _completion(20, 2, 1), _completion(22, 3, 2))
+    groups[1].episodes[0].rests_at = 5
+    give(groups[1].episodes[1], _completion(30, 4, 2, "stop"))
     return buffer
 
 
 def test_a_continued_sample_sends_prompt_and_prefix_and_keeps_everything_in_order() -> None:
-    pending = list(_filled())[1].samples[0]
-    assert pending.input_ids() == [11, 11, 12, 20, 21, 22, 23, 24]
-    assert pending.sample.versions == ((1, 2), (2, 3))
+    episode = list(_filled())[1].episodes[0]
+    [call] = episode.record.calls
+    assert [*call.prompt(), *call.turn.token_ids] == [11, 11, 12, 20, 21, 22, 23, 24]
+    assert call.turn.versions == ((1, 2), (2, 3))
     expected = [np.float32(-21 / 7), -22 / 7, -23 / 7, -24 / 7, -25 / 7]
-    np.testing.assert_allclose(pending.sample.behaviour_logprobs, expected, rtol=1e-7)
-    assert not pending.is_finished
+    np.testing.assert_allclose(call.turn.logprobs, expected, rtol=1e-7)
+    assert not episode.is_finished
 
 
 def test_a_sample_is_finished_at_its_very_last_token_and_its_end_may_come_twice() -> None:
-    pending = PendingGroup.start(0, PROMPTS[0], 1).samples[0]
-    pending.append(_completion(0, 5, 0), 8)
-    pending.append(_completion(5, 3, 0), 8)
-    assert pending.sample.finish_reason is FinishReason.LENGTH
-    pending.append(_completion(8, 0, 0, "length"), 8)
-    assert pending.sample.finish_reason is FinishReason.LENGTH
-    assert len(pending.sample.response_token_ids) == 8
+    call = begin(PendingGroup.start(0, PROMPTS[0], 1).episodes[0], 8)
+    call.append(_completion(0, 5, 0))
+    call.append(_completion(5, 3, 0))
+    assert call.finish_reason is FinishReason.LENGTH
+    call.append(_completion(8, 0, 0, "length"))
+    assert call.finish_reason is FinishReason.LENGTH
+    assert len(call.turn.token_ids) == 8
 
 
 def _file(buffer: RolloutBuffer) -> bytes:
@@ -88,28 +87,27 @@ def _file(buffer: RolloutBuffer) -> bytes:
 def test_a_restored_buffer_is_the_saved_one_bit_for_bit(
     chunk_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved_module, "_CHUNK_SAMPLES", chunk_samples)
+    monkeypatch.setattr(saved_module, "_CHUNK_CALLS", chunk_samples)
     buffer = _filled()
     buffer.drop(buffer.start_group(PROMPTS[0], 2), DropReason.STALE)
     list(buffer)[1].carries = 3
-    list(buffer)[1].samples[0].state = {"board": [["x", None], [0.1, "ß"]]}
-    list(buffer)[1].samples[0].has_begun = True
+    list(buffer)[1].episodes[0].state = {"board": [["x", None], [0.1, "ß"]]}
     restored = read_file(_file(buffer)).buffer
     assert len(restored) == 3
     assert pq.ParquetFile(io.BytesIO(_file(buffer))).num_row_groups == 6 // min(chunk_samples, 6)
     for saved_group, group in zip(buffer, restored, strict=True):
         assert (group.group_id, group.carries) == (saved_group.group_id, saved_group.carries)
-        for saved, pending in zip(saved_group.samples, group.samples, strict=True):
-            saved.settle()
+        for saved, episode in zip(saved_group.episodes, group.episodes, strict=True):
+            assert episode.is_finished == saved.is_finished
             for field in fields(Sample):
-                mine, other = (getattr(p.sample, field.name) for p in (pending, saved))
+                mine, other = (getattr(so_far(e), field.name) for e in (episode, saved))
                 if isinstance(mine, np.ndarray):
                     assert (mine.dtype, mine.tobytes()) == (other.dtype, other.tobytes())
                 elif field.name != "prompt":
                     assert mine == other
-            for field in fields(PendingSample):
-                if field.name != "sample":
-                    assert getattr(pending, field.name) == getattr(saved, field.name)
+            for field in fields(Episode):
+                if field.name not in ("sample", "record"):
+                    assert getattr(episode, field.name) == getattr(saved, field.name)
     restored.take(list(restored)[:1])
     assert restored.start_group(PROMPTS[0], 2).group_id == 4
     assert restored.dropped == {"stale": 1}
@@ -117,43 +115,47 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit(
 
 def test_a_restored_buffer_has_the_branches_of_its_episodes() -> None:
     buffer = _filled()
-    first, _ = next(iter(buffer)).samples
-    routes = np.arange(12, dtype=np.int8).reshape(4, 3)
-    branches = [add_branch(first.sample, (2, 1, 1), shared_tokens=2), add_branch(first.sample, ())]
-    branches[0].columns = {"teacher_logprob": np.array([-1, -2, -3], np.float32)}
-    branches[0].routes = routes
-    assert first.num_tokens == 3 + 4
-    list(buffer)[1].samples[0].settle()
+    episode = list(buffer)[2].episodes[0]
+    first = begin(episode)
+    first.append(_completion(0, 3, 1, "stop"))
+    for written, version in ((7,), 1), ((8, 9), 2):
+        call = Call(f"call {version}", first, np.array(written, np.int32), max_tokens=8)
+        call.append(replace(_completion(3, 2, version, "stop"), routes=np.full((1, 3), version)))
+        episode.record.calls.append(call)
+    episode.finish(FinishReason.STOP)
+    assert episode.num_tokens == 3 + (1 + 2) + (2 + 2)
+    kept, branch = episode.finished().sequences
+    kept.columns = {"teacher_logprob": np.array([-1, -2, -3, -4, -5], np.float32)}
+    branch.columns = {"teacher_logprob": np.array([-6, -7], np.float32)}
+    episode.texts = ("fine",)
 
     saved = buffer.snapshot()
-    branches[0].columns = {}  # after the snapshot
-    restored = next(iter(read_file(_file(saved)).buffer)).samples
+    branch.columns = {}  # after the snapshot
+    restored = list(read_file(_file(saved)).buffer)[2].episodes[0]
 
-    assert [len(pending.sample.branches) for pending in restored] == [2, 0]
-    kept, empty = restored[0].sample.branches
-    assert kept.prompt.token_ids.tolist() == [10, 11, 12, 0, 1]
-    assert kept.response_token_ids.tolist() == branches[0].response_token_ids.tolist()
-    assert kept.written == ((2, 1),)
-    assert kept.versions == branches[0].versions
-    assert kept.columns["teacher_logprob"].tolist() == [-1, -2, -3]
-    assert kept.routes is not None
-    assert kept.routes.tolist() == routes.tolist()
-    assert (empty.number, len(empty.response_token_ids), empty.routes) == (2, 0, None)
-    assert restored[0].texts == ("fine\n",)
+    one, other = restored.finished().sequences
+    assert one.response_token_ids.tolist() == [0, 1, 2, 7, 3, 4]
+    assert one.written == ((3, 1),)
+    assert other.prompt.token_ids.tolist() == [12, 11, 12, 0, 1, 2, 8, 9]
+    assert other.response_token_ids.tolist() == [3, 4]
+    assert (other.number, other.versions) == (1, ((2, 2),))
+    assert one.columns["teacher_logprob"].tolist() == [-1, -2, -3, -4, -5]
+    assert other.columns["teacher_logprob"].tolist() == [-6, -7]
+    assert (one.routes.tolist(), other.routes.tolist()) == ([[1] * 3], [[2] * 3])
+    assert restored.texts == ("fine",)
     assert file_of(SavedRollout(AT_START, saved)) == _file(read_file(_file(saved)).buffer)
 
 
 def test_the_length_limit_and_the_age_count_all_sequences() -> None:
-    pending = PendingGroup.start(0, PROMPTS[0], 1).samples[0]
-    pending.sample.branches = (replace(pending.sample, number=1),)
-    branch = pending.sample.branches[0]
-    branch.response_token_ids = np.arange(5, dtype=np.int32)
-    branch.versions = (VersionSpan(1, 5),)
-    pending.append(_completion(0, 2, 4), 8)
-    assert not pending.is_finished
-    pending.append(_completion(2, 1, 4), 8)
-    assert pending.sample.finish_reason is FinishReason.LENGTH
-    assert response_age(pending.sample.episode_versions, 5, "oldest") == 4
+    episode = PendingGroup.start(0, PROMPTS[0], 1).episodes[0]
+    begin(episode).append(_completion(0, 5, 1, "stop"))
+    episode.record.write([9])
+    episode.record.calls[-1].append(_completion(5, 2, 4))
+    other = Call("other", None, np.array([1], np.int32), max_tokens=9)
+    other.append(_completion(0, 3, 4))
+    episode.record.calls.append(other)
+    assert episode.num_tokens == 5 + 1 + 2 + 3
+    assert response_age(episode.record.versions, 5, "oldest") == 4
 
 
 def test_taken_groups_are_gone_and_their_ids_are_not_used_again() -> None:
@@ -171,26 +173,26 @@ def test_groups_of_the_latest_batches_are_kept_for_replay_over_a_restart() -> No
     buffer = RolloutBuffer(deque(maxlen=2))
     for prompt in PROMPTS:
         group = buffer.start_group(prompt, 1)
-        group.samples[0].append(_completion(5, 2, group.group_id, "stop"), 8)
-        group.samples[0].finish(FinishReason.STOP)
-        group.samples[0].texts = ("fine",)
+        give(group.episodes[0], _completion(5, 2, group.group_id, "stop"))
+        group.episodes[0].texts = ("fine",)
         buffer.take([group])
     restored = read_file(_file(buffer)).buffer
     assert [[group.group_id for group in batch] for batch in restored.earlier] == [[1], [2]]
-    assert restored.earlier[1][0].samples[0].sample.response_token_ids.tolist() == [5, 6]
-    assert restored.earlier[1][0].samples[0].sample.versions == ((2, 2),)
+    sample = restored.earlier[1][0].episodes[0].finished()
+    assert sample.response_token_ids.tolist() == [5, 6]
+    assert sample.versions == ((2, 2),)
 
 
 def test_what_comes_after_a_snapshot_is_not_in_it() -> None:
     buffer = _filled()
     first, second, third = buffer
-    second.samples[0].state = {"seed": 1}
+    second.episodes[0].state = {"seed": 1}
     before = _file(buffer)
     saved = SavedRollout(AT_START, buffer.snapshot())
-    second.samples[0].state["seed"] = 2
-    second.samples[0].append(_completion(25, 1, 3), 8)
-    second.samples[1].texts, second.carries = ("fine",), 4
-    third.samples[0].append(_completion(40, 1, 3), 8)
+    second.episodes[0].state["seed"] = 2
+    give(second.episodes[0], _completion(25, 1, 3))
+    second.episodes[1].texts, second.carries = ("fine",), 4
+    give(third.episodes[0], _completion(40, 1, 3))
     buffer.take([first])
     buffer.drop(third, DropReason.STALE)
     buffer.start_group(PROMPTS[0], 2)
@@ -210,8 +212,8 @@ def test_a_damaged_file_and_one_of_another_format_are_refused_in_one_line(
         read_saved(path)
     path.write_bytes(content)
     assert len(read_saved(path).buffer) == 3
-    monkeypatch.setattr(saved_module, "_FILE", replace(saved_module._FILE, format=10))
-    with pytest.raises(DumpError, match="rollout buffer format 9, this version reads format 10"):
+    monkeypatch.setattr(saved_module, "_FILE", replace(saved_module._FILE, format=11))
+    with pytest.raises(DumpError, match="rollout buffer format 10, this version reads format 11"):
         read_saved(path)
 
 
@@ -225,8 +227,11 @@ def test_a_damaged_file_and_one_of_another_format_are_refused_in_one_line(
         ({"prompts": {"sets": [{}]}}, r"'prompts\.sets\[0\]\.name' is missing"),
         ({"counted": {"lost": 1}}, r"'counted\.lost' is an unknown field"),
         ({"other": 1}, "'other' is an unknown field"),
-        ({"texts": "1"}, "sample 0 of group 0: texts: must be a list"),
-        ({"prompt_row": "{"}, "sample 0 of group 0: prompt_row: not valid JSON"),
+        ({"episode": "[]"}, "sample 0 of group 0: episode: must be a dictionary"),
+        ({"parent": 3}, "sample 0 of group 0: call: must come in order and after its parent"),
+        ({"version_tokens": [2]}, "sample 0 of group 0: call: must have a log-prob and a version"),
+        ({"turn_end": "over"}, "sample 0 of group 0: call: 'over' is not a valid"),
+        ({"prompt": "{"}, "sample 0 of group 0: prompt: not valid JSON"),
         ({"batch": 0}, "batch below num_earlier, 0"),
     ],
 )

@@ -24,6 +24,7 @@ from tests.fakes.fake_sglang import FakeSglang, logprob_of
 from tests.fakes.fake_teacher import FakeTeacher, has_columns, make_teacher
 from tests.fakes.stepped_pool import SteppedPool
 from tests.rollout.batching_setup import PROMPTS, Renderer, group_of, make_batches, settle
+from tests.rollout.calls import end
 from tests.rollout.conftest import changed
 from tests.rollout.episodes_setup import CountingRewards
 from tests.rollout.episodes_setup import Setup as EpisodesSetup
@@ -113,10 +114,12 @@ async def test_an_interrupted_run_does_not_wait_for_the_teacher() -> None:
     async with asyncio.timeout(5):
         assert await collecting is None
     samples = [
-        p for group in read_file(without_clock(setup.batches.state())).buffer for p in group.samples
+        e
+        for group in read_file(without_clock(setup.batches.state())).buffer
+        for e in group.episodes
     ]
-    assert [pending.num_tokens for pending in samples] == [4] * 4
-    assert not any(pending.is_scored for pending in samples)
+    assert [episode.num_tokens for episode in samples] == [4] * 4
+    assert not any(episode.is_scored for episode in samples)
     await setup.close()
 
 
@@ -146,7 +149,7 @@ async def test_what_an_environment_writes_is_context_only() -> None:
     await setup.turn(3)
     # The fake pool numbers the tokens of a response, written ones included.
     await setup.turn(2)
-    sample = setup.pending.sample
+    sample = setup.episode.finished()
     assert sample.response_token_ids.tolist() == [0, 1, 2, 1100, 1101, 5, 6]
     assert engine.scored == [[1, 2, 0, 1, 2, 1100, 1101, 5, 6]]
     assert has_columns(sample)
@@ -160,18 +163,17 @@ async def test_an_answer_for_a_response_that_was_begun_again_is_discarded() -> N
     await teacher.start([engine])
     engine.held = asyncio.Event()
     group = PendingGroup.start(0, PROMPTS[0], 1)
-    [pending] = group.samples
-    pending.sample.response_token_ids = np.arange(3, dtype=np.int32)
-    pending.sample.finish_reason = FinishReason.LENGTH
+    [episode] = group.episodes
+    end(episode, range(3))
     grader = Grader(Renderer(), CountingRewards(), teacher=teacher)
-    grading = asyncio.create_task(grader.score(pending, group))
+    grading = asyncio.create_task(grader.score(episode, group))
     await settle()
-    pending.start_again()
+    episode.start_again()
     engine.held.set()
     await grading
     assert len(engine.scored) == 1
-    assert pending.sample.columns == {}
-    assert not pending.is_scored
+    assert not episode.is_finished
+    assert not episode.is_scored
     await teacher.close()
 
 
@@ -179,10 +181,10 @@ async def test_an_episode_is_graded_once_and_its_sequences_are_scored_apart() ->
     engine, teacher, rewards = FakeTeacher(), make_teacher(), CountingRewards()
     await teacher.start([engine])
     group = PendingGroup.start(0, PROMPTS[0], 1)
-    [pending] = group.samples
-    pending.sample = sample = make_episode(2, (3, 2, 1))
+    [episode] = group.episodes
+    episode.sample = sample = make_episode(2, (3, 2, 1))
     add_branch(sample, (1, 1, 2), shared_tokens=3)
-    await Grader(Renderer(), rewards, teacher=teacher).score(pending, group)
+    await Grader(Renderer(), rewards, teacher=teacher).score(episode, group)
     await teacher.close()
 
     tokens = [

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.environment.base import Task, Turn
     from bapo_megatron.reward.base import Response, Score
-    from bapo_megatron.rollout.buffer import PendingSample
+    from bapo_megatron.rollout.buffer import Episode
 
 HISTORY: list[tuple[str, Any]] = [
     ("begin", None),
@@ -72,8 +72,8 @@ async def _play(setup: Setup, history: Sequence[tuple[str, Any]]) -> None:
                 await setup.advance()
 
 
-def _check_history(pending: PendingSample) -> None:
-    sample = pending.sample
+def _check_history(episode: Episode) -> None:
+    sample = episode.finished()
     assert sample.finish_reason is FinishReason.STOP
     assert sample.response_token_ids.tolist() == [0, 1, 2, 3, 4, 1100, 1101, 7, 8, 1500, 10, 11]
     assert sample.written == ((5, 2), (9, 1))
@@ -83,15 +83,15 @@ def _check_history(pending: PendingSample) -> None:
         -(token + 1) / 16 - 100 * version for tokens, version in by_version for token in tokens
     ]
     assert sample.behaviour_logprobs.dtype == np.float32
-    assert pending.texts == ("0 1 2 3 4", "1100 1101", "7 8", "1500", "10 11")
-    assert pending.state == ["0 1 2 3 4", "7 8", "10 11"]
+    assert episode.texts == ("0 1 2 3 4", "1100 1101", "7 8", "1500", "10 11")
+    assert episode.state == ["0 1 2 3 4", "7 8", "10 11"]
     assert sample.reward == 1.0
 
 
 async def test_an_episode_keeps_every_token_of_every_version() -> None:
     setup = Setup(THREE_TURNS)
     await _play(setup, HISTORY)
-    _check_history(setup.pending)
+    _check_history(setup.episode)
     first = [1, 2, 0, 1, 2, 3, 4, 1100, 1101]
     second = [*first, 7, 8, 1500]
     assert [list(request.input_ids) for request in setup.pool.sent] == [
@@ -134,7 +134,7 @@ async def test_an_episode_restored_at_any_moment_ends_as_if_nothing_had_happened
         await resumed.advance()
     await setup.episodes.close()
     await _play(resumed, HISTORY[killed_after:])
-    _check_history(resumed.pending)
+    _check_history(resumed.episode)
 
 
 async def test_stop_does_not_wait_for_an_environment_and_nothing_is_sampled_after_it() -> None:
@@ -143,9 +143,9 @@ async def test_stop_does_not_wait_for_an_environment_and_nothing_is_sampled_afte
     await setup.tokens(3, ends=True)
     async with asyncio.timeout(1):
         await setup.episodes.stop()
-    assert setup.pending.awaits_answer
+    assert setup.episode.awaits_answer
     await setup.answer()
-    assert setup.pending.sample.written == ((3, 2),)
+    assert [len(call.written) for call in setup.episode.record.calls] == [2, 2]
     assert len(setup.pool.sent) == 1
     await setup.advance()
     assert len(setup.pool.sent) == 2
@@ -158,8 +158,8 @@ async def test_an_episode_that_ends_while_nothing_is_sampled_is_scored() -> None
     await setup.tokens(3, ends=True)
     await setup.episodes.stop()
     await setup.answer()
-    assert setup.pending.is_scored
-    assert setup.pending.sample.reward == 1.5
+    assert setup.episode.is_scored
+    assert setup.episode.finished().reward == 1.5
 
 
 async def test_an_environment_that_answers_after_generation_went_on_is_asked_once() -> None:
@@ -183,12 +183,11 @@ async def test_requests_that_stay_during_a_weight_sync_do_so_beside_one_that_beg
     await setup.advance()
     await setup.tokens(1)
     await setup.tokens(2, index=1)
-    for pending in setup.group.samples:
-        pending.settle()
-    one, other = (pending.sample for pending in setup.group.samples)
+    one, other = (episode.record for episode in setup.group.episodes)
     assert one.versions == ((0, 1), (1, 1))
     assert other.versions == ((0, 1), (1, 2))
-    assert other.response_token_ids.tolist() == [0, 1100, 1101, 3, 4]
+    last = other.calls[-1]
+    assert [*last.prompt(), *last.turn.token_ids] == [1, 2, 0, 1100, 1101, 3, 4]
 
 
 async def test_a_turn_whose_server_dies_goes_on_elsewhere_with_what_was_written() -> None:
@@ -200,12 +199,12 @@ async def test_a_turn_whose_server_dies_goes_on_elsewhere_with_what_was_written(
         await until(lambda: len(setup.environment.turns) == 1)
         one.stop_at = 30
         await setup.answer()
-        await until(lambda: setup.pending.num_tokens == 17)
+        await until(lambda: setup.episode.num_tokens == 17)
         one.crash()
-        await until(lambda: setup.pending.is_scored)
+        await until(lambda: setup.episode.is_scored)
         setup.episodes.raise_failure()
         assert pool.num_lost_requests == 1
-    sample = setup.pending.sample
+    sample = setup.episode.finished()
     sampled = [token_at(position) for position in (*range(2, 13), *range(15, 25))]
     assert sample.response_token_ids.tolist() == [*sampled[:11], 1100, 1101, *sampled[11:]]
     assert sample.written == ((11, 2),)
@@ -228,15 +227,14 @@ async def test_an_episode_that_is_begun_again_forgets_its_turns(moment: str) -> 
     await setup.restart()
     assert len(setup.environment.tasks) == 2
     await setup.answer()  # also what the old episode had asked for
-    sample = setup.pending.sample
-    assert len(sample.response_token_ids) == 0
-    assert sample.written == ()
+    [call] = setup.episode.record.calls
+    assert (call.num_tokens, call.parent) == (0, None)
     assert [list(request.input_ids) for request in setup.pool.requests] == [[1, 2]]
     setup.environment.waits = False
     for _ in range(3):
         await setup.tokens(1, ends=True)
-    assert setup.pending.texts == ("0", "1100 1101", "3", "1500", "5")
-    assert setup.pending.state == ["0", "3", "5"]
+    assert setup.episode.texts == ("0", "1100 1101", "3", "1500", "5")
+    assert setup.episode.state == ["0", "3", "5"]
 
 
 @pytest.mark.parametrize(
@@ -263,11 +261,11 @@ async def test_an_episode_ends_with_nothing_written_after_its_last_turn(
     await episode.begin()
     for num_tokens in turns:
         await episode.turn(num_tokens)
-    sample = episode.pending.sample
+    sample = episode.episode.finished()
     assert sample.finish_reason == reason
     assert sample.response_token_ids.tolist() == tokens
-    assert episode.pending.state == state
-    assert episode.pending.is_scored
+    assert episode.episode.state == state
+    assert episode.episode.is_scored
     last = episode.environment.turns[-1]
     assert last.remaining_tokens == options.get("max_tokens", MAX_TOKENS) - len(tokens)
 
@@ -282,8 +280,8 @@ async def test_what_there_is_room_for_is_written_and_the_limit_ends_the_next_tur
     [request] = setup.pool.requests
     assert request.max_tokens - request.received == 7 - num_written
     await setup.tokens(7 - num_written)
-    assert setup.pending.sample.finish_reason is FinishReason.LENGTH
-    assert len(setup.pending.sample.response_token_ids) == 10
+    assert setup.episode.finished().finish_reason is FinishReason.LENGTH
+    assert len(setup.episode.finished().response_token_ids) == 10
     assert len(setup.environment.turns) == 1  # a turn that is truncated is not answered
 
 
@@ -321,8 +319,8 @@ async def test_an_environment_that_fails_fails_the_run(
         setup.episodes.raise_failure()
     assert raised.value.kind == kind
     # Nothing has changed: who asks again gets an answer to the same turn.
-    assert setup.pending.awaits_answer
-    assert setup.pending.sample.finish_reason is FinishReason.ABORT
+    assert setup.episode.awaits_answer
+    assert not setup.episode.is_finished
 
 
 @pytest.mark.parametrize("on_error", ["zero", "mask"])
@@ -335,11 +333,11 @@ async def test_an_environment_that_fails_ends_its_episode_without_a_reward(
     await setup.tokens(3, ends=True)
     await setup.answer()
     setup.episodes.raise_failure()
-    pending = setup.pending
-    assert pending.sample.finish_reason is FinishReason.ENVIRONMENT
-    assert pending.sample.response_token_ids.tolist() == [0, 1, 2]
-    assert pending.texts == ("0 1 2",)
-    assert (pending.sample.reward, pending.sample.answer_found) == (0.0, False)
+    episode = setup.episode
+    assert episode.finished().finish_reason is FinishReason.ENVIRONMENT
+    assert episode.finished().response_token_ids.tolist() == [0, 1, 2]
+    assert episode.texts == ("0 1 2",)
+    assert (episode.finished().reward, episode.finished().answer_found) == (0.0, False)
     assert [response.sample.finish_reason for response in setup.rewards.responses] == [
         "environment"
     ]
@@ -350,8 +348,8 @@ async def test_an_environment_that_fails_at_the_start_ends_an_episode_without_to
     setup = Setup(THREE_TURNS, begin=_begin_badly, on_error="zero")
     await setup.begin()
     assert setup.pool.sent == []
-    assert setup.pending.sample.finish_reason is FinishReason.ENVIRONMENT
-    assert setup.pending.texts == ("",)
+    assert setup.episode.finished().finish_reason is FinishReason.ENVIRONMENT
+    assert setup.episode.texts == ("",)
     assert setup.interaction.errors == {"timeout": 1}
     resumed = Setup(THREE_TURNS, state=setup.saved())
     await resumed.advance()
@@ -375,7 +373,7 @@ async def _group(*, state: str | None = None, num_ended: int = 3, **options: Any
 
 def _rewards(setup: Setup) -> list[float | None]:
     """By sample; None: it has none yet."""
-    return [p.sample.reward if p.is_scored else None for p in setup.group.samples]
+    return [e.finished().reward if e.is_scored else None for e in setup.group.episodes]
 
 
 async def test_a_group_reward_is_given_to_all_when_the_last_one_has_ended() -> None:

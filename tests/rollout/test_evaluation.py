@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.engine.base import Completion, SamplingSettings, sample_seed
+from bapo_megatron.data.completion import Completion
+from bapo_megatron.engine.base import SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.samples import EvalSet, ResultsError, iterate_samples
 from bapo_megatron.reward.base import Response, Score
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bapo_megatron.engine.base import GenerateRequest
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
+    from bapo_megatron.rollout.buffer import Episode, PendingGroup
     from bapo_megatron.types import EvalResult
 
 SETS = {"sums": 5, "products": 3}
@@ -71,23 +72,23 @@ class Pool(FakePool):
 class EvenIsRight:
     """Grades the number of the request."""
 
-    async def score(self, pending: PendingSample, group: PendingGroup) -> None:
-        assert pending.sample.finish_reason is FinishReason.STOP
-        number = int(pending.sample.response_token_ids[0])
+    async def score(self, episode: Episode, group: PendingGroup) -> None:
+        assert episode.finished().finish_reason is FinishReason.STOP
+        number = int(episode.finished().response_token_ids[0])
         reward = float(number % 2 == 0)
         score = Score(reward=reward, answer_found=True, extracted=str(number % 2))
-        pending.graded = Response(str(number), ""), score
+        episode.graded = Response(str(number), ""), score
 
 
 class SlowGrader(EvenIsRight):
     def __init__(self, seed: int) -> None:
         self._delays = random.Random(seed)
 
-    async def score(self, pending: PendingSample, group: PendingGroup) -> None:
+    async def score(self, episode: Episode, group: PendingGroup) -> None:
         await asyncio.sleep(self._delays.choice((0, 0.0002, 0.002)))
-        token_ids = pending.sample.response_token_ids
+        token_ids = episode.finished().response_token_ids
         score = Score(reward=float(token_ids[0] % 2), answer_found=True)
-        pending.graded = Response(str(token_ids.tolist()), ""), score
+        episode.graded = Response(str(token_ids.tolist()), ""), score
 
 
 def evaluate(

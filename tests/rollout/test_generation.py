@@ -23,6 +23,7 @@ from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import part_of
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 from tests.rollout.batching_setup import Renderer, make_batches
+from tests.rollout.calls import give
 from tests.rollout.pool import clients_of
 
 if TYPE_CHECKING:
@@ -207,14 +208,14 @@ async def test_graders_that_ran_out_of_time_are_counted() -> None:
 
 async def test_a_score_of_a_response_that_was_begun_again_is_not_that_of_the_new_one() -> None:
     group = PendingGroup.start(0, PROMPTS[0], 1)
-    [pending] = group.samples
-    pending.append(part_of(0, 3, 0, FinishReason.STOP), 8)
-    grading = asyncio.create_task(Grader(Renderer(), Rewards(0.01)).score(pending, group))
+    [episode] = group.episodes
+    give(episode, part_of(0, 3, 0, FinishReason.STOP))
+    grading = asyncio.create_task(Grader(Renderer(), Rewards(0.01)).score(episode, group))
     await asyncio.sleep(0)
-    pending.start_again()
+    episode.start_again()
     await grading
-    assert not pending.is_scored
-    assert pending.texts is None
+    assert not episode.is_scored
+    assert episode.texts is None
 
 
 async def test_what_a_function_says_can_be_stored_whatever_it_is() -> None:
@@ -223,7 +224,7 @@ async def test_what_a_function_says_can_be_stored_whatever_it_is() -> None:
             return Score(1.0, extracted="\ud800 7", reason="a\udfffb")
 
     group = PendingGroup.start(0, PROMPTS[0], 1)
-    [pending] = group.samples
-    pending.append(part_of(0, 3, 0, FinishReason.STOP), 8)
-    await Grader(Renderer(), SaysHalfAPair(0.0)).score(pending, group)
-    assert (pending.text().extracted, pending.text().reason) == ("? 7", "a?b")
+    [episode] = group.episodes
+    give(episode, part_of(0, 3, 0, FinishReason.STOP))
+    await Grader(Renderer(), SaysHalfAPair(0.0)).score(episode, group)
+    assert (episode.text().extracted, episode.text().reason) == ("? 7", "a?b")

@@ -62,10 +62,9 @@ class Run:
     def num_samples(self, num_tokens: int) -> int:
         """How many samples in the buffer have so many tokens."""
         return sum(
-            len(pending.sample.response_token_ids) == num_tokens
+            episode.num_tokens == num_tokens
             for group in self.batches._buffer
-            for pending in group.samples
-            if pending.settle() is None
+            for episode in group.episodes
         )
 
 

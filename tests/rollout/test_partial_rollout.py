@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.engine.base import Engine
     from bapo_megatron.engine.sglang.server import SglangServer
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
+    from bapo_megatron.rollout.buffer import Episode, PendingGroup
     from bapo_megatron.types import RolloutBatch
 
 TEMPERATURE = 0.8
@@ -53,19 +53,19 @@ class PatientGrader:
     num_groups = 0
     """Groups of all batches so far; those after them wait for their scores."""
 
-    async def score(self, pending: PendingSample, group: PendingGroup) -> None:
-        while pending.sample.group_id >= self.num_groups or not self.is_one_in_the_middle():
+    async def score(self, episode: Episode, group: PendingGroup) -> None:
+        while episode.group_id >= self.num_groups or not self.is_one_in_the_middle():
             await asyncio.sleep(0.01)
-        pending.texts = ("scored",)
+        episode.texts = ("scored",)
 
     def is_one_in_the_middle(self) -> bool:
         """Whether a response has tokens and many are missing; also where all have ended."""
         num_open = 0
         for group in self.batches.state().buffer:
-            for pending in group.samples:
-                if not pending.is_finished:
+            for episode in group.episodes:
+                if not episode.is_finished:
                     num_open += 1
-                    if 0 < pending.num_tokens < 0.8 * MAX_TOKENS:
+                    if 0 < episode.num_tokens < 0.8 * MAX_TOKENS:
                         return True
         return num_open == 0
 
@@ -202,6 +202,7 @@ def test_logprobs_of_a_server_are_those_of_each_tokens_own_version(
         # One step ahead, what begins in step 1 is trained by the last step.
         oversample_groups=9 if async_steps == 0 else 4,
         weight_sync={"in_flight": in_flight},
+        max_connections=8,  # so that some have not ended, however late the loop looks
     )
 
     batches = _collect_on(server, models, config, PatientGrader())

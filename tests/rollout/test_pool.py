@@ -15,6 +15,7 @@ from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import FinishReason, Prompt
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.fake_sglang import FakeSglang, token_at
+from tests.rollout.calls import give
 from tests.rollout.pool import PROMPT, Response, T, engine_of, pool_on, states_of, until
 
 if TYPE_CHECKING:
@@ -313,13 +314,12 @@ async def test_a_server_that_is_lost_after_the_last_token_is_not_replaced() -> N
                 yield {**event, "meta_info": meta}
             raise ConnectionError
 
-    (pending,) = PendingGroup.start(0, Prompt("", tuple(PROMPT), "", ""), 1).samples
+    (episode,) = PendingGroup.start(0, Prompt("", tuple(PROMPT), "", ""), 1).episodes
     other, cut = FakeSglang(), Cut()
     async with pool_on(cut, other) as pool:
         response = Response(pool, 13)
         await response.check(13, FinishReason.ABORT)
-        for part in response.parts:
-            pending.append(part, 13)
-    assert pending.sample.finish_reason is FinishReason.LENGTH
-    assert len(pending.sample.response_token_ids) == 13
+        give(episode, *response.parts, max_tokens=13)
+    assert episode.finished().finish_reason is FinishReason.LENGTH
+    assert len(episode.finished().response_token_ids) == 13
     assert other.requests == []

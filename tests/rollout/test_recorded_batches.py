@@ -57,7 +57,7 @@ def digest_of(batches: Sequence[bytes]) -> str:
         for sequence in batch.sequences:
             fields = asdict(sequence)
             del fields["branches"]
-            arrays = {"response_token_ids", "behaviour_logprobs"}
+            arrays = ("response_token_ids", "behaviour_logprobs")
             for name in arrays:
                 digest.update(fields.pop(name).tobytes())
             for name, values in sorted(fields.pop("columns").items()):

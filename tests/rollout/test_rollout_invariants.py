@@ -28,13 +28,14 @@ from tests.data.prompt_sets import make_prompt_set
 from tests.fakes.fake_pool import WRITTEN, FakePool, logprobs_of
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.rollout.batching_setup import Renderer, make_batches
+from tests.rollout.calls import so_far
 from tests.rollout.saved_files import file_of, read_file, without_clock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bapo_megatron.environment.base import Task, Turn
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
+    from bapo_megatron.rollout.buffer import Episode, PendingGroup
     from bapo_megatron.types import RolloutBatch, Sample
 
 GROUPS, SAMPLES, MAX_TOKENS, UPDATES = 4, 2, 12, 2
@@ -75,16 +76,16 @@ class RewardsByGroup:
     def __init__(self) -> None:
         self.waiting: list[asyncio.Future[None]] = []
 
-    async def score(self, pending: PendingSample, group: PendingGroup) -> None:
+    async def score(self, episode: Episode, group: PendingGroup) -> None:
         ready = asyncio.get_running_loop().create_future()
         self.waiting.append(ready)
         try:
             await ready
         finally:
             self.waiting.remove(ready)
-        sample = pending.sample
+        sample = episode.finished()
         sample.reward = 1.0 if sample.group_id % 3 == 0 else float(sample.index)
-        pending.texts = ("scored",)
+        episode.texts = ("scored",)
 
 
 class RolloutMachine(RuleBasedStateMachine):
@@ -342,17 +343,16 @@ class RolloutMachine(RuleBasedStateMachine):
         accounted = len(self.trained) + sum(buffer.dropped.values()) + len(buffer)
         assert buffer.next_group_id == accounted
         for group in buffer:
-            for pending in group.samples:
-                pending.settle()
-                check_tokens(pending.sample)
+            for episode in group.episodes:
+                check_tokens(so_far(episode))
 
     @invariant()
     def a_sample_is_sampled_by_one_request_at_a_time(self) -> None:
         episodes = self.batches._episodes
-        for pending in (pending for group in self.batches._buffer for pending in group.samples):
-            key = (pending.sample.group_id, pending.sample.index)
-            if episodes._tasks.get(key) in episodes._sampling:
-                assert not pending.awaits_answer
+        for run in episodes._runs.values():
+            assert len(run.sampling) + len(run.held) <= 1
+            if run.sampling:
+                assert not run.episode.awaits_answer
         labels = [request.label for request in self.pool.requests]
         assert len(labels) == len(set(labels))
 

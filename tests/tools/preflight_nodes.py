@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 SLOW_LINK = f"tc qdisc replace dev {INTERFACE} root tbf rate 16mbit burst 64kbit latency 1s"
-FLOORS = ("--min-network", "0.02", "--min-disk", "0.001", "--min-free", "0.01")
+FLOORS = ("--min-network", "0.004", "--min-disk", "0.001", "--min-free", "0.01")
 TIMEOUT_S = 240
 
 

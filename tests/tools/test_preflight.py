@@ -101,7 +101,7 @@ def servers_of(cluster: Cluster, *addresses: str) -> tuple[str, str]:
 @pytest.mark.distributed
 def test_machines_in_order_have_no_problem(cluster: Cluster, server: str) -> None:
     statuses, findings, _ = check(cluster, {}, *servers_of(cluster, server))
-    assert statuses == [0, 0, 0], findings
+    assert statuses == [0, 0, 0], [row for row in findings if row["verdict"] != "ok"]
     assert [row["topic"] for row in findings] == [
         *("nodes", "ranks", "settings", "versions", "model", "data"),
         *("disk", "disk", "disk"),
@@ -135,9 +135,9 @@ def test_every_fault_is_named_by_its_node(cluster: Cluster, server: str) -> None
         rf"model: {cluster.model}/tokenizer_config.json: missing on {third}; "
         rf"{digest} on {first}, {second}",
         rf"disk: {cluster.folder}/run on {second}: no space left on device; free space, or .*",
-        r"network: all_reduce: 0.00\d+ GB/s, floor 0.02",
-        rf"network: {second} – {third}: 0.00\d+ GB/s, floor 0.02",
-        rf"network: {third} – {first}: 0.00\d+ GB/s, floor 0.02",
+        r"network: all_reduce: 0.00\d+ GB/s, floor 0.004",
+        rf"network: {second} – {third}: 0.00\d+ GB/s, floor 0.004",
+        rf"network: {third} – {first}: 0.00\d+ GB/s, floor 0.004",
         rf"network: {third}: both of its links are below the floor",
         rf"servers: {nobody}: .*",
     ]

@@ -265,13 +265,13 @@ def test_a_run_that_was_stopped_and_killed_equals_another_one_bit_for_bit(
 ) -> None:
     # Checkpoints with an unfinished episode in its second turn.
     assert any(
-        pending.has_begun and pending.sample.written
+        len(episode.record.calls) > 1
         for number in range(1, STEPS)
         for group in read_saved(
             finished / "checkpoints" / f"step_{number}" / "rollout.parquet"
         ).buffer
-        for pending in group.samples
-        if not pending.is_finished
+        for episode in group.episodes
+        if not episode.is_finished
     )
     run_dir, children = tmp_path / "run", tmp_path / "children"
     advantage = "algorithm.advantage=tests.trainer.stub_runs:"

@@ -91,13 +91,26 @@ def test_every_token_of_responses_in_rounds_has_its_experts(config: Path, tmp_pa
         assert 1 < row["router/load_mean"] <= row["router/load_max"] < 8
 
 
-def test_every_token_of_several_turns_has_its_experts(model: Path, tmp_path: Path) -> None:
-    path = write_config(tmp_path, model, **EPISODES)
+AGENT = {
+    "agent": "tests.agent.agents:wanders",
+    "agent_sandbox": None,
+    "max_response_tokens": 40,
+    "temperature": 1.5,
+}
+
+
+@pytest.mark.parametrize("episodes", [EPISODES, AGENT], ids=["environment", "agent"])
+def test_every_token_of_several_turns_has_its_experts(
+    episodes: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    path = write_config(tmp_path, model, **episodes)
     frozen = ("optimizer.lr=0", "parallel.tensor=2", "parallel.sequence=true")
-    environment = {"PYTHONPATH": str(tmp_path)}
+    environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     rows = train(path, tmp_path / "run", *frozen, ranks=2, environment=environment)
     dumps = (tmp_path / "run" / "rollouts").glob("step_*.parquet")
-    assert any(sample.num_turns > 1 for dump in dumps for sample in read_batch(dump).samples)
+    sequences = [sequence for dump in dumps for sequence in read_batch(dump).sequences]
+    assert any(sequence.num_turns > 1 for sequence in sequences)
+    assert any(sequence.number for sequence in sequences) is ("agent" in episodes)
     for row in rows:
         assert row["router/replayed_share"] == 1.0
         assert row["router/agreement_share"] > 0.999

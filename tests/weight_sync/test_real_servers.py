@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bapo_megatron.engine.base import Completion
+    from bapo_megatron.data.completion import Completion
     from bapo_megatron.engine.sglang.client import SglangClient
     from bapo_megatron.engine.sglang.server import SglangServer
 

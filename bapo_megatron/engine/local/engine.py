@@ -21,11 +21,11 @@ from torch import Tensor
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
+from bapo_megatron.data.completion import Completion
 from bapo_megatron.engine.base import (
     START_VERSION,
     BucketLayout,
     Capabilities,
-    Completion,
     CompletionSink,
     EngineServer,
     GenerateRequest,

@@ -24,15 +24,14 @@ import numpy as np
 import orjson
 
 from bapo_megatron.config.rollout import ServerConfig
+from bapo_megatron.data.completion import Completion, join
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import (
     Capabilities,
-    Completion,
     GenerateRequest,
     LoadReport,
     SamplingSettings,
     Scores,
-    join,
 )
 from bapo_megatron.engine.sglang.settings import ALGORITHMS, VERSION
 from bapo_megatron.errors import RefusedError, RolloutError

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bapo_megatron.engine.base import SamplingSettings, join
+from bapo_megatron.data.completion import join
+from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.engine.local import decoder
 from bapo_megatron.engine.local.engine import load_model
 from bapo_megatron.types import FinishReason
@@ -30,7 +31,7 @@ from tests.policy.tiny_models import set_config_field
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bapo_megatron.engine.base import Completion
+    from bapo_megatron.data.completion import Completion
 
 PROMPT = [3, 20, 77, 4]
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bapo_megatron.engine.base import Completion, GenerateRequest
+    from bapo_megatron.data.completion import Completion
+    from bapo_megatron.engine.base import GenerateRequest
 
 FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bapo_megatron.engine.base import Completion
+    from bapo_megatron.data.completion import Completion
     from bapo_megatron.engine.local.engine import LocalEngine
 
 PROMPT = [3, 20, 77, 4]

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from bapo_megatron.engine.base import Completion, SamplingSettings
+    from bapo_megatron.data.completion import Completion
+    from bapo_megatron.engine.base import SamplingSettings
 
 KEYS = ApiKeys(api_key="a" * 32, admin_api_key="b" * 32)
 SERVER = {"max_total_tokens": 8192, "mem_fraction": 0.3}

@@ -27,7 +27,7 @@ from tests.fakes.fake_sglang import INFO, top_fields
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bapo_megatron.engine.base import Completion
+    from bapo_megatron.data.completion import Completion
 
 STOP = {"type": "stop", "matched": 1}
 ABORT = {"type": "abort", "message": "Abort in waiting queue"}

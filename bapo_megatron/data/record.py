@@ -1,9 +1,10 @@
-"""The record of an agent's episode: a tree of calls, whose paths are the sequences that train.
+"""The record of an episode: a tree of calls, whose paths are the sequences that train.
 
-Every call is known by a chain of hashes over (tools, message 0, message 1, …). A conversation that
-begins with a recorded call and its turn, and goes on with tool, user or system messages, continues
-that call's tokens; any other begins a new root. So text becomes tokens once, and what the policy
-sampled is never tokenised again.
+A plain response is one call. An environment's answer is what is written before the next call, so
+its record is a path. An agent's calls are known by a chain of hashes over (tools, message 0,
+message 1, …): a conversation that begins with a recorded call and its turn, and goes on with tool,
+user or system messages, continues that call's tokens; any other begins a new root. So text becomes
+tokens once, and what the policy sampled is never tokenised again.
 
 Shape legend: P = prompt tokens, R = response tokens, Q = those of them that the policy sampled,
 W = tokens of one call's prompt beyond those of its parent.
@@ -22,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.data.chat import ChatRenderer
-from bapo_megatron.data.staleness import join_spans, num_spanned
+from bapo_megatron.data.completion import Completion, join
+from bapo_megatron.data.routes import narrowed
 from bapo_megatron.data.tools import Message, checked_message
-from bapo_megatron.types import FinishReason, VersionSpans, WrittenSpan
+from bapo_megatron.types import FinishReason, PromptTokens, Sample, VersionSpans, WrittenSpan
 
 _REASONING = re.compile(r"^\s*(<think>)?.*?</think>", re.DOTALL)
 """What clients leave out when they send a turn back; some templates open it in the prompt."""
@@ -91,26 +93,35 @@ class Call:
     """One turn of the policy, finished or not."""
 
     name: str
-    """Its conversation's last key, and the number of equal ones before it."""
+    """An agent's: its conversation's last key, and the number of equal ones before it; else
+    empty."""
     parent: Call | None
     written: np.ndarray
     """[W] int32: tokens between the parent's turn, or the start, and this turn."""
-    token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    """[Q] int32: the turn, as it was sampled."""
-    logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    """[Q] float32."""
-    versions: VersionSpans = ()
     finish_reason: FinishReason = FinishReason.ABORT
     """ABORT until the turn ends; LENGTH: it was cut off, and is never extended."""
     max_tokens: int = 0
     """Limit of the turn, in tokens."""
     is_fork: bool = False
     """A root after the first one, although its messages hold a turn: perhaps a rewritten one."""
+    num_tokens: int = 0
+    """Q."""
+    _parts: list[Completion] = field(default_factory=list)
+    # Joined once: appending a thousand parts one by one would copy the turn a thousand times.
 
     @property
     def is_finished(self) -> bool:
         """Whether the turn has ended."""
         return self.finish_reason is not FinishReason.ABORT
+
+    @property
+    def turn(self) -> Completion:
+        """What has been sampled so far, joined."""
+        if len(self._parts) != 1:
+            turn = join(self._parts, FinishReason.ABORT)
+            routes = None if turn.routes is None else narrowed(turn.routes)
+            self._parts = [replace(turn, routes=routes)]
+        return self._parts[0]
 
     def path(self) -> list[Call]:
         """Return the calls from the root to this one."""
@@ -122,74 +133,41 @@ class Call:
     def prompt(self) -> np.ndarray:
         """Return the tokens before the turn, [P] int32."""
         *before, last = self.path()
-        parts = [part for call in before for part in (call.written, call.token_ids)]
+        parts = [part for call in before for part in (call.written, call.turn.token_ids)]
         return np.concatenate([*parts, last.written])
 
-    def append(
-        self, token_ids: np.ndarray, logprobs: np.ndarray, versions: VersionSpans, end: FinishReason
-    ) -> None:
-        """Add sampled tokens; ``end`` is ABORT unless they end the turn."""
+    @property
+    def routed(self) -> int:
+        """Number of the tokens so far whose experts are known (``Completion.routes``)."""
+        routes = (call.turn.routes for call in self.path())
+        return sum(len(values) for values in routes if values is not None)
+
+    def append(self, part: Completion) -> None:
+        """Add sampled tokens; a turn of ``max_tokens`` ends even if it was aborted."""
+        if self.is_finished and not len(part.token_ids):
+            return  # its server was lost between the last token and the finish reason
         assert not self.is_finished, "a finished turn is not continued"
-        self.token_ids = np.concatenate([self.token_ids, token_ids])
-        self.logprobs = np.concatenate([self.logprobs, logprobs])
-        self.versions = join_spans([self.versions, versions])
-        self.finish_reason = end
-        if end is FinishReason.ABORT and len(self.token_ids) >= self.max_tokens:
+        self._parts.append(part)
+        self.num_tokens += len(part.token_ids)
+        self.finish_reason = part.finish_reason
+        if not self.is_finished and self.num_tokens >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
 
-
-_ARRAYS = {"written": np.int32, "token_ids": np.int32, "logprobs": np.float32}
-_VALUES = ("name", "versions", "finish_reason", "max_tokens", "is_fork")
-
-
-@dataclass(frozen=True, slots=True)
-class SavedCall:
-    """A ``Call`` in a checkpoint."""
-
-    name: str
-    parent: int | None
-    """Its place among the record's calls."""
-    written: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: VersionSpans
-    finish_reason: FinishReason
-    max_tokens: int
-    is_fork: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SavedRecord:
-    """A ``Record`` in a checkpoint."""
-
-    calls: list[SavedCall]
-    num_divergences: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSequence:
-    """A path of the tree, from the first call that no earlier sequence trains."""
-
-    prompt_token_ids: np.ndarray
-    """[P] int32: everything before that call's turn."""
-    response_token_ids: np.ndarray
-    """[R] int32."""
-    logprobs: np.ndarray
-    """[Q] float32."""
-    versions: VersionSpans
-    written: tuple[WrittenSpan, ...]
+    def copy(self, parent: Call | None) -> Call:
+        """Return a copy that later parts do not affect, with a copy of its parent."""
+        return replace(self, parent=parent, _parts=self._parts.copy())
 
 
 @dataclass(slots=True, eq=False)
 class Record:
     """The calls of one episode.
 
-    After a restart the agent runs again: its equal calls are those of the record, and what it does
+    After a restart an agent runs again: its equal calls are those of the record, and what it does
     not ask for again is dropped at its end.
     """
 
     calls: list[Call] = field(default_factory=list)
-    """Those that the agent has asked for, in this order."""
+    """Those that were asked for, in this order."""
     earlier: dict[str, Call] = field(default_factory=dict)
     """Calls from before a restart that it has not asked for yet, by name."""
     num_divergences: int = 0
@@ -202,14 +180,19 @@ class Record:
     def num_tokens(self) -> int:
         """Tokens that count towards the limit: all but the prompts of roots."""
         return sum(
-            len(call.token_ids) + (0 if call.parent is None else len(call.written))
+            call.num_tokens + (0 if call.parent is None else len(call.written))
             for call in self.all_calls()
         )
 
     @property
     def versions(self) -> VersionSpans:
         """The spans of all calls, which need not ascend from one to the next."""
-        return tuple(span for call in self.all_calls() for span in call.versions)
+        return tuple(span for call in self.all_calls() for span in call.turn.versions)
+
+    def write(self, token_ids: Sequence[int]) -> None:
+        """Add a call after these tokens, which continues the latest one."""
+        parent = self.calls[-1] if self.calls else None
+        self.calls.append(Call("", parent, np.asarray(token_ids, np.int32)))
 
     def begin(self, conversation: Conversation, renderer: ChatRenderer) -> Call:
         """Return the call that answers a conversation: a recorded one, or a new one.
@@ -240,10 +223,10 @@ class Record:
             self._turns.setdefault(key, call)
 
     def close(self) -> None:
-        """Drop, at the agent's end, calls that it did not repeat or did not wait for."""
+        """Drop, at the end, calls that an agent did not repeat or did not wait for."""
         self.num_divergences += len(self.earlier)
         self.earlier = {}
-        self.calls = [call for call in self.calls if call.is_finished and len(call.token_ids)]
+        self.calls = [call for call in self.calls if call.is_finished and call.num_tokens]
 
     def all_calls(self) -> list[Call]:
         """Return the calls asked for and the earlier ones, parents before their children."""
@@ -266,87 +249,77 @@ class Record:
             is_fork = bool(self.calls) and (has_turn or not tail)
             return Call(name, None, np.array(token_ids, np.int32), is_fork=is_fork)
         parent = self._turns[keys[place]]
-        turn = parent.token_ids.tolist()
+        turn = parent.turn.token_ids.tolist()
         token_ids = renderer.continuation(tail, conversation.tools, after=turn)
         return Call(name, parent, np.array(token_ids, np.int32))
 
-    def sequences(self) -> list[TokenSequence]:
-        """Return the sequences of all leaves in call order, so that the last turn comes last.
+    def sequences(self) -> list[list[Call]]:
+        """Return the calls that train with each leaf, in call order: the last turn comes last.
 
-        Every sampled token trains once: later sequences have what they share as prompt.
+        Every call trains once: later sequences have what they share as prompt.
         """
         parents = {id(call.parent) for call in self.calls}
-        leaves = [call for call in self.calls if id(call) not in parents]
         trained: set[int] = set()
         sequences = []
-        for leaf in leaves:
-            path = leaf.path()
-            first = next(n for n, call in enumerate(path) if id(call) not in trained)
-            trained.update(map(id, path))
-            sequences.append(_sequence(path[first].prompt(), path[first:]))
+        for leaf in (call for call in self.calls if id(call) not in parents):
+            sequences.append([call for call in leaf.path() if id(call) not in trained])
+            trained.update(map(id, sequences[-1]))
         return sequences
 
+    def sample(
+        self, group_id: int, index: int, prompt: PromptTokens, reason: FinishReason
+    ) -> Sample:
+        """Return the episode's sequences; without a call, an empty response to ``prompt``."""
+        sequences = [
+            _sequence(group_id, index, prompt, reason, number, calls)
+            for number, calls in enumerate(self.sequences() or [[Call("", None, prompt.token_ids)]])
+        ]
+        sequences[0].branches = tuple(sequences[1:])
+        return sequences[0]
+
     def restart(self) -> None:
-        """Begin again, for an agent that starts again from its task in the same life of the run."""
+        """Begin again, for an agent that starts again from its task."""
         self.earlier = {call.name: call for call in self.all_calls()}
         self.calls, self._asked, self._turns = [], Counter(), {}
 
-    def restarted(self) -> Record:
-        """Return a copy for an agent that starts again from its task."""
+    def copy(self) -> Record:
+        """Return a copy that later changes do not affect, for a restart."""
         copies: dict[int | None, Call] = {}
         for call in self.all_calls():
-            # Arrays are replaced, never modified.
-            copies[id(call)] = replace(call, parent=copies.get(id(call.parent)))
-        earlier = {call.name: call for call in copies.values()}
-        return Record(earlier=earlier, num_divergences=self.num_divergences)
-
-    def to_saved(self) -> SavedRecord:
-        """Return all that a restart needs, exactly."""
-        calls = self.all_calls()
-        numbers = {id(call): number for number, call in enumerate(calls)}
-        saved = [
-            SavedCall(
-                parent=numbers.get(id(call.parent)),
-                **{name: getattr(call, name).tolist() for name in _ARRAYS},
-                **{name: getattr(call, name) for name in _VALUES},
-            )
-            for call in calls
-        ]
-        return SavedRecord(saved, self.num_divergences)
-
-    @classmethod
-    def from_saved(cls, saved: SavedRecord) -> Record:
-        """Return a record for an agent that starts again.
-
-        Raises:
-            ValueError: A call precedes its parent, or a token lacks its log-prob.
-        """
-        calls: list[Call] = []
-        for number, entry in enumerate(saved.calls):
-            if entry.parent is not None and not 0 <= entry.parent < number:
-                raise ValueError(f"call {number} must come after its parent, got {entry.parent}")
-            lengths = {len(entry.token_ids), len(entry.logprobs), num_spanned(entry.versions)}
-            if len(lengths) != 1:
-                raise ValueError(f"call {number} must have a log-prob and a version per token")
-            parent = None if entry.parent is None else calls[entry.parent]
-            values: dict[str, Any] = {name: getattr(entry, name) for name in _VALUES}
-            for name, kind in _ARRAYS.items():
-                values[name] = np.array(getattr(entry, name), kind)
-            calls.append(Call(parent=parent, **values))
-        earlier = {call.name: call for call in calls}
-        return cls(earlier=earlier, num_divergences=saved.num_divergences)
+            copies[id(call)] = call.copy(copies.get(id(call.parent)))
+        calls = [copies[id(call)] for call in self.calls]
+        earlier = {name: copies[id(call)] for name, call in self.earlier.items()}
+        return Record(calls, earlier, self.num_divergences)
 
 
-def _sequence(prompt: np.ndarray, calls: Sequence[Call]) -> TokenSequence:
-    tokens, written, length = [calls[0].token_ids], [], len(calls[0].token_ids)
-    for call in calls[1:]:
+def _sequence(
+    group_id: int,
+    index: int,
+    prompt: PromptTokens,
+    reason: FinishReason,
+    number: int,
+    calls: Sequence[Call],
+) -> Sample:
+    first, *later = calls
+    tokens, written, length = [first.turn.token_ids], [], first.num_tokens
+    for call in later:
         written.append(WrittenSpan(length, len(call.written)))
-        tokens += [call.written, call.token_ids]
-        length += len(call.written) + len(call.token_ids)
-    return TokenSequence(
-        prompt_token_ids=prompt,
-        response_token_ids=np.concatenate(tokens),
-        logprobs=np.concatenate([call.logprobs for call in calls]),
-        versions=join_spans([call.versions for call in calls]),
+        tokens += [call.written, call.turn.token_ids]
+        length += len(call.written) + call.num_tokens
+    token_ids = first.prompt()
+    if not np.array_equal(token_ids, prompt.token_ids):
+        prompt = replace(prompt, token_ids=token_ids)
+    turn = join([call.turn for call in calls], reason)
+    routes = [call.turn.routes for call in calls[-1].path() if call.turn.routes is not None]
+    return Sample(
+        group_id=group_id,
+        index=index,
+        prompt=prompt,
+        response_token_ids=np.concatenate(tokens) if later else turn.token_ids,
+        behaviour_logprobs=turn.logprobs,
+        versions=turn.versions,
+        finish_reason=reason,
         written=tuple(written),
+        routes=narrowed(np.concatenate(routes)) if routes else None,
+        number=number,
     )
