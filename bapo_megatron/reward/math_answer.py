@@ -5,6 +5,7 @@ here, in microseconds; everything else is compared symbolically by math-verify (
 """
 
 import ast
+import contextlib
 import re
 from enum import StrEnum
 from fractions import Fraction
@@ -130,6 +131,15 @@ def accepted_answers(answer: str) -> list[str]:
         return [answer]
     is_list = isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
     return list(values) if is_list else [answer]
+
+
+def has_reference(answer: str) -> bool:
+    """Whether any accepted answer can be read, so that a response may equal it."""
+    for accepted in accepted_answers(answer):
+        with contextlib.suppress(TooLargeError):
+            _reference(accepted)
+            return True
+    return False
 
 
 def _judge(extracted: ExtractedAnswer, answer: str) -> Reason:

@@ -124,10 +124,18 @@ def test_rows_whose_reference_holds_no_tests_are_refused_and_others_are_not() ->
     usable += ["42", "3 4\n5", "class A", "from here", json.dumps(json.dumps(LINES))]
     for answer in usable:
         check_row(program, answer, {})
-    check_row(RewardConfig(), r"\frac{1}{2}", {})  # math accepts any text
     gym = {"functions": [{"name": "gym", "function": "gym"}]}
     with pytest.raises(RowError, match="it scores rows of sets with gym only"):
         check_row(RewardConfig.model_validate(gym), "1", {})
+
+
+def test_references_that_math_can_never_compare_are_refused() -> None:
+    for answer in ("7" * 1001, "{" * 30 + "1" + "}" * 30, json.dumps(["7" * 1001, "x" * 2000])):
+        with pytest.raises(RowError, match=r"answers of up to 1000 characters .*, got \d+"):
+            check_row(RewardConfig(), answer, {})
+    solution = "First, add. " * 200 + r"So \boxed{7}."
+    for answer in (r"\frac{1}{2}", "7" * 1000, "[1]" * 9, solution, json.dumps(["7" * 1001, "7"])):
+        check_row(RewardConfig(), answer, {})
 
 
 def test_wrong_programs_fail_with_a_reason() -> None:

@@ -513,6 +513,10 @@ class RolloutMemory:
     """Sequences of maximum length that fit."""
 
 
+class NoRoomError(ValueError):
+    """A server has no room for one sequence."""
+
+
 def rollout_memory(case: Scenario) -> RolloutMemory:
     """Return the memory of a rollout GPU.
 
@@ -521,8 +525,8 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
     without MLA, the KV cache, of layers · cached channels · element bytes per token.
 
     Raises:
-        ValueError: The model cannot be divided so, or neither a node nor ``max_total_tokens`` has
-            room for one sequence.
+        NoRoomError: Neither a node nor ``max_total_tokens`` has room for one sequence.
+        ConfigError: The model cannot be divided so.
     """
     hf, server, assumptions = case.hf, case.config.rollout.server, case.assumptions
     longest = case.config.data.max_prompt_tokens + case.config.rollout.max_response_tokens
@@ -530,7 +534,7 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
     gpus, limit = server.tensor, server.max_total_tokens or sys.maxsize
     check_heads(hf.division_fields, "rollout.server.tensor", gpus)
     if limit < longest:
-        raise ValueError(
+        raise NoRoomError(
             "rollout.server.max_total_tokens: must hold data.max_prompt_tokens + "
             f"rollout.max_response_tokens = {longest}, got {limit}; raise it"
         )
@@ -557,7 +561,7 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
             )
         gpus *= 2
         if gpus > assumptions.node_gpus or hf.num_kv_heads % gpus:
-            raise ValueError(
+            raise NoRoomError(
                 f"rollout.server.mem_fraction: {server.mem_fraction} of {gpus // 2} GPUs leaves "
                 f"KV cache for {tokens} tokens, fewer than one sequence of {longest}; raise it, "
                 "lower rollout.max_response_tokens, or plan with another --gpu"

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from bapo_megatron.config.check import check_settings
@@ -15,6 +16,7 @@ from bapo_megatron.policy.hf_config import check_division
 from bapo_megatron.runtime.gpus import find_gpu, peak_flops
 from bapo_megatron.tools.planning.memory import (
     DiskUse,
+    NoRoomError,
     RolloutMemory,
     StageMemory,
     disk_use,
@@ -391,39 +393,47 @@ def choose_layout(
             f"--gpus: must be whole nodes of {node_gpus} GPUs beyond one node, got {gpus}; give "
             f"{gpus // node_gpus * node_gpus}"
         )
-    for saving in _SAVINGS:
-        for trainer_gpus, server_gpus, rollout in _divisions(gpus, node_gpus):
-            divided = with_values(with_values(config, **saving), rollout=rollout)
-            elsewhere = gpus - trainer_gpus if gpus > node_gpus else None
-            divided_options = replace(options, gpus=trainer_gpus, rollout_gpus=elsewhere)
-            try:
-                plan = make_plan(divided, hf, divided_options)
-            except ValueError as error:
-                if not str(error).startswith("rollout.server."):
-                    raise
-                continue  # no server of these GPUs has room for a sequence
-            tensor = plan.rollout.gpus_per_server
-            server = {"tensor": tensor, "count": server_gpus // tensor}
-            divided = with_values(divided, rollout={"server": server})
-            for estimate in _simplest_first(plan.layouts) if tensor <= server_gpus else ():
-                if divided.model.lora.rank and hf.delta_net and estimate.layout.tensor > 1:
-                    continue  # see check_targets
-                tokens = -(-config.train.max_tokens_per_micro_batch // estimate.layout.context)
-                tokens = -(-tokens // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
-                candidate = with_values(
-                    divided,
-                    parallel=estimate.layout.parallel,
-                    megatron={"recompute": estimate.recompute},
-                    train={"max_tokens_per_micro_batch": tokens},
-                )
-                if (plan := make_plan(candidate, hf, divided_options)).fits:
-                    return candidate, plan
+    for candidate, placed in _candidates(config, hf, options, gpus):
+        if (plan := make_plan(candidate, hf, placed)).fits:
+            return candidate, plan
     raise ValueError(
         f"--gpus: {gpus} {options.gpu} cannot train and sample {config.model.path} with responses "
         f"of {config.rollout.max_response_tokens} tokens, not even with recomputation, the "
         "optimizer in host memory or LoRA; give more GPUs, fewer --response-tokens, or a smaller "
         "model"
     )
+
+
+def _candidates(
+    config: RunConfig, hf: HfConfig, options: PlanOptions, gpus: int
+) -> Iterator[tuple[RunConfig, PlanOptions]]:
+    """Yield configurations with a division and a layout each, the preferred ones first."""
+    for saving, division in product(_SAVINGS, _divisions(gpus, options.node_gpus)):
+        trainer_gpus, server_gpus, rollout = division
+        divided = with_values(with_values(config, **saving), rollout=rollout)
+        elsewhere = gpus - trainer_gpus if gpus > options.node_gpus else None
+        placed = replace(options, gpus=trainer_gpus, rollout_gpus=elsewhere)
+        try:
+            plan = make_plan(divided, hf, placed)
+        except NoRoomError:
+            continue
+        if (tensor := plan.rollout.gpus_per_server) > server_gpus:
+            continue
+        server = {"tensor": tensor, "count": server_gpus // tensor}
+        divided = with_values(divided, rollout={"server": server})
+        for estimate in _simplest_first(plan.layouts):
+            if divided.model.lora.rank and hf.delta_net and estimate.layout.tensor > 1:
+                continue  # see check_targets
+            tokens = -(-config.train.max_tokens_per_micro_batch // estimate.layout.context)
+            candidate = with_values(
+                divided,
+                parallel=estimate.layout.parallel,
+                megatron={"recompute": estimate.recompute},
+                train={
+                    "max_tokens_per_micro_batch": -(-tokens // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
+                },
+            )
+            yield candidate, placed
 
 
 def _simplest_first(estimates: Sequence[LayoutEstimate]) -> list[LayoutEstimate]:
