@@ -270,7 +270,7 @@ class _Run:
 
     @property
     def is_asking(self) -> bool:
-        """Whether its environment, its agent or the next call's first step is due."""
+        """Whether its environment or agent is at work, or a call has not reached the engine yet."""
         is_idle = self.sampling or self.held or self.is_queued
         return not (is_idle or self.episode.is_finished)
 

@@ -6,6 +6,7 @@ row of the engine is at its token: any other row would choose other experts.
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,9 @@ class Again:
         return 0
 
     def step(self, state, turn):
-        return Step(state, is_done=turn.number > 1, token_ids=[5, 6, 7, turn.token_ids[0]])
+        if turn.number > 1:
+            return Step(state, is_done=True)
+        return Step(state, token_ids=[5, 6, 7, turn.token_ids[0]])
 """
 EPISODES = {
     "environment": "own_world:Again",
@@ -103,7 +106,10 @@ AGENT = {
 def test_every_token_of_several_turns_has_its_experts(
     episodes: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
-    path = write_config(tmp_path, model, **episodes)
+    own = shutil.copytree(model, tmp_path / "model")
+    ends = {"eos_token_id": [1, *range(9, 260, 16)]}  # one token in sixteen ends a turn
+    (own / "generation_config.json").write_text(json.dumps(ends))
+    path = write_config(tmp_path, own, **episodes)
     frozen = ("optimizer.lr=0", "parallel.tensor=2", "parallel.sequence=true")
     environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     rows = train(path, tmp_path / "run", *frozen, ranks=2, environment=environment)
