@@ -130,7 +130,7 @@ def accepted_answers(answer: str) -> list[str]:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return [answer]
     is_list = isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
-    return list(values) if is_list else [answer]
+    return list(values) if is_list and values else [answer]
 
 
 def has_reference(answer: str) -> bool:

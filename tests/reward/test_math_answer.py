@@ -186,6 +186,8 @@ def test_extraction_is_linear_in_a_hostile_megabyte(response):
         (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", "equal_value"),
         (r"\boxed{3}", "4", "different"),
         (r"\boxed{5\text{ km}}", r"5\text{ m}", "unit_differs"),
+        (r"\boxed{3}", "[]", "different"),
+        (r"\boxed{3}", "()", "different"),
         ("I cannot say", "4", "no_answer"),
         (r"\boxed{" + "1+" * 600 + "1}", "4", "too_long"),
         (r"\boxed{9^{9^{9^{9}}}}", "4", "too_large"),
