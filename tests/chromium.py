@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 120
 
 
 class Tab:

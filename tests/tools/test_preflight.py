@@ -83,7 +83,12 @@ def server(cluster: Cluster) -> Iterator[str]:
     assert process.stdin is not None
     process.stdin.write(b"\n")
     process.stdin.flush()
+    probe = f"import socket; socket.create_connection(({last.address!r}, {port}), 5)"
     try:
+        while subprocess.run(
+            [*last.prefix, sys.executable, "-c", probe], stderr=subprocess.DEVNULL
+        ).returncode:
+            assert process.poll() is None, "the server ended"
         yield f"http://{last.address}:{port}"
     finally:
         process.kill()

@@ -163,7 +163,7 @@ def test_servers_return_the_experts_of_every_token_but_those_computed_again(
 ) -> None:
     """Responses are aborted and continued; then, retracted."""
     # So few run at a time that some are always unfinished when new weights come.
-    server = {"max_total_tokens": 8192, "mem_fraction": 0.3, "max_running_requests": 4}
+    server = {"max_total_tokens": 8192, "mem_fraction": 0.3, "max_running_requests": 2}
     rollout = {"engine": "sglang", "partial_tokens": None, "server": server, "async_steps": 1}
     path = write_config(tmp_path, model, **rollout, max_response_tokens=60, oversample_groups=2)
     frozen = ("optimizer.lr=0", "parallel.expert=2", "checkpoint.every_steps=0")
