@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from bapo_megatron.reward.base import Score
 from bapo_megatron.reward.extraction import ExtractedAnswer, extract_answer
-from bapo_megatron.reward.math_structures import nesting
+from bapo_megatron.reward.math_structures import MAX_ANSWER, MAX_NESTING, nesting
 from bapo_megatron.reward.math_symbolic import (
-    MAX_NESTING,
     TooLargeError,
     are_letters,
     contradicts_itself,
@@ -49,8 +48,6 @@ _FILLERS = re.compile(
     r"|:|=)\s*,?\s*)+",
     re.IGNORECASE,
 )
-_MAX_ANSWER = 1000
-"""Characters; nobody's answer is longer, and symbolic comparison grows faster than its input."""
 _MAX_REPORTED = 200
 _SINGLE_BACKSLASH = re.compile(r"(?<!\\)\\(?=[A-Za-z])")
 _SAME_IN_WORDS = re.compile(r"(?<=\d) \([a-z][a-z -]+\)$")
@@ -143,7 +140,7 @@ def has_reference(answer: str) -> bool:
 
 
 def _judge(extracted: ExtractedAnswer, answer: str) -> Reason:
-    if len(extracted.text) > _MAX_ANSWER:
+    if len(extracted.text) > MAX_ANSWER:
         return Reason.TOO_LONG
     candidates = [extracted.text] if extracted.boxed else _sentence_answers(extracted.text)
     reasons = []
@@ -211,7 +208,7 @@ class _Answer(NamedTuple):
 
 def _read(text: str) -> _Answer:
     text = canonical(text)
-    if len(text) > _MAX_ANSWER or nesting(text) > MAX_NESTING:
+    if len(text) > MAX_ANSWER or nesting(text) > MAX_NESTING:
         raise TooLargeError("the answer is too long, or its brackets are nested too deeply")
     text, numbers = _without_qualifier(text)
     if (approximate := _APPROXIMATE.fullmatch(text)) is not None:

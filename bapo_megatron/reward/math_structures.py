@@ -127,6 +127,12 @@ def _condition(text: str) -> str:
     return _PROSE.sub("", text) if is_prose else text
 
 
+MAX_ANSWER = 1000
+"""Characters; nobody's answer is longer, and symbolic comparison grows faster than its input."""
+MAX_NESTING = 24
+"""Brackets within brackets; the parser's time grows exponentially with them."""
+
+
 def nesting(text: str) -> int:
     """Return the greatest depth of brackets; brackets that close nothing count too."""
     depths = [0, *_depths(text)]

@@ -36,6 +36,7 @@ from bapo_megatron.reward.math_relations import (
     relations_of,
 )
 from bapo_megatron.reward.math_structures import (
+    MAX_NESTING,
     beside,
     cases,
     kind_of,
@@ -55,8 +56,7 @@ from bapo_megatron.reward.math_values import (
 # It warns that its own time limits are off, which is intended: the worker's limits apply.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-MAX_NESTING, _MAX_INTEGRALS = 24, 4
-"""Brackets within brackets; the parser's time grows exponentially with them."""
+_MAX_INTEGRALS = 4
 
 _SAME_VALUE = 1e-9
 _NORMALIZATION = NormalizationConfig(
