@@ -226,7 +226,12 @@ class Record:
         """Drop, at the end, calls that an agent did not repeat or did not wait for."""
         self.num_divergences += len(self.earlier)
         self.earlier = {}
-        self.calls = [call for call in self.calls if call.is_finished and call.num_tokens]
+        parents = {id(call.parent) for call in self.calls}  # of empty turns too
+        self.calls = [
+            call
+            for call in self.calls
+            if call.is_finished and (call.num_tokens or id(call) in parents)
+        ]
 
     def all_calls(self) -> list[Call]:
         """Return the calls asked for and the earlier ones, parents before their children."""

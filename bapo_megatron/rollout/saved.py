@@ -252,18 +252,23 @@ def _rows(buffer: RolloutBuffer) -> Iterator[_Row]:
     groups = [(number, group) for number, batch in enumerate(buffer.earlier) for group in batch]
     for batch, group in (*groups, *((_NONE, group) for group in buffer)):
         for episode in group.episodes:
-            calls, sample = episode.record.all_calls(), episode.sample
+            calls, begun = episode.record.all_calls(), _begun(episode)
             if not calls:
                 nothing = Call("", None, np.empty(0, np.int32))
                 yield _Row(batch, group, episode, _NONE, _NONE, nothing, _EMPTY)
-            sequences = () if sample is None else sample.sequences
-            starts = [id(first) for first, *_ in episode.record.sequences()]
-            begun = dict(zip(starts, sequences, strict=False))
             numbers = {id(call): number for number, call in enumerate(calls)}
             for number, call in enumerate(calls):
                 parent = numbers.get(id(call.parent), _NONE)
                 sequence = begun.get(id(call), _EMPTY)
                 yield _Row(batch, group, episode, number, parent, call, sequence)
+
+
+def _begun(episode: Episode) -> dict[int, Sample]:
+    """The sequences of an episode, once it has ended, by the ``id`` of their first call."""
+    if episode.sample is None:
+        return {}
+    starts = [id(first) for first, *_ in episode.record.sequences()]
+    return dict(zip(starts, episode.sample.sequences, strict=False))  # one is without a call
 
 
 def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup:
@@ -290,14 +295,18 @@ def _episode(episode: Episode, rows: list[dict[str, Any]], name: str) -> Episode
         sample = episode.finished()
         for field in _OF_SAMPLE:
             setattr(sample, field, getattr(values, field))
-        starts = [calls.index(first) for first, *_ in episode.record.sequences()]
-        # In the file an unscored episode has defaults, for fewer values than it may get.
-        for start, sequence in zip(starts, sample.sequences, strict=False):
-            if episode.is_scored:
-                columns = token_columns.read_columns(rows[start], sequence.num_sampled)
-                # Copied, like a call's arrays: a view would keep the whole row group in memory.
-                sequence.columns = {column: part.copy() for column, part in columns.items()}
+    # In the file an unscored episode has defaults, for fewer values than it may get.
+    begun = _begun(episode) if episode.is_scored else {}
+    for call, row in zip(calls, rows, strict=False):
+        if (sequence := begun.get(id(call))) is not None:
+            sequence.columns = _read(row, "call", name, partial(_columns, row, sequence))
     return episode
+
+
+def _columns(row: dict[str, Any], sequence: Sample, _: int) -> dict[str, np.ndarray]:
+    columns = token_columns.read_columns(row, sequence.num_sampled)
+    # Copied, like a call's arrays: a view would keep the whole row group in memory.
+    return {column: values.copy() for column, values in columns.items()}
 
 
 def _call(row: dict[str, Any], earlier: Sequence[Call], _: int) -> Call:

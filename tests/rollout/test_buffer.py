@@ -158,6 +158,36 @@ def test_the_length_limit_and_the_age_count_all_sequences() -> None:
     assert response_age(episode.record.versions, 5, "oldest") == 4
 
 
+def test_a_restored_episode_has_its_prompt_though_its_first_turn_was_empty() -> None:
+    buffer = RolloutBuffer()
+    episode = buffer.start_group(PROMPTS[0], 1).episodes[0]
+    begin(episode).append(_completion(0, 0, 1, "stop"))
+    episode.record.write([7])
+    episode.record.calls[-1].append(_completion(3, 2, 1, "stop"))
+    episode.finish(FinishReason.STOP)
+    [restored] = next(iter(read_file(_file(buffer)).buffer)).episodes
+    for sample in (episode.finished(), restored.finished()):
+        assert sample.prompt.token_ids.tolist() == [10, 11, 12]
+        assert sample.response_token_ids.tolist() == [7, 3, 4]
+
+
+def test_token_columns_that_do_not_fit_their_turn_are_named_by_file_and_sample(
+    tmp_path: Path,
+) -> None:
+    buffer, path = _filled(), tmp_path / "rollout.parquet"
+    for episode in next(iter(buffer)).episodes:
+        episode.finished().columns = {"teacher_logprob": np.zeros(3, np.float32)}
+    content = _file(buffer)
+    table = pq.read_table(io.BytesIO(content))
+    column = table.column_names.index("teacher_logprob")
+    values = pa.array([[0.0], *table["teacher_logprob"].to_pylist()[1:]], pa.list_(pa.float32()))
+    pq.write_table(table.set_column(column, table.schema.field(column), values), path)
+    with pytest.raises(
+        DumpError, match=r"rollout\.parquet: sample 0 of group 0: .*teacher_logprob"
+    ):
+        read_saved(path)
+
+
 def test_taken_groups_are_gone_and_their_ids_are_not_used_again() -> None:
     buffer = _filled()
     buffer.take(list(buffer)[:1])

@@ -69,17 +69,17 @@ def digest_of(batches: Sequence[bytes]) -> str:
 
 def digests(tokenizer_dir: Path) -> dict[str, str]:
     """The digest of each case, by its name."""
-    found = {}
+    by_case = {}
     for name, rollout in ROLLOUTS.items():
         for kind, options in OPTIONS.items():
             setting = {**rollout, "environment": "mine:Mine"} if options else rollout
             case = test_repeats.Case(setting, {}, is_slow=False, **options)
-            found[f"{name}, {kind}"] = digest_of(case.play(1).batches)
+            by_case[f"{name}, {kind}"] = digest_of(case.play(1).batches)
         agents = test_agents.Case(make_renderer(tokenizer_dir), rollout)
-        found[f"{name}, agents"] = digest_of(agents.play(1).batches)
+        by_case[f"{name}, agents"] = digest_of(agents.play(1).batches)
     replayed = test_repeats.Case(AHEAD, {"batches": 2}, is_slow=True)
-    found["replayed"] = digest_of(replayed.play(1).batches)
-    return found
+    by_case["replayed"] = digest_of(replayed.play(1).batches)
+    return by_case
 
 
 def test_batches_are_the_recorded_ones(tokenizer_dir: Path) -> None:

@@ -106,10 +106,10 @@ AGENT = {
 def test_every_token_of_several_turns_has_its_experts(
     episodes: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
-    own = shutil.copytree(model, tmp_path / "model")
+    short_turned = shutil.copytree(model, tmp_path / "model")
     ends = {"eos_token_id": [1, *range(9, 260, 16)]}  # one token in sixteen ends a turn
-    (own / "generation_config.json").write_text(json.dumps(ends))
-    path = write_config(tmp_path, own, **episodes)
+    (short_turned / "generation_config.json").write_text(json.dumps(ends))
+    path = write_config(tmp_path, short_turned, **episodes)
     frozen = ("optimizer.lr=0", "parallel.tensor=2", "parallel.sequence=true")
     environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     rows = train(path, tmp_path / "run", *frozen, ranks=2, environment=environment)
