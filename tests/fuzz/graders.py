@@ -3,8 +3,8 @@
     python -m tests.fuzz.graders --strings 20000 --expressions 5000
 
 Strings are random bytes, decoded; expressions are deep or huge. Each is graded as the response and
-as the reference. Prints a line for each error, crash and exceeded limit, then totals as JSON; the
-exit status is 1 if a grader failed. ``program`` starts a sandbox for each: it gets one in
+as the reference. Prints progress, a line for each error, crash and exceeded limit, and totals as
+JSON; the exit status is 1 if a grader failed. ``program`` starts a sandbox for each: it gets one in
 ``--every``.
 """
 
@@ -142,6 +142,9 @@ async def grade(texts: Iterable[str], *, timeout_s: float, every: int) -> Totals
         RewardPool(1, 60, (PROGRAM,), program=program) as programs,
     ):
         for number, text in enumerate(texts):
+            if number % 1000 == 0:
+                found = f"{len(totals.faults)} faults, {len(totals.limits)} limits"
+                print(f"{number} texts: {found}", file=sys.stderr)  # noqa: T201
             inner = text.removeprefix(r"\boxed{").removesuffix("}")[:2000]
             row = _ROWS[number % len(_ROWS)]
             for function in BUILT_IN:
@@ -160,16 +163,21 @@ async def _grade(totals: Totals, pool: RewardPool, function: str, response: Resp
     try:
         score = await pool.score(response, function=function)
     except FunctionFailedError as error:
-        totals.faults.append(f"{label}: {error}")
+        _add(totals.faults, f"{label}: {error}")
         return
     took_s = time.monotonic() - began_s
     totals.reasons[f"{function}: {score.reason}"] += 1
     if score.failed or not 0 <= score.reward <= 1:
-        totals.faults.append(f"{label}: {score.reason} {score.reward}")
+        _add(totals.faults, f"{label}: {score.reason} {score.reward}")
     elif score.timed_out:
-        totals.limits.append(label)
+        _add(totals.limits, f"{label}: {score.reason}")
     else:
         totals.slowest = max(totals.slowest, (round(took_s, 2), label))
+
+
+def _add(found: list[str], line: str) -> None:
+    found.append(line)
+    print(line.encode("utf-8", "replace").decode(), flush=True)  # noqa: T201
 
 
 def main() -> None:
@@ -182,8 +190,6 @@ def main() -> None:
     options = parser.parse_args()
     texts = strings(options.strings, options.seed) + expressions(options.expressions, options.seed)
     totals = asyncio.run(grade(texts, timeout_s=options.timeout_s, every=options.every))
-    for line in (*totals.faults, *totals.limits):
-        print(line.encode("utf-8", "replace").decode())  # noqa: T201
     counts = {"faults": len(totals.faults), "limits": len(totals.limits)}
     print(json.dumps({**counts, "slowest": totals.slowest, **totals.reasons}))  # noqa: T201
     sys.exit(bool(totals.faults))
