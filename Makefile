@@ -4,6 +4,8 @@ VENV ?= .venv
 PYTHON ?=
 SEED ?= 0
 CASES ?= 2400
+# Of tests of one kind, one runs; CI, which sets CI=true, runs all.
+TEST_MARKS ?= $(if $(CI),,not exhaustive)
 # Workers often wait for servers and ranks that they started: more of them than cores.
 TEST_WORKERS ?= 3
 PY := $(VENV)/bin/python
@@ -14,7 +16,7 @@ CXX_FILES := 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests
 
 help:
 	@echo "make demo [SEED=0]  set up, make a tiny model, train it with BAPO, evaluate, draw figures"
-	@echo "make test           set up and run the tests"
+	@echo "make test           set up and run the tests; with CI=true, also the exhaustive ones"
 	@echo "make test-quick     set up and run the tests that start neither servers, ranks nor a browser"
 	@echo "make fuzz [CASES=2400]  bad input of every kind, drawn at random"
 	@echo "make docs           set up and build the documentation's site, build/site/index.html"
@@ -41,10 +43,10 @@ demo: setup
 test: setup $(VENV)/.docs
 	@requirements/beside.sh $(VENV)
 	@requirements/chromium.sh
-	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
+	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder -m "$(TEST_MARKS)" $(PYTEST_ARGS)
 
 test-quick: setup $(VENV)/.docs
-	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope -m "not sglang and not distributed and not slow and not browser" $(PYTEST_ARGS)
+	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope -m "not sglang and not distributed and not slow and not browser and not exhaustive" $(PYTEST_ARGS)
 
 fuzz: setup
 	@$(PY) -m tests.fuzz.campaign --cases $(CASES) --seed $(SEED)

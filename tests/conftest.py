@@ -30,6 +30,11 @@ CHAT_TEMPLATE = (
 )
 
 
+_EXHAUSTIVE = {"benchmarks", "fuzz", "study"}
+"""Folders whose tests are all marked ``exhaustive``."""
+_ROOT = Path(__file__).parent
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Only ``-m gpu`` sees GPUs: servers and ranks of other tests would fight over the first."""
     if config.option.markexpr != "gpu":
@@ -46,11 +51,15 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules with more of these marks come first.
+    """Mark tests of some folders; modules with more marks of long tests come first.
 
     Workers take whole modules (``--dist loadscope``); a long one at the end would run alone.
     """
+    for item in items:
+        if item.path.relative_to(_ROOT).parts[0] in _EXHAUSTIVE:
+            item.add_marker(pytest.mark.exhaustive)
     marks = {path: set[str]() for path in {item.path for item in items}}
     for item in items:
         names = {mark.name for mark in item.iter_markers()}

@@ -379,6 +379,7 @@ def test_the_slurm_job_is_queued_again_when_the_run_was_saved(
 
 
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_a_stop_goes_from_the_slurm_job_to_every_rank_and_the_job_can_go_on(
     commands: Path, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.distributed, pytest.mark.sglang]
+pytestmark = [pytest.mark.distributed, pytest.mark.sglang, pytest.mark.exhaustive]
 
 KEYS = {KEY: "admin-secret" * 2, "BAPO_MEGATRON_API_KEY": "user-secret" * 2}
 

@@ -19,6 +19,8 @@ from bapo_megatron import __version__
 from tests.launch import REPOSITORY
 from tests.tools.report.made_runs import make_run
 
+pytestmark = pytest.mark.exhaustive
+
 LEFT_OUT = (".*", "build", "runs", "*.egg-info", "__pycache__", "*.so", "*.o")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])('dist')"
 

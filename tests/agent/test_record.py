@@ -152,6 +152,7 @@ def check(world: World) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ten_thousand_random_calls_train_exactly_what_was_sampled(renderer: ChatRenderer) -> None:
     num_calls, num_forks, num_rewritten = 0, 0, 0
     for seed in range(NUM_CALLS // 50):

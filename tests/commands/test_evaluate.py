@@ -218,6 +218,7 @@ def _samples(run_dir: Path, year: int) -> list[EvalSample]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_evaluation_that_is_killed_goes_on_to_what_it_would_have_been(
     aime: Callable[[str, Path], list[str]],
     tmp_path: Path,

@@ -91,6 +91,7 @@ def test_batches_are_dumped_and_counted(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_interrupt_leaves_complete_dumps_and_no_process(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = ["generate", str(config), f"run_dir={run_dir}", "rollout.engine=local"]

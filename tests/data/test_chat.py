@@ -184,6 +184,7 @@ def test_a_tokenizer_that_is_code_beside_the_model_is_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_has_loaded_no_model_loads_a_llama_s_tokenizer(tmp_path, tokenizer_dir):
     shutil.copytree(tokenizer_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))

@@ -16,6 +16,8 @@ from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_eval_set, load_set
 from bapo_megatron.data.rows import DataError, Row, read_rows
 
+pytestmark = pytest.mark.exhaustive
+
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 SUMS = {"name": "chain_sum", "options": ONE_DIGIT}
 SURVEY = """

@@ -306,6 +306,7 @@ def written_by_policy(tool_format: str, codes: Sequence[str]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ten_thousand_calls_and_outputs_are_each_rendered_once_and_train_once(
     renderer: ChatRenderer,
 ) -> None:

@@ -22,6 +22,8 @@ from tests.docs.shell import Typed, options_of, parse, typed_commands
 from tests.launch import REPOSITORY
 from tests.tools.report.made_runs import make_run
 
+pytestmark = pytest.mark.exhaustive
+
 NEEDS = {f"needs {what}" for what in ("GPUs", "a cluster", "a finished demo", "minutes")}
 NEEDS |= {"needs the network", "needs podman"}
 LANGUAGES = {"sh", "text", "python", "yaml", "json", "diff"}

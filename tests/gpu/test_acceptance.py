@@ -20,6 +20,8 @@ from tests.gpu.acceptance import Check
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.mark.parametrize(
     ("name", "figure", "passes"),

@@ -269,6 +269,7 @@ def loaded(deep_models: Models, converted: Models, saved: Path) -> Loaded:
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.exhaustive
 def test_megatron_loads_a_converted_model_and_what_it_saves_becomes_what_it_exports(
     deep_models: Models, loaded: Loaded, saved: Path, tmp_path: Path, family: str, layout: str
 ) -> None:

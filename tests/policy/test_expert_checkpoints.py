@@ -16,7 +16,7 @@ from tests.tolerances import assert_within
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive]
 
 SOURCES = {
     "EP 2": ["EP 1"],

@@ -36,7 +36,7 @@ from tests.policy.tiny_models import (
 )
 from tests.tolerances import assert_within
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive]
 
 FAMILIES = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 """A dense one, then those with experts."""

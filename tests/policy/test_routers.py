@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive]
 
 TESTED = [layout for layout in LAYOUTS if layout.name in REPLAYED]
 CASES = [f"{layout.name}, {family}" for layout in TESTED for family in FAMILIES]

@@ -31,6 +31,7 @@ FURTHER_MODULES = {
 }
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.slow,
     pytest.mark.skipif(
         not (FOLDER / ".complete").exists(),

@@ -20,6 +20,8 @@ from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.megatron_setup import _scale_frequencies
 from tests.policy.test_hf_config import YARN_ROPE, write
 
+pytestmark = pytest.mark.exhaustive
+
 SPELLINGS: dict[str, dict[str, Any]] = {
     "transformers 4": {"rope_scaling": YARN_ROPE},
     "transformers 5": {

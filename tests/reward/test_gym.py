@@ -105,6 +105,7 @@ def score(response: str, answer: str, row: dict[str, Any]) -> Score:
         (r"\boxed{\begin{pmatrix}1 & 2\\ 3 & 4\end{pmatrix}}", "1 2\n3 4", GRIDS, 1.0, ""),
     ],
 )
+@pytest.mark.exhaustive
 def test_a_task_scores_the_marked_answer(
     response: str, answer: str, row: dict[str, Any], reward: float, reason: str
 ) -> None:

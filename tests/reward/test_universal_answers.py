@@ -10,6 +10,8 @@ import pytest
 from bapo_megatron.reward.math_answer import grade_math_answer
 from tests.reward.answer_corpus import FORMS, UNIVERSAL, pairs, references
 
+pytestmark = pytest.mark.exhaustive
+
 
 def reward(pred, reference):
     return grade_math_answer(rf"\boxed{{{pred}}}", reference).reward

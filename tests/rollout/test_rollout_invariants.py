@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.buffer import Episode, PendingGroup
     from bapo_megatron.types import RolloutBatch, Sample
 
+pytestmark = pytest.mark.exhaustive
+
 GROUPS, SAMPLES, MAX_TOKENS, UPDATES = 4, 2, 12, 2
 SETS = [
     make_prompt_set(

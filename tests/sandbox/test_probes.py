@@ -52,6 +52,7 @@ def test_a_probe_gets_through_without_the_sandbox(unguarded: dict[str, str], nam
 
 @pytest.mark.slow
 @pytest.mark.parametrize("uid", USERS)
+@pytest.mark.exhaustive
 def test_programs_that_never_end_or_take_too_much_end_at_their_limit(uid: int) -> None:
     programs = {name: program for name, (program, _) in LIMITS.items()}
     ended = outcomes(programs, uid=uid, timeout_s=1.5, processes=12)

@@ -113,6 +113,7 @@ def test_learning_rate_rises_linearly_and_falls_along_a_cosine():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_warmed_up_model_is_right_in_about_a_third_and_writes_boxed_answers(tmp_path):
     report = make_tiny(tmp_path / "tiny", 0)
     # ln(320) = 5.77 is the loss of a model that knows nothing.

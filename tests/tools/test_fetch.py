@@ -164,6 +164,7 @@ def test_what_is_missing_is_fetched_once(config: Path, hub: FakeHub) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_a_network_checksums_that_were_kept_still_find_damage(
     config: Path, hub: FakeHub
 ) -> None:
@@ -197,6 +198,7 @@ def test_a_damaged_file_alone_is_fetched_again(config: Path, hub: FakeHub) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.exhaustive
 def test_an_interrupted_download_continues_where_it_ended(
     config: Path, hub: FakeHub, number: signal.Signals
 ) -> None:
@@ -215,6 +217,7 @@ def test_an_interrupted_download_continues_where_it_ended(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_part_that_is_longer_than_its_file_is_fetched_anew(config: Path, hub: FakeHub) -> None:
     digest = hashlib.sha256(SHARD).hexdigest()[:12]
     part = config.parent / "model" / f".{READ[1]}.{digest}.part"
@@ -227,6 +230,7 @@ def test_a_part_that_is_longer_than_its_file_is_fetched_anew(config: Path, hub: 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_second_fetch_waits_for_the_first_and_continues_what_it_left(
     config: Path, hub: FakeHub
 ) -> None:
@@ -261,6 +265,7 @@ def sizes_of_parts(config: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_another_revision_replaces_what_differs_and_removes_what_it_lacks(
     config: Path, hub: FakeHub, tmp_path: Path
 ) -> None:
@@ -278,6 +283,7 @@ def test_another_revision_replaces_what_differs_and_removes_what_it_lacks(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_cannot_be_fetched_is_a_line_each_and_the_rest_comes(
     hub: FakeHub, tmp_path: Path
 ) -> None:
@@ -315,6 +321,7 @@ def test_what_cannot_be_fetched_is_a_line_each_and_the_rest_comes(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_file_that_arrives_damaged_is_not_kept(config: Path, hub: FakeHub) -> None:
     hub.damaged = {READ[1]}
     status, results = fetch(config, hub)

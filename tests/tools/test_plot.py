@@ -18,6 +18,8 @@ from bapo_megatron.tools.report.figures import PANELS
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.exhaustive
+
 METRICS = [metric for panel in PANELS for metric in panel.metrics.values()]
 
 

@@ -120,6 +120,7 @@ def test_machines_in_order_have_no_problem(cluster: Cluster, server: str) -> Non
 
 
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_every_fault_is_named_by_its_node(cluster: Cluster, server: str) -> None:
     faults = {
         1: Fault(

@@ -25,6 +25,7 @@ KILLS = int(os.environ.get("BAPO_TEST_KILLS", "1"))
 """More were tried by hand."""
 
 
+@pytest.mark.exhaustive
 def test_runs_of_agents_that_are_killed_equal_another_one(model_dir: Path, tmp_path: Path) -> None:
     rollout = {
         "agent": f"{AGENTS}:wanders",

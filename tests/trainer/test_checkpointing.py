@@ -93,6 +93,7 @@ SAVES_OFTEN = (
 @pytest.mark.parametrize(
     ("number", "ranks"), [(signal.SIGKILL, 2), (signal.SIGINT, 1)], ids=["killed", "interrupted"]
 )
+@pytest.mark.exhaustive
 def test_a_run_that_ends_while_it_saves_in_the_background_goes_on_from_its_last_checkpoint(
     start_long: Callable[..., Launched],
     replay_config: Path,

@@ -204,6 +204,7 @@ def _check_samples(
         assert text["turns"] == (decoded if len(decoded) > 1 else [])
 
 
+@pytest.mark.exhaustive
 def test_a_run_keeps_turns_apart_and_trains_on_what_the_policy_wrote(
     finished: Path, model: Path
 ) -> None:
@@ -384,6 +385,7 @@ def test_a_bad_environment_is_one_line(config: Path, tmp_path: Path, name: str) 
 
 
 @pytest.mark.sglang
+@pytest.mark.exhaustive
 def test_a_server_continues_episodes_of_earlier_weights(
     config: Path, model: Path, server: SglangServer, model_dir: Path, tmp_path: Path
 ) -> None:

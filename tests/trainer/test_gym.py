@@ -21,6 +21,7 @@ SUMS = {
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_trains_on_generated_problems_and_evaluates_others(
     model_dir: Path, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert all(torch.equal(adapters[0][name], value) for name, value in adapters[1].items())
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_killed_at_any_moment_equals_the_uninterrupted_one(
     config: Path, tmp_path: Path
 ) -> None:

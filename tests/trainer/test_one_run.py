@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_a_second_start_names_the_first_and_after_a_kill_the_run_goes_on(
     replay_config: Path, many_dumps: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SHORT = "rollout.max_response_tokens=64"
-pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.slow, pytest.mark.exhaustive]
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.mark.exhaustive
 def test_every_token_of_responses_in_rounds_has_its_experts(config: Path, tmp_path: Path) -> None:
     frozen = ("optimizer.lr=0", "parallel.expert=2")
     rows = train(config, tmp_path, *frozen, ranks=2)
@@ -158,6 +159,7 @@ def test_a_replay_has_the_routes_of_the_run_and_repeats_its_training(
 
 
 @pytest.mark.sglang
+@pytest.mark.exhaustive
 def test_servers_return_the_experts_of_every_token_but_those_computed_again(
     model: Path, tmp_path: Path
 ) -> None:

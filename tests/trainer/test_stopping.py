@@ -36,6 +36,7 @@ def stopped(
 
 
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_a_signal_to_one_rank_stops_all_of_them_at_whatever_moment_it_comes(
     stopped: list[dict[str, Outcome]],
 ) -> None:

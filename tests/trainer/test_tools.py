@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 require_bubblewrap()
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.exhaustive]
 
 CELLS = "tests.environment.cells"
 KILLS = int(os.environ.get("BAPO_TEST_KILLS", "2"))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.runtime.calls import Call
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.exhaustive]
 
 LAYOUT = BucketLayout(names=("w",), dtypes=("float32",), shapes=((1 << 20,),))
 """Larger than what sockets hold, so that a frozen member stops those behind it."""

@@ -64,6 +64,7 @@ def _assert_computes(address: str, version: int, exported: Path) -> None:
     np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_without_weights_a_server_computes_nothing_that_could_be_mistaken_for_the_model(
     pair: list[SglangServer], model_dir: Path
 ) -> None:
@@ -109,6 +110,7 @@ def test_servers_compute_with_new_weights_as_transformers_does(
         assert second.calls.count("join") == (1 if method == "broadcast" else 0)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_ends_in_the_middle_of_a_broadcast_is_left_out_and_the_rest_gets_all_weights(
     pair: list[SglangServer], model_dir: Path, tmp_path: Path
 ) -> None:

@@ -304,6 +304,7 @@ def test_of_the_shared_files_only_those_of_the_ended_group_are_removed(tmp_path:
 
 
 @pytest.mark.sglang
+@pytest.mark.exhaustive
 def test_no_process_or_temporary_file_outlives_an_owner_that_is_killed(
     make_config: MakeConfig, tmp_path: Path, scratch: Path
 ) -> None:

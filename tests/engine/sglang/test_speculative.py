@@ -9,6 +9,8 @@ import sys
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.exhaustive
+
 _DRAFTS = """
 import json, sys
 from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus

@@ -89,6 +89,7 @@ def test_state_takes_the_planned_bytes(case: str, measured: dict[str, Any]) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SAVED)
+@pytest.mark.exhaustive
 def test_activations_are_those_that_autograd_keeps(case: str, measured: dict[str, Any]) -> None:
     family, dtype, parallel, megatron = SAVED[case]
     model = {"path": "x", "dtype": dtype}

@@ -25,6 +25,8 @@ from tests.tools.report.made_runs import SCRIPT, make_run
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.exhaustive
+
 DRAWN = (
     "[...document.querySelectorAll('#panels .plot, #time-plot')]"
     ".every(plot => plot.querySelector('.scatterlayer path'))"

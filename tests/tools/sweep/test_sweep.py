@@ -283,6 +283,7 @@ def test_a_slurm_array_has_a_task_per_run_and_continues_what_was_saved(
     assert not (tmp_path / "calls").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_runs_the_real_train(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
