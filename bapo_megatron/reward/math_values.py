@@ -21,7 +21,7 @@ _DIGITS = 100
 _CONTEXT = mpmath.MPContext()
 _CONTEXT.dps = _DIGITS
 _MAX_SIZE = sympy.Float("1e20000")
-"""Largest number that the comparison may write out."""
+"""Largest number, or denominator, that the comparison may write out."""
 _MAX_TERMS = 2000
 """Of a sum, or of a sum's expanded power."""
 _LOST = mpmath.mpf(2) ** -200
@@ -216,6 +216,10 @@ def is_affordable(expression: Any) -> bool:
                 return False
         if isinstance(node, sympy.Pow | sympy.factorial | sympy.binomial) and node.is_number:
             size = sympy.Abs(node.evalf(5))
-            if node.args[-1].is_infinite or (size.is_Float and size > _MAX_SIZE):
+            if node.args[-1].is_infinite or (size.is_Float and not _is_written(size)):
                 return False
     return True
+
+
+def _is_written(size: sympy.Float) -> bool:
+    return not size or bool(1 / _MAX_SIZE <= size <= _MAX_SIZE)
