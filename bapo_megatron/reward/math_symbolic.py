@@ -57,6 +57,8 @@ from bapo_megatron.reward.math_values import (
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _MAX_INTEGRALS = 4
+_TOWER = re.compile(r"(?:\^\{[^{}]*){6}")
+"""Exponents in exponents, which the parser takes seconds to read."""
 
 _SAME_VALUE = 1e-9
 _NORMALIZATION = NormalizationConfig(
@@ -151,8 +153,11 @@ def _is_equal_formula(pred: str, gold: str) -> bool:
         return False
     pred, gold = _without_degrees(pred, gold), _without_degrees(gold, pred)
     pred, gold = (_with_all_letters(text) for text in (pred, gold))
-    if any(nesting(t) > MAX_NESTING or t.count(r"\int") > _MAX_INTEGRALS for t in (pred, gold)):
-        raise TooLargeError("brackets or integrals are nested too deeply")
+    if any(
+        nesting(t) > MAX_NESTING or t.count(r"\int") > _MAX_INTEGRALS or _TOWER.search(t)
+        for t in (pred, gold)
+    ):
+        raise TooLargeError("brackets, exponents or integrals are nested too deeply")
     aligned = _aligned(pred, gold)
     if aligned is None:
         return False

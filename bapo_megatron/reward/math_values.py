@@ -24,6 +24,8 @@ _MAX_SIZE = sympy.Float("1e20000")
 """Largest number, or denominator, that the comparison may write out."""
 _MAX_TERMS = 2000
 """Of a sum, or of a sum's expanded power."""
+_MAX_TOWER = 3
+"""Exponents in exponents with letters; of higher ones, no value can be computed."""
 _LOST = mpmath.mpf(2) ** -200
 """An imaginary part this much smaller than its number is rounding."""
 _CLEARLY = 1e-50
@@ -203,7 +205,10 @@ def _coordinate(name: str, index: int) -> Any:
 
 def is_affordable(expression: Any) -> bool:
     """Return whether evaluating an answer writes no number beyond use, from the inside out."""
-    for node in sympy.postorder_traversal(sympy.sympify(expression)):
+    expression = sympy.sympify(expression)
+    if _has_tower(expression, _MAX_TOWER):
+        return False
+    for node in sympy.postorder_traversal(expression):
         if isinstance(node, sympy.Product) and node.has(sympy.oo):
             return False
         if isinstance(node, sympy.Sum | sympy.Product) and not node.function.is_polynomial():
@@ -219,6 +224,12 @@ def is_affordable(expression: Any) -> bool:
             if node.args[-1].is_infinite or (size.is_Float and not _is_written(size)):
                 return False
     return True
+
+
+def _has_tower(expression: Any, height: int) -> bool:
+    """Whether more than ``height`` exponents with letters stand in one another."""
+    powers = (power for power in expression.atoms(sympy.Pow, sympy.exp) if power.free_symbols)
+    return any(not height or _has_tower(power.exp, height - 1) for power in powers)
 
 
 def _is_written(size: sympy.Float) -> bool:
