@@ -9,7 +9,7 @@ from bapo_megatron.config.rollout import ServerConfig, WeightSyncConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.scorers import TEACHER_KEY
 from bapo_megatron.config.section import with_values
-from bapo_megatron.errors import RolloutError, ServerError, describe_cause
+from bapo_megatron.errors import RolloutError, ServerError
 
 
 def as_policy(config: RunConfig) -> RunConfig:
@@ -39,9 +39,7 @@ def naming_teacher() -> Iterator[None]:
         raise type(error)(teacher_text(error)) from error
 
 
-def teacher_text(error: BaseException) -> str:
+def teacher_text(error: BaseException | str) -> str:
     """Return the text of an error with the teacher's keys in place of the policy's."""
-    text = re.sub(
-        r"\b(?:model\.(path)|rollout\.(servers|engine))\b", rf"{TEACHER_KEY}.\1\2", str(error)
-    )
-    return text or describe_cause(error)
+    keys = r"\b(?:model\.(path)|rollout\.(servers|engine)|rollout\.health\.(patience_s))\b"
+    return re.sub(keys, rf"{TEACHER_KEY}.\1\2\3", str(error))

@@ -22,11 +22,14 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.engine.base import Capabilities, Engine, LoadReport, LoadReporter
+from bapo_megatron.config.scorers import TEACHER_KEY
+from bapo_megatron.config.teacher import naming_teacher, teacher_text
+from bapo_megatron.engine.base import NO_WEIGHTS, Capabilities, Engine, LoadReport, LoadReporter
 from bapo_megatron.errors import RolloutError, ServerError, describe_cause
 from bapo_megatron.telemetry.console import reporting
 
 _LOG = logging.getLogger(__name__)
+_NOT_ASKED = "it has not answered yet"
 
 
 class EngineState(StrEnum):
@@ -50,7 +53,7 @@ class PooledEngine:
 
     engine: Engine
     state: EngineState = EngineState.STARTING
-    reason: str = "it has not answered yet"
+    reason: str = _NOT_ASKED
     """Why it is not usable."""
     version: str | None = None
     """The weights version that it last reported or got; None: unknown."""
@@ -85,6 +88,8 @@ class PooledEngine:
 
 class EngineStates:
     """The engines and their states, for ``EnginePool``."""
+
+    _kind = "server"
 
     def __init__(
         self, engines: Sequence[Engine], config: RolloutConfig, version: int | None
@@ -200,7 +205,7 @@ class EngineStates:
             )
         self._has_begun = True
 
-    async def wait_usable(self, is_over: Callable[[], bool]) -> list[PooledEngine]:
+    async def wait_usable(self, is_over: Callable[[], bool] = lambda: False) -> list[PooledEngine]:
         """Wait until an engine is usable; return the usable ones, none once ``is_over``.
 
         Raises:
@@ -217,7 +222,7 @@ class EngineStates:
                 continue
             await self._wait_until(
                 lambda: is_over() or any(pooled.is_answering for pooled in self.engines),
-                "no usable server",
+                f"no usable {self._kind}",
                 "start them again and continue with resume=true",
             )
         return []
@@ -260,12 +265,16 @@ class EngineStates:
 
     def mark_lost(self, pooled: PooledEngine, reason: str) -> None:
         """Stop using an engine; its requests move to others."""
-        if pooled.is_lost:
-            return
-        _LOG.warning("%s is lost: %s", pooled.address, reason)
-        pooled.version, pooled.is_unproven, pooled.is_paused = None, True, False
-        self._move(pooled, EngineState.LOST, reason)
-        pooled.engine.give_up(reason)
+        if not pooled.is_lost:
+            self.leave_out(pooled, reason)
+            pooled.engine.give_up(reason)
+
+    def leave_out(self, pooled: PooledEngine, reason: str) -> None:
+        """Stop using an engine, which may still end the requests that it has."""
+        if not pooled.is_lost:
+            self._warn(pooled, f"is lost: {reason}")
+            pooled.version, pooled.is_unproven, pooled.is_paused = None, True, False
+            self._move(pooled, EngineState.LOST, reason)
 
     def _judge(self, pooled: PooledEngine) -> None:
         """Set an engine usable or stale, by its version."""
@@ -277,6 +286,9 @@ class EngineStates:
     def _move(self, pooled: PooledEngine, state: EngineState, reason: str) -> None:
         pooled.state, pooled.reason = state, reason
         self.wake()
+
+    def _warn(self, pooled: PooledEngine, event: str) -> None:
+        _LOG.warning("%s %s", pooled.address, event)
 
     def take_load(self) -> dict[str, float]:
         """Return means and maxima since the last call, and how many engines there are now."""
@@ -309,7 +321,8 @@ class EngineStates:
                 cause, limit_s = describe_cause(error), timeout_s
                 reason = f"no answer for {timeout_s:g} s ({cause}; rollout.health.timeout_s)"
                 if pooled.state is EngineState.STARTING:
-                    pooled.reason = reason = f"it never answered ({cause})"
+                    reason = f"it never answered ({cause})"
+                    self._move(pooled, EngineState.STARTING, reason)
                     limit_s = self._health.patience_s if self._has_begun else math.inf
                 if time.monotonic() - answered_s >= limit_s:
                     self.mark_lost(pooled, reason)
@@ -354,11 +367,67 @@ class EngineStates:
         was_starting = pooled.state is EngineState.STARTING
         pooled.version, pooled.is_unproven = reported, True
         if pooled.is_lost:
-            _LOG.warning("%s answers again and needs weights", pooled.address)
+            self._warn(pooled, "answers again and needs weights")
             self._move(pooled, EngineState.STALE, f"it needs weights again: {pooled.reason}")
         elif was_starting and not self._trusts_reports:
             self._move(pooled, EngineState.STALE, "it needs weights")
         else:
             self._judge(pooled)
         if was_starting and self._has_begun:
-            _LOG.warning("%s joins the run (%s)", pooled.address, pooled.state)
+            self._warn(pooled, f"joins the run ({pooled.state})")
+
+
+class TeacherStates(EngineStates):
+    """The engines of a teacher, each of which keeps the weights that it reported first."""
+
+    _kind = "teacher"
+
+    def __init__(self, engines: Sequence[Engine], config: RolloutConfig) -> None:
+        super().__init__(engines, config, None)
+        self.requests = {pooled: set[asyncio.Timeout]() for pooled in self.engines}
+        """The time limits of requests in flight, which end once their engine is lost."""
+        self._versions: dict[PooledEngine, str] = {}
+
+    async def wait_for_engines(self, report: Callable[[str], None] = lambda line: None) -> None:
+        """Wait until one is usable and all were asked; raise as ``wait_usable``."""
+        self.watch()
+        with reporting(lambda: report(teacher_text(f"waiting for the teacher: {self.describe()}"))):
+            await self.wait_usable()
+            while any(pooled.reason == _NOT_ASKED for pooled in self.engines):
+                await self.wait_for_news()
+        for pooled in self.engines:
+            if not pooled.is_usable:
+                self.leave_out(pooled, pooled.reason)
+
+    def mark_lost(self, pooled: PooledEngine, reason: str) -> None:
+        """See ``EngineStates``; ``Engine.give_up`` does not end calls of ``score``."""
+        super().mark_lost(pooled, reason)
+        for limit in self.requests[pooled]:
+            if not limit.expired():
+                limit.reschedule(time.monotonic())
+
+    def _warn(self, pooled: PooledEngine, event: str) -> None:
+        _LOG.warning("the teacher at %s %s", pooled.address, teacher_text(event))
+
+    async def _admit(self, pooled: PooledEngine) -> None:
+        with naming_teacher():
+            await pooled.engine.capabilities()
+            await pooled.engine.check()
+
+    def _take_answer(self, pooled: PooledEngine, reported: str) -> None:
+        """Use an engine again if it still has its weights."""
+        if reported == NO_WEIGHTS:
+            raise RolloutError(
+                f"{TEACHER_KEY}.servers: {pooled.address} has no weights; start it with serve "
+                "--teacher"
+            )
+        if (first := self._versions.setdefault(pooled, reported)) != reported:
+            raise RolloutError(
+                f"{TEACHER_KEY}.servers: the weights of {pooled.address} must not change, got "
+                f"version {reported} after {first}: a run syncs weights to it; give the teacher "
+                "servers of its own"
+            )
+        if pooled.is_lost:
+            self._warn(pooled, "answers again")
+        pooled.version = reported
+        self._move(pooled, EngineState.USABLE, "")

@@ -69,7 +69,7 @@ class Setup:
     async def collect(
         self, step: int, *, batches: BatchCollector | None = None
     ) -> asyncio.Task[RolloutBatch | None]:
-        await self.teacher.start([self.engine]) if not self.teacher._engines else None
+        await self.teacher.start([self.engine]) if not self.teacher._states.engines else None
         collecting = asyncio.create_task((batches or self.batches).collect(step, deliver))
         await settle()
         return collecting

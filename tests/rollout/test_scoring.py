@@ -180,9 +180,9 @@ async def test_without_a_server_for_too_long_the_run_ends_in_one_line() -> None:
     assert line.startswith(
         f"no usable teacher for 1 s ({TEACHER}.patience_s): {servers[0].address}"
     )
-    assert f"; {servers[1].address}: " in line
+    assert f"; {servers[1].address} (lost): " in line
     assert f"correct {TEACHER}.servers" in line
-    assert line.endswith("start it again and continue with resume=true")
+    assert line.endswith("start them again and continue with resume=true")
     assert "\n" not in line
 
 
@@ -194,7 +194,7 @@ async def test_a_run_begins_with_the_servers_that_answer() -> None:
             await teacher.start(clients_of([dead.address, fake.address], RolloutConfig()))
             check(sample := make_sample(3, 2), await teacher.score(sample))
             dead.start()
-            await until(lambda: not any(entry.reason for entry in teacher._engines))
+            await until(lambda: all(entry.is_usable for entry in teacher._states.engines))
         finally:
             await teacher.close()
 
@@ -272,6 +272,6 @@ async def test_a_server_whose_weights_change_is_no_teacher() -> None:
     fake = FakeSglang()
     async with teacher_on(fake, patience_s=0.5) as teacher:
         fake.version = "1"
-        await until(lambda: "must not change, got version 1 after 0" in teacher._describe())
+        await until(lambda: "must not change, got version 1 after 0" in teacher._states.describe())
         with pytest.raises(RolloutError, match=r"no usable teacher for 0\.5 s .*must not change"):
             await teacher.score(make_sample(3, 1))
