@@ -38,7 +38,7 @@ class SamplingSettings:
     top_p: float = 1.0
     top_k: int = -1
     """-1: all tokens."""
-    seed: int | None = None
+    seed: int = field(kw_only=True)
     """Seed of the response, in all of its requests; ignored by engines that cannot use one."""
 
 

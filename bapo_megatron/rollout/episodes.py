@@ -99,8 +99,7 @@ class Interaction:
         for name, count in zip(AGENT_COUNTS, counts, strict=True):
             self.counts[name] += float(count)  # type: ignore[assignment]  # as after a resume
 
-    async def _begin(self, episode: Episode, seed: int | None) -> None:
-        assert seed is not None, "episodes have a seed"
+    async def _begin(self, episode: Episode, seed: int) -> None:
         prompt = episode.prompt
         task = Task(
             prompt_id=prompt.prompt_id,
@@ -416,11 +415,10 @@ class Episodes:
         episode = run.episode
         if not episode.is_finished:
             request = self.plan(episode)
-            assert request.sampling.seed is not None, "episodes have a seed"
             if self.interaction.agents is None:
                 await self._run_environment(run, request)
             else:
-                await self._run_agent(run, request, request.sampling.seed, self.interaction.agents)
+                await self._run_agent(run, request, self.interaction.agents)
             self.news.set()
         await self.grader.score(episode, group)
         if self.on_score is not None:
@@ -440,9 +438,7 @@ class Episodes:
             else:
                 await self.interaction.respond(episode, request.sampling)
 
-    async def _run_agent(
-        self, run: _Run, request: GenerateRequest, seed: int, agents: Agents
-    ) -> None:
+    async def _run_agent(self, run: _Run, request: GenerateRequest, agents: Agents) -> None:
         """Run an episode's agent from its task to its end; calls of earlier runs are recorded."""
         episode, state = run.episode, None
         episode.record.restart()
@@ -461,6 +457,7 @@ class Episodes:
                 session.begin()
 
         try:
+            seed = request.sampling.seed
             reason, state = await agents.play(session, episode.prompt, seed, note_wait)
         except EnvironmentFailedError as error:
             self.interaction.count_failure(error)
@@ -484,7 +481,7 @@ class Episodes:
         """Continue a call until it ends, rests or is aborted."""
         group_id, is_resumed, seed = episode.group_id, call.num_tokens > 0, request.sampling.seed
         if call.name:  # an agent's calls may be sampled side by side, and share an own prefix
-            seed, before = sample_seed(seed or 0, call.name), 0
+            seed, before = sample_seed(seed, call.name), 0
             # Evaluations stay negative.
             index = episode.index if group_id >= 0 else -episode.index
             affinity = (group_id << 20) + index

@@ -79,7 +79,7 @@ class Client:
         while True:
             request = GenerateRequest(
                 input_ids=[7] * self._load.prompt_tokens,
-                sampling=SamplingSettings(1.0, min(length, self._load.response_tokens)),
+                sampling=SamplingSettings(1.0, min(length, self._load.response_tokens), seed=0),
                 label=f"request {number}",
             )
             await self.pool.generate(lambda sent=request: sent, self._take, number // 8)
@@ -150,7 +150,7 @@ async def time_waves(num_requests: int, num_waves: int) -> list[float]:
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0, backlog=4096)
     address = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     client = SglangClient(address, ApiKeys(), request_timeout_s=600.0)
-    request = GenerateRequest(input_ids=[], sampling=SamplingSettings(1.0, 1), label="")
+    request = GenerateRequest(input_ids=[], sampling=SamplingSettings(1.0, 1, seed=0), label="")
     seconds = []
     for _ in range(num_waves):
         started_s = time.monotonic()

@@ -99,7 +99,7 @@ class Response:
         self._whole = GenerateRequest(
             input_ids=self.prompt,
             label="sample 1",
-            **{"sampling": SamplingSettings(T, max_tokens), **options},
+            **{"sampling": SamplingSettings(T, max_tokens, seed=0), **options},
         )
         affinity = next(AFFINITIES) if affinity is None else affinity
         self.task = asyncio.create_task(pool.generate(self._plan, self.parts.append, affinity))

@@ -212,10 +212,10 @@ def test_each_set_is_sampled_by_its_own_settings_and_each_sample_with_its_own_se
         ],
     )
     for name, num_requests, settings in (
-        ("sums", 20, SamplingSettings(0.6, 4096)),
-        ("products", 6, SamplingSettings(1.5, 9, top_p=0.9, top_k=20)),
+        ("sums", 20, SamplingSettings(0.6, 4096, seed=0)),
+        ("products", 6, SamplingSettings(1.5, 9, top_p=0.9, top_k=20, seed=0)),
     ):
-        sent = [replace(s, seed=None) for label, s in pool.requests if f" of {name}," in label]
+        sent = [replace(s, seed=0) for label, s in pool.requests if f" of {name}," in label]
         assert sent == [settings] * num_requests
     assert len({request.seed for _, request in pool.requests}) == 26
 

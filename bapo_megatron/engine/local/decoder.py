@@ -65,7 +65,7 @@ class Filters:
     @classmethod
     def of_rows(cls, rows: Sequence[SamplingSettings], num_rows: int, device: torch.device) -> Self:
         """Combine the settings of rows; further rows are padding."""
-        settings = [*rows, *[SamplingSettings(1.0, 1)] * (num_rows - len(rows))]
+        settings = [*rows, *[SamplingSettings(1.0, 1, seed=0)] * (num_rows - len(rows))]
 
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
@@ -116,8 +116,6 @@ class Decoding:
     """One response in the decoder."""
 
     request: GenerateRequest
-    seed: int
-    """Seed of its random numbers, over all its requests."""
     token_ids: list[int] = field(init=False)
     """The input and the sampled tokens."""
     position: int = field(init=False)
@@ -364,7 +362,8 @@ class Decoder:
         num_steps = cache.num_columns - cache.end
         uniform_BK = np.zeros((num_rows, num_steps))
         for row, response in enumerate(responses):
-            uniform_BK[row] = uniform_numbers(response.seed, response.position, num_steps)
+            seed = response.request.sampling.seed
+            uniform_BK[row] = uniform_numbers(seed, response.position, num_steps)
         tokens = column([response.token_ids[-1] for response in responses])
         is_padding_BW = np.arange(cache.num_columns) < first_B[:, None]
         mask_BW = torch.zeros(is_padding_BW.shape, dtype=self._model.dtype, device=device)

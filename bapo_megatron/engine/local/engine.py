@@ -5,7 +5,6 @@ them there; the pool uses the engine again only after a complete one.
 """
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -34,7 +33,6 @@ from bapo_megatron.engine.base import (
     Scores,
     Stepper,
     WeightControl,
-    sample_seed,
 )
 from bapo_megatron.engine.collective import join_group, start_thread, tensor_sizes, unpack
 from bapo_megatron.engine.local.cache import ATTENTION, register_attention
@@ -114,9 +112,9 @@ class LocalEngine:
         self._cache_tokens = max_rows * model.config.max_position_embeddings
         self._weights = LocalWeights(model, self._change_weights)
         self._version = START_VERSION
-        self._entries: dict[int, _OpenRequest] = {}
+        self._entries: dict[_OpenRequest, None] = {}
+        """In order of arrival."""
         self._arrived: list[Decoding] = []
-        self._numbers = itertools.count()
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "local-engine", _use_threads, (threads,))
         self._is_paused = False
@@ -139,15 +137,14 @@ class LocalEngine:
             raise ServerGoneError(f"{ADDRESS}: closed {where}")
         assert num_new > 0, "a finished response is not continued"
         self._check_tokens(request.input_ids, num_new, where)
-        number, seed = next(self._numbers), request.sampling.seed
-        response = Decoding(request, sample_seed(ADDRESS, number) if seed is None else seed)
+        response = Decoding(request)
         entry = _OpenRequest(sink, response, asyncio.get_running_loop().create_future())
-        self._entries[number] = entry
+        self._entries[entry] = None
         self._arrived.append(response)
         try:
             await entry.ended
         finally:
-            self._entries.pop(number, None)
+            del self._entries[entry]
             response.is_cancelled = True
 
     async def decode(self, max_steps: int) -> int:
@@ -260,7 +257,7 @@ class LocalEngine:
             )
 
     def _open_entries(self) -> list[_OpenRequest]:
-        return [entry for entry in self._entries.values() if not entry.ended.done()]
+        return [entry for entry in self._entries if not entry.ended.done()]
 
     def _deliver(self, entry: _OpenRequest, reason: FinishReason | None) -> None:
         """Pass new tokens to the sink; with a reason they are the last piece."""

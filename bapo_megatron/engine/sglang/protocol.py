@@ -57,8 +57,7 @@ def stream_body(request: GenerateRequest) -> dict[str, Any]:
 def _sampling_params(sampling: SamplingSettings) -> dict[str, float | int]:
     """Return every setting, so that no default of the server applies.
 
-    Servers honour the seed only with ``--enable-deterministic-inference``; without a seed, such a
-    server gives all responses to a prompt the same one.
+    Servers honour the seed only with ``--enable-deterministic-inference``.
     """
     return {
         "temperature": sampling.temperature,
@@ -69,7 +68,7 @@ def _sampling_params(sampling: SamplingSettings) -> dict[str, float | int]:
         "repetition_penalty": 1.0,
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
-        **({} if sampling.seed is None else {"sampling_seed": sampling.seed}),
+        "sampling_seed": sampling.seed,
     }
 
 

@@ -160,7 +160,7 @@ async def test_a_closed_engine_refuses(model_dir: Path) -> None:
 async def test_requests_that_the_model_cannot_answer_are_refused(
     model_dir: Path, input_ids: list[int], max_new_tokens: int, message: str
 ) -> None:
-    asked = request(input_ids, SamplingSettings(1.0, max_new_tokens))
+    asked = request(input_ids, SamplingSettings(1.0, max_new_tokens, seed=0))
 
     async with opened(model_dir) as engine:
         with pytest.raises(RolloutError, match=message):

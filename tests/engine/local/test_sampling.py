@@ -40,13 +40,13 @@ def _assert_drawn_from(tokens: np.ndarray, probabilities: list[float]) -> None:
 
 
 def test_tokens_follow_the_distribution() -> None:
-    tokens, logprobs = _draw(SamplingSettings(1.0, 1))
+    tokens, logprobs = _draw(SamplingSettings(1.0, 1, seed=0))
     _assert_drawn_from(tokens, [0.4, 0.0, 0.3, 0.15, 0.1, 0.05])
     np.testing.assert_allclose(logprobs, np.log(np.array(PROBABILITIES)[tokens]), atol=1e-6)
 
 
 def test_a_temperature_of_one_half_squares_the_odds() -> None:
-    tokens, logprobs = _draw(SamplingSettings(0.5, 1))
+    tokens, logprobs = _draw(SamplingSettings(0.5, 1, seed=0))
     # 0.16, 0.09, 0.0225, 0.01 and 0.0025 over their sum 0.285
     expected = [0.5614035, 0.0, 0.3157895, 0.0789474, 0.0350877, 0.0087719]
     _assert_drawn_from(tokens, expected)
@@ -67,7 +67,7 @@ def test_a_temperature_of_one_half_squares_the_odds() -> None:
 def test_filters_leave_out_tokens_but_not_log_probs(
     top_p: float, top_k: int, expected: list[float]
 ) -> None:
-    tokens, logprobs = _draw(SamplingSettings(1.0, 1, top_p=top_p, top_k=top_k))
+    tokens, logprobs = _draw(SamplingSettings(1.0, 1, top_p=top_p, top_k=top_k, seed=0))
     if max(expected) == 1:
         assert set(tokens.tolist()) == {0}
     else:
@@ -87,7 +87,7 @@ def test_filters_leave_out_the_tokens_that_transformers_leaves_out(
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
     drawn = torch.linspace(0, 1 - 2**-53, 4000, dtype=torch.float64)
-    filters = Filters.of_rows([SamplingSettings(1.0, 1, top_p=top_p, top_k=top_k)], 1, CPU)
+    filters = Filters.of_rows([SamplingSettings(1.0, 1, top_p=top_p, top_k=top_k, seed=0)], 1, CPU)
     for row, kept in zip(logits, expected.isfinite(), strict=True):
         tokens, _ = sample(row.expand(len(drawn), -1), drawn[:, None], filters)
         # What is rarer than one draw cannot be missed.
@@ -97,13 +97,15 @@ def test_filters_leave_out_the_tokens_that_transformers_leaves_out(
 
 
 def test_filters_of_another_row_change_nothing() -> None:
-    alone, _ = _draw(SamplingSettings(1.0, 1))
-    beside, _ = _draw(SamplingSettings(1.0, 1), SamplingSettings(1.0, 1, top_p=0.5, top_k=2))
+    alone, _ = _draw(SamplingSettings(1.0, 1, seed=0))
+    beside, _ = _draw(
+        SamplingSettings(1.0, 1, seed=0), SamplingSettings(1.0, 1, top_p=0.5, top_k=2, seed=0)
+    )
     np.testing.assert_array_equal(alone, beside)
 
 
 def test_at_temperature_0_the_likeliest_token_is_taken_with_its_log_prob_at_1() -> None:
-    tokens, logprobs = _draw(SamplingSettings(0.0, 1), SamplingSettings(1.0, 1))
+    tokens, logprobs = _draw(SamplingSettings(0.0, 1, seed=0), SamplingSettings(1.0, 1, seed=0))
     assert set(tokens.tolist()) == {0}
     np.testing.assert_allclose(logprobs, math.log(0.4), atol=1e-6)
 
@@ -111,7 +113,7 @@ def test_at_temperature_0_the_likeliest_token_is_taken_with_its_log_prob_at_1() 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 def test_no_uniform_number_draws_an_impossible_token(uniform: float) -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, -math.inf]])
-    filters = Filters.of_rows([SamplingSettings(1.0, 1)], 1, CPU)
+    filters = Filters.of_rows([SamplingSettings(1.0, 1, seed=0)], 1, CPU)
     tokens, _ = sample(logits, torch.tensor([[uniform]], dtype=torch.float64), filters)
     assert tokens.item() == (1 if uniform == 0 else 3)
 

@@ -110,7 +110,7 @@ def test_tokens_are_sampled_from_the_log_probs_that_come_with_them(
 
     async def use(client: SglangClient) -> None:
         await client.check()
-        sampling = SamplingSettings(temperature=1.0, max_new_tokens=TOKENS)
+        sampling = SamplingSettings(temperature=1.0, max_new_tokens=TOKENS, seed=0)
         vocabulary = json.loads((model_dir / "config.json").read_text())["vocab_size"]
         length = None
         for _ in range(2):  # with the weights of its start, and after a weight sync

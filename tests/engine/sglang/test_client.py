@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tests.fakes.fake_server import FakeServer
 
-SAMPLING = SamplingSettings(temperature=0.5, max_new_tokens=4)
+SAMPLING = SamplingSettings(temperature=0.5, max_new_tokens=4, seed=0)
 RELEASE = [
     ("/pause_generation", {"mode": "abort"}),
     ("/flush_cache?timeout=0.5", {}),

@@ -68,7 +68,7 @@ class Parser(StreamParser):
         known: tuple[int, ...] = (3, 4),
         routes_from: int | None = None,
     ) -> None:
-        sampling = SamplingSettings(1.0, max_new_tokens)
+        sampling = SamplingSettings(1.0, max_new_tokens, seed=0)
         request = GenerateRequest(
             input_ids=[0] * (0 if routes_from is None else 4),
             sampling=sampling,

@@ -162,12 +162,14 @@ def test_a_server_generates_again_after_it_released_its_memory(server: SglangSer
     """Without CUDA it keeps its memory; calls, their order and its state are the same."""
 
     async def use(client: SglangClient) -> None:
-        sampling = asyncio.create_task(sample(client, [5, 6, 7], SamplingSettings(1.0, 200)))
+        sampling = asyncio.create_task(
+            sample(client, [5, 6, 7], SamplingSettings(1.0, 200, seed=0))
+        )
         await asyncio.sleep(0.2)  # it need not have come yet; if it has, it is aborted
         await client.release_memory(120.0)
         # Its owner goes on asking, and must not take it for stuck.
         assert await server.ask(5.0) is Readiness.READY
-        held_back = asyncio.create_task(sample(client, [5, 6, 7], SamplingSettings(1.0, 1)))
+        held_back = asyncio.create_task(sample(client, [5, 6, 7], SamplingSettings(1.0, 1, seed=0)))
         await client.take_memory(MemoryPart.WEIGHTS, 120.0)
         await asyncio.sleep(1)
         assert not held_back.done()
