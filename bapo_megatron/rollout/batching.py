@@ -26,7 +26,8 @@ from bapo_megatron.rollout.buffer import (
     Selection,
     merge,
 )
-from bapo_megatron.rollout.episodes import BURST, Episodes, Grader, Interaction
+from bapo_megatron.rollout.episodes import BURST, Episodes, Interaction
+from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.saved import RolloutState, SavedRollout, settings_of
 from bapo_megatron.telemetry.console import describe_rate, reporting

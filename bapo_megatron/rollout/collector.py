@@ -48,8 +48,9 @@ from bapo_megatron.rollout import messages
 from bapo_megatron.rollout.agents import Agents
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.buffer import BatchPlan
-from bapo_megatron.rollout.episodes import Grader, Interaction
+from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.evaluation import Evaluator
+from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.saved import read_saved, write_saved
 from bapo_megatron.rollout.scoring import TeacherPool, connect_teacher

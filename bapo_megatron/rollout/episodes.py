@@ -2,8 +2,8 @@
 
     begin → the policy's turn → the environment's answer → … → the end → a score
 
-``Interaction`` begins episodes and answers turns, ``Grader`` scores, ``Episodes`` runs one task per
-episode, up to its score. A plain response, an environment and an agent differ in who asks for the
+``Interaction`` begins episodes and answers turns, ``Episodes`` runs one task per episode, up to its
+score by a ``Grader``. A plain response, an environment and an agent differ in who asks for the
 next call; each call is sampled by one function, which waits while nothing is generated. Received
 tokens are in the call at once, so a task can be cancelled at any time, and a new one continues
 where it stopped.
@@ -23,22 +23,17 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.completion import Completion
 from bapo_megatron.data.record import Call
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.environment.base import Environment, EnvironmentFailedError, Step, Task, Turn
-from bapo_megatron.reward.base import Response, SampleFacts, Score
-from bapo_megatron.reward.composition import Rewards
-from bapo_megatron.reward.shaping import ShapedReward, Shaping
 from bapo_megatron.rollout.agents import Agents
 from bapo_megatron.rollout.buffer import Episode, PendingGroup
+from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.scoring import TeacherPool
-from bapo_megatron.types import AGENT_COUNTS, FinishReason, Sample
+from bapo_megatron.types import AGENT_COUNTS, FinishReason
 
 BURST = 16
 """Decode steps between two decisions. Responses that end within a burst are graded and replaced
@@ -157,99 +152,6 @@ class Interaction:
                 f"{error}; correct the environment, or set rollout.episodes.on_error=zero",
                 "tokens",
             ) from error
-
-
-@dataclass(eq=False)
-class Grader:
-    """Decodes and scores responses; the caller starts and closes ``rewards``."""
-
-    renderer: ChatRenderer
-    rewards: Rewards
-    shaping: Shaping | None = None
-    """Added to rewards in training; None in evaluations."""
-    sees_groups: bool = field(default=False, kw_only=True)
-    """Whether rewards depend on the whole group."""
-    teacher: TeacherPool | None = field(default=None, kw_only=True)
-    """Scores each response while it is graded."""
-    num_timeouts: int = 0
-    """Samples scored 0 because grading them took too long."""
-    num_errors: int = 0
-    """Samples scored 0 because a reward function failed."""
-
-    async def score(self, episode: Episode, group: PendingGroup) -> None:
-        """Set texts, reward and columns of a finished episode, unless it was restarted meanwhile.
-
-        With ``sees_groups`` the whole ``group`` gets its rewards once its last sample is graded.
-
-        Raises:
-            RewardError: A reward function failed.
-            RolloutError: The teacher failed.
-        """
-        sample, prompt = episode.finished(), episode.prompt
-        texts = tuple(
-            self.renderer.decode(token_ids.tolist(), skips_special=True)
-            for sequence in sample.sequences
-            for token_ids in sequence.segments()
-        )
-        facts = SampleFacts(
-            prompt_id=prompt.prompt_id,
-            source=prompt.source,
-            prompt=prompt.text,
-            finish_reason=sample.finish_reason.value,
-            num_tokens=sample.episode_tokens,
-            num_turns=sum(sequence.num_turns for sequence in sample.sequences),
-            environment_tokens=sample.episode_tokens - sample.episode_sampled,
-        )
-        turns = texts if len(texts) > 1 else ()
-        response = Response(texts[-1], prompt.answer, facts, prompt.row, turns, episode.state)
-        score, *columns = await asyncio.gather(
-            self.rewards.score(response), *map(self._teacher_columns, sample.sequences)
-        )
-        if episode.sample is not sample:
-            return
-        for sequence, values in zip(sample.sequences, columns, strict=True):
-            sequence.columns = values
-        episode.graded = response, score
-        members = group.episodes if self.sees_groups else [episode]
-        if all(member.graded is not None for member in members):
-            await self._reward(members)
-
-    async def _teacher_columns(self, sequence: Sample) -> dict[str, np.ndarray]:
-        if self.teacher is None or self.teacher.has_scored(sequence):
-            return sequence.columns
-        return await self.teacher.score(sequence)
-
-    async def _reward(self, members: Sequence[Episode]) -> None:
-        """Set the rewards of graded episodes together, unless one is restarted meanwhile."""
-        samples = [member.finished() for member in members]
-        graded = [member.graded for member in members if member.graded is not None]
-        responses = [response for response, _ in graded]
-        scores = [score for _, score in graded]
-        if self.sees_groups:
-            scores = await self.rewards.score_group(responses, scores)
-        shaped = await asyncio.gather(*map(self._shape, samples, responses, scores))
-        if any(member.sample is not s for member, s in zip(members, samples, strict=True)):
-            return
-        parts = zip(members, samples, responses, scores, shaped, strict=True)
-        for episode, sample, response, score, final in parts:
-            self.num_timeouts += score.timed_out or final.timed_out
-            self.num_errors += score.failed
-            sample.reward = final.reward
-            sample.reward_components = {**score.components, **score.metrics, **final.terms}
-            sample.answer_found = score.answer_found
-            episode.texts = response.turns or (response.text,)
-            episode.extracted, episode.reason = map(_storable, (score.extracted, score.reason))
-
-    async def _shape(self, sample: Sample, response: Response, score: Score) -> ShapedReward:
-        if self.shaping is None or sample.finish_reason is FinishReason.ENVIRONMENT:
-            return ShapedReward(score.reward, {})
-        token_ids_Q = np.concatenate([s.sampled_token_ids for s in sample.sequences])
-        return await self.shaping.apply(score, response, token_ids_Q)
-
-
-def _storable(text: str) -> str:
-    """Replace lone surrogates, which no file can hold, by ``?``."""
-    return text.encode("utf-8", "replace").decode()
 
 
 @dataclass(eq=False)

@@ -13,7 +13,8 @@ from bapo_megatron.evaluation.results import summarise, write_results
 from bapo_megatron.evaluation.samples import EvalSample, EvalSet, SampleJournal, settings_of
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.buffer import Episode, PendingGroup
-from bapo_megatron.rollout.episodes import Episodes, Grader, Interaction
+from bapo_megatron.rollout.episodes import Episodes, Interaction
+from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.messages import Evaluate
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.runtime.files import naming

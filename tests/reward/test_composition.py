@@ -15,7 +15,7 @@ from bapo_megatron.reward.base import (
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
 from bapo_megatron.rollout.buffer import PendingGroup
-from bapo_megatron.rollout.episodes import Grader
+from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.types import Prompt
 from tests.reward.scoring import score
 from tests.rollout.calls import end

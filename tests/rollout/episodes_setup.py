@@ -10,7 +10,8 @@ from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.environment.base import Step
 from bapo_megatron.reward.base import Score
 from bapo_megatron.rollout.buffer import RolloutBuffer
-from bapo_megatron.rollout.episodes import Episodes, Grader, Interaction
+from bapo_megatron.rollout.episodes import Episodes, Interaction
+from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.saved import SavedRollout
 from bapo_megatron.types import FinishReason, Prompt
 from tests.fakes.fake_pool import FakePool

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.environment.load import SingleTurn
-from bapo_megatron.rollout.episodes import Episodes, Grader, Interaction
+from bapo_megatron.rollout.episodes import Episodes, Interaction
+from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.saved import SavedRollout
 from bapo_megatron.types import AGENT_COUNTS, EncodedBatch, FinishReason, Prompt
 from tests.agent.episodes import make_renderer

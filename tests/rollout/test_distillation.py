@@ -13,7 +13,7 @@ from bapo_megatron.engine.load import load_kind
 from bapo_megatron.environment.base import Step
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.buffer import PendingGroup
-from bapo_megatron.rollout.episodes import Grader
+from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scoring import TeacherPool, connect_teacher
 from bapo_megatron.types import FinishReason

@@ -15,7 +15,7 @@ from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.buffer import PendingGroup
-from bapo_megatron.rollout.episodes import Grader
+from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import FinishReason, Prompt, Sample, SampleText
 from bapo_megatron.weight_sync.receive import Load, WeightReceiver

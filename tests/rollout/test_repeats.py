@@ -20,7 +20,8 @@ from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.data.dump import decode_batch, encode_batch
 from bapo_megatron.environment.base import EnvironmentFailedError, Step
 from bapo_megatron.reward.base import Score
-from bapo_megatron.rollout.episodes import Grader, Interaction
+from bapo_megatron.rollout.episodes import Interaction
+from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.types import EncodedBatch, Prompt
 from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import deliver
