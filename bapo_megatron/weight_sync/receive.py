@@ -2,9 +2,9 @@
 
 Rank 0 (``send``) makes these calls, in this order:
 
-    BEGIN → [JOIN] → RECEIVE | TAKE, bucket by bucket → PROBE → RESUME
+    BEGIN → [JOIN] → RECEIVE, bucket by bucket → PROBE → RESUME
 
-JOIN, RECEIVE and TAKE return None, or the reason as soon as one server has failed, because a server
+JOIN and RECEIVE return None, or the reason as soon as one server has failed, because a server
 inside a broadcast returns only once rank 0 has left. Rank 0 then starts over with the remaining
 servers. A server that failed is lost; once it answers again, it gets all weights in the next weight
 sync. Weights on disk need one call: LOAD → PROBE → RESUME.
@@ -47,18 +47,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receive:
-    """The bucket that rank 0 broadcasts."""
+    """A bucket, which rank 0 broadcasts or shares."""
 
-    bucket: BucketLayout
-    is_last: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Take:
-    """A bucket in shared memory."""
-
-    payloads: tuple[tuple[str, ...], ...]
-    """For each server, in the order of ``Opened``, one per rank."""
+    bucket: BucketLayout | tuple[tuple[str, ...], ...]
+    """In shared memory: for each server, in the order of ``Opened``, a payload per rank."""
     is_last: bool
 
 
@@ -85,7 +77,6 @@ class Resumed:
 BEGIN = Call("weights.begin", int, Opened)
 JOIN = Call("weights.join", GroupPlace, str | None)
 RECEIVE = Call("weights.receive", Receive, str | None)
-TAKE = Call("weights.take", Take, str | None)
 LOAD = Call("weights.load", Load, None)
 PROBE = Call("weights.probe", None, tuple[tuple[int, ...], ...])
 RESUME = Call("weights.resume", tuple[tuple[float, ...], ...], Resumed)
@@ -180,7 +171,6 @@ class WeightReceiver:
         answers.bind(BEGIN, self.begin)
         answers.bind(JOIN, self.join)
         answers.bind(RECEIVE, self.receive)
-        answers.bind(TAKE, self.take)
         answers.bind(LOAD, self.load)
         answers.bind(PROBE, self.probe)
         answers.bind(RESUME, self.resume)
@@ -224,26 +214,23 @@ class WeightReceiver:
         )
 
     async def receive(self, request: Receive) -> str | None:
-        """Have all members receive and load the bucket that rank 0 is broadcasting."""
-        assert self._group is not None, "join comes first"
-        group_name, _ = self._group
-        version = self._version if request.is_last else None
-        failure = await self._call_members(
-            lambda _, control, limit_s: control.receive(
-                request.bucket, group_name, version=version, timeout_s=limit_s
+        """Have all members load the bucket that rank 0 is broadcasting, or their own payloads."""
+        bucket, version = request.bucket, self._version if request.is_last else None
+        if isinstance(bucket, BucketLayout):
+            assert self._group is not None, "join comes first"
+            group_name, _ = self._group
+            failure = await self._call_members(
+                lambda _, control, limit_s: control.receive(
+                    bucket, group_name, version=version, timeout_s=limit_s
+                )
             )
-        )
-        return await self._mark_updated() if request.is_last and failure is None else failure
-
-    async def take(self, request: Take) -> str | None:
-        """Have each member load its own payloads."""
-        payloads = dict(zip(self._members, request.payloads, strict=True))
-        version = self._version if request.is_last else None
-        failure = await self._call_members(
-            lambda entry, control, limit_s: control.take(
-                payloads[entry], version=version, timeout_s=limit_s
+        else:
+            payloads = dict(zip(self._members, bucket, strict=True))
+            failure = await self._call_members(
+                lambda entry, control, limit_s: control.take(
+                    payloads[entry], version=version, timeout_s=limit_s
+                )
             )
-        )
         return await self._mark_updated() if request.is_last and failure is None else failure
 
     async def load(self, request: Load) -> None:

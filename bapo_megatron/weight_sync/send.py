@@ -372,8 +372,8 @@ class SharedMemoryTransport:
         payloads = tuple(
             tuple(shared_memory_payload(bucket.layout, flat) for flat in flats) for flats in copies
         )
-        request = receive.Take(payloads=payloads, is_last=bucket.is_last)
-        taken = collector.start(receive.TAKE, request)
+        request = receive.Receive(bucket=payloads, is_last=bucket.is_last)
+        taken = collector.start(receive.RECEIVE, request)
 
         def await_taken(_: object = copies) -> None:  # keeps the memory until it is loaded
             if (failure := taken()) is not None:

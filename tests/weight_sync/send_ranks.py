@@ -12,7 +12,7 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.runtime.distributed import barrier
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.weight_sync import send
-from bapo_megatron.weight_sync.receive import BEGIN, PROBE, RESUME, TAKE, Opened, Resumed
+from bapo_megatron.weight_sync.receive import BEGIN, PROBE, RECEIVE, RESUME, Opened, Resumed
 from bapo_megatron.weight_sync.send import WeightSync
 from tests.distributed_launch import joined
 from tests.weight_sync.ranks import build_policy, shape_of
@@ -35,8 +35,8 @@ class ScriptedSource:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.versions: list[int] = []
-        self.failing_take = -1
-        """Which ``take``, counted from 0, fails."""
+        self.failing_receive = -1
+        """Which ``receive``, counted from 0, fails."""
         self.begin_error = self.resume_error = ""
         self.num_ranks: tuple[int, ...] = ()
 
@@ -51,11 +51,11 @@ class ScriptedSource:
             return self._resume
         if call is PROBE:
             return lambda: ()  # no server is new
-        fails = call is TAKE and number == self.failing_take
+        fails = call is RECEIVE and number == self.failing_receive
         return lambda: "server 1 is gone" if fails else None
 
     def _begin(self, *, is_first: bool) -> Opened:
-        if self.begin_error and (self.failing_take < 0 or not is_first):
+        if self.begin_error and (self.failing_receive < 0 or not is_first):
             raise RolloutError(self.begin_error)
         gpus = ((),) * len(self.num_ranks)
         return Opened(addresses=(), num_ranks=self.num_ranks, gpus=gpus, share_group=False)
@@ -94,11 +94,11 @@ def sync_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
         run("same version")
         run("same version again", again=True)
         state.num_updates += 1
-        run("one fails", failing_take=2)
+        run("one fails", failing_receive=2)
         state.num_updates += 1
-        run("none left", failing_take=-1, begin_error="no server left")
-        run("none left after a failure", failing_take=0, begin_error="no server left")
-        run("after it", failing_take=-1, begin_error="")
+        run("none left", failing_receive=-1, begin_error="no server left")
+        run("none left after a failure", failing_receive=0, begin_error="no server left")
+        run("after it", failing_receive=-1, begin_error="")
         state.num_updates += 1
         run("cannot go on", resume_error="it cannot go on")
         full = RuntimeError("unable to write to file </torch_1>: No space left on device (28)")

@@ -106,7 +106,7 @@ def test_servers_compute_with_new_weights_as_transformers_does(
     assert np.abs(exported[0] - exported[1]).max() > 0.01
     if method != "disk":
         assert not (tmp_path / "run" / "weights").exists()
-        assert second.calls.count("receive") + second.calls.count("take") > 4  # several buckets
+        assert second.calls.count("receive") > 4  # several buckets
         assert second.calls.count("join") == (1 if method == "broadcast" else 0)
 
 

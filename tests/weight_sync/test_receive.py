@@ -9,7 +9,7 @@ import pytest
 
 from bapo_megatron.engine.pooled import EngineState
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.weight_sync.receive import Opened, Take
+from bapo_megatron.weight_sync.receive import Opened, Receive
 from tests.fakes.fake_weight_server import FakeWeightServer
 from tests.weight_sync.setting import Setting, run_sync
 
@@ -301,8 +301,8 @@ def test_nobody_waits_for_a_lost_server_to_load(servers: list[FakeWeightServer])
 def test_each_server_takes_its_own_payloads(servers: list[FakeWeightServer]) -> None:
     async def use(setting: Setting) -> None:
         await setting.receiver.begin(7)
-        take = Take(payloads=(("YQ==",), ("Yg==",)), is_last=True)
-        assert await setting.receiver.take(take) is None
+        request = Receive(bucket=(("YQ==",), ("Yg==",)), is_last=True)
+        assert await setting.receiver.receive(request) is None
         assert setting.states == ["usable", "usable"]
 
     run_sync(servers, use)

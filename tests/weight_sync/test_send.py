@@ -28,8 +28,8 @@ def ranks(
 def test_weights_are_handed_over_bucket_by_bucket(ranks: tuple[dict[str, Any], ...]) -> None:
     report, error, calls = ranks[0]["first"]
     assert error == ""
-    assert calls["take"] > 2
-    assert calls == {"begin": 1, "take": calls["take"], "probe": 1, "resume": 1}
+    assert calls["receive"] > 2
+    assert calls == {"begin": 1, "receive": calls["receive"], "probe": 1, "resume": 1}
     assert report.num_bytes > 100_000
     assert report.pause_s == PAUSE_S
     assert report.sync_s > 0
@@ -67,7 +67,7 @@ def test_after_a_failure_all_buckets_are_sent_again(ranks: tuple[dict[str, Any],
     report, error, calls = ranks[0]["one fails"]
     assert error == ranks[1]["one fails"][1] == ""
     assert report.num_bytes == ranks[0]["first"][0].num_bytes
-    assert calls == {"begin": 2, "take": complete["take"] + 3, "probe": 1, "resume": 1}
+    assert calls == {"begin": 2, "receive": complete["receive"] + 3, "probe": 1, "resume": 1}
 
 
 def test_if_no_server_is_left_all_ranks_raise_and_stay_in_step(

@@ -19,7 +19,7 @@ from bapo_megatron.engine import collective
 from bapo_megatron.engine.base import BucketLayout
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.weight_sync import send
-from bapo_megatron.weight_sync.receive import Opened, Take
+from bapo_megatron.weight_sync.receive import Opened, Receive
 from bapo_megatron.weight_sync.send import (
     AttemptFailedError,
     BroadcastTransport,
@@ -100,8 +100,8 @@ def test_each_rank_of_own_servers_gets_a_bucket_on_its_own_gpu(
             return args[0]
 
     class Source:
-        def start(self, call: Call[Any, Any], request: Take, /) -> Any:
-            payloads.append(request.payloads)
+        def start(self, call: Call[Any, Any], request: Receive, /) -> Any:
+            payloads.append(request.bucket)
             return lambda: None
 
     monkeypatch.setattr("torch.cuda.ipc_collect", lambda: collected.append("collected"))
