@@ -6,8 +6,6 @@ right to the last bit or wrong. Nothing here waits for the device.
 Shape legend: K = entries of a statistic, D = entries of a decision.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -16,19 +14,6 @@ from bapo_megatron.algorithm.objective import Objective
 DECAY = 0.75
 """Factor on an update's weight in ``recent_K`` with each later update
 (docs/benchmarks/speculation_cpu_202611.md)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The decision predicted for one update, equal on all ranks that hold the model's output."""
-
-    decision: Tensor
-    """[D] float64; NaN except in the decisive entries."""
-    decisive: slice
-
-    def misses(self, decision: Tensor) -> Tensor:
-        """Return whether a decisive entry of ``decision`` differs, as a 0-d bool tensor."""
-        return (self.decision[self.decisive] != decision[self.decisive]).any()
 
 
 class Predictor:
@@ -42,12 +27,17 @@ class Predictor:
         self._objective = objective
         self._recent_K: Tensor | None = None
 
-    def predict(self, known_K: Tensor) -> Prediction:
-        """Predict from the statistics of the update's tokens at ℓ = μ."""
+    def predict(self, known_K: Tensor) -> Tensor:
+        """Predict from the statistics of the update's tokens at ℓ = μ.
+
+        Returns:
+            [D] float64, NaN except in the decisive entries; equal on all ranks that hold the
+            model's output.
+        """
         decisive = self._objective.decisive
         assert decisive is not None
         decision = self._objective.decide(self._objective.foresee(known_K, self._recent_K))
-        return Prediction(hide_rest(decision, decisive), decisive)
+        return hide_rest(decision, decisive)
 
     def learn(self, total_K: Tensor) -> None:
         """Add the statistics that the update turned out to have."""

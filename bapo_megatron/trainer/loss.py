@@ -30,7 +30,6 @@ from bapo_megatron.algorithm.loss import (
     token_weights,
 )
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
-from bapo_megatron.algorithm.prediction import Prediction
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.token_columns import (
@@ -81,8 +80,8 @@ class LossInputs:
     faults: Tensor | None = None
     """[2] int64, of the forward-only pass on this rank: trained tokens with non-finite values, and
     tokens with a non-finite statistic."""
-    prediction: Prediction | None = None
-    """Compared with the decision after the loss pass."""
+    prediction: Tensor | None = None
+    """[D] float64; its decisive entries are compared with the decision after the loss pass."""
     is_predicted: bool = False
     """Whether the loss pass runs with the prediction, and repeats if that is wrong."""
     is_trial: bool = False

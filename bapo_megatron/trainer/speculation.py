@@ -77,8 +77,7 @@ class Speculation:
         known_K, micro_batches = update.known_K, update.split.micro_batches
         prediction = None if known_K is None else self._predictor.predict(known_K)
         if self.relies:
-            decision = None if prediction is None else prediction.decision
-            return LossInputs(micro_batches, decision, prediction=prediction, is_predicted=True)
+            return LossInputs(micro_batches, prediction, prediction=prediction, is_predicted=True)
         began_s = self._clock_s()
         inputs = collect(update)
         self._decided_s = self._clock_s()

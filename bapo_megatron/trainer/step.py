@@ -368,7 +368,8 @@ def check(
                 verdict[NUM_FAULTS - 1] += is_refused
         if inputs.prediction is not None:
             assert settled.decision is not None, "it was collected, or follows from the loss pass"
-            verdict[NUM_FAULTS] = inputs.prediction.misses(settled.decision)
+            differs_D = inputs.prediction != settled.decision
+            verdict[NUM_FAULTS] = differs_D[stage.objective.decisive].any()
         if inputs.is_trial:
             assert settled.total is not None, "a trial collects"
             verdict[NUM_FAULTS + 1] = (total_K != settled.total).any()

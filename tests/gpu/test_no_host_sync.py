@@ -160,7 +160,7 @@ def test_search_and_loss_never_wait_for_the_device(
                 _, predicted = stage.loss(
                     output(),
                     micro_batch,
-                    decision=prediction.decision,
+                    decision=prediction,
                     context=context,
                     with_statistics=True,
                 )
