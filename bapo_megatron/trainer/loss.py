@@ -11,7 +11,6 @@ decision.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -189,7 +188,7 @@ class LossStage:
             current = reader.read(output, micro_batch) if policy is None else _detached(policy)
             decision = self.collect([current], [micro_batch], context).decision
         safe = SafeTokens(self._config, micro_batch, decision, context, self._device)
-        token_loss = _MicroBatchLoss(self.objective, safe)
+        token_loss = MicroBatchLoss(self.objective, safe)
         if policy is not None:
             loss = apply_token_loss(*policy, token_loss)
             policy = _detached(policy)
@@ -200,7 +199,8 @@ class LossStage:
         batches: list[TokenBatch] = []
         if len(policy.logprob_T):
             batches.append(token_loss.tokens or safe.batch(*policy))
-            sums, maxima = self._measure(token_loss, batches[0], policy)
+            view = TokenView(token_loss, batches[0], policy)
+            sums, maxima = self.numbers.measure(view, self.objective.report(batches[0]))
         if decision is None:
             decision = sums.new_zeros(0)
         statistics = self._statistics(batches) if with_statistics else None
@@ -272,47 +272,8 @@ class LossStage:
             weight_T = token_weights(kept_T, tokens_T, kind, count_B, constant)
             results[index] = replace(results[index], loss_weight_T=weight_T)
 
-    def _measure(
-        self, token_loss: _MicroBatchLoss, tokens: TokenBatch, policy: TokenLogprobs
-    ) -> tuple[Tensor, Tensor]:
-        """Return sums and maxima over the tokens with mask 1; there is at least one token."""
-        safe, correction = token_loss.safe, self._config.correction
-        micro_batch, context = safe.micro_batch, safe.context
-        mismatch_T = (policy.logprob_T - micro_batch.rollout_logprob_T).abs_()
-        version = -1 if context.rollout_version is None else context.rollout_version
-        same_weights_T = (micro_batch.version_T == version) & safe.trains_T
-        positive_T, negative_T = tokens.advantage > 0, tokens.advantage < 0
-        held_T = tokens.ratio
-        if (limits := self.objective.bounds(tokens)) is not None:
-            low, high = limits
-            held_T = torch.where(negative_T, held_T.clamp(min=low), held_T.clamp(max=high))
-        kept_T = tokens.mask > 0
-        is_selection = micro_batch.selected_T is not None
-        counts_T = kept_T & (token_loss.weight_T != 0)
-        view = TokenView(
-            tokens=tokens,
-            trains_T=safe.trains_T,
-            finite_T=safe.finite(*policy) if is_selection else kept_T,
-            counts_T=counts_T,
-            loss_T=token_loss.loss_T,
-            weight_T=token_loss.weight_T,
-            derivative_T=token_loss.derivative_T,
-            finite_loss_T=token_loss.finite_T,
-            contribution_T=tokens.advantage.abs() * held_T,
-            age_T=(context.num_updates - micro_batch.version_T).float(),
-            mismatch_T=torch.where(same_weights_T, mismatch_T, 0.0),
-            same_weights_T=same_weights_T,
-            positive_T=positive_T & counts_T,
-            negative_T=negative_T & counts_T,
-            correction_T=safe.correction_T,
-            importance_T=micro_batch.importance_T,
-            kl_teacher_T=token_loss.kl_T,
-            cap=correction.cap if correction.kind in ("token", "sequence") else math.inf,
-        )
-        return self.numbers.measure(view, self.objective.report(tokens))
 
-
-class _MicroBatchLoss:
+class MicroBatchLoss:
     """A ``TokenLoss``: objective, weights, entropy bonus and KL terms; keeps what is reported."""
 
     def __init__(self, objective: Objective, safe: SafeTokens) -> None:
@@ -327,16 +288,17 @@ class _MicroBatchLoss:
         self.finite_T = torch.empty_like(safe.trains_T)
         self.tokens: TokenBatch | None = None
         """All of them, if they came in one part."""
-        self._objective = objective
+        self.objective = objective
 
     def __call__(
         self, logprob_T: Tensor, entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
     ) -> LossGradient:
+        """See ``TokenLoss``."""
         tokens = self.safe.batch(logprob_T, entropy_T, part, has_ratio=False)
         counts_T = tokens.mask > 0
         weight_T = torch.where(counts_T, self.weight_T[part], 0.0)
         ratio_T, loss_T, by_logprob_T, by_entropy_T = differentiate(
-            self._objective, tokens, weight_T
+            self.objective, tokens, weight_T
         )
         finite_T = is_finite(loss_T) & is_finite(by_logprob_T)
         if by_entropy_T is not None:

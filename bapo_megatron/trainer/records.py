@@ -17,7 +17,7 @@ from functools import reduce
 from itertools import chain, islice
 from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from bapo_megatron.runtime.distributed import (
 )
 from bapo_megatron.telemetry.metrics import by_name, means_by_name
 from bapo_megatron.types import MicroBatch, RolloutBatch, UpdateResult
+
+if TYPE_CHECKING:
+    from bapo_megatron.trainer.loss import MicroBatchLoss
 
 Value = Callable[["TokenView"], Tensor]
 
@@ -63,46 +66,56 @@ Tokens = Sequence[tuple[MicroBatch, TokenReport]]
 """This rank's tokens of an update, for a dump."""
 
 
-@dataclass(frozen=True, slots=True)
 class TokenView:
     """The tokens of a micro-batch after their loss; [T] each, on the device, without a graph."""
 
-    tokens: TokenBatch
-    """As the objective saw them."""
-    trains_T: Tensor
-    """bool: m = 1."""
-    finite_T: Tensor
-    """bool: m = 1 and every value is finite."""
-    counts_T: Tensor
-    """bool: those of them to which objective and correction give a loss."""
-    loss_T: Tensor
-    """Loss, without its weight."""
-    weight_T: Tensor
-    """Weight of the loss: that of the aggregation, times the correction."""
-    derivative_T: Tensor
-    """∂(weight · loss)/∂ℓ."""
-    finite_loss_T: Tensor
-    """bool: the loss and its derivatives with respect to ℓ and H are finite."""
-    contribution_T: Tensor
-    """|A| · min(r, c_high) where A > 0, |A| · max(r, c_low) where A < 0 (Eq. 8)."""
-    age_T: Tensor
-    """Optimizer updates since the weights that sampled the token."""
-    mismatch_T: Tensor
-    """|trainer's log-prob − engine's| where ``same_weights_T``, else 0."""
-    same_weights_T: Tensor
-    """bool: m = 1, and sampled by the weights that the policy still has."""
-    positive_T: Tensor
-    """bool: A > 0, with a loss."""
-    negative_T: Tensor
-    """bool: A < 0, with a loss."""
-    correction_T: Tensor | None
-    """What the correction multiplies the loss by; None without one."""
-    importance_T: Tensor
-    """π_recomputed / π_rollout of the token or its response, which the correction limits."""
-    cap: float
-    """Limit of the correction; infinite if it has none."""
-    kl_teacher_T: Tensor | None = None
-    """KL between teacher and policy, with a loss over the vocabulary."""
+    def __init__(self, loss: "MicroBatchLoss", tokens: TokenBatch, policy: TokenLogprobs) -> None:
+        """Take the tokens as the objective saw them, at least one, and their ℓ and H."""
+        safe, correction = loss.safe, loss.safe.config.correction
+        micro_batch, context = safe.micro_batch, safe.context
+        kept_T, is_negative_T = tokens.mask > 0, tokens.advantage < 0
+        held_T = tokens.ratio
+        if (limits := loss.objective.bounds(tokens)) is not None:
+            low, high = limits
+            held_T = torch.where(is_negative_T, held_T.clamp(min=low), held_T.clamp(max=high))
+        version = -1 if context.rollout_version is None else context.rollout_version
+        mismatch_T = (policy.logprob_T - micro_batch.rollout_logprob_T).abs_()
+        self.tokens: TokenBatch = tokens
+        """As the objective saw them."""
+        self.trains_T: Tensor = safe.trains_T
+        """bool: m = 1."""
+        self.finite_T: Tensor = kept_T if micro_batch.selected_T is None else safe.finite(*policy)
+        """bool: m = 1 and every value is finite."""
+        self.counts_T: Tensor = kept_T & (loss.weight_T != 0)
+        """bool: those of them to which objective and correction give a loss."""
+        self.loss_T: Tensor = loss.loss_T
+        """Loss, without its weight."""
+        self.weight_T: Tensor = loss.weight_T
+        """Weight of the loss: that of the aggregation, times the correction."""
+        self.derivative_T: Tensor = loss.derivative_T
+        """∂(weight · loss)/∂ℓ."""
+        self.finite_loss_T: Tensor = loss.finite_T
+        """bool: the loss and its derivatives with respect to ℓ and H are finite."""
+        self.contribution_T: Tensor = tokens.advantage.abs() * held_T
+        """|A| · min(r, c_high) where A > 0, |A| · max(r, c_low) where A < 0 (Eq. 8)."""
+        self.age_T: Tensor = (context.num_updates - micro_batch.version_T).float()
+        """Optimizer updates since the weights that sampled the token."""
+        self.same_weights_T: Tensor = (micro_batch.version_T == version) & safe.trains_T
+        """bool: m = 1, and sampled by the weights that the policy still has."""
+        self.mismatch_T: Tensor = torch.where(self.same_weights_T, mismatch_T, 0.0)
+        """|trainer's log-prob − engine's| where ``same_weights_T``, else 0."""
+        self.positive_T: Tensor = (tokens.advantage > 0) & self.counts_T
+        """bool: A > 0, with a loss."""
+        self.negative_T: Tensor = is_negative_T & self.counts_T
+        """bool: A < 0, with a loss."""
+        self.correction_T: Tensor | None = safe.correction_T
+        """What the correction multiplies the loss by; None without one."""
+        self.importance_T: Tensor = micro_batch.importance_T
+        """π_recomputed / π_rollout of the token or its response, which the correction limits."""
+        self.cap: float = correction.cap if correction.kind in ("token", "sequence") else math.inf
+        """Limit of the correction; infinite if it has none."""
+        self.kl_teacher_T: Tensor | None = loss.kl_T
+        """KL between teacher and policy, with a loss over the vocabulary."""
 
 
 def _kl_behaviour(view: TokenView) -> Tensor:
