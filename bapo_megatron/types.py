@@ -390,13 +390,13 @@ class UpdateResult:
 
     sums: dict[str, float]
     """Global sums and counts by name; ratios are formed once, at the end of the step."""
-    maxima: dict[str, float]
+    maxima: dict[str, float] = field(default_factory=dict)
     """Maxima by metric name."""
-    decisions: tuple[dict[str, float], ...]
+    decisions: tuple[dict[str, float], ...] = ()
     """Metrics of each decision of the objective: one per update, or one per micro-batch."""
-    grad_norm: float
+    grad_norm: float = 0.0
     """Global gradient norm before clipping; 0 where the update was skipped."""
-    skipped: bool
+    skipped: bool = False
     """No optimizer step: no token had a gradient, or ``on_nonfinite: skip_update`` applied."""
 
 

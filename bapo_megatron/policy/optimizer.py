@@ -169,10 +169,8 @@ class OptimizerStep:
     are untouched."""
     grad_norm: float
     """Global gradient norm before clipping."""
-    faults: tuple[float, ...] = ()
-    """The caller's faults, read from the device."""
-    flags: tuple[float, ...] = ()
-    """The caller's flags, read from the device."""
+    verdict: tuple[float, ...] = ()
+    """The caller's, read from the device."""
 
 
 def sharded_state(

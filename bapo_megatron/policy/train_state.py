@@ -2,7 +2,7 @@
 
 Every method is a collective, as those of ``Model``.
 
-Shape legend: F = faults of an update.
+Shape legend: F = counts and flags of an update's verdict.
 """
 
 import math
@@ -89,24 +89,19 @@ class TrainState:
         return self.model.run_schedule(micro_batches, on_output, forward_only=False)
 
     @torch.no_grad()
-    def optimizer_step(
-        self, faults: Tensor | None = None, flags: Tensor | None = None
-    ) -> OptimizerStep:
+    def optimizer_step(self, verdict: Tensor | None = None, num_faults: int = 0) -> OptimizerStep:
         """Clip the gradients by their global norm and update the weights.
 
         With a non-finite norm or a fault nothing is changed, where Megatron's ``step`` would write
-        a NaN into all weights. ``faults`` are [F] counts on the device, equal on all ranks; any
-        above 0 forbids the step. ``flags`` are only read. The host waits for the device.
+        a NaN into all weights. ``verdict`` is [F] on the device, equal on all ranks; any of its
+        first ``num_faults`` counts above 0 forbids the step. The host waits for the device.
         """
         optimizer, lr = self.optimizer, self.lr
         optimizer.prepare_grads()  # it returns what loss scaling needs, which bfloat16 does not use
         grad_norm = float(optimizer.get_grad_norm())
-        none = torch.empty(0, device=self.model.groups.device)
-        faults, flags = (none if values is None else values for values in (faults, flags))
-        values = tuple(torch.cat([faults, flags]).tolist())
-        fault_counts, flag_values = values[: len(faults)], values[len(faults) :]
-        if not math.isfinite(grad_norm) or any(fault_counts):
-            return OptimizerStep(False, grad_norm, fault_counts, flag_values)
+        values = () if verdict is None else tuple(verdict.tolist())
+        if not math.isfinite(grad_norm) or any(values[:num_faults]):
+            return OptimizerStep(False, grad_norm, values)
         for inner in optimizer.chained_optimizers:
             clip_grad_by_total_norm_fp32(
                 inner.get_parameters(),
@@ -118,7 +113,7 @@ class TrainState:
             group["lr"] = lr
         optimizer.step_with_ready_grads()
         self.num_updates += 1
-        return OptimizerStep(True, grad_norm, fault_counts, flag_values)
+        return OptimizerStep(True, grad_norm, values)
 
     def finish_weights(self) -> None:
         """Wait until the last update has reached every weight (``overlap_param_gather``)."""

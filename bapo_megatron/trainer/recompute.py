@@ -31,7 +31,6 @@ from bapo_megatron.types import (
     PromptTokens,
     RolloutBatch,
     Sample,
-    UpdateResult,
     VersionSpan,
 )
 
@@ -86,8 +85,8 @@ def measure_mismatch(
     shape: SplitShape,
     batch: RolloutBatch,
     routes: BatchRoutes | None,
-) -> UpdateResult:
-    """Compare log-probs with the engine's in a step without an update, for its metrics.
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Compare log-probs with the engine's in a step without an update; return sums and maxima.
 
     A collective of all ranks: one forward-only pass over about a micro-batch per data-parallel
     rank, of responses with tokens of the model's weights. Without such responses nothing runs.
@@ -100,7 +99,7 @@ def measure_mismatch(
                 break
             chosen.append(index)
     if not chosen:
-        return UpdateResult({}, {}, (), grad_norm=0.0, skipped=True)
+        return {}, {}
     nothing_B = np.zeros(len(batch.samples), dtype=np.float32)
     groups = model.groups
     with fail_together(groups, ValueError):
@@ -124,9 +123,7 @@ def measure_mismatch(
     broadcast_from_last_stage(values, groups)
     count, total, largest = values.tolist()
     sums = {"mismatch_tokens": count, "mismatch_abs": total}
-    return UpdateResult(
-        sums, {"mismatch/logprob_abs_max": largest}, (), grad_norm=0.0, skipped=True
-    )
+    return sums, {"mismatch/logprob_abs_max": largest}
 
 
 class ProbeScorer:

@@ -17,7 +17,7 @@ from functools import reduce
 from itertools import chain, islice
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -304,9 +304,12 @@ def _stack(values: list[Tensor]) -> Tensor:
     return torch.stack(values)
 
 
-class MeasuredUpdate(NamedTuple):
-    """What one update measured on this rank, on the device; zeros before the last stage."""
+@dataclass(frozen=True, slots=True)
+class MeasuredUpdate:
+    """An update until the end of its step: this rank's tensors, zeros before the last stage."""
 
+    counts: dict[str, float]
+    """Sums known to the host."""
     sums: Tensor
     """[S] float64."""
     maxima: Tensor
@@ -315,72 +318,59 @@ class MeasuredUpdate(NamedTuple):
     """[E, D] float64, equal on the ranks of the last stage."""
     log_weight_B: Tensor
     """[B] int64: Σ (ℓ − μ) over each response (``algorithm.loss.sum_over_responses``)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """One update, kept until the end of its step."""
-
-    counts: dict[str, float]
-    """Sums known to the host."""
-    measured: MeasuredUpdate | None = None
-    """None if the update was skipped."""
-    grad_norm: float = 0.0
-    computed: Sequence[int] = ()
+    grad_norm: float
+    computed: Sequence[int]
     """Indices of the responses that were computed, over all ranks."""
 
 
 def read_measurements(
-    measurements: Sequence[Measurement],
+    updates: Sequence[MeasuredUpdate | UpdateResult],
     numbers: Numbers,
     objective: Objective,
     groups: ProcessGroups,
 ) -> list[UpdateResult]:
-    """Reduce the measurements of a step over data-parallel ranks and copy them to the host at once.
+    """Reduce the updates of a step over data-parallel ranks and copy them to the host at once.
 
-    A collective unless every update was skipped: three all-reduces on the last stage, one
-    broadcast.
+    Those that were skipped are results already. A collective unless all of them were: three
+    all-reduces on the last stage, one broadcast.
     """
-    updates = [(m.measured, m.computed) for m in measurements if m.measured is not None]
-    values = iter(_reduced(updates, groups) if updates else ())
+    made = [update for update in updates if isinstance(update, MeasuredUpdate)]
+    values = iter(_reduced(made, groups) if made else ())
 
     def named(names: Sequence[str]) -> dict[str, float]:
         return dict(zip(names, values, strict=False))
 
     results = []
-    for measurement in measurements:
-        result = UpdateResult(measurement.counts, {}, (), grad_norm=0.0, skipped=True)
-        if measurement.measured is not None:
+    for update in updates:
+        if isinstance(update, MeasuredUpdate):
             sums, maxima = named(numbers.sum_names), named(numbers.max_names)
             sums |= named(["effective_samples"])
-            sums["weighted_responses"] = float(len(measurement.computed))
-            num_decisions, size = measurement.measured.decisions.shape
+            sums["weighted_responses"] = float(len(update.computed))
+            num_decisions, size = update.decisions.shape
             decisions = [list(islice(values, size)) for _ in range(num_decisions)]
-            result = UpdateResult(
-                sums | measurement.counts,
+            update = UpdateResult(
+                sums | update.counts,
                 maxima,
                 tuple(dict(objective.report_decision(decision)) for decision in decisions),
-                grad_norm=measurement.grad_norm,
+                grad_norm=update.grad_norm,
                 skipped=False,
             )
-        results.append(result)
+        results.append(update)
     return results
 
 
-def _reduced(
-    updates: Sequence[tuple[MeasuredUpdate, Sequence[int]]], groups: ProcessGroups
-) -> list[float]:
-    sums_US = torch.stack([update.sums for update, _ in updates])
-    maxima_UM = torch.stack([update.maxima for update, _ in updates])
-    log_weight_UB = torch.stack([update.log_weight_B for update, _ in updates])
+def _reduced(updates: Sequence[MeasuredUpdate], groups: ProcessGroups) -> list[float]:
+    sums_US = torch.stack([update.sums for update in updates])
+    maxima_UM = torch.stack([update.maxima for update in updates])
+    log_weight_UB = torch.stack([update.log_weight_B for update in updates])
     if groups.is_last_stage:
         reduce_over(groups.data, sums_US)
         reduce_over(groups.data, maxima_UM, dist.ReduceOp.MAX)
         reduce_over(groups.data, log_weight_UB)
-    decisions = (update.decisions.flatten() for update, _ in updates)
+    decisions = (update.decisions.flatten() for update in updates)
     effective = (
-        effective_samples(log_weight_B.double()[list(computed)] * RESPONSE_UNIT)[None]
-        for log_weight_B, (_, computed) in zip(log_weight_UB, updates, strict=True)
+        effective_samples(log_weight_B.double()[list(update.computed)] * RESPONSE_UNIT)[None]
+        for log_weight_B, update in zip(log_weight_UB, updates, strict=True)
     )
     parts = zip(sums_US, maxima_UM, effective, decisions, strict=True)
     packed = torch.cat(list(chain.from_iterable(parts)))

@@ -72,7 +72,7 @@ class Speculation:
 
         Predicted updates are collected as well, unless the prediction is relied on.
         """
-        if not self.predicts or update.policy is not None:
+        if not self.predicts or update.split.policy is not None:
             return collect(update)
         known_K, micro_batches = update.known_K, update.split.micro_batches
         prediction = None if known_K is None else self._predictor.predict(known_K)
@@ -86,9 +86,9 @@ class Speculation:
 
     def learn(self, update: Update, inputs: LossInputs, first: Attempt) -> dict[str, float]:
         """Count the prediction of an update and learn its statistics; return sums to report."""
-        if not self.predicts or update.policy is not None:
+        if not self.predicts or update.split.policy is not None:
             return {}
-        missed, differs = (bool(flag) for flag in first.step.flags)
+        missed, differs = (bool(flag) for flag in first.step.verdict[-2:])
         self._missed.append(missed)  # whether or not the update relied on the prediction
         if self.is_trial:
             loss_s = self._clock_s() - self._decided_s

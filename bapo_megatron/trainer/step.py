@@ -27,7 +27,6 @@ from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.routes import BatchRoutes, RouteFiles
 from bapo_megatron.data.token_columns import COLUMNS
-from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.policy.optimizer import OptimizerStep
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import (
@@ -42,7 +41,6 @@ from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.recompute import measure_mismatch
 from bapo_megatron.trainer.records import (
     MeasuredUpdate,
-    Measurement,
     TokenDump,
     TokenReport,
     Tokens,
@@ -74,10 +72,6 @@ class Update:
     batch: RolloutBatch
     split: SplitUpdate
     context: UpdateContext
-    policy: list[TokenLogprobs] | None
-    """Its ℓ and H, if a forward-only pass with these weights was made."""
-    scored_flops: float
-    """FLOPs of the scorers' forward-only passes for it."""
     known_K: Tensor | None
     """Statistics of its tokens at ℓ = μ, on the last stage if decisions are predicted."""
 
@@ -150,15 +144,16 @@ class BatchTrainer:
         """
         routes, splits = self._split(batch)
         splits = self._score(splits, batch)
-        num_updates, num_splits = self.config.epochs * len(splits), len(splits)
-        num_decided = num_updates - self._recomputes
+        # Later epochs have other weights than the scorers' passes, which were made once.
+        later = tuple(replace(split, policy=None, scored_flops=0.0) for split in splits)
+        rounds = splits + later * (self.config.epochs - 1)
+        num_decided = len(rounds) - self._recomputes
         known_UK = self._known_statistics(splits, batch.version) if num_decided > 0 else None
-        updates_before, measurements = self.state.num_updates, []
-        for number in range(num_updates):
+        updates_before, updates = self.state.num_updates, []
+        for number, split in enumerate(rounds):
             # Counted from the batch's version, so that ages are those of the run that made it.
             num_made = self.state.num_updates - updates_before
             is_fresh = self.state.num_updates == batch.version
-            split = splits[number % num_splits]
             update = Update(
                 batch,
                 split,
@@ -167,24 +162,20 @@ class BatchTrainer:
                     rollout_version=batch.version if is_fresh else None,
                     num_samples=len(batch.samples),
                 ),
-                policy=None if number else split.policy,
-                scored_flops=split.scored_flops if number < num_splits else 0.0,
-                known_K=None if known_UK is None else known_UK[number % num_splits],
+                known_K=None if known_UK is None else known_UK[number % len(splits)],
             )
-            measurement, tokens = self._update(update)
-            measurements.append(measurement)
+            measured, tokens = self._update(update)
+            updates.append(measured)
             if self.dump is not None:
                 self.dump.write_if_due(tokens, batch, number, self._groups)
         results = read_measurements(
-            measurements, self._stage.numbers, self._stage.objective, self._groups
+            updates, self._stage.numbers, self._stage.objective, self._groups
         )
         is_fresh = self.state.num_updates == batch.version
         if is_fresh and not any(split.micro_batches for split in splits):
             self.note("training, forward only (mismatch)")
-            measured = measure_mismatch(self._model, self.output, self.shape, batch, routes)
-            results[0] = replace(
-                results[0], sums=results[0].sums | measured.sums, maxima=measured.maxima
-            )
+            sums, maxima = measure_mismatch(self._model, self.output, self.shape, batch, routes)
+            results[0] = replace(results[0], sums=results[0].sums | sums, maxima=maxima)
         if self._model.routers is not None:
             sums = self._model.routers.take_sums(self._model.hf.num_layers)
             results[0] = replace(results[0], sums=results[0].sums | sums)
@@ -234,12 +225,12 @@ class BatchTrainer:
         begin = UpdateContext(num_updates=version, rollout_version=None, num_samples=0)
         return self._stage.known_statistics([split.micro_batches for split in splits], begin)
 
-    def _update(self, update: Update) -> tuple[Measurement, Tokens]:
+    def _update(self, update: Update) -> tuple[MeasuredUpdate | UpdateResult, Tokens]:
         if not update.split.micro_batches:
-            return Measurement(update.split.counts), ()
+            return UpdateResult(update.split.counts, skipped=True), ()
         inputs = self._speculation.decide(update, self._collect)
         attempts = [self._attempt(update, inputs)]
-        has_missed, _ = attempts[0].step.flags
+        has_missed, _ = attempts[0].step.verdict[NUM_FAULTS:]
         if inputs.is_predicted and has_missed:
             attempts.append(self._attempt(update, attempts[0].inputs, " again"))
         prediction_counts = self._speculation.learn(update, inputs, attempts[0])
@@ -247,7 +238,7 @@ class BatchTrainer:
 
     def _collect(self, update: Update) -> LossInputs:
         """Collect what the objective must know, by a forward-only pass unless one was made."""
-        micro_batches, policy = update.split.micro_batches, update.policy
+        micro_batches, policy = update.split.micro_batches, update.split.policy
         if not self._stage.collects:
             return LossInputs(micro_batches)
         if policy is None:
@@ -256,7 +247,7 @@ class BatchTrainer:
         inputs, context = LossInputs(micro_batches), update.context
         if self._groups.is_last_stage:
             inputs = self._stage.collect(policy, micro_batches, context)
-        return replace(inputs, num_passes=int(update.policy is None))
+        return replace(inputs, num_passes=int(policy is None))
 
     def _attempt(self, update: Update, inputs: LossInputs, again: str = "") -> Attempt:
         stage = self._stage
@@ -275,33 +266,39 @@ class BatchTrainer:
         settled, decisions, verdict = check(reports, inputs, stage, self._groups)
         # The gradients of a wrong decision are not those of the update: the first flag is a fault.
         num_faults = NUM_FAULTS + inputs.is_predicted
-        step = self.state.optimizer_step(verdict[:num_faults], verdict[NUM_FAULTS:])
+        step = self.state.optimizer_step(verdict, num_faults)
         return Attempt(settled, decisions, reports, step)
 
     def _conclude(
         self, update: Update, attempts: list[Attempt], prediction_counts: dict[str, float]
-    ) -> tuple[Measurement, Tokens]:
+    ) -> tuple[MeasuredUpdate | UpdateResult, Tokens]:
         attempt, flops = attempts[-1], update.split.counts["forward_flops"]
         passes = 3 if self._model.lora is None else 2  # frozen weights have no gradient
         work = {
-            "forward_only_flops": update.scored_flops + attempt.inputs.num_passes * flops,
+            "forward_only_flops": update.split.scored_flops + attempt.inputs.num_passes * flops,
             "forward_backward_flops": passes * len(attempts) * flops,
         }
         counts = update.split.counts | prediction_counts | work
         if not attempt.step.applied:
-            return Measurement(counts | self._skip(update, attempt)), ()
+            return UpdateResult(counts | self._skip(update, attempt), skipped=True), ()
         sums, maxima = self._stage.numbers.add(attempt.reports, self._groups.device)
         zero_B = torch.zeros(update.context.num_samples, dtype=torch.int64, device=sums.device)
         log_weight_B = sum((report.log_weight_B for report in attempt.reports), zero_B)
-        measured = MeasuredUpdate(sums, maxima, attempt.decisions, log_weight_B)
+        measured = MeasuredUpdate(
+            counts,
+            sums,
+            maxima,
+            attempt.decisions,
+            log_weight_B,
+            attempt.step.grad_norm,
+            update.split.responses,
+        )
         # No reports before the last stage.
-        tokens = tuple(zip(attempt.inputs.micro_batches, attempt.reports, strict=False))
-        norm, responses = attempt.step.grad_norm, update.split.responses
-        return Measurement(counts, measured, norm, responses), tokens
+        return measured, tuple(zip(attempt.inputs.micro_batches, attempt.reports, strict=False))
 
     def _skip(self, update: Update, attempt: Attempt) -> dict[str, float]:
         """Return the faults of an update that is skipped, as sums; or raise, as configured."""
-        faults = attempt.step.faults[:NUM_FAULTS]
+        faults = attempt.step.verdict[:NUM_FAULTS]
         loss_tokens, losses, collected_tokens, statistics, refused = faults
         # A separate forward-only pass saw other log-probs than the loss did.
         nonfinite_tokens = max(loss_tokens, collected_tokens)

@@ -33,7 +33,7 @@ def _update(
 
 
 def _skipped(sums: dict[str, float]) -> UpdateResult:
-    return UpdateResult(sums, {}, (), grad_norm=0.0, skipped=True)
+    return UpdateResult(sums, skipped=True)
 
 
 def _sums(tokens: float, loss: float, oldest: float) -> dict[str, float]:

@@ -18,7 +18,6 @@ from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import LossInputs, LossStage
 from bapo_megatron.trainer.records import (
     MeasuredUpdate,
-    Measurement,
     TokenReport,
     read_measurements,
 )
@@ -92,15 +91,13 @@ def _read(
     # Three responses, of which an update computes the last two: log w = 0 and, here, rank · log 3.
     log_weight_B = torch.tensor([50.0, 0.0, groups.rank * math.log(3)], dtype=torch.float64)
     log_weight_B = (log_weight_B / RESPONSE_UNIT).to(torch.int64)
-    measurements = [
-        Measurement(
-            {},
-            MeasuredUpdate(*stage.numbers.add(update, groups.device), decisions, log_weight_B),
-            computed=(1, 2),
+    measured = [
+        MeasuredUpdate(
+            {}, *stage.numbers.add(update, groups.device), decisions, log_weight_B, 1.0, (1, 2)
         )
         for update, (_, decisions, _) in zip(reports, checks, strict=True)
     ]
-    results = read_measurements(measurements, stage.numbers, stage.objective, groups)
+    results = read_measurements(measured, stage.numbers, stage.objective, groups)
     return {
         "tokens": [result.sums["tokens"] for result in results],
         "effective": [round(result.sums["effective_samples"], 6) for result in results],
