@@ -1,7 +1,7 @@
 """A model that scores and is not trained: the reference of a KL divergence, or a teacher."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -16,23 +16,12 @@ from bapo_megatron.policy.model import Model
 from bapo_megatron.runtime.distributed import ProcessGroups
 
 
-@dataclass(frozen=True, slots=True)
-class BaseOfAdapters:
-    """The policy without its adapters, as a frozen model that takes no memory."""
-
-    model: Model
-
-    @contextmanager
-    def on_device(self) -> Iterator[Model]:
-        """Yield the policy with its adapters off; its routers still replay."""
-        assert self.model.lora is not None
-        with self.model.lora.off():
-            yield self.model
-
-
 @dataclass(eq=False, repr=False)
 class FrozenModel:
-    """A ``Model`` in the policy's layout, whose weights can be kept in host memory."""
+    """A ``Model`` in the policy's layout, whose weights can be kept in host memory.
+
+    With the policy itself, it is the base of the policy's adapters, and takes no memory.
+    """
 
     model: Model
     _host: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -81,14 +70,15 @@ class FrozenModel:
 
     @contextmanager
     def on_device(self) -> Iterator[Model]:
-        """Yield the model with all its weights on the device."""
-        device = self.model.groups.device
+        """Yield the model with all its weights on the device, and adapters off; routers replay."""
+        device, lora = self.model.groups.device, self.model.lora
         for parameter, waiting in self._host.items():
             # Copied even on a CPU: one code path.
             parameter.data = torch.empty_like(waiting, device=device)
             parameter.data.copy_(waiting, non_blocking=True)
         try:
-            yield self.model
+            with lora.off() if lora else nullcontext():
+                yield self.model
         finally:
             self._release()
 

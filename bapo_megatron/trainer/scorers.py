@@ -37,7 +37,7 @@ from bapo_megatron.data.token_columns import (
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOGPROBS,
 )
-from bapo_megatron.policy.frozen import BaseOfAdapters, FrozenModel
+from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.policy.weight_table import sequence_flops
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
@@ -123,38 +123,36 @@ class FrozenScorer:
 
     name: str
     """Of the token column."""
-    build: Callable[[], FrozenModel | BaseOfAdapters]
+    build: Callable[[], FrozenModel]
     """A collective of all ranks."""
     output_of: Callable[[Model], PolicyOutput]
     keeps_hidden: bool = False
     """Whether to keep the inputs of its head, too, as ``TEACHER_HIDDEN``."""
     dump: ScoredDump | None = None
     """Gets the column of every step, for replays."""
-    _frozen: FrozenModel | BaseOfAdapters | None = field(default=None, init=False)
-    _output: PolicyOutput = field(init=False)
+    _frozen: FrozenModel | None = field(default=None, init=False)
     _newest: Path | None = field(default=None, init=False)
-    """Weights that replace those it is built with."""
+    """Weights that the model gets when it is needed next."""
 
     @property
-    def frozen(self) -> FrozenModel | BaseOfAdapters:
-        """The model; built by the first use, a collective of all ranks."""
+    def frozen(self) -> FrozenModel:
+        """The model, with the newest weights; a collective of all ranks.
+
+        Raises:
+            ValueError: The directory of the newest weights has other tensors.
+        """
         if self._frozen is None:
             self._frozen = self.build()
-            self._output = self.output_of(self._frozen.model)
-            if self._newest is not None:
-                assert not isinstance(self._frozen, BaseOfAdapters), "the base never changes"
-                self._frozen.load(self._newest)
+        if self._newest is not None:
+            self._frozen.load(self._newest)
+            self._newest = None
         return self._frozen
 
     def load(self, directory: Path) -> None:
-        """Replace the weights, or those that the model gets when it is first needed.
-
-        Raises:
-            ValueError: The directory has other tensors; also from the first use.
-        """
+        """Replace the weights, at once if the model is built; see ``frozen``."""
         self._newest = directory
-        if self._frozen is not None and not isinstance(self._frozen, BaseOfAdapters):
-            self._frozen.load(directory)
+        if self._frozen is not None:
+            _ = self.frozen
 
     @property
     def head(self) -> OutputHead | None:
@@ -166,18 +164,18 @@ class FrozenScorer:
         is_filled = _is_filled(self.name, splits, batch)
         if is_filled and not self.keeps_hidden:
             return splits
-        hf = self.frozen.model.hf
         lengths = [sequence.sequence_tokens for sequence in batch.sequences]
         scored = []
         with self.frozen.on_device() as model:
+            read = partial(self._read, self.output_of(model))
             for split in splits:
-                columns = model.forward_only(split.micro_batches, self._read)
+                columns = model.forward_only(split.micro_batches, read)
                 # No columns on any stage but the last.
                 micro_batches = [
                     replace(micro_batch, columns={**micro_batch.columns, **values})
                     for micro_batch, values in zip(split.micro_batches, columns, strict=False)
                 ]
-                flops = sum(sequence_flops(hf).of(lengths[i]) for i in split.computed)
+                flops = sum(sequence_flops(model.hf).of(lengths[i]) for i in split.computed)
                 scored.append(
                     replace(
                         split,
@@ -189,11 +187,13 @@ class FrozenScorer:
             self.dump.add(self.name, tuple(scored), batch)
         return tuple(scored)
 
-    def _read(self, output: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        logprob_T, _ = self._output.read(output, micro_batch)
+    def _read(
+        self, reader: PolicyOutput, output: Tensor, micro_batch: MicroBatch
+    ) -> dict[str, Tensor]:
+        logprob_T, _ = reader.read(output, micro_batch)
         if not self.keeps_hidden:
             return {self.name: logprob_T}
-        head = self._output.head
+        head = reader.head
         assert head is not None, "ops.logits_chunk_tokens"
         hidden_TH = head.gather_rows(output).index_select(0, micro_batch.rows_T)
         return {self.name: logprob_T, TEACHER_HIDDEN: hidden_TH}
@@ -263,7 +263,7 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
     scorers: list[FrozenScorer] = []
     for key, model in config.algorithm.frozen_models.items():
         keeps_hidden = key == TEACHER_KEY and distillation.is_over_vocabulary
-        build: Callable[[], FrozenModel | BaseOfAdapters] = partial(
+        build: Callable[[], FrozenModel] = partial(
             FrozenModel.build,
             model,
             config.model,
@@ -274,7 +274,7 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
             keeps_head=keeps_hidden,
         )
         if key == REFERENCE_KEY and config.reference_is_base:
-            build = partial(BaseOfAdapters, policy)
+            build = partial(FrozenModel, policy)
         scorer = FrozenScorer(
             {REFERENCE_KEY: REFERENCE, TEACHER_KEY: TEACHER}[key],
             build,
