@@ -8,7 +8,7 @@ conversion, FLOPs and ``plan`` follow from these.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -277,8 +277,8 @@ class Family:
     """The only entry of config.json's ``architectures``."""
     fields: "type[ConfigJson]"
     """What is read from config.json."""
-    understand: "Callable[[ConfigJson], HfConfig]"
-    """Returns the architecture that the fields describe; raises ``ValueError`` naming a field."""
+    understand: Callable[[Any], HfConfig]
+    """Returns the architecture that ``fields`` describe; raises ``ValueError`` naming a field."""
     layer: Callable[[HfConfig, int], LayerWeights]
     """Returns the weights of a layer."""
     is_kept: Callable[[HfConfig, str], bool] = lambda hf, name: False

@@ -6,7 +6,7 @@ states); a part of each head is rotated, in interleaved pairs, and its keys are 
 """
 
 from dataclasses import replace
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -18,7 +18,7 @@ from bapo_megatron.policy.families.base import (
     Weight,
     YarnRope,
 )
-from bapo_megatron.policy.families.config_json import ConfigJson, Count, understand_common
+from bapo_megatron.policy.families.config_json import Count, understand_common
 from bapo_megatron.policy.families.glm4_moe import SigmoidMoeJson
 from bapo_megatron.policy.families.layers import feed_forward, is_draft
 
@@ -50,8 +50,7 @@ class DeepseekV3Json(SigmoidMoeJson):
     seq_aux: bool = False
 
 
-def _understand(fields: ConfigJson) -> HfConfig:
-    deepseek = cast(DeepseekV3Json, fields)
+def _understand(deepseek: DeepseekV3Json) -> HfConfig:
     latent = LatentAttention(
         query_rank=deepseek.q_lora_rank,
         key_value_rank=deepseek.kv_lora_rank,
@@ -86,7 +85,7 @@ def _understand(fields: ConfigJson) -> HfConfig:
             f"{deepseek.n_routed_experts}, got {per_token}"
         )
     experts = replace(deepseek.experts(), num_groups=deepseek.n_group, groups_per_token=groups)
-    common = understand_common(fields)
+    common = understand_common(deepseek)
     if common.num_kv_heads != common.num_heads:
         raise ValueError(
             f"'num_key_value_heads' must be 'num_attention_heads' {common.num_heads}, got "

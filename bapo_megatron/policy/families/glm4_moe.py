@@ -5,7 +5,7 @@ The first layers are dense. Published checkpoints end with draft layers for spec
 """
 
 from dataclasses import replace
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -56,10 +56,9 @@ class Glm4MoeJson(SigmoidMoeJson):
     use_qk_norm: bool = False
 
 
-def _understand(fields: ConfigJson) -> HfConfig:
-    glm = cast(Glm4MoeJson, fields)
+def _understand(glm: Glm4MoeJson) -> HfConfig:
     common = understand_common(
-        fields,
+        glm,
         optional_biases=("qkv",),
         qk_norm=glm.use_qk_norm,
         rotary_share=ROTARY_SHARE,

@@ -6,7 +6,7 @@ are not trained; exports have them as they were.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from bapo_megatron.policy.families.base import DeltaNet, Family, HfConfig
 from bapo_megatron.policy.families.config_json import ConfigJson, Count, understand_common
@@ -52,16 +52,15 @@ class VisionJson(HybridJson):
     vision_end_token_id: int | None = None
 
 
-def understand_hybrid(fields: ConfigJson) -> HfConfig:
+def understand_hybrid(hybrid: HybridJson) -> HfConfig:
     """Return the architecture that the fields describe, without experts.
 
     Raises:
         ValueError: Fields contradict each other, or name what is not supported.
     """
-    hybrid = cast(HybridJson, fields)
-    common = understand_common(fields, qk_norm=True, rotary_share=ROTARY_SHARE)
+    common = understand_common(hybrid, qk_norm=True, rotary_share=ROTARY_SHARE)
     if common.rope_scaling is not None:
-        raise ValueError(f"'rope_type' must be default with model_type {fields.model_type}")
+        raise ValueError(f"'rope_type' must be default with model_type {hybrid.model_type}")
     interval, num_layers = hybrid.full_attention_interval, common.num_layers
     kinds = hybrid.layer_types or [
         "linear_attention" if (layer + 1) % interval else "full_attention"
@@ -82,7 +81,7 @@ def understand_hybrid(fields: ConfigJson) -> HfConfig:
         value_head_dim=hybrid.linear_value_head_dim,
         kernel_size=hybrid.linear_conv_kernel_dim,
     )
-    if isinstance(fields, VisionJson):
+    if isinstance(hybrid, VisionJson):
         common = replace(common, tensor_prefix="model.language_model")
     return replace(common, output_gate=True, zero_centered_norms=True, delta_net=net)
 

@@ -1,10 +1,9 @@
 """Qwen3.5 with experts, such as 35B-A3B: every layer has experts and a gated shared one."""
 
 from dataclasses import replace
-from typing import cast
 
 from bapo_megatron.policy.families.base import Experts, HfConfig
-from bapo_megatron.policy.families.config_json import Channels, ConfigJson, Count
+from bapo_megatron.policy.families.config_json import Channels, Count
 from bapo_megatron.policy.families.qwen3_5 import (
     Hybrid5,
     HybridJson,
@@ -43,10 +42,9 @@ class VisionMoeJson(MoeJson, VisionJson):
     """Those of a model with a vision tower."""
 
 
-def _understand(fields: ConfigJson) -> HfConfig:
-    moe = cast(MoeJson, fields)
+def _understand(moe: MoeJson) -> HfConfig:
     size = moe.shared_expert_intermediate_size
-    return replace(understand_hybrid(fields), experts=moe.experts(), intermediate_size=size)
+    return replace(understand_hybrid(moe), experts=moe.experts(), intermediate_size=size)
 
 
 FAMILIES = (

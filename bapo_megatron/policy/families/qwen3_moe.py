@@ -1,7 +1,7 @@
 """Qwen3 with experts, such as 30B-A3B and 235B-A22B."""
 
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Literal
 
 from bapo_megatron.policy.families.base import Experts, Family, HfConfig
 from bapo_megatron.policy.families.config_json import (
@@ -26,8 +26,7 @@ class Qwen3MoeJson(ConfigJson):
     mlp_only_layers: list[int] | None = None
 
 
-def _understand(fields: ConfigJson) -> HfConfig:
-    moe = cast(Qwen3MoeJson, fields)
+def _understand(moe: Qwen3MoeJson) -> HfConfig:
     counts = {moe.num_experts, moe.num_local_experts} - {None}
     if len(counts) != 1:
         raise ValueError(
@@ -41,7 +40,7 @@ def _understand(fields: ConfigJson) -> HfConfig:
         normalizes=moe.norm_topk_prob,
         dense_layers=frozenset(moe.mlp_only_layers or ()),
     )
-    return replace(understand_common(fields, qk_norm=True), experts=experts)
+    return replace(understand_common(moe, qk_norm=True), experts=experts)
 
 
 FAMILIES = (Family("qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeJson, _understand, decoder_layer),)

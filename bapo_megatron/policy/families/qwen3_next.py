@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal, cast
+from typing import Literal
 
 from bapo_megatron.policy.families.base import Family, HfConfig
-from bapo_megatron.policy.families.config_json import ConfigJson
 from bapo_megatron.policy.families.layers import delta_input, hybrid_layer
 from bapo_megatron.policy.families.qwen3_5 import understand_hybrid
 from bapo_megatron.policy.families.qwen3_5_moe import HybridMoeJson
@@ -27,14 +26,13 @@ class Qwen3NextJson(HybridMoeJson):
     mlp_only_layers: list[int] | None = None
 
 
-def _understand(fields: ConfigJson) -> HfConfig:
-    moe = cast(Qwen3NextJson, fields)
+def _understand(moe: Qwen3NextJson) -> HfConfig:
     experts = replace(
         moe.experts(),
         normalizes=moe.norm_topk_prob,
         dense_layers=frozenset(moe.mlp_only_layers or ()),
     )
-    return replace(understand_hybrid(fields), experts=experts)
+    return replace(understand_hybrid(moe), experts=experts)
 
 
 FAMILIES = (
