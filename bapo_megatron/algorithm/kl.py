@@ -5,7 +5,7 @@ k3 is unbiased and never negative, k2 is biased where x is large (Schulman, "App
 divergence", 2020). As losses they differ again: only the derivative of k2 with respect to ℓ gives
 an unbiased gradient of the divergence, which is why ``k1+`` and ``k3+`` use it.
 
-Shape legend: T = response tokens of a micro-batch, B = responses of the step's batch.
+Shape legend: T = response tokens of a micro-batch.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.loss import RESPONSE_UNIT
 from bapo_megatron.algorithm.objective import LOG_RATIO_LIMIT
 
 
@@ -50,18 +49,3 @@ def estimate_kl(kind: str, logprob_T: Tensor, reference_T: Tensor) -> KlEstimate
     derivative_T = x_T if kind.endswith("+") else derivatives[kind]
     dtype = logprob_T.dtype
     return KlEstimate(values[kind.removesuffix("+")].to(dtype), derivative_T.to(dtype))
-
-
-def penalized_rewards(reward_B: Tensor, kl_sum_B: Tensor, coefficient: float) -> Tensor:
-    """Return R − coefficient · Σ KL over the response, [B] float64.
-
-    Advantages are computed from these rewards, so all tokens of a response share the cost of each.
-    ``grpo`` also scales the divergence by the group's standard deviation; in a group of equal
-    rewards the divergence alone decides the advantages.
-
-    Args:
-        reward_B: [B] rewards R.
-        kl_sum_B: [B] int64 from ``algorithm.loss.sum_over_responses``.
-        coefficient: ``algorithm.kl.coefficient``.
-    """
-    return reward_B.double() - coefficient * RESPONSE_UNIT * kl_sum_B.double()

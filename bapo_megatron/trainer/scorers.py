@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.kl import estimate_kl
-from bapo_megatron.algorithm.loss import sum_over_responses
+from bapo_megatron.algorithm.loss import RESPONSE_UNIT, sum_over_responses
 from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.token_columns import (
@@ -320,7 +320,7 @@ def sum_kl(
         groups: The policy's.
 
     Returns:
-        [B] int64 in units of ``RESPONSE_UNIT``, equal on all ranks.
+        [B] float64, exact sums, equal on all ranks.
     """
 
     def estimate(host_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -335,7 +335,7 @@ def sum_kl(
     if groups.is_last_stage:
         reduce_over(groups.data, sum_B)
     broadcast_from_last_stage(sum_B, groups)
-    return sum_B
+    return sum_B.double() * RESPONSE_UNIT
 
 
 def with_teacher_advantages(splits: Splits, coefficient: float, groups: ProcessGroups) -> Splits:

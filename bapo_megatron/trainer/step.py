@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.advantage import Advantages
-from bapo_megatron.algorithm.kl import penalized_rewards
 from bapo_megatron.algorithm.loss import first_nonfinite
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
@@ -208,8 +207,9 @@ class BatchTrainer:
         if kl.coefficient > 0 and kl.where == "reward":
             sum_B = sum_kl(splits, kl.kind, len(batch.samples), self._groups)
             rewards = [sample.reward for sample in batch.samples]
-            reward_B = torch.tensor(rewards, dtype=torch.float64)
-            reward_B = penalized_rewards(reward_B, sum_B.cpu(), kl.coefficient)
+            # R − coefficient · Σ KL: all tokens of a response share the cost of each. ``grpo`` also
+            # scales it by the group's standard deviation; in a group of equal rewards it decides.
+            reward_B = torch.tensor(rewards, dtype=torch.float64) - kl.coefficient * sum_B.cpu()
             reward_PG = reward_B.reshape(len(batch.groups), -1)
             advantage_PG = self._advantages.compute(batch.groups, reward_PG)
             splits = with_advantages(splits, batch.samples, advantage_PG.flatten().numpy())
