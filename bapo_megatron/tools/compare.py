@@ -6,7 +6,7 @@ Shape legend: P = problems, S = seeds, M = estimates.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,8 @@ Results = Sequence[EvalResult]
 """One evaluation: a result per set."""
 ResultsBySeed = Mapping[int, Results]
 """The evaluations of runs that differ in their seeds only, by seed."""
+Estimates = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""Estimates that both have and a table needs, by name: [P] of the first and of the second."""
 
 _COMPARED_SETTINGS = (
     *("samples_per_prompt", "temperature", "max_response_tokens", "prompts"),
@@ -58,27 +60,15 @@ class Comparison:
     """Problems that both have, over all seeds."""
     num_left_out: int
     """Problems that only one of them has."""
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] = ()
     """Seeds that both groups have, by which differences are paired; empty where two results are
     compared, whose differences are paired by problem."""
-    seeds_left_out: tuple[int, ...]
+    seeds_left_out: tuple[int, ...] = ()
     """Seeds that only one group has."""
-    different_settings: tuple[str, ...]
+    different_settings: tuple[str, ...] = ()
     """Settings other than the model in which the two differ, such as ``temperature 0.6 and 1.0``;
     those that one of them did not record are left out."""
-    scores: tuple[ScoreDifference, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """One set of both results, on the problems that are compared."""
-
-    set_name: str
-    different_settings: tuple[str, ...]
-    num_left_out: int
-    num_problems: int
-    estimates: dict[str, tuple[np.ndarray, np.ndarray]]
-    """Estimates that both have and a table needs, by name: [P] of the first and of the second."""
+    scores: tuple[ScoreDifference, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +169,13 @@ def compare_results(
         ResultsError: They have no set in common, or different problems.
     """
     comparisons = []
-    for pair in _pairs(first, second, k_values, common_only=common_only):
+    for comparison, estimates in _pairs(first, second, k_values, common_only=common_only):
         scores = []
-        for name, (first_P, second_P) in pair.estimates.items():
+        for name, (first_P, second_P) in estimates.items():
             paired = paired_difference(second_P - first_P, num_resamples, seed)
             means = float(first_P.mean()), float(second_P.mean())
             scores.append(ScoreDifference(name, *means, paired))
-        comparisons.append(_comparison([pair], scores))
+        comparisons.append(replace(comparison, scores=tuple(scores)))
     return comparisons
 
 
@@ -215,16 +205,28 @@ def compare_groups(
             by_seed.append(_pairs(first[seed], second[seed], k_values, common_only=common_only))
         except ResultsError as error:
             raise ResultsError(f"seed {seed}: {error}") from error
-        names, other_names = ([pair.set_name for pair in by_seed[n]] for n in (0, -1))
+        names, other_names = ([pair.set_name for pair, _ in by_seed[n]] for n in (0, -1))
         if names != other_names:
             raise ResultsError(
                 f"seed {seed}: must have the sets of seed {seeds[0]}, {', '.join(names)}, got "
                 f"{', '.join(other_names)}; evaluate all runs on the same sets"
             )
-    return [
-        _comparison(pairs, _scores_over_seeds(pairs), tuple(seeds), tuple(left_out))
-        for pairs in zip(*by_seed, strict=True)
-    ]
+    comparisons = []
+    for of_set in zip(*by_seed, strict=True):
+        pairs = [pair for pair, _ in of_set]
+        settings = dict.fromkeys(text for pair in pairs for text in pair.different_settings)
+        comparisons.append(
+            Comparison(
+                set_name=pairs[0].set_name,
+                num_problems=sum(pair.num_problems for pair in pairs),
+                num_left_out=sum(pair.num_left_out for pair in pairs),
+                seeds=tuple(seeds),
+                seeds_left_out=tuple(left_out),
+                different_settings=tuple(settings),
+                scores=_scores_over_seeds([estimates for _, estimates in of_set]),
+            )
+        )
+    return comparisons
 
 
 def group_scores(group: ResultsBySeed) -> list[GroupScore]:
@@ -253,42 +255,24 @@ def group_scores(group: ResultsBySeed) -> list[GroupScore]:
     return group_scores
 
 
-def _scores_over_seeds(pairs: Sequence[_Pair]) -> list[ScoreDifference]:
-    """The scores that the pairs of all seeds have."""
+def _scores_over_seeds(by_seed: Sequence[Estimates]) -> tuple[ScoreDifference, ...]:
+    """The scores that all seeds have."""
     scores = []
-    for name in pairs[0].estimates:
-        if all(name in pair.estimates for pair in pairs):
-            by_seed = [[value_P.mean() for value_P in pair.estimates[name]] for pair in pairs]
-            first_S, second_S = np.array(by_seed).T
-            values_P = np.concatenate([v_P for pair in pairs for v_P in pair.estimates[name]])
+    for name in by_seed[0]:
+        if all(name in estimates for estimates in by_seed):
+            means_S2 = [[value_P.mean() for value_P in estimates[name]] for estimates in by_seed]
+            first_S, second_S = np.array(means_S2).T
+            values_P = np.concatenate([v_P for estimates in by_seed for v_P in estimates[name]])
             limit = 1.0 if values_P.min() >= 0 and values_P.max() <= 1 else math.inf
             paired = difference_over_seeds(second_S - first_S, limit)
             means = float(first_S.mean()), float(second_S.mean())
             scores.append(ScoreDifference(name, *means, paired))
-    return scores
-
-
-def _comparison(
-    pairs: Sequence[_Pair],
-    scores: Sequence[ScoreDifference],
-    seeds: tuple[int, ...] = (),
-    seeds_left_out: tuple[int, ...] = (),
-) -> Comparison:
-    settings = dict.fromkeys(text for pair in pairs for text in pair.different_settings)
-    return Comparison(
-        set_name=pairs[0].set_name,
-        num_problems=sum(pair.num_problems for pair in pairs),
-        num_left_out=sum(pair.num_left_out for pair in pairs),
-        seeds=seeds,
-        seeds_left_out=seeds_left_out,
-        different_settings=tuple(settings),
-        scores=tuple(scores),
-    )
+    return tuple(scores)
 
 
 def _pairs(
     first: Results, second: Results, k_values: Sequence[int], *, common_only: bool
-) -> list[_Pair]:
+) -> list[tuple[Comparison, Estimates]]:
     """Every set that both have, by name; where each has one set, those two."""
     if len(first) == len(second) == 1:
         pairs = [(first[0], second[0])]
@@ -300,7 +284,10 @@ def _pairs(
     return [_pair(a, b, k_values, common_only=common_only) for a, b in pairs]
 
 
-def _pair(a: EvalResult, b: EvalResult, k_values: Sequence[int], *, common_only: bool) -> _Pair:
+def _pair(
+    a: EvalResult, b: EvalResult, k_values: Sequence[int], *, common_only: bool
+) -> tuple[Comparison, Estimates]:
+    """One set of both on the problems that are compared: its comparison without scores."""
     problems = _common_problems(a, b, common_only=common_only)
     differing = (
         f"{name} {json.dumps(a.settings[name])} and {json.dumps(b.settings[name])}"
@@ -318,13 +305,13 @@ def _pair(a: EvalResult, b: EvalResult, k_values: Sequence[int], *, common_only:
     for column, name in enumerate(names):
         if column and name in other_names and is_shown(name, (*first, *second)):
             estimates[name] = first_PM[:, column], second_PM[:, other_names.index(name)]
-    return _Pair(
+    comparison = Comparison(
         set_name=a.name if a.name == b.name else f"{a.name}, {b.name}",
-        different_settings=tuple(differing),
-        num_left_out=len(a.problems) + len(b.problems) - 2 * len(problems),
         num_problems=len(problems),
-        estimates=estimates,
+        num_left_out=len(a.problems) + len(b.problems) - 2 * len(problems),
+        different_settings=tuple(differing),
     )
+    return comparison, estimates
 
 
 def _common_problems(
