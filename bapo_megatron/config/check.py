@@ -16,7 +16,7 @@ from typing import Any
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
+from bapo_megatron.config.megatron import MegatronConfig, ParallelConfig
 from bapo_megatron.config.reward import RewardFunctionConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.runtime.calls import decode_json
@@ -33,8 +33,8 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
     ``owns_files``: whether this process reads prompts and batches (rank 0); the other ranks need
     the model only, and may be on nodes without the rest.
     """
-    hf_config = check_model(config.model)
-    _check_layout(hf_config, config, world_size)
+    hf_config = check_model_dir(config.model.path)
+    _check_ranks(config.parallel, world_size)
     check_settings(config, _count(hf_config, POSITIONS))
     if not owns_files or config.replay.dumps is not None:
         return
@@ -81,7 +81,7 @@ def check_eval_config(config: RunConfig) -> None:
             "eval.sets: needs at least one set, got none; set eval.sets=[{path: FILE}]"
         )
     _refuse_adapter(config)
-    _check_eval_positions(config, _count(check_model(config.model), POSITIONS))
+    _check_eval_positions(config, _count(check_model_dir(config.model.path), POSITIONS))
     _check_eval(config)
 
 
@@ -103,7 +103,7 @@ def check_generate_config(config: RunConfig) -> None:
             "exist already; set replay.dumps=null"
         )
     _refuse_adapter(config)
-    limit = _count(check_model(config.model), POSITIONS)
+    limit = _count(check_model_dir(config.model.path), POSITIONS)
     _check_positions(config, "rollout", config.rollout.max_response_tokens, limit)
     _check_generation(config)
 
@@ -115,12 +115,9 @@ def check_data(config: RunConfig) -> None:
     _check_sets(config.data, "eval.sets", config.eval.sets)
 
 
-def check_model(model: ModelConfig) -> dict[str, Any]:
-    """Check that the directory is complete; return its config.json."""
-    return check_model_dir(model.path, "model.path")
-
-
-def check_model_dir(path: Path, key: str, *, needs_weights: bool = True) -> dict[str, Any]:
+def check_model_dir(
+    path: Path, key: str = "model.path", *, needs_weights: bool = True
+) -> dict[str, Any]:
     """Check that ``path``, the value of ``key``, is a complete model; return its config.json.
 
     Raises:
@@ -172,19 +169,7 @@ def check_heads(hf_config: dict[str, Any], key: str, tensor_size: int) -> None:
             )
 
 
-def check_layers(hf_config: dict[str, Any], parallel: ParallelConfig) -> None:
-    """Check that the layers of ``config.json`` can be divided over stages and chunks."""
-    layers = _count(hf_config, "num_hidden_layers")
-    parts = parallel.pipeline * parallel.virtual_pipeline
-    if layers % parts:
-        raise ConfigError(
-            f"parallel.pipeline: pipeline × virtual_pipeline = {parts} must divide the model's "
-            f"{layers} layers; choose other sizes"
-        )
-
-
-def _check_layout(hf_config: dict[str, Any], config: RunConfig, world_size: int) -> None:
-    parallel = config.parallel
+def _check_ranks(parallel: ParallelConfig, world_size: int) -> None:
     replica_size = parallel.tensor * parallel.pipeline * parallel.context
     if world_size % replica_size:
         raise ConfigError(
@@ -198,8 +183,6 @@ def _check_layout(hf_config: dict[str, Any], config: RunConfig, world_size: int)
             f"{expert_ranks} with {world_size // parallel.pipeline}; lower them, or start more "
             "ranks"
         )
-    check_heads(hf_config, "parallel.tensor", parallel.tensor)
-    check_layers(hf_config, parallel)
 
 
 def _check_updates(config: RunConfig) -> None:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config.check import check_heads, check_layers, text_fields
+from bapo_megatron.config.check import check_heads, text_fields
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
@@ -30,7 +30,12 @@ def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
         ConfigError: Key, rule, value and remedy.
     """
     check_heads(hf.division_fields, "parallel.tensor", parallel.tensor)
-    check_layers(hf.division_fields, parallel)
+    parts = parallel.pipeline * parallel.virtual_pipeline
+    if hf.num_layers % parts:
+        raise ConfigError(
+            f"parallel.pipeline: pipeline × virtual_pipeline = {parts} must divide the model's "
+            f"{hf.num_layers} layers; choose other sizes"
+        )
     tensor, experts, channels = parallel.tensor, hf.experts, "intermediate channels"
     sizes = [("tensor", tensor, hf.intermediate_size, channels)]
     if experts is not None:

@@ -109,7 +109,7 @@ def write_first_config(
 
 def _read_inputs(model: ModelConfig, train_set: TrainSetConfig) -> _Inputs:
     """Read the model's config.json and tokenizer and every prompt."""
-    raw = check_model_dir(model.path, "model.path", needs_weights=False)
+    raw = check_model_dir(model.path, needs_weights=False)
     hf = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
     data = DataConfig(
         train=train_set,

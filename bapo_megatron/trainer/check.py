@@ -16,6 +16,7 @@ from bapo_megatron.engine.load import load_kind
 from bapo_megatron.policy.adapters import check_adapter, check_targets
 from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.hf_config import (
+    check_division,
     check_frozen_model,
     check_routers,
     read_hf_config_file,
@@ -46,6 +47,7 @@ def check_training(
             _check_gpus(config.rollout)
     model = config.model
     policy = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
+    check_division(policy, config.parallel)
     check_routers(policy, config.algorithm)
     if model.lora.rank:
         check_targets(policy, model.lora, config.parallel.tensor)

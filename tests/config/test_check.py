@@ -57,7 +57,7 @@ BEST, SCORE = "checkpoint.best", "checkpoint.best=eval/train/avg_at_k"
 BUDGET = "train.max_tokens_per_micro_batch"
 AGE, WARMUP = "rollout.staleness.max_age", "optimizer.warmup_updates"
 RESPONSE, BACKEND = "rollout.max_response_tokens", "rollout.weight_sync.backend"
-TENSOR, PIPELINE, CONTEXT = (f"parallel.{name}" for name in ("tensor", "pipeline", "context"))
+TENSOR, CONTEXT = "parallel.tensor", "parallel.context"
 SAVES, SET = "checkpoint.every_steps", "eval.sets=[{path: train.jsonl,%s}]"
 EPOCHS = "algorithm.updates_per_batch=2 algorithm.epochs"
 
@@ -66,8 +66,6 @@ EPOCHS = "algorithm.updates_per_batch=2 algorithm.epochs"
     ("overrides", "key", "word"),
     [
         (f"{TENSOR}=2 {CONTEXT}=2 WORLD=6", "parallel", "got 4 with 6"),
-        (f"{TENSOR}=4 WORLD=4", TENSOR, "num_attention_heads = 6"),
-        (f"{PIPELINE}=2 parallel.virtual_pipeline=2 WORLD=2", PIPELINE, "model's 6 layers"),
         ("algorithm.updates_per_batch=5", "algorithm.updates_per_batch", "groups_per_step = 12"),
         ("rollout.fixed_lag=2 replay.batches=1", "replay.batches", "rollout.fixed_lag"),
         (f"rollout.fixed_lag=2 {AGE}=11 {EPOCHS}=3", AGE, "at least 12"),

@@ -67,6 +67,21 @@ def test_models_that_suit_are_accepted(
         check_training(with_teacher(config, other_dir, engine=engine, servers=servers), 1)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "text"),
+    [
+        ({"tensor": 3}, "parallel.tensor: must divide the model's num_attention_heads = "),
+        ({"pipeline": 2, "virtual_pipeline": 4}, "parallel.pipeline: pipeline × virtual_pipeline"),
+        ({"expert": 2}, "parallel.expert: needs a model with experts, got 2"),
+    ],
+)
+def test_a_layout_into_which_the_model_does_not_divide_is_refused(
+    make_config: MakeConfig, parallel: dict[str, int], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{text}"):
+        check_training(changed(make_config(), {"parallel": parallel}), 6)
+
+
 def test_a_directory_must_hold_a_model_and_its_tokenizer(
     make_config: MakeConfig, other_dir: Path, tmp_path: Path
 ) -> None:

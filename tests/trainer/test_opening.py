@@ -88,7 +88,7 @@ def test_the_commands_for_one_node_in_the_docs_are_accepted(
     path, *overrides = arguments
     config = load_config(REPOSITORY / path, overrides)
     on_node(8, num_ranks, **config.rollout.model_dump())
-    monkeypatch.setattr("bapo_megatron.engine.sglang.settings.check_model", lambda model: {})
+    monkeypatch.setattr("bapo_megatron.engine.sglang.settings.check_model_dir", lambda path: {})
     SglangKind().check(config)
     assert num_ranks % config.parallel.tensor == 0
 

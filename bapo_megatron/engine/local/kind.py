@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from bapo_megatron.config.check import check_model
+from bapo_megatron.config.check import check_model_dir
 from bapo_megatron.config.load import ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class LocalKind:
                     f"rollout.{key}: must be {' or '.join(map(str, allowed))} with rollout.engine="
                     f"local, got {value}: {reason}; leave it out, or use another rollout.engine"
                 )
-        hf_config = check_model(config.model)
+        hf_config = check_model_dir(config.model.path)
         names = ("model_type", "use_sliding_window", "layer_types")
         model_type, is_sliding, layers = map(hf_config.get, names)
         if model_type == "mistral":  # its window is on by default

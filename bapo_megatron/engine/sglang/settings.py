@@ -5,12 +5,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.config.check import (
-    check_heads,
-    check_model,
-    check_model_dir,
-    check_unique,
-)
+from bapo_megatron.config.check import check_heads, check_model_dir, check_unique
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.section import split_address
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
@@ -95,7 +90,7 @@ def check_own_servers(config: RunConfig, *, is_here: bool = True) -> None:
             "got 0 visible GPUs; set rollout.colocated=false"
         )
     _check_extra_args(server.extra_args)
-    fields = check_model(config.model)
+    fields = check_model_dir(config.model.path)
     check_heads(fields, "rollout.server.tensor", server.tensor)
     _check_model_is_accelerated(fields, server, is_on_cpu=is_here and not num_gpus)
     if server.port and server.port + server.count - 1 > _MAX_PORT:

@@ -219,12 +219,8 @@ class HfConfig:
 
     @property
     def division_fields(self) -> dict[str, int]:
-        """The config.json fields by which ``config.check`` checks a layout."""
-        return {
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "num_hidden_layers": self.num_layers,
-        }
+        """The config.json fields that ``config.check.check_heads`` reads."""
+        return {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
 
 
 @dataclass(frozen=True, slots=True)
