@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from bapo_megatron.config.schema import ADVANTAGES, OBJECTIVES
 from bapo_megatron.config.settings import masked_reasons
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import read_batch, texts_by_sample
-from bapo_megatron.data.staleness import token_versions, trainable_mask
+from bapo_megatron.data.staleness import response_age, token_versions, trainable_mask
 from bapo_megatron.data.token_columns import (
     COLUMNS,
     REFERENCE,
@@ -38,14 +38,7 @@ from bapo_megatron.runtime.files import read_regular
 from bapo_megatron.telemetry.metrics import is_right
 from bapo_megatron.tools.report.figures import rounded
 from bapo_megatron.tools.report.runs import RunRecord
-from bapo_megatron.types import (
-    FinishReason,
-    Group,
-    RolloutBatch,
-    Sample,
-    SampleText,
-    WrittenSpan,
-)
+from bapo_megatron.types import FinishReason, Group, RolloutBatch, Sample, SampleText
 
 Key = tuple[int, int]
 """Group and index."""
@@ -95,9 +88,7 @@ class DumpedStep:
 
     def age(self, sample: Sample) -> int:
         """Count the updates from the weights of its oldest token to those of the batch."""
-        spans = sample.episode_versions
-        oldest = min((span.version for span in spans), default=self.batch.version)
-        return self.batch.version - oldest
+        return int(response_age(sample.episode_versions, self.batch.version, "oldest"))
 
     def trains(self, sample: Sample) -> np.ndarray:
         """Return which of its tokens the loss counts, [Q] bool over all sequences: m = 1."""
@@ -391,22 +382,23 @@ def _sample_entry(
     max_bytes: float,
 ) -> dict[str, Any]:
     """What the page shows of a response; arrays are [R] or runs of equal values ``[value, n]``."""
-    text = step.text(sample)
-    starts = _starts(sample)[1:]
-    sample = _joined(sample)
-    num_tokens = len(sample.response_token_ids)
-    kept_R = _kept(num_tokens, math.floor((max_bytes - _SAMPLE_BYTES) / _token_bytes([sample])))
-    sampled_R = sample.loss_mask
+    text, sequences = step.text(sample), sample.sequences
+    # The sequences of an episode are shown as one response, in order.
+    token_ids_R = np.concatenate([s.response_token_ids for s in sequences])
+    sampled_R = np.concatenate([s.loss_mask for s in sequences])
+    logprob_Q = np.concatenate([s.behaviour_logprobs for s in sequences])
+    num_tokens = len(token_ids_R)
+    kept_R = _kept(num_tokens, math.floor((max_bytes - _SAMPLE_BYTES) / _token_bytes(sequences)))
     levels_R = np.full(num_tokens, _WRITTEN)
     trained = _TRAINED if step.has_gradient(sample) else _NO_GRADIENT
     levels_R[sampled_R] = np.where(step.trains(sample), trained, _MASKED)
     version_R = np.full(num_tokens, -1)
-    version_R[sampled_R] = token_versions(sample.versions)
+    version_R[sampled_R] = token_versions(sample.episode_versions)
     ratio_Q = ratios.get(_key(sample))
-    if ratio_Q is not None and len(ratio_Q) != sample.num_sampled:
+    if ratio_Q is not None and len(ratio_Q) != len(logprob_Q):
         raise DumpError(
             f"tokens/: {len(ratio_Q)} tokens of sample {sample.index} of group {sample.group_id}, "
-            f"whose dump in rollouts/ has {sample.num_sampled}; remove the token dumps, they are "
+            f"whose dump in rollouts/ has {len(logprob_Q)}; remove the token dumps, they are "
             "of another run"
         )
     advantage = step.advantage(sample)
@@ -422,48 +414,25 @@ def _sample_entry(
         "age": step.age(sample),
         "extracted": text.extracted if text else None,
         "reason": text.reason if text else "",
-        "pieces": pieces.encode(sample.response_token_ids[kept_R]),
-        "logprobs": _on_response(sample.behaviour_logprobs, sampled_R, kept_R, 3),
+        "pieces": pieces.encode(token_ids_R[kept_R]),
+        "logprobs": _on_response(logprob_Q, sampled_R, kept_R, 3),
         "ratios": None if ratio_Q is None else _on_response(ratio_Q, sampled_R, kept_R, 4),
         "columns": {
             column.name: values
-            for column in _shown_columns([sample])
-            if any(values := _on_response(column.of(sample), sampled_R, kept_R, 3))
+            for column in _shown_columns(sequences)
+            if any(values := _on_response(concatenated(column, sequences), sampled_R, kept_R, 3))
         },
         "versions": _run_lengths(version_R[kept_R].tolist()),
         "levels": _run_lengths(levels_R[kept_R].tolist()),
     }
-    if starts:
-        entry["starts"] = starts
+    if len(sequences) > 1:
+        lengths = [len(s.response_token_ids) for s in sequences[:-1]]
+        entry["starts"] = list(accumulate(lengths))
     if len(kept_R) < num_tokens:
         entry["cut_at"] = len(kept_R) // 2
     if text and not pieces.has_texts:
         entry["text"] = "\n\n".join(text.turns or (text.response_text,))
     return entry
-
-
-def _starts(sample: Sample) -> list[int]:
-    """Where each sequence starts in the response of ``_joined``."""
-    lengths = (len(sequence.response_token_ids) for sequence in sample.sequences)
-    return list(accumulate(lengths, initial=0))[:-1]
-
-
-def _joined(sample: Sample) -> Sample:
-    """The responses of an episode's sequences as one, in order."""
-    sequences = sample.sequences
-    return replace(
-        sample,
-        response_token_ids=np.concatenate([s.response_token_ids for s in sequences]),
-        behaviour_logprobs=np.concatenate([s.behaviour_logprobs for s in sequences]),
-        versions=sample.episode_versions,
-        written=tuple(
-            WrittenSpan(start + span.start, span.num_tokens)
-            for start, sequence in zip(_starts(sample), sequences, strict=True)
-            for span in sequence.written
-        ),
-        columns={column.name: concatenated(column, sequences) for column in present(sequences)},
-        branches=(),
-    )
 
 
 def _kept(num_tokens: int, max_tokens: int) -> np.ndarray:
