@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from bapo_megatron.commands.options import JsonOption, OverridesArgument, load
 from bapo_megatron.runtime.processes import launched_number
-from bapo_megatron.telemetry.console import uncut_console
+from bapo_megatron.telemetry.console import rich_table, uncut_console
 from bapo_megatron.tools.doctor import diagnose, probe
 from bapo_megatron.tools.preflight import Floors, check_cluster
 
@@ -50,13 +49,11 @@ def command(
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        table = Table("", "what", "finding")
+        texts = [f"{f.text}\n→ {f.remedy}" if f.remedy else f.text for f in findings]
+        rows = [(f.verdict, f.topic, text) for f, text in zip(findings, texts, strict=True)]
         colors = {"ok": "green", "note": "yellow", "problem": "red"}
-        for finding in findings:
-            mark = f"[{colors[finding.verdict]}]{finding.verdict}[/]"
-            remedy = f"\n→ {finding.remedy}" if finding.remedy else ""
-            table.add_row(mark, finding.topic, finding.text + remedy)
-        uncut_console().print(table)
+        headings = ("", "what", "finding")
+        uncut_console().print(rich_table("", headings, rows, num_left=3, styles=colors))
     if num_problems := sum(finding.verdict == "problem" for finding in findings):
         if cluster is not None:  # the last line of torchrun, too
             noun = "problem" if num_problems == 1 else "problems"

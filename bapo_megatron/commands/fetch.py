@@ -1,10 +1,9 @@
 """``bapo-megatron fetch``: the models and data sets of a configuration."""
 
 import typer
-from rich.table import Table
 
 from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, load
-from bapo_megatron.telemetry.console import uncut_console
+from bapo_megatron.telemetry.console import rich_table, uncut_console
 from bapo_megatron.tools.fetch import fetch
 
 
@@ -14,11 +13,9 @@ def command(config: ConfigArgument, overrides: OverridesArgument = None) -> None
     An interrupted download continues where it ended. The exit status is 1 if something is missing.
     """
     results = list(fetch(load(config, overrides)))
-    table = Table("", "what", "where", "GB", "source")
-    for result in results:
-        color = {"failed": "red", "unchecked": "yellow"}.get(result.state, "green")
-        mark, size = f"[{color}]{result.state}[/]", f"{result.num_bytes / 1e9:.3f}"
-        table.add_row(mark, result.key, result.path, size, result.text)
-    uncut_console().print(table)
+    headings = ("", "what", "where", "GB", "source")
+    rows = [(r.state, r.key, r.path, f"{r.num_bytes / 1e9:.3f}", r.text) for r in results]
+    colors = {"failed": "red", "unchecked": "yellow", "there": "green", "fetched": "green"}
+    uncut_console().print(rich_table("", headings, rows, num_left=5, styles=colors))
     if any(result.state == "failed" for result in results):
         raise typer.Exit(1)

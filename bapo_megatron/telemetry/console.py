@@ -5,10 +5,11 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import indent
+from types import MappingProxyType
 from typing import Any, Self
 
 from rich.console import Console, JustifyMethod
@@ -85,18 +86,23 @@ def show(part: str | Table, style: str = "") -> None:
 
 
 def rich_table(
-    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    num_left: int,
+    styles: Mapping[str, str] = MappingProxyType({}),
 ) -> Table:
     """Build a table for the terminal, with texts verbatim, without Rich's markup.
 
-    The first ``num_left`` columns are left-aligned.
+    The first ``num_left`` columns are left-aligned. ``styles`` are Rich's, by a cell's text.
     """
     table = Table(title=escape(title))
     for number, heading in enumerate(headings):
         side: JustifyMethod = "left" if number < num_left else "right"
         table.add_column(escape(heading), justify=side, overflow="fold")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*(Text(visible(cell), styles.get(cell, "")) for cell in row))
     return table
 
 

@@ -11,8 +11,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer
 import yaml
 
+from bapo_megatron.commands.fetch import command
 from bapo_megatron.config.load import ConfigError, load_config
 from tests.fakes.fake_hub import COMMIT, FakeHub
 from tests.launch import REPOSITORY, free_port, run
@@ -344,6 +346,17 @@ def test_without_a_connection_the_table_is_all_that_is_printed(tmp_path: Path) -
     result = run(["fetch", str(config)], environment={"HF_ENDPOINT": nobody, "COLUMNS": "1000"})
     assert (result.returncode, result.stderr) == (1, "")
     assert result.stdout.count("no connection (") == 2
+
+
+def test_brackets_in_a_path_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    config = tmp_path / "run.yaml"
+    config.write_text(f"name: x\nrun_dir: run\nmodel: {{path: '{tmp_path}/[v2]/model'}}\n")
+    with pytest.raises(typer.Exit):
+        command(config)
+    assert f"{tmp_path}/[v2]/model" in capsys.readouterr().out
 
 
 @pytest.mark.slow
